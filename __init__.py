@@ -1,0 +1,21 @@
+"""gradwire: gradient compression for PyTorch's distributed data parallel training.
+
+    state = gradwire.CompressState(model, gradwire.TopK(density=0.01))
+    model.register_comm_hook(state, gradwire.compress_hook)
+"""
+
+from .compress import CODECS, QSGD, Cast, Codec, Identity, OneBit, TernGrad, TopK
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CODECS",
+    "QSGD",
+    "Cast",
+    "Codec",
+    "Identity",
+    "OneBit",
+    "TernGrad",
+    "TopK",
+    "__version__",
+]

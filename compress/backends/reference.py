@@ -1,0 +1,292 @@
+"""The specification, in NumPy: what every byte means, written to be read.
+
+Each class gives `encode` and `decode_add` of one codec; the fused forms are the compositions in `Kernels`. Nothing
+here is fast. Whoever writes another backend compares its bytes with these.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import Kernels, Workspace
+
+F32 = np.float32
+#: The one NaN that is ever written.
+NAN_BITS = np.uint32(0x7FC00000)
+NAN = NAN_BITS.view(F32)
+TINY = F32(2.0**-149)
+LANES = 256
+
+
+def numbers(x: Tensor) -> np.ndarray:
+    """The elements as float32 (exact for the half precisions)."""
+    array: np.ndarray = x.float().numpy()
+    return array
+
+
+def philox(seed: int, step: int, stream: int, groups: np.ndarray) -> np.ndarray:
+    """Philox4x32-10: for each counter (group, stream, step, stream >> 32) its four words, uint32[len(groups), 4]."""
+    low32 = np.uint64(0xFFFFFFFF)
+    c = [
+        groups.astype(np.uint64),
+        np.full(len(groups), stream & 0xFFFFFFFF, np.uint64),
+        np.full(len(groups), step & 0xFFFFFFFF, np.uint64),
+        np.full(len(groups), stream >> 32 & 0xFFFFFFFF, np.uint64),
+    ]
+    key = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF]
+    for _ in range(10):
+        first = c[0] * np.uint64(0xD2511F53)
+        second = c[2] * np.uint64(0xCD9E8D57)
+        c = [
+            second >> np.uint64(32) ^ c[1] ^ np.uint64(key[0]),
+            second & low32,
+            first >> np.uint64(32) ^ c[3] ^ np.uint64(key[1]),
+            first & low32,
+        ]
+        key = [(key[0] + 0x9E3779B9) & 0xFFFFFFFF, (key[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    return np.stack(c, axis=1).astype(np.uint32)
+
+
+def uniform(draw: Tensor | None, numel: int) -> np.ndarray:
+    """What rounding adds before it truncates: draws of 16 bits over 2^16, or one half for rounding to nearest."""
+    if draw is None:
+        return np.full(numel, 0.5, F32)
+    seed, step, stream = (int(v) for v in draw)
+    words = philox(seed, step, stream, np.arange(-(-numel // 8)))
+    return words.astype("<u4").view("<u2").reshape(-1)[:numel].astype(F32) * F32(2.0**-16)
+
+
+def block_sums(rows: np.ndarray) -> np.ndarray:
+    """Sums over each row of [blocks, block], in the one order that is canonical: 256 partial sums, then halves."""
+    acc = np.zeros((len(rows), LANES), F32)
+    for start in range(0, rows.shape[1], LANES):
+        acc = acc + rows[:, start : start + LANES]
+    half = LANES // 2
+    while half:
+        acc = acc[:, :half] + acc[:, half : 2 * half]
+        half //= 2
+    total: np.ndarray = acc[:, 0]
+    return total
+
+
+def in_blocks(x: np.ndarray, block: int) -> np.ndarray:
+    """The elements as [blocks, block], padded with zeros: a zero changes no sum, no maximum and no code."""
+    padded = np.zeros(-(-len(x) // block) * block, x.dtype)
+    padded[: len(x)] = x
+    return padded.reshape(-1, block)
+
+
+def block_lengths(numel: int, block: int) -> np.ndarray:
+    """How many elements each block really has, float32."""
+    lengths = np.full(-(-numel // block), block)
+    lengths[-1] = numel - (len(lengths) - 1) * block
+    return lengths.astype(F32)
+
+
+def power_of_two_scale(largest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(p, 1/p), powers of two such that largest·p lies in [1, 2), or below 1 when it is subnormal."""
+    exponent = np.clip((largest.view(np.uint32) >> 23).astype(np.int32), 1, 254)
+    return np.ldexp(F32(1), 127 - exponent).astype(F32), np.ldexp(F32(1), exponent - 127).astype(F32)
+
+
+def levels_of(magnitudes: np.ndarray, p: np.ndarray, unit: np.ndarray, top: int, r: np.ndarray) -> np.ndarray:
+    """min(⌊(|x|·p) · (1/unit) + r⌋, top) for each element of [blocks, block]; nothing where unit is zero."""
+    with np.errstate(divide="ignore"):
+        inverse = np.where(unit > 0, F32(1) / unit, F32(0))
+    y = magnitudes * p[:, None] * inverse[:, None] + r
+    return np.minimum(y, F32(top)).astype(np.uint8)
+
+
+class OneBit(Kernels):
+    def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
+        a = numbers(x)
+        rows, lengths = in_blocks(a, codec.block), block_lengths(len(a), codec.block)
+        below = rows < 0
+        zero = F32(0)
+        with np.errstate(all="ignore"):
+            if codec.scale == "sided":
+                count = below.sum(axis=1).astype(F32)
+                negative = block_sums(np.where(below, rows, zero)) / np.maximum(count, F32(1))
+                positive = block_sums(np.where(below, zero, rows)) / np.maximum(lengths - count, F32(1))
+            else:
+                positive = block_sums(np.abs(rows)) / lengths
+                negative = zero - positive
+        sound = np.isfinite(negative) & np.isfinite(positive)
+        (part,) = codec.parts(len(a))
+        record = part.view(wire.numpy())
+        record["negative"][:, 0] = np.where(sound, negative + zero, NAN)  # + 0 turns -0 into 0
+        record["positive"][:, 0] = np.where(sound, positive + zero, NAN)
+        record["signs"] = np.packbits(below & sound[:, None], axis=1, bitorder="little")
+
+    def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
+        (part,) = codec.parts(out.numel())
+        record = part.view(wire.numpy())
+        signs = np.unpackbits(record["signs"], axis=1, bitorder="little")
+        add(out, alpha, np.where(signs, record["negative"], record["positive"]))
+        sound = np.isfinite(record["negative"]) & np.isfinite(record["positive"])
+        workspace.status[1] += int((~sound).sum())
+
+
+class QSGD(Kernels):
+    def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
+        a = numbers(x)
+        rows, s = in_blocks(a, codec.block), F32(codec.levels)
+        magnitudes = np.abs(rows)
+        largest = (magnitudes.view(np.uint32).max(axis=1)).view(F32)  # as integers, so that NaN is the largest
+        p, inverse_p = power_of_two_scale(largest)
+        with np.errstate(all="ignore"):
+            if codec.norm == "max":
+                norm = largest * p
+            else:
+                scaled = magnitudes * p[:, None]
+                norm = np.sqrt(block_sums(scaled * scaled))
+            scaled_unit = norm / s
+            unit = scaled_unit * inverse_p
+            unit = np.where((largest > 0) & (unit == 0), TINY, unit)
+            sound = np.isfinite(largest) & np.isfinite(unit)
+            r = in_blocks(uniform(draw if codec.stochastic else None, len(a)), codec.block)
+            level = levels_of(np.where(sound[:, None], magnitudes, F32(0)), p, scaled_unit, codec.levels, r)
+        sign = (rows < 0) & (level > 0)
+        code = level | sign.astype(np.uint8) << (codec.bits - 1)
+        bits = np.unpackbits(code[:, :, None], axis=2, count=codec.bits, bitorder="little")
+        (part,) = codec.parts(len(a))
+        record = part.view(wire.numpy())
+        record["unit"][:, 0] = np.where(sound, unit, NAN)
+        record["codes"] = np.packbits(bits.reshape(len(rows), -1), axis=1, bitorder="little")
+
+    def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
+        (part,) = codec.parts(out.numel())
+        record = part.view(wire.numpy())
+        bits = np.unpackbits(record["codes"], axis=1, bitorder="little").reshape(part.records, codec.block, codec.bits)
+        code = np.packbits(bits, axis=2, bitorder="little")[:, :, 0].reshape(-1)[: out.numel()]
+        level = (code & codec.levels).astype(np.int32)
+        minus = (code >> (codec.bits - 1)).astype(bool)
+        workspace.status[0] += int((minus & (level == 0)).sum())
+        workspace.status[1] += int((~np.isfinite(record["unit"])).sum())
+        signed = np.where(minus, -level, level).astype(F32)
+        with np.errstate(all="ignore"):
+            add(out, alpha, signed * np.repeat(record["unit"][:, 0], codec.block)[: out.numel()])
+
+
+class TernGrad(Kernels):
+    def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
+        a = numbers(x)
+        rows, lengths = in_blocks(a, codec.block), block_lengths(len(a), codec.block)
+        magnitudes = np.abs(rows)
+        largest = (magnitudes.view(np.uint32).max(axis=1)).view(F32)
+        p, inverse_p = power_of_two_scale(largest)
+        with np.errstate(all="ignore"):
+            scaled = magnitudes * p[:, None]
+            sigma = np.sqrt(block_sums(scaled * scaled) / lengths)
+            scaled_scale = np.minimum(largest * p, F32(codec.clip) * sigma)
+            scale = scaled_scale * inverse_p
+            scale = np.where((largest > 0) & (scale == 0), TINY, scale)
+            sound = np.isfinite(largest)
+            r = in_blocks(uniform(draw if codec.stochastic else None, len(a)), codec.block)
+            level = levels_of(np.where(sound[:, None], magnitudes, F32(0)), p, scaled_scale, 1, r)
+        trit = level + (level & (rows < 0))
+        planes = trit.reshape(len(rows), -1, 5, LANES)
+        (part,) = codec.parts(len(a))
+        record = part.view(wire.numpy())
+        record["scale"][:, 0] = np.where(sound, scale, NAN)
+        powers = np.array([1, 3, 9, 27, 81], np.uint8)
+        record["trits"] = (planes * powers[:, None]).sum(axis=2, dtype=np.uint8).reshape(len(rows), -1)
+
+    def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
+        (part,) = codec.parts(out.numel())
+        record = part.view(wire.numpy())
+        packed = record["trits"].reshape(part.records, -1, 1, LANES)
+        sound = packed < 243
+        trit = np.where(sound, packed // np.array([1, 3, 9, 27, 81], np.uint8)[:, None] % 3, 0)
+        workspace.status[0] += int((~sound).sum())
+        workspace.status[1] += int((~np.isfinite(record["scale"])).sum())
+        signed = np.array([0, 1, -1], F32)[trit].reshape(part.records, -1)
+        with np.errstate(all="ignore"):
+            add(out, alpha, signed * record["scale"])
+
+
+class TopK(Kernels):
+    def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
+        a = numbers(x)
+        key = a.view(np.uint32) & np.uint32(0x7FFFFFFF)  # orders magnitudes, NaN above infinity
+        largest_first = np.argsort(~key, kind="stable")  # stable: ties go to the lower index
+        chosen = np.sort(largest_first[: min(codec.k(len(a)), np.count_nonzero(key))])
+        chosen = chosen.astype(np.uint32)
+        wire.zero_()
+        indices, values = self._records(codec, wire, len(a))
+        indices["count"] = len(chosen)
+        indices["index"][0, : len(chosen)] = chosen
+        values["value"][0, : len(chosen)] = canonical_nan(a[chosen])
+
+    def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
+        indices, values = self._records(codec, wire, out.numel())
+        k = codec.k(out.numel())
+        count = min(int(indices["count"][0, 0]), k)
+        index = indices["index"][0, :count].astype(np.int64)
+        value = values["value"][0, :count]
+        # An entry counts if its index is in range and above every index in range before it.
+        in_range = index < out.numel()
+        before = np.maximum.accumulate(np.concatenate([[-1], np.where(in_range, index, -1)]))[:-1]
+        sound = in_range & (index > before)
+        workspace.status[0] += max(int(indices["count"][0, 0]) - k, 0) + int((~sound).sum())
+        workspace.status[1] += int((~np.isfinite(value[sound])).sum())
+        target = out.numpy()
+        with np.errstate(all="ignore"):
+            target[index[sound]] += F32(alpha) * value[sound]
+
+    @staticmethod
+    def _records(codec: Any, wire: Tensor, numel: int) -> tuple[np.ndarray, np.ndarray]:
+        first, second = codec.parts(numel)
+        return first.view(wire[: first.nbytes].numpy()), second.view(wire[first.nbytes :].numpy())
+
+
+class Cast(Kernels):
+    canonical: ClassVar[dict[torch.dtype, int]] = {torch.float16: 0x7E00, torch.bfloat16: 0x7FC0}
+
+    def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
+        half = x.float().to(codec.dtype)
+        bits = half.view(torch.uint16).numpy().copy()
+        bits[half.isnan().numpy()] = self.canonical[codec.dtype]
+        target = wire.numpy().view("<u2")
+        target[len(bits) :] = 0
+        target[: len(bits)] = bits
+
+    def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
+        values = wire.view(codec.dtype)[: out.numel()].float().numpy()
+        workspace.status[1] += int((~np.isfinite(values)).sum())
+        add(out, alpha, values)
+
+
+class Identity(Kernels):
+    def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
+        wire.numpy().view("<f4")[:] = canonical_nan(numbers(x))
+
+    def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
+        values = wire.numpy().view("<f4")
+        workspace.status[1] += int((~np.isfinite(values)).sum())
+        add(out, alpha, values)
+
+
+def canonical_nan(values: np.ndarray) -> np.ndarray:
+    return np.where(np.isnan(values), NAN, values)
+
+
+def add(out: Tensor, alpha: float, values: np.ndarray) -> None:
+    """out += alpha · values, the padding of the last block left out."""
+    target = out.numpy()
+    with np.errstate(all="ignore"):
+        target += F32(alpha) * values.reshape(-1)[: len(target)]
+
+
+KERNELS: dict[str, Kernels] = {
+    "onebit": OneBit(),
+    "qsgd": QSGD(),
+    "terngrad": TernGrad(),
+    "topk": TopK(),
+    "cast": Cast(),
+    "identity": Identity(),
+}
