@@ -1,0 +1,54 @@
+# `make demo` and `make test` each work as the first command in a fresh clone: they set up .venv by themselves.
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+# How many seeds the demo trains with.
+SEEDS ?= 1
+
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+# The folders are the package `gradwire` only once they are installed, so mypy reads them through a link of that name.
+LINK := $(VENV)/mypy/gradwire
+TYPED := $(addprefix $(LINK)/,__init__.py benchmarks compress csrc hooks) tests
+
+.PHONY: help demo test test-all lint bench clean
+
+help:
+	@echo 'make demo      train a small model on two processes with every codec (SEEDS=$(SEEDS))'
+	@echo 'make test      lint, types and the quick tests (PYTEST_ARGS="-k topk")'
+	@echo 'make test-all  the slow tests too'
+	@echo 'make lint      ruff and mypy alone'
+	@echo 'make bench     gradwire-bench $$BENCH_ARGS'
+	@echo 'make clean     remove .venv and everything that was built'
+
+demo: $(INSTALLED)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node 2 \
+		-m gradwire.benchmarks.demo --seeds $(SEEDS)
+
+test: lint
+	$(BIN)/python -m pytest -q -m 'not slow and not cuda' $(PYTEST_ARGS)
+
+test-all: lint
+	$(BIN)/python -m pytest -q -m 'not cuda' $(PYTEST_ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	MYPYPATH=$(VENV)/mypy:tests $(BIN)/mypy --explicit-package-bases $(TYPED)
+
+bench: $(INSTALLED)
+	$(BIN)/gradwire-bench $(BENCH_ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One environment for everything: demo, tests and benchmarks. Installed again when the dependencies change.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[bench,test]'
+	mkdir -p $(VENV)/mypy && ln -sfn "$(CURDIR)" $(LINK)
+	touch $@
