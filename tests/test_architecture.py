@@ -1,0 +1,183 @@
+"""Imports run one way: csrc ← backends ← codecs ← feedback ← allreduce ← lane, state ← the hooks ← benchmarks.
+
+`violations` reads sources, not modules, so that an import inside a function or under TYPE_CHECKING counts as well.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("benchmarks", "compress", "csrc", "hooks")
+
+#: From the bottom up: a module may import what stands on a lower line, or beside it. The first match counts.
+LAYERS = (
+    ("kernels", r"csrc(\..+)?"),
+    ("wire format", r"compress\.wire"),
+    ("backends", r"compress\.backends(\..+)?"),
+    ("codec contract", r"compress\.codec"),
+    ("codecs", r"compress\.(?!feedback$).+"),
+    ("feedback", r"compress\.feedback"),
+    ("compress", r"compress"),
+    ("exchanges", r"hooks\.allreduce"),
+    ("state", r"hooks\.(lane|handshake|state)"),
+    ("hooks", r"hooks\.(ddp|horovod)"),
+    ("public hooks", r"hooks"),
+    ("public names", r""),
+    ("benchmarks", r"benchmarks(\..+)?"),
+)
+
+#: What the modules of a folder must never import.
+FORBIDDEN = {"csrc": ("torch",), "compress": ("torch.distributed",), "hooks": ("cupy", "numba")}
+
+
+class Import(NamedTuple):
+    line: int
+    target: str  # "compress.codec" or "" (the root) if `relative`, otherwise as written
+    relative: bool
+
+
+def height(module: str) -> int | None:
+    return next((i for i, (_, pattern) in enumerate(LAYERS) if re.fullmatch(pattern, module)), None)
+
+
+def imports(module: str, source: str, modules: Mapping[str, str]) -> Iterator[Import]:
+    """Every import in `source`. `from a import b` is an import of a.b where b may be a module."""
+    is_package = module == "" or any(name.startswith(f"{module}.") for name in modules)
+    package = [name for name in module.split(".") if name][: None if is_package else -1]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (Import(node.lineno, alias.name, False) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield from (Import(node.lineno, f"{node.module}.{alias.name}", False) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1] + ([node.module] if node.module else []))
+            for alias in node.names:
+                if not base and alias.name == "__version__":
+                    continue  # a constant, and the only thing that the root has of its own
+                submodule = f"{base}.{alias.name}".lstrip(".")
+                yield Import(node.lineno, submodule if submodule in modules else base, True)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
+            yield Import(node.lineno, "torch.distributed", False)  # `import torch` alone makes it usable
+
+
+def violations(modules: Mapping[str, str]) -> list[str]:
+    """What is wrong with the imports of `modules`, sources by module name ("" for the root, "compress.codec" …)."""
+    found = []
+    graph: dict[str, set[str]] = {module: set() for module in modules}
+    for module, source in modules.items():
+        folder, own = module.split(".")[0], height(module)
+        if own is None:
+            found.append(f"{module}: has no layer, give it one in LAYERS")
+            continue
+        for line, target, relative in imports(module, source, modules):
+            where = f"{module or '__init__'}:{line}: imports {target or 'the root'}"
+            if relative:
+                graph[module].add(target)
+                theirs = height(target)
+                if theirs is not None and theirs > own:
+                    found.append(f"{where} ({LAYERS[theirs][0]}) from below ({LAYERS[own][0]})")
+                continue
+            top = target.split(".")[0]
+            if any(target == name or target.startswith(f"{name}.") for name in FORBIDDEN.get(folder, ())):
+                found.append(f"{where}, which {folder}/ never does")
+            if top in (*FOLDERS, "tests"):
+                found.append(f"{where} by the name of a folder, which only the repository has")
+            if top == "gradwire" and folder != "benchmarks":
+                found.append(f"{where} absolutely: write a relative import")
+    return found + [f"{' → '.join(cycle)}: imports run in a circle" for cycle in cycles(graph)]
+
+
+def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """One path for each circle that a walk in depth meets; a package's own `__init__` counts where it is imported."""
+    found: list[list[str]] = []
+    done: set[str] = set()
+
+    def walk(module: str, path: list[str]) -> None:
+        if module in path:
+            found.append([*path[path.index(module) :], module])
+        elif module not in done and module in graph:
+            for target in sorted(graph[module] - {module}):
+                walk(target, [*path, module])
+            done.add(module)
+
+    for module in graph:
+        walk(module, [])
+    return found
+
+
+def library() -> dict[str, str]:
+    paths = [ROOT / "__init__.py", *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")))]
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths]
+    return {
+        name.removesuffix("__init__").rstrip("."): path.read_text("utf-8")
+        for name, path in zip(names, paths, strict=True)
+    }
+
+
+def test_imports_run_one_way() -> None:
+    assert not violations(library())
+
+
+SOUND = {
+    "": "from .compress import TopK\nfrom .hooks import CompressState",
+    "csrc": "",
+    "compress": "from .topk import TopK\nfrom .feedback import ErrorFeedback",
+    "compress.wire": "import numpy as np",
+    "compress.backends": "import torch",
+    "compress.backends.cpu": "import numba\nfrom . import Kernels\nfrom ..wire import Part",
+    "compress.codec": "from .backends import Kernels\nfrom .wire import Part",
+    "compress.topk": "from .codec import Codec",
+    "compress.feedback": "from . import codec",
+    "hooks": "from .ddp import compress_hook",
+    "hooks.allreduce": "import torch.distributed as dist\nfrom ..compress import Codec",
+    "hooks.lane": "from torch.distributed import ProcessGroup",
+    "hooks.state": "from . import allreduce, lane\nfrom .. import __version__\nfrom ..compress.feedback import Layout",
+    "hooks.ddp": "from .state import CompressState",
+    "benchmarks": "",
+    "benchmarks.demo": "from gradwire.hooks.state import CompressState\nfrom .. import TopK",
+}
+
+
+def test_a_sound_library_passes() -> None:
+    assert violations(SOUND) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "complaint"),
+    [
+        ("compress.codec", "from .topk import TopK", "compress.topk (codecs) from below"),
+        ("compress.codec", "def f():\n    from .topk import TopK", "compress.codec:2"),
+        ("compress.codec", "from . import topk", "compress.topk (codecs) from below"),
+        ("compress.topk", "from . import TopK", "compress (compress) from below (codecs)"),
+        ("compress.topk", "from .feedback import ErrorFeedback", "compress.feedback (feedback) from below"),
+        ("compress.backends.cpu", "from ..codec import Codec", "compress.codec (codec contract) from below"),
+        ("compress.feedback", "from ..hooks.allreduce import mean", "hooks.allreduce (exchanges) from below"),
+        ("compress.feedback", "from .. import CompressState", "the root (public names) from below"),
+        ("hooks.allreduce", "from .lane import Lane", "hooks.lane (state) from below"),
+        ("hooks.lane", "if TYPE_CHECKING:\n    from .state import S", "in a circle"),
+        ("hooks.state", "from .ddp import compress_hook", "hooks.ddp (hooks) from below"),
+        ("hooks.ddp", "from ..benchmarks import demo", "benchmarks.demo (benchmarks) from below"),
+        ("hooks.new", "", "hooks.new: has no layer"),
+        ("compress.topk", "import torch.distributed", "imports torch.distributed, which compress/ never does"),
+        ("compress.topk", "import torch.distributed as dist", "which compress/ never does"),
+        ("compress.topk", "from torch import distributed", "which compress/ never does"),
+        ("compress.topk", "from torch.distributed import nn", "which compress/ never does"),
+        ("compress.topk", "import torch\ntorch.distributed.barrier()", "compress.topk:2"),
+        ("hooks.state", "import cupy.cuda", "which hooks/ never does"),
+        ("hooks.state", "from numba import njit", "which hooks/ never does"),
+        ("compress.topk", "from gradwire.compress.codec import Codec", "absolutely"),
+        ("hooks.state", "import gradwire", "absolutely"),
+        ("hooks.state", "from compress.codec import Codec", "by the name of a folder"),
+        ("benchmarks.demo", "import tests.helper", "by the name of a folder"),
+    ],
+)
+def test_a_bad_import_is_found(module: str, source: str, complaint: str) -> None:
+    found = violations({**SOUND, module: source})
+    assert any(complaint in violation for violation in found), found

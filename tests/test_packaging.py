@@ -1,0 +1,139 @@
+"""What a user gets from `pip install`: one package, everything in it, and an import that costs nothing."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import gradwire
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("benchmarks", "compress", "csrc", "hooks")
+
+
+def run(*args: object, cwd: Path) -> str:
+    """The combined output of a Python that knows nothing of the repository's environment variables."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST"))}
+    command = [sys.executable, *map(str, args)]
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env=env,
+        check=False,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def build(kind: str, source: Path, target: Path) -> Path:
+    """Build the "wheel" or "sdist" of `source`, with the setuptools that is installed."""
+    target.mkdir()
+    hook = f"import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
+    run("-c", hook, target, cwd=source)
+    (built,) = target.iterdir()
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from the sdist of a copy of the repository that also holds kernels."""
+    folder = tmp_path_factory.mktemp("packaging")
+    copy = folder / "some-clone.1"
+    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*", "build", "dist")
+    shutil.copytree(ROOT, copy, ignore=ignore)
+    (copy / "csrc" / "probe.cu").write_text("// a kernel\n")
+    (copy / "csrc" / "probe.cuh").write_text("// its header\n")
+    with tarfile.open(build("sdist", copy, folder / "sdist")) as archive:
+        archive.extractall(folder / "unpacked", filter="data")
+    (unpacked,) = (folder / "unpacked").iterdir()
+    return build("wheel", unpacked, folder / "wheel")
+
+
+@pytest.fixture(scope="module")
+def files(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+def test_nothing_but_gradwire_lands_in_site_packages(files: set[str]) -> None:
+    assert {name.split("/")[0] for name in files} == {"gradwire", f"gradwire-{gradwire.__version__}.dist-info"}
+
+
+def test_wheel_holds_every_module_and_every_kernel(files: set[str]) -> None:
+    modules = {ROOT / "__init__.py", *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))}
+    data = {"csrc/probe.cu", "csrc/probe.cuh", "py.typed"}
+    data |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").glob("*.cu*")}
+    expected = {path.relative_to(ROOT).as_posix() for path in modules} | data
+    assert {name.removeprefix("gradwire/") for name in files if name.startswith("gradwire/")} == expected
+
+
+def test_wheel_has_license_and_entry_point(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        info = f"gradwire-{gradwire.__version__}.dist-info"
+        assert archive.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+        entry_points = archive.read(f"{info}/entry_points.txt").decode()
+        names = archive.namelist()
+    assert "gradwire-bench = gradwire.benchmarks.cli:main" in entry_points
+    assert "gradwire/benchmarks/cli.py" in names
+
+
+def test_wheel_imports_silently_and_lightly(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    script = """
+        import sys, warnings
+        import torch, numpy
+        warnings.simplefilter("error")
+        sys.path.insert(0, ".")
+        import gradwire
+        assert gradwire.__file__.startswith(sys.argv[1]), gradwire.__file__
+        heavy = {"numba", "llvmlite", "cupy", "matplotlib", "rich", "gradwire.benchmarks"} & set(sys.modules)
+        assert not heavy, heavy
+        unknown = [name for name in gradwire.__all__ if not hasattr(gradwire, name)]
+        assert not unknown, unknown
+    """
+    assert run("-I", "-c", "if True:" + script, tmp_path, cwd=tmp_path) == ""
+
+
+def test_compress_imports_no_part_of_torch_distributed(tmp_path: Path) -> None:
+    # torch imports some of torch.distributed by itself; the stub keeps the root from importing the hooks.
+    script = """
+        import sys, types
+        import torch
+        before = set(sys.modules)
+        root = types.ModuleType("gradwire")
+        root.__path__ = [sys.argv[1]]
+        sys.modules["gradwire"] = root
+        import gradwire.compress
+        new = {name for name in set(sys.modules) - before if name.startswith(("torch.distributed", "gradwire.hooks"))}
+        assert not new, new
+    """
+    assert run("-I", "-c", "if True:" + script, ROOT, cwd=tmp_path) == ""
+
+
+def test_version_is_written_once_and_in_the_changelog() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    newest = re.search(r"^## \[(\d+\.\d+\.\d+)\] - \d{4}-\d{2}-\d{2}$", changelog, re.MULTILINE)
+    assert newest is not None
+    assert newest[1] == gradwire.__version__
+
+
+def test_version_can_be_read_without_importing_torch() -> None:
+    assigned = [
+        node.value
+        for node in ast.parse((ROOT / "__init__.py").read_text("utf-8")).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__version__"
+    ]
+    assert [ast.literal_eval(value) for value in assigned] == [gradwire.__version__]
