@@ -1,10 +1,11 @@
 """gradwire: gradient compression for PyTorch's distributed data parallel training.
 
-    state = gradwire.CompressState(model, gradwire.TopK(density=0.01))
-    model.register_comm_hook(state, gradwire.compress_hook)
+>>> state = gradwire.CompressState(model, gradwire.TopK(density=0.01))
+>>> model.register_comm_hook(state, gradwire.compress_hook)
 """
 
 from .compress import CODECS, QSGD, Cast, Codec, Identity, OneBit, TernGrad, TopK
+from .hooks import CompressState, compress_hook
 
 __version__ = "0.1.0"
 
@@ -13,9 +14,11 @@ __all__ = [
     "QSGD",
     "Cast",
     "Codec",
+    "CompressState",
     "Identity",
     "OneBit",
     "TernGrad",
     "TopK",
     "__version__",
+    "compress_hook",
 ]

@@ -116,7 +116,9 @@ class Codec(ABC):
             ValueError: `numel` is not positive, or too large for this codec.
         """
         if numel <= 0:
-            raise ValueError(f"cannot compress {numel} elements: a gradient needs at least one; leave out empty tensors")
+            raise ValueError(
+                f"cannot compress {numel} elements: a gradient needs at least one; leave out empty tensors"
+            )
         self.parts(numel)
         device = torch.device(device)
         return self.kernels(device).workspace(self, numel, device)
@@ -199,7 +201,9 @@ class Codec(ABC):
             names = ", ".join(str(d) for d in dtypes)
             raise TypeError(f"{what} has dtype {x.dtype}, expected one of {names}: convert it with .to({dtypes[0]})")
         if x.dim() != 1 or not x.is_contiguous():
-            raise ValueError(f"{what} of shape {tuple(x.shape)} must be flat and contiguous: pass x.contiguous().view(-1)")
+            raise ValueError(
+                f"{what} of shape {tuple(x.shape)} must be flat and contiguous: pass x.contiguous().view(-1)"
+            )
         if x.numel() == 0:
             raise ValueError(f"{what} is empty: a gradient needs at least one element; leave out empty tensors")
 
@@ -213,7 +217,7 @@ class Codec(ABC):
             raise ValueError(f"the wire is on {wire.device}, the gradient on {x.device}: put them on one device")
         if wire.dim() != 1 or wire.numel() != size or not wire.is_contiguous():
             raise ValueError(
-                f"{self} puts {x.numel()} elements on {size} contiguous bytes, got a wire of shape {tuple(wire.shape)}: "
+                f"{self} puts {x.numel()} elements on {size} contiguous bytes, got shape {tuple(wire.shape)}: "
                 f"allocate torch.empty(codec.wire_bytes({x.numel()}), dtype=torch.uint8)"
             )
         if wire.data_ptr() % 4:

@@ -1,0 +1,6 @@
+"""DDP communication hooks and the exchanges behind them."""
+
+from .ddp import compress_hook
+from .state import CompressState, Statistics
+
+__all__ = ["CompressState", "Statistics", "compress_hook"]

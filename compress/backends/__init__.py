@@ -49,6 +49,9 @@ class Kernels(ABC):
     def workspace(self, codec: Any, numel: int, device: torch.device) -> Workspace:
         return Workspace.on(device)
 
+    def prepare(self, codec: Any, dtype: torch.dtype) -> None:  # noqa: B027 - most backends have nothing to do
+        """Compile what `codec` needs for gradients of `dtype`, so that no later call has to."""
+
     @abstractmethod
     def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None: ...
 
@@ -84,7 +87,9 @@ def kernels_for(device: torch.device, codec_name: str) -> Kernels:
     """
     name = _forced or device.type
     if name not in BACKENDS:
-        raise ValueError(f"gradwire has no kernels for device {str(device)!r}: move the tensors to one of {BACKENDS[1:]}")
+        raise ValueError(
+            f"gradwire has no kernels for device {str(device)!r}: move the tensors to one of {BACKENDS[1:]}"
+        )
     return backend_kernels(name)[codec_name]
 
 
@@ -101,7 +106,7 @@ def use_backend(name: str) -> Iterator[None]:
     Raises:
         ValueError: unknown backend.
     """
-    global _forced
+    global _forced  # noqa: PLW0603 - one process, one choice: lanes run on other threads
     if name not in BACKENDS:
         raise ValueError(f"unknown backend {name!r}: expected one of {BACKENDS}")
     before, _forced = _forced, name

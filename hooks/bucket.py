@@ -1,0 +1,106 @@
+"""One communication bucket: where its parameters lie, and the exchange that serves it."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..compress.codec import Codec, new_draw
+from ..compress.feedback import Layout, Slot, layout_numel, pack
+from .allreduce import EXCHANGES, Exchange
+from .group import Group
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a step is compressed."""
+
+    codec: Codec
+    exchange: str
+    feedback: bool
+
+    @property
+    def digest(self) -> int:
+        return int.from_bytes(hashlib.blake2b(repr(self).encode(), digest_size=7).digest(), "big")
+
+
+class Bucket:
+    """One communication bucket of DDP: its layout, and the buffers of the exchange that serves it now."""
+
+    def __init__(self, index: int, parameters: list[Tensor], slots: Layout, excluded: frozenset[str], like: Tensor):
+        self.index, self.parameters, self.numel, self.dtype = index, parameters, like.numel(), like.dtype
+        kept = tuple(slot for slot in slots if slot.name not in excluded)
+        rest = tuple(slot for slot in slots if slot.name in excluded)
+        self.layout = end_to_end(kept)
+        self.compressed = tuple(zip(kept, self.layout, strict=True))
+        self.dense = tuple(zip(rest, end_to_end(rest), strict=True))
+        self.extra = torch.zeros(layout_numel(rest), dtype=torch.float32, device=like.device)
+        # Where some parameters stay dense, the others have to move together first.
+        self.packed = torch.zeros(layout_numel(kept), dtype=like.dtype, device=like.device) if rest else None
+        self.choice: Choice | None = None
+
+    def serves(self, parameters: list[Tensor], like: Tensor) -> bool:
+        """Whether DDP's bucket of these parameters still is this one; after a rebuild it may not be."""
+        return (
+            self.numel == like.numel()
+            and self.dtype == like.dtype
+            and len(self.parameters) == len(parameters)
+            and all(a is b for a, b in zip(self.parameters, parameters, strict=True))
+        )
+
+    def prepare(self, choice: Choice, group: Group, seed: int) -> Exchange:
+        """The exchange for a step, with every buffer it needs."""
+        if self.choice != choice:
+            numel = layout_numel(self.layout)
+            make = EXCHANGES[choice.exchange]
+            self.exchange = make(choice.codec, numel, self.extra.numel(), self.extra.device, group)
+            stream = 2 * self.exchange.rank << 32 | self.index
+            self.draw = new_draw(seed, 0, stream, self.extra.device)
+            self.owner_draw = new_draw(seed, 0, stream | 1 << 32, self.extra.device)
+            self.seen = torch.zeros(2, dtype=torch.int64)
+            self.choice = choice
+        return self.exchange
+
+    def gather(self, buffer: Tensor) -> Tensor:
+        """What is to be compressed, flat; fills `extra` with what is not."""
+        if self.packed is None:
+            return buffer
+        pack(self.compressed, buffer, self.packed)
+        pack(self.dense, buffer, self.extra)
+        return self.packed
+
+    def scatter(self, buffer: Tensor) -> None:
+        """Put both back where DDP looks for them."""
+        if self.packed is not None:
+            pack(((there, here) for here, there in self.compressed), self.packed, buffer)
+            pack(((there, here) for here, there in self.dense), self.extra, buffer)
+
+    def new_status(self) -> tuple[int, int]:
+        """Entries skipped and records not finite since the last call."""
+        status = self.exchange.status()
+        skipped, not_finite = (status - self.seen).tolist()
+        self.seen = status.clone()
+        return skipped, not_finite
+
+
+def end_to_end(slots: tuple[Slot, ...]) -> Layout:
+    """The slots one after the other."""
+    result, start = [], 0
+    for slot in slots:
+        result.append(Slot(slot.name, start, slot.shape, slot.stride))
+        start += slot.numel
+    return tuple(result)
+
+
+def strides_in_bucket(parameter: Tensor) -> tuple[int, ...]:
+    """How DDP lays a gradient into its bucket: with the parameter's strides if they leave no gap, else contiguous."""
+    expected = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return torch.empty(parameter.shape, device="meta").stride()
+            expected *= size
+    return parameter.stride()

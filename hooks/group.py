@@ -1,0 +1,80 @@
+"""The ranks that exchange with each other, and the collectives they use."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+#: How long ranks wait for each other when a state is made.
+HANDSHAKE_TIMEOUT = timedelta(seconds=60)
+
+_made: Counter[tuple[int, ...]] = Counter()
+
+
+class Group:
+    """The collectives of one process group, for one thread at a time.
+
+    Args:
+        process_group: what carries them. Its own methods are called, so that neither torch's renaming of functions nor
+            its registry of groups matters here.
+    """
+
+    def __init__(self, process_group: Any) -> None:
+        self._group = process_group
+        self.rank: int = process_group.rank()
+        self.size: int = process_group.size()
+
+    @classmethod
+    def of_ranks(cls, ranks: list[int]) -> Group:
+        """A new Gloo group of these global ranks. A collective; ranks wait `HANDSHAKE_TIMEOUT` for each other.
+
+        `dist.new_group(use_local_synchronization=True)` would derive its name from the number of groups a rank is in:
+        it differs between ranks that are in different groups, and comes again when a group is destroyed. Here the
+        name counts the groups made of the same ranks, which these ranks agree on.
+        """
+        members = tuple(ranks)
+        _made[members] += 1
+        name = f"gradwire/{'-'.join(map(str, members))}/{_made[members]}"
+        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        rank = members.index(dist.get_rank())
+        return cls(dist.ProcessGroupGloo(store, rank, len(members), HANDSHAKE_TIMEOUT))
+
+    def follow_timeout(self, other: dist.ProcessGroup) -> None:
+        """From now on let collectives take as long as those of `other` may."""
+        with contextlib.suppress(RuntimeError, AttributeError):  # a backend that does not tell
+            timeout = other._get_backend(other._device_types[0]).options._timeout
+            self._group._set_default_timeout(timeout)
+
+    def all_gather(self, output: Tensor, row: Tensor) -> dist.Work:
+        """Start: `output` = the ranks' rows, end to end."""
+        work: dist.Work = self._group._allgather_base(output.view(-1), row)
+        return work
+
+    def all_to_all(self, output: Tensor, rows: Tensor) -> dist.Work:
+        """Start: row r of `rows` goes to rank r; row r of `output` comes from it."""
+        work: dist.Work = self._group.alltoall_base(output.view(-1), rows.view(-1), [], [])
+        return work
+
+    def all_reduce(self, tensor: Tensor) -> dist.Work:
+        """Start: `tensor` = sum over the ranks, in the backend's order."""
+        work: dist.Work = self._group.allreduce([tensor])
+        return work
+
+    def objects(self, value: Any) -> list[Any]:
+        """What each rank passes, in rank order: anything that JSON can carry."""
+        data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+        lengths = torch.zeros(self.size, dtype=torch.int64)
+        self.all_gather(lengths, torch.tensor([data.numel()])).wait()
+        longest = int(lengths.max())
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: data.numel()] = data
+        rows = torch.zeros(self.size, longest, dtype=torch.uint8)
+        self.all_gather(rows, padded).wait()
+        return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, lengths.tolist(), strict=True)]

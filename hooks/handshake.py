@@ -1,0 +1,46 @@
+"""Before anything is exchanged: do all ranks mean the same thing? And if not, who means what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+
+def describe_model(parameters: Mapping[str, nn.Parameter], excluded: Iterable[str]) -> list[str]:
+    """One line for each parameter, in the order of the model."""
+    left_out = frozenset(excluded)
+    return [
+        f"{name}: {str(p.dtype).removeprefix('torch.')}{list(p.shape)}{' (excluded)' * (name in left_out)}"
+        for name, p in parameters.items()
+    ]
+
+
+def compare(sides: list[dict[str, Any]]) -> None:
+    """Compare what the ranks say of themselves. A rank that cannot start says so under "error".
+
+    Raises:
+        ValueError: on every rank alike, naming the first difference and both sides.
+    """
+    failed = [f"rank {rank}: {side['error']}" for rank, side in enumerate(sides) if "error" in side]
+    if failed:
+        raise ValueError("gradwire cannot start on every rank: " + "; ".join(failed))
+    for rank, side in enumerate(sides):
+        for key, expected in sides[0].items():
+            got = side[key]
+            if got == expected:
+                continue
+            if isinstance(expected, list):
+                expected, got = _first_difference(expected, got)
+            raise ValueError(
+                f"ranks disagree on {key}: rank 0 has {expected}, rank {rank} has {got}. "
+                "Construct CompressState with equal arguments and models on every rank"
+            )
+
+
+def _first_difference(left: list[str], right: list[str]) -> tuple[str, str]:
+    for a, b in zip(left, right, strict=False):
+        if a != b:
+            return a, b
+    return f"{len(left)} entries", f"{len(right)} entries"

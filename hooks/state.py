@@ -1,0 +1,405 @@
+"""CompressState: what compression of one model's gradients needs from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..compress.codec import DTYPES, Codec
+from ..compress.feedback import ErrorFeedback, Slot
+from ..compress.wire import WIRE_VERSION
+from . import handshake
+from .allreduce import Exchange, choose_exchange
+from .bucket import Bucket, Choice, strides_in_bucket
+from .group import HANDSHAKE_TIMEOUT, Group
+from .lane import Lane
+from .statistics import Statistics
+
+CHECKPOINT_FORMAT = 1
+
+#: What belongs to a process and is left out of copies of a state.
+CONNECTION = ("_lane", "_group", "_buckets", "_names", "_tag", "_tags", "_tags_work")
+
+
+class CompressState:
+    """The state of `compress_hook` for one DDP model. Constructing it is a collective: every rank must, and with equal
+    arguments, which are compared.
+
+    Args:
+        model: the `DistributedDataParallel` model, or what `torch.compile` made of it.
+        codec: a codec, or a function of the step (counted from 0) that returns one, equal on all ranks.
+        exchange: "gather", "two_pass", "dense" or "auto"; see `choose_exchange`.
+        error_feedback: whether to keep what compression leaves out and add it to the next gradient. "auto" does so for
+            codecs that contract (the deterministic ones); True makes stochastic codecs round to nearest.
+        warmup_steps: this many first steps are dense.
+        exclude: predicate `(name, parameter)`; parameters it is true of stay float32, inside the same messages.
+        grad_scaler: the GradScaler in use, if any: residuals follow its scale, and those of a step that it skips
+            because of an overflow are put back.
+        process_group: used for the exchanges and nothing else. By default a Gloo group of the model's ranks is made.
+        seed: of stochastic rounding.
+
+    Raises:
+        TypeError, ValueError: an argument cannot work, here or on another rank, or the ranks disagree.
+        RuntimeError: torch.distributed is not initialised, or a rank did not arrive within 60 s.
+    """
+
+    _lane: Lane | None
+    _group: Group
+    _buckets: dict[int, Bucket]
+    _names: dict[int, str]
+
+    def __init__(
+        self,
+        model: nn.Module,
+        codec: Codec | Callable[[int], Codec],
+        *,
+        exchange: str = "auto",
+        error_feedback: bool | str = "auto",
+        warmup_steps: int = 0,
+        exclude: Callable[[str, nn.Parameter], bool] | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        seed: int = 0,
+    ) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise RuntimeError(
+                "CompressState needs torch.distributed: call torch.distributed.init_process_group() first"
+            )
+        model = getattr(model, "_orig_mod", model)
+        if not isinstance(model, DistributedDataParallel):
+            raise TypeError(
+                f"model is a {type(model).__name__}, expected DistributedDataParallel: wrap the model in it first "
+                "(FSDP reduces its gradients by itself and cannot use this hook)"
+            )
+        self.codec = codec
+        self.exchange = exchange
+        self.error_feedback = error_feedback
+        self.warmup_steps = warmup_steps
+        self.grad_scaler = grad_scaler
+        self.seed = seed
+        self._parameters = {clean_name(n): p for n, p in model.module.named_parameters() if p.requires_grad}
+        self._excluded = frozenset(n for n, p in self._parameters.items() if exclude is not None and exclude(n, p))
+        self._step = 0
+        self._scale = self._read_scale()
+        self._feedback = ErrorFeedback(keep_previous=grad_scaler is not None)
+        self._statistics = Statistics()
+        self._disconnect()
+        problem: Exception | None = None
+        try:
+            self._check(model)
+            choice = self._choice(0, dist.get_world_size(model.process_group))
+            for dtype in {p.dtype for p in self._parameters.values()}:
+                device = next(iter(self._parameters.values())).device
+                choice.codec.kernels(device).prepare(choice.codec, dtype)
+        except (TypeError, ValueError) as error:
+            problem = error
+        self._connect(model.process_group, process_group, problem)
+
+    @property
+    def step(self) -> int:
+        """Synchronised backward passes so far."""
+        return self._step
+
+    def statistics(self) -> Statistics:
+        """What this rank has done so far; call it between steps."""
+        self._flush()
+        return self._statistics
+
+    def codec_at(self, step: int) -> Codec:
+        """The codec of a step, as the user gave it."""
+        codec = self.codec if isinstance(self.codec, Codec) else self.codec(step)
+        if not isinstance(codec, Codec):
+            raise TypeError(f"codec at step {step} is {codec!r}: expected a codec, such as gradwire.TopK(density=0.01)")
+        return codec
+
+    # -- one step, seen from DDP -------------------------------------------------------------------------------------
+
+    def submit(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Queue a bucket: what `compress_hook` does. DDP calls it in the order of the buckets, equal on all ranks."""
+        buffer = bucket.buffer()
+        if buffer.layout != torch.strided:
+            raise TypeError("gradwire cannot compress sparse gradients: build the embedding with sparse=False")
+        lane = self._lane or self._connect(dist.group.WORLD, None, None)  # none yet in a copy, or when unpickled
+        first, last, step = bucket.index() == 0, bucket.is_last(), self._step
+        place = self._place(bucket, buffer)
+        choice = self._choice(step, self._group.size)
+        scale = self._read_scale() if first else None
+        if last:
+            self._step += 1
+            self._buckets = {index: b for index, b in self._buckets.items() if index <= place.index}
+
+        def job() -> Tensor:
+            try:
+                if first:
+                    self._begin(step, choice, scale)
+                self._reduce(place, buffer, step, choice, first)
+                if last:
+                    self._end()
+            except Exception as error:
+                where = f"step {step}, bucket {place.index}, rank {self._group.rank} of {self._group.size}"
+                raise RuntimeError(f"gradwire: {error} [{where}, {choice.codec}, {choice.exchange}]") from error
+            return buffer
+
+        return lane.submit(job)
+
+    def _begin(self, step: int, choice: Choice, scale: float | None) -> None:
+        if scale is not None and self._scale is not None and scale != self._scale:
+            self._feedback.rescale(scale / self._scale)
+        self._scale = scale
+        self._overflow = False
+        # Every rank sends its step and choice, and gets the others' while it encodes: sizes that differ would abort.
+        self._tag = torch.tensor([step, choice.digest], dtype=torch.int64)
+        self._tags = torch.zeros(2 * self._group.size, dtype=torch.int64)
+        self._tags_work = self._group.all_gather(self._tags, self._tag)
+
+    def _compare_step(self, choice: Choice) -> None:
+        self._tags_work.wait()
+        if not (self._tags.view(-1, 2) == self._tag).all():
+            mine = {"step": int(self._tag[0]), "codec": str(choice.codec), "exchange": choice.exchange}
+            handshake.compare(self._group.objects({**mine, "error_feedback": choice.feedback}))
+
+    def _reduce(self, place: Bucket, buffer: Tensor, step: int, choice: Choice, first: bool) -> None:
+        clock = self._statistics.clock
+        with clock("encode"):
+            exchange = place.prepare(choice, self._group, self.seed)
+            place.draw[1] = place.owner_draw[1] = step
+            grad = place.gather(buffer)
+            residual = owned = None
+            if choice.feedback and exchange.numel:
+                residual = self._feedback.residual(place.layout, grad.device)
+                if exchange.owned_slice is not None:
+                    owned = self._feedback.owned(place.layout, *exchange.owned_slice, self._group.size)
+                self._feedback.remember(place.layout)
+                exchange.encode(grad, place.extra, residual, place.draw)
+            else:
+                exchange.encode(self._feedback.take(place.layout, grad), place.extra, None, place.draw)
+        if first:
+            with clock("exchange"):
+                self._compare_step(choice)
+        exchange.exchange(owned, place.owner_draw, clock)
+        with clock("decode"):
+            exchange.decode(grad, place.extra)
+            place.scatter(buffer)
+        self._count(place, exchange)
+
+    def _count(self, place: Bucket, exchange: Exchange) -> None:
+        skipped, not_finite = place.new_status()
+        self._overflow |= not_finite > 0
+        statistics = self._statistics
+        statistics.elements += place.numel
+        statistics.dense_bytes += 4 * place.numel
+        statistics.payload_bytes += exchange.payload_bytes
+        statistics.transfer_bytes += exchange.transfer_bytes
+        statistics.skipped_entries += skipped
+
+    def _end(self) -> None:
+        self._statistics.steps += 1
+        if self._overflow:
+            self._statistics.nonfinite_steps += 1
+            if self.grad_scaler is not None:
+                self._feedback.undo()
+
+    def _place(self, bucket: dist.GradBucket, buffer: Tensor) -> Bucket:
+        index, parameters = bucket.index(), bucket.parameters()
+        place = self._buckets.get(index)
+        if place is None or not place.serves(parameters, buffer):
+            slots = []
+            for parameter, grad in zip(parameters, bucket.gradients(), strict=True):
+                name = self._names.get(id(parameter))
+                if name is None:
+                    raise ValueError(
+                        f"bucket {index} holds a parameter of shape {tuple(parameter.shape)} that this state does not "
+                        "know: it was made for another model; make a CompressState for each model"
+                    )
+                start = grad.storage_offset() - buffer.storage_offset()
+                slots.append(Slot(name, start, tuple(map(int, parameter.shape)), strides_in_bucket(parameter)))
+            place = self._buckets[index] = Bucket(index, parameters, tuple(slots), self._excluded, buffer)
+        return place
+
+    def _choice(self, step: int, world_size: int) -> Choice:
+        codec = self.codec_at(step)
+        feedback = codec.default_feedback if self.error_feedback == "auto" else bool(self.error_feedback)
+        feedback = feedback and not codec.lossless
+        if feedback:
+            codec = codec.with_feedback()
+        exchange = choose_exchange(self.exchange, codec, world_size)
+        if step < self.warmup_steps:
+            exchange = "dense"
+        return Choice(codec, exchange, feedback and exchange != "dense")
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the state: tensors, numbers and strings only, so `torch.load` reads it with
+        `weights_only=True`. It loads on the same rank of the same number of ranks; save one for each rank.
+
+        Residuals that an owner keeps for all ranks are folded into its own, here and in the running state, so that
+        going on and loading give the same.
+        """
+        self._flush()
+        self._feedback.fold()
+        return self._export(self._feedback.by_name(), self._group.rank, self._group.size)
+
+    def consolidated_state_dict(self) -> dict[str, Any]:
+        """The mean of the residuals over the ranks, equal on all: loads on any number of ranks, and nothing is lost.
+
+        A collective: every rank must call it.
+        """
+        self._flush()
+        self._feedback.fold()
+        residuals = self._feedback.by_name()
+        for name in sorted(residuals):
+            self._group.all_reduce(residuals[name]).wait()
+            residuals[name] /= self._group.size
+        return self._export(residuals, -1, -1)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint. Every rank must load one of the same step; the next step compares them.
+
+        Raises:
+            ValueError: it is of another format, rank, world size, codec or model. Nothing has changed then.
+        """
+        expected = self._export({}, self._group.rank, self._group.size)
+        missing = expected.keys() - state_dict.keys()
+        if missing:
+            raise ValueError(f"this is not a checkpoint of CompressState: it lacks {', '.join(sorted(missing))}")
+        consolidated = state_dict["rank"] == -1
+        for key in ("format", "codec", *(() if consolidated else ("world_size", "rank"))):
+            if state_dict[key] != expected[key]:
+                raise ValueError(
+                    f"the checkpoint has {key} {state_dict[key]}, this state {expected[key]}"
+                    + ("; save consolidated_state_dict() to change ranks" * (key in ("rank", "world_size")))
+                )
+        for name, residual in state_dict["residuals"].items():
+            parameter = self._parameters.get(name)
+            if parameter is None or parameter.shape != residual.shape:
+                mine = "no such parameter" if parameter is None else f"shape {tuple(parameter.shape)}"
+                raise ValueError(
+                    f"the checkpoint is of another model: it has {name!r} of shape {tuple(residual.shape)}, "
+                    f"this model {mine}"
+                )
+        self._flush()
+        self._feedback.load(state_dict["residuals"])
+        self._step = state_dict["step"]
+        self._scale = state_dict["scale"] if self.grad_scaler is not None else None
+        self.seed = state_dict["seed"]
+        for place in self._buckets.values():
+            place.choice = None  # draws and predictions start anew
+
+    def _export(self, residuals: dict[str, Tensor], rank: int, world_size: int) -> dict[str, Any]:
+        return {
+            "format": CHECKPOINT_FORMAT,
+            "rank": rank,
+            "world_size": world_size,
+            "codec": self._codec_text(),
+            "step": self._step,
+            "seed": self.seed,
+            "scale": self._scale,
+            "residuals": residuals,
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._flush()
+        kept = self.__dict__.copy()
+        for name in CONNECTION:
+            kept.pop(name, None)
+        return kept
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._disconnect()
+
+    # -- other ranks -------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Wait for what is queued, then give back the thread and the connections. The next use makes new ones."""
+        self._flush()
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        for name in CONNECTION:
+            self.__dict__.pop(name, None)
+        self._lane = None
+        self._buckets = {}
+        self._names = {id(p): name for name, p in self._parameters.items()}
+
+    def _connect(self, model_group: Any, group: dist.ProcessGroup | None, problem: Exception | None) -> Lane:
+        """Meet the other ranks: make a group, compare, open the lane."""
+        ranks = dist.get_process_group_ranks(model_group)
+        if group is not None and dist.get_process_group_ranks(group) != ranks:
+            raise ValueError(
+                f"process_group has other ranks than the model's group {ranks}: make one of the same ranks"
+            )
+        try:
+            self._group = Group.of_ranks(ranks) if group is None else Group(group)
+            sides = self._group.objects(self._description(problem))
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"gradwire could not reach all ranks within {HANDSHAKE_TIMEOUT.total_seconds():.0f} s: every rank must "
+                f"construct CompressState. {error}"
+            ) from error
+        if problem is not None:
+            raise problem
+        handshake.compare(sides)
+        if group is None:
+            self._group.follow_timeout(model_group)
+        self._lane = Lane(f"gradwire-{self._group.rank}")
+        return self._lane
+
+    def _description(self, problem: Exception | None) -> dict[str, Any]:
+        from .. import __version__
+
+        if problem is not None:
+            return {"error": f"{type(problem).__name__}: {problem}"}
+        return {
+            "version": __version__,
+            "wire format": WIRE_VERSION,
+            "codec": self._codec_text(),
+            "exchange": self.exchange,
+            "error_feedback": self.error_feedback,
+            "warmup_steps": self.warmup_steps,
+            "seed": self.seed,
+            "grad_scaler": self.grad_scaler is not None,
+            "step": self._step,
+            "the model's parameters": handshake.describe_model(self._parameters, self._excluded),
+        }
+
+    def _codec_text(self) -> str:
+        return str(self.codec) if isinstance(self.codec, Codec) else f"a function of the step, at 0 {self.codec_at(0)}"
+
+    def _check(self, model: DistributedDataParallel) -> None:
+        if not (isinstance(self.codec, Codec) or callable(self.codec)):
+            raise TypeError(
+                f"codec={self.codec!r}: expected a codec, such as TopK(density=0.01), or a function of the step"
+            )
+        if not (isinstance(self.error_feedback, bool) or self.error_feedback == "auto"):
+            raise ValueError(f"error_feedback={self.error_feedback!r}: expected True, False or 'auto'")
+        if not isinstance(self.warmup_steps, int) or self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps={self.warmup_steps!r}: expected a number of steps, 0 or more")
+        if not isinstance(self.seed, int):
+            raise TypeError(f"seed={self.seed!r}: expected an integer, equal on all ranks")
+        for name, parameter in self._parameters.items():
+            if parameter.dtype not in DTYPES:
+                raise TypeError(
+                    f"parameter {name!r} is {parameter.dtype}: gradwire compresses float32, float16, bfloat16"
+                )
+        for name, module in model.module.named_modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+                raise TypeError(f"module {name!r} makes sparse gradients: build it with sparse=False")
+
+    def _flush(self) -> None:
+        if self._lane is not None:
+            self._lane.flush()
+
+    def _read_scale(self) -> float | None:
+        return None if self.grad_scaler is None else float(self.grad_scaler.get_scale())
+
+
+def clean_name(name: str) -> str:
+    """A parameter's name without what DDP and torch.compile put in front."""
+    return name.replace("_orig_mod.", "").removeprefix("module.")
