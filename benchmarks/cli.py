@@ -1,0 +1,50 @@
+"""`gradwire-bench`: the measurements behind gradwire's figures."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import signal
+import sys
+from collections.abc import Sequence
+
+from . import codecs, links, step
+
+COMMANDS = {
+    "codecs": (codecs, "time every codec beside the memory roofline and what one would write in torch"),
+    "step": (step, "time a DDP step on links of a known speed, beside PyTorch's own hooks"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one benchmark. Returns the exit status: 0, or 2 with one sentence when it cannot be run here."""
+    parser = argparse.ArgumentParser(prog="gradwire-bench", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for name, (module, summary) in COMMANDS.items():
+        command = commands.add_parser(
+            name, help=summary, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        module.add_arguments(command)
+    options = parser.parse_args(arguments)
+    if importlib.util.find_spec("rich") is None:
+        return _fail("the benchmarks need a few more packages: pip install 'gradwire[bench]'")
+    before = signal.signal(signal.SIGTERM, _terminate)  # so that whoever ends us still gets everything cleaned up
+    try:
+        return COMMANDS[options.command][0].run(options)
+    except (links.LinkError, ValueError) as error:
+        return _fail(str(error))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _fail(sentence: str) -> int:
+    print(f"gradwire-bench: {sentence}", file=sys.stderr)
+    return 2
+
+
+def _terminate(number: int, frame: object) -> None:
+    sys.exit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

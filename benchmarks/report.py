@@ -1,0 +1,106 @@
+"""What every benchmark prints and writes: where it ran, a table for people, one JSON file for programs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+#: Raised when a field of the JSON files changes its meaning.
+SCHEMA = 1
+
+
+def environment() -> dict[str, Any]:
+    """What the figures depend on besides the code: machine, versions, threads, date (UTC), load (1 minute)."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 2),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "numpy", "numba", "gradwire")},
+        "revision": revision(),
+    }
+
+
+def describe(facts: Mapping[str, Any]) -> str:
+    """`environment()` in one line, for a table's caption."""
+    versions = ", ".join(f"{name} {facts[name]}" for name in ("torch", "numba", "numpy", "gradwire"))
+    return f"{facts['cpu']}, {facts['threads']} of {facts['cores']} cores, {versions}, {facts['date']}"
+
+
+def cpu_model() -> str:
+    """The processor's name, as the kernel gives it."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def version(distribution: str) -> str | None:
+    """The installed version of a distribution, or None."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def revision() -> str | None:
+    """The git commit of this checkout, with a + when its files have changed since; None outside of one."""
+    here = Path(__file__).resolve().parent
+    git = ["git", "-C", str(here), "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def median(values: Sequence[float]) -> float:
+    return float(statistics.median(values))
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """The first and the third quartile (of one value: itself)."""
+    if len(values) < 2:
+        return float(values[0]), float(values[0])
+    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+    return first, third
+
+
+def document(benchmark: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON document of one run, before it has run: schema, benchmark, its arguments, the environment."""
+    return {"schema": SCHEMA, "benchmark": benchmark, "arguments": dict(arguments), "environment": environment()}
+
+
+def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(content, indent=1) + "\n")
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> None:
+    """Print a table; the first column is text, the others are figures. Needs rich."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, caption=caption or None, title_justify="left", caption_justify="left")
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="right" if place else "left", no_wrap=not place)
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    # A pipe has no width: there a table is as wide as it needs to be.
+    console = console if console.is_terminal else Console(width=160)
+    console.print(table)

@@ -1,0 +1,259 @@
+"""What communication costs a DDP step on a link of known speed.
+
+The communication tax of an arm is its step less the step without communication: what is left after overlap. The model
+is six linear layers of 2048 × 2048 with ReLU between them, 25 million parameters, at batch 8 and one thread a rank,
+so there is little work to hide behind. Every arm has its own model, and the arms take turns in rounds, so that what
+the machine does meanwhile hits them alike.
+"""
+
+# Annotations stay evaluated here: DDP compares those of a hook with its own.
+import argparse
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from ..compress import QSGD, Codec, OneBit, TernGrad, TopK
+from . import links, report
+
+#: What each arm is; `--arms` takes these names.
+ARMS = {
+    "none": "no communication",
+    "fp32": "PyTorch DDP, float32",
+    "fp16": "PyTorch's fp16 hook",
+    "powersgd": "PyTorch's PowerSGD hook, rank 2, one bucket",
+    "onebit": "gradwire, OneBit",
+    "topk": "gradwire, TopK",
+    "qsgd": "gradwire, QSGD",
+    "terngrad": "gradwire, TernGrad",
+}
+FLOOR, OPPONENT = "none", "fp16"
+DEFAULT_ARMS = (FLOOR, "fp32", OPPONENT, "onebit", "topk")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rate", default="1gbit", help="of each rank's link, such as 100mbit; none: unshaped loopback")
+    parser.add_argument("--world", type=int, default=2, help="ranks (default: %(default)s)")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(DEFAULT_ARMS), help="what to compare")
+    parser.add_argument("--density", type=float, default=0.01, help="of the topk arm (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=6, help="timed in each round (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="each runs every arm once (default: %(default)s)")
+    parser.add_argument("--warmup", type=int, default=6, help="untimed steps of each arm first (default: %(default)s)")
+    parser.add_argument("--width", type=int, default=2048, help="of each linear layer (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=6, help="linear layers (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=8, help="samples a rank (default: %(default)s)")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for all of it (default: %(default)s)")
+    parser.add_argument("--json", metavar="FILE", help="write arguments, environment and every timing there")
+
+
+def run(options: argparse.Namespace) -> int:
+    """`gradwire-bench step`."""
+    rate = links.parse_rate(options.rate)
+    arms = list(dict.fromkeys([FLOOR, *options.arms]))  # the tax needs the floor
+    names = ("density", "steps", "rounds", "warmup", "width", "layers", "batch")
+    arguments = {"arms": arms, **{name: getattr(options, name) for name in names}}
+    result = report.document("step", {"rate": options.rate, "world": options.world, **arguments})
+    result["environment"]["threads"] = 1
+    with links.open_links(options.world, rate) as connection:
+        proof = connection.prove() if isinstance(connection, links.ShapedLinks) else None
+        ranks = connection.run(measure, arguments, options.timeout)
+    result |= {
+        "shaped": rate is not None,
+        "links": str(connection),
+        "proof": proof,
+        "model": {"parameters": ranks[0]["parameters"], "buckets": ranks[0]["buckets"]},
+        "arms": summarize([rank["arms"] for rank in ranks], shaped=rate is not None),
+    }
+    print_result(result)
+    if options.json:
+        report.write_json(options.json, result)
+    return 0
+
+
+def measure(
+    arms: Sequence[str], density: float, steps: int, rounds: int, warmup: int, width: int, layers: int, batch: int
+) -> dict[str, Any]:
+    """What every rank does: for each arm its step times in seconds, and what it sent and counted meanwhile."""
+    runners = {name: Arm(name, density, width, layers, batch) for name in arms}
+    for arm in runners.values():
+        for _ in range(warmup):
+            arm.step()
+    before = {name: arm.counted() for name, arm in runners.items()}
+    for round_ in range(rounds):
+        # Another order each round: nobody always comes after the arm that heats the machine most.
+        for place in range(len(arms)):
+            runners[arms[(place + round_) % len(arms)]].round(steps)
+    return {
+        "parameters": sum(p.numel() for p in runners[FLOOR].model.parameters()),
+        "buckets": runners[FLOOR].buckets,
+        "arms": {name: arm.result(before[name]) for name, arm in runners.items()},
+    }
+
+
+class Arm:
+    """One way to exchange gradients, with a model of its own."""
+
+    def __init__(self, name: str, density: float, width: int, layers: int, batch: int) -> None:
+        torch.manual_seed(0)
+        modules: list[nn.Module] = []
+        for _ in range(layers):
+            modules += [nn.Linear(width, width), nn.ReLU()]
+        # PowerSGD's hook dies on Gloo when several of its buckets are in flight.
+        cap = 10_000 if name == "powersgd" else None
+        self.model = DistributedDataParallel(nn.Sequential(*modules[:-1]), bucket_cap_mb=cap)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        generator = torch.Generator().manual_seed(1 + dist.get_rank())
+        self.x = torch.randn(batch, width, generator=generator)
+        self.y = torch.randn(batch, width, generator=generator)
+        self.buckets = 0
+        self.times: list[list[float]] = []
+        self.sent = 0
+        self.state: Any = None
+        self._register(name, density)
+
+    def _register(self, name: str, density: float) -> None:
+        if name == FLOOR:
+            self.model.register_comm_hook(self, without_communication)
+        elif name == "fp16":
+            self.model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif name == "powersgd":
+            power = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+            self.model.register_comm_hook(power, powerSGD_hook.powerSGD_hook)
+        elif name != "fp32":
+            from .. import CompressState, compress_hook
+
+            codecs: dict[str, Codec] = {
+                "onebit": OneBit(),
+                "topk": TopK(density=density),
+                "qsgd": QSGD(),
+                "terngrad": TernGrad(),
+            }
+            self.state = CompressState(self.model, codecs[name])
+            self.model.register_comm_hook(self.state, compress_hook)
+
+    def step(self) -> float:
+        """Seconds of one training step, started on all ranks together."""
+        dist.barrier()
+        begin = time.perf_counter()
+        self.buckets = 0
+        self.optimizer.zero_grad()
+        F.mse_loss(self.model(self.x), self.y).backward()
+        self.optimizer.step()
+        return time.perf_counter() - begin
+
+    def round(self, steps: int) -> None:
+        self.step()  # its connections were idle while the others had their turn
+        sent = links.sent_bytes()
+        self.times.append([self.step() for _ in range(steps)])
+        self.sent += links.sent_bytes() - sent
+
+    def counted(self) -> dict[str, float]:
+        """What gradwire has counted so far; nothing for the other arms."""
+        if self.state is None:
+            return {}
+        statistics = self.state.statistics()
+        seconds = {f"{phase}_s": spent for phase, spent in statistics.seconds.items()}
+        return {"steps": statistics.steps, "payload_bytes": statistics.payload_bytes, **seconds}
+
+    def result(self, before: Mapping[str, float]) -> dict[str, Any]:
+        after = self.counted()
+        steps = after.get("steps", 0) - before.get("steps", 0)
+        counted = {key: (after[key] - before[key]) / steps for key in after if key != "steps"}
+        total = sum(len(times) for times in self.times)
+        return {"times": self.times, "sent_bytes": self.sent / total, "counted": counted}
+
+
+def without_communication(arm: Arm, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """A hook that gives every rank its own gradients back: the floor."""
+    arm.buckets += 1
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def summarize(ranks: Sequence[Mapping[str, Any]], shaped: bool) -> list[dict[str, Any]]:
+    """One row for each arm: medians over all steps (a step lasts until its slowest rank is done), and what follows.
+
+    Args:
+        ranks: for each rank, for each arm: `times` [rounds][steps] in seconds, `sent_bytes` and `counted` a step.
+        shaped: whether the interface's count is this rank's alone.
+    """
+    rounds = {
+        name: [
+            [max(step) for step in zip(*turns, strict=True)]
+            for turns in zip(*(rank[name]["times"] for rank in ranks), strict=True)
+        ]
+        for name in ranks[0]
+    }
+    rows: list[dict[str, Any]] = []
+    for name, turns in rounds.items():
+        times = [step for turn in turns for step in turn]
+        taxes = taxes_of(turns, rounds[FLOOR])
+        opponent = taxes_of(rounds[OPPONENT], rounds[FLOOR]) if OPPONENT in rounds else None
+        ratio = ratios = None
+        if opponent is not None and name != FLOOR:
+            ratio, *ratios = (tax / other for tax, other in zip(taxes, opponent, strict=True))
+        counted = ranks[0][name]["counted"]
+        rows.append(
+            {
+                "arm": name,
+                "what": ARMS.get(name, name),
+                "step_s": report.median(times),
+                "step_quartiles_s": report.quartiles(times),
+                "tax_s": taxes[0],
+                "tax_ratio": ratio,
+                "tax_ratio_by_round": ratios,
+                "sent_bytes": max(rank[name]["sent_bytes"] for rank in ranks) if shaped else None,
+                **{key: counted.get(key) for key in ("payload_bytes", "encode_s", "exchange_s", "decode_s")},
+                "times_s": turns,
+            }
+        )
+    return rows
+
+
+def taxes_of(arm: Sequence[Sequence[float]], floor: Sequence[Sequence[float]]) -> list[float]:
+    """Median step less the floor's: over all rounds first, then of each round by itself."""
+    everything = report.median([t for turn in arm for t in turn]) - report.median([t for turn in floor for t in turn])
+    return [everything, *(report.median(a) - report.median(b) for a, b in zip(arm, floor, strict=True))]
+
+
+def print_result(result: Mapping[str, Any]) -> None:
+    model, arguments = result["model"], result["arguments"]
+    phases = ("encode_s", "exchange_s", "decode_s")
+    rows = []
+    for row in result["arms"]:
+        ratio, spread = row["tax_ratio"], row["tax_ratio_by_round"]
+        low, high = row["step_quartiles_s"]
+        rows.append(
+            [
+                row["what"],
+                f"{row['step_s'] * 1e3:.1f}",
+                f"{low * 1e3:.1f} to {high * 1e3:.1f}",
+                f"{row['tax_s'] * 1e3:.1f}",
+                "" if ratio is None else f"{ratio:.3f}",
+                "" if ratio is None else f"{min(spread):.3f} to {max(spread):.3f}",
+                "" if row["sent_bytes"] is None else f"{row['sent_bytes'] / 1e6:.2f}",
+                *("" if row[phase] is None else f"{row[phase] * 1e3:.1f}" for phase in phases),
+            ]
+        )
+    columns = ("arm", "step ms", "quartiles", "tax ms", "tax / fp16's", "by round", "sent MB")
+    proof = result["proof"]
+    size = f"{model['parameters'] / 1e6:.1f} M parameters, batch {arguments['batch']}"
+    title = f"One DDP step of {size}, {result['links']}"
+    notes = [
+        report.describe(result["environment"]),
+        f"{arguments['rounds']} rounds of {arguments['steps']} steps, {model['buckets']} buckets, one thread a rank; "
+        "tax: step less the step without communication; sent: by one rank, as the kernel counts; "
+        "encode, exchange, decode: ms a step beside the backward pass",
+        "NOT SHAPED: loopback, as fast as the processors allow; says nothing about a network"
+        if proof is None
+        else f"links proven: an all-reduce that needs {proof['expected_s'] * 1e3:.1f} ms at this rate took "
+        f"{proof['median_s'] * 1e3:.1f}",
+    ]
+    report.print_table(title, (*columns, "encode", "exchange", "decode"), rows, "\n".join(notes))

@@ -1,0 +1,191 @@
+"""The benchmarks in miniature: that they run, say where they ran, and do their arithmetic right."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gradwire.benchmarks import cli, codecs, links, report, step
+from gradwire.compress import CODECS, OneBit, TopK
+from gradwire.compress.backends import use_backend
+
+NO_LINKS = links.missing()
+
+
+def check_document(document: dict[str, Any], benchmark: str) -> None:
+    assert document["schema"] == report.SCHEMA
+    assert document["benchmark"] == benchmark
+    facts = document["environment"]
+    assert facts["threads"] == 1
+    assert all(facts[name] for name in ("date", "cpu", "cores", "system", "python", "torch", "numpy", "numba"))
+    assert facts["cpu"] in report.describe(facts)
+
+
+# -- codecs ---------------------------------------------------------------------------------------------------------
+
+
+def test_codecs_in_miniature(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "deep" / "codecs.json"
+    line = "codecs --numel 20000 --repeats 2 --warmup 1 --ranks 3 --density 0.01 0.1 --json"
+    with use_backend("reference"):
+        assert cli.main([*line.split(), str(file)]) == 0
+    document = json.loads(file.read_text())
+    check_document(document, "codecs")
+    assert document["arguments"]["ranks"] == 3
+    assert [row["codec"] for row in document["codecs"]] == [
+        repr(c) for codec in CODECS for c in ([TopK(0.01), TopK(0.1)] if isinstance(codec, TopK) else [codec])
+    ]
+    printed = capsys.readouterr().out
+    for row in document["codecs"]:
+        assert row["label"] in printed
+        operations = {"add", "copy", "encode_feedback", "encode", "decode_mean"}
+        assert set(row["times_s"]) == operations | ({"torch"} if row["name"] in ("topk", "onebit") else set())
+        assert all(len(times) == 2 for times in row["times_s"].values())
+        assert row["ratio_to_add"]["add"] == 1
+        assert 0 <= row["relative_error"] < 1.5
+        assert row["wire_bytes_per_element"] <= 4
+
+
+def test_ratios_are_of_medians() -> None:
+    result = codecs.ratios({"add": [2.0, 1.0, 9.0], "encode": [3.0, 3.0, 100.0]}, 6_000_000_000)
+    assert result["median_s"] == {"add": 2.0, "encode": 3.0}
+    assert result["ratio_to_add"] == {"add": 1.0, "encode": 1.5}
+    assert result["gelem_per_s"] == {"add": 3.0, "encode": 2.0}
+
+
+@pytest.mark.parametrize("codec", [TopK(density=0.05), OneBit()], ids=lambda codec: codec.name)
+def test_the_torch_chains_do_what_the_codec_does(codec: TopK | OneBit) -> None:
+    import torch
+
+    residual = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    grad = torch.randn(4096, generator=torch.Generator().manual_seed(1))
+    expected, theirs = residual.clone(), residual.clone()
+    chain = codecs.torch_chain(codec, theirs)
+    assert chain is not None
+    chain(grad)
+    wire = torch.empty(codec.wire_bytes(4096), dtype=torch.uint8)
+    with use_backend("reference"):
+        codec.encode_feedback(grad, expected, wire, None, codec.workspace(4096))
+    torch.testing.assert_close(theirs, expected, rtol=1e-5, atol=1e-5)
+
+
+# -- step -----------------------------------------------------------------------------------------------------------
+
+
+def test_step_in_miniature(tmp_path: Path) -> None:
+    file = tmp_path / "step.json"
+    line = "step --rate none --width 32 --layers 2 --rounds 2 --steps 2 --warmup 3 --arms fp16 onebit topk --json"
+    command = [sys.executable, "-m", "gradwire.benchmarks.cli", *line.split(), str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "NOT SHAPED" in done.stdout
+    document = json.loads(file.read_text())
+    check_document(document, "step")
+    assert not document["shaped"]
+    assert document["proof"] is None
+    assert document["model"]["parameters"] == 2 * (32 * 32 + 32)
+    assert [row["arm"] for row in document["arms"]] == ["none", "fp16", "onebit", "topk"]
+    for row in document["arms"]:
+        assert [len(turn) for turn in row["times_s"]] == [2, 2]
+        assert (row["payload_bytes"] is not None) == (row["arm"] in ("onebit", "topk"))
+        assert row["sent_bytes"] is None
+
+
+def test_the_tax_is_what_a_step_costs_beyond_the_floor() -> None:
+    def rank(none: list[list[float]], fp16: list[list[float]], mine: list[list[float]]) -> dict[str, Any]:
+        times = {"none": none, "fp16": fp16, "onebit": mine}
+        return {name: {"times": turns, "sent_bytes": 8.0, "counted": {}} for name, turns in times.items()}
+
+    ranks = [
+        rank([[1.0, 1.0], [1.0, 1.0]], [[5.0, 5.0], [4.0, 9.0]], [[2.0, 2.0], [2.0, 0.0]]),
+        rank([[0.5, 1.0], [1.0, 0.1]], [[2.0, 4.0], [5.0, 5.0]], [[1.0, 2.0], [1.0, 3.0]]),
+    ]
+    floor, fp16, mine = step.summarize(ranks, shaped=True)
+    assert floor["times_s"] == [[1.0, 1.0], [1.0, 1.0]], "a step lasts until its slowest rank is done"
+    assert mine["times_s"] == [[2.0, 2.0], [2.0, 3.0]]
+    assert (floor["tax_s"], floor["tax_ratio"]) == (0.0, None)
+    assert (fp16["step_s"], fp16["tax_s"], fp16["tax_ratio"]) == (5.0, 4.0, 1.0)
+    assert (mine["step_s"], mine["tax_s"], mine["tax_ratio"]) == (2.0, 1.0, 0.25)
+    assert mine["tax_ratio_by_round"] == [0.25, 0.25]
+    assert mine["sent_bytes"] == 8.0
+    assert step.summarize(ranks, shaped=False)[0]["sent_bytes"] is None
+
+
+def test_without_the_opponent_there_is_no_ratio() -> None:
+    row = {"times": [[1.0]], "sent_bytes": 0.0, "counted": {}}
+    assert [r["tax_ratio"] for r in step.summarize([{"none": row, "topk": row}], shaped=True)] == [None, None]
+
+
+# -- links ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"), [("100mbit", 10**8), ("1gbit", 10**9), ("2.5gbit", 25 * 10**8), ("none", None)]
+)
+def test_rates(text: str, rate: int | None) -> None:
+    assert links.parse_rate(text) == rate
+
+
+@pytest.mark.parametrize("text", ["", "1", "gbit", "-1gbit", "0mbit", "1 gbit", "fast"])
+def test_no_rate(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="such as 100mbit"):
+        links.parse_rate(text)
+    assert cli.main(["step", f"--rate={text}"]) == 2
+    assert "such as 100mbit" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fastest", "median", "complaint"),
+    [(0.0210, 0.0215, None), (0.0120, 0.0210, "are not shaped"), (0.0210, 0.0400, "do not reach their rate")],
+)
+def test_what_counts_as_proof(fastest: float, median: float, complaint: str | None) -> None:
+    proof = {"bytes_sent": 2.5e6, "expected_s": 0.02, "median_s": median, "fastest_s": fastest}
+    if complaint is None:
+        links.check_proof(proof, "links")
+    else:
+        with pytest.raises(links.LinkError, match=complaint):
+            links.check_proof(proof, "links")
+
+
+def test_without_root_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert cli.main(["step", "--rate", "1gbit"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_without_extras_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert cli.main(["codecs"]) == 2
+    assert "pip install 'gradwire[bench]'" in capsys.readouterr().err
+
+
+def test_a_rank_that_fails_ends_the_run() -> None:
+    with pytest.raises(links.LinkError, match="TypeError"):
+        links.Loopback(1).run(links.timed_all_reduce, {"wrong": 1}, timeout=60)
+
+
+def test_time_is_limited() -> None:
+    with pytest.raises(links.LinkError, match="not done after"):
+        links.Loopback(2).run(links.timed_all_reduce, {"numel": 1, "repeats": 10**9}, timeout=0.3)
+
+
+@pytest.mark.skipif(NO_LINKS is not None, reason=str(NO_LINKS))
+def test_shaped_links_run_at_their_rate_and_leave_nothing_behind() -> None:
+    leftover = f"{links.PREFIX}-{2**30}-0"  # no process has a number this high
+    subprocess.run([links._which("ip"), "netns", "add", leftover], check=True)
+    with links.ShapedLinks(2, rate=10**8) as shaped:
+        assert sorted(links._namespaces(os.getpid())) == [shaped._name(m) for m in (0, 1, "switch")]
+        assert leftover not in links._namespaces()
+        try:
+            proof = shaped.prove()
+        except links.LinkError as busy:  # other work on this machine can slow the links, but never speed them up
+            assert "the machine is busy" in str(busy)  # noqa: PT017
+        else:
+            assert proof["fastest_s"] >= 0.95 * proof["expected_s"]
+    assert links._namespaces(os.getpid()) == []
