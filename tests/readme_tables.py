@@ -1,0 +1,88 @@
+"""The tables in README.md that say what the codecs are. `python tests/readme_tables.py` writes them anew."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from gradwire import CODECS, Codec
+from gradwire.compress.wire import Field, Part
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+NUMEL = 1 << 20
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+
+
+def codec_table() -> str:
+    """What each codec costs and does by default."""
+    rows = []
+    for codec in CODECS:
+        bits = codec.bits_per_element(NUMEL)
+        feedback = "not needed" if codec.lossless else "on" if codec.default_feedback else "off"
+        rows.append([f"`{codec}`", f"{bits:.3g}", f"{32 / bits:.3g}", feedback, codec.source])
+    return table(["codec", "bits per element", "times smaller than float32", "error feedback", "source"], rows)
+
+
+def wire_table() -> str:
+    """Every field of every record, once for each class of codecs."""
+    rows = []
+    for name in dict.fromkeys(type(codec).__name__ for codec in CODECS):
+        codec = next(codec for codec in CODECS if type(codec).__name__ == name)
+        for part, larger in zip(codec.parts(NUMEL), codec.parts(2 * NUMEL), strict=True):
+            start = [f"`{name}`", part.name, unit(codec, part)]
+            for field, other in zip(part.fields, larger.fields, strict=True):
+                kind = f"{np.dtype(field.dtype).name}[{count(codec, field, other)}]"
+                offset = part.record.fields[field.name][1]  # type: ignore[index]
+                rows.append([*start, str(offset), f"`{field.name}`", kind, field.meaning])
+                start = ["", "", ""]
+    return table(["codec", "part", "a record for each", "byte", "field", "type", "meaning"], rows)
+
+
+def unit(codec: Codec, part: Part) -> str:
+    """What a part has one record for."""
+    if part.records == 1:
+        return "gradient"
+    if codec.block_size is None or part.records != math.ceil(NUMEL / codec.block_size):
+        raise ValueError(f"{codec}: the README has no word for the {part.records} records of {part.name!r}")
+    return "element" if codec.block_size == 1 else f"{codec.block_size} elements"
+
+
+def count(codec: Codec, field: Field, larger: Field) -> str:
+    """How many numbers a field has: a constant, or `k` where it grows with the gradient."""
+    if field.count == larger.count:
+        return str(field.count)
+    k = getattr(codec, "k", None)
+    if k is None or (k(NUMEL), k(2 * NUMEL)) != (field.count, larger.count):
+        raise ValueError(f"{codec}: the README has no word for the length of field {field.name!r}")
+    return "k"
+
+
+TABLES: dict[str, Callable[[], str]] = {"codecs": codec_table, "wire": wire_table}
+
+
+def with_tables(text: str) -> str:
+    """`text` with what stands between the markers of each table replaced by the table.
+
+    Raises:
+        ValueError: a table's markers are missing.
+    """
+    for name, make in TABLES.items():
+        body = make().replace("\\", r"\\")
+        begin, end = rf"(<!-- {name}:begin[^\n]*-->\n)", f"(<!-- {name}:end -->)"
+        text, found = re.subn(f"{begin}.*?{end}", rf"\g<1>{body}\g<2>", text, flags=re.DOTALL)
+        if found != 1:
+            raise ValueError(
+                f"README.md needs <!-- {name}:begin --> and <!-- {name}:end --> once, has them {found} times"
+            )
+    return text
+
+
+if __name__ == "__main__":
+    README.write_text(with_tables(README.read_text("utf-8")), "utf-8")
