@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
 PYTEST_ARGS ?=
-BENCH_ARGS ?=
+BENCH_ARGS ?= codecs
 # How many seeds the demo trains with.
 SEEDS ?= 1
 
@@ -21,7 +21,7 @@ help:
 	@echo 'make test      lint, types and the quick tests (PYTEST_ARGS="-k topk")'
 	@echo 'make test-all  the slow tests too'
 	@echo 'make lint      ruff and mypy alone'
-	@echo 'make bench     gradwire-bench $$BENCH_ARGS'
+	@echo 'make bench     gradwire-bench $(BENCH_ARGS)'
 	@echo 'make clean     remove .venv and everything that was built'
 
 demo: $(INSTALLED)
