@@ -84,7 +84,7 @@ class ErrorFeedback:
         return bool(self._memories or self._waiting)
 
     def residual(self, layout: Layout, device: torch.device | str = "cpu") -> Tensor:
-        """The flat float32 residual of a layout, to be updated in place; at first what its parameters hold elsewhere."""
+        """The flat float32 residual of a layout, to be updated in place; at first what its parameters held before."""
         memory = self._memories.get(layout)
         if memory is None:
             memory = self._memories[layout] = self._gather(layout, torch.device(device))

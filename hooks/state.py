@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -216,8 +217,8 @@ class CompressState:
                         f"bucket {index} holds a parameter of shape {tuple(parameter.shape)} that this state does not "
                         "know: it was made for another model; make a CompressState for each model"
                     )
-                start = grad.storage_offset() - buffer.storage_offset()
-                slots.append(Slot(name, start, tuple(map(int, parameter.shape)), strides_in_bucket(parameter)))
+                start = int(grad.storage_offset()) - int(buffer.storage_offset())
+                slots.append(Slot(name, start, tuple(parameter.shape), strides_in_bucket(parameter)))
             place = self._buckets[index] = Bucket(index, parameters, tuple(slots), self._excluded, buffer)
         return place
 
@@ -352,12 +353,10 @@ class CompressState:
         return self._lane
 
     def _description(self, problem: Exception | None) -> dict[str, Any]:
-        from .. import __version__
-
         if problem is not None:
             return {"error": f"{type(problem).__name__}: {problem}"}
         return {
-            "version": __version__,
+            "version": version("gradwire"),
             "wire format": WIRE_VERSION,
             "codec": self._codec_text(),
             "exchange": self.exchange,

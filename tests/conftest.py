@@ -1,0 +1,24 @@
+"""What several test files share: the pools of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from ranks import Pool
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], Pool]]:
+    """`ranks(3).run(function, …)` runs `function(rank, …)` on 3 ranks, in processes that all tests share."""
+    pools: dict[int, Pool] = {}
+
+    def get(world_size: int) -> Pool:
+        if world_size not in pools or pools[world_size].broken:
+            pools[world_size] = Pool(world_size)
+        return pools[world_size]
+
+    yield get
+    for pool in pools.values():
+        if not pool.broken:
+            pool.close()

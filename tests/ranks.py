@@ -1,0 +1,128 @@
+"""Persistent Gloo processes: a test runs a function on every rank, and pays milliseconds for it.
+
+The function is named by its file and its name, so that any test module can hold it; arguments and results are pickled.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import multiprocessing
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+#: The process group's timeout on every rank; what a test must do, it does in less.
+GROUP_TIMEOUT = timedelta(seconds=30)
+
+
+class RankError(AssertionError):
+    """A function failed on some rank; the message has every rank's traceback."""
+
+
+class Pool:
+    """`world_size` processes in one Gloo process group, each waiting for functions to run.
+
+    Args:
+        world_size: number of ranks.
+        timeout: of the process group.
+    """
+
+    def __init__(self, world_size: int, timeout: timedelta = GROUP_TIMEOUT) -> None:
+        self.world_size = world_size
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        store = os.path.join(self._folder.name, "store")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(world_size):
+            mine, theirs = context.Pipe()
+            args = (rank, world_size, store, timeout, theirs)
+            process = context.Process(target=_serve, args=args, daemon=True, name=f"rank-{rank}-of-{world_size}")
+            process.start()
+            theirs.close()
+            self._pipes.append(mine)
+            self._processes.append(process)
+        self.broken = False
+
+    def run(
+        self, function: Callable[..., Any], *args: Any, within: float = 120.0, may_die: tuple[int, ...] = ()
+    ) -> Any:
+        """Call `function(rank, *args)` on every rank; the results in rank order, None for ranks that died and may.
+
+        Raises:
+            RankError: it raised, hung for longer than `within` seconds, or a rank died that may not.
+        """
+        task = (inspect.getfile(function), function.__name__, args)
+        for pipe in self._pipes:
+            pipe.send(task)
+        results, problems = [], []
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                if not pipe.poll(within):
+                    problems.append(f"rank {rank}: no answer within {within:.0f} s")
+                    continue
+                failed, value = pipe.recv()
+            except (EOFError, ConnectionResetError):
+                if rank not in may_die:
+                    problems.append(f"rank {rank}: the process died")
+                results.append(None)
+                self.broken = True
+                continue
+            if failed:
+                problems.append(f"rank {rank}: {value}")
+            results.append(value)
+        if problems:
+            self.close()
+            raise RankError("\n".join(problems))
+        return results
+
+    def close(self) -> None:
+        self.broken = True
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._folder.cleanup()
+
+
+def _serve(rank: int, world_size: int, store: str, timeout: timedelta, pipe: Connection) -> None:
+    import warnings
+
+    import torch
+    import torch.distributed as dist
+
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    files = dist.FileStore(store, world_size)
+    dist.init_process_group("gloo", store=files, rank=rank, world_size=world_size, timeout=timeout)
+    while True:
+        try:
+            path, name, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            torch.manual_seed(0)
+            pipe.send((False, _load(path, name)(rank, *args)))
+        except BaseException:
+            pipe.send((True, traceback.format_exc()))
+
+
+def _load(path: str, name: str) -> Callable[..., Any]:
+    module_name = Path(path).stem
+    module = sys.modules.get(module_name)
+    if module is None:
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    function: Callable[..., Any] = getattr(module, name)
+    return function

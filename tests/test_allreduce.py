@@ -1,0 +1,182 @@
+"""The exchanges by themselves, between real processes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gradwire.compress import CODECS, QSGD, Cast, Codec, Identity, OneBit, TernGrad, TopK, new_draw
+from gradwire.hooks.allreduce import EXCHANGES, choose_exchange
+from gradwire.hooks.group import Group
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from ranks import Pool
+from training import digest
+
+Ranks = Callable[[int], Pool]
+_groups: dict[int, Group] = {}
+
+
+def group_of(world_size: int) -> Group:
+    """One group a process, made at its first use, which every rank reaches together."""
+    if world_size not in _groups:
+        _groups[world_size] = Group.of_ranks(list(range(world_size)))
+    return _groups[world_size]
+
+
+def reduce_once(rank: int, world_size: int, exchange: str, codec: Codec, numel: int, extra: int, seed: int) -> Any:
+    """One exchange of random gradients; how far the law is off, and digests of what came out."""
+    group = group_of(world_size)
+    generator = torch.Generator().manual_seed(seed + rank)
+    grad, extras = torch.randn(numel, generator=generator), torch.randn(extra, generator=generator)
+    residual = torch.randn(numel, generator=generator) if codec.default_feedback and exchange != "dense" else None
+    before = grad.double() + (residual.double() if residual is not None else 0)
+    runner = EXCHANGES[exchange](codec, numel, extra, torch.device("cpu"), group)
+    owned = None
+    if residual is not None and runner.owned_slice is not None:
+        start, length = runner.owned_slice
+        owned = torch.randn(length, generator=generator)
+        before[start : start + length] += world_size * owned.double()
+    total = torch.cat([before, extras.double()])
+    group.all_reduce(total).wait()
+    runner.encode(grad, extras, residual, new_draw(seed, 3, rank))
+    runner.exchange(owned, new_draw(seed, 3, 1 << 32 | rank), lambda phase: contextlib.nullcontext())
+    out, extra_out = torch.full((numel,), torch.nan), torch.full((extra,), torch.nan)
+    runner.decode(out, extra_out)
+    after = torch.zeros(numel, dtype=torch.float64) if residual is None else residual.double()
+    if owned is not None:
+        start, length = runner.owned_slice  # type: ignore[misc]
+        after[start : start + length] += world_size * owned.double()
+    group.all_reduce(after).wait()
+    wanted = total / world_size
+    got = torch.cat([out.double() + after / world_size, extra_out.double()])
+    off = float((wanted - got)[:numel].norm() / wanted[:numel].norm()) if numel else 0.0
+    extra_off = float((wanted - got)[numel:].abs().max()) if extra else 0.0
+    return off, extra_off, digest([out, extra_out]), runner.payload_bytes, runner.transfer_bytes
+
+
+CASES = [
+    *((exchange, codec) for codec in CODECS for exchange in EXCHANGES if exchange != "two_pass" or codec.block_size),
+    ("two_pass", QSGD(bits=8, rounding="nearest")),
+    ("two_pass", TernGrad(rounding="nearest")),
+    ("gather", TopK(density=1.0)),
+    ("gather", OneBit(block=256, scale="symmetric")),
+]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("exchange", "codec"), CASES, ids=str)
+def test_nothing_is_lost_and_replicas_agree(ranks: Ranks, world_size: int, exchange: str, codec: Codec) -> None:
+    for numel, extra in ((1, 0), (7, 3), (5000, 0), (12345, 17), (0, 5)):
+        results = ranks(world_size).run(reduce_once, world_size, exchange, codec, numel, extra, numel)
+        offs, extra_offs, digests, payloads, _ = zip(*results, strict=True)
+        assert len(set(digests)) == 1, "replicas differ"
+        assert len(set(payloads)) == 1
+        assert max(extra_offs) <= 1e-6
+        if codec.default_feedback or codec.lossless or exchange == "dense":
+            assert max(offs) < 1e-6
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    case=st.sampled_from(CASES),
+    numel=st.integers(1, 6000),
+    extra=st.integers(0, 9),
+    world_size=st.sampled_from([2, 3, 4]),
+    seed=st.integers(0, 99),
+)
+def test_any_size(ranks: Ranks, case: tuple[str, Codec], numel: int, extra: int, world_size: int, seed: int) -> None:
+    exchange, codec = case
+    results = ranks(world_size).run(reduce_once, world_size, exchange, codec, numel, extra, seed)
+    assert len({result[2] for result in results}) == 1
+    if codec.default_feedback or codec.lossless or exchange == "dense":
+        assert max(result[0] for result in results) < 1e-6
+
+
+def mean_of_many(rank: int, world_size: int, exchange: str, codec: Codec, draws: int) -> float:
+    """Relative distance of the average over many draws from the true mean: unbiased codes bring it to zero."""
+    group = group_of(world_size)
+    grad = torch.randn(2560, generator=torch.Generator().manual_seed(rank))
+    wanted = grad.clone()
+    group.all_reduce(wanted).wait()
+    wanted /= world_size
+    runner = EXCHANGES[exchange](codec, grad.numel(), 0, torch.device("cpu"), group)
+    total, out, none = torch.zeros_like(grad), torch.zeros_like(grad), torch.zeros(0)
+    for step in range(draws):
+        runner.encode(grad, none, None, new_draw(1, step, rank))
+        runner.exchange(None, new_draw(1, step, 1 << 32 | rank), lambda phase: contextlib.nullcontext())
+        runner.decode(out, none)
+        total += out
+    return float((total / draws - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("exchange", ["gather", "two_pass"])
+@pytest.mark.parametrize("codec", [QSGD(), TernGrad(clip=float("inf"))], ids=str)
+def test_stochastic_codes_stay_unbiased_through_an_exchange(ranks: Ranks, exchange: str, codec: Codec) -> None:
+    few, many = (max(ranks(2).run(mean_of_many, 2, exchange, codec, draws)) for draws in (4, 100))
+    assert many < few / 3.5  # noise falls with the root of the draws, by 5; a bias would stay
+
+
+def test_bytes_are_those_of_the_table(ranks: Ranks) -> None:
+    numel, world_size = 1 << 16, 4
+    wire = OneBit().wire_bytes(numel)
+    expected = {"gather": 3 * wire, "two_pass": 2 * wire * 3 // 4, "dense": 2 * numel * 4 * 3 // 4}
+    for exchange, transfer in expected.items():
+        results = ranks(world_size).run(reduce_once, world_size, exchange, OneBit(), numel, 0, 0)
+        assert {result[4] for result in results} == {transfer}
+
+
+def test_auto_receives_the_fewest_bytes() -> None:
+    assert choose_exchange("auto", OneBit(), 2) == "gather"
+    assert choose_exchange("auto", OneBit(), 3) == "two_pass"
+    assert choose_exchange("auto", TopK(), 8) == "gather"
+    assert choose_exchange("auto", Identity(), 8) == "dense"
+    assert choose_exchange("auto", Cast(), 8) == "two_pass"
+
+
+def test_impossible_exchanges_are_named() -> None:
+    with pytest.raises(ValueError, match="exchange='ring'"):
+        choose_exchange("ring", OneBit(), 2)
+    with pytest.raises(ValueError, match="use exchange='gather'"):
+        choose_exchange("two_pass", TopK(), 2)
+
+
+def nonfinite(rank: int, world_size: int, exchange: str, codec: Codec, value: float) -> Any:
+    """Rank 1 has one bad element, which every rank must see; nobody's residual may."""
+    group = group_of(world_size)
+    grad, residual = torch.ones(5000), torch.full((5000,), 0.25)
+    if rank == 1:
+        grad[3333] = value
+    runner = EXCHANGES[exchange](codec, grad.numel(), 0, torch.device("cpu"), group)
+    owned = torch.zeros(runner.owned_slice[1]) if runner.owned_slice else None
+    runner.encode(grad, torch.zeros(0), residual, new_draw(0))
+    runner.exchange(owned, new_draw(0), lambda phase: contextlib.nullcontext())
+    out = torch.zeros(5000)
+    runner.decode(out, torch.zeros(0))
+    finite = bool(residual.isfinite().all()) and (owned is None or bool(owned.isfinite().all()))
+    return (
+        bool(out[3333].isfinite()),
+        bool(out[0].isfinite()),
+        finite,
+        float(residual[3333]),
+        runner.status().tolist()[1],
+    )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("exchange", ["gather", "two_pass"])
+@pytest.mark.parametrize("codec", [OneBit(), QSGD(rounding="nearest"), TopK(), Cast(torch.bfloat16)], ids=str)
+def test_nonfinite_gradients_are_seen_everywhere(ranks: Ranks, codec: Codec, exchange: str, value: float) -> None:
+    if exchange == "two_pass" and codec.block_size is None:
+        exchange = "gather"
+    results = ranks(3).run(nonfinite, 3, exchange, codec, value)
+    for rank, (bad, good, residual_finite, kept, counted) in enumerate(results):
+        assert not bad
+        assert good
+        assert residual_finite
+        assert counted > 0
+        if rank == 1:
+            assert kept == 0.25, "the residual under a bad element must stay what it was"

@@ -1,0 +1,113 @@
+"""Small models on several ranks, and the law that nothing is lost, measured while they train."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gradwire import CompressState, compress_hook
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def convnet(width: int = 64) -> nn.Module:
+    """Convolutions in channels_last, whose gradients lie in buckets with strides of their own, then linear layers."""
+    torch.manual_seed(7)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Flatten(),
+        nn.Linear(8 * 64, width), nn.ReLU(), nn.Linear(width, 10),
+    )  # fmt: skip
+    return model.to(memory_format=torch.channels_last)
+
+
+def perceptron(inputs: int = 40, width: int = 64, layers: int = 3) -> nn.Module:
+    torch.manual_seed(7)
+    sizes = [inputs, *[width] * layers]
+    linear: Iterable[list[nn.Module]] = ([nn.Linear(a, b), nn.Tanh()] for a, b in itertools.pairwise(sizes))
+    return nn.Sequential(*[module for pair in linear for module in pair])
+
+
+def batch(rank: int, step: int, model: nn.Module) -> Tensor:
+    """Data that differs by rank and step, and is the same whenever it is asked for."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    first = next(model.parameters())
+    shape = (4, 3, 8, 8) if first.dim() == 4 else (4, first.shape[1])
+    return torch.randn(shape, generator=generator)
+
+
+def wrap(
+    model: nn.Module, codec: Any, *, ddp: dict[str, Any] | None = None, **options: Any
+) -> tuple[Any, CompressState]:
+    """The model in DDP, with buckets of a few kilobytes, and the hook registered."""
+    wrapped = DistributedDataParallel(model, **{"bucket_cap_mb": 0.02, **(ddp or {})})
+    state = CompressState(wrapped, codec, **options)
+    wrapped.register_comm_hook(state, compress_hook)
+    return wrapped, state
+
+
+class Ledger:
+    """Sums what went in and what came out, by parameter: mean(gradient) = output + mean(change of the residual)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.parameters = dict(model.named_parameters())
+        self.wanted = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in self.parameters.items()}
+        self.received = {name: torch.zeros_like(w) for name, w in self.wanted.items()}
+
+    def expect(self, loss: Callable[[], Tensor]) -> None:
+        """Add the mean over ranks of this rank's own gradients."""
+        gradients = torch.autograd.grad(loss(), list(self.parameters.values()), allow_unused=True)
+        for name, gradient in zip(self.parameters, gradients, strict=True):
+            if gradient is not None:
+                mean = gradient.detach().double().contiguous()
+                dist.all_reduce(mean)
+                self.wanted[name] += mean / dist.get_world_size()
+            else:
+                dist.all_reduce(torch.zeros(self.wanted[name].shape, dtype=torch.float64))
+
+    def receive(self) -> None:
+        """Add what DDP left in the parameters' gradients."""
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:
+                self.received[name] += parameter.grad.double()
+
+    def error(self, state: CompressState) -> float:
+        """How far the law is off, relative to the norm of all that went in. A collective."""
+        residuals = state.consolidated_state_dict()["residuals"]
+        off = sum(
+            (self.wanted[n] - self.received[n] - residuals.get(n, torch.zeros(()))).square().sum() for n in self.wanted
+        )
+        total = sum(w.square().sum() for w in self.wanted.values())
+        return float((off / total).sqrt())
+
+
+def train(rank: int, model: Any, steps: range, ledger: Ledger | None = None, lr: float = 0.01) -> list[str]:
+    """Plain gradient descent; a digest of all gradients after each step, which must be equal on all ranks."""
+    inner = model.module
+    digests = []
+    for step in steps:
+        data = batch(rank, step, inner)
+        if ledger is not None:
+            ledger.expect(lambda data=data: inner(data).square().mean())  # type: ignore[misc]
+        model.zero_grad()
+        model(data).square().mean().backward()
+        if ledger is not None:
+            ledger.receive()
+        digests.append(digest(p.grad for p in inner.parameters()))
+        with torch.no_grad():
+            for parameter in inner.parameters():
+                if parameter.grad is not None:
+                    parameter -= lr * parameter.grad
+    return digests
+
+
+def digest(tensors: Iterable[Tensor | None]) -> str:
+    """Equal for tensors that are equal bit for bit."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(b"-" if tensor is None else tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
