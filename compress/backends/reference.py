@@ -182,7 +182,7 @@ class TernGrad(Kernels):
         with np.errstate(all="ignore"):
             scaled = magnitudes * p[:, None]
             sigma = np.sqrt(block_sums(scaled * scaled) / lengths)
-            scaled_scale = np.minimum(largest * p, F32(codec.clip) * sigma)
+            scaled_scale = np.fmin(largest * p, F32(codec.clip) * sigma)
             scale = scaled_scale * inverse_p
             scale = np.where((largest > 0) & (scale == 0), TINY, scale)
             sound = np.isfinite(largest)
@@ -211,8 +211,8 @@ class TernGrad(Kernels):
 
 class TopK(Kernels):
     def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
-        a = numbers(x)
-        key = a.view(np.uint32) & np.uint32(0x7FFFFFFF)  # orders magnitudes, NaN above infinity
+        a = canonical_nan(numbers(x))
+        key = a.view(np.uint32) & np.uint32(0x7FFFFFFF)  # orders magnitudes, every NaN above infinity
         largest_first = np.argsort(~key, kind="stable")  # stable: ties go to the lower index
         chosen = np.sort(largest_first[: min(codec.k(len(a)), np.count_nonzero(key))])
         chosen = chosen.astype(np.uint32)
@@ -220,7 +220,7 @@ class TopK(Kernels):
         indices, values = self._records(codec, wire, len(a))
         indices["count"] = len(chosen)
         indices["index"][0, : len(chosen)] = chosen
-        values["value"][0, : len(chosen)] = canonical_nan(a[chosen])
+        values["value"][0, : len(chosen)] = a[chosen]
 
     def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
         indices, values = self._records(codec, wire, out.numel())

@@ -1,0 +1,286 @@
+"""Codecs on the CPU: numba kernels over threads of our own.
+
+Kernels release the GIL and share no state, so any thread may run them at any time; numba's own parallel loops abort
+when two threads enter them at once. A call is split over `torch.get_num_threads()` threads when each gets enough to
+do, which never changes a byte. Nothing is allocated by a call once its workspace has met the same number of threads
+and ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import Kernels, Workspace
+from . import cpu_kernels as kernels
+
+KINDS = {
+    torch.float32: kernels.FLOAT32,
+    torch.float16: kernels.FLOAT16,
+    torch.bfloat16: kernels.BFLOAT16,
+}
+#: Fewer elements than this are not worth another thread.
+ELEMENTS_PER_THREAD = 1 << 18
+
+_pool: ThreadPoolExecutor | None = None
+
+
+def _forget_pool() -> None:
+    global _pool
+    _pool = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_pool)  # a fork keeps the pool, but not its threads
+
+
+def _run(job: Callable[[int, int, int], Any], count: int, elements: int, pieces: int) -> list[Any]:
+    """job(first, last, piece) over `count` blocks of `elements` in all, by this thread and by others."""
+    global _pool
+    if pieces == 1:
+        return [job(0, count, 0)]
+    if _pool is None:
+        _pool = ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="gradwire")
+    bounds = [count * i // pieces for i in range(pieces + 1)]
+    others = [_pool.submit(job, bounds[i], bounds[i + 1], i) for i in range(1, pieces)]
+    results = [job(bounds[0], bounds[1], 0)]
+    return results + [other.result() for other in others]
+
+
+def _pieces(elements: int, count: int) -> int:
+    return max(1, min(torch.get_num_threads(), elements // ELEMENTS_PER_THREAD, count))
+
+
+def _room(workspace: Workspace, name: str, size: int) -> int:
+    """The address of at least `size` bytes that the workspace keeps under `name`, at a multiple of 64."""
+    memory = workspace.buffers.get(name)
+    if memory is None or len(memory) < size + 63:
+        memory = workspace.buffers[name] = np.empty(size + 63, np.uint8)
+    return -(-memory.ctypes.data // 64) * 64
+
+
+def _count(workspace: Workspace, results: list[tuple[int, int]]) -> None:
+    status = workspace.status.numpy()
+    for skipped, unsound in results:
+        status[0] += skipped
+        status[1] += unsound
+
+
+class _CpuKernels(Kernels):
+    def prepare(self, codec: Any, dtype: torch.dtype) -> None:
+        """Compile, or load from the cache, everything that this codec runs."""
+        workspace = self.workspace(codec, 1, torch.device("cpu"))
+        x, residual = torch.ones(1, dtype=dtype), torch.zeros(1)
+        wire = torch.zeros(codec.wire_bytes(1), dtype=torch.uint8)
+        draw = torch.zeros(3, dtype=torch.int64)
+        self.encode(codec, x, wire, draw, workspace)
+        self.encode_feedback(codec, x, residual, wire, draw, workspace)
+        self.decode_add(codec, wire, residual, 1.0, workspace)
+        self.decode_mean(codec, [part[None] for part in wire.split(codec.part_bytes(1))], x, workspace)
+
+    def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
+        self._encode(codec, x, 0, wire, draw, workspace)
+
+    def encode_feedback(
+        self, codec: Any, grad: Tensor, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
+    ) -> None:
+        self._encode(codec, grad, residual.data_ptr(), wire, draw, workspace)
+
+    def _encode(
+        self, codec: Any, x: Tensor, residual: int, wire: Tensor, draw: Tensor | None, workspace: Workspace
+    ) -> None:
+        raise NotImplementedError
+
+
+class _Blocks(_CpuKernels):
+    """Codecs of one record a block; a subclass names its kernels and says what they need to know of the codec."""
+
+    def block(self, codec: Any) -> int:
+        return int(codec.block)
+
+    def encode_block(self, codec: Any, draw: Tensor | None) -> tuple[Callable, tuple[int | float, ...]]:
+        raise NotImplementedError
+
+    def decode_block(self, codec: Any) -> tuple[Callable, tuple[int | float, ...]]:
+        raise NotImplementedError
+
+    def workspace(self, codec: Any, numel: int, device: torch.device) -> Workspace:
+        workspace = Workspace.on(device)
+        self._split(codec, numel, workspace)
+        return workspace
+
+    def _split(self, codec: Any, numel: int, workspace: Workspace) -> tuple[int, int, int, int]:
+        """Blocks, pieces to run them in, the address of the first piece's scratch, and bytes from one to the next."""
+        count = -(-numel // self.block(codec))
+        pieces = _pieces(numel, count)
+        size = -(-kernels.scratch_bytes(self.block(codec)) // 64) * 64
+        return count, pieces, _room(workspace, "scratch", pieces * size), size
+
+    def _encode(
+        self, codec: Any, x: Tensor, residual: int, wire: Tensor, draw: Tensor | None, workspace: Workspace
+    ) -> None:
+        kernel, rest = self.encode_block(codec, draw)
+        count, pieces, scratch, size = self._split(codec, x.numel(), workspace)
+        head = KINDS[x.dtype], x.data_ptr(), residual, wire.data_ptr(), x.numel()
+        _run(lambda i, j, piece: kernel(*head, i, j, *rest, scratch + piece * size), count, x.numel(), pieces)
+
+    def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
+        self._decode(codec, wire[None], out, (float(alpha), 1, 1.0), workspace)
+
+    def decode_mean(self, codec: Any, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
+        self._decode(codec, wires[0], out, (1.0, 0, _inverse(wires[0].shape[0])), workspace)
+
+    def _decode(
+        self, codec: Any, wires: Tensor, out: Tensor, how: tuple[float, int, float], workspace: Workspace
+    ) -> None:
+        kernel, rest = self.decode_block(codec)
+        count, pieces, scratch, size = self._split(codec, out.numel(), workspace)
+        head = KINDS[out.dtype], out.data_ptr(), wires.data_ptr(), wires.stride(0), wires.shape[0], out.numel()
+        tail = (*rest, *how)
+        results = _run(
+            lambda i, j, piece: kernel(*head, i, j, *tail, scratch + piece * size), count, out.numel(), pieces
+        )
+        _count(workspace, results)
+
+
+def _inverse(world_size: int) -> float:
+    return float(np.float32(1) / np.float32(world_size))
+
+
+def _draw(codec: Any, draw: Tensor | None) -> tuple[int, int, int, int]:
+    """Whether to draw, and seed, step and stream."""
+    if draw is None or not codec.stochastic:
+        return 0, 0, 0, 0
+    seed, step, stream = draw.tolist()
+    return 1, seed, step, stream
+
+
+class OneBit(_Blocks):
+    def encode_block(self, codec: Any, draw: Tensor | None) -> tuple[Callable, tuple[int | float, ...]]:
+        return kernels.onebit_encode, (codec.block, int(codec.scale == "sided"))
+
+    def decode_block(self, codec: Any) -> tuple[Callable, tuple[int | float, ...]]:
+        return kernels.onebit_decode, (codec.block,)
+
+
+class QSGD(_Blocks):
+    def encode_block(self, codec: Any, draw: Tensor | None) -> tuple[Callable, tuple[int | float, ...]]:
+        return kernels.qsgd_encode, (codec.block, codec.bits, int(codec.norm == "l2"), *_draw(codec, draw))
+
+    def decode_block(self, codec: Any) -> tuple[Callable, tuple[int | float, ...]]:
+        return kernels.qsgd_decode, (codec.block, codec.bits)
+
+
+class TernGrad(_Blocks):
+    def encode_block(self, codec: Any, draw: Tensor | None) -> tuple[Callable, tuple[int | float, ...]]:
+        return kernels.terngrad_encode, (codec.block, float(codec.clip), *_draw(codec, draw))
+
+    def decode_block(self, codec: Any) -> tuple[Callable, tuple[int | float, ...]]:
+        return kernels.terngrad_decode, (codec.block,)
+
+
+class Cast(_Blocks):
+    """Identity too: a cast to float32."""
+
+    def block(self, codec: Any) -> int:
+        return kernels.TILE
+
+    def stored(self, codec: Any) -> int:
+        return KINDS[getattr(codec, "dtype", torch.float32)]
+
+    def encode_block(self, codec: Any, draw: Tensor | None) -> tuple[Callable, tuple[int | float, ...]]:
+        return kernels.cast_encode, (self.stored(codec),)
+
+    def decode_block(self, codec: Any) -> tuple[Callable, tuple[int | float, ...]]:
+        return kernels.cast_decode, (self.stored(codec),)
+
+
+class TopK(_CpuKernels):
+    """Exact selection among the candidates of one pass, whose threshold is predicted from the last call's."""
+
+    #: How many candidates to aim at, as a multiple of k: fewer than one means a second pass.
+    aim = 1.3
+    #: The distance below the k-th key in which to expect them, before that is known: a 16th of a binade.
+    first_margin = 1 << 19
+
+    def workspace(self, codec: Any, numel: int, device: torch.device) -> Workspace:
+        workspace = Workspace.on(device)
+        self._room(codec, numel, workspace)
+        return workspace
+
+    def _room(self, codec: Any, numel: int, workspace: Workspace) -> tuple[int, int, int, int, int]:
+        capacity = min(4 * codec.k(numel), numel) + kernels.TILE
+        scratch = _room(workspace, "scratch", _pieces(numel, numel) * kernels.scratch_bytes(kernels.TILE))
+        index, value = (_room(workspace, name, 4 * capacity) for name in ("index", "value"))
+        return index, value, capacity, _room(workspace, "histogram", 4 << 11), scratch
+
+    def _encode(
+        self, codec: Any, x: Tensor, residual: int, wire: Tensor, draw: Tensor | None, workspace: Workspace
+    ) -> None:
+        numel = x.numel()
+        k, room = codec.k(numel), self._room(codec, numel, workspace)
+        threshold = workspace.buffers.get("threshold", 1)
+        head = KINDS[x.dtype], x.data_ptr(), residual, wire.data_ptr(), numel
+        found, key = kernels.topk_encode(*head, k, threshold, *room)
+        workspace.buffers["threshold"] = self.predict(threshold, found, key, k)
+
+    def predict(self, threshold: int, found: int, key: int, k: int) -> int:
+        """The next threshold, from how many candidates this one gave and where the k-th key lay above it.
+
+        The bits of a float are about its logarithm, and the tail of a distribution about a power of it: so the
+        logarithm of the count is linear in the key.
+        """
+        if not 0 < key < 0x7F800000:
+            return 1
+        margin = float(self.first_margin)
+        if 1 < threshold < key and 1.02 * k < found:
+            margin = (key - threshold) * math.log(self.aim) / math.log(found / k)
+        return max(1, key - round(min(max(margin, 1 << 12), 1 << 23)))
+
+    def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
+        k, numel = codec.k(out.numel()), out.numel()
+        values = wire.data_ptr() + codec.part_bytes(numel)[0]
+        _count(workspace, [kernels.topk_add(wire.data_ptr(), values, out.data_ptr(), numel, k, float(alpha))])
+
+    def decode_mean(self, codec: Any, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
+        (indices, values), numel, ranks = wires, out.numel(), wires[0].shape[0]
+        count = -(-numel // kernels.TILE)
+        pieces = _pieces(numel, count)
+        size = kernels.scratch_bytes(kernels.TILE)
+        scratch = _room(workspace, "scratch", pieces * size)
+        cursors = _room(workspace, "cursors", pieces * ranks * 16)
+        head = KINDS[out.dtype], out.data_ptr(), indices.data_ptr(), indices.stride(0), values.data_ptr()
+        tail = codec.k(numel), _inverse(ranks)
+
+        def job(first: int, last: int, piece: int) -> tuple[int, int]:
+            result: tuple[int, int] = kernels.topk_mean(
+                *head,
+                values.stride(0),
+                ranks,
+                numel,
+                first,
+                last,
+                *tail,
+                cursors + piece * ranks * 16,
+                scratch + piece * size,
+            )
+            return result
+
+        _count(workspace, _run(job, count, numel, pieces))
+
+
+KERNELS: dict[str, Kernels] = {
+    "onebit": OneBit(),
+    "qsgd": QSGD(),
+    "terngrad": TernGrad(),
+    "topk": TopK(),
+    "cast": Cast(),
+    "identity": Cast(),
+}
