@@ -33,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return COMMANDS[options.command][0].run(options)
     except (links.LinkError, ValueError) as error:
         return _fail(str(error))
+    except KeyboardInterrupt:
+        return _fail("interrupted") + 128
     finally:
         signal.signal(signal.SIGTERM, before)
 
