@@ -49,6 +49,6 @@ clean:
 # One environment for everything: demo, tests and benchmarks. Installed again when the dependencies change.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[bench,test]'
+	$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[bench,test]'
 	mkdir -p $(VENV)/mypy && ln -sfn "$(CURDIR)" $(LINK)
 	touch $@
