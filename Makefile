@@ -5,6 +5,7 @@ VENV ?= .venv
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?= codecs
+DEMO_ARGS ?=
 # How many seeds the demo trains with.
 SEEDS ?= 1
 
@@ -26,7 +27,7 @@ help:
 
 demo: $(INSTALLED)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node 2 \
-		-m gradwire.benchmarks.demo --seeds $(SEEDS)
+		-m gradwire.benchmarks.demo --seeds $(SEEDS) $(DEMO_ARGS)
 
 test: lint
 	$(BIN)/python -m pytest -q -m 'not slow and not cuda' $(PYTEST_ARGS)
