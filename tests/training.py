@@ -19,7 +19,8 @@ def convnet(width: int = 64) -> nn.Module:
     torch.manual_seed(7)
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Flatten(),
-        nn.Linear(8 * 64, width), nn.ReLU(), nn.Linear(width, 10),
+        nn.Linear(8 * 64, width), nn.ReLU(), nn.Linear(width, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(),
+        nn.Linear(64, 10),
     )  # fmt: skip
     return model.to(memory_format=torch.channels_last)
 

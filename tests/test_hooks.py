@@ -1,0 +1,519 @@
+"""The hook in DDP: nothing lost, replicas equal, in every way that DDP is used."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gradwire import QSGD, Cast, Codec, CompressState, Identity, OneBit, TernGrad, TopK, compress_hook
+from ranks import Pool
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from training import Ledger, batch, convnet, digest, perceptron, train, wrap
+
+Ranks = Callable[[int], Pool]
+
+LOSSLESS_SUM = [OneBit(), QSGD(rounding="nearest"), TernGrad(rounding="nearest"), TopK(0.05), Cast(torch.bfloat16)]
+
+
+def equal_on_all(results: list[Any]) -> bool:
+    return all(result == results[0] for result in results)
+
+
+def fifty_steps(rank: int, codec: Codec, exchange: str, save_at: int) -> Any:
+    """Train across DDP's bucket rebuild and, at `save_at`, through a checkpoint into a new model and state."""
+    model = convnet()
+    ledger = Ledger(model)
+    ddp, state = wrap(model, codec, exchange=exchange)
+    digests = train(rank, ddp, range(save_at), ledger)
+    buckets = len(state._buckets)
+    file = io.BytesIO()
+    torch.save({"state": state.state_dict(), "model": model.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    state.close()
+    model = convnet()
+    model.load_state_dict(saved["model"])
+    ledger.model, ledger.parameters = model, dict(model.named_parameters())
+    ddp, state = wrap(model, codec, exchange=exchange)
+    state.load_state_dict(saved["state"])
+    digests += train(rank, ddp, range(save_at, 50), ledger)
+    error = ledger.error(state)
+    steps = state.step
+    state.close()
+    return digests, error, buckets, steps
+
+
+@pytest.mark.parametrize(
+    ("codec", "exchange"),
+    [(codec, e) for codec in LOSSLESS_SUM for e in ("gather", "two_pass") if e == "gather" or codec.block_size],
+    ids=str,
+)
+def test_nothing_is_lost_in_fifty_steps_across_rebuild_and_checkpoint(
+    ranks: Ranks, codec: Codec, exchange: str
+) -> None:
+    results = ranks(3).run(fifty_steps, codec, exchange, 20)
+    digests, errors, buckets, steps = zip(*results, strict=True)
+    assert equal_on_all(list(digests)), "replicas differ"
+    assert max(errors) < 1e-5
+    assert min(buckets) >= 3
+    assert set(steps) == {50}
+
+
+def lossy_ledger(rank: int) -> float:
+    """The same law, with a residual that is thrown away in the middle."""
+    model = convnet()
+    ledger = Ledger(model)
+    ddp, state = wrap(model, OneBit())
+    train(rank, ddp, range(5), ledger)
+    state._flush()
+    state._feedback.load({})
+    train(rank, ddp, range(5, 10), ledger)
+    return ledger.error(state)
+
+
+def test_the_law_notices_a_lost_residual(ranks: Ranks) -> None:
+    assert min(ranks(2).run(lossy_ledger)) > 1e-2
+
+
+def ways_of_ddp(rank: int, way: dict[str, Any], codec: Codec) -> Any:
+    model = convnet()
+    ledger = Ledger(model)
+    ddp, state = wrap(model, codec, ddp=way)
+    digests = train(rank, ddp, range(6), ledger)
+    error = ledger.error(state)
+    steps = state.statistics().steps
+    state.close()
+    return digests, error, steps
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"find_unused_parameters": True},
+        {"static_graph": True},
+        {"gradient_as_bucket_view": True},
+        {"bucket_cap_mb": 100},
+        {"bucket_cap_mb": 1e-6},
+        {"gradient_as_bucket_view": True, "static_graph": True},
+    ],
+    ids=str,
+)
+def test_ways_to_build_ddp(ranks: Ranks, way: dict[str, Any]) -> None:
+    results = ranks(2).run(ways_of_ddp, way, TopK(0.1))
+    assert equal_on_all([result[0] for result in results])
+    assert max(result[1] for result in results) < 1e-5
+    assert {result[2] for result in results} == {6}
+
+
+class Branches(nn.Module):
+    """One of two branches is used, by turns; a third layer never is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.left, self.right, self.never = nn.Linear(20, 30), nn.Linear(20, 30), nn.Linear(20, 30)
+        self.turn = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        branch: nn.Module = self.right if self.turn % 2 else self.left
+        return branch(x)
+
+
+def unused(rank: int) -> Any:
+    model = Branches()
+    ledger = Ledger(model)
+    ddp, state = wrap(model, OneBit(block=256), ddp={"find_unused_parameters": True})
+    digests = []
+    for step in range(8):
+        model.turn = step
+        digests += train(rank, ddp, range(step, step + 1), ledger)
+    residuals = state.consolidated_state_dict()["residuals"]
+    never = [float((ledger.wanted[n]).abs().max()) for n in residuals if n.startswith("never")]
+    # A parameter nobody used has its gradient thrown away by DDP: leave it out of the law.
+    for name in list(ledger.wanted):
+        if name.startswith("never"):
+            del ledger.wanted[name]
+    return digests, never
+
+
+def test_unused_parameters(ranks: Ranks) -> None:
+    results = ranks(2).run(unused)
+    assert equal_on_all([r[0] for r in results])
+    assert results[0][1] == [0.0, 0.0]
+
+
+def accumulate(rank: int, codec: Codec) -> Any:
+    model = perceptron()
+    ledger = Ledger(model)
+    ddp, state = wrap(model, codec)
+    for step in range(5):
+        data = [batch(rank, 10 * step + i, model) for i in range(3)]
+        ledger.expect(lambda data=data: sum(model(x).square().mean() for x in data))  # type: ignore[misc]
+        ddp.zero_grad()
+        with ddp.no_sync():
+            for x in data[:-1]:
+                ddp(x).square().mean().backward()
+        ddp(data[-1]).square().mean().backward()
+        ledger.receive()
+    return ledger.error(state), state.statistics().steps
+
+
+def test_accumulation_under_no_sync(ranks: Ranks) -> None:
+    results = ranks(2).run(accumulate, OneBit())
+    assert max(r[0] for r in results) < 1e-5
+    assert {r[1] for r in results} == {5}
+
+
+def two_models(rank: int) -> Any:
+    first, second = perceptron(), convnet()
+    ledgers = Ledger(first), Ledger(second)
+    (ddp1, state1), (ddp2, state2) = wrap(first, OneBit()), wrap(second, TopK(0.1))
+    digests = []
+    for step in range(6):
+        digests += train(rank, ddp1, range(step, step + 1), ledgers[0])
+        digests += train(rank, ddp2, range(step, step + 1), ledgers[1])
+    # Both in one backward pass, their buckets between each other.
+    x, y = batch(rank, 99, first), batch(rank, 99, second)
+    for ledger, model, data in zip(ledgers, (first, second), (x, y), strict=True):
+        ledger.expect(lambda model=model, data=data: model(data).square().mean())  # type: ignore[misc]
+        model.zero_grad()
+    (ddp1(x).square().mean() + ddp2(y).square().mean()).backward()
+    for ledger in ledgers:
+        ledger.receive()
+    return digests, ledgers[0].error(state1), ledgers[1].error(state2)
+
+
+def test_several_models_in_one_process(ranks: Ranks) -> None:
+    results = ranks(2).run(two_models)
+    assert equal_on_all([r[0] for r in results])
+    assert max(max(r[1:]) for r in results) < 1e-5
+
+
+def subgroup(rank: int) -> Any:
+    """Ranks 0 and 2 train a model of their own; rank 1 is in no such group. Then all three train one."""
+    group = dist.new_group([0, 2])
+    result = None
+    if rank != 1:
+        model = perceptron()
+        ddp, state = wrap(model, OneBit(), ddp={"process_group": group})
+        result = train(rank, ddp, range(4)), state._group.size
+    everyone, _ = wrap(perceptron(), OneBit())
+    return result, train(rank, everyone, range(3))
+
+
+def test_a_group_that_is_not_the_default_one(ranks: Ranks) -> None:
+    results = ranks(3).run(subgroup)
+    assert results[0][0] == results[2][0]
+    assert results[0][0][1] == 2
+    assert equal_on_all([r[1] for r in results])
+
+
+def given_group(rank: int) -> Any:
+    group = dist.new_group([0, 1])
+    ddp, state = wrap(perceptron(), OneBit(), process_group=group)
+    digests = train(rank, ddp, range(3))
+    other = dist.new_group([rank], use_local_synchronization=True)
+    with pytest.raises(ValueError, match="process_group has other ranks"):
+        CompressState(ddp, OneBit(), process_group=other)
+    state.close()
+    return digests
+
+
+def test_a_group_of_the_users(ranks: Ranks) -> None:
+    assert equal_on_all(ranks(2).run(given_group))
+
+
+def alone(rank: int) -> Any:
+    model = perceptron()
+    ledger = Ledger(model)
+    ddp, state = wrap(model, TopK(0.1), exchange="gather")
+    train(rank, ddp, range(5), ledger)
+    return ledger.error(state), state.statistics().payload_bytes
+
+
+def test_world_size_one(ranks: Ranks) -> None:
+    [(error, payload)] = ranks(1).run(alone)
+    assert error < 1e-5
+    assert payload == 0
+
+
+def uneven(rank: int) -> Any:
+    """Rank 0 has 3 batches, rank 1 has 5, and DDP.join() lets it finish; then both train on."""
+    model = perceptron()
+    ddp, state = wrap(model, OneBit())
+    with ddp.join():
+        for step in range(3 + 2 * rank):
+            ddp.zero_grad()
+            ddp(batch(rank, step, model)).square().mean().backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 0.01 * p.grad
+    joined = state.statistics().steps
+    return joined, digest(model.parameters()), train(rank, ddp, range(5, 8))
+
+
+def test_join_with_uneven_inputs(ranks: Ranks) -> None:
+    results = ranks(2).run(uneven)
+    assert equal_on_all(results)
+    assert results[0][0] == 5
+
+
+def compiled(rank: int, around: str) -> Any:
+    torch._dynamo.reset()
+    model = perceptron()
+    ledger = Ledger(model)
+    if around == "model":
+        ddp = DistributedDataParallel(torch.compile(model, backend="aot_eager"), bucket_cap_mb=1)
+        state = CompressState(ddp, OneBit())
+        run = ddp
+    else:
+        ddp = DistributedDataParallel(model, bucket_cap_mb=1)
+        run = torch.compile(ddp, backend="aot_eager")
+        state = CompressState(run, OneBit())
+    ddp.register_comm_hook(state, compress_hook)
+    names = sorted(state._parameters)
+    digests = []
+    for step in range(4):
+        data = batch(rank, step, model)
+        ledger.expect(lambda data=data: model(data).square().mean())  # type: ignore[misc]
+        ddp.zero_grad()
+        run(data).square().mean().backward()
+        ledger.receive()
+        digests.append(digest(p.grad for p in model.parameters()))
+    return digests, names, ledger.error(state)
+
+
+@pytest.mark.parametrize("around", ["model", "ddp"])
+def test_compiled_models(ranks: Ranks, around: str) -> None:
+    results = ranks(2).run(compiled, around)
+    assert equal_on_all([r[0] for r in results])
+    assert results[0][1] == sorted(name for name, _ in perceptron().named_parameters())
+    assert max(r[2] for r in results) < 1e-5
+
+
+class Normalised(nn.Module):
+    """SyncBatchNorm without a GPU: the same collectives, on the model's own group, in forward and backward."""
+
+    class Sync(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            mean = x.mean(0)
+            dist.all_reduce(mean)
+            return x - mean / dist.get_world_size()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+            mean = grad.mean(0)
+            dist.all_reduce(mean)
+            return grad - mean / dist.get_world_size()
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(nn.Linear(40, 40) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.Sync.apply(layer(x)).tanh()  # type: ignore[no-untyped-call]
+        return x
+
+    def parameters_shape(self) -> tuple[int, int]:
+        return 40, 40
+
+
+def synchronised_norms(rank: int) -> list[str]:
+    torch.manual_seed(3)
+    ddp, state = wrap(Normalised(), OneBit(), ddp={"bucket_cap_mb": 0.005})
+    digests = train(rank, ddp, range(10))
+    assert len(state._buckets) >= 4
+    return digests
+
+
+def test_collectives_of_the_model_beside_the_hook(ranks: Ranks) -> None:
+    assert equal_on_all(ranks(3).run(synchronised_norms))
+
+
+def scaled(rank: int, overflow_at: int) -> Any:
+    """Mixed precision: a loss scale that grows every second step, and on rank 1 an overflow that skips one."""
+    model = perceptron()
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    ddp, state = wrap(model, OneBit(), grad_scaler=scaler)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    ledger = Ledger(model)
+    scales, snapshots = [], []
+    for step in range(8):
+        data = batch(rank, step, model)
+        skipped = step == overflow_at
+        if not skipped:
+            ledger.expect(lambda data=data: model(data).square().mean())  # type: ignore[misc]
+        optimizer.zero_grad()
+        loss = scaler.scale(ddp(data).square().mean())
+        before = state.state_dict()["residuals"]
+        (loss * float("inf") if skipped and rank == 1 else loss).backward()
+        after = state.state_dict()["residuals"]
+        if skipped:
+            snapshots = [digest(before.values()), digest(after.values())]
+        scaler.unscale_(optimizer)
+        if not skipped:
+            ledger.receive()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    # The residual is in units of the scale of the last step.
+    residuals = state.consolidated_state_dict()
+    for tensor in residuals["residuals"].values():
+        tensor /= residuals["scale"]
+    state.load_state_dict(residuals)
+    return ledger.error(state), scales, snapshots, state.statistics().nonfinite_steps
+
+
+def test_grad_scaler_with_an_overflow_on_one_rank(ranks: Ranks) -> None:
+    results = ranks(2).run(scaled, 3)
+    errors, scales, snapshots, nonfinite = zip(*results, strict=True)
+    assert max(errors) < 1e-5
+    assert equal_on_all(list(scales))
+    assert scales[0][3] < scales[0][2], "the scale did not fall"
+    assert scales[0][5] > scales[0][3], "the scale did not grow"
+    assert all(before == after for before, after in snapshots), "a skipped step must leave the residual as it was"
+    assert nonfinite == (1, 1)
+
+
+def copies(rank: int, how: str) -> Any:
+    """A copy of a hooked model trains on as the original does."""
+    model = perceptron()
+    ddp, _ = wrap(model, OneBit(block=256))
+    train(rank, ddp, range(3))
+    twin = copy.deepcopy(ddp) if how == "deepcopy" else pickle.loads(pickle.dumps(ddp))
+    [(_, state)] = twin._comm_hooks
+    twin.register_comm_hook(state, compress_hook)
+    assert state._parameters["0.weight"] is next(twin.module.parameters())
+    return train(rank, ddp, range(3, 8)), train(rank, twin, range(3, 8))
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_of_a_hooked_model(ranks: Ranks, how: str) -> None:
+    results = ranks(2).run(copies, how)
+    assert equal_on_all([r[0] for r in results])
+    assert equal_on_all([r[1] for r in results])
+
+
+def excluded(rank: int, exchange: str) -> Any:
+    model = convnet()
+    ledger = Ledger(model)
+    ddp, state = wrap(model, OneBit(), exchange=exchange, exclude=lambda name, p: p.dim() < 2)
+    worst = 0.0
+    for step in range(5):
+        data = batch(rank, step, model)
+        before = {n: w.clone() for n, w in ledger.wanted.items()}
+        ledger.expect(lambda data=data: model(data).square().mean())  # type: ignore[misc]
+        ddp.zero_grad()
+        ddp(data).square().mean().backward()
+        ledger.receive()
+        for name, p in model.named_parameters():
+            if p.dim() < 2:
+                worst = max(worst, float((p.grad - (ledger.wanted[name] - before[name])).abs().max()))
+    residuals = state.state_dict()["residuals"]
+    return worst, ledger.error(state), [n for n in residuals if n.endswith("bias")]
+
+
+@pytest.mark.parametrize("exchange", ["gather", "two_pass"])
+def test_excluded_parameters_stay_exact(ranks: Ranks, exchange: str) -> None:
+    for worst, error, biases in ranks(3).run(excluded, exchange):
+        assert worst < 1e-7
+        assert error < 1e-5
+        assert biases == []
+
+
+def warm(rank: int) -> Any:
+    model = perceptron()
+    ledger = Ledger(model)
+    ddp, state = wrap(model, OneBit(), warmup_steps=3)
+    train(rank, ddp, range(3), ledger)
+    exact = max(float((ledger.wanted[n] - ledger.received[n]).abs().max()) for n in ledger.wanted)
+    dense = state.statistics().payload_bytes
+    train(rank, ddp, range(3, 6), ledger)
+    return exact, dense, state.statistics().payload_bytes - dense, ledger.error(state)
+
+
+def test_warmup_is_dense(ranks: Ranks) -> None:
+    for exact, dense, compressed, error in ranks(2).run(warm):
+        assert exact < 1e-6
+        assert compressed < dense / 10
+        assert error < 1e-5
+
+
+def changing_codec(step: int) -> Codec:
+    return [OneBit(), TopK(0.5), TopK(0.1), QSGD(), Identity(), TernGrad(), OneBit()][step % 7]
+
+
+def scheduled(rank: int) -> Any:
+    model = perceptron()
+    ledger = Ledger(model)
+    ddp, state = wrap(model, changing_codec)
+    digests = train(rank, ddp, range(3), ledger)
+    early = ledger.error(state)
+    digests += train(rank, ddp, range(3, 5), ledger)
+    left = [float(t.abs().max()) for t in state.state_dict()["residuals"].values()]
+    digests += train(rank, ddp, range(5, 8))
+    return digests, early, left
+
+
+def test_codec_as_a_function_of_the_step(ranks: Ranks) -> None:
+    results = ranks(2).run(scheduled)
+    assert equal_on_all([r[0] for r in results])
+    for _, error, left in results:
+        assert error < 1e-5
+        assert max(left, default=0.0) == 0.0, "codecs without feedback must send what is left and keep nothing"
+
+
+def half_precision(rank: int, dtype: torch.dtype) -> Any:
+    model = perceptron().to(dtype)
+    ddp, state = wrap(model, OneBit())
+    digests = []
+    for step in range(4):
+        ddp.zero_grad()
+        ddp(batch(rank, step, model).to(dtype)).float().square().mean().backward()
+        digests.append(digest(p.grad for p in model.parameters()))
+    return digests, {str(t.dtype) for t in state.state_dict()["residuals"].values()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_models(ranks: Ranks, dtype: torch.dtype) -> None:
+    results = ranks(2).run(half_precision, dtype)
+    assert equal_on_all(results)
+    assert results[0][1] == {"torch.float32"}
+
+
+def stochastic_replay(rank: int, seed: int) -> list[str]:
+    ddp, _ = wrap(perceptron(), QSGD(), seed=seed)
+    return train(rank, ddp, range(4))
+
+
+def test_draws_replay_and_follow_the_seed(ranks: Ranks) -> None:
+    first, again, other = (ranks(2).run(stochastic_replay, seed) for seed in (1, 1, 2))
+    assert first == again
+    assert first[0] == first[1]
+    assert first != other
+
+
+def counted(rank: int, codec: Codec) -> Any:
+    ddp, state = wrap(convnet(1024), codec, ddp={"bucket_cap_mb": 25})
+    train(rank, ddp, range(3))
+    return state.statistics()
+
+
+@pytest.mark.parametrize("codec", [OneBit(), QSGD(), TernGrad(), TopK()], ids=str)
+def test_statistics_match_what_the_codec_promises(ranks: Ranks, codec: Codec) -> None:
+    for statistics in ranks(2).run(counted, codec):
+        numel = sum(p.numel() for p in convnet(1024).parameters())
+        assert statistics.elements == 3 * numel
+        assert statistics.dense_bytes == 12 * numel
+        assert statistics.payload_bytes == pytest.approx(3 * codec.bits_per_element() * numel / 8, rel=0.05)
+        assert min(statistics.seconds.values()) > 0
