@@ -12,44 +12,36 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from . import Kernels, Workspace
-from . import cpu_kernels as kernels
+from . import Kernels, Workspace, cpu_dense, cpu_sparse
+from .cpu_blocks import BFLOAT16, FLOAT16, FLOAT32, TILE, scratch_bytes
 
-KINDS = {
-    torch.float32: kernels.FLOAT32,
-    torch.float16: kernels.FLOAT16,
-    torch.bfloat16: kernels.BFLOAT16,
-}
+KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 #: Fewer elements than this are not worth another thread.
 ELEMENTS_PER_THREAD = 1 << 18
 
-_pool: ThreadPoolExecutor | None = None
 
-
-def _forget_pool() -> None:
-    global _pool
-    _pool = None
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="gradwire")
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_pool)  # a fork keeps the pool, but not its threads
+    os.register_at_fork(after_in_child=_pool.cache_clear)  # a fork keeps the pool, but not its threads
 
 
-def _run(job: Callable[[int, int, int], Any], count: int, elements: int, pieces: int) -> list[Any]:
-    """job(first, last, piece) over `count` blocks of `elements` in all, by this thread and by others."""
-    global _pool
+def _run(job: Callable[[int, int, int], Any], count: int, pieces: int) -> list[Any]:
+    """job(first, last, piece) over `count` blocks, by this thread and by others."""
     if pieces == 1:
         return [job(0, count, 0)]
-    if _pool is None:
-        _pool = ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="gradwire")
     bounds = [count * i // pieces for i in range(pieces + 1)]
-    others = [_pool.submit(job, bounds[i], bounds[i + 1], i) for i in range(1, pieces)]
+    others = [_pool().submit(job, bounds[i], bounds[i + 1], i) for i in range(1, pieces)]
     results = [job(bounds[0], bounds[1], 0)]
     return results + [other.result() for other in others]
 
@@ -105,10 +97,10 @@ class _Blocks(_CpuKernels):
     def block(self, codec: Any) -> int:
         return int(codec.block)
 
-    def encode_block(self, codec: Any, draw: Tensor | None) -> tuple[Callable, tuple[int | float, ...]]:
+    def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
         raise NotImplementedError
 
-    def decode_block(self, codec: Any) -> tuple[Callable, tuple[int | float, ...]]:
+    def decode_block(self, codec: Any) -> Kernel:
         raise NotImplementedError
 
     def workspace(self, codec: Any, numel: int, device: torch.device) -> Workspace:
@@ -120,16 +112,20 @@ class _Blocks(_CpuKernels):
         """Blocks, pieces to run them in, the address of the first piece's scratch, and bytes from one to the next."""
         count = -(-numel // self.block(codec))
         pieces = _pieces(numel, count)
-        size = -(-kernels.scratch_bytes(self.block(codec)) // 64) * 64
+        size = -(-scratch_bytes(self.block(codec)) // 64) * 64
         return count, pieces, _room(workspace, "scratch", pieces * size), size
 
     def _encode(
         self, codec: Any, x: Tensor, residual: int, wire: Tensor, draw: Tensor | None, workspace: Workspace
     ) -> None:
         kernel, rest = self.encode_block(codec, draw)
-        count, pieces, scratch, size = self._split(codec, x.numel(), workspace)
-        head = KINDS[x.dtype], x.data_ptr(), residual, wire.data_ptr(), x.numel()
-        _run(lambda i, j, piece: kernel(*head, i, j, *rest, scratch + piece * size), count, x.numel(), pieces)
+        numel, source, target = x.numel(), (KINDS[x.dtype], x.data_ptr()), wire.data_ptr()
+        count, pieces, scratch, size = self._split(codec, numel, workspace)
+
+        def job(first: int, last: int, piece: int) -> None:
+            kernel(source, residual, target, (numel, first, last), *rest, scratch + piece * size)
+
+        _run(job, count, pieces)
 
     def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
         self._decode(codec, wire[None], out, (float(alpha), 1, 1.0), workspace)
@@ -141,13 +137,19 @@ class _Blocks(_CpuKernels):
         self, codec: Any, wires: Tensor, out: Tensor, how: tuple[float, int, float], workspace: Workspace
     ) -> None:
         kernel, rest = self.decode_block(codec)
-        count, pieces, scratch, size = self._split(codec, out.numel(), workspace)
-        head = KINDS[out.dtype], out.data_ptr(), wires.data_ptr(), wires.stride(0), wires.shape[0], out.numel()
-        tail = (*rest, *how)
-        results = _run(
-            lambda i, j, piece: kernel(*head, i, j, *tail, scratch + piece * size), count, out.numel(), pieces
-        )
-        _count(workspace, results)
+        numel, target = out.numel(), (KINDS[out.dtype], out.data_ptr())
+        sources = wires.data_ptr(), wires.stride(0), wires.shape[0]
+        count, pieces, scratch, size = self._split(codec, numel, workspace)
+
+        def job(first: int, last: int, piece: int) -> tuple[int, int]:
+            result: tuple[int, int] = kernel(target, sources, (numel, first, last), how, *rest, scratch + piece * size)
+            return result
+
+        _count(workspace, _run(job, count, pieces))
+
+
+#: A kernel, and what it needs to know of the codec.
+Kernel = tuple[Callable, tuple]
 
 
 def _inverse(world_size: int) -> float:
@@ -163,43 +165,43 @@ def _draw(codec: Any, draw: Tensor | None) -> tuple[int, int, int, int]:
 
 
 class OneBit(_Blocks):
-    def encode_block(self, codec: Any, draw: Tensor | None) -> tuple[Callable, tuple[int | float, ...]]:
-        return kernels.onebit_encode, (codec.block, int(codec.scale == "sided"))
+    def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
+        return cpu_dense.onebit_encode, (codec.block, int(codec.scale == "sided"))
 
-    def decode_block(self, codec: Any) -> tuple[Callable, tuple[int | float, ...]]:
-        return kernels.onebit_decode, (codec.block,)
+    def decode_block(self, codec: Any) -> Kernel:
+        return cpu_dense.onebit_decode, (codec.block,)
 
 
 class QSGD(_Blocks):
-    def encode_block(self, codec: Any, draw: Tensor | None) -> tuple[Callable, tuple[int | float, ...]]:
-        return kernels.qsgd_encode, (codec.block, codec.bits, int(codec.norm == "l2"), *_draw(codec, draw))
+    def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
+        return cpu_dense.qsgd_encode, (codec.block, codec.bits, int(codec.norm == "l2"), _draw(codec, draw))
 
-    def decode_block(self, codec: Any) -> tuple[Callable, tuple[int | float, ...]]:
-        return kernels.qsgd_decode, (codec.block, codec.bits)
+    def decode_block(self, codec: Any) -> Kernel:
+        return cpu_dense.qsgd_decode, (codec.block, codec.bits)
 
 
 class TernGrad(_Blocks):
-    def encode_block(self, codec: Any, draw: Tensor | None) -> tuple[Callable, tuple[int | float, ...]]:
-        return kernels.terngrad_encode, (codec.block, float(codec.clip), *_draw(codec, draw))
+    def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
+        return cpu_dense.terngrad_encode, (codec.block, float(codec.clip), _draw(codec, draw))
 
-    def decode_block(self, codec: Any) -> tuple[Callable, tuple[int | float, ...]]:
-        return kernels.terngrad_decode, (codec.block,)
+    def decode_block(self, codec: Any) -> Kernel:
+        return cpu_dense.terngrad_decode, (codec.block,)
 
 
 class Cast(_Blocks):
     """Identity too: a cast to float32."""
 
     def block(self, codec: Any) -> int:
-        return kernels.TILE
+        return TILE
 
     def stored(self, codec: Any) -> int:
         return KINDS[getattr(codec, "dtype", torch.float32)]
 
-    def encode_block(self, codec: Any, draw: Tensor | None) -> tuple[Callable, tuple[int | float, ...]]:
-        return kernels.cast_encode, (self.stored(codec),)
+    def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
+        return cpu_dense.cast_encode, (self.stored(codec),)
 
-    def decode_block(self, codec: Any) -> tuple[Callable, tuple[int | float, ...]]:
-        return kernels.cast_decode, (self.stored(codec),)
+    def decode_block(self, codec: Any) -> Kernel:
+        return cpu_dense.cast_decode, (self.stored(codec),)
 
 
 class TopK(_CpuKernels):
@@ -216,8 +218,8 @@ class TopK(_CpuKernels):
         return workspace
 
     def _room(self, codec: Any, numel: int, workspace: Workspace) -> tuple[int, int, int, int, int]:
-        capacity = min(4 * codec.k(numel), numel) + kernels.TILE
-        scratch = _room(workspace, "scratch", _pieces(numel, numel) * kernels.scratch_bytes(kernels.TILE))
+        capacity = min(4 * codec.k(numel), numel) + TILE
+        scratch = _room(workspace, "scratch", _pieces(numel, numel) * scratch_bytes(TILE))
         index, value = (_room(workspace, name, 4 * capacity) for name in ("index", "value"))
         return index, value, capacity, _room(workspace, "histogram", 4 << 11), scratch
 
@@ -227,8 +229,8 @@ class TopK(_CpuKernels):
         numel = x.numel()
         k, room = codec.k(numel), self._room(codec, numel, workspace)
         threshold = workspace.buffers.get("threshold", 1)
-        head = KINDS[x.dtype], x.data_ptr(), residual, wire.data_ptr(), numel
-        found, key = kernels.topk_encode(*head, k, threshold, *room)
+        source = KINDS[x.dtype], x.data_ptr()
+        found, key = cpu_sparse.topk_encode(source, residual, wire.data_ptr(), numel, k, threshold, room)
         workspace.buffers["threshold"] = self.predict(threshold, found, key, k)
 
     def predict(self, threshold: int, found: int, key: int, k: int) -> int:
@@ -247,33 +249,27 @@ class TopK(_CpuKernels):
     def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
         k, numel = codec.k(out.numel()), out.numel()
         values = wire.data_ptr() + codec.part_bytes(numel)[0]
-        _count(workspace, [kernels.topk_add(wire.data_ptr(), values, out.data_ptr(), numel, k, float(alpha))])
+        _count(workspace, [cpu_sparse.topk_add(wire.data_ptr(), values, out.data_ptr(), numel, k, float(alpha))])
 
     def decode_mean(self, codec: Any, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
         (indices, values), numel, ranks = wires, out.numel(), wires[0].shape[0]
-        count = -(-numel // kernels.TILE)
+        count = -(-numel // TILE)
         pieces = _pieces(numel, count)
-        size = kernels.scratch_bytes(kernels.TILE)
+        size = scratch_bytes(TILE)
         scratch = _room(workspace, "scratch", pieces * size)
         cursors = _room(workspace, "cursors", pieces * ranks * 16)
-        head = KINDS[out.dtype], out.data_ptr(), indices.data_ptr(), indices.stride(0), values.data_ptr()
-        tail = codec.k(numel), _inverse(ranks)
+        target = KINDS[out.dtype], out.data_ptr()
+        rows = (indices.data_ptr(), indices.stride(0)), (values.data_ptr(), values.stride(0))
+        k, scale = codec.k(numel), _inverse(ranks)
 
         def job(first: int, last: int, piece: int) -> tuple[int, int]:
-            result: tuple[int, int] = kernels.topk_mean(
-                *head,
-                values.stride(0),
-                ranks,
-                numel,
-                first,
-                last,
-                *tail,
-                cursors + piece * ranks * 16,
-                scratch + piece * size,
+            memory = cursors + piece * ranks * 16, scratch + piece * size
+            result: tuple[int, int] = cpu_sparse.topk_mean(
+                target, *rows, ranks, (numel, first, last), k, scale, *memory
             )
             return result
 
-        _count(workspace, _run(job, count, numel, pieces))
+        _count(workspace, _run(job, count, pieces))
 
 
 KERNELS: dict[str, Kernels] = {

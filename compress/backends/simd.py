@@ -12,15 +12,46 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core.typing import signature
 from numba.core.typing.templates import AbstractTemplate, infer_global
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
 LANES = 64
+
+#: For mypy, which would otherwise see the signature that numba hides.
+_intrinsic: Any = intrinsic
+
+
+def _sources() -> tuple[tuple[str, float, int], ...]:
+    files = [path for pattern in ("simd.py", "cpu_*.py") for path in sorted(Path(__file__).parent.glob(pattern))]
+    return tuple((file.name, file.stat().st_mtime, file.stat().st_size) for file in files)
+
+
+_SOURCES = _sources()
+
+
+def compiled(function: Callable, **options: Any) -> Any:
+    """numba's njit as every kernel needs it: without the GIL, without fast-math, and kept on disk."""
+    options |= {"nogil": True, "error_model": "numpy"}
+    try:
+        dispatcher = njit(cache=True, **options)(function)
+    except RuntimeError:  # nowhere to keep it: neither beside the source nor in the home directory
+        return njit(**options)(function)
+    # numba takes what it kept for stale when the function's own file changes; ours are built from several.
+    file: Any = getattr(getattr(dispatcher, "_cache", None), "_cache_file", None)
+    if hasattr(file, "_source_stamp"):
+        file._source_stamp = _SOURCES
+    return dispatcher
+
+
+def inlined(function: Callable) -> Any:
+    """As `compiled`, for functions that take or return vectors: always inlined."""
+    return compiled(function, forceinline=True)
 
 
 class Vector(types.Type):
@@ -121,7 +152,7 @@ for _op, _sign in ((operator.lt, "<"), (operator.ge, ">="), (operator.gt, ">"), 
     _operator(_op, _compare(_sign), compares=True)
 
 
-@intrinsic
+@_intrinsic
 def select(context: Any, mask: Any, yes: Any, no: Any) -> Any:
     """Lane by lane `yes` where the mask is set, `no` elsewhere; one of them may be a number."""
     vector = yes if isinstance(yes, Vector) else no if isinstance(no, Vector) else Vector(yes, mask.lanes)
@@ -145,7 +176,7 @@ def _alignment(element: Any) -> int:
 
 
 def _loader(vector: Vector) -> Any:
-    @intrinsic
+    @_intrinsic
     def load(context: Any, address: Any) -> Any:
         def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             return builder.load(_pointer(builder, args[0], _llvm(vector)), align=_alignment(vector.element))
@@ -156,7 +187,7 @@ def _loader(vector: Vector) -> Any:
 
 
 def _getter(element: Any) -> Any:
-    @intrinsic
+    @_intrinsic
     def get(context: Any, address: Any) -> Any:
         def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             return builder.load(_pointer(builder, args[0], _scalar(element)), align=_alignment(element))
@@ -172,7 +203,7 @@ get_f32, get_i32, get_u32, get_i64, get_u8 = map(
 )
 
 
-@intrinsic
+@_intrinsic
 def store(context: Any, address: Any, value: Any) -> Any:
     """Write a vector, or a number of its own type, to `address`."""
     element = value.element if isinstance(value, Vector) else value
@@ -184,7 +215,7 @@ def store(context: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, value), codegen
 
 
-@intrinsic
+@_intrinsic
 def prefetch(context: Any, address: Any) -> Any:
     """Ask for the cache line at `address`, which need not exist."""
 
@@ -202,7 +233,7 @@ def prefetch(context: Any, address: Any) -> Any:
 
 
 def _splatter(vector: Vector) -> Any:
-    @intrinsic
+    @_intrinsic
     def splat(context: Any, value: Any) -> Any:
         def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             return _splat(builder, args[0], vector.lanes)
@@ -213,7 +244,7 @@ def _splatter(vector: Vector) -> Any:
 
 
 def _converter(element: Any) -> Any:
-    @intrinsic
+    @_intrinsic
     def convert(context: Any, value: Any) -> Any:
         source, result = value.element, Vector(element, value.lanes)
 
@@ -236,7 +267,7 @@ def _converter(element: Any) -> Any:
 
 
 def _reinterpreter(vector: Any) -> Any:
-    @intrinsic
+    @_intrinsic
     def reinterpret(context: Any, value: Any) -> Any:
         def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             return builder.bitcast(args[0], _llvm(vector) if isinstance(vector, Vector) else _scalar(vector))
@@ -262,7 +293,7 @@ float_of, word_of = _reinterpreter(types.float32), _reinterpreter(types.int32)
 
 
 def _fold(emit: Callable) -> Any:
-    @intrinsic
+    @_intrinsic
     def fold(context: Any, value: Any) -> Any:
         def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             v, half = args[0], value.lanes // 2
@@ -284,7 +315,7 @@ fold_sum = _fold(lambda builder, a, b: builder.fadd(a, b))
 fold_max = _fold(lambda builder, a, b: builder.select(builder.icmp_signed(">", a, b), a, b))
 
 
-@intrinsic
+@_intrinsic
 def maximum(context: Any, a: Any, b: Any) -> Any:
     """The larger of two signed integers in each lane."""
 
@@ -294,7 +325,7 @@ def maximum(context: Any, a: Any, b: Any) -> Any:
     return a(a, b), codegen
 
 
-@intrinsic
+@_intrinsic
 def iota_u64x16(context: Any, start: Any) -> Any:
     """start, start + 1, …, start + 15."""
 
@@ -305,7 +336,7 @@ def iota_u64x16(context: Any, start: Any) -> Any:
     return U64X16(types.int64), codegen
 
 
-@intrinsic
+@_intrinsic
 def store_interleaved(context: Any, address: Any, a: Any, b: Any) -> Any:
     """Write a[0], b[0], a[1], b[1], … to `address`."""
 
@@ -321,7 +352,7 @@ def store_interleaved(context: Any, address: Any, a: Any, b: Any) -> Any:
 # Bits of one word.
 
 
-@intrinsic
+@_intrinsic
 def count_ones(context: Any, word: Any) -> Any:
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return builder.ctpop(args[0])
@@ -329,7 +360,7 @@ def count_ones(context: Any, word: Any) -> Any:
     return types.int64(types.int64), codegen
 
 
-@intrinsic
+@_intrinsic
 def lowest_bit(context: Any, word: Any) -> Any:
     """The position of the lowest set bit of a word that is not zero."""
 
