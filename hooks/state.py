@@ -97,7 +97,7 @@ class CompressState:
             for dtype in {p.dtype for p in self._parameters.values()}:
                 device = next(iter(self._parameters.values())).device
                 choice.codec.kernels(device).prepare(choice.codec, dtype)
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = error
         self._connect(model.process_group, process_group, problem)
 

@@ -1,0 +1,422 @@
+"""CompressState: what it refuses, what it agrees on with other ranks, and what its checkpoints carry."""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gradwire import QSGD, Codec, CompressState, Identity, OneBit, TernGrad, TopK, compress_hook
+from ranks import Pool
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from training import Ledger, batch, convnet, digest, perceptron, train, wrap
+
+Ranks = Callable[[int], Pool]
+
+
+def message(action: Callable[[], Any]) -> str:
+    """What `action` raises, as text: type and message."""
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def ddp_of(model: nn.Module, **options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(model, **options)
+
+
+# -- what one rank can see by itself -----------------------------------------------------------------------------------
+
+
+def test_needs_a_process_group() -> None:
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        CompressState(nn.Linear(2, 2), OneBit())
+
+
+def refusals(rank: int) -> dict[str, str]:
+    ddp = ddp_of(perceptron())
+
+    return {
+        "plain": message(lambda: CompressState(perceptron(), OneBit())),
+        "fsdp": message(lambda: CompressState(_fsdp(), OneBit())),
+        "codec": message(lambda: CompressState(ddp, "topk")),  # type: ignore[arg-type]
+        "schedule": message(lambda: CompressState(ddp, lambda step: 0.01)),  # type: ignore[arg-type, return-value]
+        "exchange": message(lambda: CompressState(ddp, OneBit(), exchange="ring")),
+        "two_pass": message(lambda: CompressState(ddp, TopK(), exchange="two_pass")),
+        "feedback": message(lambda: CompressState(ddp, OneBit(), error_feedback="yes")),
+        "warmup": message(lambda: CompressState(ddp, OneBit(), warmup_steps=-1)),
+        "seed": message(lambda: CompressState(ddp, OneBit(), seed=0.5)),  # type: ignore[arg-type]
+        "float64": message(lambda: CompressState(ddp_of(perceptron().double()), OneBit())),
+        "complex": message(lambda: CompressState(ddp_of(nn.Linear(4, 4, dtype=torch.complex64)), OneBit())),
+        "sparse": message(lambda: CompressState(ddp_of(nn.Embedding(10, 4, sparse=True)), OneBit())),
+    }
+
+
+def _fsdp() -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(perceptron(), mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def test_bad_arguments_are_named_with_a_remedy(ranks: Ranks) -> None:
+    expected = {
+        "plain": ("TypeError", "Sequential", "DistributedDataParallel"),
+        "fsdp": ("TypeError", "FSDPSequential", "DistributedDataParallel"),
+        "codec": ("TypeError", "'topk'", "TopK(density=0.01)"),
+        "schedule": ("TypeError", "step 0", "0.01"),
+        "exchange": ("ValueError", "'ring'", "'two_pass'"),
+        "two_pass": ("ValueError", "TopK", "exchange='gather'"),
+        "feedback": ("ValueError", "'yes'", "'auto'"),
+        "warmup": ("ValueError", "-1"),
+        "seed": ("TypeError", "0.5"),
+        "float64": ("TypeError", "'0.weight'", "float64"),
+        "complex": ("TypeError", "'weight'", "complex64"),
+        "sparse": ("TypeError", "sparse=False"),
+    }
+    for result in ranks(2).run(refusals):
+        for case, words in expected.items():
+            for word in words:
+                assert word in result[case], f"{case}: {result[case]}"
+
+
+def wrong_use(rank: int) -> dict[str, str]:
+    found = {}
+    ddp, state = wrap(perceptron(), OneBit())
+    found["twice"] = message(lambda: ddp.register_comm_hook(state, compress_hook))
+    other = ddp_of(perceptron())
+    other.register_comm_hook(state, compress_hook)
+    data = batch(rank, 0, other.module)
+    found["other model"] = message(lambda: other(data).square().mean().backward())
+    return found
+
+
+def test_wrong_use_of_the_hook(ranks: Ranks) -> None:
+    for result in ranks(2).run(wrong_use):
+        assert "can only be called once" in result["twice"]
+        assert "made for another model" in result["other model"]
+
+
+# -- what ranks have to agree on ---------------------------------------------------------------------------------------
+
+
+def disagree(rank: int, case: str) -> tuple[str, float]:
+    start = time.monotonic()
+    ddp = ddp_of(perceptron())
+    codecs: list[Codec] = [OneBit(), OneBit()]
+    options: dict[str, Any] = {}
+    if case == "codec":
+        codecs = [OneBit(), TopK(0.25)]
+    elif case == "option":
+        codecs = [TopK(0.25), TopK(0.5)]
+    elif case == "exchange":
+        options = {"exchange": ["gather", "two_pass"][rank % 2]}
+    elif case == "warmup":
+        options = {"warmup_steps": rank}
+    elif case == "model":
+        # DDP itself refuses other shapes; other names it does not see.
+        model = perceptron()
+        ddp = ddp_of(nn.Sequential(model) if rank else model)
+    elif case == "invalid":
+        options = {"exchange": "ring"} if rank else {}
+    elif case == "version":
+        import gradwire.hooks.state as module
+
+        module.WIRE_VERSION = 1 + rank  # type: ignore[misc]
+    try:
+        text = message(lambda: CompressState(ddp, codecs[rank % 2], **options))
+    finally:
+        import gradwire.hooks.state as module
+
+        module.WIRE_VERSION = 1  # type: ignore[misc]
+    return text, time.monotonic() - start
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("codec", ("codec", "OneBit(", "TopK(density=0.25)")),
+        ("option", ("codec", "density=0.25", "density=0.5")),
+        ("exchange", ("exchange", "gather", "two_pass")),
+        ("warmup", ("warmup_steps", "has 0", "has 1")),
+        ("model", ("parameters", "0.weight", "0.0.weight")),
+        ("version", ("wire format", "has 1", "has 2")),
+        ("invalid", ("'ring'",)),
+    ],
+)
+def test_ranks_that_disagree_all_say_so(ranks: Ranks, case: str, words: tuple[str, ...]) -> None:
+    for text, seconds in ranks(2).run(disagree, case):
+        assert text.startswith("ValueError"), text
+        assert seconds < 15
+        for word in words:
+            assert word in text
+
+
+def diverging_schedule(rank: int) -> tuple[str, list[str]]:
+    """The ranks' schedules part at step 2, where the wires have other sizes."""
+    ddp, state = wrap(perceptron(), lambda step: TopK(0.5) if step < 2 or rank == 0 else OneBit())
+    train(rank, ddp, range(2))
+    first = message(lambda: train(rank, ddp, range(2, 3)))
+    again = message(lambda: train(rank, ddp, range(3, 4)))
+    residuals = state.state_dict()["residuals"]
+    return first, [again, str(all(bool(t.isfinite().all()) for t in residuals.values()))]
+
+
+def test_schedules_that_part_stop_every_rank_and_name_both_sides() -> None:
+    pool = Pool(2)
+    try:
+        for first, (again, finite) in pool.run(diverging_schedule):
+            assert "ranks disagree on codec: rank 0 has TopK(density=0.5), rank 1 has OneBit" in first
+            assert "stopped after an earlier error" in again
+            assert finite == "True"
+    finally:
+        pool.close()
+
+
+def other_checkpoint(rank: int) -> str:
+    """Rank 1 goes on from an older checkpoint than rank 0."""
+    ddp, state = wrap(perceptron(), OneBit())
+    train(rank, ddp, range(1))
+    old = state.state_dict()
+    train(rank, ddp, range(1, 3))
+    new = state.state_dict()
+    state.load_state_dict(old if rank else new)
+    return message(lambda: train(rank, ddp, range(3, 4)))
+
+
+def test_checkpoints_of_different_steps_are_noticed() -> None:
+    pool = Pool(2)
+    try:
+        for text in pool.run(other_checkpoint):
+            assert "ranks disagree on step: rank 0 has 3, rank 1 has 1" in text
+    finally:
+        pool.close()
+
+
+def die(rank: int) -> Any:
+    """Rank 1 saves a checkpoint and dies in the next step; the others must hear of it."""
+    model = convnet()
+    ddp, state = wrap(model, OneBit(), exchange="two_pass")
+    train(rank, ddp, range(3))
+    saved = state.state_dict()
+    if rank == 1:
+        os._exit(1)
+    start = time.monotonic()
+    text = message(lambda: train(rank, ddp, range(3, 6)))
+    seconds = time.monotonic() - start
+    state.load_state_dict(saved)
+    intact = digest(state.state_dict()["residuals"].values()) == digest(saved["residuals"].values())
+    return text, seconds, intact
+
+
+def test_a_rank_that_dies_leaves_the_others_with_an_error() -> None:
+    timeout = timedelta(seconds=15)
+    pool = Pool(3, timeout)
+    try:
+        results = pool.run(die, may_die=(1,))
+        for rank in (0, 2):
+            text, seconds, intact = results[rank]
+            assert "gradwire" in text or "Gloo" in text or "gloo" in text, text
+            assert seconds < timeout.total_seconds() + 10
+            assert intact
+    finally:
+        pool.close()
+
+
+def late(rank: int) -> str:
+    import gradwire.hooks.group as module
+
+    module.HANDSHAKE_TIMEOUT = timedelta(seconds=2)
+    ddp = ddp_of(perceptron())
+    if rank == 1:
+        return "RuntimeError: absent"
+    return message(lambda: CompressState(ddp, OneBit()))
+
+
+def test_a_rank_that_never_constructs_its_state() -> None:
+    pool = Pool(2)
+    try:
+        text = pool.run(late, within=30)[0]
+        assert text.startswith("RuntimeError")
+        assert "every rank must construct CompressState" in text
+    finally:
+        pool.close()
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def single() -> nn.Module:
+    """One parameter: its bucket looks the same before and after DDP rebuilds, so a restart changes no layout."""
+    torch.manual_seed(7)
+    return nn.Linear(40, 64, bias=False)
+
+
+def resumed(rank: int, codec: Codec, exchange: str) -> tuple[list[str], list[str], list[str]]:
+    model = single()
+    ddp, state = wrap(model, codec, exchange=exchange)
+    train(rank, ddp, range(4))
+    file = io.BytesIO()
+    torch.save((state.state_dict(), model.state_dict()), file)
+    file.seek(0)
+    on = train(rank, ddp, range(4, 8))
+    saved, weights = torch.load(file, weights_only=True)
+    runs = []
+    for remember in (True, False):
+        model = single()
+        model.load_state_dict(weights)
+        ddp, state = wrap(model, codec, exchange=exchange)
+        if remember:
+            state.load_state_dict(saved)
+        runs.append(train(rank, ddp, range(4, 8)))
+    return on, *runs
+
+
+@pytest.mark.parametrize("exchange", ["gather", "two_pass"])
+@pytest.mark.parametrize("codec", [OneBit(block=256), QSGD(), TopK(0.1)], ids=str)
+def test_resuming_equals_going_on(ranks: Ranks, codec: Codec, exchange: str) -> None:
+    if codec.block_size is None:
+        exchange = "gather"
+    for on, again, forgetful in ranks(2).run(resumed, codec, exchange):
+        assert again == on
+        assert forgetful != on, "the checkpoint made no difference"
+
+
+def grow(rank: int, phase: str, carried: Any) -> Any:
+    """Two ranks save a consolidated state; four load it, and the first thing they send includes it."""
+    model = perceptron()
+    ddp, state = wrap(model, TopK(0.05))
+    if phase == "save":
+        train(rank, ddp, range(4))
+        saved = state.consolidated_state_dict()
+        local = state.state_dict()
+        return (
+            {k: v for k, v in saved.items() if k != "residuals"},
+            {n: t.numpy() for n, t in saved["residuals"].items()},
+            local["world_size"],
+        )
+    rest, residuals = carried
+    saved = {**rest, "residuals": {n: torch.from_numpy(t) for n, t in residuals.items()}}
+    state.load_state_dict(saved)
+    ledger = Ledger(model)
+    for name, t in saved["residuals"].items():
+        ledger.wanted[name] += t.double()
+    train(rank, ddp, range(state.step, state.step + 3), ledger)
+    local = state.state_dict()
+    refused = message(lambda: state.load_state_dict({**local, "world_size": 2}))
+    return ledger.error(state), refused
+
+
+def test_consolidated_state_loads_on_another_number_of_ranks(ranks: Ranks) -> None:
+    saved = ranks(2).run(grow, "save", None)
+    assert saved[0][2] == 2
+    for error, refused in ranks(4).run(grow, "load", saved[0][:2]):
+        assert error < 1e-5
+        assert "consolidated_state_dict()" in refused
+
+
+def foreign(rank: int) -> dict[str, str]:
+    ddp, state = wrap(perceptron(), OneBit())
+    train(rank, ddp, range(3))
+    good = state.state_dict()
+    before = digest(good["residuals"].values())
+    shapes = {name: torch.zeros(3, 3) for name in good["residuals"]}
+    found = {
+        "codec": message(lambda: state.load_state_dict({**good, "codec": "TopK(density=0.01)"})),
+        "rank": message(lambda: state.load_state_dict({**good, "rank": rank + 1})),
+        "format": message(lambda: state.load_state_dict({**good, "format": 99})),
+        "name": message(lambda: state.load_state_dict({**good, "residuals": {"elsewhere": torch.zeros(1)}})),
+        "shape": message(lambda: state.load_state_dict({**good, "residuals": shapes})),
+        "nothing": message(lambda: state.load_state_dict({})),
+    }
+    found["intact"] = str(digest(state.state_dict()["residuals"].values()) == before)
+    return found
+
+
+def test_foreign_checkpoints_are_refused_and_change_nothing(ranks: Ranks) -> None:
+    for found in ranks(2).run(foreign):
+        assert "TopK(density=0.01)" in found["codec"]
+        assert "OneBit" in found["codec"]
+        assert "rank" in found["rank"]
+        assert "format 99" in found["format"]
+        assert "'elsewhere'" in found["name"]
+        assert "(3, 3)" in found["shape"]
+        assert "not a checkpoint" in found["nothing"]
+        assert found["intact"] == "True"
+
+
+def plain_types(rank: int) -> set[str]:
+    ddp, state = wrap(perceptron(), QSGD(), error_feedback=True, warmup_steps=1)
+    train(rank, ddp, range(3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        file = io.BytesIO()
+        torch.save(state.state_dict(), file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)
+    assert set(loaded["residuals"]) == {name for name, _ in perceptron().named_parameters()}
+    return {type(value).__name__ for value in loaded.values()}
+
+
+def test_a_checkpoint_is_tensors_numbers_and_strings(ranks: Ranks) -> None:
+    for types in ranks(2).run(plain_types):
+        assert types <= {"int", "str", "dict", "NoneType", "float"}
+
+
+def feedback_choices(rank: int) -> dict[str, bool]:
+    ddp = ddp_of(perceptron())
+    return {
+        f"{codec.name} {option}": CompressState(ddp, codec, error_feedback=option)._choice(0, 2).feedback
+        for codec in (OneBit(), QSGD(), TernGrad(), TopK(), Identity())
+        for option in ("auto", True, False)
+    } | {
+        "qsgd rounding": CompressState(ddp, QSGD(), error_feedback=True)._choice(0, 2).codec == QSGD(rounding="nearest")
+    }
+
+
+def test_feedback_is_on_for_codecs_that_contract(ranks: Ranks) -> None:
+    [found] = ranks(1).run(feedback_choices)
+    assert found == {
+        "onebit auto": True, "onebit True": True, "onebit False": False,
+        "qsgd auto": False, "qsgd True": True, "qsgd False": False, "qsgd rounding": True,
+        "terngrad auto": False, "terngrad True": True, "terngrad False": False,
+        "topk auto": True, "topk True": True, "topk False": False,
+        "identity auto": False, "identity True": False, "identity False": False,
+    }  # fmt: skip
+
+
+def corrupted(rank: int) -> tuple[int, bool, str]:
+    """Rank 1's indices are destroyed on the way; every rank counts and skips them, and replicas stay equal."""
+    from gradwire.hooks.allreduce import Gather
+
+    ddp, state = wrap(perceptron(), TopK(0.1))
+    train(rank, ddp, range(2))
+    exchange = Gather.exchange
+
+    def damage(self: Gather, *args: Any) -> None:
+        exchange(self, *args)
+        self.received[0][1, 4:] = 0xFF
+
+    Gather.exchange = damage  # type: ignore[method-assign]
+    try:
+        digests = train(rank, ddp, range(2, 4))
+    finally:
+        Gather.exchange = exchange  # type: ignore[method-assign]
+    finite = all(bool(p.grad.isfinite().all()) for p in ddp.parameters())
+    return state.statistics().skipped_entries, finite, digests[-1]
+
+
+def test_corrupted_bytes_are_skipped_and_counted(ranks: Ranks) -> None:
+    results = ranks(2).run(corrupted)
+    assert results[0] == results[1]
+    assert results[0][0] > 0
+    assert results[0][1]
