@@ -53,7 +53,8 @@ class QSGD(BlockCodec):
         return self.rounding == "stochastic"
 
     def with_feedback(self) -> QSGD:
-        return replace(self, rounding="nearest")
+        # Of the largest element, at least, something must be sent: with the l2 norm all of a block may round to zero.
+        return replace(self, rounding="nearest", norm="max")
 
     def fields(self) -> tuple[Field, ...]:
         return (

@@ -1,0 +1,393 @@
+"""Every backend writes the bytes of the reference, reads what the reference reads, and fuses without a difference."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gradwire.compress import CODECS, Cast, Codec, OneBit, TopK, new_draw
+from gradwire.compress.backends import Kernels, Workspace, backend_kernels, cpu, cpu_dense, cpu_sparse, reference
+from gradwire.compress.backends.cpu_blocks import random_bits
+from gradwire.compress.codec import DTYPES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import (
+    ALL_BACKENDS,
+    FINITE,
+    LENGTHS,
+    OTHER_BACKENDS,
+    VARIANTS,
+    Case,
+    cases,
+    device_of,
+    gradient,
+    hostile_wires,
+    parts_of,
+    same,
+)
+from torch import Tensor
+
+quick = settings(max_examples=25, deadline=None)
+every_codec = pytest.mark.parametrize("codec", VARIANTS, ids=str)
+every_backend = pytest.mark.parametrize("backend", ALL_BACKENDS)
+other_backends = pytest.mark.parametrize("backend", OTHER_BACKENDS)
+
+
+def kernels_of(backend: str, codec: Codec) -> tuple[Kernels, torch.device]:
+    return backend_kernels(backend)[codec.name], device_of(backend)
+
+
+def empty_wire(codec: Codec, numel: int, device: torch.device, fill: int) -> Tensor:
+    return torch.full((codec.wire_bytes(numel),), fill, dtype=torch.uint8, device=device)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@other_backends
+@every_codec
+@quick
+@given(case=cases())
+def test_bytes_are_canonical(codec: Codec, backend: str, case: Case) -> None:
+    kernels, device = kernels_of(backend, codec)
+    specification, x = backend_kernels("reference")[codec.name], case.gradient()
+    expected = empty_wire(codec, case.numel, torch.device("cpu"), 1)
+    wire = empty_wire(codec, case.numel, device, 2)
+    specification.encode(codec, x, expected, case.draw(), Workspace.on("cpu"))
+    workspace = kernels.workspace(codec, case.numel, device)
+    kernels.encode(codec, x.to(device), wire, case.draw().to(device), workspace)
+    assert same(wire.cpu(), expected)
+
+
+@every_backend
+@every_codec
+@quick
+@given(case=cases())
+def test_fused_encode_equals_the_composition(codec: Codec, backend: str, case: Case) -> None:
+    kernels, device = kernels_of(backend, codec)
+    workspace = kernels.workspace(codec, case.numel, device)
+    grad, draw = case.gradient().to(device), case.draw().to(device)
+    wires, residuals = [], []
+    for encode_feedback in (kernels.encode_feedback, lambda *args: Kernels.encode_feedback(kernels, *args)):
+        wires.append(empty_wire(codec, case.numel, device, len(wires)))
+        residuals.append(case.residual().to(device))
+        encode_feedback(codec, grad, residuals[-1], wires[-1], draw, workspace)
+    assert same(*wires)
+    assert same(*residuals)
+    assert same(grad.cpu(), case.gradient())
+    assert workspace.status.tolist() == [0, 0]
+
+
+@every_backend
+@every_codec
+@quick
+@given(numel=st.sampled_from(LENGTHS), ranks=st.integers(1, 5), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 999))
+def test_fused_decode_equals_the_composition_whatever_the_bytes(
+    codec: Codec, backend: str, numel: int, ranks: int, dtype: torch.dtype, seed: int
+) -> None:
+    kernels, device = kernels_of(backend, codec)
+    wires = parts_of(codec, hostile_wires(codec, numel, ranks, seed).to(device), numel)
+    outs, counts = [], []
+    for decode_mean in (kernels.decode_mean, lambda *args: Kernels.decode_mean(kernels, *args)):
+        workspace = kernels.workspace(codec, numel, device)
+        outs.append(torch.full((numel,), 3.0, dtype=dtype, device=device))
+        decode_mean(codec, wires, outs[-1], workspace)
+        counts.append(workspace.status.tolist())
+    assert same(*outs)
+    assert counts[0] == counts[1]
+
+
+@other_backends
+@every_codec
+@quick
+@given(numel=st.sampled_from(LENGTHS), seed=st.integers(0, 999), alpha=st.sampled_from([1.0, 0.1, -2.5]))
+def test_whatever_the_bytes_decoding_equals_the_reference_and_stays_inside(
+    codec: Codec, backend: str, numel: int, seed: int, alpha: float
+) -> None:
+    guard, start = 64, gradient("normal", numel, seed)
+    wire = hostile_wires(codec, numel, 1, seed)[0].contiguous()
+    outs, counts = [], []
+    for name in ("reference", backend):
+        kernels, device = kernels_of(name, codec)
+        workspace = kernels.workspace(codec, numel, device)
+        memory = torch.full((numel + 2 * guard,), 7.0, device=device)
+        out = memory[guard : guard + numel]
+        out.copy_(start)
+        kernels.decode_add(codec, wire.to(device), out, alpha, workspace)
+        assert (memory[:guard] == 7).all()
+        assert (memory[guard + numel :] == 7).all()
+        outs.append(out.cpu())
+        counts.append(workspace.status.tolist())
+    assert same(*outs)
+    assert counts[0] == counts[1]
+
+
+@other_backends
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_decode_mean_writes_nothing_beside_out(codec: Codec, backend: str, dtype: torch.dtype) -> None:
+    kernels, device = kernels_of(backend, codec)
+    for numel in LENGTHS:
+        memory = torch.full((numel + 128,), 7.0, dtype=dtype, device=device)
+        wires = parts_of(codec, hostile_wires(codec, numel, 2, numel).to(device), numel)
+        kernels.decode_mean(codec, wires, memory[64 : 64 + numel], kernels.workspace(codec, numel, device))
+        assert (memory[:64] == 7).all()
+        assert (memory[64 + numel :] == 7).all()
+
+
+@other_backends
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_encoding_writes_nothing_beside_wire_and_residual(codec: Codec, backend: str) -> None:
+    kernels, device = kernels_of(backend, codec)
+    for numel in LENGTHS:
+        size = codec.wire_bytes(numel)
+        memory = torch.full((size + 128,), 7, dtype=torch.uint8, device=device)
+        errors = torch.full((numel + 128,), 7.0, device=device)
+        errors[64 : 64 + numel] = 0
+        args = memory[64 : 64 + size], new_draw(1, device=device), kernels.workspace(codec, numel, device)
+        kernels.encode_feedback(codec, torch.randn(numel, device=device), errors[64 : 64 + numel], *args)
+        for guarded, length in ((memory, size), (errors, numel)):
+            assert (guarded[:64] == 7).all()
+            assert (guarded[64 + length :] == 7).all()
+
+
+@other_backends
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_any_address_and_pitch_will_do(codec: Codec, backend: str) -> None:
+    """Gradients at any element, wires and their rows at any multiple of 4 bytes."""
+    kernels, device = kernels_of(backend, codec)
+    numel, size = 5000, codec.wire_bytes(5000)
+    workspace = kernels.workspace(codec, numel, device)
+    for dtype in DTYPES:
+        x, draw = gradient("normal", numel, 5, dtype).to(device), new_draw(3, device=device)
+        expected, mean = empty_wire(codec, numel, device, 0), torch.empty(numel, device=device)
+        kernels.encode(codec, x, expected, draw, workspace)
+        kernels.decode_mean(codec, parts_of(codec, torch.stack([expected] * 3), numel), mean, workspace)
+        for offset in range(5):
+            moved = torch.empty(numel + offset, dtype=dtype, device=device)[offset:].copy_(x)
+            rows = torch.zeros(3, size + 4 + 4 * offset, dtype=torch.uint8, device=device)
+            for row in rows:
+                kernels.encode(codec, moved, row[4 * offset : 4 * offset + size], draw, workspace)
+                assert same(row[4 * offset : 4 * offset + size], expected)
+            out = torch.empty(numel + offset, device=device)[offset:]
+            kernels.decode_mean(codec, parts_of(codec, rows[:, 4 * offset : 4 * offset + size], numel), out, workspace)
+            assert same(out, mean)
+
+
+def outcome(codec: Codec, x: Tensor, wires: Tensor) -> tuple[Tensor, ...]:
+    """All that the CPU kernels give for one gradient."""
+    workspace, residual, out = codec.workspace(x.numel()), torch.ones(x.numel()), torch.empty(x.numel())
+    wire = torch.empty(codec.wire_bytes(x.numel()), dtype=torch.uint8)
+    codec.encode_feedback(x, residual, wire, new_draw(1), workspace)
+    codec.decode_mean(parts_of(codec, wires, x.numel()), out, workspace)
+    return wire, residual, out, workspace.status
+
+
+@pytest.mark.parametrize("codec", [*CODECS, OneBit(block=256), TopK(density=0.3)], ids=str)
+def test_threads_do_not_change_a_byte(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+    numel = 50_001
+    x, wires = gradient("wide", numel, 3), hostile_wires(codec, numel, 4, 8)
+    with threads(1):
+        expected = outcome(codec, x, wires)
+    monkeypatch.setattr(cpu, "ELEMENTS_PER_THREAD", 1 << 12)
+    submitted: list[int] = []
+    pool = cpu._pool()
+    monkeypatch.setattr(cpu, "_pool", lambda: Counting(pool, submitted))
+    with threads(3):
+        results = outcome(codec, x, wires)
+    assert submitted, "nothing ran on a second thread"
+    assert all(same(a, b) for a, b in zip(results, expected, strict=True))
+
+
+class Counting:
+    def __init__(self, pool: Any, submitted: list[int]) -> None:
+        self.pool, self.submitted = pool, submitted
+
+    def submit(self, *args: Any) -> Any:
+        self.submitted.append(1)
+        return self.pool.submit(*args)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_two_threads_at_once(codec: Codec) -> None:
+    """As autograd's thread and the lane's do."""
+    xs = [gradient("normal", 40_000, seed) for seed in range(2)]
+    wires = hostile_wires(codec, 40_000, 2, 4)
+    expected, results = [outcome(codec, x, wires) for x in xs], [[], []]  # type: ignore[var-annotated]
+
+    def work(which: int) -> None:
+        for _ in range(5):
+            results[which].append(outcome(codec, xs[which], wires))
+
+    both = [threading.Thread(target=work, args=(which,)) for which in range(2)]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join()
+    for which in range(2):
+        assert len(results[which]) == 5
+        assert all(same(a, b) for got in results[which] for a, b in zip(got, expected[which], strict=True))
+
+
+@pytest.mark.parametrize("density", [0.001, 0.01, 0.3, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_prediction_never_changes_the_bytes(density: float, dtype: torch.dtype) -> None:
+    """TopK's workspace remembers a threshold: right, too high or too low, the k largest are the k largest."""
+    codec, numel = TopK(density=density), 20_000
+    kernels, specification = backend_kernels("cpu")["topk"], backend_kernels("reference")["topk"]
+    workspace = kernels.workspace(codec, numel, torch.device("cpu"))
+    residuals = [torch.zeros(numel), torch.zeros(numel)]
+    wires = [torch.empty(codec.wire_bytes(numel), dtype=torch.uint8) for _ in range(2)]
+    story = [
+        "normal",
+        "normal",
+        "tiny",
+        "wide",
+        "zeros",
+        "normal",
+        "not finite",
+        "normal",
+        "subnormal",
+        "any bits",
+        "ties",
+    ]
+    for step, kind in enumerate(story):
+        grad = gradient(kind, numel, step, dtype)
+        specification.encode_feedback(codec, grad, residuals[0], wires[0], None, Workspace.on("cpu"))
+        kernels.encode_feedback(codec, grad, residuals[1], wires[1], None, workspace)
+        assert same(*wires), (step, kind)
+        assert same(*residuals), (step, kind)
+    for threshold in (1, 2, 0x3F800000, 0x40400000, 0x7F7FFFFF):
+        for kind in story:
+            residuals[1].copy_(residuals[0])
+            workspace.buffers["threshold"] = threshold
+            grad = gradient(kind, numel, threshold, dtype)
+            kept = residuals[0].clone()
+            specification.encode_feedback(codec, grad, residuals[0], wires[0], None, Workspace.on("cpu"))
+            kernels.encode_feedback(codec, grad, residuals[1], wires[1], None, workspace)
+            assert same(*wires), (threshold, kind)
+            assert same(*residuals), (threshold, kind)
+            residuals[0].copy_(kept)
+
+
+def test_a_good_prediction_finds_little_more_than_k() -> None:
+    codec, numel = TopK(density=0.01), 200_000
+    kernels = cpu.TopK()
+    found: list[int] = []
+    predict = kernels.predict
+    kernels.predict = lambda *args: (found.append(args[1]), predict(*args))[1]  # type: ignore[method-assign, func-returns-value]
+    workspace = kernels.workspace(codec, numel, torch.device("cpu"))
+    wire = torch.empty(codec.wire_bytes(numel), dtype=torch.uint8)
+    for step in range(6):
+        x = gradient("normal", numel, 1) + 0.05 * step * gradient("normal", numel, 2)
+        kernels.encode(codec, x, wire, None, workspace)
+    k = codec.k(numel)
+    assert all(1.05 * k < count < 1.6 * k for count in found[2:]), [count / k for count in found]
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_prepare_compiles_all_that_is_ever_run(codec: Codec) -> None:
+    def compiled() -> int:
+        return sum(
+            len(function.signatures)
+            for module in (cpu_dense, cpu_sparse)
+            for function in vars(module).values()
+            if hasattr(function, "signatures")
+        )
+
+    backend_kernels("cpu")[codec.name].prepare(codec, torch.float32)
+    before = compiled()
+    for dtype in DTYPES:
+        for numel in (1, 1000, 300_000):
+            workspace, x = codec.workspace(numel), torch.randn(numel).to(dtype)
+            wire, draw = torch.empty(codec.wire_bytes(numel), dtype=torch.uint8), new_draw(-1, 1 << 40, -1)
+            codec.encode(x, wire, draw, workspace)
+            codec.encode_feedback(x, torch.zeros(numel), wire, draw, workspace)
+            codec.decode_add(wire, torch.zeros(numel), 0.5, workspace)
+            codec.decode_mean(parts_of(codec, torch.stack([wire, wire]), numel), x, workspace)
+    assert compiled() == before
+
+
+# Numbers.
+
+#: Salmon et al.'s own vectors for philox4x32-10 (Random123's kat_vectors): counter, key, result.
+KNOWN_ANSWERS = [
+    ((0,) * 4, (0,) * 2, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+def signed(low: int, high: int) -> int:
+    """Two 32-bit words as the signed 64-bit number they are in."""
+    return (low | high << 32) - (1 << 64 if high >> 31 else 0)
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
+def test_philox_known_answers(counter: tuple[int, ...], key: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    group, step = counter[0], counter[2]
+    seed, stream = signed(*key), signed(counter[1], counter[3])
+    words = reference.philox(seed, step, stream, np.array([group]))
+    assert tuple(words[0].tolist()) == expected
+    draws = np.zeros(128, np.uint16)
+    random_bits(draws.ctypes.data, seed, step, stream, group, 128)
+    assert tuple(draws.view("<u4")[:4].tolist()) == expected
+
+
+def test_philox_positions_agree() -> None:
+    draws = np.zeros(1280, np.uint16)
+    random_bits(draws.ctypes.data, -5, 77, -(1 << 62), (1 << 32) - 20, 1280)
+    groups = (np.arange((1 << 32) - 20, (1 << 32) + 140)) & 0xFFFFFFFF
+    assert (draws == reference.philox(-5, 77, -(1 << 62), groups).view("<u2").reshape(-1)).all()
+
+
+@other_backends
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_every_half_is_read_exactly_and_every_rounding_is_to_nearest_even(backend: str, dtype: torch.dtype) -> None:
+    kernels, device = kernels_of(backend, Cast(dtype))
+    halves = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
+    numel = halves.numel()
+    workspace, out = kernels.workspace(Cast(dtype), numel, device), torch.zeros(numel, device=device)
+    kernels.decode_add(Cast(dtype), halves.view(torch.uint8).to(device), out, 1.0, workspace)
+    assert same(out.cpu(), halves.float() + 0.0)
+    # Each half, the middle to the next one, and the floats beside that middle.
+    bits = halves.float().view(torch.int32).long()
+    step = 1 << (13 if dtype == torch.float16 else 16)
+    around = torch.cat([bits + step // 2 + d for d in (-step // 2, -1, 0, 1)]).to(torch.int32).view(torch.float32)
+    tiny = torch.arange(1 << 12).float() * 2.0**-27
+    x = torch.cat([around, tiny, -tiny])
+    wire = torch.empty(2 * x.numel(), dtype=torch.uint8, device=device)
+    kernels.encode(Cast(dtype), x.to(device), wire, None, kernels.workspace(Cast(dtype), x.numel(), device))
+    assert same(wire.cpu().view(dtype), x.to(dtype))
+
+
+@other_backends
+@quick
+@given(case=cases(FINITE))
+def test_a_reused_workspace_changes_nothing(backend: str, case: Case) -> None:
+    for codec in CODECS:
+        kernels, device = kernels_of(backend, codec)
+        used = kernels.workspace(codec, case.numel, device)
+        args = case.gradient().to(device), case.draw().to(device)
+        wires = [empty_wire(codec, case.numel, device, fill) for fill in range(3)]
+        kernels.encode(codec, args[0], wires[0], args[1], kernels.workspace(codec, case.numel, device))
+        kernels.encode(codec, args[0] * 3, wires[1], args[1], used)
+        for wire in wires[1:]:
+            kernels.encode(codec, args[0], wire, args[1], used)
+            assert same(wire, wires[0])
