@@ -79,7 +79,8 @@ def test_fused_encode_equals_the_composition(codec: Codec, backend: str, case: C
     kernels, device = kernels_of(backend, codec)
     workspace = kernels.workspace(codec, case.numel, device)
     grad, draw = case.gradient().to(device), case.draw().to(device)
-    wires, residuals = [], []
+    wires: list[Tensor] = []
+    residuals: list[Tensor] = []
     for encode_feedback in (kernels.encode_feedback, lambda *args: Kernels.encode_feedback(kernels, *args)):
         wires.append(empty_wire(codec, case.numel, device, len(wires)))
         residuals.append(case.residual().to(device))

@@ -255,8 +255,7 @@ def qsgd_encode(
         norm = float_of(np.int32(largest)) * p
         if l2:
             norm = np.sqrt(sum_of_squares(a, p, block, scratch + SUMS))
-        scaled_unit = norm / F32(s)
-        unit = scaled_unit * power(exponent)
+        unit = norm / F32(s) * power(exponent)
         if largest > 0 and unit == ZERO:
             unit = TINY
         if largest >= INF_BITS or not np.isfinite(unit):
@@ -264,6 +263,7 @@ def qsgd_encode(
             clear(record + 4, size - 4)
             continue  # the block keeps its residual
         store(record, unit)
+        scaled_unit = unit * p  # of the unit as it is sent, which has lost bits if it is subnormal
         inverse = ONE / scaled_unit if scaled_unit > ZERO else ZERO
         if stochastic:
             random_bits(draws, seed, step, stream, start >> 3, block)

@@ -144,12 +144,11 @@ class QSGD(Kernels):
             else:
                 scaled = magnitudes * p[:, None]
                 norm = np.sqrt(block_sums(scaled * scaled))
-            scaled_unit = norm / s
-            unit = scaled_unit * inverse_p
+            unit = norm / s * inverse_p
             unit = np.where((largest > 0) & (unit == 0), TINY, unit)
             sound = np.isfinite(largest) & np.isfinite(unit)
             r = in_blocks(uniform(draw if codec.stochastic else None, len(a)), codec.block)
-            level = levels_of(np.where(sound[:, None], magnitudes, F32(0)), p, scaled_unit, codec.levels, r)
+            level = levels_of(np.where(sound[:, None], magnitudes, F32(0)), p, unit * p, codec.levels, r)
         sign = (rows < 0) & (level > 0)
         code = level | sign.astype(np.uint8) << (codec.bits - 1)
         bits = np.unpackbits(code[:, :, None], axis=2, count=codec.bits, bitorder="little")
