@@ -3,7 +3,7 @@
 Beside each codec, in turns with it, runs the roofline, `torch.add(grad, residual, out=residual)`: it moves 12 bytes an
 element, and an encode with error feedback cannot move less. TopK and OneBit also meet what one would write in torch.
 Gradients change a little from call to call, as they do in training, and a codec has run for a while before it is
-timed: TopK foresees its threshold from the last call.
+timed: TopK foresees its threshold from the last call, and its residual takes some 1/density calls to fill.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--density", type=float, nargs="+", default=[0.01], help="of TopK, one or several")
     parser.add_argument("--threads", type=int, default=1, help="for torch and gradwire (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=15, help="timings of each operation (default: %(default)s)")
-    parser.add_argument("--warmup", type=int, default=30, help="untimed encodes first (default: %(default)s)")
+    parser.add_argument("--warmup", type=int, default=100, help="untimed encodes first (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write arguments, environment and every timing there")
 
 
