@@ -1,0 +1,253 @@
+"""A small language model and its data, for benchmarks that need something real to learn.
+
+The text is the Python standard library's own source, which every machine that runs this has: nothing is downloaded.
+The model predicts its next byte. One `Recipe` serves every way of exchanging gradients, so that what differs between
+two runs is the exchange alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+#: Left out: what is installed beside the standard library, what some systems strip from it, and tables of numbers.
+SKIPPED = frozenset(
+    {
+        "site-packages",
+        "dist-packages",
+        "test",
+        "tests",
+        "idlelib",
+        "lib2to3",
+        "turtledemo",
+        "ensurepip",
+        "encodings",
+        "pydoc_data",
+    }
+)
+#: One file in so many is kept for validation.
+VALIDATION_SHARE = 10
+VOCABULARY = 256
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Text as bytes, split by file: no file lends its words to both sides.
+
+    Attributes:
+        train, validation: flat uint8, files end to end in the order of their names.
+        train_files, validation_files: their names, relative to the root, with forward slashes.
+        digest: the first 16 hex digits of a SHA-256 over names and contents; equal digests mean equal data.
+    """
+
+    train: Tensor
+    validation: Tensor
+    train_files: tuple[str, ...]
+    validation_files: tuple[str, ...]
+    digest: str
+
+
+def standard_library(root: str | Path | None = None) -> Corpus:
+    """The `.py` files below `root`, by default the directory of the Python standard library.
+
+    A file's side depends on its name alone, so adding a file moves no other.
+
+    Raises:
+        ValueError: either side would be empty.
+    """
+    root = Path(os.__file__).parent if root is None else Path(root)
+    sides: tuple[list[bytes], list[bytes]] = ([], [])
+    names: tuple[list[str], list[str]] = ([], [])
+    digest = hashlib.sha256()
+    for name in sorted(source_files(root)):
+        text = (root / name).read_bytes()
+        digest.update(f"{name}\0{len(text)}\0".encode() + text)
+        held_out = hashlib.sha256(name.encode()).digest()[0] % VALIDATION_SHARE == 0
+        sides[held_out].append(text)
+        names[held_out].append(name)
+    train, validation = (b"".join(side) for side in sides)
+    if not train or not validation:
+        raise ValueError(
+            f"{root} has {len(names[0])} Python files to train on and {len(names[1])} to validate on: "
+            "pass a directory with more source text"
+        )
+    return Corpus(as_bytes(train), as_bytes(validation), tuple(names[0]), tuple(names[1]), digest.hexdigest()[:16])
+
+
+def source_files(root: Path) -> Iterator[str]:
+    """The `.py` files below `root`, relative to it."""
+    for folder, folders, files in os.walk(root):
+        folders[:] = [f for f in folders if f not in SKIPPED and not f.startswith(("config-", "."))]
+        yield from ((Path(folder) / f).relative_to(root).as_posix() for f in files if f.endswith(".py"))
+
+
+def as_bytes(text: bytes) -> Tensor:
+    """`text` as a flat uint8 tensor of its own memory."""
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def windows(text: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, int64 [len(starts), context] each: a target is the byte after its input.
+
+    Raises:
+        ValueError: `text` is shorter than one window.
+    """
+    if len(text) <= context:
+        raise ValueError(f"a text of {len(text)} bytes has no window of {context + 1}: shorten the context")
+    rows = text[starts[:, None] + torch.arange(context + 1)].long()
+    return rows[:, :-1], rows[:, 1:]
+
+
+def batches(text: Tensor, count: int, context: int, seed: int, rank: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    """Random windows without end, `count` at a time; the same for the same seed and rank."""
+    generator = torch.Generator().manual_seed(seed << 16 | rank)
+    while True:
+        yield windows(text, torch.randint(len(text) - context, (count,), generator=generator), context)
+
+
+def validation_starts(text: Tensor, count: int, context: int) -> Tensor:
+    """Where `count` windows start that lie evenly over `text`: the same in every run."""
+    return torch.linspace(0, len(text) - context - 1, count, dtype=torch.float64).long()
+
+
+class Block(nn.Module):
+    """Causal attention and a two-layer perceptron, each behind a normalization and beside a shortcut."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention = nn.Linear(width, 3 * width, bias=False)
+        self.merge = nn.Linear(width, width, bias=False)
+        self.widen = nn.Linear(width, 4 * width, bias=False)
+        self.narrow = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        heads = self.attention(norm(x)).view(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        query, key = rotate(norm(query), angles), rotate(norm(key), angles)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.merge(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.narrow(F.relu(self.widen(norm(x))).square())
+
+
+class LanguageModel(nn.Module):
+    """A transformer over bytes: their values as int64 [batch, length] in, logits [batch, length, 256] out.
+
+    Rotary positions (Su et al. 2021), normalized queries and keys, squared ReLU (So et al. 2021): they learn fast.
+    Normalizations without gain and layers without bias: every parameter is a matrix.
+    """
+
+    angles: Tensor
+
+    def __init__(self, width: int = 128, layers: int = 4, heads: int = 4, context: int = 64) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        half = width // heads // 2
+        frequencies = 10000 ** -(torch.arange(half) / half)
+        self.register_buffer("angles", torch.arange(context)[:, None] * frequencies, persistent=False)
+        for name, parameter in self.named_parameters():
+            if name.endswith(("merge.weight", "narrow.weight", "head.weight")):
+                nn.init.zeros_(parameter)  # each block begins as the identity, and every byte as likely
+            elif not name.startswith("embedding"):
+                nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        x, angles = norm(self.embedding(inputs)), self.angles[: inputs.shape[1]]
+        for block in self.blocks:
+            x = block(x, angles)
+        logits: Tensor = self.head(norm(x))
+        return logits
+
+
+def norm(x: Tensor) -> Tensor:
+    """Divided by the root mean square of the last dimension."""
+    return F.rms_norm(x, x.shape[-1:])
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Pairs of elements, half the last dimension apart, turned by their angle."""
+    (first, second), cosine, sine = x.chunk(2, dim=-1), angles.cos(), angles.sin()
+    return torch.cat((first * cosine - second * sine, first * sine + second * cosine), dim=-1)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to train, the same for every arm: AdamW under a linear warm-up and a cosine decay to zero, with clipping.
+
+    Attributes:
+        steps: optimizer steps.
+        batch: windows per rank and step.
+        context: bytes per window.
+        learning_rate: at the end of the warm-up.
+        warmup: share of the steps over which the learning rate rises.
+        betas, weight_decay: of AdamW.
+        clip: largest norm of the averaged gradient.
+    """
+
+    steps: int = 1000
+    batch: int = 4
+    context: int = 64
+    learning_rate: float = 3e-3
+    warmup: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.01
+    clip: float = 1.0
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step, counted from 0."""
+        rise = max(1, round(self.warmup * self.steps))
+        if step < rise:
+            return self.learning_rate * (step + 1) / rise
+        return self.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, self.steps - rise)))
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(
+            model.parameters(), lr=self.learning_rate, betas=self.betas, weight_decay=self.weight_decay, fused=True
+        )
+
+
+def train_step(
+    forward: Callable[[Tensor], Tensor],
+    optimizer: torch.optim.Optimizer,
+    recipe: Recipe,
+    step: int,
+    inputs: Tensor,
+    targets: Tensor,
+) -> float:
+    """One step: forward (the model, or DDP around it), backward, clip, update. Returns the batch's loss in nats."""
+    loss = F.cross_entropy(forward(inputs).flatten(0, 1), targets.flatten())
+    loss.backward()
+    for group in optimizer.param_groups:
+        group["lr"] = recipe.rate(step)
+        nn.utils.clip_grad_norm_(group["params"], recipe.clip)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+@torch.no_grad()
+def total_loss(model: nn.Module, inputs: Tensor, targets: Tensor, at_once: int = 32) -> float:
+    """The summed loss in nats over all targets, `at_once` windows at a time."""
+    model.eval()
+    loss = sum(
+        F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum").item()
+        for x, y in zip(inputs.split(at_once), targets.split(at_once), strict=True)
+    )
+    model.train()
+    return float(loss)
+
+
+def bits_per_byte(nats: float, count: int) -> float:
+    """A summed loss in nats over `count` bytes, as bits for each of them."""
+    return nats / count / math.log(2)
