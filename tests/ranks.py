@@ -62,7 +62,8 @@ class Pool:
         task = (inspect.getfile(function), function.__name__, args)
         for pipe in self._pipes:
             pipe.send(task)
-        results, problems = [], []
+        results: list[Any] = []
+        problems: list[str] = []
         for rank, pipe in enumerate(self._pipes):
             try:
                 if not pipe.poll(within):

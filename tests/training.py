@@ -22,7 +22,7 @@ def convnet(width: int = 64) -> nn.Module:
         nn.Linear(8 * 64, width), nn.ReLU(), nn.Linear(width, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(),
         nn.Linear(64, 10),
     )  # fmt: skip
-    return model.to(memory_format=torch.channels_last)
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
 def perceptron(inputs: int = 40, width: int = 64, layers: int = 3) -> nn.Module:
