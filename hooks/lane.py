@@ -18,6 +18,9 @@ from torch import Tensor
 
 Job = Callable[[], Tensor]
 
+#: How long to wait for a lane that ends: a job that hangs in the network must not keep the process.
+STOP_SECONDS = 10.0
+
 
 class Lane:
     """A FIFO of jobs with a thread of its own, which ends when the lane is collected. A lane holds its owner only
@@ -29,8 +32,10 @@ class Lane:
     def __init__(self, name: str) -> None:
         jobs: queue.SimpleQueue[tuple[Job, torch.futures.Future[Any]] | None] = queue.SimpleQueue()
         self._jobs = jobs
-        threading.Thread(target=_run, args=(jobs,), name=name, daemon=True).start()
-        weakref.finalize(self, jobs.put, None)
+        thread = threading.Thread(target=_run, args=(jobs,), name=name, daemon=True)
+        thread.start()
+        # Runs at exit too, before the interpreter goes: a thread that is still inside torch then aborts the process.
+        weakref.finalize(self, _stop, jobs, thread)
 
     def submit(self, job: Job) -> torch.futures.Future[Tensor]:
         """Queue a job; the future gets what it returns, or its exception."""
@@ -45,6 +50,12 @@ class Lane:
         future.add_done_callback(lambda _: done.set())
         self._jobs.put((_nothing, future))
         done.wait()
+
+
+def _stop(jobs: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
+    jobs.put(None)
+    if thread is not threading.current_thread():  # the last job may hold the last reference
+        thread.join(STOP_SECONDS)
 
 
 def _nothing() -> Tensor:

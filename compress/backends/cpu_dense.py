@@ -142,7 +142,7 @@ def onebit_encode(x: Source, residual: int, wire: int, span: Span, block: int, s
         if residual:
             # Finite levels mean that every element is finite.
             e = residual_block(residual, start, n, block, scratch)
-            ahead = start + block
+            ahead = start + 2 * block
             for i in range(0, block, 64):
                 decoded = select(mask_of(get_i64(signs + (i >> 3))), splat_f32(negative), positive)
                 store(e + 4 * i, load_f32(a + 4 * i) - decoded)
@@ -268,7 +268,7 @@ def qsgd_encode(
         if stochastic:
             random_bits(draws, seed, step, stream, start >> 3, block)
         e = residual_block(residual, start, n, block, scratch)
-        ahead = start + block
+        ahead = start + 2 * block
         for i in range(0, block, 64):
             v = load_f32(a + 4 * i)
             y = as_f32(as_i32(v) & MAGNITUDE) * p * inverse + uniform(draws, i)

@@ -223,7 +223,7 @@ def prefetch(context: Any, address: Any) -> Any:
         byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
         function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
-        builder.call(function, [builder.inttoptr(args[0], byte), word(0), word(3), word(1)])
+        builder.call(function, [builder.inttoptr(args[0], byte), word(0), word(2), word(1)])
         return context.get_dummy_value()
 
     return types.void(types.int64), codegen
