@@ -84,7 +84,6 @@ def measure(
     for arm in runners.values():
         for _ in range(warmup):
             arm.step()
-    before = {name: arm.counted() for name, arm in runners.items()}
     for round_ in range(rounds):
         # Another order each round: nobody always comes after the arm that heats the machine most.
         for place in range(len(arms)):
@@ -92,7 +91,7 @@ def measure(
     return {
         "parameters": sum(p.numel() for p in runners[FLOOR].model.parameters()),
         "buckets": runners[FLOOR].buckets,
-        "arms": {name: arm.result(before[name]) for name, arm in runners.items()},
+        "arms": {name: arm.result() for name, arm in runners.items()},
     }
 
 
@@ -113,6 +112,7 @@ class Arm:
         self.y = torch.randn(batch, width, generator=generator)
         self.buckets = 0
         self.times: list[list[float]] = []
+        self.counts: list[dict[str, float]] = []
         self.sent = 0
         self.state: Any = None
         self._register(name, density)
@@ -150,7 +150,12 @@ class Arm:
     def round(self, steps: int) -> None:
         self.step()  # its connections were idle while the others had their turn
         sent = links.sent_bytes()
-        self.times.append([self.step() for _ in range(steps)])
+        times = []
+        for _ in range(steps):
+            before = self.counted()
+            times.append(self.step())
+            self.counts.append({name: count - before[name] for name, count in self.counted().items()})
+        self.times.append(times)
         self.sent += links.sent_bytes() - sent
 
     def counted(self) -> dict[str, float]:
@@ -159,14 +164,11 @@ class Arm:
             return {}
         statistics = self.state.statistics()
         seconds = {f"{phase}_s": spent for phase, spent in statistics.seconds.items()}
-        return {"steps": statistics.steps, "payload_bytes": statistics.payload_bytes, **seconds}
+        return {"payload_bytes": statistics.payload_bytes, **seconds}
 
-    def result(self, before: Mapping[str, float]) -> dict[str, Any]:
-        after = self.counted()
-        steps = after.get("steps", 0) - before.get("steps", 0)
-        counted = {key: (after[key] - before[key]) / steps for key in after if key != "steps"}
-        total = sum(len(times) for times in self.times)
-        return {"times": self.times, "sent_bytes": self.sent / total, "counted": counted}
+    def result(self) -> dict[str, Any]:
+        counted = {name: report.median([count[name] for count in self.counts]) for name in self.counts[0]}
+        return {"times": self.times, "sent_bytes": self.sent / len(self.counts), "counted": counted}
 
 
 def without_communication(arm: Arm, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
