@@ -1,0 +1,107 @@
+"""The demo: its data, its model, its table and picture, and a small run of the real thing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from gradwire.benchmarks import demo
+from gradwire.benchmarks.demo import ARMS, Point, Run, falling_density, plot, summarize, table
+from gradwire.benchmarks.language_model import (
+    LanguageModel,
+    Recipe,
+    batches,
+    standard_library,
+    total_loss,
+    train_step,
+    validation_starts,
+    windows,
+)
+
+
+def test_text_is_split_by_file_and_always_the_same() -> None:
+    corpus, again = standard_library(), standard_library()
+    assert corpus.digest == again.digest
+    assert len(corpus.train) > 10 * 64 * 512
+    assert len(corpus.validation) > 64 * 512
+    assert len(corpus.validation) < len(corpus.train)
+
+
+def test_ranks_and_seeds_see_different_batches(tmp_path: Path) -> None:
+    text = torch.arange(10_000) % 251
+    first, again, other_rank, other_seed = (
+        next(batches(text, 4, 16, seed, rank))[0] for seed, rank in ((0, 0), (0, 0), (0, 1), (1, 0))
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other_rank)
+    assert not torch.equal(first, other_seed)
+
+
+def test_the_model_learns_and_sees_no_future() -> None:
+    torch.manual_seed(0)
+    model, recipe = LanguageModel(context=16), Recipe(steps=30)
+    optimizer = recipe.optimizer(model)
+    text = torch.arange(4000) % 7  # a pattern that can be learned
+    inputs, targets = windows(text, validation_starts(text, 8, 16), 16)
+    before = total_loss(model, inputs, targets)
+    data = batches(text, 4, 16, 0)
+    for step in range(30):
+        train_step(model, optimizer, recipe, step, *next(data))
+    assert total_loss(model, inputs, targets) < before / 2
+    changed = inputs.clone()
+    changed[:, 8:] += 1
+    with torch.no_grad():
+        model.eval()
+        torch.testing.assert_close(model(changed)[:, :8], model(inputs)[:, :8])
+
+
+def test_the_density_falls_to_what_the_arm_is_named_after() -> None:
+    densities = [falling_density(step, 500).density for step in range(500)]  # type: ignore[attr-defined]
+    assert densities == sorted(densities, reverse=True)
+    assert densities[0] > 0.1
+    assert densities[-1] == densities[400] == 0.01
+
+
+def synthetic(arm: str, seed: int) -> Run:
+    sent = {"fp32": 4000, "onebit": 133}[arm]
+    curve = tuple(Point(step, 8.0 / step + seed / 10, sent * step) for step in (10, 20))
+    phases = {"encode": 0.2, "exchange": 0.3, "decode": 0.1} if arm == "onebit" else {}
+    return Run(arm, seed, 1000, curve, 0.05, 1.0, phases)
+
+
+def test_summary_table_and_picture(tmp_path: Path) -> None:
+    runs = [synthetic(arm, seed) for seed in (0, 1) for arm in ("fp32", "onebit")]
+    dense, onebit = summarize(runs)
+    assert dense["change"] == onebit["change"] == 0.0
+    assert onebit["bits_per_element"] == pytest.approx(133 * 8 / 1000)
+    assert onebit["times_fewer_than_fp32"] == pytest.approx(32 / 1.064)
+    assert dense["spread"] == pytest.approx(0.1 / 2**0.5)
+    columns, rows = table([dense, onebit])
+    assert [len(row) for row in rows] == [len(columns)] * 2
+    assert "20%, 30%, 10%" in rows[1][-1]
+    plot(runs, tmp_path / "picture.png", "synthetic")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_small_run_on_two_ranks(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "gradwire.benchmarks.demo", "--steps", "4", "--arms", "fp32,onebit", "--output", "small"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "loopback, which is no slow network" in done.stdout
+    found = json.loads((tmp_path / "small.json").read_text())
+    assert [summary["arm"] for summary in found["summaries"]] == ["fp32", "onebit"]
+    assert found["summaries"][1]["bits_per_element"] < 1.07
+    assert (tmp_path / "small.png").stat().st_size > 10_000
+
+
+def test_without_processes_it_says_how(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert demo.main([]) == 2
+    assert "torchrun" in capsys.readouterr().err
+    assert dataclasses.is_dataclass(ARMS[0])
