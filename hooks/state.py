@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
@@ -89,6 +90,8 @@ class CompressState:
         self._scale = self._read_scale()
         self._feedback = ErrorFeedback(keep_previous=grad_scaler is not None)
         self._statistics = Statistics()
+        self._model_group: dist.ProcessGroup | None = model.process_group
+        self._given_group = process_group
         self._disconnect()
         problem: Exception | None = None
         try:
@@ -99,7 +102,7 @@ class CompressState:
                 choice.codec.kernels(device).prepare(choice.codec, dtype)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = error
-        self._connect(model.process_group, process_group, problem)
+        self._connect(problem)
 
     @property
     def step(self) -> int:
@@ -107,9 +110,9 @@ class CompressState:
         return self._step
 
     def statistics(self) -> Statistics:
-        """What this rank has done so far; call it between steps."""
+        """What this rank has done so far, as of now; call it between steps."""
         self._flush()
-        return self._statistics
+        return copy.deepcopy(self._statistics)
 
     def codec_at(self, step: int) -> Codec:
         """The codec of a step, as the user gave it."""
@@ -125,7 +128,7 @@ class CompressState:
         buffer = bucket.buffer()
         if buffer.layout != torch.strided:
             raise TypeError("gradwire cannot compress sparse gradients: build the embedding with sparse=False")
-        lane = self._lane or self._connect(dist.group.WORLD, None, None)  # none yet in a copy, or when unpickled
+        lane = self._lane or self._connect(None)  # none after `close`, or in a copy
         first, last, step = bucket.index() == 0, bucket.is_last(), self._step
         place = self._place(bucket, buffer)
         choice = self._choice(step, self._group.size)
@@ -287,7 +290,10 @@ class CompressState:
         self._flush()
         self._feedback.load(state_dict["residuals"])
         self._step = state_dict["step"]
-        self._scale = state_dict["scale"] if self.grad_scaler is not None else None
+        scale = 1.0 if state_dict["scale"] is None else state_dict["scale"]
+        self._scale = scale if self.grad_scaler is not None else None
+        if self.grad_scaler is None:
+            self._feedback.rescale(1 / scale)
         self.seed = state_dict["seed"]
         for place in self._buckets.values():
             place.choice = None  # draws and predictions start anew
@@ -309,6 +315,8 @@ class CompressState:
         kept = self.__dict__.copy()
         for name in CONNECTION:
             kept.pop(name, None)
+        # As in DDP's own copies, which are of the default group.
+        kept["_model_group"] = kept["_given_group"] = None
         return kept
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -329,8 +337,10 @@ class CompressState:
         self._buckets = {}
         self._names = {id(p): name for name, p in self._parameters.items()}
 
-    def _connect(self, model_group: Any, group: dist.ProcessGroup | None, problem: Exception | None) -> Lane:
+    def _connect(self, problem: Exception | None) -> Lane:
         """Meet the other ranks: make a group, compare, open the lane."""
+        model_group: Any = self._model_group or dist.group.WORLD
+        group = self._given_group
         ranks = dist.get_process_group_ranks(model_group)
         if group is not None and dist.get_process_group_ranks(group) != ranks:
             raise ValueError(

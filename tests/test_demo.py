@@ -27,6 +27,7 @@ from gradwire.benchmarks.language_model import (
 def test_text_is_split_by_file_and_always_the_same() -> None:
     corpus, again = standard_library(), standard_library()
     assert corpus.digest == again.digest
+    assert set(corpus.train_files).isdisjoint(corpus.validation_files)
     assert len(corpus.train) > 10 * 64 * 512
     assert len(corpus.validation) > 64 * 512
     assert len(corpus.validation) < len(corpus.train)

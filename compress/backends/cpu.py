@@ -52,10 +52,12 @@ def _pieces(elements: int, count: int) -> int:
 
 def _room(workspace: Workspace, name: str, size: int) -> int:
     """The address of at least `size` bytes that the workspace keeps under `name`, at a multiple of 64."""
-    memory = workspace.buffers.get(name)
-    if memory is None or len(memory) < size + 63:
-        memory = workspace.buffers[name] = np.empty(size + 63, np.uint8)
-    return -(-memory.ctypes.data // 64) * 64
+    memory, address = workspace.buffers.get(name, (b"", 0))
+    if len(memory) < size + 63:
+        memory = np.empty(size + 63, np.uint8)
+        address = -(-memory.ctypes.data // 64) * 64
+        workspace.buffers[name] = memory, address
+    return address
 
 
 def _count(workspace: Workspace, results: list[tuple[int, int]]) -> None:
@@ -220,7 +222,8 @@ class TopK(_CpuKernels):
     def _room(self, codec: Any, numel: int, workspace: Workspace) -> tuple[int, int, int, int, int]:
         capacity = min(4 * codec.k(numel), numel) + TILE
         scratch = _room(workspace, "scratch", _pieces(numel, numel) * scratch_bytes(TILE))
-        index, value = (_room(workspace, name, 4 * capacity) for name in ("index", "value"))
+        # One more than fits may be written, before it is known to be none.
+        index, value = (_room(workspace, name, 4 * capacity + 64) for name in ("index", "value"))
         return index, value, capacity, _room(workspace, "histogram", 4 << 11), scratch
 
     def _encode(

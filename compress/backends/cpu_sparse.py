@@ -18,16 +18,16 @@ from .cpu_blocks import (
     MAGNITUDE,
     NAN_BITS,
     SPARE,
+    SUMS,
     TILE,
+    ZERO,
     A,
     clear,
     copy,
     end_sum,
     finite,
-    read_ahead,
     read_block,
     residual_block,
-    width,
 )
 from .simd import (
     as_i32,
@@ -60,26 +60,69 @@ def key_at(address: int) -> Any:
     return int_at(address) & MAGNITUDE
 
 
+@inlined
+def candidates(v: Any, threshold: int, masks: int, i: int) -> Any:
+    """Which of 64 elements from `i` on are at or above the threshold; also as a word among the tile's masks."""
+    chosen = (as_i32(v) & MAGNITUDE) >= threshold
+    store(masks + (i >> 3), bits_of(chosen))
+    return chosen
+
+
 @compiled
-def accumulate(kind: int, x: int, residual: int, start: int, n: int, scratch: int) -> int:
-    """Where a lies, a tile from `start` on; the residual becomes a where that is finite."""
-    if not residual or kind != FLOAT32 or n < TILE:
-        a = read_block(kind, x, residual, start, n, TILE, scratch)
-        if residual:
-            e = residual_block(residual, start, n, TILE, scratch)
-            for i in range(0, 4 * n, 256):
-                v = load_f32(a + i)
-                store(e + i, select(finite(v), v, load_f32(e + i)))
-            if n < TILE:
-                copy(residual + 4 * start, e, 4 * n)
+def accumulate(kind: int, x: int, residual: int, start: int, n: int, threshold: int, scratch: int) -> int:
+    """Where a lies, a tile from `start` on, with the masks of its candidates in scratch.
+
+    The residual becomes a where that is finite, and 0 where it is a candidate: most candidates are sent, and putting
+    back the others, one by one, is less work. If x is 0, the residual holds a already.
+    """
+    a, masks = scratch + A, scratch + SUMS
+    if x and residual and kind == FLOAT32 and n == TILE:
+        source, old = x + 4 * start, residual + 4 * start
+        for i in range(0, TILE, 64):
+            e = load_f32(old + 4 * i)
+            v = load_f32(source + 4 * i) + e
+            store(a + 4 * i, v)
+            rest = select(candidates(v, threshold, masks, i), ZERO, v)
+            store(old + 4 * i, select(finite(v), rest, e))
         return a
-    a, source, old = scratch + A, x + 4 * start, residual + 4 * start
-    for i in range(0, 4 * TILE, 256):
-        e = load_f32(old + i)
-        v = load_f32(source + i) + e
-        store(a + i, v)
-        store(old + i, select(finite(v), v, e))
+    if x:
+        a = read_block(kind, x, residual, start, n, TILE, scratch)
+    else:
+        clear(a, 4 * TILE)
+        copy(a, residual + 4 * start, 4 * n)
+    e = residual_block(residual, start, n, TILE, scratch)
+    for i in range(0, TILE, 64):
+        v = load_f32(a + 4 * i)
+        rest = select(candidates(v, threshold, masks, i), ZERO, v)
+        if residual:
+            store(e + 4 * i, select(finite(v), rest, load_f32(e + 4 * i)))
+    if residual and n < TILE:
+        copy(residual + 4 * start, e, 4 * n)
     return a
+
+
+@inlined
+def append(index: int, value: int, count: int, a: int, start: int, j: int) -> None:
+    word = get_i32(a + 4 * j)
+    store(index + 4 * count, np.int32(start + j))
+    store(value + 4 * count, NAN_BITS if word & MAGNITUDE > INF_BITS else word)
+
+
+@compiled
+def gather(index: int, value: int, count: int, a: int, start: int, masks: int) -> int:
+    """Append a tile's candidates. A word has one or two as a rule: those take no branch, which would be mispredicted,
+    but an entry that is none is written over by the next."""
+    for i in range(0, TILE, 64):
+        bits = get_i64(masks + (i >> 3))
+        for _ in range(2):
+            append(index, value, count, a, start, i + lowest_bit(bits | (-1 << 63)))
+            count += bits != 0
+            bits &= bits - 1
+        while bits:
+            append(index, value, count, a, start, i + lowest_bit(bits))
+            count += 1
+            bits &= bits - 1
+    return count
 
 
 @compiled
@@ -96,22 +139,10 @@ def collect(x: Source, residual: int, numel: int, k: int, threshold: int, room: 
         n = min(TILE, numel - start)
         if count + TILE > capacity:
             key, ties = kth_largest(value, count, k, histogram)
-            count = keep(index, value, count, key, ties)
+            count = keep(index, value, count, key, ties, residual, scratch)
             threshold = key + 1
-        a = accumulate(kind, source, residual, start, n, scratch)
-        ahead = start + TILE
-        for i in range(0, n, 64):
-            read_ahead(source + width(kind) * (ahead + i))
-            if residual:
-                read_ahead(residual + 4 * (ahead + i))
-            bits = bits_of((as_i32(load_f32(a + 4 * i)) & MAGNITUDE) >= threshold)
-            while bits:
-                j = i + lowest_bit(bits)
-                bits &= bits - 1
-                word = get_i32(a + 4 * j)
-                store(index + 4 * count, np.int32(start + j))
-                store(value + 4 * count, NAN_BITS if word & MAGNITUDE > INF_BITS else word)
-                count += 1
+        a = accumulate(kind, source, residual, start, n, threshold, scratch)
+        count = gather(index, value, count, a, start, scratch + SUMS)
     return count
 
 
@@ -142,63 +173,62 @@ def kth_largest(value: int, count: int, k: int, histogram: int) -> tuple[int, in
 
 
 @compiled
-def keep(index: int, value: int, count: int, key: int, ties: int) -> int:
-    """Drop the candidates below `key`, and all but the first `ties` that are equal to it."""
+def keep(index: int, value: int, count: int, key: int, ties: int, residual: int, spare: int) -> int:
+    """Drop the candidates below `key`, and all but the first `ties` that are equal to it, back into the residual."""
     kept = 0
     for i in range(0, 4 * count, 4):
-        this = key_at(value + i)
+        at, word = int_at(index + i), get_i32(value + i)
+        this = np.int64(word) & MAGNITUDE
         equal = this == key
         good = this > key or (equal and ties > 0)
         ties -= equal
-        store(index + kept, get_i32(index + i))
-        store(value + kept, get_i32(value + i))
+        store(residual + 4 * at if residual and not good and this < INF_BITS else spare, word)
+        store(index + kept, np.int32(at))
+        store(value + kept, word)
         kept += 4 * good
     return kept >> 2
 
 
 @compiled
-def swap_nonfinite(residual: int, index: int, value: int, count: int, kept_index: int, kept_value: int) -> int:
-    """Put every candidate that is not finite into the residual, and keep what was there; returns how many."""
-    swapped = 0
+def put_back(residual: int, index: int, value: int, count: int, kept_index: int, kept_value: int) -> int:
+    """Put every candidate into the residual. What was there is kept if it must come back, because the candidate is not
+    finite; returns how often."""
+    kept = 0
     for i in range(0, 4 * count, 4):
+        place = residual + 4 * int_at(index + i)
         if key_at(value + i) >= INF_BITS:
-            place = residual + 4 * int_at(index + i)
-            store(kept_index + swapped, get_i32(index + i))
-            store(kept_value + swapped, get_i32(place))
-            store(place, get_i32(value + i))
-            swapped += 4
-    return swapped >> 2
+            store(kept_index + kept, get_i32(index + i))
+            store(kept_value + kept, get_i32(place))
+            kept += 4
+        store(place, get_i32(value + i))
+    return kept >> 2
 
 
 @compiled
 def topk_encode(x: Source, residual: int, wire: int, numel: int, k: int, threshold: int, room: Room) -> tuple[int, int]:
     """Returns how many candidates there were, and the k-th largest key, 0 if there are fewer."""
-    index, value, _, histogram, _ = room
+    index, value, _, histogram, scratch = room
     indices, values = wire + 4, wire + 4 + 4 * k
     count = collect(x, residual, numel, k, threshold, room)
     if count < k and threshold > 1:
-        # The prediction was too high: once more, for all there is. The residual holds a by now, but where a is not
-        # finite: such an a is among the few candidates. The wire, not written yet, has room to keep the residuals.
+        # The prediction was too high: once more, for all there is. With every candidate put back, the residual holds
+        # a. The wire, not written yet, has room for the residuals that must stay.
         if residual:
-            swapped = swap_nonfinite(residual, index, value, count, indices, values)
-            count = collect((FLOAT32, residual), 0, numel, k, 1, room)
-            for i in range(0, 4 * swapped, 4):
+            kept = put_back(residual, index, value, count, indices, values)
+            count = collect((FLOAT32, 0), residual, numel, k, 1, room)
+            for i in range(0, 4 * kept, 4):
                 store(residual + 4 * int_at(indices + i), get_i32(values + i))
         else:
             count = collect(x, 0, numel, k, 1, room)
     found, key = count, 0
     if count >= k:
         key, ties = kth_largest(value, count, k, histogram)
-        count = keep(index, value, count, key, ties)
+        count = keep(index, value, count, key, ties, residual, scratch)
     store(wire, np.int32(count))
     copy(indices, index, 4 * count)
     copy(values, value, 4 * count)
     clear(indices + 4 * count, 4 * (k - count))
     clear(values + 4 * count, 4 * (k - count))
-    if residual:
-        for i in range(0, 4 * count, 4):
-            if key_at(value + i) < INF_BITS:
-                store(residual + 4 * int_at(index + i), np.int32(0))
     return found, key
 
 
