@@ -175,17 +175,17 @@ def kth_largest(value: int, count: int, k: int, histogram: int) -> tuple[int, in
 @compiled
 def keep(index: int, value: int, count: int, key: int, ties: int, residual: int, spare: int) -> int:
     """Drop the candidates below `key`, and all but the first `ties` that are equal to it, back into the residual."""
-    kept = 0
+    kept, left = 0, ties
     for i in range(0, 4 * count, 4):
         at, word = int_at(index + i), get_i32(value + i)
         this = np.int64(word) & MAGNITUDE
         equal = this == key
-        good = this > key or (equal and ties > 0)
-        ties -= equal
+        good = this > key or (equal and left > 0)
+        left -= int(equal)
         store(residual + 4 * at if residual and not good and this < INF_BITS else spare, word)
         store(index + kept, np.int32(at))
         store(value + kept, word)
-        kept += 4 * good
+        kept += 4 * int(good)
     return kept >> 2
 
 
@@ -213,13 +213,13 @@ def topk_encode(x: Source, residual: int, wire: int, numel: int, k: int, thresho
     if count < k and threshold > 1:
         # The prediction was too high: once more, for all there is. With every candidate put back, the residual holds
         # a. The wire, not written yet, has room for the residuals that must stay.
+        kept = 0
         if residual:
             kept = put_back(residual, index, value, count, indices, values)
-            count = collect((FLOAT32, 0), residual, numel, k, 1, room)
-            for i in range(0, 4 * kept, 4):
-                store(residual + 4 * int_at(indices + i), get_i32(values + i))
-        else:
-            count = collect(x, 0, numel, k, 1, room)
+            x = (FLOAT32, 0)
+        count = collect(x, residual, numel, k, 1, room)
+        for i in range(0, 4 * kept, 4):
+            store(residual + 4 * int_at(indices + i), get_i32(values + i))
     found, key = count, 0
     if count >= k:
         key, ties = kth_largest(value, count, k, histogram)
