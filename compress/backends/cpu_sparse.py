@@ -175,7 +175,8 @@ def kth_largest(value: int, count: int, k: int, histogram: int) -> tuple[int, in
 @compiled
 def keep(index: int, value: int, count: int, key: int, ties: int, residual: int, spare: int) -> int:
     """Drop the candidates below `key`, and all but the first `ties` that are equal to it, back into the residual."""
-    kept, left = 0, ties
+    kept: Any = 0
+    left: Any = ties
     for i in range(0, 4 * count, 4):
         at, word = int_at(index + i), get_i32(value + i)
         this = np.int64(word) & MAGNITUDE
