@@ -51,7 +51,9 @@ def test_tables_are_what_the_codecs_say() -> None:
 
 
 def test_a_wrong_table_is_found() -> None:
-    assert with_tables(TEXT.replace("| `OneBit", "| `TwoBit")) == TEXT
+    wrong = TEXT.replace("| `OneBit(block", "| `TwoBit(block").replace("| `OneBit` |", "| `TwoBit` |")
+    assert wrong != TEXT
+    assert with_tables(wrong) == TEXT
     for name in TABLES:
         with pytest.raises(ValueError, match=f"{name}:begin.* 0 times"):
             with_tables(TEXT.replace(f"<!-- {name}:end -->", ""))
