@@ -86,36 +86,38 @@ Draw = tuple[int, int, int, int]  # whether to draw, seed, step, stream
 
 
 @compiled
-def sided_levels(a: int, n: int, block: int, signs: int, sums: int) -> tuple[Any, Any]:
+def onebit_levels(
+    x: int, old: int, a: int, n: int, block: int, sided: int, signs: int, sums: int
+) -> tuple[Any, Any]:
+    """The two levels of a = x, or x + old unless `old` is 0; writes a, and the signs."""
     for lane in range(0, 256, 64):
         minus = plus = splat_f32(ZERO)
         for i in range(lane, block, 256):
-            v = load_f32(a + 4 * i)
+            v = load_f32(x + 4 * i)
+            if old:
+                v = v + load_f32(old + 4 * i)
+                store(a + 4 * i, v)
             below = v < ZERO
             store(signs + (i >> 3), bits_of(below))
-            minus = minus + select(below, v, ZERO)
-            plus = plus + select(below, ZERO, v)
+            if sided:
+                minus = select(below, minus + v, minus)
+                plus = select(below, plus, plus + v)
+            else:
+                plus = plus + as_f32(as_i32(v) & MAGNITUDE)
+            if old:
+                read_ahead(x + 4 * (i + block))
+                read_ahead(old + 4 * (i + block))
         store(sums + 4 * lane, minus)
         store(sums + 1024 + 4 * lane, plus)
+    positive = fold_lanes(sums + 1024)
+    if not sided:
+        positive = positive / F32(n)
+        return (ZERO - positive) + ZERO, positive + ZERO  # + 0 turns -0 into 0
     count = 0
     for i in range(0, block >> 3, 8):
         count += count_ones(get_i64(signs + i))
     negative = fold_lanes(sums) / F32(max(count, 1))
-    positive = fold_lanes(sums + 1024) / F32(max(n - count, 1))
-    return negative + ZERO, positive + ZERO  # + 0 turns -0 into 0
-
-
-@compiled
-def symmetric_levels(a: int, n: int, block: int, signs: int, sums: int) -> tuple[Any, Any]:
-    for lane in range(0, 256, 64):
-        total = splat_f32(ZERO)
-        for i in range(lane, block, 256):
-            v = load_f32(a + 4 * i)
-            store(signs + (i >> 3), bits_of(v < ZERO))
-            total = total + as_f32(as_i32(v) & MAGNITUDE)
-        store(sums + 4 * lane, total)
-    positive = fold_lanes(sums) / F32(n)
-    return (ZERO - positive) + ZERO, positive + ZERO
+    return negative + ZERO, positive / F32(max(n - count, 1)) + ZERO
 
 
 @compiled
@@ -127,11 +129,13 @@ def onebit_encode(x: Source, residual: int, wire: int, span: Span, block: int, s
         n = min(block, numel - start)
         record = wire + b * (8 + (block >> 3))
         signs, sums = record + 8, scratch + SUMS
-        a = read_block(kind, source, residual, start, n, block, scratch)
-        if sided:
-            negative, positive = sided_levels(a, n, block, signs, sums)
+        if kind == FLOAT32 and n == block:
+            v, old = source + 4 * start, residual + 4 * start if residual else 0
+            a = scratch + A if residual else v
         else:
-            negative, positive = symmetric_levels(a, n, block, signs, sums)
+            v = a = read_block(kind, source, residual, start, n, block, scratch)
+            old = 0
+        negative, positive = onebit_levels(v, old, a, n, block, sided, signs, sums)
         if not (np.isfinite(negative) and np.isfinite(positive)):
             store(record, NAN_BITS)
             store(record + 4, NAN_BITS)
@@ -142,10 +146,11 @@ def onebit_encode(x: Source, residual: int, wire: int, span: Span, block: int, s
         if residual:
             # Finite levels mean that every element is finite.
             e = residual_block(residual, start, n, block, scratch)
-            ahead = start + 2 * block
+            ahead = start + block
             for i in range(0, block, 64):
                 decoded = select(mask_of(get_i64(signs + (i >> 3))), splat_f32(negative), positive)
                 store(e + 4 * i, load_f32(a + 4 * i) - decoded)
+                # A second time: a processor that has much to fetch drops what it is merely advised to.
                 read_ahead(source + width(kind) * (ahead + i))
                 read_ahead(residual + 4 * (ahead + i))
             if n < block:
