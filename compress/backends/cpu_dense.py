@@ -86,10 +86,9 @@ Draw = tuple[int, int, int, int]  # whether to draw, seed, step, stream
 
 
 @compiled
-def onebit_levels(
-    x: int, old: int, a: int, n: int, block: int, sided: int, signs: int, sums: int
-) -> tuple[Any, Any]:
+def onebit_levels(x: int, old: int, a: int, n: int, block: int, sided: int, signs: int, sums: int) -> tuple[Any, Any]:
     """The two levels of a = x, or x + old unless `old` is 0; writes a, and the signs."""
+    ahead = block + (block >> 1)
     for lane in range(0, 256, 64):
         minus = plus = splat_f32(ZERO)
         for i in range(lane, block, 256):
@@ -104,9 +103,9 @@ def onebit_levels(
                 plus = select(below, plus, plus + v)
             else:
                 plus = plus + as_f32(as_i32(v) & MAGNITUDE)
+            read_ahead(x + 4 * (i + ahead))
             if old:
-                read_ahead(x + 4 * (i + block))
-                read_ahead(old + 4 * (i + block))
+                read_ahead(old + 4 * (i + ahead))
         store(sums + 4 * lane, minus)
         store(sums + 1024 + 4 * lane, plus)
     positive = fold_lanes(sums + 1024)
@@ -150,7 +149,7 @@ def onebit_encode(x: Source, residual: int, wire: int, span: Span, block: int, s
             for i in range(0, block, 64):
                 decoded = select(mask_of(get_i64(signs + (i >> 3))), splat_f32(negative), positive)
                 store(e + 4 * i, load_f32(a + 4 * i) - decoded)
-                # A second time: a processor that has much to fetch drops what it is merely advised to.
+                # A second time: a processor that is busy fetching drops what it is merely advised to fetch.
                 read_ahead(source + width(kind) * (ahead + i))
                 read_ahead(residual + 4 * (ahead + i))
             if n < block:
