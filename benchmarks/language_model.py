@@ -195,7 +195,7 @@ class Recipe:
         clip: largest norm of the averaged gradient.
     """
 
-    steps: int = 400
+    steps: int = 300
     batch: int = 4
     context: int = 64
     learning_rate: float = 1e-3
