@@ -60,7 +60,9 @@ class Bucket:
             stream = 2 * self.exchange.rank << 32 | self.index
             self.draw = new_draw(seed, 0, stream, self.extra.device)
             self.owner_draw = new_draw(seed, 0, stream | 1 << 32, self.extra.device)
-            self.seen = torch.zeros(2, dtype=torch.int64)
+            self.seen = [0, 0]
+            self.arrived = torch.zeros(2, dtype=torch.int64, pin_memory=self.extra.is_cuda)
+            self.copied: torch.cuda.Event | None = None
             self.choice = choice
         return self.exchange
 
@@ -78,11 +80,22 @@ class Bucket:
             pack(((there, here) for here, there in self.compressed), self.packed, buffer)
             pack(((there, here) for here, there in self.dense), self.extra, buffer)
 
-    def new_status(self) -> tuple[int, int]:
-        """Entries skipped and records not finite since the last call."""
+    def new_status(self, wait: bool) -> tuple[int, int]:
+        """Entries skipped and records not finite since the last call.
+
+        On a GPU, unless told to wait for it, as of the call before: by then the numbers have long been copied.
+        """
         status = self.exchange.status()
-        skipped, not_finite = (status - self.seen).tolist()
-        self.seen = status.clone()
+        if status.is_cuda and not wait:
+            if self.copied is not None:
+                self.copied.synchronize()
+            counted = self.arrived.tolist()
+            self.arrived.copy_(status, non_blocking=True)
+            self.copied = torch.cuda.current_stream(status.device).record_event()
+        else:
+            counted = status.tolist()
+        skipped, not_finite = (now - before for now, before in zip(counted, self.seen, strict=True))
+        self.seen = counted
         return skipped, not_finite
 
 

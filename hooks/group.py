@@ -24,6 +24,8 @@ class Group:
     Args:
         process_group: what carries them. Its own methods are called, so that neither torch's renaming of functions nor
             its registry of groups matters here.
+
+    `Work.wait` blocks the thread on Gloo; on NCCL it only makes the current stream wait.
     """
 
     def __init__(self, process_group: Any) -> None:
@@ -45,6 +47,11 @@ class Group:
         store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
         rank = members.index(dist.get_rank())
         return cls(dist.ProcessGroupGloo(store, rank, len(members), HANDSHAKE_TIMEOUT))
+
+    @staticmethod
+    def blocks(process_group: Any, device: torch.device) -> bool:
+        """Whether collectives on tensors of `device` keep the calling thread waiting, as all but NCCL's do."""
+        return device.type != "cuda" or process_group._get_backend(device).name() != "nccl"
 
     def follow_timeout(self, other: dist.ProcessGroup) -> None:
         """From now on let collectives take as long as those of `other` may."""

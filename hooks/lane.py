@@ -3,10 +3,14 @@
 Collectives that several threads or callbacks start are not ordered across ranks; with two buckets in flight, ranks then
 wait for each other for ever, or take each other's data. So everything that talks to the network goes through a lane, in
 the order in which DDP submits its buckets, which is the same on every rank, on a process group that nothing else uses.
+
+On a GPU a job's kernels run on a stream of the lane's own, so backward goes on beside them. NCCL's collectives do not
+block the host, so there the jobs need no thread either: they are launched where they are submitted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import weakref
@@ -23,33 +27,75 @@ STOP_SECONDS = 10.0
 
 
 class Lane:
-    """A FIFO of jobs with a thread of its own, which ends when the lane is collected. A lane holds its owner only
-    through jobs that have not finished.
+    """A FIFO of jobs, which ends when it is collected. A lane holds its owner only through jobs that have not finished.
 
     After a job has failed, later ones fail at once with the same cause: the ranks no longer agree on what comes next.
+
+    Args:
+        name: of the thread.
+        device: where the jobs' tensors are.
+        threaded: run the jobs on a thread, as they must where a job waits for the network; else inside `submit`.
     """
 
-    def __init__(self, name: str) -> None:
-        jobs: queue.SimpleQueue[tuple[Job, torch.futures.Future[Any]] | None] = queue.SimpleQueue()
-        self._jobs = jobs
-        thread = threading.Thread(target=_run, args=(jobs,), name=name, daemon=True)
-        thread.start()
-        # Runs at exit too, before the interpreter goes: a thread that is still inside torch then aborts the process.
-        weakref.finalize(self, _stop, jobs, thread)
+    def __init__(self, name: str, device: torch.device | str = "cpu", threaded: bool = True) -> None:
+        device = torch.device(device)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._devices = [device] if self._stream is not None else None
+        jobs: queue.SimpleQueue[Callable[[_Failure], None] | None] = queue.SimpleQueue()
+        self._jobs, self._failure = jobs, _Failure()
+        self._threaded = threaded
+        if threaded:
+            thread = threading.Thread(target=_run, args=(jobs, self._failure), name=name, daemon=True)
+            thread.start()
+            # At exit too, before the interpreter goes: a thread that is still inside torch then aborts the process.
+            weakref.finalize(self, _stop, jobs, thread)
 
     def submit(self, job: Job) -> torch.futures.Future[Tensor]:
-        """Queue a job; the future gets what it returns, or its exception."""
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        self._jobs.put((job, future))
+        """Queue a job; the future gets what it returns, or its exception.
+
+        On a GPU the job sees what the current stream holds now, and whoever waits for the future sees what it wrote.
+        """
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=self._devices)
+        stream, ready = self._stream, None
+        if stream is not None:
+            ready = torch.cuda.current_stream(stream.device).record_event()
+
+        def settle(failure: _Failure) -> None:
+            with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+                if stream is not None:
+                    stream.wait_event(ready)
+                failure.settle(job, future)
+
+        if self._threaded:
+            self._jobs.put(settle)
+        else:
+            settle(self._failure)
         return future
 
     def flush(self) -> None:
         """Wait until every job submitted so far has ended, well or not."""
-        done = threading.Event()
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.add_done_callback(lambda _: done.set())
-        self._jobs.put((_nothing, future))
-        done.wait()
+        if self._threaded:
+            done = threading.Event()
+            self._jobs.put(lambda failure: done.set())
+            done.wait()
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+class _Failure:
+    """What the first job that failed said."""
+
+    cause: str | None = None
+
+    def settle(self, job: Job, future: torch.futures.Future[Tensor]) -> None:
+        if self.cause is not None:
+            future.set_exception(RuntimeError(f"gradwire stopped after an earlier error: {self.cause}"))
+            return
+        try:
+            future.set_result(job())
+        except Exception as error:
+            self.cause = str(error)
+            future.set_exception(error)
 
 
 def _stop(jobs: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
@@ -58,21 +104,8 @@ def _stop(jobs: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
         thread.join(STOP_SECONDS)
 
 
-def _nothing() -> Tensor:
-    return torch.empty(0)
-
-
-def _run(jobs: queue.SimpleQueue[tuple[Job, torch.futures.Future[Any]] | None]) -> None:
-    failure: str | None = None
-    while (item := jobs.get()) is not None:
-        job, future = item
-        if failure is not None and job is not _nothing:
-            future.set_exception(RuntimeError(f"gradwire stopped after an earlier error: {failure}"))
-        else:
-            try:
-                future.set_result(job())
-            except Exception as error:
-                failure = str(error)
-                future.set_exception(error)
+def _run(jobs: queue.SimpleQueue[Callable[[_Failure], None] | None], failure: _Failure) -> None:
+    while (settle := jobs.get()) is not None:
+        settle(failure)
         # A job holds its state; waiting for the next one must not keep it alive.
-        del item, job, future
+        del settle

@@ -25,7 +25,7 @@ from .statistics import Statistics
 CHECKPOINT_FORMAT = 1
 
 #: What belongs to a process and is left out of copies of a state.
-CONNECTION = ("_lane", "_group", "_buckets", "_names", "_tag", "_tags", "_tags_work")
+CONNECTION = ("_lane", "_group", "_control", "_buckets", "_names", "_tag", "_tags", "_tags_work")
 
 
 class CompressState:
@@ -51,7 +51,8 @@ class CompressState:
     """
 
     _lane: Lane | None
-    _group: Group
+    _group: Group  # for gradients
+    _control: Group  # for what the host has to know
     _buckets: dict[int, Bucket]
     _names: dict[int, str]
 
@@ -85,6 +86,7 @@ class CompressState:
         self.grad_scaler = grad_scaler
         self.seed = seed
         self._parameters = {clean_name(n): p for n, p in model.module.named_parameters() if p.requires_grad}
+        self._device = next((p.device for p in self._parameters.values()), torch.device("cpu"))
         self._excluded = frozenset(n for n, p in self._parameters.items() if exclude is not None and exclude(n, p))
         self._step = 0
         self._scale = self._read_scale()
@@ -98,8 +100,7 @@ class CompressState:
             self._check(model)
             choice = self._choice(0, dist.get_world_size(model.process_group))
             for dtype in {p.dtype for p in self._parameters.values()}:
-                device = next(iter(self._parameters.values())).device
-                choice.codec.kernels(device).prepare(choice.codec, dtype)
+                choice.codec.kernels(self._device).prepare(choice.codec, dtype)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = error
         self._connect(problem)
@@ -138,6 +139,8 @@ class CompressState:
             self._buckets = {index: b for index, b in self._buckets.items() if index <= place.index}
 
         def job() -> Tensor:
+            if buffer.is_cuda:
+                buffer.record_stream(torch.cuda.current_stream(buffer.device))
             try:
                 if first:
                     self._begin(step, choice, scale)
@@ -155,17 +158,17 @@ class CompressState:
         if scale is not None and self._scale is not None and scale != self._scale:
             self._feedback.rescale(scale / self._scale)
         self._scale = scale
-        self._overflow = False
-        # Every rank sends its step and choice, and gets the others' while it encodes: sizes that differ would abort.
+        # Every rank sends its step and choice, and gets the others' while it encodes: sizes that differ would abort, or
+        # hang. From host to host, so that no GPU is waited for.
         self._tag = torch.tensor([step, choice.digest], dtype=torch.int64)
         self._tags = torch.zeros(2 * self._group.size, dtype=torch.int64)
-        self._tags_work = self._group.all_gather(self._tags, self._tag)
+        self._tags_work = self._control.all_gather(self._tags, self._tag)
 
     def _compare_step(self, choice: Choice) -> None:
         self._tags_work.wait()
         if not (self._tags.view(-1, 2) == self._tag).all():
             mine = {"step": int(self._tag[0]), "codec": str(choice.codec), "exchange": choice.exchange}
-            handshake.compare(self._group.objects({**mine, "error_feedback": choice.feedback}))
+            handshake.compare(self._control.objects({**mine, "error_feedback": choice.feedback}))
 
     def _reduce(self, place: Bucket, buffer: Tensor, step: int, choice: Choice, first: bool) -> None:
         clock = self._statistics.clock
@@ -192,18 +195,18 @@ class CompressState:
         self._count(place, exchange)
 
     def _count(self, place: Bucket, exchange: Exchange) -> None:
-        skipped, not_finite = place.new_status()
-        self._overflow |= not_finite > 0
         statistics = self._statistics
         statistics.elements += place.numel
         statistics.dense_bytes += 4 * place.numel
         statistics.payload_bytes += exchange.payload_bytes
         statistics.transfer_bytes += exchange.transfer_bytes
-        statistics.skipped_entries += skipped
 
     def _end(self) -> None:
         self._statistics.steps += 1
-        if self._overflow:
+        # A GradScaler waits for the GPU at every step anyway, and residuals must be put back before the next one.
+        counts = [place.new_status(wait=self.grad_scaler is not None) for place in list(self._buckets.values())]
+        self._statistics.skipped_entries += sum(skipped for skipped, _ in counts)
+        if any(not_finite for _, not_finite in counts):
             self._statistics.nonfinite_steps += 1
             if self.grad_scaler is not None:
                 self._feedback.undo()
@@ -346,9 +349,13 @@ class CompressState:
             raise ValueError(
                 f"process_group has other ranks than the model's group {ranks}: make one of the same ranks"
             )
+        carrier = model_group if group is None else group
+        blocking = Group.blocks(carrier, self._device)
         try:
-            self._group = Group.of_ranks(ranks) if group is None else Group(group)
-            sides = self._group.objects(self._description(problem))
+            # NCCL's collectives order themselves on streams, so the model's own group serves; Gloo needs one apart.
+            self._control = Group(group) if group is not None and blocking else Group.of_ranks(ranks)
+            self._group = self._control if blocking else Group(carrier)
+            sides = self._control.objects(self._description(problem))
         except RuntimeError as error:
             raise RuntimeError(
                 f"gradwire could not reach all ranks within {HANDSHAKE_TIMEOUT.total_seconds():.0f} s: every rank must "
@@ -358,8 +365,8 @@ class CompressState:
             raise problem
         handshake.compare(sides)
         if group is None:
-            self._group.follow_timeout(model_group)
-        self._lane = Lane(f"gradwire-{self._group.rank}")
+            self._control.follow_timeout(model_group)
+        self._lane = Lane(f"gradwire-{self._group.rank}", self._device, threaded=blocking)
         return self._lane
 
     def _description(self, problem: Exception | None) -> dict[str, Any]:
