@@ -10,11 +10,11 @@ block the host, so there the jobs need no thread either: they are launched where
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,8 +40,8 @@ class Lane:
     def __init__(self, name: str, device: torch.device | str = "cpu", threaded: bool = True) -> None:
         device = torch.device(device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._devices = [device] if self._stream is not None else None
-        jobs: queue.SimpleQueue[Callable[[_Failure], None] | None] = queue.SimpleQueue()
+        self._devices: list[int | str | torch.device] | None = None if self._stream is None else [device]
+        jobs: queue.SimpleQueue[Settle | None] = queue.SimpleQueue()
         self._jobs, self._failure = jobs, _Failure()
         self._threaded = threaded
         if threaded:
@@ -55,17 +55,11 @@ class Lane:
 
         On a GPU the job sees what the current stream holds now, and whoever waits for the future sees what it wrote.
         """
-        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=self._devices)
-        stream, ready = self._stream, None
-        if stream is not None:
-            ready = torch.cuda.current_stream(stream.device).record_event()
-
-        def settle(failure: _Failure) -> None:
-            with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
-                if stream is not None:
-                    stream.wait_event(ready)
-                failure.settle(job, future)
-
+        future: torch.futures.Future[Any] = torch.futures.Future(devices=self._devices)
+        settle = partial(_Failure.settle, job=job, future=future)
+        if self._stream is not None:
+            ready = torch.cuda.current_stream(self._stream.device).record_event()
+            settle = partial(_on_stream, stream=self._stream, ready=ready, settle=settle)
         if self._threaded:
             self._jobs.put(settle)
         else:
@@ -87,7 +81,7 @@ class _Failure:
 
     cause: str | None = None
 
-    def settle(self, job: Job, future: torch.futures.Future[Tensor]) -> None:
+    def settle(self, job: Job, future: torch.futures.Future[Any]) -> None:
         if self.cause is not None:
             future.set_exception(RuntimeError(f"gradwire stopped after an earlier error: {self.cause}"))
             return
@@ -104,7 +98,17 @@ def _stop(jobs: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
         thread.join(STOP_SECONDS)
 
 
-def _run(jobs: queue.SimpleQueue[Callable[[_Failure], None] | None], failure: _Failure) -> None:
+#: Runs a job, or does not because an earlier one failed, and gives its future what came of it.
+Settle = Callable[[_Failure], None]
+
+
+def _on_stream(failure: _Failure, stream: torch.cuda.Stream, ready: torch.cuda.Event, settle: Settle) -> None:
+    with torch.cuda.stream(stream):
+        stream.wait_event(ready)
+        settle(failure)
+
+
+def _run(jobs: queue.SimpleQueue[Settle | None], failure: _Failure) -> None:
     while (settle := jobs.get()) is not None:
         settle(failure)
         # A job holds its state; waiting for the next one must not keep it alive.
