@@ -1,0 +1,129 @@
+// TernGrad: record = scale (float32), then five trits a byte. A byte's five lie 256 elements apart, so that a lane packs
+// its own: byte 8 · lane + j of 1280 elements holds slot j of the lane's five rows, the first row lowest.
+#include "common.cuh"
+
+constexpr int TRITS = 5;
+
+template <int ROWS, class T>
+__device__ void terngrad_encode_block(const T* x, float* residual, u8* wire, i64 numel, int block, float clip,
+                                      const Rounding& rounding, i64 b) {
+    const Block<ROWS, T> a(x, residual, b * block, numel, block);
+    const int lane = threadIdx.x % WARP, n = (int)(a.end - b * block);
+    u8* const record = wire + b * (4 + block / TRITS);
+
+    const int largest = largest_bits(a), exponent = scale_exponent(largest);
+    const float p = power(254 - exponent);
+    const bool sound = largest < INFINITE;
+    const float sigma = sqrtf(sum_of_squares(a, p) / (float)n), clipped = clip * sigma;
+    float scaled = __int_as_float(largest) * p;
+    if (clipped < scaled) scaled = clipped;  // not so when it is infinity times zero
+    float level = scaled * power(exponent);
+    if (largest > 0 && level == 0.0f) level = 0x1p-149f;
+    if (lane == 0) *(float*)record = sound ? level : __int_as_float(NOT_A_NUMBER);
+    const float inverse = scaled > 0.0f ? 1.0f / scaled : 0.0f;
+
+    u32 packed[2] = {}, digit = 1;
+    a.each_row([&](int row, const float(&v)[SLOTS]) {
+        if (sound) {
+            float r[SLOTS];
+            rounding(a.at(row), r);
+#pragma unroll
+            for (int j = 0; j < SLOTS; ++j) {
+                const bool some = fabsf(v[j]) * p * inverse + r[j] >= 1.0f, minus = some && v[j] < 0.0f;
+                packed[j / 4] += (((u32)some + (u32)minus) * digit) << 8 * (j % 4);  // at most 242: no carry
+                r[j] = v[j] - (minus ? -level : some ? level : 0.0f);
+            }
+            if (residual != nullptr) store8(residual, a.residual_aligned, a.at(row), a.end, r);
+        }
+        digit *= 3;
+        if (row % TRITS == TRITS - 1) {
+            u32* const words = (u32*)(record + 4 + row / TRITS * ROW) + 2 * lane;
+            words[0] = packed[0], words[1] = packed[1];
+            packed[0] = packed[1] = 0, digit = 1;
+        }
+    });
+}
+
+template <class T>
+__device__ void terngrad_encode(const T* x, float* residual, u8* wire, i64 numel, int block, float clip,
+                                const i64* draw) {
+    const Rounding rounding(draw);
+    each_block(numel, block, [&](i64 b) {
+        if (block == TRITS * ROW)
+            terngrad_encode_block<TRITS>(x, residual, wire, numel, block, clip, rounding, b);
+        else
+            terngrad_encode_block<0>(x, residual, wire, numel, block, clip, rounding, b);
+    });
+}
+
+template <class T>
+__device__ void terngrad_decode(const Target<T>& target, const u8* wires, i64 pitch, int ranks, int block,
+                                i64* status) {
+    const int lane = threadIdx.x % WARP;
+    int skipped = 0, not_finite = 0;
+    each_block(target.numel, block, [&](i64 b) {
+        const u8* const records = wires + b * (4 + block / TRITS);
+        for (int rank = lane; rank < ranks; rank += WARP) not_finite += !is_finite(*(const float*)(records + rank * pitch));
+        for (int chunk = 0; chunk < block / (TRITS * ROW); ++chunk) {
+            const i64 at = b * block + chunk * TRITS * ROW + lane * SLOTS;
+            float sums[TRITS][SLOTS];
+#pragma unroll
+            for (int row = 0; row < TRITS; ++row) target.begin(at + row * ROW, sums[row]);
+#pragma unroll 2
+            for (int rank = 0; rank < ranks; ++rank) {
+                const u8* const record = records + rank * pitch;
+                const float level = *(const float*)record;
+                const u32* const words = (const u32*)(record + 4 + chunk * ROW) + 2 * lane;
+                const u32 both[2] = {words[0], words[1]};
+#pragma unroll
+                for (int j = 0; j < SLOTS; ++j) {
+                    u32 rest = both[j / 4] >> 8 * (j % 4) & 0xFF;
+                    if (rest >= 243) ++skipped, rest = 0;
+#pragma unroll
+                    for (int row = 0; row < TRITS; ++row) {
+                        const u32 third = rest * 171 >> 9, trit = rest - 3 * third;  // divided by 3
+                        rest = third;
+                        sums[row][j] = sums[row][j] + target.alpha * ((trit == 2 ? -1.0f : (float)trit) * level);
+                    }
+                }
+            }
+#pragma unroll
+            for (int row = 0; row < TRITS; ++row) target.end(at + row * ROW, sums[row]);
+        }
+    });
+    count(status, skipped, not_finite);
+}
+
+extern "C" {
+
+// draw: seed, step and stream, or null to round to nearest. wire: records of 4 + block / 5 bytes.
+__global__ void terngrad_encode_f32(const float* x, float* residual, u8* wire, i64 numel, int block, float clip,
+                                    const i64* draw) {
+    terngrad_encode(x, residual, wire, numel, block, clip, draw);
+}
+
+__global__ void terngrad_encode_f16(const Half* x, float* residual, u8* wire, i64 numel, int block, float clip,
+                                    const i64* draw) {
+    terngrad_encode(x, residual, wire, numel, block, clip, draw);
+}
+
+__global__ void terngrad_encode_bf16(const Bfloat* x, float* residual, u8* wire, i64 numel, int block, float clip,
+                                     const i64* draw) {
+    terngrad_encode(x, residual, wire, numel, block, clip, draw);
+}
+
+__global__ void terngrad_decode_f32(float* out, i64 numel, float alpha, int add, float scale, const u8* wires,
+                                    i64 pitch, int ranks, int block, i64* status) {
+    terngrad_decode(Target<float>{out, numel, alpha, add, scale}, wires, pitch, ranks, block, status);
+}
+
+__global__ void terngrad_decode_f16(Half* out, i64 numel, float alpha, int add, float scale, const u8* wires,
+                                    i64 pitch, int ranks, int block, i64* status) {
+    terngrad_decode(Target<Half>{out, numel, alpha, add, scale}, wires, pitch, ranks, block, status);
+}
+
+__global__ void terngrad_decode_bf16(Bfloat* out, i64 numel, float alpha, int add, float scale, const u8* wires,
+                                     i64 pitch, int ranks, int block, i64* status) {
+    terngrad_decode(Target<Bfloat>{out, numel, alpha, add, scale}, wires, pitch, ranks, block, status);
+}
+}
