@@ -100,7 +100,7 @@ class CompressState:
             self._check(model)
             choice = self._choice(0, dist.get_world_size(model.process_group))
             for dtype in {p.dtype for p in self._parameters.values()}:
-                choice.codec.kernels(self._device).prepare(choice.codec, dtype)
+                choice.codec.kernels(self._device).prepare(choice.codec, dtype, self._device)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = error
         self._connect(problem)

@@ -308,7 +308,7 @@ def test_prepare_compiles_all_that_is_ever_run(codec: Codec) -> None:
             if hasattr(function, "signatures")
         )
 
-    backend_kernels("cpu")[codec.name].prepare(codec, torch.float32)
+    backend_kernels("cpu")[codec.name].prepare(codec, torch.float32, torch.device("cpu"))
     before = compiled()
     for dtype in DTYPES:
         for numel in (1, 1000, 300_000):

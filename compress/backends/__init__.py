@@ -1,7 +1,8 @@
 """What runs a codec: one table of kernels per backend, chosen by where the tensors are.
 
-`reference` (NumPy) is the specification and the slowest; `cpu` (numba) serves CPU tensors. A backend is imported when
-it is first needed, so importing gradwire neither compiles nor probes anything. All of them write the same bytes.
+`reference` (NumPy) is the specification and the slowest; `cpu` (numba) serves CPU tensors, `cuda` those of GPUs. A
+backend is imported when it is first needed, so importing gradwire neither compiles nor probes anything. All of them
+write the same bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BACKENDS = ("reference", "cpu")
+BACKENDS = ("reference", "cpu", "cuda")
 
 _forced: str | None = None
 
@@ -49,8 +50,8 @@ class Kernels(ABC):
     def workspace(self, codec: Any, numel: int, device: torch.device) -> Workspace:
         return Workspace.on(device)
 
-    def prepare(self, codec: Any, dtype: torch.dtype) -> None:  # noqa: B027 - most backends have nothing to do
-        """Compile what `codec` needs for gradients of `dtype`, so that no later call has to."""
+    def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:  # noqa: B027 - may be nothing
+        """Compile what `codec` needs for gradients of `dtype` on `device`, so that no later call has to."""
 
     @abstractmethod
     def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None: ...

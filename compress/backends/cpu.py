@@ -68,9 +68,9 @@ def _count(workspace: Workspace, results: list[tuple[int, int]]) -> None:
 
 
 class _CpuKernels(Kernels):
-    def prepare(self, codec: Any, dtype: torch.dtype) -> None:
+    def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
         """Compile, or load from the cache, everything that this codec runs."""
-        workspace = self.workspace(codec, 1, torch.device("cpu"))
+        workspace = self.workspace(codec, 1, device)
         x, residual = torch.ones(1, dtype=dtype), torch.zeros(1)
         wire = torch.zeros(codec.wire_bytes(1), dtype=torch.uint8)
         draw = torch.zeros(3, dtype=torch.int64)

@@ -1,0 +1,161 @@
+"""Codecs on a GPU: what launches the kernels of csrc/.
+
+One launch serves a call, on torch's current stream. Nothing here allocates, waits for the device, or reads from it:
+the draw's state, a threshold, the status word all stay in device memory, so a call can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import Kernels, Workspace
+from .cuda_device import Argument, Device, device_for
+
+SUFFIXES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+#: How the kernels name a format that is stored.
+STORED = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+THREADS = 256
+WARPS = THREADS // 32
+#: Blocks of threads for each multiprocessor: as many as it can hold at once. Each then takes its share of the records.
+RESIDENT = 8
+#: Elements that the kernels without blocks take at once.
+ROW = 256
+
+
+def grid_for(numel: int, block: int, sm_count: int) -> int:
+    """Blocks of threads for a launch in which a warp takes one record at a time."""
+    records = -(-numel // block)
+    return min(-(-records // WARPS), RESIDENT * sm_count)
+
+
+class _Blocks(Kernels):
+    """Codecs of one record a block; a subclass names its kernels and says what they need to know of the codec."""
+
+    #: Kernels are `{family}_encode_{suffix}` and `{family}_decode_{suffix}` of csrc/`file`.
+    file: str
+    family: str
+
+    def block(self, codec: Any) -> int:
+        return int(codec.block)
+
+    def encode_options(self, codec: Any, draw: Tensor | None) -> tuple[Argument, ...]:
+        """What `encode` takes besides the tensors."""
+        raise NotImplementedError
+
+    def decode_options(self, codec: Any) -> tuple[Argument, ...]:
+        raise NotImplementedError
+
+    def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
+        for operation, kind in (("encode", dtype), ("decode", dtype), ("decode", torch.float32)):
+            device_for(device).function(self.file, f"{self.family}_{operation}_{SUFFIXES[kind]}")
+
+    def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
+        self._encode(codec, x, None, wire, draw)
+
+    def encode_feedback(
+        self, codec: Any, grad: Tensor, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
+    ) -> None:
+        self._encode(codec, grad, residual, wire, draw)
+
+    def _encode(self, codec: Any, x: Tensor, residual: Tensor | None, wire: Tensor, draw: Tensor | None) -> None:
+        arguments = (x, residual, wire, np.int64(x.numel()), *self.encode_options(codec, draw))
+        self._launch(codec, f"{self.family}_encode", x, arguments)
+
+    def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
+        self._decode(codec, wire, 0, 1, out, (np.float32(alpha), np.int32(1), np.float32(1)), workspace)
+
+    def decode_mean(self, codec: Any, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
+        (rows,) = wires
+        ranks = rows.shape[0]
+        mean = np.float32(1), np.int32(0), np.float32(1) / np.float32(ranks)
+        self._decode(codec, rows, rows.stride(0), ranks, out, mean, workspace)
+
+    def _decode(
+        self,
+        codec: Any,
+        wires: Tensor,
+        pitch: int,
+        ranks: int,
+        out: Tensor,
+        how: tuple[np.generic, ...],
+        workspace: Workspace,
+    ) -> None:
+        # The status word goes last.
+        source = whole_rows(wires), np.int64(pitch), np.int32(ranks), *self.decode_options(codec), workspace.status
+        self._launch(codec, f"{self.family}_decode", out, (out, np.int64(out.numel()), *how, *source))
+
+    def _launch(self, codec: Any, kernel: str, like: Tensor, arguments: Sequence[Argument]) -> None:
+        device: Device = device_for(like.device)
+        function = device.function(self.file, f"{kernel}_{SUFFIXES[like.dtype]}")
+        function(grid_for(like.numel(), self.block(codec), device.sm_count), THREADS, arguments)
+
+
+def whole_rows(rows: Tensor) -> Tensor:
+    """All the memory from the first row's begin to the last row's end, as a flat tensor."""
+    if rows.dim() == 1:
+        return rows
+    return rows.as_strided(((rows.shape[0] - 1) * rows.stride(0) + rows.shape[1],), (1,))
+
+
+def drawn(codec: Any, draw: Tensor | None) -> Tensor | None:
+    """What the kernels round with: the draw's state, or null for the nearest."""
+    return draw if codec.stochastic else None
+
+
+class OneBit(_Blocks):
+    file, family = "sign.cu", "onebit"
+
+    def encode_options(self, codec: Any, draw: Tensor | None) -> tuple[Argument, ...]:
+        return np.int32(codec.block), np.int32(codec.scale == "sided")
+
+    def decode_options(self, codec: Any) -> tuple[Argument, ...]:
+        return (np.int32(codec.block),)
+
+
+class QSGD(_Blocks):
+    file, family = "quantize.cu", "qsgd"
+
+    def encode_options(self, codec: Any, draw: Tensor | None) -> tuple[Argument, ...]:
+        return np.int32(codec.block), np.int32(codec.bits), np.int32(codec.norm == "l2"), drawn(codec, draw)
+
+    def decode_options(self, codec: Any) -> tuple[Argument, ...]:
+        return np.int32(codec.block), np.int32(codec.bits)
+
+
+class TernGrad(_Blocks):
+    file, family = "ternary.cu", "terngrad"
+
+    def encode_options(self, codec: Any, draw: Tensor | None) -> tuple[Argument, ...]:
+        return np.int32(codec.block), np.float32(codec.clip), drawn(codec, draw)
+
+    def decode_options(self, codec: Any) -> tuple[Argument, ...]:
+        return (np.int32(codec.block),)
+
+
+class Cast(_Blocks):
+    """Identity too: a cast to float32."""
+
+    file, family = "cast.cu", "cast"
+
+    def block(self, codec: Any) -> int:
+        return ROW
+
+    def encode_options(self, codec: Any, draw: Tensor | None) -> tuple[Argument, ...]:
+        return (np.int32(STORED[getattr(codec, "dtype", torch.float32)]),)
+
+    def decode_options(self, codec: Any) -> tuple[Argument, ...]:
+        return self.encode_options(codec, None)
+
+
+KERNELS: dict[str, Kernels] = {
+    "onebit": OneBit(),
+    "qsgd": QSGD(),
+    "terngrad": TernGrad(),
+    "cast": Cast(),
+    "identity": Cast(),
+}
