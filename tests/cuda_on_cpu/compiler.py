@@ -1,0 +1,176 @@
+"""From a `.cu` file to a shared object: g++ compiles the kernels as they are, behind `include/cuda_on_cpu.h`."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .launcher import Kernel
+
+HERE = Path(__file__).resolve().parent
+INCLUDE, RUNTIME = HERE / "include", HERE / "runtime"
+
+COMMON = (
+    "-std=c++17",
+    "-fPIC",
+    "-ffp-contract=off",  # as NVRTC's -fmad=false
+    "-fno-strict-aliasing",
+    "-g1",  # line tables, to say where a kernel went wrong
+    f"-I{INCLUDE}",
+)
+WARNINGS = (
+    "-Wall",
+    "-Wno-unknown-pragmas",  # #pragma unroll
+    "-Wno-unused-function",
+    "-Wno-unused-variable",
+    "-Wno-attributes",
+    "-Wno-maybe-uninitialized",
+)
+#: `-fdata-sections` gives every `__shared__` variable a section, which shared.ld collects; hidden symbols keep the
+#: modules of one process apart.
+KERNELS = ("-fdata-sections", "-fvisibility=hidden")
+FAST = ("-O2",)
+#: g++ calls `__tsan_*` before every access to memory and `__ubsan_*` where behaviour is undefined. The runtime has its
+#: own functions of these names, so neither sanitizer's library is linked.
+CHECKED = (
+    "-O1",
+    "-DEMULATOR_CHECKS",
+    "-fsanitize=thread,bounds,alignment,shift,integer-divide-by-zero,signed-integer-overflow,float-cast-overflow,bool",
+    "-fsanitize=unreachable",
+    "-fno-sanitize-recover=all",
+    "--param=tsan-distinguish-volatile=1",
+    "--param=tsan-instrument-func-entry-exit=0",
+)
+
+
+class EmulationError(RuntimeError):
+    """A kernel that does not compile, a launch that CUDA would refuse, or a mistake that the checked build found."""
+
+
+class Module:
+    """The kernels of one `.cu` file, or of its text, `code`.
+
+    Args:
+        check: build with every check; about ten times slower.
+        include: folders whose headers the file includes.
+        options: more options for g++.
+
+    Attributes:
+        kernels: the names of its kernels.
+        static_shared: bytes of `__shared__` variables in the whole file.
+
+    Raises:
+        EmulationError: g++ is missing, or the file does not compile.
+    """
+
+    def __init__(
+        self,
+        path: str | Path | None = None,
+        *,
+        code: str | None = None,
+        check: bool = False,
+        include: Sequence[str | Path] = (),
+        options: Sequence[str] = (),
+    ) -> None:
+        self.name = str(path or "kernels.cu")
+        self.check = check
+        if code is None:
+            code = Path(self.name).read_text("utf-8")
+        source, self.kernels = translate(code, self.name)
+        flags = (*COMMON, *WARNINGS, *KERNELS, *(CHECKED if check else FAST), *(f"-I{folder}" for folder in include))
+        headers = _texts(*(Path(folder).glob("*.cuh") for folder in include))
+        self.path = _cached(
+            ("kernels", source, *flags, *options, headers, _own_texts()),
+            ".so",
+            lambda target: _build(source, (*flags, *options), check, target),
+        )
+        self.library = ctypes.CDLL(str(self.path))
+        self.library.emulator_static_shared.restype = ctypes.c_uint64
+        self.static_shared = int(self.library.emulator_static_shared())
+
+    def get_function(self, name: str, **options: Any) -> Kernel:
+        """The kernel `name`; `options` are defaults for what `Kernel.__call__` takes by keyword."""
+        from .launcher import Kernel
+
+        return Kernel(self, name, options)
+
+
+def translate(text: str, name: str) -> tuple[str, list[str]]:
+    """The C++ that stands for a `.cu` file, and the names of its kernels.
+
+    The text itself changes in one way, and keeps its lines: `extern __shared__ T x[];`, for which C++ has no word,
+    becomes a pointer. A macro after the text exports each kernel.
+    """
+    text = re.sub(
+        r"extern\s+__shared__\s+(?:__align__\s*\(\s*\d+\s*\)\s*)?([\w:<> ]+?)\s+(\w+)\s*\[\s*\]\s*;",
+        r"\1* \2 = (\1*)emulator_dynamic_shared();",
+        text,
+    )
+    without_comments = re.sub(r"//[^\n]*|/\*.*?\*/", " ", text, flags=re.DOTALL)
+    bounds = r"(?:__launch_bounds__\s*\([^)]*\)\s*)?"
+    kernels = re.findall(rf"__global__\s+(?:void\s+)?{bounds}(?:void\s+)?(\w+)\s*\(", without_comments)
+    exports = "".join(f"EMULATOR_KERNEL({kernel})\n" for kernel in kernels)
+    # An unnamed namespace keeps g++'s warnings about what nobody outside could call.
+    source = f'#include "cuda_on_cpu.h"\nnamespace {{\n#line 1 "{name}"\n{text}\n}}\n#line 1 "exports"\n{exports}'
+    return source, kernels
+
+
+def _build(source: str, flags: Sequence[str], check: bool, target: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        unit, kernels = Path(folder) / "kernels.cpp", Path(folder) / "kernels.o"
+        unit.write_text(source, "utf-8")
+        _compile(*flags, "-c", unit, "-o", kernels)
+        script = f"-Wl,-T,{HERE / 'shared.ld'}"
+        _compile("-shared", "-Wl,-z,noexecstack", script, kernels, _runtime(check), "-o", target)
+
+
+def _runtime(check: bool) -> Path:
+    """The scheduler, compiled: never instrumented, and the same for every module."""
+    flags = (*COMMON, "-Wall", "-O2", *(["-DEMULATOR_CHECKS"] if check else []))
+    main = RUNTIME / "launch.cpp"
+    return _cached(("runtime", *flags, _own_texts()), ".o", lambda target: _compile(*flags, "-c", main, "-o", target))
+
+
+def _compile(*arguments: object) -> None:
+    command = ["g++", *map(str, arguments)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise EmulationError(
+            "the CUDA kernels run on the CPU once g++ is installed (Debian: apt install g++)"
+        ) from None
+    if done.returncode:
+        raise EmulationError(f"compile failed: {' '.join(command)}\n{done.stderr}")
+
+
+def _texts(*files: Any) -> str:
+    return "".join(path.read_text("utf-8") for group in files for path in sorted(group))
+
+
+@functools.cache
+def _own_texts() -> str:
+    return _texts(INCLUDE.glob("*.h"), RUNTIME.iterdir(), [HERE / "shared.ld"])
+
+
+def _cached(key: tuple[str, ...], suffix: str, make: Callable[[Path], None]) -> Path:
+    """What `make` writes, kept from one run of the tests to the next."""
+    digest = hashlib.sha256("\0".join(key).encode()).hexdigest()[:32]
+    folder = Path(tempfile.gettempdir()) / f"cuda-on-cpu-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise EmulationError(f"{folder} belongs to another user: what lies there will not be loaded")
+    target = folder / f"{digest}{suffix}"
+    if not target.exists():
+        draft = folder / f"{digest}.{os.getpid()}{suffix}"
+        make(draft)
+        draft.replace(target)
+    return target
