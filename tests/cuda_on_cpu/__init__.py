@@ -15,7 +15,7 @@ anything about speed.
 
 from __future__ import annotations
 
-from .compiler import EmulationError, Module
-from .launcher import Kernel
+from .compiler import EmulationError
+from .launcher import Kernel, Module
 
 __all__ = ["EmulationError", "Kernel", "Module"]

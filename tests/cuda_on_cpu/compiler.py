@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import hashlib
 import os
@@ -11,10 +10,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .launcher import Kernel
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 INCLUDE, RUNTIME = HERE / "include", HERE / "runtime"
@@ -56,52 +52,22 @@ class EmulationError(RuntimeError):
     """A kernel that does not compile, a launch that CUDA would refuse, or a mistake that the checked build found."""
 
 
-class Module:
-    """The kernels of one `.cu` file, or of its text, `code`.
-
-    Args:
-        check: build with every check; about ten times slower.
-        include: folders whose headers the file includes.
-        options: more options for g++.
-
-    Attributes:
-        kernels: the names of its kernels.
-        static_shared: bytes of `__shared__` variables in the whole file.
-
-    Raises:
-        EmulationError: g++ is missing, or the file does not compile.
-    """
-
-    def __init__(
-        self,
-        path: str | Path | None = None,
-        *,
-        code: str | None = None,
-        check: bool = False,
-        include: Sequence[str | Path] = (),
-        options: Sequence[str] = (),
-    ) -> None:
-        self.name = str(path or "kernels.cu")
-        self.check = check
-        if code is None:
-            code = Path(self.name).read_text("utf-8")
-        source, self.kernels = translate(code, self.name)
-        flags = (*COMMON, *WARNINGS, *KERNELS, *(CHECKED if check else FAST), *(f"-I{folder}" for folder in include))
-        headers = _texts(*(Path(folder).glob("*.cuh") for folder in include))
-        self.path = _cached(
-            ("kernels", source, *flags, *options, headers, _own_texts()),
-            ".so",
-            lambda target: _build(source, (*flags, *options), check, target),
-        )
-        self.library = ctypes.CDLL(str(self.path))
-        self.library.emulator_static_shared.restype = ctypes.c_uint64
-        self.static_shared = int(self.library.emulator_static_shared())
-
-    def get_function(self, name: str, **options: Any) -> Kernel:
-        """The kernel `name`; `options` are defaults for what `Kernel.__call__` takes by keyword."""
-        from .launcher import Kernel
-
-        return Kernel(self, name, options)
+def compile_module(
+    path: str | Path | None, code: str | None, *, check: bool, include: Sequence[str | Path], options: Sequence[str]
+) -> tuple[Path, list[str]]:
+    """The shared object of a `.cu` file, or of its text, `code`, and the names of its kernels."""
+    name = str(path or "kernels.cu")
+    if code is None:
+        code = Path(name).read_text("utf-8")
+    source, kernels = translate(code, name)
+    flags = (*COMMON, *WARNINGS, *KERNELS, *(CHECKED if check else FAST), *(f"-I{folder}" for folder in include))
+    headers = _texts(*(Path(folder).glob("*.cuh") for folder in include))
+    shared_object = _cached(
+        ("kernels", source, *flags, *options, headers, _own_texts()),
+        ".so",
+        lambda target: _build(source, (*flags, *options), check, target),
+    )
+    return shared_object, kernels
 
 
 def translate(text: str, name: str) -> tuple[str, list[str]]:
