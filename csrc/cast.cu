@@ -49,7 +49,7 @@ __device__ void cast_decode_as(const Target<T>& target, const u8* wires, i64 pit
             }
         });
     });
-    count(status, 0, not_finite);
+    report(status, 0, not_finite);
 }
 
 template <class T>

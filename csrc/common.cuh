@@ -267,7 +267,7 @@ __device__ inline float sum_of_squares(const B& block, float p) {
 }
 
 // Add what the lanes counted to status[0], codes skipped, and status[1], records that are not finite.
-__device__ inline void count(i64* status, int skipped, int not_finite) {
+__device__ inline void report(i64* status, int skipped, int not_finite) {
     const int both[2] = {warp_sum(skipped), warp_sum(not_finite)};
     const int lane = threadIdx.x % WARP;
     if (lane < 2 && both[lane] != 0) atomicAdd((u64*)status + lane, (u64)both[lane]);

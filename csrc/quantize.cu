@@ -83,7 +83,8 @@ __device__ void qsgd_decode(const Target<T>& target, const u8* wires, i64 pitch,
     int skipped = 0, not_finite = 0;
     each_block(target.numel, block, [&](i64 b) {
         const u8* const records = wires + b * (4 + block / 8 * bits);
-        for (int rank = lane; rank < ranks; rank += WARP) not_finite += !is_finite(*(const float*)(records + rank * pitch));
+        for (int rank = lane; rank < ranks; rank += WARP)
+            not_finite += !is_finite(*(const float*)(records + rank * pitch));
         for (int row = 0; row < block / ROW; ++row) {
             const i64 begin = b * block + row * ROW + lane * SLOTS;
             target.accumulate(begin, [&](float(&sums)[SLOTS]) {
@@ -103,7 +104,7 @@ __device__ void qsgd_decode(const Target<T>& target, const u8* wires, i64 pitch,
             });
         }
     });
-    count(status, skipped, not_finite);
+    report(status, skipped, not_finite);
 }
 
 extern "C" {

@@ -80,7 +80,7 @@ __device__ void onebit_decode(const Target<T>& target, const u8* wires, i64 pitc
             });
         }
     });
-    count(status, 0, not_finite);
+    report(status, 0, not_finite);
 }
 
 extern "C" {

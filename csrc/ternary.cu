@@ -1,5 +1,5 @@
-// TernGrad: record = scale (float32), then five trits a byte. A byte's five lie 256 elements apart, so that a lane packs
-// its own: byte 8 · lane + j of 1280 elements holds slot j of the lane's five rows, the first row lowest.
+// TernGrad: record = scale (float32), then five trits a byte. A byte's five lie 256 elements apart, so that a lane
+// packs its own: byte 8 · lane + j of 1280 elements holds slot j of the lane's five rows, the first row lowest.
 #include "common.cuh"
 
 constexpr int TRITS = 5;
@@ -63,7 +63,8 @@ __device__ void terngrad_decode(const Target<T>& target, const u8* wires, i64 pi
     int skipped = 0, not_finite = 0;
     each_block(target.numel, block, [&](i64 b) {
         const u8* const records = wires + b * (4 + block / TRITS);
-        for (int rank = lane; rank < ranks; rank += WARP) not_finite += !is_finite(*(const float*)(records + rank * pitch));
+        for (int rank = lane; rank < ranks; rank += WARP)
+            not_finite += !is_finite(*(const float*)(records + rank * pitch));
         for (int chunk = 0; chunk < block / (TRITS * ROW); ++chunk) {
             const i64 at = b * block + chunk * TRITS * ROW + lane * SLOTS;
             float sums[TRITS][SLOTS];
@@ -91,7 +92,7 @@ __device__ void terngrad_decode(const Target<T>& target, const u8* wires, i64 pi
             for (int row = 0; row < TRITS; ++row) target.end(at + row * ROW, sums[row]);
         }
     });
-    count(status, skipped, not_finite);
+    report(status, skipped, not_finite);
 }
 
 extern "C" {

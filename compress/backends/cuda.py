@@ -15,14 +15,11 @@ from torch import Tensor
 
 from . import Kernels, Workspace
 from .cuda_device import Argument, Device, device_for
+from .cuda_sparse import RESIDENT, SUFFIXES, THREADS, TopK, whole_rows
 
-SUFFIXES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 #: How the kernels name a format that is stored.
 STORED = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-THREADS = 256
 WARPS = THREADS // 32
-#: Blocks of threads for each multiprocessor: as many as it can hold at once. Each then takes its share of the records.
-RESIDENT = 8
 #: Elements that the kernels without blocks take at once.
 ROW = 256
 
@@ -73,7 +70,7 @@ class _Blocks(Kernels):
         (rows,) = wires
         ranks = rows.shape[0]
         mean = np.float32(1), np.int32(0), np.float32(1) / np.float32(ranks)
-        self._decode(codec, rows, rows.stride(0), ranks, out, mean, workspace)
+        self._decode(codec, whole_rows(rows), rows.stride(0), ranks, out, mean, workspace)
 
     def _decode(
         self,
@@ -86,20 +83,13 @@ class _Blocks(Kernels):
         workspace: Workspace,
     ) -> None:
         # The status word goes last.
-        source = whole_rows(wires), np.int64(pitch), np.int32(ranks), *self.decode_options(codec), workspace.status
+        source = wires, np.int64(pitch), np.int32(ranks), *self.decode_options(codec), workspace.status
         self._launch(codec, f"{self.family}_decode", out, (out, np.int64(out.numel()), *how, *source))
 
     def _launch(self, codec: Any, kernel: str, like: Tensor, arguments: Sequence[Argument]) -> None:
         device: Device = device_for(like.device)
         function = device.function(self.file, f"{kernel}_{SUFFIXES[like.dtype]}")
         function(grid_for(like.numel(), self.block(codec), device.sm_count), THREADS, arguments)
-
-
-def whole_rows(rows: Tensor) -> Tensor:
-    """All the memory from the first row's begin to the last row's end, as a flat tensor."""
-    if rows.dim() == 1:
-        return rows
-    return rows.as_strided(((rows.shape[0] - 1) * rows.stride(0) + rows.shape[1],), (1,))
 
 
 def drawn(codec: Any, draw: Tensor | None) -> Tensor | None:
@@ -156,6 +146,7 @@ KERNELS: dict[str, Kernels] = {
     "onebit": OneBit(),
     "qsgd": QSGD(),
     "terngrad": TernGrad(),
+    "topk": TopK(),
     "cast": Cast(),
     "identity": Cast(),
 }

@@ -1,0 +1,183 @@
+"""TopK on a GPU, and what exchanges of sparse gradients need: what launches the kernels of csrc/sparse.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import Kernels, Workspace
+from .cuda_device import Argument, Device, device_for
+
+FILE = "sparse.cu"
+SUFFIXES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+THREADS, WARP = 256, 32
+#: Elements that a block of threads takes at once, and words of a bitmap.
+TILE, BITMAP_TILE = 2048, 256
+#: Blocks of threads for each multiprocessor: as many as it can hold at once. Each then takes its share of the work.
+RESIDENT = 8
+#: `State` of the kernels: six words, and a histogram for each of three digits.
+STATE_WORDS = 6 + 3 * 2048
+
+
+def tiles_of(numel: int) -> int:
+    return -(-numel // TILE)
+
+
+def capacity_of(numel: int, k: int) -> int:
+    """Room for candidates: the prediction aims at 1.3 k."""
+    return min(4 * k, numel) + TILE
+
+
+class TopK(Kernels):
+    """Exact selection among the candidates of one pass, decided on the device; see csrc/sparse.cu."""
+
+    def workspace(self, codec: Any, numel: int, device: torch.device) -> Workspace:
+        workspace = Workspace.on(device)
+        tiles, capacity = tiles_of(numel), capacity_of(numel, codec.k(numel))
+        workspace.buffers |= {
+            "state": torch.zeros(STATE_WORDS, dtype=torch.int32, device=device),
+            "index": torch.empty(capacity, dtype=torch.int32, device=device),
+            "value": torch.empty(capacity, dtype=torch.float32, device=device),
+            "tiles": torch.empty(tiles, 2, dtype=torch.int32, device=device),
+            "tally": torch.empty(tiles, 2, dtype=torch.int32, device=device),
+            "not_finite": torch.empty(tiles * THREADS, dtype=torch.uint8, device=device),
+        }
+        return workspace
+
+    def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
+        device_for(device).function(FILE, f"topk_collect_{SUFFIXES[dtype]}")
+
+    def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
+        self._encode(codec, x, None, wire, workspace.buffers)
+
+    def encode_feedback(
+        self, codec: Any, grad: Tensor, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
+    ) -> None:
+        self._encode(codec, grad, residual, wire, workspace.buffers)
+
+    def _encode(self, codec: Any, x: Tensor, residual: Tensor | None, wire: Tensor, room: dict[str, Any]) -> None:
+        numel, k = x.numel(), codec.k(x.numel())
+        device, suffix = device_for(x.device), SUFFIXES[x.dtype]
+        tiles, resident = tiles_of(numel), RESIDENT * device.sm_count
+        capacity, k32 = np.int32(len(room["index"])), np.int32(k)
+        source = x, residual, np.int64(numel), room["state"], room["index"], room["value"]
+        marks = room["tiles"], room["not_finite"]
+        by_tile, by_warp = min(tiles, resident), min(-(-tiles * WARP // THREADS), resident)
+
+        def launch(name: str, grid: int, *arguments: Argument) -> None:
+            device.function(FILE, name)(grid, THREADS, arguments)
+
+        launch(f"topk_collect_{suffix}", by_tile, *source, capacity, *marks)
+        for digit in range(3):
+            launch(f"topk_digits_{suffix}", by_warp, *source, capacity, *marks, k32, np.int32(digit))
+        launch(f"topk_tally_{suffix}", by_warp, *source, capacity, *marks, k32, room["tally"])
+        launch("topk_place", 1, room["state"], k32, capacity, np.int64(tiles), room["tally"])
+        indices, values = wire.split(codec.part_bytes(numel))
+        launch(f"topk_write_{suffix}", by_warp, *source, *marks, k32, room["tally"], indices, values)
+
+    def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
+        indices, values = wire.split(codec.part_bytes(out.numel()))
+        k = codec.k(out.numel())
+        device, room = self._check(indices, 0, 1, out.numel(), k, workspace)
+        grid = grid_for(k, device)
+        arguments = (out, np.float32(alpha), indices, values, np.int32(k), room[0], room[2], workspace.status)
+        device.function(FILE, "topk_add")(grid, THREADS, arguments)
+
+    def decode_mean(self, codec: Any, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
+        (indices, values), numel = wires, out.numel()
+        ranks, k = indices.shape[0], codec.k(numel)
+        rows, value_rows = whole_rows(indices), whole_rows(values)
+        device, room = self._check(rows, indices.stride(0), ranks, numel, k, workspace)
+        pitches = rows, np.int64(indices.stride(0)), value_rows, np.int64(values.stride(0))
+        mean = np.float32(1) / np.float32(ranks)
+        arguments = (out, np.int64(numel), mean, *pitches, np.int32(ranks), np.int32(k), *room, workspace.status)
+        grid = min(tiles_of(numel), RESIDENT * device.sm_count)
+        device.function(FILE, f"topk_mean_{SUFFIXES[out.dtype]}")(grid, THREADS, arguments)
+
+    @staticmethod
+    def _check(
+        rows: Tensor, pitch: int, ranks: int, numel: int, k: int, workspace: Workspace
+    ) -> tuple[Device, tuple[Tensor, Tensor, Tensor]]:
+        """Which wires are broken, where each tile's entries start, and the running maxima of broken wires."""
+        device = device_for(rows.device)
+        room = workspace.buffers.get("sums")
+        if room is None or len(room[0]) < ranks:
+            sizes = ranks, ranks * (tiles_of(numel) + 1), ranks * k
+            room = tuple(torch.empty(size, dtype=torch.int32, device=rows.device) for size in sizes)
+            workspace.buffers["sums"] = room
+        broken, starts, reach = room
+        broken.zero_()
+        what = rows, np.int64(pitch)
+        arguments = (*what, np.int32(ranks), np.int64(numel), np.int32(k), broken, starts, workspace.status)
+        device.function(FILE, "topk_check")(grid_for(k + 1, device), THREADS, arguments)
+        repaired = (*what, np.int64(numel), np.int32(k), broken, starts, reach, workspace.status)
+        device.function(FILE, "topk_repair")(ranks, WARP, repaired)
+        return device, (broken, starts, reach)
+
+
+def grid_for(threads: int, device: Device) -> int:
+    return min(-(-threads // THREADS), RESIDENT * device.sm_count)
+
+
+def whole_rows(rows: Tensor) -> Tensor:
+    """All the memory from the first row's begin to the last row's end, as a flat tensor."""
+    return rows.as_strided(((rows.shape[0] - 1) * rows.stride(0) + rows.shape[1],), (1,))
+
+
+class Union:
+    """The union of index sets below `numel`, for up to `capacity` indices; reusable.
+
+    Attributes:
+        indices: int32 [capacity]: ascending.
+        size: int32 [1]: how many there are; more than `capacity` means that the highest are missing.
+        status: int64 [2]: the first counts indices out of range, which are left out.
+    """
+
+    def __init__(self, numel: int, capacity: int, device: torch.device) -> None:
+        if not 0 < numel < 1 << 31:
+            raise ValueError(f"a union of 32-bit indices cannot serve {numel} elements: use fewer than 2^31")
+        self.numel, words = numel, -(-numel // 32)
+        self.indices = torch.zeros(capacity, dtype=torch.int32, device=device)
+        self.size = torch.zeros(1, dtype=torch.int32, device=device)
+        self.status = torch.zeros(2, dtype=torch.int64, device=device)
+        self._bitmap = torch.zeros(words, dtype=torch.int32, device=device)
+        self._tally = torch.empty(-(-words // BITMAP_TILE), dtype=torch.int32, device=device)
+
+    def __call__(self, sets: Sequence[Tensor]) -> None:
+        """Fill `indices` and `size` from index sets, int32 each, in any order."""
+        device = device_for(self._bitmap.device)
+        for indices in sets:
+            if len(indices):
+                arguments = indices, np.int64(len(indices)), np.int64(self.numel), self._bitmap, self.status
+                device.function(FILE, "union_mark")(grid_for(len(indices), device), THREADS, arguments)
+        words, tiles = len(self._bitmap), len(self._tally)
+        grid = min(tiles, RESIDENT * device.sm_count)
+        device.function(FILE, "union_tally")(grid, THREADS, (self._bitmap, np.int64(words), self._tally))
+        device.function(FILE, "union_place")(1, THREADS, (self._tally, np.int64(tiles), self.size))
+        out = self._bitmap, np.int64(words), self._tally, self.indices, np.int64(len(self.indices))
+        device.function(FILE, "union_list")(grid, THREADS, out)
+
+
+def gather_at(x: Tensor, indices: Tensor, size: Tensor, values: Tensor) -> None:
+    """values[i] = x[indices[i]] for i < size, 0 beyond and where an index is out of range.
+
+    Args:
+        x, values: float32, flat. indices: int32, as long as `values`. size: int32 [1], on the device.
+    """
+    device = device_for(x.device)
+    arguments = x, np.int64(x.numel()), indices, size, np.int64(len(indices)), values
+    device.function(FILE, "gather_at")(grid_for(len(indices), device), THREADS, arguments)
+
+
+def scatter_to(out: Tensor, indices: Tensor, size: Tensor, values: Tensor, alpha: float = 1.0) -> None:
+    """out[indices[i]] = alpha · values[i] for i < size; no index may come twice, those out of range are left out.
+
+    Arguments as in `gather_at`.
+    """
+    device = device_for(out.device)
+    arguments = out, np.int64(out.numel()), indices, size, np.int64(len(indices)), values, np.float32(alpha)
+    device.function(FILE, "scatter_to")(grid_for(len(indices), device), THREADS, arguments)
