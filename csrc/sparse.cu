@@ -329,7 +329,9 @@ __device__ void check(const u8* rows, i64 pitch, int ranks, i64 numel, int k, u3
                 atomicOr(broken + rank, 1u);
             } else if (before < at) {
                 const i64 last = i < count ? at / TILE : tiles;
-                for (i64 tile = before < 0 ? 0 : before / TILE + 1; tile <= last; ++tile) start[tile] = (u32)i;
+                // Atomic, since a broken wire may come to a tile twice; `repair` then writes it anew.
+                for (i64 tile = before < 0 ? 0 : before / TILE + 1; tile <= last; ++tile)
+                    atomicExch(start + tile, (u32)i);
             }
         }
     }

@@ -1,11 +1,23 @@
-"""What several test files share: the pools of processes."""
+"""What several test files share: the pools of processes, and a GPU where there is none."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
 import pytest
+from emulated import EmulatedDevice, emulated_gpu
 from ranks import Pool
+from strategies import GPU
+
+
+@pytest.fixture(scope="session", autouse=True)
+def gpu() -> Iterator[EmulatedDevice | None]:
+    """Without a GPU the backend "cuda" takes CPU tensors, and its kernels run in the emulator's checked build."""
+    if GPU:
+        yield None
+        return
+    with emulated_gpu() as device:
+        yield device
 
 
 @pytest.fixture(scope="session")

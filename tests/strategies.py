@@ -29,13 +29,16 @@ VARIANTS: tuple[Codec, ...] = (
     TopK(density=0.3),
 )
 
+#: Where there is a GPU, "cuda" means it. Elsewhere the kernels run on the CPU: see `emulated` and `conftest`.
+GPU = torch.cuda.is_available()
+
 #: Every backend, and those that must equal the reference.
-ALL_BACKENDS = [pytest.param(name, marks=[pytest.mark.cuda] if name == "cuda" else []) for name in BACKENDS]
+ALL_BACKENDS = [pytest.param(name, marks=[pytest.mark.cuda] if name == "cuda" and GPU else []) for name in BACKENDS]
 OTHER_BACKENDS = [param for param in ALL_BACKENDS if param.values != ("reference",)]
 
 
 def device_of(backend: str) -> torch.device:
-    return torch.device("cuda" if backend == "cuda" else "cpu")
+    return torch.device("cuda" if backend == "cuda" and GPU else "cpu")
 
 
 def _scaled(factor: float) -> object:
