@@ -1,14 +1,17 @@
-"""How a kernel of csrc/ gets onto a GPU: compiled at run time, kept in a cache, launched on torch's current stream."""
+"""How a kernel of csrc/ gets onto a GPU: compiled at run time, loaded by CuPy, launched on torch's current stream."""
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from . import cuda_compiler
 
 #: What a kernel takes: a tensor is passed as the address of its first element, None as a null pointer, an int as an
 #: integer of up to 64 bits, a NumPy scalar as the bytes it is. A Python float would be ambiguous and is refused.
@@ -16,7 +19,11 @@ Argument = Tensor | np.generic | int | None
 
 
 class Function(Protocol):
-    """A compiled kernel: launches and returns at once. It neither allocates nor synchronises."""
+    """A compiled kernel: launches and returns at once. It neither allocates nor synchronises.
+
+    The tensors must live until the launch has run. The caching allocator of torch sees to that for tensors of the
+    current stream; for any other, `Tensor.record_stream` is the caller's to call.
+    """
 
     def __call__(self, grid: int, block: int, args: Sequence[Argument]) -> None: ...
 
@@ -35,12 +42,14 @@ class Device(ABC):
         """The kernel `name`, an `extern "C"` function of csrc/`file`: compiled once and kept.
 
         Raises:
-            RuntimeError: the source does not compile, or has no such kernel.
+            RuntimeError: the source does not compile, or cannot be loaded.
         """
 
 
 #: The devices by torch device. A test puts an emulated GPU under `torch.device("cpu")`.
 DEVICES: dict[torch.device, Device] = {}
+
+_opening = threading.Lock()
 
 
 def device_for(torch_device: torch.device) -> Device:
@@ -49,6 +58,103 @@ def device_for(torch_device: torch.device) -> Device:
     Raises:
         RuntimeError: it cannot be used; the text says what to install.
     """
-    if torch_device not in DEVICES:
-        raise RuntimeError(f"no CUDA device for {str(torch_device)!r}")
-    return DEVICES[torch_device]
+    device = DEVICES.get(torch_device)
+    if device is None:
+        with _opening:
+            device = DEVICES.get(torch_device) or _open(torch_device)
+            DEVICES[torch_device] = device
+    return device
+
+
+def _open(torch_device: torch.device) -> Device:
+    if torch_device.type != "cuda":
+        raise RuntimeError(f"the backend 'cuda' serves tensors on a GPU, not on {str(torch_device)!r}: move them there")
+    if torch.version.hip is not None:
+        raise RuntimeError("gradwire's CUDA kernels need an NVIDIA GPU, and this torch is built for ROCm")
+    if not torch.cuda.is_available():
+        raise RuntimeError(
+            "torch finds no CUDA device: install NVIDIA's driver, and a build of torch with CUDA (https://pytorch.org)"
+        )
+    return Gpu(torch.cuda.current_device() if torch_device.index is None else torch_device.index)
+
+
+class Gpu(Device):
+    """A real one, by torch's index.
+
+    Raises:
+        RuntimeError: CuPy, cuda-bindings or NVRTC is missing, or the GPU is too old.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.sm_count = torch.cuda.get_device_properties(index).multi_processor_count
+        self._cupy = _import_cupy()
+        self._architecture = cuda_compiler.architecture_for(
+            torch.cuda.get_device_capability(index), cuda_compiler.supported_architectures()
+        )
+        self._modules: dict[str, Any] = {}
+        self._functions: dict[tuple[str, str], Function] = {}
+        self._streams: dict[int, Any] = {}
+        self._loading = threading.Lock()
+
+    def function(self, file: str, name: str) -> Function:
+        found = self._functions.get((file, name))
+        if found is None:
+            with self._loading:
+                found = self._functions[file, name] = self._launcher(self._load(file, name))
+        return found
+
+    def _load(self, file: str, name: str) -> Any:
+        """The kernel as CuPy's Function, for this device alone."""
+        with torch.cuda.device(self.index), self._cupy.cuda.Device(self.index):
+            try:
+                if file not in self._modules:
+                    path = cuda_compiler.cached_cubin(file, self._architecture)
+                    self._modules[file] = self._cupy.RawModule(path=str(path))
+                return self._modules[file].get_function(name).kernel
+            except self._cupy.cuda.driver.CUDADriverError as error:
+                raise RuntimeError(
+                    f"the driver cannot load {name} of {file}, compiled by NVRTC {cuda_compiler.version()} for "
+                    f"sm_{self._architecture} ({error}): update NVIDIA's driver, or {cuda_compiler.extra()}"
+                ) from error
+
+    def _launcher(self, kernel: Any) -> Function:
+        index, stream_for = self.index, self._stream_for
+
+        def launch(grid: int, block: int, args: Sequence[Argument]) -> None:
+            if torch.cuda.current_device() != index:  # the driver launches on the current one
+                with torch.cuda.device(index):
+                    launch(grid, block, args)
+                return
+            # Python integers are what CuPy converts fastest.
+            values = tuple([a.data_ptr() if isinstance(a, Tensor) else 0 if a is None else a for a in args])
+            kernel((grid,), (block,), values, 0, stream_for(torch.cuda.current_stream(index).cuda_stream))
+
+        return launch
+
+    def _stream_for(self, pointer: int) -> Any:
+        """torch's stream as CuPy's; torch has a few dozen at most."""
+        stream = self._streams.get(pointer)
+        if stream is None:
+            stream = self._streams[pointer] = self._cupy.cuda.Stream.from_external(_ExternalStream(pointer))
+        return stream
+
+
+class _ExternalStream:
+    """A stream by the protocol that CuPy takes one by: (version of the protocol, cudaStream_t)."""
+
+    def __init__(self, pointer: int) -> None:
+        self.pointer = pointer
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.pointer
+
+
+def _import_cupy() -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise RuntimeError(f"gradwire's CUDA kernels are launched through CuPy: {cuda_compiler.extra()}") from error
+    if not hasattr(cupy.cuda.Stream, "from_external"):
+        raise RuntimeError(f"gradwire needs CuPy 14 or newer, not {cupy.__version__}: {cuda_compiler.extra()}")
+    return cupy

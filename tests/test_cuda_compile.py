@@ -1,0 +1,135 @@
+"""Every kernel compiles with NVRTC for every architecture, without a warning, and comes out as it was meant to.
+
+No GPU and no driver are needed. `pytest -s` prints registers, shared memory and stack by kernel and architecture.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from gradwire.compress.backends import cuda_compiler
+from gradwire.compress.backends.cuda_compiler import CSRC, OPTIONS
+
+ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
+FILES = sorted(path.name for path in CSRC.glob("*.cu"))
+#: Bytes of shared memory that a block has without asking for more.
+SHARED = 48 * 1024
+#: The kernels that go over whole gradients, where every byte of traffic counts.
+STREAMING = re.compile(r"\w+_(encode|decode|collect)_(f32|f16|bf16)")
+
+every_file = pytest.mark.parametrize("file", FILES)
+every_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES)
+
+
+class Build(NamedTuple):
+    """What NVRTC made of one file for one architecture."""
+
+    ptx: str
+    log: str
+
+
+class Resources(NamedTuple):
+    """What one kernel takes: registers a thread, bytes of shared memory a block, bytes of stack and spills a thread."""
+
+    registers: int
+    shared: int
+    stack: int
+    spilled: int
+
+
+@functools.cache
+def build(file: str, architecture: int) -> Build:
+    """Compiled, unless an earlier run of the tests has compiled the same."""
+    options = ("--ptxas-options=--verbose",)
+    parts = [file, str(architecture), cuda_compiler.version(), *OPTIONS, *options]
+    parts += [path.read_text("utf-8") for path in (CSRC / file, *sorted(CSRC.glob("*.cuh")))]
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+    kept = Path(tempfile.gettempdir()) / f"gradwire-nvrtc-{os.getuid()}" / f"{digest}.json"
+    if not kept.exists():
+        compiled = cuda_compiler.compile_file(file, architecture, options)
+        kept.parent.mkdir(mode=0o700, exist_ok=True)
+        draft = kept.with_suffix(f".{os.getpid()}")
+        draft.write_text(json.dumps({"ptx": compiled.ptx, "log": compiled.log}), "utf-8")
+        draft.replace(kept)
+    return Build(**json.loads(kept.read_text("utf-8")))
+
+
+def resources(log: str) -> dict[str, Resources]:
+    """By kernel, from ptxas' verbose log."""
+    found = {}
+    for part in log.split("Compiling entry function '")[1:]:
+        stack, stores, loads = map(int, re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", part)[:3])
+        registers, shared = re.search(r"Used (\d+) registers", part), re.search(r"(\d+) bytes smem", part)
+        assert registers is not None, part
+        name = part.partition("'")[0]
+        found[name] = Resources(int(registers[1]), int(shared[1]) if shared else 0, stack, stores + loads)
+    return found
+
+
+def entries(ptx: str) -> dict[str, str]:
+    """The text of each kernel in a file's PTX, by name."""
+    return {part.partition("(")[0].strip(): part for part in ptx.split(".entry ")[1:]}
+
+
+def test_ptxas_log_is_understood() -> None:
+    log = """\
+ptxas info    : 28 bytes gmem
+ptxas info    : Compiling entry function 'first' for 'sm_90'
+ptxas info    : Function properties for first
+ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 62 registers, used 1 barriers, 132 bytes smem
+ptxas info    : Compiling entry function 'second' for 'sm_90'
+ptxas info    : Function properties for second
+ptxas         .     16 bytes stack frame, 12 bytes spill stores, 8 bytes spill loads
+ptxas info    : Used 255 registers, used 0 barriers, 16 bytes cumulative stack size
+"""
+    assert resources(log) == {"first": Resources(62, 132, 0, 0), "second": Resources(255, 0, 16, 20)}
+
+
+@every_architecture
+@every_file
+def test_compiles_without_warnings_or_spills(file: str, architecture: int) -> None:
+    compiled = build(file, architecture)
+    complaints = [line for line in compiled.log.splitlines() if re.search(r"warning|error", line, re.IGNORECASE)]
+    assert not complaints, "\n".join(complaints)
+    found = resources(compiled.log)
+    assert found.keys() == entries(compiled.ptx).keys()
+    assert found, "no kernel in this file"
+    print(f"\n{file}, sm_{architecture}")
+    for name, used in found.items():
+        print(f"  {name:24} {used.registers:4} registers {used.shared:6} B shared {used.stack:4} B stack")
+        assert used.stack == used.spilled == 0, f"{name}: {used.stack} bytes of stack, {used.spilled} of spills"
+        assert used.shared <= SHARED, f"{name}: {used.shared} bytes of shared memory"
+
+
+@every_file
+def test_arithmetic_is_canonical(file: str) -> None:
+    """No multiplication and addition in one rounding, no subnormal flushed, nothing approximate."""
+    loose = re.compile(r"\b(?:fma\.[\w.]*f32|[\w.]+\.ftz\b[\w.]*|[\w.]+\.approx\b[\w.]*)")
+    for name, text in entries(build(file, 90).ptx).items():
+        assert sorted(set(loose.findall(text))) == [], name
+
+
+@every_file
+def test_gradients_move_16_bytes_at_a_time(file: str) -> None:
+    streaming = {name: text for name, text in entries(build(file, 90).ptx).items() if STREAMING.fullmatch(name)}
+    assert streaming, "no kernel that goes over a gradient"
+    for name, text in streaming.items():
+        for direction in ("ld", "st"):
+            wide = re.search(rf"{direction}\.global[.\w]*\.(?:v4\.[fubs]32|v2\.[fubs]64)", text)
+            assert wide, f"{name}: no {direction}.global.v4"
+
+
+@every_file
+def test_no_host_header_is_needed(file: str) -> None:
+    included = re.findall(r"^\s*#\s*include\s*(\S+)", (CSRC / file).read_text("utf-8"), re.MULTILINE)
+    own = {f'"{path.name}"' for path in CSRC.glob("*.cuh")}
+    assert set(included) <= own, "NVRTC would look for it in a CUDA toolkit, which users need not have"
