@@ -27,16 +27,17 @@ class EmulatedDevice(Device):
         options: what every launch is given besides, for example `order="reverse"`, `seed=1` or `races="block"`.
     """
 
-    def __init__(self, *, check: bool = True, sm_count: int = 2, **options: Any) -> None:
+    def __init__(self, *, check: bool = True, sm_count: int = 2, csrc: Path = CSRC, **options: Any) -> None:
         self.sm_count = sm_count
         self.check = check
+        self.csrc = csrc
         self.options = options
         self.launches: list[str] = []
         self._functions: dict[tuple[str, str], Function] = {}
 
     def function(self, file: str, name: str) -> Function:
         if (file, name) not in self._functions:
-            kernel = _module(file, self.check).get_function(name, ftz=False)
+            kernel = _module(self.csrc / file, self.check).get_function(name, ftz=False)
 
             def launch(grid: int, block: int, args: Sequence[Argument]) -> None:
                 self.launches.append(name)
@@ -46,13 +47,13 @@ class EmulatedDevice(Device):
         return self._functions[file, name]
 
 
-_modules: dict[tuple[str, bool], Module] = {}
+_modules: dict[tuple[Path, bool], Module] = {}
 
 
-def _module(file: str, check: bool) -> Module:
+def _module(file: Path, check: bool) -> Module:
     """Each file is compiled once a process at most; the shared object is kept for the next one."""
     if (file, check) not in _modules:
-        _modules[file, check] = Module(CSRC / file, check=check, include=[CSRC])
+        _modules[file, check] = Module(file, check=check, include=[file.parent])
     return _modules[file, check]
 
 

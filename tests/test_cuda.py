@@ -1,0 +1,204 @@
+"""The CUDA backend: what the contract of codecs does not say of it. Its kernels run in the emulator's checked build."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+from emulated import EmulatedDevice, emulated_gpu
+from gradwire.compress import CODECS, Codec, TopK, new_draw
+from gradwire.compress.backends import Kernels, Workspace, backend_kernels, use_backend
+from gradwire.compress.backends.cuda import grid_for
+from gradwire.compress.backends.cuda_device import DEVICES, Argument, Device, Function
+from gradwire.compress.backends.cuda_sparse import Union, gather_at, scatter_to
+from gradwire.compress.codec import DTYPES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import GPU, KINDS, gradient, same
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(GPU, reason="the emulator stands in for a GPU that is not there")
+CPU = torch.device("cpu")
+every_codec = pytest.mark.parametrize("codec", CODECS, ids=str)
+
+
+def rows_of(codec: Codec, numel: int, wires: Sequence[Tensor]) -> list[Tensor]:
+    """The wires as `decode_mean` takes them: the ranks' rows, part by part."""
+    parts = [wire.split(codec.part_bytes(numel)) for wire in wires]
+    return [torch.stack(rows) for rows in zip(*parts, strict=True)]
+
+
+def parity(codec: Codec, numel: int, kinds: Sequence[str], dtype: torch.dtype = torch.float32) -> None:
+    """Some steps with feedback and a mean over them as ranks: wires, residual and mean are the reference's."""
+    sides = []
+    for backend in ("reference", "cuda"):
+        with use_backend(backend):
+            workspace, residual = codec.workspace(numel), gradient("normal", numel, 1) * 0.1
+            wires = []
+            for step, kind in enumerate(kinds):
+                wire = torch.zeros(codec.wire_bytes(numel), dtype=torch.uint8)
+                codec.encode_feedback(gradient(kind, numel, step, dtype), residual, wire, new_draw(1, step), workspace)
+                wires.append(wire)
+            mean = torch.empty(numel, dtype=dtype)
+            codec.decode_mean(rows_of(codec, numel, wires), mean, workspace)
+            sides.append((*wires, residual, mean))
+    assert all(same(expected, got) for expected, got in zip(*sides, strict=True))
+
+
+@every_codec
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sm_count": 1, "order": "reverse"},
+        {"sm_count": 1, "order": "random", "seed": 7, "preempt": 5},
+        {"sm_count": 40, "order": "random", "seed": 8, "resident": 3},
+    ],
+    ids=str,
+)
+def test_neither_the_grid_nor_the_order_of_threads_changes_a_byte(codec: Codec, options: dict) -> None:
+    """Many blocks on a tiny grid, so that every kernel has to stride; and a grid that is larger than the work."""
+    with emulated_gpu(EmulatedDevice(**options)) as device:
+        parity(codec, 70_001, ("normal", "wide"))
+        parity(codec, 5, ("normal", "wide"))
+    assert device.launches
+
+
+@pytest.mark.parametrize("density", [0.0003, 0.01, 0.5, 1.0])
+@settings(max_examples=12, deadline=None)
+@given(
+    numel=st.sampled_from([1, 2047, 2048, 2049, 9001, 20_011]),
+    kinds=st.lists(st.sampled_from(tuple(KINDS)), min_size=2, max_size=5),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_top_k_is_exact_whatever_the_last_gradient_foretold(
+    density: float, numel: int, kinds: list[str], dtype: torch.dtype
+) -> None:
+    """A threshold that is too high finds fewer than k; one that is too low finds more than there is room for."""
+    parity(TopK(density), numel, kinds, dtype)
+
+
+@every_codec
+def test_a_call_is_a_fixed_number_of_launches_and_keeps_its_memory(codec: Codec) -> None:
+    numel = 6001
+    with emulated_gpu(EmulatedDevice()) as device, use_backend("cuda"):
+        workspace, residual = codec.workspace(numel), torch.zeros(numel)
+        wire = torch.zeros(codec.wire_bytes(numel), dtype=torch.uint8)
+        rows = [part.repeat(3, 1) for part in wire.split(codec.part_bytes(numel))]
+        out = torch.empty(numel)
+        seen = []
+        for kind in ("normal", "zeros", "huge", "normal"):
+            before = len(device.launches)
+            codec.encode_feedback(gradient(kind, numel, 1), residual, wire, new_draw(1), workspace)
+            codec.decode_mean(rows, out, workspace)
+            memory = {name: at.data_ptr() for name, at in workspace.buffers.items() if isinstance(at, Tensor)}
+            seen.append((len(device.launches) - before, memory))
+    assert all(this == seen[0] for this in seen)
+    assert seen[0][0] == (2 if codec.block_size else 10)
+
+
+class Recorder(Device):
+    """Takes every launch and runs none."""
+
+    sm_count = 132
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int, int, Sequence[Argument]]] = []
+
+    def function(self, file: str, name: str) -> Function:
+        return lambda grid, block, args: self.calls.append((name, grid, block, args))
+
+
+@pytest.fixture
+def recorder() -> Iterator[Recorder]:
+    before, device = DEVICES[CPU], Recorder()
+    DEVICES[CPU] = device
+    yield device
+    DEVICES[CPU] = before
+
+
+@pytest.mark.parametrize("numel", [1, 2**31 - 1, 2**31, 2**33 + 1])
+def test_launches_are_legal_above_31_bits(recorder: Recorder, numel: int) -> None:
+    """A peer rounded the number of elements in float32, and lost a block at 67108865."""
+    for codec in CODECS:
+        if codec.block_size is None:
+            continue
+        kernels: Kernels = backend_kernels("cuda")[codec.name]
+        x = torch.empty(1).expand(numel)  # as long as it says, in four bytes
+        wire = torch.empty(1, dtype=torch.uint8).expand(codec.wire_bytes(numel))
+        kernels.encode(codec, x, wire, new_draw(0), Workspace.on("cpu"))
+        kernels.decode_add(codec, wire, x, 1.0, Workspace.on("cpu"))
+    for name, grid, block, args in recorder.calls:
+        assert 1 <= grid < 2**31, name
+        assert 1 <= block <= 1024
+        lengths = [a for a in args if isinstance(a, np.int64)]
+        assert lengths[0] == numel, name
+        assert not any(isinstance(a, int | np.int32) and a == numel for a in args if numel > 2**31 - 2)
+
+
+def test_the_grid_covers_the_work_and_no_more() -> None:
+    assert grid_for(1, 1024, 132) == 1
+    assert grid_for(8 * 1024, 1024, 132) == 1
+    assert grid_for(8 * 1024 + 1, 1024, 132) == 2
+    assert grid_for(67108865 * 8, 512, 10**9) == 131073  # not 131072: the last block is not lost
+    assert grid_for(2**40, 512, 132) == 8 * 132
+
+
+def test_top_k_refuses_what_32_bits_cannot_index() -> None:
+    with use_backend("cuda"), pytest.raises(ValueError, match=r"2147483648 elements.*below 2\^31"):
+        TopK(1e-9).workspace(2**31)
+    with pytest.raises(ValueError, match=r"2147483648 elements.*fewer than 2\^31"):
+        Union(2**31, 1, CPU)
+
+
+@every_codec
+@pytest.mark.parametrize("offset", [1, 2, 3])
+def test_any_alignment_gives_the_same(codec: Codec, offset: int) -> None:
+    numel = 2500
+    for dtype in DTYPES:
+        results = []
+        for shift in (0, offset):
+            x = torch.empty(numel + shift, dtype=dtype)[shift:].copy_(gradient("normal", numel, 3))
+            residual = torch.empty(numel + shift)[shift:].fill_(0.25)
+            wire = torch.zeros(codec.wire_bytes(numel) + 4 * shift, dtype=torch.uint8)[4 * shift :]
+            with use_backend("cuda"):
+                workspace = codec.workspace(numel)
+                codec.encode_feedback(x, residual, wire, new_draw(5), workspace)
+                codec.decode_add(wire, residual, 1.0, workspace)
+            results.append((wire.clone(), residual.clone()))
+        assert all(same(a, b) for a, b in zip(*results, strict=True))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    numel=st.sampled_from([1, 31, 32, 33, 8191, 8193, 20_000]),
+    sets=st.integers(1, 4),
+    share=st.floats(0, 1),
+    seed=st.integers(0, 1000),
+)
+def test_union_gather_and_scatter(numel: int, sets: int, share: float, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    chosen = [np.flatnonzero(rng.random(numel) < share).astype(np.int32) for _ in range(sets)]
+    expected = np.unique(np.concatenate(chosen)) if chosen else np.zeros(0, np.int32)
+    union = Union(numel, numel, CPU)
+    for _ in range(2):  # it can be used again
+        union([torch.from_numpy(c) for c in chosen] + [torch.tensor([numel], dtype=torch.int32)])
+        assert int(union.size) == len(expected)
+        assert union.indices[: len(expected)].tolist() == expected.tolist()
+    assert union.status.tolist() == [2, 0]
+    x, values, out = torch.randn(numel), torch.full((numel,), 7.0), torch.zeros(numel)
+    gather_at(x, union.indices, union.size, values)
+    assert torch.equal(values[: len(expected)], x[expected.astype(np.int64)])
+    assert not values[len(expected) :].any()
+    scatter_to(out, union.indices, union.size, values, 0.5)
+    meant = torch.zeros(numel)
+    meant[expected.astype(np.int64)] = 0.5 * x[expected.astype(np.int64)]
+    assert torch.equal(out, meant)
+
+
+def test_a_union_that_is_too_large_says_so_and_stays_in_its_memory() -> None:
+    union = Union(100, 3, CPU)
+    union([torch.arange(10, dtype=torch.int32)])
+    assert int(union.size) == 10
+    assert union.indices.tolist() == [0, 1, 2]

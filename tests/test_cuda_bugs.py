@@ -1,0 +1,257 @@
+"""Bugs that kernels have, put into ours: the emulator's checked build, or the reference, must object to each."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from cuda_on_cpu import EmulationError
+from emulated import CSRC, EmulatedDevice, emulated_gpu
+from gradwire.compress import QSGD, Codec, OneBit, TernGrad, TopK, new_draw
+from gradwire.compress.backends import use_backend
+from strategies import GPU, gradient, same
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(GPU, reason="bugs are put into kernels that run on the CPU")
+
+
+@dataclass(frozen=True)
+class Bug:
+    """`wrong` in place of `right` in a kernel source, and a pattern for what must be said of it, run with `codec`."""
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+    codec: Codec
+    objection: str
+
+
+#: What the comparison with the reference says.
+DIFFERS = "differs from the reference"
+
+BUGS = (
+    Bug(
+        "a tail is read past its end",
+        "common.cuh",
+        "begin + j < end ? to_float(p[begin + j]) : 0.0f;",
+        "to_float(p[begin + j]);",
+        OneBit(),
+        "out-of-bounds",
+    ),
+    Bug(
+        "a tail is written past its end",
+        "common.cuh",
+        "if (begin + j < end) from_float(v[j], p[begin + j]);",
+        "from_float(v[j], p[begin + j]);",
+        OneBit(),
+        "out-of-bounds",
+    ),
+    Bug(
+        "16 bytes at any address",
+        "common.cuh",
+        "return ((u64)p & 15) == 0;",
+        "return true;",
+        OneBit(),
+        "misaligned|alignment",
+    ),
+    Bug(
+        "one lane left out of a fold",
+        "common.cuh",
+        "v = v + __shfl_xor_sync(EVERYONE, v, 2);",
+        "if (threadIdx.x % WARP) v = v + __shfl_xor_sync(EVERYONE, v, 2);",
+        OneBit(),
+        "deadlock|mask|reads lane",
+    ),
+    Bug(
+        "a mask without its upper half",
+        "common.cuh",
+        "constexpr u32 EVERYONE = 0xFFFFFFFFu;",
+        "constexpr u32 EVERYONE = 0x0000FFFFu;",
+        OneBit(),
+        "mask",
+    ),
+    Bug(
+        "the fold's order",
+        "common.cuh",
+        ("exchange_halves<8>(s, 16);\n    exchange_halves<4>(s, 8);"),
+        ("exchange_halves<8>(s, 8);\n    exchange_halves<4>(s, 16);"),
+        OneBit(),
+        DIFFERS,
+    ),
+    Bug("the last block is lost", "common.cuh", "(numel + block - 1) / block", "numel / block", OneBit(), DIFFERS),
+    Bug("padding enters the mean", "sign.cu", "(int)(a.end - b * block)", "block", OneBit(), DIFFERS),
+    Bug(
+        "a residual that forgets",
+        "sign.cu",
+        "rest[j] = v[j] - (minus_sign ? negative : positive);",
+        "rest[j] = 0.0f;",
+        OneBit(),
+        DIFFERS,
+    ),
+    Bug("truncation for rounding", "common.cuh", "r[j] = 0.5f;", "r[j] = 0.0f;", QSGD(rounding="nearest"), DIFFERS),
+    Bug(
+        "the same draw for every row",
+        "quantize.cu",
+        "rounding(a.at(row), r);",
+        "rounding(a.at(0), r);",
+        QSGD(),
+        DIFFERS,
+    ),
+    Bug(
+        "ranks in another order",
+        "quantize.cu",
+        "const u8* record = records + rank * pitch;",
+        "const u8* record = records + (ranks - 1 - rank) * pitch;",
+        QSGD(),
+        DIFFERS,
+    ),
+    Bug(
+        "a word where bytes are",
+        "quantize.cu",
+        ("if (bits == 4) {\n        *(u32*)target"),
+        ("if (bits >= 3) {\n        *(u32*)target"),
+        QSGD(bits=3),
+        f"misaligned|alignment|race|{DIFFERS}",
+    ),
+    Bug("trits in the wrong plane", "ternary.cu", "digit *= 3;", "digit = 3;", TernGrad(), DIFFERS),
+    Bug(
+        "a NaN that the maximum drops",
+        "common.cuh",
+        "largest = max(largest, magnitude_bits(v[j]));",
+        "if (v[j] == v[j]) largest = max(largest, magnitude_bits(v[j]));",
+        TernGrad(),
+        DIFFERS,
+    ),
+    Bug(
+        "shared memory nobody wrote",
+        "sparse.cu",
+        "for (int bin = threadIdx.x; bin < BINS; bin += THREADS) histogram[bin] = 0;",
+        "",
+        TopK(),
+        f"uninitialised|{DIFFERS}",
+    ),
+    Bug(
+        "a barrier too few in the scan",
+        "sparse.cu",
+        ("    if (lane == WARP - 1) warps[warp] = sum;\n    __syncthreads();"),
+        "    if (lane == WARP - 1) warps[warp] = sum;",
+        TopK(),
+        "race|uninitialised",
+    ),
+    Bug(
+        "a barrier too few between ranks",
+        "sparse.cu",
+        ("sums[index - tile * TILE] + v;\n            }\n            __syncthreads();"),
+        ("sums[index - tile * TILE] + v;\n            }"),
+        TopK(0.5),
+        "race",
+    ),
+    Bug(
+        "a counter without its atomic",
+        "sparse.cu",
+        "first = total > 0 ? atomicAdd(&state->found, total) : 0;",
+        "first = state->found, state->found += total;",
+        TopK(),
+        "race",
+    ),
+    Bug(
+        "a barrier that some never reach",
+        "sparse.cu",
+        "        const int any_wild = __syncthreads_or(wild != 0);",
+        ("        if (wild) __syncthreads();\n        const int any_wild = wild;"),
+        TopK(),
+        "divergent|deadlock|livelock|race",
+    ),
+    Bug(
+        "candidates beyond the room",
+        "sparse.cu",
+        "if (slot < (u32)capacity) {",
+        "if (true) {",
+        TopK(0.001),
+        "out-of-bounds",
+    ),
+    Bug(
+        "no second look after a wrong prediction",
+        "sparse.cu",
+        "return state->found > (u32)capacity || (state->found < (u32)k && state->threshold > 1);",
+        "return state->found > (u32)capacity;",
+        TopK(),
+        DIFFERS,
+    ),
+    Bug(
+        "ties to the higher index",
+        "sparse.cu",
+        "__popc(equals & lower_lanes) < ties",
+        "__popc(equals & ~lower_lanes) - 1 < (int)ties",
+        TopK(),
+        DIFFERS,
+    ),
+    Bug(
+        "an index that is trusted",
+        "sparse.cu",
+        "if (i < count && !(before < at && at < numel)) {",
+        "if (i < count && !(before < at)) {",
+        TopK(),
+        "out-of-bounds",
+    ),
+)
+
+NUMEL = 5003
+#: Steps with feedback: ties, tails, values that are not finite, and thresholds that foretell too much and too little.
+STEPS = ("normal", "ties", "not finite", "tiny", "huge", "constant")
+
+
+def steps(codec: Codec, offset: int) -> list[Tensor]:
+    """What some steps give on the backend in use: wires, the residual, a mean, and what a hostile wire decodes to."""
+    workspace = codec.workspace(NUMEL)
+    residual = torch.full((NUMEL,), 0.1)
+    wires = []
+    for step, kind in enumerate(STEPS):
+        grad = torch.empty(NUMEL + offset)[offset:].copy_(gradient(kind, NUMEL, step))
+        wire = torch.zeros(codec.wire_bytes(NUMEL), dtype=torch.uint8)
+        codec.encode_feedback(grad, residual, wire, new_draw(1, step), workspace)
+        wires.append(wire)
+    ranks = wires[0], wires[1], wires[-1]  # of one magnitude, so that the order of the sum shows
+    rows = [torch.stack(part) for part in zip(*(w.split(codec.part_bytes(NUMEL)) for w in ranks), strict=True)]
+    mean, hostile = torch.empty(NUMEL), torch.zeros(NUMEL)
+    codec.decode_mean(rows, mean, workspace)
+    if isinstance(codec, TopK):
+        wire = wires[0].clone()
+        last = 4 * codec.k(NUMEL)
+        wire[last : last + 4] = torch.tensor([10 * NUMEL], dtype=torch.int32).view(torch.uint8)
+        codec.decode_mean([part[None] for part in wire.split(codec.part_bytes(NUMEL))], hostile, workspace)
+    return [*wires, residual, mean, hostile]
+
+
+def objection(codec: Codec, csrc: Path) -> str:
+    """What is said of the kernels in a directory; nothing if all is well."""
+    try:
+        for offset in (0, 1):
+            with use_backend("reference"):
+                expected = steps(codec, offset)
+            with emulated_gpu(EmulatedDevice(csrc=csrc)), use_backend("cuda"):
+                got = steps(codec, offset)
+            if not all(same(a, b) for a, b in zip(expected, got, strict=True)):
+                return DIFFERS
+    except EmulationError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("codec", sorted({bug.codec for bug in BUGS}, key=str), ids=str)
+def test_the_kernels_as_they_are_meet_no_objection(codec: Codec) -> None:
+    assert objection(codec, CSRC) == ""
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_bug_is_found(bug: Bug, tmp_path: Path) -> None:
+    csrc = shutil.copytree(CSRC, tmp_path / "csrc")
+    source = (csrc / bug.file).read_text()
+    assert source.count(bug.right) == 1
+    (csrc / bug.file).write_text(source.replace(bug.right, bug.wrong))
+    assert re.search(bug.objection, objection(bug.codec, csrc))
