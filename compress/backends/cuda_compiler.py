@@ -6,9 +6,11 @@ if subnormal numbers stay what they are. The sources include nothing but each ot
 
 from __future__ import annotations
 
+import atexit
 import functools
 import hashlib
 import os
+import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -141,14 +143,19 @@ def cached_cubin(file: str, architecture: int) -> Path:
     parts += [header.read_text("utf-8") for header in sorted(CSRC.glob("*.cuh"))]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
     name = f"{Path(file).stem}-sm_{architecture}-{digest}.cubin"
-    path = cache_folder() / name
-    if not path.exists():
+    path = _elsewhere.get(name, cache_folder() / name)
+    if not os.path.exists(path):
+        cubin = compile_file(file, architecture).cubin
         try:
-            _write(path, compile_file(file, architecture).cubin)
+            _write(path, cubin)
         except OSError:  # a full or read-only disk
-            path = Path(_own_folder().name) / name
-            _write(path, compile_file(file, architecture).cubin)
+            path = _elsewhere[name] = _own_folder() / name
+            _write(path, cubin)
     return path
+
+
+#: What this process could not write to the cache, by file name.
+_elsewhere: dict[str, Path] = {}
 
 
 def cache_folder() -> Path:
@@ -158,9 +165,11 @@ def cache_folder() -> Path:
 
 
 @functools.cache
-def _own_folder() -> tempfile.TemporaryDirectory[str]:
-    """For this process alone, where there is no cache."""
-    return tempfile.TemporaryDirectory(prefix="gradwire-")
+def _own_folder() -> Path:
+    """For this process alone."""
+    folder = tempfile.mkdtemp(prefix="gradwire-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 def _write(path: Path, content: bytes) -> None:
