@@ -266,8 +266,9 @@ def test_no_cupy(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_old_cupy(machine: FakeMachine) -> None:
-    del sys.modules["cupy"].cuda.Stream.from_external
-    sys.modules["cupy"].__version__ = "12.0.0"
+    cupy: Any = sys.modules["cupy"]
+    cupy.__version__ = "12.0.0"
+    del cupy.cuda.Stream.from_external
     with complaint(r"CuPy 14 or newer, not 12.0.0"):
         device_for(GPU)
 
