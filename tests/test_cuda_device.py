@@ -28,6 +28,10 @@ class FakeDriverError(Exception):
     pass
 
 
+class FakeRuntimeError(Exception):
+    pass
+
+
 class FakeMachine:
     """Two GPUs, and a record of what was asked of them."""
 
@@ -38,7 +42,7 @@ class FakeMachine:
         self.loaded: list[tuple[int, Path]] = []
         self.launched: list[tuple[Any, ...]] = []
         self.streams_made = 0
-        self.refuses = False
+        self.refusal: Exception | None = None
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(torch.version, "cuda", "13.0")
@@ -65,8 +69,8 @@ class FakeMachine:
 
         class RawModule:
             def __init__(self, path: str) -> None:
-                if machine.refuses:
-                    raise FakeDriverError("CUDA_ERROR_NO_BINARY_FOR_GPU")
+                if machine.refusal is not None:
+                    raise machine.refusal
                 machine.loaded.append((machine.current, Path(path)))
 
             def get_function(self, name: str) -> Any:
@@ -88,8 +92,9 @@ class FakeMachine:
         cupy: Any = types.ModuleType("cupy")
         cupy.__version__ = "14.0.0"
         cupy.RawModule = RawModule
-        driver = types.SimpleNamespace(CUDADriverError=FakeDriverError)
-        cupy.cuda = types.SimpleNamespace(Device=self.on, Stream=Stream, driver=driver)
+        cupy.cuda = types.SimpleNamespace(Device=self.on, Stream=Stream)
+        cupy.cuda.driver = types.SimpleNamespace(CUDADriverError=FakeDriverError)
+        cupy.cuda.runtime = types.SimpleNamespace(CUDARuntimeError=FakeRuntimeError)
         return cupy
 
 
@@ -309,9 +314,10 @@ def test_gpu_too_new(machine: FakeMachine) -> None:
         device_for(GPU)
 
 
-def test_driver_too_old(machine: FakeMachine) -> None:
+@pytest.mark.parametrize("error", [FakeDriverError, FakeRuntimeError])
+def test_driver_too_old(machine: FakeMachine, error: type[Exception]) -> None:
     device = device_for(GPU)
-    machine.refuses = True
+    machine.refusal = error("NO_BINARY_FOR_GPU")
     with complaint("the driver cannot load onebit_encode_f32 of sign.cu, .*NO_BINARY_FOR_GPU.*update NVIDIA's driver"):
         device.function("sign.cu", KERNEL)
 

@@ -106,17 +106,18 @@ class Gpu(Device):
 
     def _load(self, file: str, name: str) -> Any:
         """The kernel as CuPy's Function, for this device alone."""
-        with torch.cuda.device(self.index), self._cupy.cuda.Device(self.index):
-            try:
+        cuda = self._cupy.cuda
+        try:
+            with torch.cuda.device(self.index), cuda.Device(self.index):
                 if file not in self._modules:
                     path = cuda_compiler.cached_cubin(file, self._architecture)
                     self._modules[file] = self._cupy.RawModule(path=str(path))
                 return self._modules[file].get_function(name).kernel
-            except self._cupy.cuda.driver.CUDADriverError as error:
-                raise RuntimeError(
-                    f"the driver cannot load {name} of {file}, compiled by NVRTC {cuda_compiler.version()} for "
-                    f"sm_{self._architecture} ({error}): update NVIDIA's driver, or {cuda_compiler.extra()}"
-                ) from error
+        except (cuda.driver.CUDADriverError, cuda.runtime.CUDARuntimeError) as error:
+            raise RuntimeError(
+                f"the driver cannot load {name} of {file}, compiled by NVRTC {cuda_compiler.version()} for "
+                f"sm_{self._architecture} ({error}): update NVIDIA's driver, or {cuda_compiler.extra()}"
+            ) from error
 
     def _launcher(self, kernel: Any) -> Function:
         index, stream_for = self.index, self._stream_for
