@@ -6,6 +6,7 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?= codecs
 DEMO_ARGS ?=
+GPU_ARGS ?=
 # How many seeds the demo trains with.
 SEEDS ?= 1
 
@@ -15,7 +16,7 @@ INSTALLED := $(VENV)/.installed
 LINK := $(VENV)/mypy/gradwire
 TYPED := $(addprefix $(LINK)/,__init__.py benchmarks compress csrc hooks) tests
 
-.PHONY: help demo test test-all lint bench clean
+.PHONY: help demo test test-all lint bench gpu-report clean
 
 help:
 	@echo 'make demo      train a small model on two processes with every codec (SEEDS=$(SEEDS))'
@@ -23,6 +24,7 @@ help:
 	@echo 'make test-all  the slow tests too'
 	@echo 'make lint      ruff and mypy alone'
 	@echo 'make bench     gradwire-bench $(BENCH_ARGS)'
+	@echo 'make gpu-report  test, check and time the CUDA kernels on this machine’s GPU'
 	@echo 'make clean     remove .venv and everything that was built'
 
 demo: $(INSTALLED)
@@ -43,8 +45,13 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/gradwire-bench $(BENCH_ARGS)
 
+# Installs nothing: takes the Python whose torch and CuPy are set up for the GPU, and the package through a link.
+gpu-report:
+	mkdir -p .gpu && ln -sfn "$(CURDIR)" .gpu/gradwire
+	PYTHONPATH="$(CURDIR)/.gpu:$$PYTHONPATH" $(PYTHON) -m gradwire.benchmarks.cli gpu $(GPU_ARGS)
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .gpu build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One environment for everything: demo, tests and benchmarks. Installed again when the dependencies change.

@@ -4,10 +4,10 @@
 >>> model.register_comm_hook(state, gradwire.compress_hook)
 """
 
+__version__ = "0.1.0"
+
 from .compress import CODECS, QSGD, Cast, Codec, Identity, OneBit, TernGrad, TopK
 from .hooks import CompressState, compress_hook
-
-__version__ = "0.1.0"
 
 __all__ = [
     "CODECS",

@@ -166,7 +166,7 @@ def torch_chain(codec: Codec, residual: Tensor) -> Callable[[Tensor], object] | 
         return top_k
     if isinstance(codec, OneBit) and residual.numel() >= codec.block:
         whole = residual[: residual.numel() // codec.block * codec.block]  # a user would pad
-        weights = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8)
+        weights = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=residual.device)
 
         def one_bit(grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             blocks = whole.add_(grad[: whole.numel()]).view(-1, codec.block)

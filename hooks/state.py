@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .. import __version__
 from ..compress.codec import DTYPES, Codec
 from ..compress.feedback import ErrorFeedback, Slot
 from ..compress.wire import WIRE_VERSION
@@ -373,7 +373,7 @@ class CompressState:
         if problem is not None:
             return {"error": f"{type(problem).__name__}: {problem}"}
         return {
-            "version": version("gradwire"),
+            "version": __version__,
             "wire format": WIRE_VERSION,
             "codec": self._codec_text(),
             "exchange": self.exchange,

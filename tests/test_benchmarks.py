@@ -5,15 +5,19 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gradwire.benchmarks import cli, codecs, links, report, step
+import torch
+from emulated import CSRC, EmulatedDevice, emulated_gpu
+from gradwire.benchmarks import cli, codecs, gpu, links, report, step
 from gradwire.compress import CODECS, OneBit, TopK
 from gradwire.compress.backends import use_backend
+from strategies import GPU
 
 NO_LINKS = links.missing()
 
@@ -61,8 +65,6 @@ def test_ratios_are_of_medians() -> None:
 
 @pytest.mark.parametrize("codec", [TopK(density=0.05), OneBit()], ids=lambda codec: codec.name)
 def test_the_torch_chains_do_what_the_codec_does(codec: TopK | OneBit) -> None:
-    import torch
-
     residual = torch.randn(4096, generator=torch.Generator().manual_seed(0))
     grad = torch.randn(4096, generator=torch.Generator().manual_seed(1))
     expected, theirs = residual.clone(), residual.clone()
@@ -120,6 +122,56 @@ def test_the_tax_is_what_a_step_costs_beyond_the_floor() -> None:
 def test_without_the_opponent_there_is_no_ratio() -> None:
     row = {"times": [[1.0]], "sent_bytes": 0.0, "counted": {}}
     assert [r["tax_ratio"] for r in step.summarize([{"none": row, "topk": row}], shaped=True)] == [None, None]
+
+
+# -- gpu ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_gpu_report_in_rehearsal(tmp_path: Path) -> None:
+    """Everything but the GPU: on the CPU, in miniature."""
+    output = tmp_path / "report"
+    line = "gpu --device cpu --numel 20001 --ranks 2 --repeats 2 --sections kernels step --output"
+    command = [sys.executable, "-m", "gradwire.benchmarks.cli", *line.split(), str(output)]
+    alone = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=alone)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(output.with_suffix(".json").read_text())
+    check_document(document, "gpu")
+    assert [row["codec"] for row in document["kernels"]] == [repr(codec) for codec in gpu.CODECS]
+    for row in document["kernels"]:
+        assert row["bytes_per_element"]["encode_feedback"] == 12 + row["wire_bytes_per_element"]
+        assert row["ratio_to_add"]["add"] == 1
+        assert row["share_of_copy"]["copy"] == pytest.approx(1)
+    assert all(row["finite"] for row in document["step"].values())
+    text = output.with_suffix(".md").read_text()
+    assert all(f"`{row['label']}`" in text for row in document["kernels"])
+
+
+def test_a_failed_section_fails_the_report() -> None:
+    good, bad, absent = ({"status": status, "summary": ""} for status in (0, 1, None))
+    assert gpu.passed({"tests": good, "sanitizer": {"memcheck": good, "compute-sanitizer": absent}})
+    assert not gpu.passed({"tests": bad})
+    assert not gpu.passed({"tests": good, "sanitizer": {"memcheck": good, "racecheck": bad}})
+
+
+def test_a_command_that_does_not_end_is_reported() -> None:
+    assert gpu.finished([sys.executable, "-c", "import time; time.sleep(60)"], seconds=0.2)["status"] == 124
+    ended = gpu.finished([sys.executable, "-c", "print('one'); print('two'); exit(3)"], seconds=60)
+    assert (ended["status"], ended["summary"]) == (3, "two")
+
+
+def test_without_a_gpu_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    if not GPU:
+        assert cli.main(["gpu"]) == 2
+        assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_every_kernel_is_run_once_for_the_sanitizer() -> None:
+    with emulated_gpu(EmulatedDevice(check=False)) as device, use_backend("cuda"):
+        gpu.once(torch.device("cpu"), numel=5001)
+        gpu.once_sparse(torch.device("cpu"), numel=5001)
+    sources = [path.read_text() for path in CSRC.glob("*.cu")]
+    assert set(device.launches) == {name for text in sources for name in re.findall(r"__global__ void (\w+)\(", text)}
 
 
 # -- links ----------------------------------------------------------------------------------------------------------

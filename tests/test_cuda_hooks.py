@@ -1,0 +1,117 @@
+"""The hook on a GPU: ranks that share one over Gloo, and one rank over NCCL. Needs a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from gradwire import QSGD, Codec, CompressState, OneBit, TernGrad, TopK, compress_hook
+from gradwire.compress import new_draw
+from ranks import Pool
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+pytestmark = pytest.mark.cuda
+Ranks = Callable[[int], Pool]
+CODECS = (OneBit(), QSGD(), TernGrad(), TopK(0.05))
+every_codec = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+
+
+class Fixed(nn.Module):
+    """The gradient of its parameters is what it is fed, on any device to the last bit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.zeros(n)) for n in (3001, 257, 5000, 12)])
+
+    def forward(self, fed: list[Tensor]) -> Tensor:
+        return torch.stack([(w * f).sum() for w, f in zip(self.weights, fed, strict=True)]).sum()
+
+
+def gradients_of(
+    rank: int, codec: Codec, device: str, backend: str | None = None, busy: bool = False, steps: int = 6
+) -> list[Tensor]:
+    """What the hook leaves in every parameter's gradient, over some steps."""
+    group = None if backend is None else dist.new_group(backend=backend)
+    ddp = DistributedDataParallel(Fixed().to(device), bucket_cap_mb=0.01, process_group=group)
+    state = CompressState(ddp, codec)
+    ddp.register_comm_hook(state, compress_hook)
+    generator, seen = torch.Generator().manual_seed(rank), []
+    for _ in range(steps):
+        fed = [torch.randn(w.shape, generator=generator).to(device) for w in ddp.module.weights]
+        if busy:  # the gradients are not there yet when the hook is called, nor when the next kernel is launched
+            torch.cuda._sleep(20_000_000)
+        ddp(fed).backward()
+        seen += [w.grad.clone() for w in ddp.module.weights]
+        ddp.zero_grad()
+    result = [gradient.cpu() for gradient in seen]
+    statistics = state.statistics()
+    assert statistics.steps == steps
+    assert statistics.skipped_entries == 0
+    state.close()
+    return result
+
+
+@every_codec
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+def test_ranks_that_share_a_gpu_get_what_ranks_on_cpus_get(ranks: Ranks, codec: Codec, busy: bool) -> None:
+    expected = ranks(2).run(gradients_of, codec, "cpu")
+    for theirs in ranks(2).run(gradients_of, codec, "cuda", None, busy):
+        assert all(torch.equal(a, b) for a, b in zip(expected[0], theirs, strict=True))
+
+
+@every_codec
+def test_over_nccl_streams_agree(ranks: Ranks, codec: Codec) -> None:
+    if not dist.is_nccl_available():
+        pytest.skip("this torch has no NCCL")
+    (expected,) = ranks(1).run(gradients_of, codec, "cpu")
+    (theirs,) = ranks(1).run(gradients_of, codec, "cuda", "nccl", True)
+    assert all(torch.equal(a, b) for a, b in zip(expected, theirs, strict=True))
+
+
+@every_codec
+def test_a_captured_graph_draws_anew(codec: Codec) -> None:
+    """A step that a graph has baked in would give every replay the same noise."""
+    numel = 50_000
+    x = torch.randn(numel, device="cuda")
+    wire, draw = torch.zeros(codec.wire_bytes(numel), dtype=torch.uint8, device="cuda"), new_draw(1, device="cuda")
+    workspace = codec.workspace(numel, "cuda")
+    codec.encode(x, wire, draw, workspace)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        codec.encode(x, wire, draw, workspace)
+        draw[1] += 1
+    wires = []
+    draw[1] = 10
+    for step in range(3):
+        graph.replay()
+        wires.append(wire.clone())
+        expected = torch.zeros_like(wire)
+        codec.encode(x, expected, new_draw(1, 10 + step, device="cuda"), codec.workspace(numel, "cuda"))
+        assert torch.equal(wire, expected)
+    assert torch.equal(wires[0], wires[1]) == (not codec.stochastic)
+
+
+@every_codec
+def test_a_call_neither_allocates_nor_waits(codec: Codec) -> None:
+    numel = 1_000_003
+    x, residual = torch.randn(numel, device="cuda"), torch.zeros(numel, device="cuda")
+    wire = torch.zeros(codec.wire_bytes(numel), dtype=torch.uint8, device="cuda")
+    rows, out = [part.repeat(4, 1) for part in wire.split(codec.part_bytes(numel))], torch.empty(numel, device="cuda")
+    workspace = codec.workspace(numel, "cuda")
+
+    def call() -> None:
+        codec.with_feedback().encode_feedback(x, residual, wire, None, workspace)
+        codec.decode_mean(rows, out, workspace)
+
+    call()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
