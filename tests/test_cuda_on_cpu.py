@@ -129,6 +129,12 @@ def test_subnormals_stay_unless_flushed(checked: bool, flush: bool) -> None:
     np.testing.assert_array_equal(x, np.array([0, 0, 1] if flush else [0.5e-38, 5e-45, 1], float32))
 
 
+def test_fibers_of_other_processors(checked: bool) -> None:
+    portable = Module(SAMPLES / "semantics.cu", check=checked, options=["-DEMULATOR_UCONTEXT"])
+    for schedule in SCHEDULES:
+        test_threads_may_exit_before_a_collective(portable, schedule)
+
+
 # ---- sample kernels
 
 

@@ -65,7 +65,7 @@ def compile_module(
     shared_object = _cached(
         ("kernels", source, *flags, *options, headers, _own_texts()),
         ".so",
-        lambda target: _build(source, (*flags, *options), check, target),
+        lambda target: _build(source, (*flags, *options), _runtime(check, options), target),
     )
     return shared_object, kernels
 
@@ -90,18 +90,19 @@ def translate(text: str, name: str) -> tuple[str, list[str]]:
     return source, kernels
 
 
-def _build(source: str, flags: Sequence[str], check: bool, target: Path) -> None:
+def _build(source: str, flags: Sequence[str], runtime: Path, target: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         unit, kernels = Path(folder) / "kernels.cpp", Path(folder) / "kernels.o"
         unit.write_text(source, "utf-8")
         _compile(*flags, "-c", unit, "-o", kernels)
         script = f"-Wl,-T,{HERE / 'shared.ld'}"
-        _compile("-shared", "-Wl,-z,noexecstack", script, kernels, _runtime(check), "-o", target)
+        _compile("-shared", "-Wl,-z,noexecstack", script, kernels, runtime, "-o", target)
 
 
-def _runtime(check: bool) -> Path:
+def _runtime(check: bool, options: Sequence[str]) -> Path:
     """The scheduler, compiled: never instrumented, and the same for every module."""
-    flags = (*COMMON, "-Wall", "-O2", *(["-DEMULATOR_CHECKS"] if check else []))
+    own = [option for option in options if option.startswith("-DEMULATOR_")]
+    flags = (*COMMON, "-Wall", "-O2", *(["-DEMULATOR_CHECKS"] if check else []), *own)
     main = RUNTIME / "launch.cpp"
     return _cached(("runtime", *flags, _own_texts()), ".o", lambda target: _compile(*flags, "-c", main, "-o", target))
 

@@ -2,11 +2,6 @@
 #pragma once
 #include "state.h"
 
-#if !defined(__x86_64__) || defined(EMULATOR_UCONTEXT)
-#include <ucontext.h>
-#define EMULATOR_USES_UCONTEXT 1
-#endif
-
 static void* main_stack_pointer;
 static void fiber_main();
 

@@ -8,6 +8,12 @@
 #include <string.h>
 #include <sys/mman.h>
 
+// Everywhere but on x86-64, slower; or on request, to test it.
+#if !defined(__x86_64__) || defined(EMULATOR_UCONTEXT)
+#define EMULATOR_USES_UCONTEXT 1
+#include <ucontext.h>
+#endif
+
 #include "warp_operations.h"
 
 #pragma GCC visibility push(hidden)
