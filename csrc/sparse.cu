@@ -39,18 +39,19 @@ __device__ inline u32 key_of(float v) {
 }
 
 // The sum over the block of what threads before this one have, and the sum over all in `total`.
-__device__ inline u32 scan(u32 v, u32& total, u32 (&warps)[WARP]) {
+template <class V>
+__device__ inline V scan(V v, V& total, V (&warps)[WARP]) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, count = (blockDim.x + WARP - 1) / WARP;
-    u32 sum = v;
+    V sum = v;
 #pragma unroll
     for (int distance = 1; distance < WARP; distance *= 2) {
-        const u32 below = __shfl_up_sync(EVERYONE, sum, distance);
+        const V below = __shfl_up_sync(EVERYONE, sum, distance);
         if (lane >= distance) sum += below;
     }
     __syncthreads();  // `warps` may still be read from the last time
     if (lane == WARP - 1) warps[warp] = sum;
     __syncthreads();
-    u32 before = 0;
+    V before = 0;
     total = 0;
     for (int w = 0; w < count; ++w) {
         if (w < warp) before += warps[w];
@@ -90,7 +91,7 @@ __device__ void collect(const T* x, float* residual, i64 numel, State* state, u3
             wild |= (u32)!is_finite(v[j]) << j;
         }
         u32 total;
-        u32 slot = scan(__popc(chosen), total, warps);
+        u32 slot = scan((u32)__popc(chosen), total, warps);
         const int any_wild = __syncthreads_or(wild != 0);
         if (threadIdx.x == 0) {
             first = total > 0 ? atomicAdd(&state->found, total) : 0;
@@ -178,7 +179,7 @@ __device__ inline u32 prefix_of(const State* state, int digits, u32 k, u32& left
         // Thread 0 has the highest bins.
         const int high = bins - 1 - (int)threadIdx.x * each;
         u32 mine = 0, total;
-        for (int i = 0; i < each; ++i) mine += histogram[high - i];
+        for (int i = 0; i < each && threadIdx.x < THREADS; ++i) mine += histogram[high - i];
         u32 above = scan(mine, total, warps);
         if (threadIdx.x == 0) found[0] = 0, found[1] = 0;
         __syncthreads();
@@ -252,30 +253,40 @@ __device__ inline u32 predict(u32 threshold, u32 found, u32 key, int k) {
     return key > distance ? key - distance : 1;
 }
 
-// One block: tally becomes what lies before each tile; the state becomes what `write` and the next call need.
+// One block: tally becomes what lies before each tile; the state becomes what `write` and the next call need. A thread
+// takes eight tiles at once, both counts of them in one word: rounds are what costs time here.
 __device__ void place(State* state, int k, int capacity, i64 tiles, uint2* tally) {
     __shared__ u32 warps[WARP];
+    __shared__ u64 pairs[WARP];
     u32 left;
     const u32 key = prefix_of(state, DIGITS, (u32)k, left, warps);
-    u32 above_before = 0, equal_before = 0;
-    const i64 rounds = (tiles + THREADS - 1) / THREADS;
-    for (i64 round = 0; round < rounds; ++round) {
-        const i64 tile = round * THREADS + threadIdx.x;
-        const uint2 mine = tile < tiles ? tally[tile] : make_uint2(0, 0);
-        u32 above_total, equal_total;
-        const u32 above = scan(mine.x, above_total, warps), equal = scan(mine.y, equal_total, warps);
-        if (tile < tiles) tally[tile] = make_uint2(above_before + above, equal_before + equal);
-        above_before += above_total, equal_before += equal_total;
+    u64 before = 0;  // above in the upper half, equal in the lower
+    for (i64 first = 0; first < tiles; first += blockDim.x * SLOTS) {
+        const i64 tile = first + threadIdx.x * SLOTS;
+        u64 counts[SLOTS], mine = 0, total;
+#pragma unroll
+        for (int j = 0; j < SLOTS; ++j) {
+            const uint2 here = tile + j < tiles ? tally[tile + j] : make_uint2(0, 0);
+            counts[j] = (u64)here.x << 32 | here.y;
+            mine += counts[j];
+        }
+        u64 sum = before + scan(mine, total, pairs);
+#pragma unroll
+        for (int j = 0; j < SLOTS; ++j) {
+            if (tile + j < tiles) tally[tile + j] = make_uint2((u32)(sum >> 32), (u32)sum);
+            sum += counts[j];
+        }
+        before += total;
     }
     __syncthreads();
-    for (int bin = threadIdx.x; bin < DIGITS * BINS; bin += THREADS) (&state->histogram[0][0])[bin] = 0;
+    for (int bin = threadIdx.x; bin < DIGITS * BINS; bin += blockDim.x) (&state->histogram[0][0])[bin] = 0;
     if (threadIdx.x != 0) return;
     state->dense = failed(state, k, capacity);
     state->threshold = predict(state->threshold, state->found, key, k);
     state->found = 0;
     state->key = key;
     state->ties = left;
-    state->selected = above_before + min(left, equal_before);
+    state->selected = (u32)(before >> 32) + min(left, (u32)before);
 }
 
 template <class T>
@@ -575,7 +586,7 @@ __global__ void union_tally(const u32* bitmap, i64 words, u32* tally) {
     for (i64 tile = blockIdx.x; tile * THREADS < words; tile += gridDim.x) {
         const i64 word = tile * THREADS + threadIdx.x;
         u32 total;
-        scan(word < words ? __popc(bitmap[word]) : 0, total, warps);
+        scan(word < words ? (u32)__popc(bitmap[word]) : 0u, total, warps);
         if (threadIdx.x == 0) tally[tile] = total;
     }
 }
@@ -587,7 +598,7 @@ __global__ void union_place(u32* tally, i64 tiles, u32* size) {
     for (i64 first = 0; first < tiles; first += THREADS) {
         const i64 tile = first + threadIdx.x;
         u32 total;
-        const u32 here = scan(tile < tiles ? tally[tile] : 0, total, warps);
+        const u32 here = scan(tile < tiles ? tally[tile] : 0u, total, warps);
         if (tile < tiles) tally[tile] = before + here;
         before += total;
     }
@@ -600,7 +611,7 @@ __global__ void union_list(u32* bitmap, i64 words, const u32* tally, u32* indice
     for (i64 tile = blockIdx.x; tile * THREADS < words; tile += gridDim.x) {
         const i64 word = tile * THREADS + threadIdx.x;
         u32 bits = word < words ? bitmap[word] : 0, total;
-        i64 slot = (i64)tally[tile] + scan(__popc(bits), total, warps);
+        i64 slot = (i64)tally[tile] + scan((u32)__popc(bits), total, warps);
         for (; bits != 0; bits &= bits - 1, ++slot)
             if (slot < capacity) indices[slot] = (u32)(word * 32 + __ffs(bits) - 1);
         if (word < words) bitmap[word] = 0;

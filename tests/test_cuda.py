@@ -142,7 +142,7 @@ def test_the_grid_covers_the_work_and_no_more() -> None:
     assert grid_for(8 * 1024, 1024, 132) == 1
     assert grid_for(8 * 1024 + 1, 1024, 132) == 2
     assert grid_for(67108865 * 8, 512, 10**9) == 131073  # not 131072: the last block is not lost
-    assert grid_for(2**40, 512, 132) == 8 * 132
+    assert grid_for(2**40, 512, 132) == 64 * 132
 
 
 def test_top_k_refuses_what_32_bits_cannot_index() -> None:

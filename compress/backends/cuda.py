@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import Kernels, Workspace
 from .cuda_device import Argument, Device, device_for
-from .cuda_sparse import RESIDENT, SUFFIXES, THREADS, TopK, whole_rows
+from .cuda_sparse import SHARES, SUFFIXES, THREADS, TopK, whole_rows
 
 #: How the kernels name a format that is stored.
 STORED = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -27,7 +27,7 @@ ROW = 256
 def grid_for(numel: int, block: int, sm_count: int) -> int:
     """Blocks of threads for a launch in which a warp takes one record at a time."""
     records = -(-numel // block)
-    return min(-(-records // WARPS), RESIDENT * sm_count)
+    return min(-(-records // WARPS), SHARES * sm_count)
 
 
 class _Blocks(Kernels):

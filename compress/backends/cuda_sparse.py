@@ -17,8 +17,13 @@ SUFFIXES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 THREADS, WARP = 256, 32
 #: Elements that a block of threads takes at once, and words of a bitmap.
 TILE, BITMAP_TILE = 2048, 256
-#: Blocks of threads for each multiprocessor: as many as it can hold at once. Each then takes its share of the work.
-RESIDENT = 8
+#: Most blocks of threads for each multiprocessor. It holds a few at once; the more there are, the less it matters that
+#: the last ones find it half empty.
+SHARES = 64
+#: The same where every block has work that does not shrink with its share, as with a histogram of its own.
+FEW_SHARES = 4
+#: Threads of the one block that sums over all tiles.
+PLACING_THREADS = 1024
 #: `State` of the kernels: six words, and a histogram for each of three digits.
 STATE_WORDS = 6 + 3 * 2048
 
@@ -62,22 +67,25 @@ class TopK(Kernels):
     def _encode(self, codec: Any, x: Tensor, residual: Tensor | None, wire: Tensor, room: dict[str, Any]) -> None:
         numel, k = x.numel(), codec.k(x.numel())
         device, suffix = device_for(x.device), SUFFIXES[x.dtype]
-        tiles, resident = tiles_of(numel), RESIDENT * device.sm_count
+        tiles = tiles_of(numel)
         capacity, k32 = np.int32(len(room["index"])), np.int32(k)
         source = x, residual, np.int64(numel), room["state"], room["index"], room["value"]
         marks = room["tiles"], room["not_finite"]
-        by_tile, by_warp = min(tiles, resident), min(-(-tiles * WARP // THREADS), resident)
+        by_warp = -(-tiles * WARP // THREADS)
 
-        def launch(name: str, grid: int, *arguments: Argument) -> None:
-            device.function(FILE, name)(grid, THREADS, arguments)
+        def launch(name: str, grid: int, *arguments: Argument, threads: int = THREADS) -> None:
+            device.function(FILE, name)(grid, threads, arguments)
 
-        launch(f"topk_collect_{suffix}", by_tile, *source, capacity, *marks)
+        launch(f"topk_collect_{suffix}", min(tiles, SHARES * device.sm_count), *source, capacity, *marks)
+        few = min(by_warp, FEW_SHARES * device.sm_count)
         for digit in range(3):
-            launch(f"topk_digits_{suffix}", by_warp, *source, capacity, *marks, k32, np.int32(digit))
-        launch(f"topk_tally_{suffix}", by_warp, *source, capacity, *marks, k32, room["tally"])
-        launch("topk_place", 1, room["state"], k32, capacity, np.int64(tiles), room["tally"])
+            launch(f"topk_digits_{suffix}", few, *source, capacity, *marks, k32, np.int32(digit))
+        launch(f"topk_tally_{suffix}", few, *source, capacity, *marks, k32, room["tally"])
+        state = room["state"], k32, capacity, np.int64(tiles), room["tally"]
+        launch("topk_place", 1, *state, threads=PLACING_THREADS)
         indices, values = wire.split(codec.part_bytes(numel))
-        launch(f"topk_write_{suffix}", by_warp, *source, *marks, k32, room["tally"], indices, values)
+        written = *marks, k32, room["tally"], indices, values
+        launch(f"topk_write_{suffix}", min(by_warp, SHARES * device.sm_count), *source, *written)
 
     def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
         indices, values = wire.split(codec.part_bytes(out.numel()))
@@ -95,7 +103,7 @@ class TopK(Kernels):
         pitches = rows, np.int64(indices.stride(0)), value_rows, np.int64(values.stride(0))
         mean = np.float32(1) / np.float32(ranks)
         arguments = (out, np.int64(numel), mean, *pitches, np.int32(ranks), np.int32(k), *room, workspace.status)
-        grid = min(tiles_of(numel), RESIDENT * device.sm_count)
+        grid = min(tiles_of(numel), SHARES * device.sm_count)
         device.function(FILE, f"topk_mean_{SUFFIXES[out.dtype]}")(grid, THREADS, arguments)
 
     @staticmethod
@@ -120,7 +128,7 @@ class TopK(Kernels):
 
 
 def grid_for(threads: int, device: Device) -> int:
-    return min(-(-threads // THREADS), RESIDENT * device.sm_count)
+    return min(-(-threads // THREADS), SHARES * device.sm_count)
 
 
 def whole_rows(rows: Tensor) -> Tensor:
@@ -155,7 +163,7 @@ class Union:
                 arguments = indices, np.int64(len(indices)), np.int64(self.numel), self._bitmap, self.status
                 device.function(FILE, "union_mark")(grid_for(len(indices), device), THREADS, arguments)
         words, tiles = len(self._bitmap), len(self._tally)
-        grid = min(tiles, RESIDENT * device.sm_count)
+        grid = min(tiles, SHARES * device.sm_count)
         device.function(FILE, "union_tally")(grid, THREADS, (self._bitmap, np.int64(words), self._tally))
         device.function(FILE, "union_place")(1, THREADS, (self._tally, np.int64(tiles), self.size))
         out = self._bitmap, np.int64(words), self._tally, self.indices, np.int64(len(self.indices))
