@@ -16,10 +16,9 @@ from gradwire.compress.backends.cuda_sparse import Union, gather_at, scatter_to
 from gradwire.compress.codec import DTYPES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import GPU, KINDS, gradient, same
+from strategies import KINDS, gradient, same
 from torch import Tensor
 
-pytestmark = pytest.mark.skipif(GPU, reason="the emulator stands in for a GPU that is not there")
 CPU = torch.device("cpu")
 every_codec = pytest.mark.parametrize("codec", CODECS, ids=str)
 

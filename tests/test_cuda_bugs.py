@@ -13,10 +13,8 @@ from cuda_on_cpu import EmulationError
 from emulated import CSRC, EmulatedDevice, emulated_gpu
 from gradwire.compress import QSGD, Codec, OneBit, TernGrad, TopK, new_draw
 from gradwire.compress.backends import use_backend
-from strategies import GPU, gradient, same
+from strategies import gradient, same
 from torch import Tensor
-
-pytestmark = pytest.mark.skipif(GPU, reason="bugs are put into kernels that run on the CPU")
 
 
 @dataclass(frozen=True)
