@@ -15,6 +15,7 @@ import numpy as np
 
 from .cpu_blocks import (
     F32,
+    FLOAT16,
     FLOAT32,
     INF_BITS,
     LOW,
@@ -34,6 +35,8 @@ from .cpu_blocks import (
     fill_halves,
     finite,
     fold_lanes,
+    from_bfloat,
+    from_half,
     largest_bits,
     narrow,
     power,
@@ -61,6 +64,7 @@ from .simd import (
     inlined,
     load_f32,
     load_u8,
+    load_u16,
     load_u32x8,
     load_u64x8,
     mask_of,
@@ -442,23 +446,48 @@ def cast_encode(x: Source, residual: int, wire: int, span: Span, stored: int, sc
                 copy(residual + 4 * start, e, 4 * n)
 
 
+@inlined
+def load_as(stored: int, address: int) -> Any:
+    """64 elements as float32."""
+    if stored == FLOAT32:
+        return load_f32(address)
+    if stored == FLOAT16:
+        return from_half(load_u16(address))
+    return from_bfloat(load_u16(address))
+
+
 @compiled
 def cast_decode(out: Source, wires: Wires, span: Span, how: How, stored: int, scratch: int) -> tuple[int, int]:
     kind, target = out
     address, pitch, ranks = wires
     numel, first, last = span
     alpha, add, scale = how
-    unsound, times = 0, F32(alpha)
+    unsound, times, factor = 0, F32(alpha), F32(scale)
     values = scratch + A + 8 * TILE
     for t in range(first, last):
         start = t * TILE
         n = min(TILE, numel - start)
-        total = begin_sum(kind, target, start, n, TILE, add, scratch)
-        for r in range(ranks):
-            widen(stored, address + r * pitch + start * width(stored), values, n, scratch + SPARE)
-            for i in range(0, 4 * n, 256):
-                v = load_f32(values + i)
-                unsound += 64 - count_ones(bits_of(finite(v)))
-                store(total + i, load_f32(total + i) + times * v)
-        end_sum(kind, total, target, start, n, TILE, add, scale, scratch + SPARE)
+        source = address + start * width(stored)
+        direct = kind == FLOAT32 and n == TILE
+        total = target + 4 * start if direct else scratch + A
+        if add and not direct:
+            copy(total, target + 4 * start, 4 * n)
+        whole = n & ~63
+        for i in range(0, whole, 64):
+            v = load_f32(total + 4 * i) if add else splat_f32(ZERO)
+            for r in range(ranks):
+                w = load_as(stored, source + r * pitch + i * width(stored))
+                unsound += 64 - count_ones(bits_of(finite(w)))
+                v = v + times * w
+            store(total + 4 * i, v * factor)
+        if whole < n:  # a wire may not be read beyond its end
+            v = load_f32(total + 4 * whole) if add else splat_f32(ZERO)
+            for r in range(ranks):
+                widen(stored, source + r * pitch + whole * width(stored), values, n - whole, scratch + SPARE)
+                w = load_f32(values)
+                unsound += 64 - count_ones(bits_of(finite(w)))
+                v = v + times * w
+            store(total + 4 * whole, v * factor)
+        if not direct:
+            narrow(kind, total, target + start * width(kind), n, scratch + SPARE)
     return 0, unsound
