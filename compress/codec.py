@@ -44,6 +44,8 @@ from torch import Tensor
 from .backends import Kernels, Workspace, kernels_for
 from .wire import Part
 
+#: Philox counts eight draws in each of 2^32 positions: beyond that, elements would share their noise.
+MOST_ELEMENTS = 1 << 35
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -119,6 +121,8 @@ class Codec(ABC):
             raise ValueError(
                 f"cannot compress {numel} elements: a gradient needs at least one; leave out empty tensors"
             )
+        if numel > MOST_ELEMENTS:
+            raise ValueError(f"cannot compress {numel} elements at once: split the gradient into parts of at most 2^35")
         self.parts(numel)
         device = torch.device(device)
         return self.kernels(device).workspace(self, numel, device)

@@ -74,6 +74,14 @@ def test_size_is_a_function_of_numel_alone_and_whole_records(codec: Codec) -> No
             assert parts[0].records == -(-numel // codec.block_size)
 
 
+@default_codecs
+def test_more_than_can_be_served_is_refused(codec: Codec) -> None:
+    with pytest.raises(ValueError, match=r"34359738369 elements.* at most 2\^35"):
+        codec.workspace((1 << 35) + 1)
+    with pytest.raises(ValueError, match="0 elements"):
+        codec.workspace(0)
+
+
 def test_bits_per_element_are_really_packed() -> None:
     """A peer's "1-bit" wire was a byte an element, its "4-bit" one too."""
     assert OneBit().bits_per_element() == pytest.approx(1.0625)
