@@ -42,7 +42,8 @@ class CompressState:
         exclude: predicate `(name, parameter)`; parameters it is true of stay float32, inside the same messages.
         grad_scaler: the GradScaler in use, if any: residuals follow its scale, and those of a step that it skips
             because of an overflow are put back.
-        process_group: used for the exchanges and nothing else. By default a Gloo group of the model's ranks is made.
+        process_group: used for the exchanges and nothing else. By default a Gloo group of the model's ranks is made;
+            for a model on GPUs whose own group is NCCL's, that one serves.
         seed: of stochastic rounding.
 
     Raises:
