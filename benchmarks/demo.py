@@ -409,8 +409,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             content["parameters"] = runs[0].elements_per_step
             report(runs, content, options.output, recipe)
     finally:
-        # Models in reference cycles keep the group, and with it Gloo's threads: one that lets go of its last tensor while
-        # the interpreter ends aborts the process.
+        # Models in reference cycles keep the group, and with it Gloo's threads: one that lets go of its last tensor
+        # while the interpreter ends aborts the process.
         gc.collect()
         dist.destroy_process_group()
     return 0
