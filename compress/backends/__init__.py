@@ -12,10 +12,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .sparse import EntryKernels
 
 BACKENDS = ("reference", "cpu", "cuda")
 
@@ -71,13 +74,22 @@ class Kernels(ABC):
         residual.copy_(torch.where(sent, total - decoded, residual))
 
     def decode_mean(self, codec: Any, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
-        world_size = wires[0].shape[0]
         total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
-        for rank in range(world_size):
+        for rank in range(wires[0].shape[0]):
             wire = wires[0][rank] if len(wires) == 1 else torch.cat([part[rank] for part in wires])
             self.decode_add(codec, wire, total, 1.0, workspace)
-        inverse = torch.tensor(1.0, dtype=torch.float32) / world_size
-        out.copy_(total * inverse.to(out.device))
+        divide(total, wires[0].shape[0], out)
+
+
+def divide(total: Tensor, world_size: int, out: Tensor) -> None:
+    """`out` = total · (1 / world_size), the reciprocal in float32, cast once."""
+    out.copy_(total * (torch.tensor(1.0, dtype=torch.float32) / world_size).to(total.device))
+
+
+def entries_for(device: torch.device) -> EntryKernels:
+    """What packs and merges entries on `device`. Raises as `kernels_for` does."""
+    kernels: EntryKernels = _backend(_forced or device.type).ENTRIES
+    return kernels
 
 
 def kernels_for(device: torch.device, codec_name: str) -> Kernels:
@@ -86,18 +98,19 @@ def kernels_for(device: torch.device, codec_name: str) -> Kernels:
     Raises:
         ValueError: no backend serves that device.
     """
-    name = _forced or device.type
-    if name not in BACKENDS:
-        raise ValueError(
-            f"gradwire has no kernels for device {str(device)!r}: move the tensors to one of {BACKENDS[1:]}"
-        )
-    return backend_kernels(name)[codec_name]
+    return backend_kernels(_forced or device.type)[codec_name]
 
 
 def backend_kernels(name: str) -> dict[str, Kernels]:
     """The kernels of every codec on backend `name`, by codec name."""
-    table: dict[str, Kernels] = importlib.import_module(f".{name}", __name__).KERNELS
+    table: dict[str, Kernels] = _backend(name).KERNELS
     return table
+
+
+def _backend(name: str) -> Any:
+    if name not in BACKENDS:
+        raise ValueError(f"gradwire has no kernels for device {name!r}: move the tensors to one of {BACKENDS[1:]}")
+    return importlib.import_module(f".{name}", __name__)
 
 
 @contextmanager

@@ -19,8 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import Kernels, Workspace, cpu_dense, cpu_sparse
+from ..entries import index_layout
+from . import Kernels, Workspace, cpu_dense, cpu_entries, cpu_sparse
 from .cpu_blocks import BFLOAT16, FLOAT16, FLOAT32, TILE, scratch_bytes
+from .sparse import EntryKernels, SparseKernels, typed_rows
 
 KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 #: Fewer elements than this are not worth another thread.
@@ -206,9 +208,85 @@ class Cast(_Blocks):
         return cpu_dense.cast_decode, (self.stored(codec),)
 
 
-class TopK(_CpuKernels):
+class Entries(EntryKernels):
+    def pack_indices(self, indices: Tensor, count: Tensor | None, base: int, numel: int, wire: Tensor) -> None:
+        used = len(indices) if count is None else int(count)
+        layout = _layout(numel, len(indices))
+        cpu_entries.pack_indices(indices.data_ptr(), used, base, layout, wire.data_ptr())
+
+    def unpack_indices(self, wires: Tensor, base: int, numel: int, counts: Tensor | None, indices: Tensor) -> None:
+        k = indices.shape[1]
+        layout = _layout(numel, k)
+        wire, pitch, index, row = wires.data_ptr(), wires.stride(0), indices.data_ptr(), 4 * indices.stride(0)
+        for i in range(len(wires)):
+            found = cpu_entries.unpack_indices(wire + i * pitch, base, numel, layout, k, index + i * row)
+            if counts is not None:
+                counts[i] = found
+
+    def pack_values(
+        self,
+        values: Tensor,
+        dtype: torch.dtype,
+        wire: Tensor,
+        indices: Tensor | None = None,
+        count: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> None:
+        if dtype == torch.float32:
+            wire.view(dtype).copy_(values)
+            return
+        pack = cpu_entries.pack_bfloat if dtype == torch.bfloat16 else cpu_entries.pack_bytes
+        used = len(values) if count is None else int(count)
+        rest = (0, 0, 0)
+        if residual is not None and indices is not None:
+            rest = indices.data_ptr(), used, residual.data_ptr()
+        pack(values.data_ptr(), len(values), wire.data_ptr(), *rest)
+
+    def unpack_values(self, wires: Tensor, dtype: torch.dtype, values: Tensor) -> None:
+        if dtype == torch.float32:
+            values.copy_(typed_rows(wires, dtype))
+            return
+        unpack = cpu_entries.unpack_bfloat if dtype == torch.bfloat16 else cpu_entries.unpack_bytes
+        for wire, row in zip(wires, values, strict=True):
+            unpack(wire.data_ptr(), len(row), row.data_ptr())
+
+    def merge(
+        self,
+        indices: Tensor,
+        values: Tensor,
+        offsets: Sequence[int],
+        start: int,
+        stop: int,
+        out_indices: Tensor,
+        out_values: Tensor,
+    ) -> tuple[int, int]:
+        lists = len(offsets) - 1
+        bounds = np.asarray(offsets, np.int64)
+        cursors = np.empty(2 * lists, np.int64)
+        scratch = np.empty(cpu_entries.MERGE_SCRATCH, np.uint8)
+        result: tuple[int, int] = cpu_entries.merge(
+            indices.data_ptr(),
+            values.data_ptr(),
+            bounds.ctypes.data,
+            lists,
+            (start, stop),
+            out_indices.data_ptr(),
+            out_values.data_ptr(),
+            cursors.ctypes.data,
+            scratch.ctypes.data,
+        )
+        return result
+
+
+def _layout(numel: int, k: int) -> tuple[int, int, int]:
+    layout = index_layout(numel, k)
+    return layout.low_bits, layout.upper_words, layout.low_words
+
+
+class TopK(SparseKernels, _CpuKernels):
     """Exact selection among the candidates of one pass, whose threshold is predicted from the last call's."""
 
+    entries = Entries()
     #: How many candidates to aim at, as a multiple of k: fewer than one means a second pass.
     aim = 1.3
     #: The distance below the k-th key in which to expect them, before that is known: a 16th of a binade.
@@ -216,24 +294,26 @@ class TopK(_CpuKernels):
 
     def workspace(self, codec: Any, numel: int, device: torch.device) -> Workspace:
         workspace = Workspace.on(device)
-        self._room(codec, numel, workspace)
+        self._scratch(codec, numel, workspace)
         return workspace
 
-    def _room(self, codec: Any, numel: int, workspace: Workspace) -> tuple[int, int, int, int, int]:
+    def _scratch(self, codec: Any, numel: int, workspace: Workspace) -> tuple[int, int, int, int, int]:
         capacity = min(4 * codec.k(numel), numel) + TILE
         scratch = _room(workspace, "scratch", _pieces(numel, numel) * scratch_bytes(TILE))
         # One more than fits may be written, before it is known to be none.
         index, value = (_room(workspace, name, 4 * capacity + 64) for name in ("index", "value"))
         return index, value, capacity, _room(workspace, "histogram", 4 << 11), scratch
 
-    def _encode(
-        self, codec: Any, x: Tensor, residual: int, wire: Tensor, draw: Tensor | None, workspace: Workspace
+    def encode_plain(
+        self, codec: Any, x: Tensor, residual: Tensor | None, row: Tensor, values: Tensor, workspace: Workspace
     ) -> None:
         numel = x.numel()
-        k, room = codec.k(numel), self._room(codec, numel, workspace)
+        k, room = codec.k(numel), self._scratch(codec, numel, workspace)
         threshold = workspace.buffers.get("threshold", 1)
         source = KINDS[x.dtype], x.data_ptr()
-        found, key = cpu_sparse.topk_encode(source, residual, wire.data_ptr(), numel, k, threshold, room)
+        kept = 0 if residual is None else residual.data_ptr()
+        target = row.data_ptr(), values.data_ptr()
+        found, key = cpu_sparse.topk_encode(source, kept, target, numel, k, threshold, room)
         workspace.buffers["threshold"] = self.predict(threshold, found, key, k)
 
     def predict(self, threshold: int, found: int, key: int, k: int) -> int:
@@ -249,26 +329,28 @@ class TopK(_CpuKernels):
             margin = (key - threshold) * math.log(self.aim) / math.log(found / k)
         return max(1, key - round(min(max(margin, 1 << 12), 1 << 23)))
 
-    def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
+    def add_plain(
+        self, codec: Any, row: Tensor, values: Tensor, out: Tensor, alpha: float, workspace: Workspace
+    ) -> None:
         k, numel = codec.k(out.numel()), out.numel()
-        values = wire.data_ptr() + codec.part_bytes(numel)[0]
-        _count(workspace, [cpu_sparse.topk_add(wire.data_ptr(), values, out.data_ptr(), numel, k, float(alpha))])
+        where = row.data_ptr(), values.data_ptr(), out.data_ptr()
+        _count(workspace, [cpu_sparse.topk_add(*where, numel, k, float(alpha))])
 
-    def decode_mean(self, codec: Any, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
-        (indices, values), numel, ranks = wires, out.numel(), wires[0].shape[0]
+    def mean_plain(self, codec: Any, rows: Tensor, values: Tensor, out: Tensor, workspace: Workspace) -> None:
+        numel, ranks = out.numel(), len(rows)
         count = -(-numel // TILE)
         pieces = _pieces(numel, count)
         size = scratch_bytes(TILE)
         scratch = _room(workspace, "scratch", pieces * size)
         cursors = _room(workspace, "cursors", pieces * ranks * 16)
         target = KINDS[out.dtype], out.data_ptr()
-        rows = (indices.data_ptr(), indices.stride(0)), (values.data_ptr(), values.stride(0))
+        lists = (rows.data_ptr(), 4 * rows.stride(0)), (values.data_ptr(), 4 * values.stride(0))
         k, scale = codec.k(numel), _inverse(ranks)
 
         def job(first: int, last: int, piece: int) -> tuple[int, int]:
             memory = cursors + piece * ranks * 16, scratch + piece * size
             result: tuple[int, int] = cpu_sparse.topk_mean(
-                target, *rows, ranks, (numel, first, last), k, scale, *memory
+                target, *lists, ranks, (numel, first, last), k, scale, *memory
             )
             return result
 
@@ -283,3 +365,5 @@ KERNELS: dict[str, Kernels] = {
     "cast": Cast(),
     "identity": Cast(),
 }
+
+ENTRIES: EntryKernels = Entries()

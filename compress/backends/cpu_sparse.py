@@ -206,14 +206,18 @@ def put_back(residual: int, index: int, value: int, count: int, kept_index: int,
 
 
 @compiled
-def topk_encode(x: Source, residual: int, wire: int, numel: int, k: int, threshold: int, room: Room) -> tuple[int, int]:
-    """Returns how many candidates there were, and the k-th largest key, 0 if there are fewer."""
+def topk_encode(
+    x: Source, residual: int, target: tuple[int, int], numel: int, k: int, threshold: int, room: Room
+) -> tuple[int, int]:
+    """`target`: where the count and k indices go, and where k values. Returns how many candidates there were, and the
+    k-th largest key, 0 if there are fewer."""
     index, value, _, histogram, scratch = room
-    indices, values = wire + 4, wire + 4 + 4 * k
+    row, values = target
+    indices = row + 4
     count = collect(x, residual, numel, k, threshold, room)
     if count < k and threshold > 1:
         # The prediction was too high: once more, for all there is. With every candidate put back, the residual holds
-        # a. The wire, not written yet, has room for the residuals that must stay.
+        # a. The target, not written yet, has room for the residuals that must stay.
         kept = 0
         if residual:
             kept = put_back(residual, index, value, count, indices, values)
@@ -225,7 +229,7 @@ def topk_encode(x: Source, residual: int, wire: int, numel: int, k: int, thresho
     if count >= k:
         key, ties = kth_largest(value, count, k, histogram)
         count = keep(index, value, count, key, ties, residual, scratch)
-    store(wire, np.int32(count))
+    store(row, np.int32(count))
     copy(indices, index, 4 * count)
     copy(values, value, 4 * count)
     clear(indices + 4 * count, 4 * (k - count))

@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..entries import LARGEST_UNIT, VALUE_BLOCK, index_layout
 from . import Kernels, Workspace
+from .sparse import EntryKernels, SparseKernels
 
 F32 = np.float32
 #: The one NaN that is ever written.
@@ -208,39 +210,126 @@ class TernGrad(Kernels):
             add(out, alpha, signed * record["scale"])
 
 
-class TopK(Kernels):
-    def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
+class Entries(EntryKernels):
+    def pack_indices(self, indices: Tensor, count: Tensor | None, base: int, numel: int, wire: Tensor) -> None:
+        k = len(indices)
+        layout = index_layout(numel, k)
+        used = k if count is None else int(count)
+        at = (indices[:used].numpy().astype(np.int64) & 0xFFFFFFFF) - base
+        upper = np.zeros(32 * layout.upper_words, np.uint8)
+        upper[(at >> layout.low_bits) + np.arange(used)] = 1
+        low = np.zeros(32 * layout.low_words, np.uint8)
+        low[: used * layout.low_bits] = ((at[:, None] >> np.arange(layout.low_bits)) & 1).reshape(-1)
+        wire.numpy()[:] = np.packbits(np.concatenate([upper, low]), bitorder="little")
+
+    def unpack_indices(self, wires: Tensor, base: int, numel: int, counts: Tensor | None, indices: Tensor) -> None:
+        k = indices.shape[1]
+        layout = index_layout(numel, k)
+        for row, wire in enumerate(wires.numpy()):
+            upper, low = np.split(np.unpackbits(wire, bitorder="little"), [32 * layout.upper_words])
+            place = np.flatnonzero(upper)
+            if counts is not None:
+                counts[row] = len(place)
+            entry = np.arange(min(k, len(place)))
+            bits = low[: k * layout.low_bits].reshape(k, layout.low_bits)[: len(entry)].astype(np.int64)
+            at = (place[: len(entry)] - entry << layout.low_bits) + (bits << np.arange(layout.low_bits)).sum(axis=1)
+            found = np.full(k, -1, np.int64)
+            found[: len(entry)] = np.where(at < numel, at + base, -1)
+            indices[row] = torch.from_numpy(found.astype(np.uint32).view(np.int32))
+
+    def pack_values(
+        self,
+        values: Tensor,
+        dtype: torch.dtype,
+        wire: Tensor,
+        indices: Tensor | None = None,
+        count: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> None:
+        v, k = canonical_nan(values.numpy()), len(values)
+        bytes_ = wire.numpy()
+        bytes_[:] = 0
+        if dtype == torch.float32:
+            bytes_[:] = v.view(np.uint8)
+        elif dtype == torch.bfloat16:
+            half = values.to(torch.bfloat16).view(torch.uint16).numpy().copy()
+            half[np.isnan(v)] = 0x7FC0
+            beyond = np.isfinite(v) & ((half & 0x7FFF) == 0x7F80)
+            half[beyond] -= 1
+            bytes_[: 2 * k] = half.view(np.uint8)
+        else:
+            blocks = in_blocks(v, VALUE_BLOCK)
+            finite = np.isfinite(blocks)
+            largest = np.where(finite, np.abs(blocks), F32(0)).max(axis=1)
+            unit = np.minimum(largest / F32(127), F32(LARGEST_UNIT))
+            with np.errstate(all="ignore"):
+                code = np.where(unit[:, None] > 0, np.rint(blocks / unit[:, None]), F32(0))
+                code = np.where(finite, np.clip(code, -127, 127), F32(-128))
+            codes = code.astype(np.int8).reshape(-1)[:k]
+            bytes_[: 4 * len(unit)] = unit.view(np.uint8)
+            bytes_[4 * len(unit) :][:k] = codes.view(np.uint8)
+        if residual is not None:
+            assert indices is not None
+            used = k if count is None else int(count)
+            decoded = torch.zeros(1, k)
+            self.unpack_values(wire[None], dtype, decoded)
+            finite_values = np.isfinite(v[:used])
+            at = indices[:used].numpy()[finite_values]
+            residual.numpy()[at] = (v - decoded[0].numpy())[:used][finite_values]
+
+    def unpack_values(self, wires: Tensor, dtype: torch.dtype, values: Tensor) -> None:
+        k = values.shape[1]
+        for row, wire in enumerate(wires.numpy()):
+            if dtype == torch.float32:
+                v = wire.view(F32)
+            elif dtype == torch.bfloat16:
+                v = (wire.view(np.uint16)[:k].astype(np.uint32) << 16).view(F32)
+            else:
+                units = -(-k // VALUE_BLOCK)
+                unit, code = wire[: 4 * units].view(F32), wire[4 * units :][:k].view(np.int8)
+                with np.errstate(all="ignore"):
+                    v = np.where(code == -128, NAN, code.astype(F32) * np.repeat(unit, VALUE_BLOCK)[:k])
+            values[row] = torch.from_numpy(v.copy())
+
+
+class TopK(SparseKernels):
+    entries = Entries()
+
+    def encode_plain(
+        self, codec: Any, x: Tensor, residual: Tensor | None, row: Tensor, values: Tensor, workspace: Workspace
+    ) -> None:
         a = canonical_nan(numbers(x))
         key = a.view(np.uint32) & np.uint32(0x7FFFFFFF)  # orders magnitudes, every NaN above infinity
         largest_first = np.argsort(~key, kind="stable")  # stable: ties go to the lower index
         chosen = np.sort(largest_first[: min(codec.k(len(a)), np.count_nonzero(key))])
-        chosen = chosen.astype(np.uint32)
-        wire.zero_()
-        indices, values = self._records(codec, wire, len(a))
-        indices["count"] = len(chosen)
-        indices["index"][0, : len(chosen)] = chosen
-        values["value"][0, : len(chosen)] = a[chosen]
+        row.zero_()
+        values.zero_()
+        row[0] = len(chosen)
+        row[1 : 1 + len(chosen)] = torch.from_numpy(chosen)
+        values[: len(chosen)] = torch.from_numpy(a[chosen])
 
-    def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
-        indices, values = self._records(codec, wire, out.numel())
+    def encode_feedback(
+        self, codec: Any, grad: Tensor, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
+    ) -> None:
+        Kernels.encode_feedback(self, codec, grad, residual, wire, draw, workspace)  # composed: this is its meaning
+
+    def add_plain(
+        self, codec: Any, row: Tensor, values: Tensor, out: Tensor, alpha: float, workspace: Workspace
+    ) -> None:
         k = codec.k(out.numel())
-        count = min(int(indices["count"][0, 0]), k)
-        index = indices["index"][0, :count].astype(np.int64)
-        value = values["value"][0, :count]
+        claimed = int(row[0]) & 0xFFFFFFFF
+        count = min(claimed, k)
+        index = row[1 : 1 + count].numpy().astype(np.int64) & 0xFFFFFFFF
+        value = values[:count].numpy()
         # An entry counts if its index is in range and above every index in range before it.
         in_range = index < out.numel()
         before = np.maximum.accumulate(np.concatenate([[-1], np.where(in_range, index, -1)]))[:-1]
         sound = in_range & (index > before)
-        workspace.status[0] += max(int(indices["count"][0, 0]) - k, 0) + int((~sound).sum())
+        workspace.status[0] += max(claimed - k, 0) + int((~sound).sum())
         workspace.status[1] += int((~np.isfinite(value[sound])).sum())
         target = out.numpy()
         with np.errstate(all="ignore"):
             target[index[sound]] += F32(alpha) * value[sound]
-
-    @staticmethod
-    def _records(codec: Any, wire: Tensor, numel: int) -> tuple[np.ndarray, np.ndarray]:
-        first, second = codec.parts(numel)
-        return first.view(wire[: first.nbytes].numpy()), second.view(wire[first.nbytes :].numpy())
 
 
 class Cast(Kernels):
@@ -289,3 +378,5 @@ KERNELS: dict[str, Kernels] = {
     "cast": Cast(),
     "identity": Identity(),
 }
+
+ENTRIES: EntryKernels = Entries()

@@ -1,0 +1,207 @@
+"""The numba kernels that pack, unpack and merge the entries of sparse gradients: `compress.entries` has the format."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..entries import LARGEST_UNIT, VALUE_BLOCK
+from .cpu_blocks import F32, INF_BITS, LOW, MAGNITUDE, NAN_BITS, ZERO, clear
+from .cpu_sparse import int_at, key_at
+from .simd import (
+    compiled,
+    get_f32,
+    get_i64,
+    get_u8,
+    inlined,
+    lowest_bit,
+    store,
+)
+
+#: Elements whose sums lie in cache while lists are merged, and the scratch for that: sums, then a bit for each.
+MERGE_TILE = 4096
+MERGE_SCRATCH = 4 * MERGE_TILE + MERGE_TILE // 8
+FLOAT32_VALUES, BFLOAT16_VALUES, INT8_VALUES = 0, 1, 2
+UNIT_LIMIT = F32(LARGEST_UNIT)
+LEVELS = F32(127)
+
+Layout = tuple[int, int, int]  # low bits, words of `upper`, words of `low`
+
+
+@inlined
+def set_bits(address: int, bits: Any) -> None:
+    store(address, np.uint32(int_at(address) | bits))
+
+
+@inlined
+def low_of(low: int, entry: Any, width: int) -> Any:
+    """The low bits of an entry, which may lie in two words."""
+    bit = entry * width
+    address, shift = low + 4 * (bit >> 5), bit & 31
+    found = int_at(address) >> shift
+    if shift + width > 32:
+        found |= int_at(address + 4) << (32 - shift)
+    return found & ((1 << width) - 1)
+
+
+@compiled
+def pack_indices(index: int, count: int, base: int, layout: Layout, wire: int) -> None:
+    width, upper_words, low_words = layout
+    low = wire + 4 * upper_words
+    clear(wire, 4 * (upper_words + low_words))
+    word: Any = 0  # low bits that are not written yet, and how many
+    filled: Any = 0
+    for i in range(count):
+        at = int_at(index + 4 * i) - base
+        place = (at >> width) + i
+        set_bits(wire + 4 * (place >> 5), 1 << (place & 31))
+        word |= (at & ((1 << width) - 1)) << filled
+        filled += width
+        if filled >= 32:
+            store(low, np.uint32(word & LOW))
+            low += 4
+            word >>= 32
+            filled -= 32
+    if filled:
+        store(low, np.uint32(word))
+
+
+@compiled
+def unpack_indices(wire: int, base: int, numel: int, layout: Layout, k: int, index: int) -> int:
+    width, upper_words, _ = layout
+    low = wire + 4 * upper_words
+    entry: Any = 0
+    for i in range(upper_words):
+        bits: Any = int_at(wire + 4 * i)
+        while bits:
+            if entry < k:
+                at = ((32 * i + lowest_bit(bits) - entry) << width) + low_of(low, entry, width)
+                store(index + 4 * entry, np.uint32(at + base if at < numel else LOW))
+            entry += 1
+            bits &= bits - 1
+    for i in range(entry, k):
+        store(index + 4 * i, np.uint32(LOW))
+    return entry
+
+
+@inlined
+def keep_rest(residual: int, index: int, i: int, value: Any, decoded: Any) -> None:
+    store(residual + 4 * int_at(index + 4 * i), value - decoded)
+
+
+@compiled
+def pack_bfloat(value: int, k: int, wire: int, index: int, count: int, residual: int) -> None:
+    if k & 1:
+        store(wire + 2 * k, np.uint16(0))
+    for i in range(k):
+        word = int_at(value + 4 * i)
+        rounded = (word + 0x7FFF + ((word >> 16) & 1)) >> 16
+        if word & MAGNITUDE > INF_BITS:
+            rounded = 0x7FC0
+        elif word & MAGNITUDE < INF_BITS:
+            rounded -= int(rounded & 0x7FFF == 0x7F80)
+            if residual and i < count:
+                keep_rest(residual, index, i, get_f32(value + 4 * i), np.int32(rounded << 16).view(F32))
+        store(wire + 2 * i, np.uint16(rounded))
+
+
+@compiled
+def pack_bytes(value: int, k: int, wire: int, index: int, count: int, residual: int) -> None:
+    units = (k + VALUE_BLOCK - 1) // VALUE_BLOCK
+    codes = wire + 4 * units
+    for i in range(k, (k + 3) & -4):
+        store(codes + i, np.int8(0))
+    for block in range(units):
+        first = block * VALUE_BLOCK
+        last = min(first + VALUE_BLOCK, k)
+        largest: Any = 0
+        for i in range(first, last):
+            key = key_at(value + 4 * i)
+            largest = max(largest, key if key < INF_BITS else 0)
+        unit = min(np.int32(largest).view(F32) / LEVELS, UNIT_LIMIT)
+        store(wire + 4 * block, unit)
+        for i in range(first, last):
+            if key_at(value + 4 * i) >= INF_BITS:
+                store(codes + i, np.int8(-128))
+                continue
+            v = get_f32(value + 4 * i)
+            level = min(max(np.rint(v / unit), -LEVELS), LEVELS) if unit > ZERO else ZERO
+            store(codes + i, np.int8(level))
+            if residual and i < count:
+                keep_rest(residual, index, i, v, level * unit)
+
+
+@compiled
+def unpack_bfloat(wire: int, k: int, value: int) -> None:
+    for i in range(k):
+        word = int(get_u8(wire + 2 * i)) | int(get_u8(wire + 2 * i + 1)) << 8
+        store(value + 4 * i, np.uint32(word << 16))
+
+
+@compiled
+def unpack_bytes(wire: int, k: int, value: int) -> None:
+    codes = wire + 4 * ((k + VALUE_BLOCK - 1) // VALUE_BLOCK)
+    for i in range(k):
+        code = int(get_u8(codes + i))
+        if code == 128:
+            store(value + 4 * i, NAN_BITS)
+        else:
+            store(value + 4 * i, F32(code - 256 * (code >> 7)) * get_f32(wire + 4 * (i // VALUE_BLOCK)))
+
+
+@compiled
+def merge(
+    index: int,
+    value: int,
+    offsets: int,
+    lists: int,
+    span: tuple[int, int],
+    out_index: int,
+    out_value: int,
+    cursors: int,
+    scratch: int,
+) -> tuple[int, int]:
+    """Tile by tile. `offsets` holds lists + 1 numbers of 64 bits; `cursors` has room for two of each list."""
+    start, stop = span
+    bits_at = scratch + 4 * MERGE_TILE
+    found: Any = 0
+    skipped: Any = 0
+    for r in range(lists):
+        store(cursors + 16 * r, get_i64(offsets + 8 * r))
+        store(cursors + 16 * r + 8, np.int64(start - 1))
+    tile = start
+    while tile < stop:
+        end = min(tile + MERGE_TILE, stop)
+        clear(scratch, MERGE_SCRATCH)
+        any_entry: Any = 0
+        for r in range(lists):
+            i, before = get_i64(cursors + 16 * r), get_i64(cursors + 16 * r + 8)
+            last = get_i64(offsets + 8 * r + 8)
+            while i < last:
+                at = int_at(index + 4 * i)
+                if before < at < stop:
+                    if at >= end:
+                        break
+                    before = at
+                    j = at - tile
+                    place = scratch + 4 * j
+                    store(place, get_f32(place) + get_f32(value + 4 * i))
+                    set_bits(bits_at + 4 * (j >> 5), 1 << (j & 31))
+                    any_entry = 1
+                else:
+                    skipped += 1
+                i += 1
+            store(cursors + 16 * r, i)
+            store(cursors + 16 * r + 8, before)
+        if any_entry:
+            for w in range(MERGE_TILE // 32):
+                bits: Any = int_at(bits_at + 4 * w)
+                while bits:
+                    j = 32 * w + lowest_bit(bits)
+                    store(out_index + 4 * found, np.uint32(tile + j))
+                    store(out_value + 4 * found, get_f32(scratch + 4 * j))
+                    found += 1
+                    bits &= bits - 1
+        tile = end
+    return found, skipped

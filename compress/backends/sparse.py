@@ -1,0 +1,181 @@
+"""Sparse gradients, whatever the backend: how entries are packed and merged, and what a sparse codec makes of that.
+
+*Entries* are int32 indices (their bits: unsigned, ascending) and float32 values of the same length. `compress.entries`
+says how they are packed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import Kernels, Workspace, divide
+
+
+class EntryKernels(ABC):
+    """What a backend does with entries. Indices on the wire are relative to `base` and below `numel`."""
+
+    @abstractmethod
+    def pack_indices(self, indices: Tensor, count: Tensor | None, base: int, numel: int, wire: Tensor) -> None:
+        """Write `indices`, int32 [k], of which the first `count` (int32 [1] on the device; None: all) are used."""
+
+    @abstractmethod
+    def unpack_indices(self, wires: Tensor, base: int, numel: int, counts: Tensor | None, indices: Tensor) -> None:
+        """Read rows of packed indices, uint8 [rows, bytes], into int32 [rows, k] and, unless None, int32 [rows].
+
+        A row has as many entries as bits are set. Those beyond k have no room; where there are fewer, or an index is
+        not below `numel`, the index becomes 2^32 - 1, which is never in range.
+        """
+
+    @abstractmethod
+    def pack_values(
+        self,
+        values: Tensor,
+        dtype: torch.dtype,
+        wire: Tensor,
+        indices: Tensor | None = None,
+        count: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> None:
+        """Write `values`, float32 [k], as `dtype`. With a residual: residual[indices] = value - decoded, for the first
+        `count` (int32 [1]; None: all) of them, where the value is finite."""
+
+    @abstractmethod
+    def unpack_values(self, wires: Tensor, dtype: torch.dtype, values: Tensor) -> None:
+        """Read rows of packed values, uint8 [rows, bytes], into float32 [rows, k]."""
+
+    def merge(
+        self,
+        indices: Tensor,
+        values: Tensor,
+        offsets: Sequence[int],
+        start: int,
+        stop: int,
+        out_indices: Tensor,
+        out_values: Tensor,
+    ) -> tuple[int, int]:
+        """Sum lists of entries, in the order of the lists, at the union of their indices.
+
+        Args:
+            indices, values: the lists end to end, list i from `offsets[i]` to `offsets[i + 1]`.
+            start, stop: an entry counts if its index lies here and above every other of its list that does so before.
+            out_indices, out_values: int32 and float32 with room for all entries. May not overlap with the lists.
+
+        Returns:
+            How many entries the result has (the host waits for this number), and how many did not count.
+        """
+        # In torch, for devices without anything better. No index comes twice in a list, so each sum has one order.
+        device = indices.device
+        total = torch.zeros(stop - start, device=device)
+        present = torch.zeros(stop - start, dtype=torch.bool, device=device)
+        skipped = torch.zeros((), dtype=torch.int64, device=device)
+        for first, last in pairwise(offsets):
+            if first == last:
+                continue
+            at = (indices[first:last].long() & 0xFFFFFFFF) - start
+            inside = (at >= 0) & (at < stop - start)
+            highest = torch.where(inside, at, -1).cummax(0).values
+            sound = inside & (at > torch.cat([highest.new_full((1,), -1), highest[:-1]]))
+            place = at[sound]
+            total[place] += values[first:last][sound]
+            present[place] = True
+            skipped += (~sound).sum()
+        found = present.nonzero().view(-1)
+        out_indices[: len(found)] = (found + start).int()
+        out_values[: len(found)] = total[found]
+        return len(found), int(skipped)
+
+
+class SparseKernels(Kernels):
+    """A sparse codec: a backend selects and sums plain entries (`encode_plain`, …); packing them is done here.
+
+    A row of plain entries is int32 [1 + k]: how many are used, then their indices.
+    """
+
+    entries: EntryKernels
+
+    @abstractmethod
+    def encode_plain(
+        self, codec: Any, x: Tensor, residual: Tensor | None, row: Tensor, values: Tensor, workspace: Workspace
+    ) -> None:
+        """Select. What is selected leaves the residual, where it is finite."""
+
+    @abstractmethod
+    def add_plain(
+        self, codec: Any, row: Tensor, values: Tensor, out: Tensor, alpha: float, workspace: Workspace
+    ) -> None: ...
+
+    def mean_plain(self, codec: Any, rows: Tensor, values: Tensor, out: Tensor, workspace: Workspace) -> None:
+        """`rows` int32 [P, 1 + k], `values` float32 [P, k]."""
+        total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+        for row, numbers in zip(rows, values, strict=True):
+            self.add_plain(codec, row, numbers, total, 1.0, workspace)
+        divide(total, len(rows), out)
+
+    def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
+        self._encode(codec, x, None, wire, workspace)
+
+    def encode_feedback(
+        self, codec: Any, grad: Tensor, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
+    ) -> None:
+        self._encode(codec, grad, residual, wire, workspace)
+
+    def _encode(self, codec: Any, x: Tensor, residual: Tensor | None, wire: Tensor, workspace: Workspace) -> None:
+        numel = x.numel()
+        indices, values = wire.split(codec.part_bytes(numel))
+        packed_indices, packed_values = codec.indices == "packed", codec.values != torch.float32
+        room, values_room = self._room(codec, 1, numel, x.device, workspace)
+        row = room[0] if packed_indices else indices.view(torch.int32)
+        plain = values_room[0] if packed_values else values.view(torch.float32)
+        self.encode_plain(codec, x, residual, row, plain, workspace)
+        if packed_indices:
+            self.entries.pack_indices(row[1:], row[:1], 0, numel, indices)
+        if packed_values:
+            self.entries.pack_values(plain, codec.values, values, row[1:], row[:1], residual)
+
+    def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
+        parts = [part[None] for part in wire.split(codec.part_bytes(out.numel()))]
+        rows, values = self._plain(codec, parts, out.numel(), workspace)
+        self.add_plain(codec, rows[0], values[0], out, alpha, workspace)
+
+    def decode_mean(self, codec: Any, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
+        rows, values = self._plain(codec, wires, out.numel(), workspace)
+        self.mean_plain(codec, rows, values, out, workspace)
+
+    def _plain(self, codec: Any, wires: Sequence[Tensor], numel: int, workspace: Workspace) -> tuple[Tensor, Tensor]:
+        """The ranks' entries as they are, unpacked into the workspace where they are packed."""
+        (indices, values), ranks = wires, wires[0].shape[0]
+        rows, plain = self._room(codec, ranks, numel, indices.device, workspace)
+        if codec.indices == "packed":
+            self.entries.unpack_indices(indices, 0, numel, rows[:, 0], rows[:, 1:])
+        else:
+            rows = typed_rows(indices, torch.int32)
+        if codec.values != torch.float32:
+            self.entries.unpack_values(values, codec.values, plain)
+        else:
+            plain = typed_rows(values, torch.float32)
+        return rows, plain
+
+    @staticmethod
+    def _room(codec: Any, ranks: int, numel: int, device: torch.device, workspace: Workspace) -> tuple[Tensor, Tensor]:
+        """Room for plain entries: int32 [ranks, 1 + k] and float32 [ranks, k], of those that are packed."""
+        room: tuple[Tensor, Tensor] | None = workspace.buffers.get("plain")
+        if room is None or len(room[0]) < ranks:
+            k = codec.k(numel)
+            room = (
+                torch.zeros(ranks, 1 + k if codec.indices == "packed" else 0, dtype=torch.int32, device=device),
+                torch.zeros(ranks, k if codec.values != torch.float32 else 0, device=device),
+            )
+            workspace.buffers["plain"] = room
+        return room[0][:ranks], room[1][:ranks]
+
+
+def typed_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of bytes, which may lie apart, as rows of 4-byte numbers, without a copy."""
+    whole = rows.as_strided(((rows.shape[0] - 1) * rows.stride(0) + rows.shape[1],), (1,))
+    return whole.view(dtype).as_strided((rows.shape[0], rows.shape[1] // 4), (rows.stride(0) // 4, 1))
