@@ -7,7 +7,7 @@
 __version__ = "0.1.0"
 
 from .compress import CODECS, QSGD, Cast, Codec, Identity, OneBit, TernGrad, TopK
-from .hooks import CompressState, compress_hook
+from .hooks import CompressState, compress_hook, sparse_all_reduce
 
 __all__ = [
     "CODECS",
@@ -21,4 +21,5 @@ __all__ = [
     "TopK",
     "__version__",
     "compress_hook",
+    "sparse_all_reduce",
 ]

@@ -47,6 +47,11 @@ def index_layout(numel: int, k: int) -> IndexLayout:
     return IndexLayout(low, -(-((highest >> low) + k) // 32), -(-k * low // 32))
 
 
+def index_bytes(numel: int, k: int) -> int:
+    """Bytes of `k` packed indices below `numel`, a multiple of 4."""
+    return index_layout(numel, k).nbytes
+
+
 def value_bytes(k: int, dtype: torch.dtype) -> int:
     """Bytes of `k` packed values, a multiple of 4."""
     if dtype == torch.float32:

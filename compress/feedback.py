@@ -4,15 +4,16 @@ A residual belongs to a parameter, by name. The memory is one flat float32 buffe
 which a communication bucket holds its parameters, so that one kernel call serves the bucket. When buckets are
 rebuilt, the new layout gathers what the old ones hold; nothing depends on a bucket's index.
 
-A two-pass exchange has a second residual: the owner of a slice keeps what its own compression of the mean left out.
-With P ranks, adding P times that to the owner's first residual leaves mean(gradient + residual) what it was, so it can
-be folded away wherever a slice loses its meaning: in a new layout, in a checkpoint.
+Some exchanges have further residuals, at the owner of a slice: what its compression of the mean of P ranks left out, or
+of the mean of the L ranks inside its node. Adding P or L times that, the *weight*, to the owner's first residual leaves
+mean(gradient + residual) what it was, so it can be folded away wherever a slice loses its meaning: in a new layout, in
+a checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -41,6 +42,8 @@ class Slot:
 
 
 Layout = tuple[Slot, ...]
+#: Start and length of what a rank owns, and how many times what it keeps there counts as its own.
+OwnedSlice = tuple[int, int, int]
 
 
 def layout_numel(layout: Layout) -> int:
@@ -48,21 +51,27 @@ def layout_numel(layout: Layout) -> int:
 
 
 @dataclass
+class _Owned:
+    """A residual of elements `start` … that this rank keeps for others too: `weight` times it counts as its own."""
+
+    tensor: Tensor
+    start: int
+    weight: int
+
+    def fold_into(self, residual: Tensor) -> None:
+        residual[self.start : self.start + self.tensor.numel()].add_(self.tensor, alpha=self.weight)
+
+
+@dataclass
 class _Memory:
     residual: Tensor
-    owned: Tensor | None = None  # the second residual, of elements owned_start … of this layout
-    owned_start: int = 0
-    world_size: int = 1
-    saved: tuple[Tensor, Tensor | None] | None = None  # as it was before the last step, when steps can be skipped
-
-    def owned_target(self) -> Tensor:
-        assert self.owned is not None
-        return self.residual[self.owned_start : self.owned_start + self.owned.numel()]
+    owned: list[_Owned] = field(default_factory=list)
+    saved: tuple[Tensor, list[Tensor]] | None = None  # as it was before the last step, when steps can be skipped
 
     def fold(self) -> None:
-        if self.owned is not None:
-            self.owned_target().add_(self.owned, alpha=self.world_size)
-            self.owned.zero_()
+        for owned in self.owned:
+            owned.fold_into(self.residual)
+            owned.tensor.zero_()
 
 
 class ErrorFeedback:
@@ -90,49 +99,42 @@ class ErrorFeedback:
             memory = self._memories[layout] = self._gather(layout, torch.device(device))
         return memory.residual
 
-    def owned(self, layout: Layout, start: int, numel: int, world_size: int) -> Tensor:
-        """The second residual: float32 of `numel` elements, for elements `start` … of the layout, which this rank owns.
+    def owned(self, layout: Layout, slices: Sequence[OwnedSlice]) -> list[Tensor]:
+        """Further residuals that this rank keeps for others, float32, one for each slice; emptied into the first
+        residual when the slices change.
 
         `residual(layout)` must have been called.
         """
         memory = self._memories[layout]
-        if memory.owned is None or (memory.owned_start, memory.owned.numel()) != (start, numel):
+        if [(owned.start, owned.tensor.numel(), owned.weight) for owned in memory.owned] != list(slices):
             memory.fold()
-            memory.owned, memory.owned_start = memory.residual.new_zeros(numel), start
-            memory.world_size = world_size
-        return memory.owned
+            memory.owned = [_Owned(memory.residual.new_zeros(n), start, weight) for start, n, weight in slices]
+        return [owned.tensor for owned in memory.owned]
 
     def remember(self, layout: Layout) -> None:
         """Before a step changes the residuals of a layout: keep them for `undo`, if this object keeps any."""
         memory = self._memories[layout]
         if not self._keep_previous:
             return
-        if memory.saved is None:
-            owned = None if memory.owned is None else memory.owned.clone()
-            memory.saved = (memory.residual.clone(), owned)
-            return
-        residual, owned = memory.saved
-        residual.copy_(memory.residual)
-        if memory.owned is not None and owned is not None and owned.shape == memory.owned.shape:
-            owned.copy_(memory.owned)
-        else:
-            memory.saved = (residual, None if memory.owned is None else memory.owned.clone())
+        now = [owned.tensor for owned in memory.owned]
+        if memory.saved is None or [t.shape for t in memory.saved[1]] != [t.shape for t in now]:
+            memory.saved = torch.empty_like(memory.residual), [torch.empty_like(tensor) for tensor in now]
+        for copy, tensor in zip((memory.saved[0], *memory.saved[1]), (memory.residual, *now), strict=True):
+            copy.copy_(tensor)
 
     def undo(self) -> None:
         """Put back every residual as `remember` saw it last: the step in between has been thrown away."""
         for memory in self._memories.values():
             if memory.saved is not None:
-                residual, owned = memory.saved
-                memory.residual.copy_(residual)
-                if memory.owned is not None:
-                    memory.owned.copy_(owned) if owned is not None else memory.owned.zero_()
+                before = memory.saved[0], *memory.saved[1]
+                for tensor, copy in zip(_tensors(memory), before, strict=True):
+                    tensor.copy_(copy)
 
     def rescale(self, factor: float) -> None:
         """Multiply every residual: gradients are in units of a loss scale, and that has changed."""
         for memory in self._memories.values():
-            memory.residual.mul_(factor)
-            if memory.owned is not None:
-                memory.owned.mul_(factor)
+            for tensor in _tensors(memory):
+                tensor.mul_(factor)
         for tensor in self._waiting.values():
             tensor.mul_(factor)
 
@@ -161,11 +163,10 @@ class ErrorFeedback:
         found = {name: tensor.clone() for name, tensor in self._waiting.items()}
         for layout, memory in self._memories.items():
             flat = memory.residual
-            if memory.owned is not None:
+            if memory.owned:
                 flat = flat.clone()
-                flat[memory.owned_start : memory.owned_start + memory.owned.numel()].add_(
-                    memory.owned, alpha=memory.world_size
-                )
+                for owned in memory.owned:
+                    owned.fold_into(flat)
             for slot in layout:
                 if self._layout_of.get(slot.name) == layout:
                     found[slot.name] = slot.view(flat).clone(memory_format=torch.contiguous_format)
@@ -203,6 +204,10 @@ class ErrorFeedback:
     def _drop_unused(self) -> None:
         used = set(self._layout_of.values())
         self._memories = {layout: memory for layout, memory in self._memories.items() if layout in used}
+
+
+def _tensors(memory: _Memory) -> tuple[Tensor, ...]:
+    return memory.residual, *(owned.tensor for owned in memory.owned)
 
 
 def pack(slots: Iterable[tuple[Slot, Slot]], source: Tensor, target: Tensor) -> None:

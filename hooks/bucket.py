@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from ..compress.codec import Codec, new_draw
+from ..compress.codec import new_draw
 from ..compress.feedback import Layout, Slot, layout_numel, pack
-from .allreduce import EXCHANGES, Exchange
-from .group import Group
-
-
-@dataclass(frozen=True)
-class Choice:
-    """How a step is compressed."""
-
-    codec: Codec
-    exchange: str
-    feedback: bool
-
-    @property
-    def digest(self) -> int:
-        return int.from_bytes(hashlib.blake2b(repr(self).encode(), digest_size=7).digest(), "big")
+from .allreduce import Exchange
+from .plan import Choice, Plan, Topology
 
 
 class Bucket:
@@ -41,6 +25,9 @@ class Bucket:
         # Where some parameters stay dense, the others have to move together first.
         self.packed = torch.zeros(layout_numel(kept), dtype=like.dtype, device=like.device) if rest else None
         self.choice: Choice | None = None
+        self.plan: Plan | None = None
+        #: How many elements any rank has selected, where a sparse codec's exchange has seen that; else 0.
+        self.union = 0
 
     def serves(self, parameters: list[Tensor], like: Tensor) -> bool:
         """Whether DDP's bucket of these parameters still is this one; after a rebuild it may not be."""
@@ -51,19 +38,17 @@ class Bucket:
             and all(a is b for a, b in zip(self.parameters, parameters, strict=True))
         )
 
-    def prepare(self, choice: Choice, group: Group, seed: int) -> Exchange:
+    def prepare(self, plan: Plan, topology: Topology, seed: int) -> Exchange:
         """The exchange for a step, with every buffer it needs."""
-        if self.choice != choice:
-            numel = layout_numel(self.layout)
-            make = EXCHANGES[choice.exchange]
-            self.exchange = make(choice.codec, numel, self.extra.numel(), self.extra.device, group)
-            stream = 2 * self.exchange.rank << 32 | self.index
+        if self.plan != plan:
+            self.exchange = plan.make(layout_numel(self.layout), self.extra.numel(), self.extra.device, topology)
+            stream = 2 * topology.all.rank << 32 | self.index
             self.draw = new_draw(seed, 0, stream, self.extra.device)
             self.owner_draw = new_draw(seed, 0, stream | 1 << 32, self.extra.device)
             self.seen = [0, 0]
             self.arrived = torch.zeros(2, dtype=torch.int64, pin_memory=self.extra.is_cuda)
             self.copied: torch.cuda.Event | None = None
-            self.choice = choice
+            self.plan = plan
         return self.exchange
 
     def gather(self, buffer: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +16,9 @@ from torch import Tensor
 #: How long ranks wait for each other when a state is made.
 HANDSHAKE_TIMEOUT = timedelta(seconds=60)
 
+#: Bytes that an all-gather may return and still be sent all at once, from each rank to each.
+SMALL_GATHER = 1 << 20
+
 _made: Counter[tuple[int, ...]] = Counter()
 
 
@@ -24,14 +28,17 @@ class Group:
     Args:
         process_group: what carries them. Its own methods are called, so that neither torch's renaming of functions nor
             its registry of groups matters here.
+        ranks: the global ranks, where that registry does not know the group.
 
     `Work.wait` blocks the thread on Gloo; on NCCL it only makes the current stream wait.
     """
 
-    def __init__(self, process_group: Any) -> None:
+    def __init__(self, process_group: Any, ranks: Sequence[int] | None = None) -> None:
         self._group = process_group
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
+        #: The global ranks.
+        self.ranks: tuple[int, ...] = tuple(ranks if ranks is not None else dist.get_process_group_ranks(process_group))
 
     @classmethod
     def of_ranks(cls, ranks: list[int]) -> Group:
@@ -46,7 +53,7 @@ class Group:
         name = f"gradwire/{'-'.join(map(str, members))}/{_made[members]}"
         store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
         rank = members.index(dist.get_rank())
-        return cls(dist.ProcessGroupGloo(store, rank, len(members), HANDSHAKE_TIMEOUT))
+        return cls(dist.ProcessGroupGloo(store, rank, len(members), HANDSHAKE_TIMEOUT), members)
 
     @staticmethod
     def blocks(process_group: Any, device: torch.device) -> bool:
@@ -59,14 +66,34 @@ class Group:
             timeout = other._get_backend(other._device_types[0]).options._timeout
             self._group._set_default_timeout(timeout)
 
+    def gathered(self, *shape: int, dtype: torch.dtype = torch.uint8, device: torch.device | str = "cpu") -> Tensor:
+        """Memory for what an all-gather returns, which is the same on every rank."""
+        return torch.zeros(*shape, dtype=dtype, device=device)
+
     def all_gather(self, output: Tensor, row: Tensor) -> dist.Work:
         """Start: `output` = the ranks' rows, end to end."""
+        if not row.is_cuda and row.numel() * row.element_size() * self.size <= SMALL_GATHER:
+            # Gloo's all-gather goes round a ring, which takes size - 1 latencies; to send all at once takes one.
+            return self.all_to_all(output, row.expand(self.size, *row.shape).contiguous())
+        return self.ring_all_gather(output, row)
+
+    def ring_all_gather(self, output: Tensor, row: Tensor) -> dist.Work:
+        """Start: the backend's own all-gather, whatever the size."""
         work: dist.Work = self._group._allgather_base(output.view(-1), row)
         return work
+
+    def all_gather_v(self, output: Tensor, row: Tensor, sizes: Sequence[int]) -> dist.Work:
+        """Start: `output` = the ranks' rows, end to end, `sizes[r]` elements from rank r."""
+        return self.all_to_all_v(output, row.repeat(self.size), sizes, [row.numel()] * self.size)
 
     def all_to_all(self, output: Tensor, rows: Tensor) -> dist.Work:
         """Start: row r of `rows` goes to rank r; row r of `output` comes from it."""
         work: dist.Work = self._group.alltoall_base(output.view(-1), rows.view(-1), [], [])
+        return work
+
+    def all_to_all_v(self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int]) -> dist.Work:
+        """Start: as `all_to_all` for rows of different lengths: `sent[r]` elements go to rank r, `received[r]` come."""
+        work: dist.Work = self._group.alltoall_base(output, rows, list(received), list(sent))
         return work
 
     def all_reduce(self, tensor: Tensor) -> dist.Work:

@@ -13,19 +13,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import __version__
 from ..compress.codec import DTYPES, Codec
-from ..compress.feedback import ErrorFeedback, Slot
+from ..compress.feedback import ErrorFeedback, Slot, layout_numel
 from ..compress.wire import WIRE_VERSION
 from . import handshake
-from .allreduce import Exchange, choose_exchange
-from .bucket import Bucket, Choice, strides_in_bucket
+from .allreduce import Exchange
+from .bucket import Bucket, strides_in_bucket
 from .group import HANDSHAKE_TIMEOUT, Group
 from .lane import Lane
+from .plan import REVIEW_EVERY, Choice, Planner, check_exchange, check_fallback, make_topology, node_size
 from .statistics import Statistics
 
 CHECKPOINT_FORMAT = 1
 
 #: What belongs to a process and is left out of copies of a state.
-CONNECTION = ("_lane", "_group", "_control", "_buckets", "_names", "_tag", "_tags", "_tags_work")
+CONNECTION = ("_lane", "_group", "_planner", "_control", "_buckets", "_names", "_tag", "_tags", "_tags_work")
 
 
 class CompressState:
@@ -35,11 +36,17 @@ class CompressState:
     Args:
         model: the `DistributedDataParallel` model, or what `torch.compile` made of it.
         codec: a codec, or a function of the step (counted from 0) that returns one, equal on all ranks.
-        exchange: "gather", "two_pass", "dense" or "auto"; see `choose_exchange`.
+        exchange: "gather", "two_pass", "union", "split", "dense", "hierarchical", or "auto": what is fastest for each
+            bucket by `hooks.cost`, whose probe of the group takes some tenths of a second when the first state is made.
+            Measured times differ between runs, and so may decisions: name an exchange where runs must be repeatable.
         error_feedback: whether to keep what compression leaves out and add it to the next gradient. "auto" does so for
             codecs that contract (the deterministic ones); True makes stochastic codecs round to nearest.
         warmup_steps: this many first steps are dense.
         exclude: predicate `(name, parameter)`; parameters it is true of stay float32, inside the same messages.
+        fallback: what "auto" sends where compression does not pay (a fast network, a small bucket): torch.float32,
+            torch.bfloat16 (with error feedback), or None: it compresses always.
+        topology: how ranks lie on nodes, for "auto" and "hierarchical", which compress between nodes only: ranks on
+            each node, a two-dimensional DeviceMesh (nodes × ranks inside), "auto" (what torchrun says), or None.
         grad_scaler: the GradScaler in use, if any: residuals follow its scale, and those of a step that it skips
             because of an overflow are put back.
         process_group: used for the exchanges and nothing else. By default a Gloo group of the model's ranks is made;
@@ -54,6 +61,7 @@ class CompressState:
     _lane: Lane | None
     _group: Group  # for gradients
     _control: Group  # for what the host has to know
+    _planner: Planner
     _buckets: dict[int, Bucket]
     _names: dict[int, str]
 
@@ -65,6 +73,8 @@ class CompressState:
         exchange: str = "auto",
         error_feedback: bool | str = "auto",
         warmup_steps: int = 0,
+        fallback: torch.dtype | None = torch.float32,
+        topology: Any = "auto",
         exclude: Callable[[str, nn.Parameter], bool] | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -84,6 +94,8 @@ class CompressState:
         self.exchange = exchange
         self.error_feedback = error_feedback
         self.warmup_steps = warmup_steps
+        self.fallback = fallback
+        self._topology = topology
         self.grad_scaler = grad_scaler
         self.seed = seed
         self._parameters = {clean_name(n): p for n, p in model.module.named_parameters() if p.requires_grad}
@@ -99,7 +111,7 @@ class CompressState:
         problem: Exception | None = None
         try:
             self._check(model)
-            choice = self._choice(0, dist.get_world_size(model.process_group))
+            choice = self._choice(0)
             for dtype in {p.dtype for p in self._parameters.values()}:
                 choice.codec.kernels(self._device).prepare(choice.codec, dtype, self._device)
         except Exception as error:  # whatever it is, the other ranks must hear of it
@@ -133,7 +145,7 @@ class CompressState:
         lane = self._lane or self._connect(None)  # none after `close`, or in a copy
         first, last, step = bucket.index() == 0, bucket.is_last(), self._step
         place = self._place(bucket, buffer)
-        choice = self._choice(step, self._group.size)
+        choice = self._choice(step)
         scale = self._read_scale() if first else None
         if last:
             self._step += 1
@@ -150,7 +162,8 @@ class CompressState:
                     self._end()
             except Exception as error:
                 where = f"step {step}, bucket {place.index}, rank {self._group.rank} of {self._group.size}"
-                raise RuntimeError(f"gradwire: {error} [{where}, {choice.codec}, {choice.exchange}]") from error
+                name = place.plan.exchange if place.plan is not None else choice.exchange
+                raise RuntimeError(f"gradwire: {error} [{where}, {choice.codec}, {name}]") from error
             return buffer
 
         return lane.submit(job)
@@ -173,27 +186,46 @@ class CompressState:
 
     def _reduce(self, place: Bucket, buffer: Tensor, step: int, choice: Choice, first: bool) -> None:
         clock = self._statistics.clock
+        compared = not first
+        if not self._planner.knows(choice):
+            # Measuring takes all ranks: first make sure that they all mean this codec.
+            if first:
+                self._compare_step(choice)
+                compared = True
+            self._planner.learn(choice, place.numel)
         with clock("encode"):
-            exchange = place.prepare(choice, self._group, self.seed)
+            exchange = self._prepare(place, choice, step)
+            assert place.plan is not None
             place.draw[1] = place.owner_draw[1] = step
             grad = place.gather(buffer)
-            residual = owned = None
-            if choice.feedback and exchange.numel:
+            residual, owned = None, []
+            if place.plan.feedback and exchange.numel:
                 residual = self._feedback.residual(place.layout, grad.device)
-                if exchange.owned_slice is not None:
-                    owned = self._feedback.owned(place.layout, *exchange.owned_slice, self._group.size)
+                owned = self._feedback.owned(place.layout, exchange.owned_slices)
                 self._feedback.remember(place.layout)
                 exchange.encode(grad, place.extra, residual, place.draw)
             else:
                 exchange.encode(self._feedback.take(place.layout, grad), place.extra, None, place.draw)
-        if first:
+        if not compared:
             with clock("exchange"):
                 self._compare_step(choice)
         exchange.exchange(owned, place.owner_draw, clock)
         with clock("decode"):
             exchange.decode(grad, place.extra)
+            if choice.exchange == "auto" and step % REVIEW_EVERY == REVIEW_EVERY - 1:
+                place.union = exchange.union_of(grad) or place.union
             place.scatter(buffer)
         self._count(place, exchange)
+
+    def _prepare(self, place: Bucket, choice: Choice, step: int) -> Exchange:
+        """The exchange that serves a bucket: decided when its codec changes, and from time to time."""
+        if place.choice != choice or (choice.exchange == "auto" and step % REVIEW_EVERY == 0):
+            plan, why = self._planner.plan(choice, layout_numel(place.layout), place.union)
+            place.choice = choice
+            self._statistics.decisions[place.index] = f"{plan.exchange} of {plan.codec}: {why}"
+            return place.prepare(plan, self._planner.topology, self.seed)
+        assert place.plan is not None
+        return place.prepare(place.plan, self._planner.topology, self.seed)
 
     def _count(self, place: Bucket, exchange: Exchange) -> None:
         statistics = self._statistics
@@ -229,16 +261,14 @@ class CompressState:
             place = self._buckets[index] = Bucket(index, parameters, tuple(slots), self._excluded, buffer)
         return place
 
-    def _choice(self, step: int, world_size: int) -> Choice:
+    def _choice(self, step: int) -> Choice:
         codec = self.codec_at(step)
         feedback = codec.default_feedback if self.error_feedback == "auto" else bool(self.error_feedback)
         feedback = feedback and not codec.lossless
         if feedback:
             codec = codec.with_feedback()
-        exchange = choose_exchange(self.exchange, codec, world_size)
-        if step < self.warmup_steps:
-            exchange = "dense"
-        return Choice(codec, exchange, feedback and exchange != "dense")
+        check_exchange(self.exchange, codec)
+        return Choice(codec, "dense" if step < self.warmup_steps else self.exchange, feedback)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -300,7 +330,7 @@ class CompressState:
             self._feedback.rescale(1 / scale)
         self.seed = state_dict["seed"]
         for place in self._buckets.values():
-            place.choice = None  # draws and predictions start anew
+            place.plan = place.choice = None  # draws and predictions start anew
 
     def _export(self, residuals: dict[str, Tensor], rank: int, world_size: int) -> dict[str, Any]:
         return {
@@ -367,6 +397,10 @@ class CompressState:
         handshake.compare(sides)
         if group is None:
             self._control.follow_timeout(model_group)
+        topology = make_topology(self._topology, ranks, self._group, carrier, blocking)
+        self._planner = Planner(topology, self._device, self.fallback)
+        if self.exchange == "auto":
+            self._planner.calibrate()
         self._lane = Lane(f"gradwire-{self._group.rank}", self._device, threaded=blocking)
         return self._lane
 
@@ -380,6 +414,8 @@ class CompressState:
             "exchange": self.exchange,
             "error_feedback": self.error_feedback,
             "warmup_steps": self.warmup_steps,
+            "fallback": str(self.fallback),
+            "ranks a node": node_size(self._topology, self._group.size),
             "seed": self.seed,
             "grad_scaler": self.grad_scaler is not None,
             "step": self._step,
@@ -398,6 +434,8 @@ class CompressState:
             raise ValueError(f"error_feedback={self.error_feedback!r}: expected True, False or 'auto'")
         if not isinstance(self.warmup_steps, int) or self.warmup_steps < 0:
             raise ValueError(f"warmup_steps={self.warmup_steps!r}: expected a number of steps, 0 or more")
+        check_fallback(self.fallback)
+        node_size(self._topology, dist.get_world_size(model.process_group))
         if not isinstance(self.seed, int):
             raise TypeError(f"seed={self.seed!r}: expected an integer, equal on all ranks")
         for name, parameter in self._parameters.items():

@@ -19,13 +19,13 @@ FOLDERS = ("benchmarks", "compress", "csrc", "hooks")
 #: From the bottom up: a module may import what stands on a lower line, or beside it. The first match counts.
 LAYERS = (
     ("kernels", r"csrc(\..+)?"),
-    ("wire format", r"compress\.wire"),
+    ("wire format", r"compress\.(wire|entries)"),
     ("backends", r"compress\.backends(\..+)?"),
     ("codec contract", r"compress\.codec"),
     ("codecs", r"compress\.(?!feedback$).+"),
     ("feedback", r"compress\.feedback"),
     ("compress", r"compress"),
-    ("exchanges", r"hooks\.(group|allreduce)"),
+    ("exchanges", r"hooks\.(group|entries|cost|sparse|allreduce|plan)"),
     ("state", r"hooks\.(?!ddp$|horovod$).+"),
     ("hooks", r"hooks\.(ddp|horovod)"),
     ("public hooks", r"hooks"),

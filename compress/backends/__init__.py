@@ -12,13 +12,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from .sparse import EntryKernels
 
 BACKENDS = ("reference", "cpu", "cuda")
 
@@ -86,10 +83,9 @@ def divide(total: Tensor, world_size: int, out: Tensor) -> None:
     out.copy_(total * (torch.tensor(1.0, dtype=torch.float32) / world_size).to(total.device))
 
 
-def entries_for(device: torch.device) -> EntryKernels:
-    """What packs and merges entries on `device`. Raises as `kernels_for` does."""
-    kernels: EntryKernels = _backend(_forced or device.type).ENTRIES
-    return kernels
+def backend_for(device: torch.device) -> Any:
+    """The module that serves tensors on `device`. Raises as `kernels_for` does."""
+    return _backend(_forced or device.type)
 
 
 def kernels_for(device: torch.device, codec_name: str) -> Kernels:
@@ -98,7 +94,8 @@ def kernels_for(device: torch.device, codec_name: str) -> Kernels:
     Raises:
         ValueError: no backend serves that device.
     """
-    return backend_kernels(_forced or device.type)[codec_name]
+    kernels: Kernels = backend_for(device).KERNELS[codec_name]
+    return kernels
 
 
 def backend_kernels(name: str) -> dict[str, Kernels]:

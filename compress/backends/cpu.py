@@ -250,6 +250,11 @@ class Entries(EntryKernels):
         for wire, row in zip(wires, values, strict=True):
             unpack(wire.data_ptr(), len(row), row.data_ptr())
 
+    def put_back(self, entries: tuple[Tensor, Tensor], kept: Tensor, residual: Tensor) -> None:
+        indices, values = entries
+        where = indices.data_ptr(), values.data_ptr(), len(indices)
+        cpu_entries.put_back(*where, kept.data_ptr(), len(kept), residual.data_ptr())
+
     def merge(
         self,
         indices: Tensor,

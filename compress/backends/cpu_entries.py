@@ -205,3 +205,14 @@ def merge(
                     bits &= bits - 1
         tile = end
     return found, skipped
+
+
+@compiled
+def put_back(index: int, value: int, n: int, kept: int, kept_n: int, residual: int) -> None:
+    j: Any = 0
+    for i in range(n):
+        at = int_at(index + 4 * i)
+        while j < kept_n and int_at(kept + 4 * j) < at:
+            j += 1
+        if (j == kept_n or int_at(kept + 4 * j) != at) and key_at(value + 4 * i) < INF_BITS:
+            store(residual + 4 * at, get_f32(value + 4 * i))

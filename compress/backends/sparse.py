@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import Kernels, Workspace, divide
+from . import Kernels, Workspace, backend_for, divide
 
 
 class EntryKernels(ABC):
@@ -48,6 +48,17 @@ class EntryKernels(ABC):
     @abstractmethod
     def unpack_values(self, wires: Tensor, dtype: torch.dtype, values: Tensor) -> None:
         """Read rows of packed values, uint8 [rows, bytes], into float32 [rows, k]."""
+
+    def put_back(self, entries: tuple[Tensor, Tensor], kept: Tensor, residual: Tensor) -> None:
+        """residual[index] = value for the entries (indices, values) whose index is not among `kept`, ascending int32,
+        and whose value is finite."""
+        indices, values = entries
+        if len(kept):
+            place = torch.searchsorted(kept, indices).clamp_(max=len(kept) - 1)
+            rest = (kept[place] != indices) & values.isfinite()
+        else:
+            rest = values.isfinite()
+        residual[indices[rest].long()] = values[rest]
 
     def merge(
         self,
@@ -173,6 +184,12 @@ class SparseKernels(Kernels):
             )
             workspace.buffers["plain"] = room
         return room[0][:ranks], room[1][:ranks]
+
+
+def entries_for(device: torch.device) -> EntryKernels:
+    """What packs and merges entries on `device`. Raises as `kernels_for` does."""
+    kernels: EntryKernels = backend_for(device).ENTRIES
+    return kernels
 
 
 def typed_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:

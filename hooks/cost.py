@@ -1,0 +1,353 @@
+"""What an exchange will take: latency, bytes and work, by a model that a short probe of the group calibrates.
+
+A collective of b received bytes takes α + β·b (Hockney 1994), with α and β of its own for each kind of collective; what
+is done to entries and elements takes so many seconds for each. All of it is measured once for a group, with all ranks
+at work together as they will be, and the slowest rank counts: so every rank has the same numbers and decides alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple, dataclass, replace
+
+import torch
+
+from ..compress.backends.sparse import entries_for
+from ..compress.codec import Codec, new_draw
+from ..compress.entries import index_bytes, value_bytes
+from .entries import BINS, range_samples
+from .group import SMALL_GATHER, Group
+
+#: A probe's messages grow until one takes this long, or has this many bytes.
+PROBE_SECONDS, PROBE_BYTES = 0.02, 1 << 24
+#: Entries that the probe packs, one in so many elements.
+PROBE_ENTRIES, PROBE_SPACING = 1 << 15, 64
+#: Elements that a codec's probe compresses.
+PROBE_ELEMENTS = 1 << 19
+#: What an owner tells the others to find the k largest sums (`entries.Carrier.cut`).
+CENSUS_BYTES = 4 * (BINS + 2)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A collective: `alpha` seconds, and `beta` for each byte that a rank receives."""
+
+    alpha: float
+    beta: float
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One exchange: N elements, at most k entries on each of P ranks, u in their union, and how values travel."""
+
+    numel: int
+    k: int
+    world_size: int
+    union: int
+    values: torch.dtype = torch.float32
+
+    def entry_bytes(self, numel: int, k: int) -> int:
+        return index_bytes(numel, k) + value_bytes(k, self.values)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one exchange will take.
+
+    Attributes:
+        name: of the exchange.
+        received: bytes that each rank receives.
+        latency, transfer, work: seconds waiting, moving bytes, and computing.
+    """
+
+    name: str
+    received: float
+    latency: float
+    transfer: float
+    work: float
+
+    @property
+    def seconds(self) -> float:
+        return self.latency + self.transfer + self.work
+
+    def __str__(self) -> str:
+        parts = f"{self.latency * 1e3:.3g} waiting, {self.transfer * 1e3:.3g} for {self.received / 1e6:.3g} MB"
+        return f"{self.name} {self.seconds * 1e3:.3g} ms ({parts}, {self.work * 1e3:.3g} at work)"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was chosen, and between what."""
+
+    name: str
+    candidates: tuple[Estimate, ...]
+
+    def __str__(self) -> str:
+        return "; ".join(str(estimate) for estimate in sorted(self.candidates, key=lambda e: e.seconds))
+
+
+@dataclass(frozen=True)
+class CodecSpeed:
+    """Seconds an element: to encode, and to decode one rank's wire."""
+
+    encode: float
+    decode: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds to pack, unpack and merge an entry; for each element over which lists are merged; and for each element of
+    a vector that is filled, scaled and read."""
+
+    pack: float
+    unpack: float
+    merge: float
+    sweep: float
+    dense: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What a group's collectives and the ranks' kernels take. Every rank holds the same numbers."""
+
+    all_gather: Line
+    all_to_all: Line
+    all_reduce: Line
+    work: Work
+
+    # -- sparse gradients, by the algorithms of `hooks.sparse` ---------------------------------------------------------
+
+    def gather(self, shape: Shape) -> Estimate:
+        p, k, work = shape.world_size, shape.k, self.work
+        spent = work.pack * k + (work.unpack + work.merge) * p * k + work.sweep * shape.numel
+        return self._estimate("gather", [self._gather(shape.entry_bytes(shape.numel, k), p)], spent)
+
+    def union(self, shape: Shape) -> Estimate:
+        p, k, u, work = shape.world_size, shape.k, shape.union, self.work
+        spent = work.pack * k + (work.unpack + work.merge) * p * k + work.merge * (u + k) + 2 * work.sweep * shape.numel
+        moves = [self._gather(index_bytes(shape.numel, k), p), (self.all_reduce, 8 * u * (p - 1) / p)]
+        return self._estimate("union", moves, spent)
+
+    def split(self, shape: Shape) -> Estimate:
+        """With everything that the union has, and ranges to be balanced first."""
+        p = shape.world_size
+        return self._split(shape, shape.union, [self._gather(4 * range_samples(shape.k, p), p), self._gather(4, p)])
+
+    def split_k(self, shape: Shape) -> Estimate:
+        """With the k largest sums alone; ranges and the cut are known from earlier steps."""
+        return self._split(shape, min(shape.k, shape.union), [self._gather(CENSUS_BYTES, shape.world_size)])
+
+    def _split(self, shape: Shape, kept: int, moves: list[tuple[Line, float]]) -> Estimate:
+        p, k, work = shape.world_size, shape.k, self.work
+        span, own, mine = max(1, shape.numel // p), -(-k // p), -(-kept // p)
+        moves = [
+            *moves,
+            (self.all_to_all, 4 * (p - 1)),
+            (self.all_to_all, (p - 1) * shape.entry_bytes(span, own)),
+            (self.all_to_all, (p - 1) * shape.entry_bytes(span, mine)),
+        ]
+        spent = work.pack * (k + mine) + (work.unpack + work.merge) * k + work.unpack * kept + work.sweep * span
+        return self._estimate("split", moves, spent)
+
+    def dense(self, shape: Shape) -> Estimate:
+        moves = [(self.all_reduce, 8 * shape.numel * (shape.world_size - 1) / shape.world_size)]
+        return self._estimate("dense", moves, self.work.dense * shape.numel)
+
+    # -- wires of codecs -----------------------------------------------------------------------------------------------
+
+    def wires(self, codec: Codec, speed: CodecSpeed, numel: int, world_size: int) -> Estimate:
+        """Every rank's wire to all."""
+        spent = (speed.encode + speed.decode * world_size) * numel
+        return self._estimate("gather", [self._gather(codec.wire_bytes(numel), world_size)], spent)
+
+    def two_pass(self, codec: Codec, speed: CodecSpeed, numel: int, world_size: int) -> Estimate:
+        slice_bytes = codec.wire_bytes(-(-numel // world_size))
+        moves = [(self.all_to_all, (world_size - 1) * slice_bytes), self._gather(slice_bytes, world_size)]
+        spent = speed.encode * (numel + numel / world_size) + speed.decode * 2 * numel
+        return self._estimate("two_pass", moves, spent)
+
+    def around(self, inner: Estimate, name: str, numel: int, local_size: int) -> Estimate:
+        """`inner` between nodes, and this calibration's collectives inside one, before and after it."""
+        share = 4 * -(-numel // local_size)
+        moves = [(self.all_to_all, (local_size - 1) * share), self._gather(share, local_size)]
+        whole = self._estimate(name, moves, inner.work + 3 * self.work.dense * numel)
+        return replace(
+            whole,
+            received=inner.received,
+            latency=whole.latency + inner.latency,
+            transfer=whole.transfer + inner.transfer,
+        )
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _gather(self, row: int, world_size: int) -> tuple[Line, float]:
+        """An all-gather, as `Group` does it."""
+        return (self.all_to_all if row * world_size <= SMALL_GATHER else self.all_gather), (world_size - 1) * row
+
+    @staticmethod
+    def _estimate(name: str, moves: list[tuple[Line, float]], work: float) -> Estimate:
+        latency = sum(line.alpha for line, _ in moves)
+        transfer = sum(line.beta * size for line, size in moves)
+        return Estimate(name, sum(size for _, size in moves), latency, transfer, work)
+
+
+def decide(candidates: Iterable[Estimate]) -> Decision:
+    """The fastest; of equals, the first."""
+    estimates = tuple(candidates)
+    return Decision(min(estimates, key=lambda estimate: estimate.seconds).name, estimates)
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+_known: dict[tuple[tuple[int, ...], str], Calibration] = {}
+
+
+def calibration(group: Group, device: torch.device) -> Calibration:
+    """The calibration of a group for tensors on `device`. A collective; it probes at the first call alone."""
+    key = group.ranks, device.type
+    # Not every rank may have met this group before: processes come and go.
+    (unknown,) = _agreed(group, device, [float(key not in _known)])
+    if unknown:
+        _known[key] = calibrate(group, device)
+    return _known[key]
+
+
+def calibrate(group: Group, device: torch.device) -> Calibration:
+    """Probe a group: a collective. Takes some tens of milliseconds, and more where latencies are long."""
+    p = group.size
+
+    def all_gather(size: int) -> None:
+        rows = torch.zeros(p, size, dtype=torch.uint8, device=device)
+        group.ring_all_gather(rows, rows[0].clone()).wait()
+
+    def all_to_all(size: int) -> None:
+        rows = torch.zeros(p, size, dtype=torch.uint8, device=device)
+        group.all_to_all(torch.empty_like(rows), rows).wait()
+
+    def all_reduce(size: int) -> None:  # as many bytes received as in the others
+        group.all_reduce(torch.zeros(max(1, size * p // 8), device=device)).wait()
+
+    lines = [_line(run, group, device) for run in (all_gather, all_to_all, all_reduce)]
+    return Calibration(*lines, _work(group, device))
+
+
+def slowest(calibrations: Sequence[Calibration], group: Group, device: torch.device) -> tuple[Calibration, ...]:
+    """What subgroups have measured by themselves, as the slowest of `group` has it: every rank must decide alike."""
+    numbers = [number for calibration in calibrations for number in _numbers(calibration)]
+    agreed = iter(_agreed(group, device, numbers))
+    return tuple(
+        Calibration(*(Line(next(agreed), next(agreed)) for _ in range(3)), Work(*(next(agreed) for _ in range(5))))
+        for _ in calibrations
+    )
+
+
+def _numbers(calibration: Calibration) -> list[float]:
+    parts = calibration.all_gather, calibration.all_to_all, calibration.all_reduce, calibration.work
+    return [number for part in parts for number in astuple(part)]
+
+
+def _line(run: Callable[[int], None], group: Group, device: torch.device) -> Line:
+    """α from the shortest messages; β from ones that take long enough."""
+    others = max(1, group.size - 1)
+    small = 64
+    for _ in range(3):
+        run(small)  # opens connections
+    alpha = _agreed(group, device, [_median([_timed(run, small, device) for _ in range(7)])])[0]
+    size = 1 << 14
+    while True:
+        (seconds,) = _agreed(group, device, [_median([_timed(run, size, device) for _ in range(3)])])
+        if seconds > alpha + PROBE_SECONDS or size * group.size >= PROBE_BYTES:
+            break
+        size *= 4
+    return Line(alpha, max(seconds - alpha, 1e-9) / (others * (size - small)))
+
+
+def _work(group: Group, device: torch.device) -> Work:
+    n, numel = PROBE_ENTRIES, PROBE_ENTRIES * PROBE_SPACING
+    kernels = entries_for(device)
+    indices = torch.arange(0, numel, PROBE_SPACING, dtype=torch.int32, device=device)
+    values = torch.ones(n, device=device)
+    index_wire = torch.empty(index_bytes(numel, n), dtype=torch.uint8, device=device)
+    value_wire = torch.empty(value_bytes(n, torch.bfloat16), dtype=torch.uint8, device=device)
+    out_indices, out_values = torch.empty_like(indices), torch.empty_like(values)
+    vector = torch.empty(numel, device=device)
+
+    def pack() -> None:
+        kernels.pack_indices(indices, None, 0, numel, index_wire)
+        kernels.pack_values(values, torch.bfloat16, value_wire)
+
+    def unpack() -> None:
+        kernels.unpack_indices(index_wire[None], 0, numel, None, out_indices[None])
+        kernels.unpack_values(value_wire[None], torch.bfloat16, out_values[None])
+
+    def merge() -> None:
+        kernels.merge(indices, values, (0, n), 0, numel, out_indices, out_values)
+
+    def sweep() -> None:  # no entries: what the elements alone take
+        kernels.merge(indices[:0], values[:0], (0, 0), 0, numel, out_indices, out_values)
+
+    def dense() -> None:
+        vector.zero_()
+        vector.mul_(0.5)
+        vector.clone()
+
+    seconds = []
+    for run in (pack, unpack, merge, sweep, dense):
+        run()
+        _agreed(group, device, [0.0])  # all ranks at once, as they will be
+        seconds.append(_median([_timed(lambda _, run=run: run(), 0, device) for _ in range(5)]))  # type: ignore[misc]
+    packing, unpacking, merging, sweeping, filling = _agreed(group, device, seconds)
+    return Work(packing / n, unpacking / n, max(merging - sweeping, 0.0) / n, sweeping / numel, filling / numel)
+
+
+def codec_speed(codec: Codec, feedback: bool, numel: int, group: Group, device: torch.device) -> CodecSpeed:
+    """How fast a codec is on gradients of about `numel` elements, with all ranks at work. A collective."""
+    n = max(1, min(numel, PROBE_ELEMENTS))
+    workspace = codec.workspace(n, device)
+    generator = torch.Generator().manual_seed(0)
+    grad = torch.randn(n, generator=generator).to(device)
+    residual, out = torch.zeros_like(grad), torch.empty_like(grad)
+    wire = torch.zeros(codec.wire_bytes(n), dtype=torch.uint8, device=device)
+    parts = [part[None] for part in wire.split(codec.part_bytes(n))]
+    draw = new_draw(0, device=device)
+
+    def encode(_: int) -> None:
+        if feedback:
+            codec.encode_feedback(grad, residual, wire, draw, workspace)
+        else:
+            codec.encode(grad, wire, draw, workspace)
+
+    def decode(_: int) -> None:
+        codec.decode_mean(parts, out, workspace)
+
+    seconds = []
+    for run in (encode, decode):
+        run(0)
+        _agreed(group, device, [0.0])
+        seconds.append(_median([_timed(run, 0, device) for _ in range(3)]))
+    encoding, decoding = _agreed(group, device, seconds)
+    return CodecSpeed(encoding / n, decoding / n)
+
+
+def _timed(run: Callable[[int], None], size: int, device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    run(size)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begin
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def _agreed(group: Group, device: torch.device, seconds: list[float]) -> list[float]:
+    """The slowest rank's, on every rank."""
+    mine = torch.tensor(seconds, dtype=torch.float64).to(device)
+    rows = torch.zeros(group.size, len(seconds), dtype=torch.float64, device=device)
+    group.all_gather(rows, mine).wait()
+    slowest: list[float] = rows.amax(0).tolist()
+    return slowest

@@ -1,0 +1,353 @@
+"""Entries, the indices and values of sparse gradients, on their way between ranks: indices first, then values.
+
+`Carrier` packs, sends and merges lists of entries. The algorithms made of it are in `hooks.sparse` (the public
+all-reduce) and `hooks.allreduce` (a model's gradients).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from ..compress.backends.sparse import entries_for
+from ..compress.entries import index_bytes, value_bytes
+from .group import SMALL_GATHER, Group
+
+#: Samples of the index lists that balance owners' ranges, over all ranks.
+RANGE_SAMPLES = 4096
+#: Of a magnitude's 31 bits the cut looks at the highest 21: 11 at first, then 10 more.
+KEY_BITS, KEPT_BITS, COARSE_BITS = 31, 21, 11
+BINS = 1 << COARSE_BITS
+
+
+def range_samples(k: int, world_size: int) -> int:
+    """How many samples each rank gives of its list, to balance owners' ranges."""
+    return max(4, min(k, RANGE_SAMPLES // world_size))
+
+
+@dataclass
+class Entries:
+    """int32 indices, ascending, and float32 values of the same length."""
+
+    indices: Tensor
+    values: Tensor
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, part: slice | Tensor) -> Entries:
+        return Entries(self.indices[part], self.values[part])
+
+
+class Room:
+    """Memory by name, kept from one use to the next; it grows, and is never given back."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._memory: dict[str, Tensor] = {}
+
+    def __call__(self, name: str, size: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        memory = self._memory.get(name)
+        if memory is None or memory.numel() < size:
+            memory = self._memory[name] = torch.zeros(size + size // 8, dtype=dtype, device=self.device)
+        return memory[:size]
+
+    def entries(self, name: str, size: int) -> Entries:
+        return Entries(self(f"{name}: indices", size, torch.int32), self(f"{name}: values", size, torch.float32))
+
+
+class Carrier:
+    """Moves entries of gradients of `numel` elements between the ranks of a group.
+
+    Args:
+        numel: of the gradient, below 2^31.
+        dtype: how values travel: float32, bfloat16 or int8 (`compress.entries`).
+        device: where entries are.
+        group: the ranks.
+
+    Attributes:
+        skipped: entries that came from other ranks and cannot be right, left out so far.
+        received: bytes that collectives have brought from other ranks so far.
+        sent: bytes handed to collectives for other ranks so far, each once.
+        union_size: entries in the union that `cut` saw last.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, group: Group) -> None:
+        self.numel, self.dtype, self.device, self.group = numel, dtype, device, group
+        self.rank, self.world_size = group.rank, group.size
+        self.kernels = entries_for(device)
+        self.room = Room(device)
+        self.skipped = self.received = self.sent = self.union_size = 0
+
+    def merge(self, lists: Entries, offsets: Sequence[int], start: int, stop: int) -> Entries:
+        """The sum of the lists, in their order, where an index lies from `start` up to `stop`."""
+        room = self.room.entries("merged", len(lists))
+        where = lists.indices, lists.values, offsets, start, stop
+        found, skipped = self.kernels.merge(*where, room.indices, room.values)
+        self.skipped += skipped
+        return room[:found]
+
+    # -- every rank's entries to every rank ------------------------------------------------------------------------
+
+    def gather(self, entries: Entries, k: int, with_values: bool = True) -> Entries:
+        """The sum of all ranks' entries, in rank order, on every rank.
+
+        Args:
+            k: at least as many entries as any rank has, the same on all ranks. Shorter lists are padded.
+            with_values: else only indices travel, and what is returned has no values that mean anything.
+        """
+        ranks = self.world_size
+        padded, lists = self.room.entries("padded", k), self.room.entries("lists", k * ranks)
+        padded.indices[: len(entries)] = entries.indices
+        padded.values[: len(entries)] = entries.values
+        padded.values[len(entries) :] = 0
+        index_row = self.room("index row", index_bytes(self.numel, k))
+        count = torch.tensor([len(entries)], dtype=torch.int32).to(self.device)
+        self.kernels.pack_indices(padded.indices, count, 0, self.numel, index_row)
+        index_rows, index_work = self._all_gather(index_row)
+        if with_values:
+            value_row = self.room("value row", value_bytes(k, self.dtype))
+            self.kernels.pack_values(padded.values, self.dtype, value_row)
+            value_rows, value_work = self._all_gather(value_row)
+        index_work.wait()
+        used = self.room("used", ranks, torch.int32)
+        self.kernels.unpack_indices(index_rows, 0, self.numel, used, lists.indices.view(ranks, k))
+        if with_values:
+            value_work.wait()
+            self.kernels.unpack_values(value_rows, self.dtype, lists.values.view(ranks, k))
+        merged = self.merge(lists, range(0, k * ranks + 1, k), 0, self.numel)
+        self.skipped -= k * ranks - int(used.clamp(max=k).sum())  # padding is out of range
+        return merged
+
+    def _all_gather(self, row: Tensor) -> tuple[Tensor, torch.distributed.Work]:
+        rows = self.group.gathered(self.world_size, *row.shape, dtype=row.dtype, device=self.device)
+        self._count(sent=row.nbytes, received=(self.world_size - 1) * row.nbytes)
+        return rows, self.group.all_gather(rows, row)
+
+    def _count(self, sent: int, received: int) -> None:
+        self.sent += sent if self.world_size > 1 else 0
+        self.received += received
+
+    # -- every entry to the owner of its range, and the owners' entries to all ---------------------------------------
+
+    def balanced_bounds(self, indices: Tensor, k: int) -> list[int]:
+        """Where owners' ranges begin and end so that each gets about as many entries: owner o has bounds[o] up to
+        bounds[o + 1]. From evenly spaced samples of every rank's list, which are a histogram of equal parts.
+
+        Args:
+            k: as in `gather`.
+        """
+        ranks = self.world_size
+        samples = range_samples(k, ranks)
+        # The ranks' samples interlock, so that lists that are alike are cut as finely as all samples together.
+        place = (torch.arange(samples, device=self.device) + (self.rank + 0.5) / ranks).double() / samples
+        if len(indices):
+            mine = indices[(place * len(indices)).long().clamp_(max=len(indices) - 1)]
+        else:
+            mine = (place * self.numel).int()
+        every, work = self._all_gather(mine)
+        work.wait()
+        ordered = every.view(-1).sort().values
+        cuts = ordered[samples * torch.arange(1, ranks, device=self.device)]
+        return [0, *cuts.tolist(), self.numel]
+
+    def to_owners(self, entries: Entries, bounds: Sequence[int], residual: Tensor | None = None) -> Entries:
+        """Every entry to the owner of its range, who sums them in rank order: returns the sums of the own range.
+
+        What rounding takes from a value goes to `residual`, if given. Two host reads: how many entries go where, and
+        how many the union has.
+        """
+        ranges = [b - a for a, b in pairwise(bounds)]
+        start, span = bounds[self.rank], ranges[self.rank]
+        edges = torch.tensor(bounds[1:-1], dtype=torch.int32).to(self.device)
+        cuts = [0, *torch.searchsorted(entries.indices, edges).tolist(), len(entries)]
+        counts = [b - a for a, b in pairwise(cuts)]
+        arriving = self._exchange_counts(counts)
+        lists = self.room.entries("owned lists", sum(arriving))
+        ends = list(accumulate(arriving, initial=0))
+
+        sizes = [index_bytes(size, n) for size, n in zip(ranges, counts, strict=True)]
+        wire, pieces = self._pieces("index pieces", sizes)
+        for owner, piece in enumerate(pieces):
+            if counts[owner]:
+                mine = entries.indices[cuts[owner] : cuts[owner + 1]]
+                self.kernels.pack_indices(mine, None, bounds[owner], ranges[owner], piece)
+        index_pieces, index_work = self._all_to_all("index wire", wire, sizes, [index_bytes(span, n) for n in arriving])
+        sizes = [value_bytes(n, self.dtype) for n in counts]
+        wire, pieces = self._pieces("value pieces", sizes)
+        for owner, piece in enumerate(pieces):
+            if counts[owner]:
+                part = entries[cuts[owner] : cuts[owner + 1]]
+                self.kernels.pack_values(part.values, self.dtype, piece, part.indices, None, residual)
+        value_pieces, value_work = self._all_to_all(
+            "value wire", wire, sizes, [value_bytes(n, self.dtype) for n in arriving]
+        )
+        index_work.wait()
+        for rank, piece in enumerate(index_pieces):
+            if arriving[rank]:
+                into = lists.indices[None, ends[rank] : ends[rank + 1]]
+                self.kernels.unpack_indices(piece[None], start, span, None, into)
+        value_work.wait()
+        for rank, piece in enumerate(value_pieces):
+            if arriving[rank]:
+                self.kernels.unpack_values(piece[None], self.dtype, lists.values[None, ends[rank] : ends[rank + 1]])
+        return self.merge(lists, ends, start, start + span)
+
+    def from_owners(self, owned: Entries, counts: Sequence[int], bounds: Sequence[int]) -> Entries:
+        """Every owner's entries, end to end, on every rank. `counts`: how many each owner has, known to all ranks."""
+        ranges, rank = [b - a for a, b in pairwise(bounds)], self.rank
+        result = self.room.entries("result", sum(counts))
+        ends = list(accumulate(counts, initial=0))
+        index_sizes = [index_bytes(size, n) for size, n in zip(ranges, counts, strict=True)]
+        value_sizes = [value_bytes(n, self.dtype) for n in counts]
+        index_piece = self.room("owned index piece", index_sizes[rank])
+        value_piece = self.room("owned value piece", value_sizes[rank])
+        if len(owned):
+            self.kernels.pack_indices(owned.indices, None, bounds[rank], ranges[rank], index_piece)
+        index_pieces, index_work = self._all_gather_v(index_piece, index_sizes)
+        if len(owned):
+            self.kernels.pack_values(owned.values, self.dtype, value_piece)
+        value_pieces, value_work = self._all_gather_v(value_piece, value_sizes)
+        index_work.wait()
+        for owner, piece in enumerate(index_pieces):
+            if counts[owner]:
+                into = result.indices[None, ends[owner] : ends[owner + 1]]
+                self.kernels.unpack_indices(piece[None], bounds[owner], ranges[owner], None, into)
+        value_work.wait()
+        for owner, piece in enumerate(value_pieces):
+            if counts[owner]:
+                self.kernels.unpack_values(piece[None], self.dtype, result.values[None, ends[owner] : ends[owner + 1]])
+        return result
+
+    def all_counts(self, count: int) -> list[int]:
+        """What every rank passes, in rank order."""
+        rows, work = self._all_gather(torch.tensor([count], dtype=torch.int32).to(self.device))
+        work.wait()
+        counts: list[int] = rows.view(-1).tolist()
+        return counts
+
+    def on_union(self, entries: Entries, union: Tensor) -> Tensor:
+        """The entries' values at the indices of the union, zero where there is none."""
+        n, u = len(entries), len(union)
+        lists = self.room.entries("union and own", u + n)
+        lists.indices[:u], lists.indices[u:] = union, entries.indices
+        lists.values[:u] = 0
+        lists.values[u:] = entries.values
+        where = lists.indices, lists.values, (0, u, u + n), 0, self.numel
+        room = self.room.entries("on union", u + n)
+        found, _ = self.kernels.merge(*where, room.indices, room.values)
+        return room.values[:found]
+
+    def _exchange_counts(self, counts: list[int]) -> list[int]:
+        mine = torch.tensor(counts, dtype=torch.int32).to(self.device)
+        theirs = torch.empty_like(mine)
+        self.group.all_to_all(theirs, mine).wait()
+        others = 4 * (self.world_size - 1)
+        self._count(others, others)
+        arriving: list[int] = theirs.tolist()
+        return arriving
+
+    def _pieces(self, name: str, sizes: list[int]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        wire = self.room(name, sum(sizes))
+        return wire, wire.split(sizes)
+
+    def _all_to_all(
+        self, name: str, wire: Tensor, sent: list[int], received: list[int]
+    ) -> tuple[tuple[Tensor, ...], torch.distributed.Work]:
+        into, pieces = self._pieces(name, received)
+        work = self.group.all_to_all_v(into, wire, received, sent)
+        self._count(sum(sent) - sent[self.rank], sum(received) - received[self.rank])
+        return pieces, work
+
+    def _all_gather_v(self, piece: Tensor, sizes: list[int]) -> tuple[tuple[Tensor, ...], torch.distributed.Work]:
+        wire = self.group.gathered(sum(sizes), device=self.device)
+        work = self.group.all_gather_v(wire, piece, sizes)
+        self._count(sizes[self.rank], sum(sizes) - sizes[self.rank])
+        return wire.split(sizes), work
+
+    # -- the largest of all owners' sums -----------------------------------------------------------------------------
+
+    def cut(self, sums: Tensor, k: int, guess: int | None) -> tuple[Tensor, list[int], int]:
+        """Of all owners' sums together, the k largest magnitudes.
+
+        Compared by the 21 highest bits of a magnitude (sign left out), which tell 2^-13 of it; among equals those of
+        lower index win, as owners' ranges ascend. NaN is largest.
+
+        Args:
+            sums: this owner's, float32, in ascending order of index.
+            guess: where the last cut was, or None: if it is near, one collective does, otherwise two or three.
+
+        Returns:
+            Which of the own sums are kept (bool), how many every owner keeps, and where the cut is.
+        """
+        keys = (sums.view(torch.int32) & 0x7FFFFFFF) >> (KEY_BITS - KEPT_BITS)
+        fine, found = None, None
+        if guess is not None:
+            fine = self._census(keys, guess - BINS // 2, 0)
+            found = _bin_of(fine.total, k)
+        if found is None:
+            coarse = _bin_of(self._census(keys, 0, KEPT_BITS - COARSE_BITS).total, k)
+            assert coarse is not None  # these bins are all there are
+            fine = self._census(keys, coarse << (KEPT_BITS - COARSE_BITS), 0)
+            found = _bin_of(fine.total, k)
+        assert fine is not None
+        assert found is not None
+        above, ties = self._above_and_in(fine, found)
+        left = k - int(above.sum())
+        taken = (left - (ties.cumsum(0) - ties)).clamp_(min=0).minimum(ties)
+        self.union_size = int(fine.total.sum())
+        key = fine.window + found
+        equal = keys == key
+        kept = (keys > key) | (equal & (equal.cumsum(0) <= int(taken[self.rank])))
+        return kept, (above + taken).tolist(), key
+
+    def _census(self, keys: Tensor, window: int, shift: int) -> _Census:
+        bins = ((keys >> shift) - window).clamp_(-1, BINS) + 1
+        mine = torch.bincount(bins, minlength=BINS + 2).int()
+        if mine.nbytes * self.world_size <= SMALL_GATHER:
+            every, work = self._all_gather(mine)
+            work.wait()
+            return _Census(window, every.sum(0), mine, every)
+        total = mine.clone()
+        self.all_reduce(total)
+        return _Census(window, total, mine, None)
+
+    def _above_and_in(self, census: _Census, place: int) -> tuple[Tensor, Tensor]:
+        """How many keys every owner has above a bin, and in it."""
+        if census.every is None:
+            mine = torch.stack([census.mine[place + 2 :].sum(), census.mine[place + 1]]).int()
+            pairs, work = self._all_gather(mine)
+            work.wait()
+            return pairs[:, 0].long(), pairs[:, 1].long()
+        return census.every[:, place + 2 :].sum(1), census.every[:, place + 1].long()
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """`tensor` = its sum over the ranks, in the backend's order."""
+        self.group.all_reduce(tensor).wait()
+        moved = 2 * tensor.nbytes * (self.world_size - 1) // self.world_size
+        self._count(tensor.nbytes, moved)
+
+
+@dataclass(frozen=True)
+class _Census:
+    """How many keys lie below a window, in each of its bins, and above it: int32 [BINS + 2]."""
+
+    window: int
+    total: Tensor
+    mine: Tensor
+    every: Tensor | None  # of each owner, where that is little
+
+
+def _bin_of(counts: Tensor, k: int) -> int | None:
+    """The bin in which the k-th largest lies, None outside the window. With fewer than k in all, the lowest."""
+    below, *_ = counts.tolist()
+    at_least = counts.flip(0).cumsum(0).flip(0)[1:]  # in this bin or above; the last is beyond the window
+    reached = (at_least >= k).nonzero().view(-1)
+    if len(reached) == 0:
+        return 0 if below == 0 else None
+    place = int(reached[-1])
+    return place if place < len(counts) - 2 else None

@@ -1,0 +1,282 @@
+"""Which exchange serves a bucket: as the user says, or by what the cost model predicts."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..compress.cast import Cast
+from ..compress.codec import Codec
+from ..compress.topk import TopK
+from . import cost
+from .allreduce import EXCHANGES, Exchange, Hierarchical, possible_exchanges
+from .group import Group
+
+#: What precedes the name of an exchange between nodes.
+HIERARCHICAL = "hierarchical"
+FALLBACKS = (torch.float32, torch.bfloat16, None)
+#: Steps after which "auto" looks again at how much the ranks' selections overlap.
+REVIEW_EVERY = 256
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a step is compressed: what ranks compare. `exchange` may still be "auto" or "hierarchical"."""
+
+    codec: Codec
+    exchange: str
+    feedback: bool
+
+    @property
+    def digest(self) -> int:
+        return int.from_bytes(hashlib.blake2b(repr(self).encode(), digest_size=7).digest(), "big")
+
+
+def check_exchange(exchange: str, codec: Codec) -> None:
+    """Raises ValueError if `exchange` is unknown, or impossible for this codec."""
+    if exchange not in ("auto", HIERARCHICAL, *EXCHANGES):
+        names = ", ".join(map(repr, ("auto", HIERARCHICAL, *EXCHANGES)))
+        raise ValueError(f"exchange={exchange!r}: expected one of {names}")
+    possible = possible_exchanges(codec)
+    if exchange in EXCHANGES and exchange not in possible:
+        why = "cuts wires into slices" if exchange == "two_pass" else "needs indices on the wire"
+        raise ValueError(
+            f"exchange={exchange!r} {why}, and {codec} has none: use one of {', '.join(map(repr, possible))}"
+        )
+
+
+def check_fallback(fallback: torch.dtype | None) -> None:
+    """Raises ValueError unless `fallback` is float32, bfloat16 or None."""
+    if fallback not in FALLBACKS:
+        raise ValueError(f"fallback={fallback!r}: expected one of {', '.join(map(str, FALLBACKS))}")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The ranks, and how they lie on nodes.
+
+    Attributes:
+        all: every rank.
+        inside, between: the ranks of this node, and the ranks of all nodes that hold the same place in theirs; None
+            where there is only one node, or one rank on each.
+    """
+
+    all: Group
+    inside: Group | None = None
+    between: Group | None = None
+
+
+def node_size(topology: Any, world_size: int) -> int:
+    """Ranks on each node, of ranks that are numbered node by node; 1 where nodes play no role.
+
+    Args:
+        topology: "auto" (what torchrun says of this machine), a number, a two-dimensional DeviceMesh whose last
+            dimension is inside the node, or None.
+
+    Raises:
+        ValueError, TypeError: it is none of these, or does not divide the world.
+    """
+    if topology is None:
+        return 1
+    if topology == "auto":
+        # Set by torchrun alone; elsewhere nothing is known of nodes.
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return local if 1 < local < world_size and world_size % local == 0 else 1
+    if isinstance(topology, int) and not isinstance(topology, bool):
+        if topology < 1 or world_size % topology:
+            raise ValueError(f"topology={topology} ranks a node do not divide {world_size} ranks")
+        return 1 if topology == world_size else topology
+    if hasattr(topology, "get_group") and hasattr(topology, "mesh"):
+        if topology.mesh.dim() != 2 or topology.mesh.numel() != world_size:
+            raise ValueError(
+                f"topology is a mesh of shape {tuple(topology.mesh.shape)}: expected two dimensions, nodes and ranks "
+                f"inside a node, of {world_size} ranks in all"
+            )
+        local = int(topology.mesh.shape[1])
+        return 1 if 1 in topology.mesh.shape else local
+    raise TypeError(f"topology={topology!r}: expected 'auto', ranks a node, a DeviceMesh or None")
+
+
+def make_topology(topology: Any, ranks: list[int], everyone: Group, carrier: Any, blocking: bool) -> Topology:
+    """Make the groups. A collective.
+
+    Args:
+        ranks: global ranks, in the order of the group's.
+        everyone: these ranks.
+        carrier: the process group of a model whose collectives are NCCL's.
+        blocking: whether Gloo carries everything.
+
+    Raises:
+        ValueError: NCCL, and no mesh that brings groups along.
+    """
+    size = node_size(topology, len(ranks))
+    if size == 1:
+        return Topology(everyone)
+    if hasattr(topology, "get_group"):
+        mesh = topology.mesh.tolist()
+        inside_ranks = next(node for node in mesh if dist.get_rank() in node)
+        between_ranks = [node[inside_ranks.index(dist.get_rank())] for node in mesh]
+    else:
+        node, place = divmod(everyone.rank, size)
+        inside_ranks, between_ranks = ranks[node * size : (node + 1) * size], ranks[place::size]
+    if blocking:
+        return Topology(everyone, Group.of_ranks(inside_ranks), Group.of_ranks(between_ranks))
+    if not hasattr(topology, "get_group"):
+        if topology == "auto":
+            return Topology(everyone)  # NCCL knows its way inside a node without us
+        raise ValueError("over NCCL, topology must be a DeviceMesh: it brings the groups along")
+    return Topology(everyone, Group(topology.get_group(1)), Group(topology.get_group(0)))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What serves a bucket now.
+
+    Attributes:
+        codec: what compresses it; a cast where compression does not pay.
+        exchange: a key of `EXCHANGES`, with "hierarchical " before it where nodes count.
+        feedback: whether residuals are kept.
+    """
+
+    codec: Codec
+    exchange: str
+    feedback: bool
+
+    def make(self, numel: int, extra: int, device: torch.device, topology: Topology) -> Exchange:
+        """The exchange, with every buffer it needs."""
+        inner = EXCHANGES[self.exchange.rpartition(" ")[2]]
+        if not self.exchange.startswith(HIERARCHICAL):
+            return inner(self.codec, numel, extra, device, topology.all)
+        assert topology.inside is not None
+        assert topology.between is not None
+        groups = topology.inside, topology.between
+        return Hierarchical(inner, self.codec, numel, extra, device, *groups)
+
+
+@dataclass
+class Planner:
+    """Turns choices into plans, the same on every rank.
+
+    Args:
+        topology: the ranks.
+        device: where gradients are.
+        fallback: what to send where compression does not pay: float32, bfloat16, or None: compress always.
+    """
+
+    topology: Topology
+    device: torch.device
+    fallback: torch.dtype | None
+    _flat: cost.Calibration | None = None
+    _nodes: tuple[cost.Calibration, cost.Calibration] | None = None
+    _speeds: dict[tuple[Codec, bool], cost.CodecSpeed] = field(default_factory=dict)
+
+    def calibrate(self) -> None:
+        """Probe the groups: a collective, at most once."""
+        if self._flat is None and self.topology.all.size > 1:
+            self._flat = cost.calibration(self.topology.all, self.device)
+            if self.topology.inside is not None and self.topology.between is not None:
+                inside = cost.calibration(self.topology.inside, self.device)
+                between = cost.calibration(self.topology.between, self.device)
+                self._nodes = cost.slowest((inside, between), self.topology.all, self.device)
+
+    def knows(self, choice: Choice) -> bool:
+        """Whether `plan` needs no other rank any more."""
+        return choice.exchange != "auto" or self.topology.all.size == 1 or self._key(choice) in self._speeds
+
+    def learn(self, choice: Choice, numel: int) -> None:
+        """Measure what `plan` needs to know of a codec. A collective."""
+        codec, feedback = self._key(choice)
+        group, device = self.topology.all, self.device
+        self._speeds[codec, feedback] = cost.codec_speed(codec, feedback, numel, group, device)
+        if self.fallback == torch.bfloat16 and (BF16, True) not in self._speeds:
+            self._speeds[BF16, True] = cost.codec_speed(BF16, True, numel, group, device)
+
+    def plan(self, choice: Choice, numel: int, union: int) -> tuple[Plan, str]:
+        """What serves a bucket of `numel` elements, and why.
+
+        Args:
+            union: how many elements any rank has selected, of a sparse codec's, as seen before; 0: not known.
+        """
+        codec, feedback, size = choice.codec, choice.feedback, self.topology.all.size
+        if choice.exchange == HIERARCHICAL and self.topology.between is not None:
+            name = f"{HIERARCHICAL} {default_exchange(codec, self.topology.between.size)}"
+            return Plan(codec, name, feedback), "as asked"
+        if choice.exchange in EXCHANGES:
+            return Plan(codec, choice.exchange, feedback and choice.exchange != "dense"), "as asked"
+        if self._flat is None or numel == 0 or choice.exchange == HIERARCHICAL:
+            name = default_exchange(codec, size)
+            return Plan(codec, name, feedback and name != "dense"), "nothing to choose from"
+        return self._decide(choice, numel, union)
+
+    def _decide(self, choice: Choice, numel: int, union: int) -> tuple[Plan, str]:
+        codec, feedback, size = choice.codec, choice.feedback, self.topology.all.size
+        assert self._flat is not None
+        plans: dict[str, tuple[Plan, cost.Estimate]] = {}
+
+        def add(plan: Plan, estimate: cost.Estimate) -> None:
+            plans[estimate.name] = plan, estimate
+
+        if not codec.lossless:
+            for estimate in self._estimates(self._flat, choice, numel, size, union):
+                add(Plan(codec, estimate.name, feedback), estimate)
+            if self._nodes is not None:
+                assert self.topology.inside is not None
+                assert self.topology.between is not None
+                inside, between = self._nodes
+                local, nodes = self.topology.inside.size, self.topology.between.size
+                for inner in self._estimates(between, choice, -(-numel // local), nodes, union // local):
+                    estimate = inside.around(inner, f"{HIERARCHICAL} {inner.name}", numel, local)
+                    add(Plan(codec, estimate.name, feedback), estimate)
+        if codec.lossless or self.fallback == torch.float32:
+            add(Plan(codec, "dense", False), self._flat.dense(cost.Shape(numel, 0, size, 0)))
+        if self.fallback == torch.bfloat16:
+            speed = self._speeds[BF16, True]
+            estimate = replace(self._flat.two_pass(BF16, speed, numel, size), name="bfloat16")
+            add(Plan(BF16, "two_pass", True), estimate)
+        decision = cost.decide(estimate for _, estimate in plans.values())
+        return plans[decision.name][0], str(decision)
+
+    def _estimates(
+        self, calibration: cost.Calibration, choice: Choice, numel: int, size: int, union: int
+    ) -> list[cost.Estimate]:
+        codec, speed = choice.codec, self._speeds[self._key(choice)]
+        if not isinstance(codec, TopK):
+            estimates = [calibration.wires(codec, speed, numel, size)]
+            if codec.block_size is not None:
+                estimates.append(calibration.two_pass(codec, speed, numel, size))
+            return estimates
+        k = codec.k(numel)
+        # Where nothing is known of the overlap: as if ranks selected independently of each other.
+        union = union or round(numel * -math.expm1(size * math.log1p(-min(k / numel, 1 - 1e-9))))
+        shape = cost.Shape(numel, k, size, min(max(union, k), numel), codec.values)
+        select = speed.encode * numel
+        fill = calibration.work.dense * numel
+        return [
+            calibration.wires(codec, speed, numel, size),
+            replace(calibration.union(shape), work=calibration.union(shape).work + select + fill),
+            replace(calibration.split_k(shape), work=calibration.split_k(shape).work + select + fill),
+        ]
+
+    @staticmethod
+    def _key(choice: Choice) -> tuple[Codec, bool]:
+        """A schedule has many densities: speeds are measured for powers of two of them."""
+        codec = choice.codec
+        if isinstance(codec, TopK):
+            codec = replace(codec, density=min(1.0, 2.0 ** round(math.log2(codec.density))))
+        return codec, choice.feedback
+
+
+BF16 = Cast(torch.bfloat16)
+
+
+def default_exchange(codec: Codec, world_size: int) -> str:
+    """Without a cost model: the fewest bytes received, and one pass where they are equal."""
+    if codec.lossless:
+        return "dense"
+    return "gather" if codec.block_size is None or world_size <= 2 else "two_pass"

@@ -1,0 +1,272 @@
+"""`sparse_all_reduce`: the sum of sparse gradients over the ranks, by whatever moves least.
+
+| algorithm | how                                                                      | received per rank         |
+| --------- | ------------------------------------------------------------------------ | ------------------------- |
+| gather    | all-gather of indices, then values; merged on every rank                 | (P-1)·k·(i+v)             |
+| union     | all-gather of indices; all-reduce of values at the union of them         | (P-1)·k·i + 8·u·(P-1)/P   |
+| split     | entries to the owners of their ranges, who sum them and send them to all | (k+u)·(i+v)·(P-1)/P       |
+| dense     | all-reduce of all elements                                               | 8·N·(P-1)/P               |
+
+with k entries a rank, u in their union, N elements, P ranks, i ≈ log2(N/k) + 2 bits for an index and v bytes for a
+value. gather and split sum in rank order, union and dense as the backend does; all give every rank the same bits.
+
+`split` is the split all-gather of SparCML (Renggli et al., SC 2019) with the balanced ranges of Ok-Topk (Li & Hoefler,
+PPoPP 2022); that indices travel ahead of values is from Kylix (Zhao & Canny, ICPP 2014); `union` is to a whole gradient
+what OmniReduce (Fei et al., SIGCOMM 2021) is to its blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import cost
+from .entries import Carrier, Entries
+from .group import Group
+
+OPS = ("mean", "sum")
+ALGORITHMS = ("gather", "union", "split", "dense")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+INDEX_DTYPES = (torch.int64, torch.int32)
+#: Elements of the gradient in one window, whose entries tell ranks how much their index sets overlap.
+WINDOW = 32
+
+
+def sparse_all_reduce(
+    indices: Tensor,
+    values: Tensor,
+    numel: int,
+    *,
+    group: dist.ProcessGroup | None = None,
+    op: str = "mean",
+    algorithm: str = "auto",
+    out: Tensor | None = None,
+) -> Any:
+    """Sum or average a sparse vector over the ranks of a group. A collective: every rank must call it.
+
+    Args:
+        indices: int64 or int32 [k], strictly ascending, in [0, numel). k may differ between ranks, and be 0.
+        values: float32, float16 or bfloat16 [k], on the same device. NaN and infinities are passed on. Sums are made in
+            float32; bfloat16 travels as such, float16 as float32.
+        numel: length N of the vector, below 2^31, the same on all ranks.
+        group: the ranks; by default all.
+        op: "mean" or "sum".
+        algorithm: "gather", "union", "split", "dense", or "auto": the fastest by `hooks.cost`, which probes a group the
+            first time it meets it (some tens of milliseconds).
+        out: float32, float16 or bfloat16 [N]: filled with the result, zero where no rank has an entry.
+
+    Returns:
+        The union's indices, ascending, in the dtype of `indices`, and the sums or means there, in that of `values`;
+        or `out`, if that was given. "dense" leaves out indices whose sum is zero. Equal bit for bit on all ranks.
+
+    Raises:
+        ValueError, TypeError: on every rank, if any was given what cannot be reduced or ranks disagree; names who.
+        RuntimeError: a rank did not take part within the group's timeout.
+
+    The host waits for one small all-gather that compares arguments, then for one count in "union" and "dense" (without
+    `out`), two in "split".
+    """
+    process_group: Any = dist.group.WORLD if group is None else group
+    if process_group is None:
+        raise RuntimeError(
+            "sparse_all_reduce needs torch.distributed: call torch.distributed.init_process_group() first"
+        )
+    problem = _problem(indices, values, numel, op, algorithm, out)
+    device = values.device if isinstance(values, Tensor) else torch.device("cpu")
+    # Gloo moves what lies in host memory.
+    here = torch.device("cpu") if Group.blocks(process_group, device) else device
+    ranks = Group(process_group)
+    call = _compare(indices, values, numel, op, algorithm, problem, ranks, here)
+    entries = Entries(indices.to(here, torch.int32), values.to(here, torch.float32))
+    travel = torch.bfloat16 if values.dtype == torch.bfloat16 else torch.float32
+    carrier = Carrier(numel, travel, here, ranks)
+    if algorithm == "auto":
+        shape = cost.Shape(numel, max(call.counts), ranks.size, call.union, travel)
+        algorithm = choose(cost.calibration(ranks, here), shape).name
+    scale = 1.0 / ranks.size if op == "mean" else 1.0
+    result = reduce_entries(carrier, entries, max(call.counts), algorithm, scale)
+    if out is not None:
+        return fill(out, result)
+    if isinstance(result, Tensor):
+        place = result.nonzero().view(-1)
+        result = Entries(place.int(), result[place])
+    return result.indices.to(device, indices.dtype), result.values.to(device, values.dtype)
+
+
+def choose(calibration: cost.Calibration, shape: cost.Shape) -> cost.Decision:
+    """Which algorithm is fastest."""
+    return cost.decide(getattr(calibration, algorithm)(shape) for algorithm in ALGORITHMS)
+
+
+def reduce_entries(carrier: Carrier, entries: Entries, k: int, algorithm: str, scale: float) -> Entries | Tensor:
+    """The sum of all ranks' entries times `scale`: as entries, or by "dense" as float32 [numel].
+
+    Args:
+        k: the most entries that any rank has.
+    """
+    if carrier.world_size == 1:
+        return Entries(entries.indices, entries.values * scale)
+    if k == 0:
+        return entries
+    if algorithm == "gather":
+        result = carrier.gather(entries, k)
+        result.values.mul_(scale)
+    elif algorithm == "union":
+        union = carrier.gather(entries, k, with_values=False).indices
+        total = carrier.on_union(entries, union)
+        carrier.all_reduce(total)
+        result = Entries(union, total.mul_(scale))
+    elif algorithm == "split":
+        bounds = carrier.balanced_bounds(entries.indices, k)
+        owned = carrier.to_owners(entries, bounds)
+        owned.values.mul_(scale)
+        result = carrier.from_owners(owned, carrier.all_counts(len(owned)), bounds)
+    else:
+        dense = carrier.room("dense", carrier.numel, torch.float32)
+        dense.zero_()
+        dense[entries.indices.long()] = entries.values
+        carrier.all_reduce(dense)
+        return dense.mul_(scale)
+    return result
+
+
+def fill(out: Tensor, result: Entries | Tensor) -> Tensor:
+    """Write a result to a dense vector."""
+    if isinstance(result, Tensor):
+        return out.copy_(result)
+    out.zero_()
+    out[result.indices.to(out.device).long()] = result.values.to(out.device, out.dtype)
+    return out
+
+
+# -- do all ranks mean the same, and can it be done? -----------------------------------------------------------------
+
+
+class _Call:
+    """What all ranks know of a call once they have compared it: entries of each rank, and of the union, about."""
+
+    def __init__(self, counts: list[int], union: int) -> None:
+        self.counts, self.union = counts, union
+
+
+#: What can be wrong with entries; the number that goes with it is filled in.
+FAULTS = (
+    "",
+    "its arguments are of the wrong type, shape or value",
+    "index {} is out of range",
+    "indices are not strictly ascending at position {}: sort them, and add up duplicates (torch.sparse: coalesce())",
+)
+
+
+def _problem(
+    indices: Any, values: Any, numel: Any, op: Any, algorithm: Any, out: Any
+) -> tuple[int, int, Exception | None]:
+    """What is wrong with this rank's arguments: a fault, the number that goes with it, and the exception."""
+    try:
+        _check(indices, values, numel, op, algorithm, out)
+    except (TypeError, ValueError) as error:
+        return 1, 0, error
+    if len(indices) == 0:
+        return 0, 0, None
+    ascending = indices[1:] > indices[:-1]
+    first, last, sorted_ = torch.stack([indices[0], indices[-1], ascending.all().to(indices.dtype)]).tolist()
+    if not sorted_:
+        return 3, 1 + int((~ascending).nonzero()[0]), None
+    if first < 0 or last >= numel:
+        return 2, first if first < 0 else last, None
+    return 0, 0, None
+
+
+def _check(indices: Any, values: Any, numel: Any, op: Any, algorithm: Any, out: Any) -> None:
+    if not isinstance(indices, Tensor) or indices.dtype not in INDEX_DTYPES or indices.dim() != 1:
+        raise TypeError(f"indices must be a 1-D int64 or int32 tensor, got {_what(indices)}")
+    if not isinstance(values, Tensor) or values.dtype not in DTYPES or values.dim() != 1:
+        raise TypeError(f"values must be a 1-D tensor of float32, float16 or bfloat16, got {_what(values)}")
+    if len(indices) != len(values) or indices.device != values.device:
+        raise ValueError(
+            f"{len(indices)} indices on {indices.device} and {len(values)} values on {values.device}: "
+            "there must be one for each, on one device"
+        )
+    if isinstance(numel, bool) or not isinstance(numel, int) or not 0 < numel < 1 << 31:
+        raise ValueError(f"numel={numel!r}: expected the length of the vector, from 1 up to 2^31 - 1")
+    for name, value, choices in (("op", op, OPS), ("algorithm", algorithm, ("auto", *ALGORITHMS))):
+        if value not in choices:
+            raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}")
+    if out is not None and (
+        not isinstance(out, Tensor) or out.dtype not in DTYPES or out.shape != (numel,) or out.device != values.device
+    ):
+        raise ValueError(f"out must be a tensor of shape ({numel},) on {values.device}, like values; got {_what(out)}")
+
+
+def _what(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"one of shape {tuple(value.shape)}, {value.dtype}, on {value.device}"
+    return f"a {type(value).__name__}"
+
+
+def _compare(
+    indices: Tensor,
+    values: Tensor,
+    numel: int,
+    op: str,
+    algorithm: str,
+    problem: tuple[int, int, Exception | None],
+    group: Group,
+    device: torch.device,
+) -> _Call:
+    """One all-gather: raises on every rank alike if one cannot go on, or two want different things."""
+    fault, number, error = problem
+    facts = [fault, number]
+    if not fault:
+        kinds = OPS.index(op), ("auto", *ALGORITHMS).index(algorithm), DTYPES.index(values.dtype)
+        facts += [len(indices), numel, *kinds]
+    facts += [0] * (7 - len(facts))
+    windows = max(16, 4096 // group.size)
+    bits = _windows(indices.to(device), numel, windows) if not fault else torch.zeros(windows, dtype=torch.int64)
+    row = torch.cat([torch.tensor(facts, dtype=torch.int64).to(device), bits.to(device)])
+    rows = group.gathered(group.size, len(row), dtype=torch.int64, device=device)
+    group.all_gather(rows, row).wait()
+    sides = rows[:, :7].tolist()
+    if error is not None:
+        raise error
+    faulty = [f"rank {rank}: {FAULTS[side[0]].format(side[1])}" for rank, side in enumerate(sides) if side[0]]
+    if faulty:
+        raise ValueError("sparse_all_reduce cannot go on: " + "; ".join(faulty))
+    names = ("numel", "op", "algorithm", "dtype of values")
+    words: tuple[Any, ...] = (None, OPS, ("auto", *ALGORITHMS), DTYPES)
+    for rank, side in enumerate(sides):
+        for name, word, mine, theirs in zip(names, words, sides[0][3:], side[3:], strict=True):
+            if mine != theirs:
+                said = (mine, theirs) if word is None else (word[mine], word[theirs])
+                raise ValueError(
+                    f"sparse_all_reduce: ranks disagree on {name}: rank 0 has {said[0]}, rank {rank} {said[1]}"
+                )
+    counts = [side[2] for side in sides]
+    return _Call(counts, _estimate_union(rows[:, 7:], counts, numel))
+
+
+def _windows(indices: Tensor, numel: int, windows: int) -> Tensor:
+    """Which elements of some windows, the same on all ranks, have entries: one int64 of bits for each."""
+    spread = torch.arange(windows, dtype=torch.int64, device=indices.device)
+    # Multiples of the golden ratio lie evenly in [0, 1), and in step with nothing.
+    starts = ((spread * 0x9E3779B9 & 0xFFFFFFFF) * max(numel - WINDOW, 0)) >> 32
+    edges = torch.stack([starts, starts + WINDOW], dim=1).view(-1)
+    places = torch.searchsorted(indices.long() if indices.dtype != torch.int64 else indices, edges).view(-1, 2)
+    sizes = places[:, 1] - places[:, 0]
+    which = torch.repeat_interleave(spread, sizes)
+    first = torch.repeat_interleave(places[:, 0] - sizes.cumsum(0) + sizes, sizes)
+    at = indices[first + torch.arange(len(which), device=indices.device)].long() - starts[which]
+    return torch.zeros_like(starts).index_add_(0, which, 1 << at)
+
+
+def _estimate_union(bits: Tensor, counts: list[int], numel: int) -> int:
+    """How many indices the union has, from the windows of all ranks."""
+    total = sum(counts)
+    each = (bits.unsqueeze(-1) >> torch.arange(WINDOW, device=bits.device)) & 1
+    entries, distinct = int(each.sum()), int(each.any(0).sum())
+    if entries == 0:
+        return min(total, numel)
+    return max(*counts, min(numel, round(total * distinct / entries)))
