@@ -61,7 +61,8 @@ class Room:
 
 
 class Carrier:
-    """Moves entries of gradients of `numel` elements between the ranks of a group.
+    """Moves entries of gradients of `numel` elements between the ranks of a group. What a method returns lies in memory
+    that the next one may use again.
 
     Args:
         numel: of the gradient, below 2^31.
@@ -149,10 +150,13 @@ class Carrier:
             mine = indices[(place * len(indices)).long().clamp_(max=len(indices) - 1)]
         else:
             mine = (place * self.numel).int()
-        every, work = self._all_gather(mine)
+        length = torch.tensor([len(indices)], dtype=torch.int32).to(self.device)
+        every, work = self._all_gather(torch.cat([length, mine]))
         work.wait()
-        ordered = every.view(-1).sort().values
-        cuts = ordered[samples * torch.arange(1, ranks, device=self.device)]
+        ordered, order = every[:, 1:].reshape(-1).sort()
+        weights = every[:, :1].clamp(min=1).expand(-1, samples).reshape(-1)[order].cumsum(0)
+        targets = weights[-1] * torch.arange(1, ranks, device=self.device) // ranks
+        cuts = ordered[torch.searchsorted(weights, targets).clamp_(max=len(ordered) - 1)]
         return [0, *cuts.tolist(), self.numel]
 
     def to_owners(self, entries: Entries, bounds: Sequence[int], residual: Tensor | None = None) -> Entries:

@@ -242,7 +242,7 @@ def _compare(
             if mine != theirs:
                 said = (mine, theirs) if word is None else (word[mine], word[theirs])
                 raise ValueError(
-                    f"sparse_all_reduce: ranks disagree on {name}: rank 0 has {said[0]}, rank {rank} {said[1]}"
+                    f"sparse_all_reduce: ranks disagree on {name}: rank 0 has {said[0]}, rank {rank} has {said[1]}"
                 )
     counts = [side[2] for side in sides]
     return _Call(counts, _estimate_union(rows[:, 7:], counts, numel))

@@ -69,7 +69,7 @@ def test_an_owners_residual_is_folded_when_its_layout_goes(
     first = before[0]
     numel = layout_numel(first)
     start = numel // 3
-    owned = feedback.owned(first, start, numel - start, world_size)
+    (owned,) = feedback.owned(first, [(start, numel - start, world_size)])
     owned.fill_(1.0)
     total = sum(float(t.double().sum()) for t in known.values()) + world_size * (numel - start)
     for layout in after:
@@ -101,7 +101,7 @@ def test_undo_puts_back_both_residuals() -> None:
     layout = layout_of(["a", "b"])
     feedback = ErrorFeedback(keep_previous=True)
     flat = feedback.residual(layout)
-    owned = feedback.owned(layout, 2, 5, 2)
+    (owned,) = feedback.owned(layout, [(2, 5, 2)])
     for step in range(3):  # the copies are made once and reused
         flat.fill_(1.0 + step)
         owned.fill_(2.0 + step)
@@ -118,7 +118,7 @@ def test_rescaling_reaches_everything() -> None:
     feedback = ErrorFeedback()
     feedback.load({"c": torch.ones(SHAPES["c"])})
     feedback.residual(layout).fill_(1.0)
-    feedback.owned(layout, 0, 4, 2).fill_(1.0)
+    feedback.owned(layout, [(0, 4, 2)])[0].fill_(1.0)
     feedback.rescale(0.5)
     found = feedback.by_name()
     assert float(found["c"].sum()) == 12.0
@@ -131,7 +131,7 @@ def test_taking_the_residual_empties_it_but_keeps_what_cannot_be_sent() -> None:
     grad = torch.tensor([1.0, 2.0, float("nan"), 4.0, 5.0])
     assert feedback.take(layout, grad) is grad, "nothing is kept yet, and nothing must be copied"
     feedback.residual(layout).fill_(0.5)
-    feedback.owned(layout, 3, 2, 2).fill_(1.0)
+    feedback.owned(layout, [(3, 2, 2)])[0].fill_(1.0)
     total = feedback.take(layout, grad)
     assert torch.equal(total.nan_to_num(-1.0), torch.tensor([1.5, 2.5, -1.0, 6.5, 7.5]))
     assert torch.equal(feedback.residual(layout), torch.tensor([0.0, 0.0, 0.5, 0.0, 0.0]))

@@ -43,9 +43,9 @@ def batch(rank: int, step: int, model: nn.Module) -> Tensor:
 def wrap(
     model: nn.Module, codec: Any, *, ddp: dict[str, Any] | None = None, **options: Any
 ) -> tuple[Any, CompressState]:
-    """The model in DDP, with buckets of a few kilobytes, and the hook registered."""
+    """The model in DDP, with buckets of a few kilobytes, and the hook registered; compresses though it cannot pay."""
     wrapped = DistributedDataParallel(model, **{"bucket_cap_mb": 0.02, **(ddp or {})})
-    state = CompressState(wrapped, codec, **options)
+    state = CompressState(wrapped, codec, **{"fallback": None, **options})
     wrapped.register_comm_hook(state, compress_hook)
     return wrapped, state
 

@@ -1,0 +1,373 @@
+"""`sparse_all_reduce` between real processes: exact, the same on every rank, and never a hang."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gradwire import sparse_all_reduce
+from gradwire.hooks import cost, sparse
+from gradwire.hooks.entries import Carrier, Entries
+from gradwire.hooks.group import Group
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from ranks import Pool
+from torch import Tensor
+
+Ranks = Callable[[int], Pool]
+
+#: How the ranks' index sets may lie.
+PATTERNS = ("random", "clustered", "identical", "disjoint", "empty", "some empty", "all", "ends")
+
+
+def index_set(pattern: str, numel: int, rank: int, world_size: int, seed: int) -> Tensor:
+    own, shared = (torch.Generator().manual_seed(s) for s in (1000 * seed + rank, seed))
+    if pattern == "empty" or (pattern == "some empty" and rank % 2 == 0):
+        return torch.zeros(0, dtype=torch.int64)
+    if pattern == "all":
+        return torch.arange(numel)
+    if pattern == "ends":
+        return torch.tensor(sorted({0, numel - 1}))
+    if pattern == "disjoint":
+        return torch.arange(min(rank, numel), numel, world_size)
+    if pattern == "clustered":
+        start = int(torch.randint(0, numel, (1,), generator=shared))
+        return torch.arange(start, min(numel, start + 1 + numel // 50 * (1 + rank)))
+    generator = shared if pattern == "identical" else own
+    k = int(torch.randint(1, numel + 1, (1,), generator=generator)) // (1 + seed % 20) + 1
+    return torch.randperm(numel, generator=generator)[: min(k, numel)].sort().values
+
+
+_groups: dict[int, Any] = {}
+
+
+def first_ranks(world_size: int) -> Any:
+    """The group of the first ranks, made at its first use, which every rank reaches together."""
+    if world_size not in _groups:
+        _groups[world_size] = dist.new_group(list(range(world_size)))
+    return _groups[world_size]
+
+
+def compare(rank: int, world_size: int, pattern: str, numel: int, seed: int, dtype: torch.dtype) -> None:
+    """Every algorithm against the sum in float64, as entries and dense, and against the other ranks."""
+    group = first_ranks(world_size)
+    if rank >= world_size:
+        return
+    indices = index_set(pattern, numel, rank, world_size, seed)
+    values = torch.randn(len(indices), generator=torch.Generator().manual_seed(rank)).to(dtype)
+    sums = torch.zeros(2, numel, dtype=torch.float64)
+    sums[:, indices] = torch.stack([values.double(), values.double().abs()])
+    dist.all_reduce(sums, group=group)
+    wanted, magnitude = sums
+    union = set(magnitude.nonzero().view(-1).tolist())
+    bound = magnitude * (torch.finfo(dtype).eps + world_size * torch.finfo(torch.float32).eps)
+    outs = []
+    for algorithm in ("gather", "union", "split", "dense", "auto"):
+        options: dict[str, Any] = {"algorithm": algorithm, "group": group}
+        for op, scale in (("sum", 1.0), ("mean", 1.0 / world_size)):
+            at, found = sparse_all_reduce(indices, values, numel, op=op, **options)
+            assert (at.dtype, found.dtype) == (indices.dtype, values.dtype)
+            assert bool((at[1:] > at[:-1]).all())
+            assert algorithm in ("dense", "auto") or union <= set(at.tolist())
+            got = torch.zeros(numel, dtype=torch.float64)
+            got[at] = found.double()
+            assert bool(((got - wanted * scale).abs() <= bound * scale).all()), (algorithm, op)
+        out = torch.full((numel,), torch.nan, dtype=dtype)
+        assert sparse_all_reduce(indices, values, numel, out=out, **options) is out
+        assert torch.equal(out.double(), got)
+        outs.append(out)
+    mine = torch.cat(outs)
+    replicas = [torch.empty_like(mine) for _ in range(world_size)]
+    dist.all_gather(replicas, mine, group=group)
+    assert all(torch.equal(replica, mine) for replica in replicas)
+
+
+@pytest.mark.parametrize("world_size", range(1, 9))
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_every_algorithm_is_exact(ranks: Ranks, pattern: str, world_size: int) -> None:
+    for numel in (1, 37, 5003):
+        ranks(8).run(compare, world_size, pattern, numel, numel, torch.float32)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    pattern=st.sampled_from(PATTERNS),
+    numel=st.integers(1, 3000),
+    world_size=st.sampled_from([2, 3, 4]),
+    seed=st.integers(0, 1000),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_any_vector(ranks: Ranks, pattern: str, numel: int, world_size: int, seed: int, dtype: torch.dtype) -> None:
+    ranks(8).run(compare, world_size, pattern, numel, seed, dtype)
+
+
+def special(rank: int, algorithm: str) -> list[float]:
+    """Rank 1 has what is not finite; so has, there alone, the result of every rank."""
+    values = torch.tensor([1.0, float("nan"), float("inf"), 2.0]) if rank == 1 else torch.ones(4)
+    at, found = sparse_all_reduce(torch.tensor([0, 5, 6, 9]), values, 10, algorithm=algorithm, op="sum")
+    assert at.tolist() == [0, 5, 6, 9]
+    return found.tolist()
+
+
+@pytest.mark.parametrize("algorithm", sparse.ALGORITHMS)
+def test_what_is_not_finite_stays_visible(ranks: Ranks, algorithm: str) -> None:
+    for one, nan, inf, other in ranks(3).run(special, algorithm):
+        assert (one, other) == (3.0, 4.0)
+        assert nan != nan
+        assert inf == float("inf")
+
+
+def refused(rank: int, fault: str, algorithm: str) -> tuple[str, float]:
+    """Rank 1 hands in something wrong; what every rank is told, and how soon."""
+    indices, values, numel, options = torch.tensor([1, 4, 7]), torch.ones(3), 10, {}
+    if rank == 1:
+        if fault == "beyond":
+            indices[2] = 10
+        elif fault == "negative":
+            indices[0] = -3
+        elif fault == "unsorted":
+            indices = torch.tensor([4, 1, 7])
+        elif fault == "duplicate":
+            indices = torch.tensor([1, 4, 4])
+        elif fault == "lengths":
+            values = torch.ones(2)
+        elif fault == "kind":
+            indices = torch.ones(3)
+        elif fault == "numel":
+            numel = 11
+        elif fault == "op":
+            options = {"op": "sum"}
+        elif fault == "dtype":
+            values = values.bfloat16()
+        elif fault == "unknown op":
+            options = {"op": "max"}
+        elif fault == "algorithm":
+            algorithm = "gather" if algorithm != "gather" else "split"
+        elif fault == "out":
+            options = {"out": torch.zeros(9)}
+    begin = time.monotonic()
+    try:
+        sparse_all_reduce(indices, values, numel, algorithm=algorithm, **options)
+    except (TypeError, ValueError) as error:
+        said = str(error)
+    else:
+        said = "nothing"
+    # The group still works, and in step.
+    assert sparse_all_reduce(torch.tensor([rank]), torch.ones(1), 10, op="sum")[0].tolist() == [0, 1, 2]
+    return said, time.monotonic() - begin
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "split"])
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("beyond", ["rank 1", "index 10 is out of range"]),
+        ("negative", ["rank 1", "index -3 is out of range"]),
+        ("unsorted", ["rank 1", "position 1", "sort them"]),
+        ("duplicate", ["rank 1", "position 2", "coalesce"]),
+        ("lengths", []),
+        ("kind", []),
+        ("numel", ["disagree on numel", "has 10", "rank 1 has 11"]),
+        ("op", ["disagree on op", "has mean", "rank 1 has sum"]),
+        ("dtype", ["disagree on dtype", "bfloat16"]),
+        ("unknown op", []),
+        ("algorithm", ["disagree on algorithm"]),
+        ("out", []),
+    ],
+)
+def test_what_cannot_be_reduced_is_refused_on_every_rank(
+    ranks: Ranks, fault: str, words: list[str], algorithm: str
+) -> None:
+    told = ranks(3).run(refused, fault, algorithm)
+    for rank, (said, seconds) in enumerate(told):
+        assert seconds < 10
+        assert said != "nothing"
+        for word in words or (["rank 1", "wrong type, shape or value"] if rank != 1 else []):
+            assert word in said, said
+    if fault == "lengths":
+        assert "3 indices" in told[1][0]
+
+
+def die(rank: int, algorithm: str) -> str:
+    """Rank 1 goes in the middle of a call, the others are told."""
+    if rank == 1:
+        carrier_gather, carrier_owners = Carrier.gather, Carrier.to_owners
+        Carrier.gather = Carrier.to_owners = Carrier.all_reduce = lambda *a, **k: os._exit(1)  # type: ignore[method-assign, assignment]
+        del carrier_gather, carrier_owners
+    indices = torch.arange(0, 50_000, 5)
+    begin = time.monotonic()
+    try:
+        sparse_all_reduce(indices, torch.ones(len(indices)), 50_000, algorithm=algorithm)
+    except RuntimeError as error:
+        return f"{time.monotonic() - begin:.0f} {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize("algorithm", sparse.ALGORITHMS)
+def test_a_rank_that_dies_is_an_error_within_the_timeout(algorithm: str) -> None:
+    pool = Pool(3, timeout=timedelta(seconds=5))
+    try:
+        told = pool.run(die, algorithm, within=30, may_die=(1,))
+    finally:
+        pool.close()
+    for rank in (0, 2):
+        seconds, _, error = told[rank].partition(" ")
+        assert int(seconds) <= 6
+        assert error
+
+
+def lie(rank: int) -> list[Any]:
+    """Rank 1 sends bytes that no sound list has; the others leave out what cannot be right."""
+    group = Group(dist.group.WORLD)
+    carrier = Carrier(1000, torch.float32, torch.device("cpu"), group)
+    if rank == 1:
+        kernels = carrier.kernels
+        noise = torch.Generator().manual_seed(1)
+
+        class Liar:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(kernels, name)
+
+            def pack_indices(self, indices: Tensor, count: Any, base: int, numel: int, wire: Tensor) -> None:
+                wire.copy_(torch.randint(0, 256, (len(wire),), generator=noise).to(torch.uint8))
+
+        carrier.kernels = Liar()  # type: ignore[assignment]
+    entries = Entries(torch.arange(0, 1000, 10, dtype=torch.int32), torch.ones(100))
+    found = []
+    for run in (lambda: carrier.gather(entries, 100), lambda: carrier.to_owners(entries, [0, 300, 600, 1000])):
+        result = run()
+        at = result.indices.long()
+        assert bool((at[1:] > at[:-1]).all())
+        assert len(at) == 0 or (int(at[0]) >= 0 and int(at[-1]) < 1000)
+        found.append((at.tolist(), result.values.tolist()))
+    return [found[0], carrier.skipped]
+
+
+def test_lies_on_the_wire_are_left_out_and_counted(ranks: Ranks) -> None:
+    results = ranks(3).run(lie)
+    assert results[0][0] == results[1][0] == results[2][0], "replicas must agree on what they leave out"
+    assert all(skipped > 0 for _, skipped in results)
+
+
+def keep_largest(rank: int, world_size: int, sums: list[list[float]], k: int, guess: int | None) -> Any:
+    carrier = Carrier(10_000, torch.float32, torch.device("cpu"), Group(dist.group.WORLD))
+    mine = torch.tensor(sums[rank], dtype=torch.float32)
+    kept, counts, key = carrier.cut(mine, k, guess)
+    return kept.tolist(), counts, key
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sums=st.lists(
+        st.lists(
+            st.one_of(
+                st.sampled_from([0.0, 1.0, -1.0, 2.0, float("inf"), 1e-45, -1e38]),
+                st.integers(-1 << 20, 1 << 20).map(float),  # whole numbers: 21 bits tell them apart
+            ),
+            max_size=40,
+        ),
+        min_size=3,
+        max_size=3,
+    ),
+    k=st.integers(1, 60),
+    guess=st.one_of(st.none(), st.integers(0, (1 << 21) - 1)),
+)
+def test_the_cut_keeps_the_largest(ranks: Ranks, sums: list[list[float]], k: int, guess: int | None) -> None:
+    """Against a stable sort by 21 bits of magnitude, whatever the guess."""
+    for census in (sparse_census(ranks, sums, k, guess), sparse_census(ranks, sums, k, None)):
+        everything = torch.tensor([v for part in sums for v in part], dtype=torch.float32)
+        keys = (everything.view(torch.int32) & 0x7FFFFFFF) >> 10
+        order = torch.sort(keys, descending=True, stable=True).indices[:k]
+        wanted = torch.zeros(len(everything), dtype=torch.bool)
+        wanted[order] = True
+        assert [flag for kept, _, _ in census for flag in kept] == wanted.tolist()
+        assert [counts for _, counts, _ in census] == [[sum(kept) for kept, _, _ in census]] * 3
+
+
+def sparse_census(ranks: Ranks, sums: list[list[float]], k: int, guess: int | None) -> Any:
+    return ranks(3).run(keep_largest, 3, sums, k, guess)
+
+
+def balance(rank: int, world_size: int, pattern: str) -> list[int]:
+    carrier = Carrier(100_000, torch.float32, torch.device("cpu"), Group(dist.group.WORLD))
+    indices = index_set(pattern, 100_000, rank, world_size, 3).int()
+    bounds = carrier.balanced_bounds(indices, 5000)
+    cuts = torch.searchsorted(indices, torch.tensor(bounds, dtype=torch.int32))
+    return [bounds, (cuts[1:] - cuts[:-1]).tolist()]
+
+
+@pytest.mark.parametrize("pattern", ["random", "clustered", "identical", "disjoint"])
+def test_owners_get_equal_shares(ranks: Ranks, pattern: str) -> None:
+    results = ranks(4).run(balance, 4, pattern)
+    bounds = results[0][0]
+    assert all(result[0] == bounds for result in results)
+    assert bounds[0] == 0
+    assert bounds[-1] == 100_000
+    shares = torch.tensor([counts for _, counts in results]).sum(0)
+    assert int(shares.max()) <= 1.1 * float(shares.float().mean())
+
+
+def probe(rank: int) -> Any:
+    group = Group(dist.group.WORLD)
+    found = cost.calibration(group, torch.device("cpu"))
+    again = cost.calibration(group, torch.device("cpu"))
+    return found, found is again
+
+
+def test_a_calibration_is_the_same_on_all_ranks_and_measured_once(ranks: Ranks) -> None:
+    results = ranks(2).run(probe)
+    assert results[0] == results[1]
+    found, cached = results[0]
+    assert cached
+    for line in (found.all_gather, found.all_to_all, found.all_reduce):
+        assert 1e-6 < line.alpha < 1
+        assert 0 < line.beta < 1e-6
+
+
+SLOW = cost.Line(1e-4, 1e-7)
+WORK = cost.Work(2e-9, 2e-9, 2e-9, 5e-11, 5e-10)
+
+
+@pytest.mark.parametrize(
+    ("density", "overlap", "world_size", "expected"),
+    [
+        (0.001, 0.0, 2, {"gather"}),
+        (0.01, 0.0, 8, {"split", "gather"}),
+        (0.01, 1.0, 16, {"split"}),
+        (0.5, 0.0, 8, {"split"}),  # indices are cheap where they lie close
+        (0.99, 1.0, 8, {"dense"}),
+    ],
+)
+def test_the_model_chooses_as_bytes_do_on_a_slow_network(
+    density: float, overlap: float, world_size: int, expected: set[str]
+) -> None:
+    calibration = cost.Calibration(SLOW, SLOW, SLOW, WORK)
+    numel = 1 << 22
+    k = int(density * numel)
+    union = min(numel, round(k * (1 + (world_size - 1) * (1 - overlap))))
+    decision = sparse.choose(calibration, cost.Shape(numel, k, world_size, union))
+    assert decision.name in expected, str(decision)
+
+
+def test_on_a_fast_network_work_decides() -> None:
+    fast = cost.Line(1e-5, 1e-11)
+    calibration = cost.Calibration(fast, fast, fast, WORK)
+    assert sparse.choose(calibration, cost.Shape(1 << 22, 1 << 19, 8, 1 << 21)).name == "dense"
+
+
+def test_estimates_of_the_union_follow_the_overlap() -> None:
+    for overlap in (0.0, 0.5, 1.0):
+        numel, k, world_size = 200_000, 2000, 4
+        own = round(k * (1 - overlap))
+        order = torch.randperm(numel, generator=torch.Generator().manual_seed(0))
+        shared = order[: k - own]
+        sets = [torch.cat([shared, order[k + rank * own :][:own]]).sort().values for rank in range(world_size)]
+        bits = torch.stack([sparse._windows(indices, numel, 1024) for indices in sets])
+        true = len(torch.cat(sets).unique())
+        assert abs(sparse._estimate_union(bits, [k] * world_size, numel) / true - 1) < 0.2
