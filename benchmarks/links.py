@@ -297,8 +297,17 @@ def remove_leftovers() -> None:
 
 def sent_bytes() -> int:
     """Bytes this rank's interface has sent so far, counted by the kernel, headers and all."""
+    return _counter("tx_bytes")
+
+
+def received_bytes() -> int:
+    """Bytes this rank's interface has received so far, counted by the kernel, headers and all."""
+    return _counter("rx_bytes")
+
+
+def _counter(name: str) -> int:
     interface = os.environ["GLOO_SOCKET_IFNAME"]
-    return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
+    return int(Path(f"/sys/class/net/{interface}/statistics/{name}").read_text())
 
 
 def timed_all_reduce(numel: int, repeats: int) -> list[float]:

@@ -17,6 +17,7 @@ what OmniReduce (Fei et al., SIGCOMM 2021) is to its blocks.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -69,31 +70,59 @@ def sparse_all_reduce(
     The host waits for one small all-gather that compares arguments, then for one count in "union" and "dense" (without
     `out`), two in "split".
     """
-    process_group: Any = dist.group.WORLD if group is None else group
-    if process_group is None:
-        raise RuntimeError(
-            "sparse_all_reduce needs torch.distributed: call torch.distributed.init_process_group() first"
-        )
-    problem = _problem(indices, values, numel, op, algorithm, out)
-    device = values.device if isinstance(values, Tensor) else torch.device("cpu")
-    # Gloo moves what lies in host memory.
-    here = torch.device("cpu") if Group.blocks(process_group, device) else device
-    ranks = Group(process_group)
-    call = _compare(indices, values, numel, op, algorithm, problem, ranks, here)
-    entries = Entries(indices.to(here, torch.int32), values.to(here, torch.float32))
-    travel = torch.bfloat16 if values.dtype == torch.bfloat16 else torch.float32
-    carrier = Carrier(numel, travel, here, ranks)
-    if algorithm == "auto":
-        shape = cost.Shape(numel, max(call.counts), ranks.size, call.union, travel)
-        algorithm = choose(cost.calibration(ranks, here), shape).name
-    scale = 1.0 / ranks.size if op == "mean" else 1.0
-    result = reduce_entries(carrier, entries, max(call.counts), algorithm, scale)
+    call = prepare(indices, values, numel, group, op, algorithm, out)
+    result = reduce_entries(call.carrier, call.entries, call.k, call.decision.name, call.scale)
     if out is not None:
         return fill(out, result)
     if isinstance(result, Tensor):
         place = result.nonzero().view(-1)
         result = Entries(place.int(), result[place])
-    return result.indices.to(device, indices.dtype), result.values.to(device, values.dtype)
+    return result.indices.to(indices.device, indices.dtype), result.values.to(values.device, values.dtype)
+
+
+@dataclass
+class Call:
+    """What all ranks have agreed on.
+
+    Attributes:
+        entries: this rank's, where the group can move them.
+        k: the most entries that any rank has.
+        scale: what sums are multiplied by.
+    """
+
+    carrier: Carrier
+    entries: Entries
+    k: int
+    decision: cost.Decision
+    scale: float
+
+
+def prepare(
+    indices: Tensor,
+    values: Tensor,
+    numel: int,
+    group: dist.ProcessGroup | None = None,
+    op: str = "mean",
+    algorithm: str = "auto",
+    out: Tensor | None = None,
+) -> Call:
+    """The first half of `sparse_all_reduce`: compare arguments, and choose. A collective; raises as that does."""
+    process_group: Any = dist.group.WORLD if group is None else group
+    if process_group is None:
+        raise RuntimeError("sparse_all_reduce needs torch.distributed: call init_process_group() first")
+    problem = _problem(indices, values, numel, op, algorithm, out)
+    device = values.device if isinstance(values, Tensor) else torch.device("cpu")
+    # Gloo moves what lies in host memory.
+    here = torch.device("cpu") if Group.blocks(process_group, device) else device
+    ranks = Group(process_group)
+    counts, union = _compare(indices, values, numel, op, algorithm, problem, ranks, here)
+    travel = torch.bfloat16 if values.dtype == torch.bfloat16 else torch.float32
+    decision = cost.Decision(algorithm, ())
+    if algorithm == "auto":
+        decision = choose(cost.calibration(ranks, here), cost.Shape(numel, max(counts), ranks.size, union, travel))
+    entries = Entries(indices.to(here, torch.int32), values.to(here, torch.float32))
+    scale = 1.0 / ranks.size if op == "mean" else 1.0
+    return Call(Carrier(numel, travel, here, ranks), entries, max(counts), decision, scale)
 
 
 def choose(calibration: cost.Calibration, shape: cost.Shape) -> cost.Decision:
@@ -143,13 +172,6 @@ def fill(out: Tensor, result: Entries | Tensor) -> Tensor:
 
 
 # -- do all ranks mean the same, and can it be done? -----------------------------------------------------------------
-
-
-class _Call:
-    """What all ranks know of a call once they have compared it: entries of each rank, and of the union, about."""
-
-    def __init__(self, counts: list[int], union: int) -> None:
-        self.counts, self.union = counts, union
 
 
 #: What can be wrong with entries; the number that goes with it is filled in.
@@ -216,8 +238,9 @@ def _compare(
     problem: tuple[int, int, Exception | None],
     group: Group,
     device: torch.device,
-) -> _Call:
-    """One all-gather: raises on every rank alike if one cannot go on, or two want different things."""
+) -> tuple[list[int], int]:
+    """How many entries each rank has, and about how many the union. One all-gather: raises on every rank alike if one
+    cannot go on, or two want different things."""
     fault, number, error = problem
     facts = [fault, number]
     if not fault:
@@ -245,7 +268,7 @@ def _compare(
                     f"sparse_all_reduce: ranks disagree on {name}: rank 0 has {said[0]}, rank {rank} has {said[1]}"
                 )
     counts = [side[2] for side in sides]
-    return _Call(counts, _estimate_union(rows[:, 7:], counts, numel))
+    return counts, _estimate_union(rows[:, 7:], counts, numel)
 
 
 def _windows(indices: Tensor, numel: int, windows: int) -> Tensor:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire import QSGD, Cast, Codec, CompressState, Identity, OneBit, TernGrad, TopK, compress_hook
+from gradwire.hooks.allreduce import possible_exchanges
 from ranks import Pool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -52,7 +53,10 @@ def fifty_steps(rank: int, codec: Codec, exchange: str, save_at: int) -> Any:
 
 @pytest.mark.parametrize(
     ("codec", "exchange"),
-    [(codec, e) for codec in LOSSLESS_SUM for e in ("gather", "two_pass") if e == "gather" or codec.block_size],
+    [
+        *((codec, e) for codec in LOSSLESS_SUM for e in possible_exchanges(codec) if e != "dense"),
+        *((TopK(0.05, values=values), "split") for values in (torch.bfloat16, torch.int8)),
+    ],
     ids=str,
 )
 def test_nothing_is_lost_in_fifty_steps_across_rebuild_and_checkpoint(

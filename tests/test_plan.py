@@ -1,0 +1,206 @@
+"""Who decides how a bucket travels: nodes, the cost model, and what happens in the wild when many are under way."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gradwire import QSGD, Cast, Codec, CompressState, Identity, OneBit, TernGrad, TopK, compress_hook
+from gradwire.hooks import cost, plan
+from gradwire.hooks.group import Group
+from ranks import Pool
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from training import Ledger, convnet, train, wrap
+
+Ranks = Callable[[int], Pool]
+
+
+def on_nodes(rank: int, codec: Codec, topology: Any, exchange: str) -> Any:
+    """Twenty steps, a checkpoint's folding in the middle included."""
+    if topology == "mesh":
+        topology = dist.init_device_mesh("cpu", (2, 2))
+    model = convnet()
+    ledger = Ledger(model)
+    ddp, state = wrap(model, codec, exchange=exchange, topology=topology)
+    digests = train(rank, ddp, range(10), ledger)
+    state.state_dict()
+    digests += train(rank, ddp, range(10, 20), ledger)
+    error, done = ledger.error(state), state.statistics()
+    state.close()
+    return digests, error, list(done.decisions.values())
+
+
+@pytest.mark.parametrize("topology", [2, "mesh"])
+@pytest.mark.parametrize(
+    "codec",
+    [OneBit(), QSGD(rounding="nearest"), TernGrad(rounding="nearest"), TopK(0.05), Cast(torch.bfloat16)],
+    ids=str,
+)
+def test_nothing_is_lost_between_nodes(ranks: Ranks, codec: Codec, topology: Any) -> None:
+    results = ranks(4).run(on_nodes, codec, topology, "hierarchical")
+    digests, error, decisions = results[0]
+    assert all(result[0] == digests for result in results), "replicas differ"
+    assert error < 1e-5
+    assert all(text.startswith("hierarchical gather") for text in decisions)
+
+
+@pytest.mark.parametrize("codec", [OneBit(), TopK(0.05)], ids=str)
+def test_four_nodes_between_which_two_passes_go(ranks: Ranks, codec: Codec) -> None:
+    results = ranks(8).run(on_nodes, codec, 2, "hierarchical")
+    assert all(result[0] == results[0][0] for result in results)
+    assert results[0][1] < 1e-5
+    inner = "two_pass" if codec.block_size else "gather"
+    assert all(text.startswith(f"hierarchical {inner}") for text in results[0][2])
+
+
+def pretend(line: float, inside: float | None = None) -> Any:
+    """A calibration as of a network that moves a byte in `line` seconds, and inside a node in `inside`."""
+
+    def calibration(group: Group, device: torch.device) -> cost.Calibration:
+        beta = inside if inside is not None and group.size == 2 and group.ranks[1] == group.ranks[0] + 1 else line
+        lines = [cost.Line(1e-5, beta)] * 3
+        return cost.Calibration(*lines, cost.Work(2e-9, 2e-9, 2e-9, 5e-11, 5e-10))
+
+    return calibration
+
+
+def decide(rank: int, codec: Codec, beta: float, options: dict[str, Any], inside: float | None = None) -> Any:
+    real, cost.calibration = cost.calibration, pretend(beta, inside)
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300), nn.Linear(300, 2))
+    ledger = Ledger(model)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.3)
+    try:
+        state = CompressState(ddp, codec, **options)
+        ddp.register_comm_hook(state, compress_hook)
+        digests = train(rank, ddp, range(4), ledger)
+    finally:
+        cost.calibration = real
+    error, done = ledger.error(state), state.statistics()
+    state.close()
+    return digests, error, done.decisions, done.payload_bytes / done.dense_bytes
+
+
+SLOW, FAST = 1e-7, 1e-12
+
+
+@pytest.mark.parametrize(
+    ("codec", "beta", "options", "expected"),
+    [
+        (OneBit(), SLOW, {}, "two_pass of OneBit"),
+        (OneBit(), FAST, {}, "dense of OneBit"),
+        (OneBit(), FAST, {"fallback": torch.bfloat16}, "two_pass of Cast(dtype=torch.bfloat16)"),
+        (OneBit(), FAST, {"fallback": None}, "of OneBit"),
+        (QSGD(), SLOW, {"error_feedback": True}, "two_pass of QSGD"),
+        (TopK(0.001), SLOW, {}, "of TopK"),
+        (TopK(0.5), SLOW, {"exchange": "union"}, "union of TopK"),
+        (Identity(), SLOW, {}, "dense of Identity"),
+    ],
+    ids=str,
+)
+def test_auto_decides_by_cost_and_says_why(
+    ranks: Ranks, codec: Codec, beta: float, options: dict[str, Any], expected: str
+) -> None:
+    results = ranks(4).run(decide, codec, beta, options)
+    digests, error, decisions, share = results[0]
+    assert all(result[0] == digests for result in results)
+    assert all(result[2] == decisions for result in results), "ranks decide alike"
+    assert error < 1e-5
+    large = max(decisions.values(), key=len)
+    assert any(expected in text for text in decisions.values()), decisions
+    if "exchange" not in options:
+        assert " ms (" in large
+        assert "MB" in large
+    if beta == FAST and "fallback" not in options:
+        assert share == pytest.approx(1)
+
+
+def test_auto_takes_nodes_where_the_inside_is_fast(ranks: Ranks) -> None:
+    results = ranks(4).run(decide, OneBit(), SLOW, {"topology": 2}, FAST)
+    assert all(result[0] == results[0][0] for result in results)
+    assert results[0][1] < 1e-5
+    assert any(text.startswith("hierarchical") for text in results[0][2].values()), results[0][2]
+
+
+def test_a_small_bucket_is_not_worth_it_where_a_large_one_is() -> None:
+    """One network: latency decides for the small one, bytes for the large."""
+    planner = plan.Planner(plan.Topology(_Ranks()), torch.device("cpu"), torch.float32)  # type: ignore[arg-type]
+    lines = cost.Line(2e-3, 0.0), cost.Line(4e-3, 8e-9), cost.Line(1e-3, 8e-9)
+    planner._flat = cost.Calibration(*lines, cost.Work(2e-9, 2e-9, 2e-9, 5e-11, 5e-10))
+    choice = plan.Choice(OneBit(), "auto", True)
+    planner._speeds[planner._key(choice)] = cost.CodecSpeed(1e-9, 1e-9)
+    assert planner.plan(choice, 1000, 0)[0].exchange == "dense"
+    assert planner.plan(choice, 10_000_000, 0)[0].exchange in ("gather", "two_pass")
+
+
+class _Ranks:
+    rank, size = 0, 4
+
+
+def test_ranks_on_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert plan.node_size("auto", 8) == 1
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert plan.node_size("auto", 8) == 4
+    assert plan.node_size("auto", 4) == 1  # one node
+    assert plan.node_size("auto", 6) == 1  # uneven nodes
+    assert plan.node_size(2, 8) == 2
+    assert plan.node_size(8, 8) == 1
+    assert plan.node_size(None, 8) == 1
+    for bad in (3, 0, -2):
+        with pytest.raises(ValueError, match="ranks a node"):
+            plan.node_size(bad, 8)
+    with pytest.raises(TypeError, match="DeviceMesh"):
+        plan.node_size(2.0, 8)
+
+
+def hurried(rank: int, exchange: str, steps: int) -> Any:
+    """Twenty buckets, every rank late at other times before every collective."""
+    delays = random.Random(rank)
+    names = ("all_gather", "all_to_all", "all_to_all_v", "all_reduce")
+    real = {name: getattr(Group, name) for name in names}
+
+    def late(name: str) -> Any:
+        def run(self: Group, *args: Any) -> Any:
+            if delays.random() < 0.02:
+                time.sleep(delays.random() * 0.003)
+            return real[name](self, *args)
+
+        return run
+
+    for name in names:
+        setattr(Group, name, late(name))
+    try:
+        torch.manual_seed(1)
+        model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(20)))
+        ledger = Ledger(model)
+        ddp = DistributedDataParallel(model, bucket_cap_mb=1e-4)
+        state = CompressState(ddp, TopK(0.1), exchange=exchange)
+        ddp.register_comm_hook(state, compress_hook)
+        digests = train(rank, ddp, range(10), ledger)
+        buckets = len(state._buckets)
+        data = torch.randn(4, 16, generator=torch.Generator().manual_seed(rank))
+        for _ in range(steps):
+            model.zero_grad()
+            ddp(data).square().mean().backward()
+        digests += train(rank, ddp, range(10, 12))
+        done = state.statistics().steps
+        state.close()
+    finally:
+        for name in names:
+            setattr(Group, name, real[name])
+    return digests, buckets, done
+
+
+@pytest.mark.parametrize("exchange", ["gather", "split"])
+def test_twenty_buckets_under_way_and_everybody_late(ranks: Ranks, exchange: str) -> None:
+    steps = 488 if exchange == "gather" else 88
+    results = ranks(4).run(hurried, exchange, steps, within=300)
+    assert all(result[0] == results[0][0] for result in results), "replicas differ"
+    assert [result[1:] for result in results] == [(20, steps + 12)] * 4
