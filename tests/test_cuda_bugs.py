@@ -135,7 +135,7 @@ BUGS = (
     ),
     Bug(
         "a barrier too few in the scan",
-        "sparse.cu",
+        "common.cuh",
         ("    if (lane == WARP - 1) warps[warp] = sum;\n    __syncthreads();"),
         "    if (lane == WARP - 1) warps[warp] = sum;",
         TopK(),

@@ -177,5 +177,9 @@ class SparseKernels(Kernels):
 
 def typed_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows of bytes, which may lie apart, as rows of 4-byte numbers, without a copy."""
-    whole = rows.as_strided(((rows.shape[0] - 1) * rows.stride(0) + rows.shape[1],), (1,))
-    return whole.view(dtype).as_strided((rows.shape[0], rows.shape[1] // 4), (rows.stride(0) // 4, 1))
+    return whole_rows(rows).view(dtype).as_strided((rows.shape[0], rows.shape[1] // 4), (rows.stride(0) // 4, 1))
+
+
+def whole_rows(rows: Tensor) -> Tensor:
+    """All the memory from the first row's begin to the last row's end, as a flat tensor."""
+    return rows.as_strided(((rows.shape[0] - 1) * rows.stride(0) + rows.shape[1],), (1,))
