@@ -119,6 +119,12 @@ __device__ inline Bfloat saturated(float v) {
     return rounded;
 }
 
+// Zero only where all is zero.
+__device__ inline float unit_of(float largest) {
+    const float unit = fminf(__fdiv_rn(largest, (float)LEVELS), LARGEST_UNIT);
+    return largest > 0.0f && unit == 0.0f ? 0x1p-149f : unit;
+}
+
 __device__ inline int code_of(float v, float unit) {
     if (!is_finite(v)) return MISSING;
     if (unit == 0.0f) return 0;
@@ -213,7 +219,7 @@ __global__ void entries_pack_int8(const float* values, i64 k, u8* wire, const u3
 #pragma unroll
         for (int j = 0; j < SLOTS; ++j)
             if (is_finite(v[j])) largest = max(largest, magnitude_bits(v[j]));
-        const float unit = fminf(__fdiv_rn(__int_as_float(warp_max(largest)), (float)LEVELS), LARGEST_UNIT);
+        const float unit = unit_of(__int_as_float(warp_max(largest)));
         if (threadIdx.x % WARP == 0) ((float*)wire)[block] = unit;
         u32 words[2] = {0, 0};
 #pragma unroll

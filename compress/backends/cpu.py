@@ -208,6 +208,13 @@ class Cast(_Blocks):
         return cpu_dense.cast_decode, (self.stored(codec),)
 
 
+PACK = {
+    torch.float32: cpu_entries.pack_floats,
+    torch.bfloat16: cpu_entries.pack_bfloat,
+    torch.int8: cpu_entries.pack_bytes,
+}
+
+
 class Entries(EntryKernels):
     def pack_indices(self, indices: Tensor, count: Tensor | None, base: int, numel: int, wire: Tensor) -> None:
         used = len(indices) if count is None else int(count)
@@ -232,10 +239,7 @@ class Entries(EntryKernels):
         count: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> None:
-        if dtype == torch.float32:
-            wire.view(dtype).copy_(values)
-            return
-        pack = cpu_entries.pack_bfloat if dtype == torch.bfloat16 else cpu_entries.pack_bytes
+        pack = PACK[dtype]
         used = len(values) if count is None else int(count)
         rest = (0, 0, 0)
         if residual is not None and indices is not None:

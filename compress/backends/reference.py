@@ -262,6 +262,7 @@ class Entries(EntryKernels):
             finite = np.isfinite(blocks)
             largest = np.where(finite, np.abs(blocks), F32(0)).max(axis=1)
             unit = np.minimum(largest / F32(127), F32(LARGEST_UNIT))
+            unit = np.where((largest > 0) & (unit == 0), TINY, unit)
             with np.errstate(all="ignore"):
                 code = np.where(unit[:, None] > 0, np.rint(blocks / unit[:, None]), F32(0))
                 code = np.where(finite, np.clip(code, -127, 127), F32(-128))
@@ -274,7 +275,7 @@ class Entries(EntryKernels):
             decoded = torch.zeros(1, k)
             self.unpack_values(wire[None], dtype, decoded)
             finite_values = np.isfinite(v[:used])
-            at = indices[:used].numpy()[finite_values]
+            at = indices[:used].numpy().view(np.uint32)[finite_values]
             residual.numpy()[at] = (v - decoded[0].numpy())[:used][finite_values]
 
     def unpack_values(self, wires: Tensor, dtype: torch.dtype, values: Tensor) -> None:
