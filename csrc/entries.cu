@@ -170,8 +170,7 @@ __global__ void entries_unpack_indices(const u8* wires, i64 pitch, int rows, int
                 const i64 at = (rest << low_bits) + low_of(low, entry + i, low_bits);
                 out[entry + i] = at < numel ? (u32)(at + base) : (u32)NO_INDEX;
             }
-            entry += total;
-            __syncthreads();
+            entry += total;  // and the next scan waits for all before it lets anyone change `places`
         }
         if (share != shares - 1) continue;
         for (i64 i = entry + threadIdx.x; i < k; i += UNPACKING) out[i] = (u32)NO_INDEX;
