@@ -36,6 +36,9 @@ def set_bits(address: int, bits: Any) -> None:
 @inlined
 def low_of(low: int, entry: Any, width: int) -> Any:
     """The low bits of an entry, which may lie in two words."""
+    found: Any = 0
+    if width == 0:
+        return found  # then there is no word to read
     bit = entry * width
     address, shift = low + 4 * (bit >> 5), bit & 31
     found = int_at(address) >> shift
