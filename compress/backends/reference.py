@@ -274,9 +274,9 @@ class Entries(EntryKernels):
             used = k if count is None else int(count)
             decoded = torch.zeros(1, k)
             self.unpack_values(wire[None], dtype, decoded)
-            finite_values = np.isfinite(v[:used])
-            at = indices[:used].numpy().view(np.uint32)[finite_values]
-            residual.numpy()[at] = (v - decoded[0].numpy())[:used][finite_values]
+            finite = np.isfinite(v[:used])
+            at = indices[:used].numpy().view(np.uint32)[finite]
+            residual.numpy()[at] = v[:used][finite] - decoded[0].numpy()[:used][finite]
 
     def unpack_values(self, wires: Tensor, dtype: torch.dtype, values: Tensor) -> None:
         k = values.shape[1]
