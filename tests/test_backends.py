@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 import torch
 from gradwire.compress import CODECS, Cast, Codec, OneBit, TopK, new_draw
-from gradwire.compress.backends import Kernels, Workspace, backend_kernels, cpu, cpu_dense, cpu_entries, cpu_sparse, reference
+from gradwire.compress.backends import (
+    Kernels,
+    Workspace,
+    backend_kernels,
+    cpu,
+    cpu_dense,
+    cpu_entries,
+    cpu_sparse,
+    reference,
+)
 from gradwire.compress.backends.cpu_blocks import random_bits
 from gradwire.compress.codec import DTYPES
 from hypothesis import given, settings

@@ -21,7 +21,7 @@ from torch import Tensor
 
 CPU = torch.device("cpu")
 SPARSE = TopK(indices="plain"), TopK(0.3, values=torch.int8), TopK(indices="plain", values=torch.bfloat16)
-every_codec = pytest.mark.parametrize("codec", (*CODECS, *SPARSE), ids=str)
+every_codec = pytest.mark.parametrize("codec", [*CODECS, *SPARSE], ids=str)
 
 
 def rows_of(codec: Codec, numel: int, wires: Sequence[Tensor]) -> list[Tensor]:

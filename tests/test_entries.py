@@ -1,4 +1,4 @@
-"""Entries of sparse gradients: packed near their entropy, unpacked whatever the bytes, merged; alike on every backend."""
+"""Entries of sparse gradients: packed near their entropy, unpacked whatever the bytes, merged; on every backend."""
 
 from __future__ import annotations
 
@@ -327,9 +327,9 @@ def test_merge_is_the_sum_in_order_at_the_union(
     sums: dict[int, np.float32] = {}
     precise: dict[int, float] = {}
     skipped = 0
-    for at, values in made:
+    for at, numbers in made:
         highest = -1
-        for index, value in zip(at.tolist(), values, strict=True):
+        for index, value in zip(at.tolist(), numbers, strict=True):
             if start <= index < stop and index > highest:
                 highest = index
                 sums[index] = np.float32(sums.get(index, np.float32(0)) + value)

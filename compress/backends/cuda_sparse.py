@@ -19,7 +19,8 @@ SUFFIXES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 WARP = 32
 #: Elements that a block of threads takes at once, and words of a bitmap.
 TILE, BITMAP_TILE = 2048, 256
-#: Most blocks of threads for each multiprocessor where every block has work that does not shrink with its share, as with a histogram of its own.
+#: Most blocks of threads for each multiprocessor where every block has work that does not shrink with its share, as
+#: with a histogram of its own.
 FEW_SHARES = 4
 #: Threads of the one block that sums over all tiles.
 PLACING_THREADS = 1024

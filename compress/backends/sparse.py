@@ -118,14 +118,16 @@ class SparseKernels(Kernels):
         divide(total, len(rows), out)
 
     def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
-        self._encode(codec, x, None, wire, workspace)
+        self._encode_entries(codec, x, None, wire, workspace)
 
     def encode_feedback(
         self, codec: Any, grad: Tensor, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
     ) -> None:
-        self._encode(codec, grad, residual, wire, workspace)
+        self._encode_entries(codec, grad, residual, wire, workspace)
 
-    def _encode(self, codec: Any, x: Tensor, residual: Tensor | None, wire: Tensor, workspace: Workspace) -> None:
+    def _encode_entries(
+        self, codec: Any, x: Tensor, residual: Tensor | None, wire: Tensor, workspace: Workspace
+    ) -> None:
         numel = x.numel()
         indices, values = wire.split(codec.part_bytes(numel))
         packed_indices, packed_values = codec.indices == "packed", codec.values != torch.float32
