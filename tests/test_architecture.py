@@ -19,7 +19,7 @@ FOLDERS = ("benchmarks", "compress", "csrc", "hooks")
 #: From the bottom up: a module may import what stands on a lower line, or beside it. The first match counts.
 LAYERS = (
     ("kernels", r"csrc(\..+)?"),
-    ("wire format", r"compress\.wire"),
+    ("wire format", r"compress\.(wire|entries)"),
     ("backends", r"compress\.backends(\..+)?"),
     ("codec contract", r"compress\.codec"),
     ("codecs", r"compress\.(?!feedback$).+"),
