@@ -106,8 +106,10 @@ class Recorder(Device):
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int, int, Sequence[Argument]]] = []
+        self.files: set[str] = set()
 
     def function(self, file: str, name: str) -> Function:
+        self.files.add(file)
         return lambda grid, block, args: self.calls.append((name, grid, block, args))
 
 
@@ -117,6 +119,17 @@ def recorder() -> Iterator[Recorder]:
     DEVICES[CPU] = device
     yield device
     DEVICES[CPU] = before
+
+
+@every_codec
+def test_prepare_compiles_every_file_that_is_run(recorder: Recorder, codec: Codec) -> None:
+    kernels, numel = backend_kernels("cuda")[codec.name], 100
+    kernels.prepare(codec, torch.float32, CPU)
+    prepared = set(recorder.files)
+    workspace, wire = kernels.workspace(codec, numel, CPU), torch.zeros(codec.wire_bytes(numel), dtype=torch.uint8)
+    kernels.encode(codec, torch.zeros(numel), wire, new_draw(0), workspace)
+    kernels.decode_mean(codec, rows_of(codec, numel, [wire]), torch.zeros(numel), workspace)
+    assert recorder.files == prepared
 
 
 @pytest.mark.parametrize("numel", [1, 2**31 - 1, 2**31, 2**33 + 1])

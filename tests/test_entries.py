@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gradwire.compress.backends import cuda_entries, entries_for, use_backend
-from gradwire.compress.backends.sparse import EntryKernels
+from gradwire.compress.backends.entry_kernels import EntryKernels
 from gradwire.compress.entries import LARGEST_UNIT, VALUE_BLOCK, VALUE_DTYPES, index_layout, value_bytes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

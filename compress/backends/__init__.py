@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .sparse import EntryKernels
+    from .entry_kernels import EntryKernels
 
 BACKENDS = ("reference", "cpu", "cuda")
 

@@ -22,7 +22,8 @@ from torch import Tensor
 from ..entries import index_layout
 from . import Kernels, Workspace, cpu_dense, cpu_entries, cpu_sparse
 from .cpu_blocks import BFLOAT16, FLOAT16, FLOAT32, TILE, scratch_bytes
-from .sparse import EntryKernels, SparseKernels, typed_rows
+from .entry_kernels import EntryKernels
+from .sparse import SparseKernels, typed_rows
 
 KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 #: Fewer elements than this are not worth another thread.

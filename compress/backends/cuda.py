@@ -18,7 +18,8 @@ from . import Kernels, Workspace
 from .cuda_device import SHARES, THREADS, Argument, Device, device_for
 from .cuda_entries import Entries
 from .cuda_sparse import SUFFIXES, TopK
-from .sparse import EntryKernels, whole_rows
+from .entry_kernels import EntryKernels
+from .sparse import whole_rows
 
 #: How the kernels name a format that is stored.
 STORED = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}

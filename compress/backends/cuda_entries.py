@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ..entries import VALUE_BLOCK, index_layout
 from .cuda_device import SHARES, THREADS, device_for, grid_for
-from .sparse import EntryKernels, typed_rows, whole_rows
+from .entry_kernels import EntryKernels
+from .sparse import typed_rows, whole_rows
 
 FILE = "entries.cu"
 PACK = {torch.float32: "entries_pack_f32", torch.bfloat16: "entries_pack_bf16", torch.int8: "entries_pack_int8"}

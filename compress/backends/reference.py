@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..entries import LARGEST_UNIT, VALUE_BLOCK, index_layout
 from . import Kernels, Workspace
-from .sparse import EntryKernels, SparseKernels
+from .entry_kernels import EntryKernels
+from .sparse import SparseKernels
 
 F32 = np.float32
 #: The one NaN that is ever written.
