@@ -2,8 +2,8 @@
 
 For each cell, `k = density * numel` entries a rank, of which `overlap` are the same on all ranks, are reduced by every
 algorithm of `gradwire.sparse_all_reduce`, by "auto", and by "split, k kept" (the exchange of a model's gradients, where
-owners keep the k largest sums). Shown are the median time of the slowest rank, the bytes that the interface of one rank
-received, as the kernel counts them, beside what the algorithm says it moves, the fastest algorithm, and what "auto" took.
+owners keep the k largest sums). Shown are the median time of the slowest rank, the bytes that the interface of a rank
+received, as the kernel counts them, which algorithm was fastest, and what "auto" took.
 
 Links need root and iproute2; `--rate none` runs over loopback, where bytes cannot be told apart by rank.
 """

@@ -28,7 +28,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import CompressState, compress_hook
 from ..compress import QSGD, Cast, Codec, OneBit, TernGrad, TopK, new_draw
+from ..compress.backends import entries_for
 from ..compress.backends.cuda_sparse import Union, gather_at, scatter_to
+from ..compress.entries import VALUE_DTYPES, index_layout, value_bytes
 from . import report
 from .codecs import label, torch_chain
 
@@ -160,6 +162,14 @@ def once_sparse(device: torch.device, numel: int = 300_001) -> None:
     values, out = torch.empty(numel, device=device), torch.zeros(numel, device=device)
     gather_at(torch.randn(numel, device=device), union.indices, union.size, values)
     scatter_to(out, union.indices, union.size, values)
+    entries = entries_for(device)
+    packed = torch.zeros(index_layout(numel, numel).nbytes, dtype=torch.uint8, device=device)
+    entries.pack_indices(union.indices, union.size, 0, numel, packed)
+    entries.unpack_indices(packed[None], 0, numel, union.size, union.indices[None])
+    for dtype in VALUE_DTYPES:
+        wire = torch.zeros(value_bytes(numel, dtype), dtype=torch.uint8, device=device)
+        entries.pack_values(values, dtype, wire, union.indices, union.size, out)
+        entries.unpack_values(wire[None], dtype, values[None])
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -6,8 +6,8 @@ so that it is smallest: within 5 % of the entropy at densities of 0.1 and 1 %. T
 number of entries, and an entry is found from the bits before its own, so that words decode in parallel after one scan.
 
 Values are float32, bfloat16 (to nearest, ties to even, the largest finite number for what is beyond it) or int8: for
-each 256 values a unit u = max |v| / 127 over those that are finite, and round(v / u); -128 stands for NaN. A finite
-value decodes to a finite one.
+each 256 values a unit u = max |v| / 127 over those that are finite (2^-149 where that is zero and the maximum is not),
+and round(v / u); -128 stands for NaN. A finite value decodes to a finite one.
 """
 
 from __future__ import annotations

@@ -266,6 +266,32 @@ __device__ inline float sum_of_squares(const B& block, float p) {
     return fold(sums);
 }
 
+// ---- across a block
+
+// The sum over the block of what threads before this one have, and the sum over all in `total`.
+template <class V>
+__device__ inline V scan(V v, V& total, V (&warps)[WARP]) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, count = (blockDim.x + WARP - 1) / WARP;
+    V sum = v;
+#pragma unroll
+    for (int distance = 1; distance < WARP; distance *= 2) {
+        const V below = __shfl_up_sync(EVERYONE, sum, distance);
+        if (lane >= distance) sum += below;
+    }
+    __syncthreads();  // `warps` may still be read from the last time
+    if (lane == WARP - 1) warps[warp] = sum;
+    __syncthreads();
+    V before = 0;
+    total = 0;
+    for (int w = 0; w < count; ++w) {
+        if (w < warp) before += warps[w];
+        total += warps[w];
+    }
+    return before + sum - v;
+}
+
+// ---- what was found, and who does what
+
 // Add what the lanes counted to status[0], codes skipped, and status[1], records that are not finite.
 __device__ inline void report(i64* status, int skipped, int not_finite) {
     const int both[2] = {warp_sum(skipped), warp_sum(not_finite)};

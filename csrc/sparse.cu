@@ -38,28 +38,6 @@ __device__ inline u32 key_of(float v) {
     return __float_as_uint(canonical(v)) & MAGNITUDE;
 }
 
-// The sum over the block of what threads before this one have, and the sum over all in `total`.
-template <class V>
-__device__ inline V scan(V v, V& total, V (&warps)[WARP]) {
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, count = (blockDim.x + WARP - 1) / WARP;
-    V sum = v;
-#pragma unroll
-    for (int distance = 1; distance < WARP; distance *= 2) {
-        const V below = __shfl_up_sync(EVERYONE, sum, distance);
-        if (lane >= distance) sum += below;
-    }
-    __syncthreads();  // `warps` may still be read from the last time
-    if (lane == WARP - 1) warps[warp] = sum;
-    __syncthreads();
-    V before = 0;
-    total = 0;
-    for (int w = 0; w < count; ++w) {
-        if (w < warp) before += warps[w];
-        total += warps[w];
-    }
-    return before + sum - v;
-}
-
 // Tiles of candidates are short: a warp takes one at a time.
 __device__ inline i64 first_warp() {
     return (i64)blockIdx.x * (THREADS / WARP) + threadIdx.x / WARP;

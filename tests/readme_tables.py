@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from gradwire import CODECS, Codec
+from gradwire import CODECS, Codec, TopK
+from gradwire.compress.entries import index_layout
 from gradwire.compress.wire import Field, Part
 
 README = Path(__file__).resolve().parent.parent / "README.md"
@@ -39,8 +40,9 @@ def wire_table() -> str:
             start = [f"`{name}`", part.name, unit(codec, part)]
             for field, other in zip(part.fields, larger.fields, strict=True):
                 kind = f"{np.dtype(field.dtype).name}[{count(codec, field, other)}]"
-                offset = part.record.fields[field.name][1]  # type: ignore[index]
-                rows.append([*start, str(offset), f"`{field.name}`", kind, field.meaning])
+                first, second = (p.record.fields[field.name][1] for p in (part, larger))  # type: ignore[index]
+                offset = str(first) if first == second else "then"
+                rows.append([*start, offset, f"`{field.name}`", kind, field.meaning])
                 start = ["", "", ""]
     return table(["codec", "part", "a record for each", "byte", "field", "type", "meaning"], rows)
 
@@ -55,13 +57,20 @@ def unit(codec: Codec, part: Part) -> str:
 
 
 def count(codec: Codec, field: Field, larger: Field) -> str:
-    """How many numbers a field has: a constant, or `k` where it grows with the gradient."""
+    """How many numbers a field has: a constant, or what it is of `k` and `n` where it grows with the gradient."""
     if field.count == larger.count:
         return str(field.count)
-    k = getattr(codec, "k", None)
-    if k is None or (k(NUMEL), k(2 * NUMEL)) != (field.count, larger.count):
-        raise ValueError(f"{codec}: the README has no word for the length of field {field.name!r}")
-    return "k"
+    lengths = (field.count, larger.count)
+    if isinstance(codec, TopK):
+        ks = codec.k(NUMEL), codec.k(2 * NUMEL)
+        layouts = index_layout(NUMEL, ks[0]), index_layout(2 * NUMEL, ks[1])
+        if lengths == ks:
+            return "k"
+        if lengths == tuple(layout.upper_words for layout in layouts):
+            return "⌈(k + ⌊(n - 1) / 2^l⌋) / 32⌉"
+        if lengths == tuple(layout.low_words for layout in layouts):
+            return "⌈k·l / 32⌉"
+    raise ValueError(f"{codec}: the README has no word for the length of field {field.name!r}")
 
 
 TABLES: dict[str, Callable[[], str]] = {"codecs": codec_table, "wire": wire_table}

@@ -11,6 +11,7 @@ import torch
 from gradwire.compress import CODECS, QSGD, Codec, OneBit, TernGrad, TopK, new_draw
 from gradwire.compress.backends import BACKENDS
 from gradwire.compress.codec import DTYPES
+from gradwire.compress.entries import index_layout
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -27,6 +28,10 @@ VARIANTS: tuple[Codec, ...] = (
     TopK(density=1.0),
     TopK(density=0.001),
     TopK(density=0.3),
+    TopK(indices="plain"),
+    TopK(values=torch.bfloat16),
+    TopK(density=0.3, values=torch.int8),
+    TopK(indices="plain", values=torch.int8),
 )
 
 #: Where there is a GPU, "cuda" means it. Elsewhere the kernels run on the CPU: see `emulated` and `conftest`.
@@ -128,7 +133,7 @@ def hostile_wires(codec: Codec, numel: int, ranks: int, seed: int) -> Tensor:
     workspace = codec.workspace(numel)
     for rank, row in enumerate(rows):
         fate = rng.integers(0, 4)
-        if fate < 2:
+        if fate < 2 or (fate == 2 and isinstance(codec, TopK)):
             wire = torch.empty(size, dtype=torch.uint8)
             codec.encode(gradient("normal", numel, seed + rank), wire, new_draw(seed, 0, rank), workspace)
             row.copy_(wire)
@@ -136,11 +141,15 @@ def hostile_wires(codec: Codec, numel: int, ranks: int, seed: int) -> Tensor:
             row[torch.from_numpy(rng.integers(0, size, 3))] = 255
         if fate == 2 and isinstance(codec, TopK):
             k = codec.k(numel)
-            words = row.numpy().view(np.uint32)
-            words[0] = rng.integers(0, 2 * k + 2)
-            words[1 : 1 + k] = rng.integers(0, 2 * numel + 1, k)
-            if rng.integers(0, 2):
-                words[1 : 1 + k].sort()
+            words = row[: codec.part_bytes(numel)[0]].numpy().view(np.uint32)
+            if codec.indices == "plain":
+                words[0] = rng.integers(0, 2 * k + 2)
+                words[1:] = rng.integers(0, 2 * numel + 1, k)
+                if rng.integers(0, 2):
+                    words[1:].sort()
+            else:
+                low = words[index_layout(numel, k).upper_words :]
+                low[:] = rng.integers(0, 1 << 32, len(low))
     return rows
 
 

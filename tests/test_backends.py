@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 import torch
 from gradwire.compress import CODECS, Cast, Codec, OneBit, TopK, new_draw
-from gradwire.compress.backends import Kernels, Workspace, backend_kernels, cpu, cpu_dense, cpu_sparse, reference
+from gradwire.compress.backends import (
+    Kernels,
+    Workspace,
+    backend_kernels,
+    cpu,
+    cpu_dense,
+    cpu_entries,
+    cpu_sparse,
+    reference,
+)
 from gradwire.compress.backends.cpu_blocks import random_bits
 from gradwire.compress.codec import DTYPES
 from hypothesis import given, settings
@@ -298,12 +307,12 @@ def test_a_good_prediction_finds_little_more_than_k() -> None:
     assert all(1.05 * k < count < 1.6 * k for count in found[2:]), [count / k for count in found]
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("codec", [*CODECS, TopK(values=torch.bfloat16), TopK(values=torch.int8)], ids=str)
 def test_prepare_compiles_all_that_is_ever_run(codec: Codec) -> None:
     def compiled() -> int:
         return sum(
             len(function.signatures)
-            for module in (cpu_dense, cpu_sparse)
+            for module in (cpu_dense, cpu_entries, cpu_sparse)
             for function in vars(module).values()
             if hasattr(function, "signatures")
         )

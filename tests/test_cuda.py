@@ -20,7 +20,8 @@ from strategies import KINDS, gradient, same
 from torch import Tensor
 
 CPU = torch.device("cpu")
-every_codec = pytest.mark.parametrize("codec", CODECS, ids=str)
+SPARSE = TopK(indices="plain"), TopK(0.3, values=torch.int8), TopK(indices="plain", values=torch.bfloat16)
+every_codec = pytest.mark.parametrize("codec", [*CODECS, *SPARSE], ids=str)
 
 
 def rows_of(codec: Codec, numel: int, wires: Sequence[Tensor]) -> list[Tensor]:
@@ -94,7 +95,8 @@ def test_a_call_is_a_fixed_number_of_launches_and_keeps_its_memory(codec: Codec)
             memory = {name: at.data_ptr() for name, at in workspace.buffers.items() if isinstance(at, Tensor)}
             seen.append((len(device.launches) - before, memory))
     assert all(this == seen[0] for this in seen)
-    assert seen[0][0] == (2 if codec.block_size else 10)
+    packed = 2 * ((codec.indices == "packed") + (codec.values != torch.float32)) if isinstance(codec, TopK) else 0
+    assert seen[0][0] == (2 if codec.block_size else 10) + packed
 
 
 class Recorder(Device):
@@ -104,8 +106,10 @@ class Recorder(Device):
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int, int, Sequence[Argument]]] = []
+        self.files: set[str] = set()
 
     def function(self, file: str, name: str) -> Function:
+        self.files.add(file)
         return lambda grid, block, args: self.calls.append((name, grid, block, args))
 
 
@@ -115,6 +119,17 @@ def recorder() -> Iterator[Recorder]:
     DEVICES[CPU] = device
     yield device
     DEVICES[CPU] = before
+
+
+@every_codec
+def test_prepare_compiles_every_file_that_is_run(recorder: Recorder, codec: Codec) -> None:
+    kernels, numel = backend_kernels("cuda")[codec.name], 100
+    kernels.prepare(codec, torch.float32, CPU)
+    prepared = set(recorder.files)
+    workspace, wire = kernels.workspace(codec, numel, CPU), torch.zeros(codec.wire_bytes(numel), dtype=torch.uint8)
+    kernels.encode(codec, torch.zeros(numel), wire, new_draw(0), workspace)
+    kernels.decode_mean(codec, rows_of(codec, numel, [wire]), torch.zeros(numel), workspace)
+    assert recorder.files == prepared
 
 
 @pytest.mark.parametrize("numel", [1, 2**31 - 1, 2**31, 2**33 + 1])

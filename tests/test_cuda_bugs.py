@@ -13,6 +13,7 @@ from cuda_on_cpu import EmulationError
 from emulated import CSRC, EmulatedDevice, emulated_gpu
 from gradwire.compress import QSGD, Codec, OneBit, TernGrad, TopK, new_draw
 from gradwire.compress.backends import use_backend
+from gradwire.compress.entries import index_layout
 from strategies import gradient, same
 from torch import Tensor
 
@@ -135,7 +136,7 @@ BUGS = (
     ),
     Bug(
         "a barrier too few in the scan",
-        "sparse.cu",
+        "common.cuh",
         ("    if (lane == WARP - 1) warps[warp] = sum;\n    __syncthreads();"),
         "    if (lane == WARP - 1) warps[warp] = sum;",
         TopK(),
@@ -194,14 +195,62 @@ BUGS = (
         "sparse.cu",
         "if (i < count && !(before < at && at < numel)) {",
         "if (i < count && !(before < at)) {",
+        TopK(indices="plain"),
+        "out-of-bounds",
+    ),
+    Bug(
+        "low bits in one word alone",
+        "entries.cu",
+        "if (shift + low_bits > WORD) both",
+        "if (false) both",
+        TopK(),
+        DIFFERS,
+    ),
+    Bug(
+        "a word behind the low bits",
+        "entries.cu",
+        "if (shift + low_bits > WORD) both",
+        "if (true) both",
         TopK(),
         "out-of-bounds",
+    ),
+    Bug(
+        "a number of entries that is trusted",
+        "entries.cu",
+        "i < total && entry + i < k;",
+        "i < total;",
+        TopK(),
+        "out-of-bounds",
+    ),
+    Bug(
+        "a barrier too few after the bits are found",
+        "entries.cu",
+        ("__ffs(bits) - 1);\n            __syncthreads();"),
+        "__ffs(bits) - 1);",
+        TopK(0.5),
+        "race|uninitialised",
+    ),
+    Bug(
+        "a finite number becomes infinite",
+        "entries.cu",
+        "(rounded.bits & 0x7FFF) == 0x7F80) --rounded.bits;",
+        "false) --rounded.bits;",
+        TopK(0.5, values=torch.bfloat16),
+        DIFFERS,
+    ),
+    Bug(
+        "truncation for rounding of entries",
+        "entries.cu",
+        "rintf(__fdiv_rn(v, unit))",
+        "truncf(__fdiv_rn(v, unit))",
+        TopK(values=torch.int8),
+        DIFFERS,
     ),
 )
 
 NUMEL = 5003
 #: Steps with feedback: ties, tails, values that are not finite, and thresholds that foretell too much and too little.
-STEPS = ("normal", "ties", "not finite", "tiny", "huge", "constant")
+STEPS = ("normal", "ties", "not finite", "tiny", "huge", "largest", "constant")
 
 
 def steps(codec: Codec, offset: int) -> list[Tensor]:
@@ -220,8 +269,11 @@ def steps(codec: Codec, offset: int) -> list[Tensor]:
     codec.decode_mean(rows, mean, workspace)
     if isinstance(codec, TopK):
         wire = wires[0].clone()
-        last = 4 * codec.k(NUMEL)
-        wire[last : last + 4] = torch.tensor([10 * NUMEL], dtype=torch.int32).view(torch.uint8)
+        if codec.indices == "plain":
+            last = 4 * codec.k(NUMEL)
+            wire[last : last + 4] = torch.tensor([10 * NUMEL], dtype=torch.int32).view(torch.uint8)
+        else:
+            wire[: 4 * index_layout(NUMEL, codec.k(NUMEL)).upper_words] = 255  # more entries than there is room for
         codec.decode_mean([part[None] for part in wire.split(codec.part_bytes(NUMEL))], hostile, workspace)
     return [*wires, residual, mean, hostile]
 

@@ -24,6 +24,8 @@ FILES = sorted(path.name for path in CSRC.glob("*.cu"))
 SHARED = 48 * 1024
 #: The kernels that go over whole gradients, where every byte of traffic counts.
 STREAMING = re.compile(r"\w+_(encode|decode|collect)_(f32|f16|bf16)")
+#: Files without such a kernel: what they work on is a hundredth of a gradient.
+SMALL_FILES = {"entries.cu"}
 #: Their arithmetic predicts the next call's threshold with a logarithm, and no byte of a wire depends on it.
 GUESSES = {"topk_place"}
 
@@ -125,7 +127,7 @@ def test_arithmetic_is_canonical(file: str) -> None:
 @every_file
 def test_gradients_move_16_bytes_at_a_time(file: str) -> None:
     streaming = {name: text for name, text in entries(build(file, 90).ptx).items() if STREAMING.fullmatch(name)}
-    assert streaming, "no kernel that goes over a gradient"
+    assert bool(streaming) == (file not in SMALL_FILES), "no kernel that goes over a gradient"
     for name, text in streaming.items():
         for direction in ("ld", "st"):
             wide = re.search(rf"{direction}\.global[.\w]*\.(?:v4\.[fubs]32|v2\.[fubs]64)", text)

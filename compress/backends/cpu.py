@@ -22,7 +22,8 @@ from torch import Tensor
 from ..entries import index_layout
 from . import Kernels, Workspace, cpu_dense, cpu_entries, cpu_sparse
 from .cpu_blocks import BFLOAT16, FLOAT16, FLOAT32, TILE, scratch_bytes
-from .sparse import EntryKernels, SparseKernels, typed_rows
+from .entry_kernels import EntryKernels
+from .sparse import SparseKernels, typed_rows
 
 KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 #: Fewer elements than this are not worth another thread.
@@ -208,6 +209,13 @@ class Cast(_Blocks):
         return cpu_dense.cast_decode, (self.stored(codec),)
 
 
+PACK = {
+    torch.float32: cpu_entries.pack_floats,
+    torch.bfloat16: cpu_entries.pack_bfloat,
+    torch.int8: cpu_entries.pack_bytes,
+}
+
+
 class Entries(EntryKernels):
     def pack_indices(self, indices: Tensor, count: Tensor | None, base: int, numel: int, wire: Tensor) -> None:
         used = len(indices) if count is None else int(count)
@@ -232,10 +240,7 @@ class Entries(EntryKernels):
         count: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> None:
-        if dtype == torch.float32:
-            wire.view(dtype).copy_(values)
-            return
-        pack = cpu_entries.pack_bfloat if dtype == torch.bfloat16 else cpu_entries.pack_bytes
+        pack = PACK[dtype]
         used = len(values) if count is None else int(count)
         rest = (0, 0, 0)
         if residual is not None and indices is not None:

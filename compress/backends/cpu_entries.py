@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..entries import LARGEST_UNIT, VALUE_BLOCK
-from .cpu_blocks import F32, INF_BITS, LOW, MAGNITUDE, NAN_BITS, ZERO, clear
+from .cpu_blocks import F32, INF_BITS, LOW, MAGNITUDE, NAN_BITS, TINY, ZERO, clear
 from .cpu_sparse import int_at, key_at
 from .simd import (
     compiled,
@@ -22,7 +22,6 @@ from .simd import (
 #: Elements whose sums lie in cache while lists are merged, and the scratch for that: sums, then a bit for each.
 MERGE_TILE = 4096
 MERGE_SCRATCH = 4 * MERGE_TILE + MERGE_TILE // 8
-FLOAT32_VALUES, BFLOAT16_VALUES, INT8_VALUES = 0, 1, 2
 UNIT_LIMIT = F32(LARGEST_UNIT)
 LEVELS = F32(127)
 
@@ -37,6 +36,9 @@ def set_bits(address: int, bits: Any) -> None:
 @inlined
 def low_of(low: int, entry: Any, width: int) -> Any:
     """The low bits of an entry, which may lie in two words."""
+    found: Any = 0
+    if width == 0:
+        return found  # then there is no word to read
     bit = entry * width
     address, shift = low + 4 * (bit >> 5), bit & 31
     found = int_at(address) >> shift
@@ -91,6 +93,15 @@ def keep_rest(residual: int, index: int, i: int, value: Any, decoded: Any) -> No
 
 
 @compiled
+def pack_floats(value: int, k: int, wire: int, index: int, count: int, residual: int) -> None:
+    for i in range(k):
+        key = key_at(value + 4 * i)
+        store(wire + 4 * i, np.uint32(NAN_BITS if key > INF_BITS else int_at(value + 4 * i)))
+        if residual and i < count and key < INF_BITS:
+            keep_rest(residual, index, i, ZERO, ZERO)
+
+
+@compiled
 def pack_bfloat(value: int, k: int, wire: int, index: int, count: int, residual: int) -> None:
     if k & 1:
         store(wire + 2 * k, np.uint16(0))
@@ -120,13 +131,16 @@ def pack_bytes(value: int, k: int, wire: int, index: int, count: int, residual: 
             key = key_at(value + 4 * i)
             largest = max(largest, key if key < INF_BITS else 0)
         unit = min(np.int32(largest).view(F32) / LEVELS, UNIT_LIMIT)
+        if largest and unit == ZERO:
+            unit = TINY
         store(wire + 4 * block, unit)
         for i in range(first, last):
             if key_at(value + 4 * i) >= INF_BITS:
                 store(codes + i, np.int8(-128))
                 continue
             v = get_f32(value + 4 * i)
-            level = min(max(np.rint(v / unit), -LEVELS), LEVELS) if unit > ZERO else ZERO
+            # + 0 turns -0 into 0
+            level = min(max(np.rint(v / unit), -LEVELS), LEVELS) + ZERO if unit > ZERO else ZERO
             store(codes + i, np.int8(level))
             if residual and i < count:
                 keep_rest(residual, index, i, v, level * unit)

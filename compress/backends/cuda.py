@@ -1,7 +1,8 @@
 """Codecs on a GPU: what launches the kernels of csrc/.
 
-One launch serves a call, on torch's current stream. Nothing here allocates, waits for the device, or reads from it:
-the draw's state, a threshold, the status word all stay in device memory, so a call can be captured in a CUDA graph.
+One launch serves a call, or a few where the codec is sparse, on torch's current stream. Nothing here allocates, waits
+for the device, or reads from it: the draw's state, a threshold, the status word all stay in device memory, so a call
+can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ import torch
 from torch import Tensor
 
 from . import Kernels, Workspace
-from .cuda_device import Argument, Device, device_for
-from .cuda_sparse import SHARES, SUFFIXES, THREADS, TopK, whole_rows
+from .cuda_device import SHARES, THREADS, Argument, Device, device_for
+from .cuda_entries import Entries
+from .cuda_sparse import SUFFIXES, TopK
+from .entry_kernels import EntryKernels
+from .sparse import whole_rows
 
 #: How the kernels name a format that is stored.
 STORED = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -150,3 +154,5 @@ KERNELS: dict[str, Kernels] = {
     "cast": Cast(),
     "identity": Cast(),
 }
+
+ENTRIES: EntryKernels = Entries()

@@ -13,6 +13,12 @@ from torch import Tensor
 
 from . import cuda_compiler
 
+#: Threads of a block, unless a kernel says otherwise.
+THREADS = 256
+#: Most blocks of threads for each multiprocessor. It holds a few at once; the more there are, the less it matters that
+#: the last ones find it half empty.
+SHARES = 64
+
 #: What a kernel takes: a tensor is passed as the address of its first element, None as a null pointer, an int as an
 #: integer of up to 64 bits, a NumPy scalar as the bytes it is. A Python float would be ambiguous and is refused.
 Argument = Tensor | np.generic | int | None
@@ -64,6 +70,11 @@ def device_for(torch_device: torch.device) -> Device:
             device = DEVICES.get(torch_device) or _open(torch_device)
             DEVICES[torch_device] = device
     return device
+
+
+def grid_for(threads: int, device: Device) -> int:
+    """Blocks for a launch in which so many threads have something to do, or fewer that stride."""
+    return min(-(-threads // THREADS), SHARES * device.sm_count)
 
 
 def _open(torch_device: torch.device) -> Device:

@@ -9,18 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import Kernels, Workspace
-from .cuda_device import Argument, Device, device_for
+from . import Workspace
+from .cuda_device import SHARES, THREADS, Argument, Device, device_for, grid_for
+from .cuda_entries import Entries
+from .sparse import SparseKernels, whole_rows
 
 FILE = "sparse.cu"
 SUFFIXES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
-THREADS, WARP = 256, 32
+WARP = 32
 #: Elements that a block of threads takes at once, and words of a bitmap.
 TILE, BITMAP_TILE = 2048, 256
-#: Most blocks of threads for each multiprocessor. It holds a few at once; the more there are, the less it matters that
-#: the last ones find it half empty.
-SHARES = 64
-#: The same where every block has work that does not shrink with its share, as with a histogram of its own.
+#: Most blocks of threads for each multiprocessor where every block has work that does not shrink with its share, as
+#: with a histogram of its own.
 FEW_SHARES = 4
 #: Threads of the one block that sums over all tiles.
 PLACING_THREADS = 1024
@@ -37,8 +37,10 @@ def capacity_of(numel: int, k: int) -> int:
     return min(4 * k, numel) + TILE
 
 
-class TopK(Kernels):
+class TopK(SparseKernels):
     """Exact selection among the candidates of one pass, decided on the device; see csrc/sparse.cu."""
+
+    entries = Entries()
 
     def workspace(self, codec: Any, numel: int, device: torch.device) -> Workspace:
         workspace = Workspace.on(device)
@@ -55,17 +57,13 @@ class TopK(Kernels):
 
     def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
         device_for(device).function(FILE, f"topk_collect_{SUFFIXES[dtype]}")
+        if not codec.plain:
+            self.entries.prepare(device)
 
-    def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
-        self._encode(codec, x, None, wire, workspace.buffers)
-
-    def encode_feedback(
-        self, codec: Any, grad: Tensor, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
+    def encode_plain(
+        self, codec: Any, x: Tensor, residual: Tensor | None, row: Tensor, values: Tensor, workspace: Workspace
     ) -> None:
-        self._encode(codec, grad, residual, wire, workspace.buffers)
-
-    def _encode(self, codec: Any, x: Tensor, residual: Tensor | None, wire: Tensor, room: dict[str, Any]) -> None:
-        numel, k = x.numel(), codec.k(x.numel())
+        numel, k, room = x.numel(), codec.k(x.numel()), workspace.buffers
         device, suffix = device_for(x.device), SUFFIXES[x.dtype]
         tiles = tiles_of(numel)
         capacity, k32 = np.int32(len(room["index"])), np.int32(k)
@@ -83,24 +81,23 @@ class TopK(Kernels):
         launch(f"topk_tally_{suffix}", few, *source, capacity, *marks, k32, room["tally"])
         state = room["state"], k32, capacity, np.int64(tiles), room["tally"]
         launch("topk_place", 1, *state, threads=PLACING_THREADS)
-        indices, values = wire.split(codec.part_bytes(numel))
-        written = *marks, k32, room["tally"], indices, values
+        written = *marks, k32, room["tally"], row, values
         launch(f"topk_write_{suffix}", min(by_warp, SHARES * device.sm_count), *source, *written)
 
-    def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
-        indices, values = wire.split(codec.part_bytes(out.numel()))
+    def add_plain(
+        self, codec: Any, row: Tensor, values: Tensor, out: Tensor, alpha: float, workspace: Workspace
+    ) -> None:
         k = codec.k(out.numel())
-        device, room = self._check(indices, 0, 1, out.numel(), k, workspace)
+        device, room = self._check(row, 0, 1, out.numel(), k, workspace)
         grid = grid_for(k, device)
-        arguments = (out, np.float32(alpha), indices, values, np.int32(k), room[0], room[2], workspace.status)
+        arguments = (out, np.float32(alpha), row, values, np.int32(k), room[0], room[2], workspace.status)
         device.function(FILE, "topk_add")(grid, THREADS, arguments)
 
-    def decode_mean(self, codec: Any, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
-        (indices, values), numel = wires, out.numel()
-        ranks, k = indices.shape[0], codec.k(numel)
-        rows, value_rows = whole_rows(indices), whole_rows(values)
-        device, room = self._check(rows, indices.stride(0), ranks, numel, k, workspace)
-        pitches = rows, np.int64(indices.stride(0)), value_rows, np.int64(values.stride(0))
+    def mean_plain(self, codec: Any, rows: Tensor, values: Tensor, out: Tensor, workspace: Workspace) -> None:
+        numel, ranks = out.numel(), rows.shape[0]
+        k, pitch, memory = codec.k(numel), 4 * rows.stride(0), whole_rows(rows)
+        device, room = self._check(memory, pitch, ranks, numel, k, workspace)
+        pitches = memory, np.int64(pitch), whole_rows(values), np.int64(4 * values.stride(0))
         mean = np.float32(1) / np.float32(ranks)
         arguments = (out, np.int64(numel), mean, *pitches, np.int32(ranks), np.int32(k), *room, workspace.status)
         grid = min(tiles_of(numel), SHARES * device.sm_count)
@@ -125,15 +122,6 @@ class TopK(Kernels):
         repaired = (*what, np.int64(numel), np.int32(k), broken, starts, reach, workspace.status)
         device.function(FILE, "topk_repair")(ranks, WARP, repaired)
         return device, (broken, starts, reach)
-
-
-def grid_for(threads: int, device: Device) -> int:
-    return min(-(-threads // THREADS), SHARES * device.sm_count)
-
-
-def whole_rows(rows: Tensor) -> Tensor:
-    """All the memory from the first row's begin to the last row's end, as a flat tensor."""
-    return rows.as_strided(((rows.shape[0] - 1) * rows.stride(0) + rows.shape[1],), (1,))
 
 
 class Union:

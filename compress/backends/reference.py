@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..entries import LARGEST_UNIT, VALUE_BLOCK, index_layout
 from . import Kernels, Workspace
-from .sparse import EntryKernels, SparseKernels
+from .entry_kernels import EntryKernels
+from .sparse import SparseKernels
 
 F32 = np.float32
 #: The one NaN that is ever written.
@@ -262,6 +263,7 @@ class Entries(EntryKernels):
             finite = np.isfinite(blocks)
             largest = np.where(finite, np.abs(blocks), F32(0)).max(axis=1)
             unit = np.minimum(largest / F32(127), F32(LARGEST_UNIT))
+            unit = np.where((largest > 0) & (unit == 0), TINY, unit)
             with np.errstate(all="ignore"):
                 code = np.where(unit[:, None] > 0, np.rint(blocks / unit[:, None]), F32(0))
                 code = np.where(finite, np.clip(code, -127, 127), F32(-128))
@@ -273,9 +275,9 @@ class Entries(EntryKernels):
             used = k if count is None else int(count)
             decoded = torch.zeros(1, k)
             self.unpack_values(wire[None], dtype, decoded)
-            finite_values = np.isfinite(v[:used])
-            at = indices[:used].numpy()[finite_values]
-            residual.numpy()[at] = (v - decoded[0].numpy())[:used][finite_values]
+            finite = np.isfinite(v[:used])
+            at = indices[:used].numpy().view(np.uint32)[finite]
+            residual.numpy()[at] = v[:used][finite] - decoded[0].numpy()[:used][finite]
 
     def unpack_values(self, wires: Tensor, dtype: torch.dtype, values: Tensor) -> None:
         k = values.shape[1]

@@ -1,0 +1,252 @@
+// The entries of sparse gradients, packed and unpacked: compress/entries.py has the format, and the class Entries of
+// compress/backends/reference.py is what every byte equals.
+//
+//   indices   at = index - base, split into its l lowest bits and the rest. Bit (at >> l) + i of `upper` is set for
+//             entry i, and `low` holds the low bits of one entry after the other. About k·(l + 2.5) / 8 bytes.
+//   values    bfloat16, to nearest and never beyond the largest; or int8, v ≈ code · u with one u = max |v| / 127 for
+//             each 256 values. 2k bytes, or k + k / 64. What that rounds away stays in the residual.
+//
+// Every word of a wire is written once, by one thread: nothing is cleared before, and no atomic is needed. To pack
+// moves 4k bytes of indices in and the wire out. To unpack moves the wire in and 4k bytes a row out; besides, `upper`
+// is read from the cache some 16 times, since where a share's entries begin is counted anew by whoever needs it: one
+// launch then serves all rows, without memory of its own.
+#include "common.cuh"
+
+constexpr int WORD = 32, NO_INDEX = -1;
+// Threads that unpack one share of a row, and so words of `upper` that they take at once.
+constexpr int UNPACKING = 512;
+constexpr int MISSING = -128, LEVELS = 127;
+// The largest unit: 127 of it are finite.
+constexpr float LARGEST_UNIT = 132104.046875f * 0x1p104f;
+
+__device__ inline i64 first_thread() {
+    return (i64)blockIdx.x * blockDim.x + threadIdx.x;
+}
+
+__device__ inline i64 all_threads() {
+    return (i64)gridDim.x * blockDim.x;
+}
+
+// How many of k entries are used; a null count means all.
+__device__ inline i64 used_of(const u32* count, i64 k) {
+    return count == nullptr ? k : min((i64)count[0], k);
+}
+
+// ---- indices
+
+// Ascending indices on their way into words.
+struct Ascending {
+    const u32* indices;
+    i64 used, base;
+    int low_bits;
+
+    __device__ i64 at(i64 i) const {
+        return (i64)indices[i] - base;
+    }
+
+    // Which bit of `upper` stands for entry i.
+    __device__ i64 place(i64 i) const {
+        return (at(i) >> low_bits) + i;
+    }
+
+    __device__ u32 upper(i64 word) const {
+        const i64 begin = word * WORD;
+        // The first entry whose bit lies here or beyond: bit i at least is entry i's.
+        i64 first = 0, last = min(used, begin);
+        while (first < last) {
+            const i64 middle = (first + last) / 2;
+            if (place(middle) < begin)
+                first = middle + 1;
+            else
+                last = middle;
+        }
+        u32 bits = 0;
+        for (; first < used && place(first) < begin + WORD; ++first) bits |= 1u << (place(first) - begin);
+        return bits;
+    }
+
+    __device__ u32 low(i64 word) const {
+        const i64 begin = word * WORD;
+        u32 bits = 0;
+        for (i64 i = begin / low_bits; i < used && i * low_bits < begin + WORD; ++i) {
+            const u32 mine = (u32)at(i) & ((1u << low_bits) - 1);
+            const i64 shift = i * low_bits - begin;
+            bits |= shift >= 0 ? mine << shift : mine >> -shift;
+        }
+        return bits;
+    }
+};
+
+// The low bits of an entry, which may lie in two words.
+__device__ inline u32 low_of(const u32* low, i64 entry, int low_bits) {
+    if (low_bits == 0) return 0;
+    const i64 bit = entry * low_bits;
+    const int shift = (int)(bit % WORD);
+    u64 both = low[bit / WORD];
+    if (shift + low_bits > WORD) both |= (u64)low[bit / WORD + 1] << WORD;
+    return (u32)(both >> shift) & ((1u << low_bits) - 1);
+}
+
+// Bits set in the words that begin … end - 1, on every thread of the block.
+__device__ inline u32 count_bits(const u32* words, i64 begin, i64 end, u32 (&warps)[WARP]) {
+    u32 mine = 0, total;
+    for (i64 word = begin + threadIdx.x; word < end; word += blockDim.x) mine += __popc(words[word]);
+    scan(mine, total, warps);
+    return total;
+}
+
+// ---- values
+
+// What rounding took from a value stays in the residual, unless the value is not finite.
+struct Rest {
+    float* residual;  // may be null
+    const u32* indices;
+    i64 used;
+
+    __device__ Rest(float* residual, const u32* indices, const u32* count, i64 k)
+        : residual(residual), indices(indices), used(used_of(count, k)) {}
+
+    __device__ void keep(i64 i, float v, float decoded) const {
+        if (residual != nullptr && i < used && is_finite(v)) residual[indices[i]] = v - decoded;
+    }
+};
+
+// A finite value stays finite.
+__device__ inline Bfloat saturated(float v) {
+    Bfloat rounded;
+    from_float(v, rounded);
+    if (is_finite(v) && (rounded.bits & 0x7FFF) == 0x7F80) --rounded.bits;
+    return rounded;
+}
+
+// Zero only where all is zero.
+__device__ inline float unit_of(float largest) {
+    const float unit = fminf(__fdiv_rn(largest, (float)LEVELS), LARGEST_UNIT);
+    return largest > 0.0f && unit == 0.0f ? 0x1p-149f : unit;
+}
+
+__device__ inline int code_of(float v, float unit) {
+    if (!is_finite(v)) return MISSING;
+    if (unit == 0.0f) return 0;
+    return (int)fminf(fmaxf(rintf(__fdiv_rn(v, unit)), -LEVELS), LEVELS);
+}
+
+__device__ inline float decoded_of(int code, float unit) {
+    return code == MISSING ? __int_as_float(NOT_A_NUMBER) : (float)code * unit;
+}
+
+extern "C" {
+
+// A thread for each word of the wire.
+__global__ void entries_pack_indices(const u32* indices, i64 k, const u32* count, i64 base, int low_bits,
+                                     i64 upper_words, i64 low_words, u8* wire) {
+    const Ascending entries{indices, used_of(count, k), base, low_bits};
+    for (i64 word = first_thread(); word < upper_words + low_words; word += all_threads())
+        ((u32*)wire)[word] = word < upper_words ? entries.upper(word) : entries.low(word - upper_words);
+}
+
+// `upper` of each row is cut into shares of some tiles, and a block takes one share at a time. What is not there, or
+// not below numel, becomes NO_INDEX. counts may be null; it and the rows of indices lie as many words apart as told.
+__global__ void entries_unpack_indices(const u8* wires, i64 pitch, int rows, int shares, i64 base, i64 numel,
+                                       int low_bits, i64 upper_words, u32* counts, i64 counts_pitch, u32* indices,
+                                       i64 indices_pitch, i64 k) {
+    __shared__ u32 warps[WARP];
+    __shared__ u16 places[UNPACKING * WORD];  // the set bits of a tile
+    const i64 tiles = (upper_words + UNPACKING - 1) / UNPACKING, each = (tiles + shares - 1) / shares * UNPACKING;
+    for (int job = blockIdx.x; job < rows * shares; job += gridDim.x) {
+        const int row = job / shares, share = job % shares;
+        const u32 *const upper = (const u32*)(wires + row * pitch), *const low = upper + upper_words;
+        u32* const out = indices + row * indices_pitch;
+        const i64 begin = min(share * each, upper_words), end = min(begin + each, upper_words);
+        i64 entry = count_bits(upper, 0, begin, warps);
+        for (i64 tile = begin; tile < end; tile += UNPACKING) {
+            const i64 word = tile + threadIdx.x;
+            u32 bits = word < end ? upper[word] : 0, total;
+            u32 slot = scan((u32)__popc(bits), total, warps);
+            for (; bits != 0; bits &= bits - 1) places[slot++] = (u16)(threadIdx.x * WORD + __ffs(bits) - 1);
+            __syncthreads();
+            for (i64 i = threadIdx.x; i < total && entry + i < k; i += UNPACKING) {
+                const i64 rest = tile * WORD + places[i] - (entry + i);
+                const i64 at = (rest << low_bits) + low_of(low, entry + i, low_bits);
+                out[entry + i] = at < numel ? (u32)(at + base) : (u32)NO_INDEX;
+            }
+            entry += total;  // and the next scan waits for all before it lets anyone change `places`
+        }
+        if (share != shares - 1) continue;
+        for (i64 i = entry + threadIdx.x; i < k; i += UNPACKING) out[i] = (u32)NO_INDEX;
+        if (counts != nullptr && threadIdx.x == 0) counts[row * counts_pitch] = (u32)entry;
+    }
+}
+
+__global__ void entries_pack_f32(const float* values, i64 k, u8* wire, const u32* indices, const u32* count,
+                                 float* residual) {
+    const Rest rest(residual, indices, count, k);
+    for (i64 i = first_thread(); i < k; i += all_threads()) {
+        ((float*)wire)[i] = canonical(values[i]);
+        rest.keep(i, values[i], values[i]);
+    }
+}
+
+// A thread for each word: two values, of which the last may be missing.
+__global__ void entries_pack_bf16(const float* values, i64 k, u8* wire, const u32* indices, const u32* count,
+                                  float* residual) {
+    const Rest rest(residual, indices, count, k);
+    for (i64 word = first_thread(); word < (k + 1) / 2; word += all_threads()) {
+        u32 both = 0;
+        for (int j = 0; j < 2; ++j) {
+            const i64 i = 2 * word + j;
+            if (i >= k) break;
+            const Bfloat sent = saturated(values[i]);
+            both |= (u32)sent.bits << (16 * j);
+            rest.keep(i, values[i], to_float(sent));
+        }
+        ((u32*)wire)[word] = both;
+    }
+}
+
+// A warp for each unit, as for the blocks of a dense codec. The codes that fill up the last word are zero.
+__global__ void entries_pack_int8(const float* values, i64 k, u8* wire, const u32* indices, const u32* count,
+                                  float* residual) {
+    const Rest rest(residual, indices, count, k);
+    const bool aligned = is_aligned(values);
+    u32* const codes = (u32*)wire + (k + ROW - 1) / ROW;
+    each_block(k, ROW, [&](i64 block) {
+        const i64 begin = block * ROW + threadIdx.x % WARP * SLOTS;
+        float v[SLOTS];
+        load8(values, aligned, begin, k, v);
+        int largest = 0;
+#pragma unroll
+        for (int j = 0; j < SLOTS; ++j)
+            if (is_finite(v[j])) largest = max(largest, magnitude_bits(v[j]));
+        const float unit = unit_of(__int_as_float(warp_max(largest)));
+        if (threadIdx.x % WARP == 0) ((float*)wire)[block] = unit;
+        u32 words[2] = {0, 0};
+#pragma unroll
+        for (int j = 0; j < SLOTS; ++j) {
+            const int code = code_of(v[j], unit);
+            words[j / 4] |= (u32)(code & 0xFF) << (8 * (j % 4));
+            rest.keep(begin + j, v[j], decoded_of(code, unit));
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            if (begin + 4 * half < k) codes[begin / 4 + half] = words[half];
+    });
+}
+
+// A thread for each value, row after row.
+__global__ void entries_unpack_bf16(const u8* wires, i64 pitch, int rows, float* values, i64 values_pitch, i64 k) {
+    for (int row = 0; row < rows; ++row) {
+        const Bfloat* const wire = (const Bfloat*)(wires + row * pitch);
+        for (i64 i = first_thread(); i < k; i += all_threads()) values[row * values_pitch + i] = to_float(wire[i]);
+    }
+}
+
+__global__ void entries_unpack_int8(const u8* wires, i64 pitch, int rows, float* values, i64 values_pitch, i64 k) {
+    for (int row = 0; row < rows; ++row) {
+        const float* const units = (const float*)(wires + row * pitch);
+        const signed char* const codes = (const signed char*)(units + (k + ROW - 1) / ROW);
+        for (i64 i = first_thread(); i < k; i += all_threads())
+            values[row * values_pitch + i] = decoded_of(codes[i], units[i / ROW]);
+    }
+}
+}
