@@ -31,10 +31,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    numbers = {"nargs": "+", "metavar": "X"}
-    parser.add_argument("--world", type=int, default=[2, 4, 8], **numbers, help="world sizes")
-    parser.add_argument("--density", type=float, default=[0.001, 0.01, 0.1, 0.5], **numbers, help="entries / elements")
-    parser.add_argument("--overlap", type=float, default=[0.0, 0.5, 1.0], **numbers, help="share of common entries")
+    parser.add_argument("--world", type=int, nargs="+", default=[2, 4, 8], metavar="P", help="world sizes")
+    densities, overlaps = [0.001, 0.01, 0.1, 0.5], [0.0, 0.5, 1.0]
+    parser.add_argument("--density", type=float, nargs="+", default=densities, metavar="D", help="entries / elements")
+    parser.add_argument("--overlap", type=float, nargs="+", default=overlaps, metavar="O", help="share in common")
     parser.add_argument("--numel", type=int, default=1 << 22, help="elements of the vector (%(default)s)")
     parser.add_argument("--values", choices=tuple(DTYPES), default="float32", help="how values travel")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM", help=", ".join(ARMS))
@@ -109,8 +109,7 @@ class Call:
         from gradwire.hooks import sparse
 
         call = sparse.prepare(self.indices, self.values, self.numel, algorithm=self.algorithm, out=self.out)
-        result = sparse.reduce_entries(call.carrier, call.entries, call.k, call.decision.name, call.scale)
-        sparse.fill(self.out, result)
+        sparse.fill(self.out, sparse.reduce(call))
         self.chosen, self.moved = call.decision.name, call.carrier.received
         self.why = str(call.decision)
 

@@ -332,7 +332,7 @@ class Split(Sparse):
     def reduce(self, entries: Entries) -> None:
         carrier, residual = self.carrier, self.residual
         if self.step % BALANCE_EVERY == 0:
-            self.bounds = carrier.balanced_bounds(entries.indices, self.k)
+            self.bounds = carrier.balanced_bounds(entries.indices)
         self.step += 1
         owned = carrier.to_owners(entries, self.bounds, residual)
         kept, counts, self.guess = carrier.cut(owned.values, self.k, self.guess)

@@ -8,7 +8,7 @@ at work together as they will be, and the slowest rank counts: so every rank has
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass, replace
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from ..compress.backends.sparse import entries_for
 from ..compress.codec import Codec, new_draw
 from ..compress.entries import index_bytes, value_bytes
-from .entries import BINS, range_samples
+from .entries import BINS
 from .group import SMALL_GATHER, Group
 
 #: A probe's messages grow until one takes this long, or has this many bytes.
@@ -130,9 +130,8 @@ class Calibration:
         return self._estimate("union", moves, spent)
 
     def split(self, shape: Shape) -> Estimate:
-        """With everything that the union has, and ranges to be balanced first."""
-        p = shape.world_size
-        return self._split(shape, shape.union, [self._gather(4 * range_samples(shape.k, p), p), self._gather(4, p)])
+        """With everything that the union has."""
+        return self._split(shape, shape.union, [self._gather(4, shape.world_size)])
 
     def split_k(self, shape: Shape) -> Estimate:
         """With the k largest sums alone; ranges and the cut are known from earlier steps."""
@@ -203,12 +202,21 @@ def decide(candidates: Iterable[Estimate]) -> Decision:
 _known: dict[tuple[tuple[int, ...], str], Calibration] = {}
 
 
-def calibration(group: Group, device: torch.device) -> Calibration:
-    """The calibration of a group for tensors on `device`. A collective; it probes at the first call alone."""
+def known(group: Group, device: torch.device) -> bool:
+    """Whether this rank has met the group before: others may not have, as processes come and go."""
+    return (group.ranks, device.type) in _known
+
+
+def calibration(group: Group, device: torch.device, everywhere: bool | None = None) -> Calibration:
+    """The calibration of a group for tensors on `device`. A collective; it probes at the first call alone.
+
+    Args:
+        everywhere: whether it is known on every rank, where that has been found out.
+    """
+    if everywhere is None:
+        everywhere = not any(_agreed(group, device, [float(not known(group, device))]))
     key = group.ranks, device.type
-    # Not every rank may have met this group before: processes come and go.
-    (unknown,) = _agreed(group, device, [float(key not in _known)])
-    if unknown:
+    if not everywhere:
         _known[key] = calibrate(group, device)
     return _known[key]
 
@@ -228,23 +236,16 @@ def calibrate(group: Group, device: torch.device) -> Calibration:
     def all_reduce(size: int) -> None:  # as many bytes received as in the others
         group.all_reduce(torch.zeros(max(1, size * p // 8), device=device)).wait()
 
-    lines = [_line(run, group, device) for run in (all_gather, all_to_all, all_reduce)]
-    return Calibration(*lines, _work(group, device))
+    first, second, third = (_line(run, group, device) for run in (all_gather, all_to_all, all_reduce))
+    return Calibration(first, second, third, _work(group, device))
 
 
-def slowest(calibrations: Sequence[Calibration], group: Group, device: torch.device) -> tuple[Calibration, ...]:
+def slowest(calibration: Calibration, group: Group, device: torch.device) -> Calibration:
     """What subgroups have measured by themselves, as the slowest of `group` has it: every rank must decide alike."""
-    numbers = [number for calibration in calibrations for number in _numbers(calibration)]
-    agreed = iter(_agreed(group, device, numbers))
-    return tuple(
-        Calibration(*(Line(next(agreed), next(agreed)) for _ in range(3)), Work(*(next(agreed) for _ in range(5))))
-        for _ in calibrations
-    )
-
-
-def _numbers(calibration: Calibration) -> list[float]:
     parts = calibration.all_gather, calibration.all_to_all, calibration.all_reduce, calibration.work
-    return [number for part in parts for number in astuple(part)]
+    agreed = iter(_agreed(group, device, [number for part in parts for number in astuple(part)]))
+    first, second, third = (Line(next(agreed), next(agreed)) for _ in range(3))
+    return Calibration(first, second, third, Work(*agreed))
 
 
 def _line(run: Callable[[int], None], group: Group, device: torch.device) -> Line:

@@ -18,15 +18,32 @@ from ..compress.entries import index_bytes, value_bytes
 from .group import SMALL_GATHER, Group
 
 #: Samples of the index lists that balance owners' ranges, over all ranks.
-RANGE_SAMPLES = 4096
+RANGE_SAMPLES = 1024
 #: Of a magnitude's 31 bits the cut looks at the highest 21: 11 at first, then 10 more.
 KEY_BITS, KEPT_BITS, COARSE_BITS = 31, 21, 11
 BINS = 1 << COARSE_BITS
 
 
-def range_samples(k: int, world_size: int) -> int:
-    """How many samples each rank gives of its list, to balance owners' ranges."""
-    return max(4, min(k, RANGE_SAMPLES // world_size))
+def range_samples(indices: Tensor, numel: int, rank: int, world_size: int) -> Tensor:
+    """How long a rank's list is, and evenly spaced samples of it: a histogram of equal parts. int32, as long on all
+    ranks."""
+    samples = max(4, RANGE_SAMPLES // world_size)
+    # The ranks' samples interlock, so that lists that are alike are cut as finely as all samples together.
+    place = (torch.arange(samples, device=indices.device).double() + (rank + 0.5) / world_size) / samples
+    if len(indices):
+        mine = indices[(place * len(indices)).long().clamp_(max=len(indices) - 1)].int()
+    else:
+        mine = (place * numel).int()
+    return torch.cat([mine.new_tensor([len(indices)]), mine])
+
+
+def bounds_of(samples: Tensor, numel: int) -> list[int]:
+    """Owners' ranges, from what `range_samples` gives on each rank: int32 [P, …]."""
+    ranks, each = len(samples), samples.shape[1] - 1
+    ordered, order = samples[:, 1:].reshape(-1).sort()
+    weights = samples[:, :1].clamp(min=1).long().expand(-1, each).reshape(-1)[order].cumsum(0)
+    targets = weights[-1] * torch.arange(1, ranks, device=samples.device) // ranks
+    return [0, *ordered[torch.searchsorted(weights, targets)].tolist(), numel]
 
 
 @dataclass
@@ -135,29 +152,12 @@ class Carrier:
 
     # -- every entry to the owner of its range, and the owners' entries to all ---------------------------------------
 
-    def balanced_bounds(self, indices: Tensor, k: int) -> list[int]:
+    def balanced_bounds(self, indices: Tensor) -> list[int]:
         """Where owners' ranges begin and end so that each gets about as many entries: owner o has bounds[o] up to
-        bounds[o + 1]. From evenly spaced samples of every rank's list, which are a histogram of equal parts.
-
-        Args:
-            k: as in `gather`.
-        """
-        ranks = self.world_size
-        samples = range_samples(k, ranks)
-        # The ranks' samples interlock, so that lists that are alike are cut as finely as all samples together.
-        place = (torch.arange(samples, device=self.device) + (self.rank + 0.5) / ranks).double() / samples
-        if len(indices):
-            mine = indices[(place * len(indices)).long().clamp_(max=len(indices) - 1)]
-        else:
-            mine = (place * self.numel).int()
-        length = torch.tensor([len(indices)], dtype=torch.int32).to(self.device)
-        every, work = self._all_gather(torch.cat([length, mine]))
+        bounds[o + 1]. A collective."""
+        every, work = self._all_gather(range_samples(indices, self.numel, self.rank, self.world_size))
         work.wait()
-        ordered, order = every[:, 1:].reshape(-1).sort()
-        weights = every[:, :1].clamp(min=1).expand(-1, samples).reshape(-1)[order].cumsum(0)
-        targets = weights[-1] * torch.arange(1, ranks, device=self.device) // ranks
-        cuts = ordered[torch.searchsorted(weights, targets).clamp_(max=len(ordered) - 1)]
-        return [0, *cuts.tolist(), self.numel]
+        return bounds_of(every, self.numel)
 
     def to_owners(self, entries: Entries, bounds: Sequence[int], residual: Tensor | None = None) -> Entries:
         """Every entry to the owner of its range, who sums them in rank order: returns the sums of the own range.

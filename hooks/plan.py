@@ -183,7 +183,11 @@ class Planner:
             if self.topology.inside is not None and self.topology.between is not None:
                 inside = cost.calibration(self.topology.inside, self.device)
                 between = cost.calibration(self.topology.between, self.device)
-                self._nodes = cost.slowest((inside, between), self.topology.all, self.device)
+                everyone = self.topology.all
+                self._nodes = (
+                    cost.slowest(inside, everyone, self.device),
+                    cost.slowest(between, everyone, self.device),
+                )
 
     def knows(self, choice: Choice) -> bool:
         """Whether `plan` needs no other rank any more."""

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import cost
-from .entries import Carrier, Entries
+from .entries import Carrier, Entries, bounds_of, range_samples
 from .group import Group
 
 OPS = ("mean", "sum")
@@ -34,6 +34,8 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 INDEX_DTYPES = (torch.int64, torch.int32)
 #: Elements of the gradient in one window, whose entries tell ranks how much their index sets overlap.
 WINDOW = 32
+#: Windows of all ranks together.
+WINDOWS = 2048
 
 
 def sparse_all_reduce(
@@ -71,7 +73,7 @@ def sparse_all_reduce(
     `out`), two in "split".
     """
     call = prepare(indices, values, numel, group, op, algorithm, out)
-    result = reduce_entries(call.carrier, call.entries, call.k, call.decision.name, call.scale)
+    result = reduce(call)
     if out is not None:
         return fill(out, result)
     if isinstance(result, Tensor):
@@ -87,12 +89,14 @@ class Call:
     Attributes:
         entries: this rank's, where the group can move them.
         k: the most entries that any rank has.
+        bounds: of the owners' ranges, for "split".
         scale: what sums are multiplied by.
     """
 
     carrier: Carrier
     entries: Entries
     k: int
+    bounds: list[int]
     decision: cost.Decision
     scale: float
 
@@ -115,14 +119,16 @@ def prepare(
     # Gloo moves what lies in host memory.
     here = torch.device("cpu") if Group.blocks(process_group, device) else device
     ranks = Group(process_group)
-    counts, union = _compare(indices, values, numel, op, algorithm, problem, ranks, here)
+    sides = _compare(indices, values, numel, op, algorithm, problem, ranks, here)
     travel = torch.bfloat16 if values.dtype == torch.bfloat16 else torch.float32
     decision = cost.Decision(algorithm, ())
     if algorithm == "auto":
-        decision = choose(cost.calibration(ranks, here), cost.Shape(numel, max(counts), ranks.size, union, travel))
+        shape = cost.Shape(numel, max(sides.counts), ranks.size, _estimate_union(sides, numel), travel)
+        decision = choose(cost.calibration(ranks, here, sides.calibrated), shape)
     entries = Entries(indices.to(here, torch.int32), values.to(here, torch.float32))
+    bounds = bounds_of(sides.samples, numel) if decision.name == "split" else []
     scale = 1.0 / ranks.size if op == "mean" else 1.0
-    return Call(Carrier(numel, travel, here, ranks), entries, max(counts), decision, scale)
+    return Call(Carrier(numel, travel, here, ranks), entries, max(sides.counts), bounds, decision, scale)
 
 
 def choose(calibration: cost.Calibration, shape: cost.Shape) -> cost.Decision:
@@ -130,29 +136,25 @@ def choose(calibration: cost.Calibration, shape: cost.Shape) -> cost.Decision:
     return cost.decide(getattr(calibration, algorithm)(shape) for algorithm in ALGORITHMS)
 
 
-def reduce_entries(carrier: Carrier, entries: Entries, k: int, algorithm: str, scale: float) -> Entries | Tensor:
-    """The sum of all ranks' entries times `scale`: as entries, or by "dense" as float32 [numel].
-
-    Args:
-        k: the most entries that any rank has.
-    """
+def reduce(call: Call) -> Entries | Tensor:
+    """The second half: the result as entries, or by "dense" as float32 [numel]. A collective."""
+    carrier, entries, k, scale = call.carrier, call.entries, call.k, call.scale
     if carrier.world_size == 1:
         return Entries(entries.indices, entries.values * scale)
     if k == 0:
         return entries
-    if algorithm == "gather":
+    if call.decision.name == "gather":
         result = carrier.gather(entries, k)
         result.values.mul_(scale)
-    elif algorithm == "union":
+    elif call.decision.name == "union":
         union = carrier.gather(entries, k, with_values=False).indices
         total = carrier.on_union(entries, union)
         carrier.all_reduce(total)
         result = Entries(union, total.mul_(scale))
-    elif algorithm == "split":
-        bounds = carrier.balanced_bounds(entries.indices, k)
-        owned = carrier.to_owners(entries, bounds)
+    elif call.decision.name == "split":
+        owned = carrier.to_owners(entries, call.bounds)
         owned.values.mul_(scale)
-        result = carrier.from_owners(owned, carrier.all_counts(len(owned)), bounds)
+        result = carrier.from_owners(owned, carrier.all_counts(len(owned)), call.bounds)
     else:
         dense = carrier.room("dense", carrier.numel, torch.float32)
         dense.zero_()
@@ -172,6 +174,23 @@ def fill(out: Tensor, result: Entries | Tensor) -> Tensor:
 
 
 # -- do all ranks mean the same, and can it be done? -----------------------------------------------------------------
+
+
+@dataclass
+class Sides:
+    """What the ranks say of themselves.
+
+    Attributes:
+        counts: entries of each.
+        calibrated: whether all of them know the group's calibration.
+        sketches: of their index sets, by `_windows`, int64 [P, windows].
+        samples: of their lists, by `entries.range_samples`.
+    """
+
+    counts: list[int]
+    calibrated: bool
+    sketches: Tensor
+    samples: Tensor
 
 
 #: What can be wrong with entries; the number that goes with it is filled in.
@@ -238,37 +257,47 @@ def _compare(
     problem: tuple[int, int, Exception | None],
     group: Group,
     device: torch.device,
-) -> tuple[list[int], int]:
-    """How many entries each rank has, and about how many the union. One all-gather: raises on every rank alike if one
-    cannot go on, or two want different things."""
+) -> Sides:
+    """One all-gather: raises on every rank alike if one cannot go on, or two want different things."""
     fault, number, error = problem
-    facts = [fault, number]
+    facts = [fault, number, int(cost.known(group, device)), *[0] * 5]
+    sketch = torch.zeros(max(16, WINDOWS // group.size), dtype=torch.int64, device=device)
+    samples = torch.zeros(0, dtype=torch.int32, device=device)
     if not fault:
         kinds = OPS.index(op), ("auto", *ALGORITHMS).index(algorithm), DTYPES.index(values.dtype)
-        facts += [len(indices), numel, *kinds]
-    facts += [0] * (7 - len(facts))
-    windows = max(16, 4096 // group.size)
-    bits = _windows(indices.to(device), numel, windows) if not fault else torch.zeros(windows, dtype=torch.int64)
-    row = torch.cat([torch.tensor(facts, dtype=torch.int64).to(device), bits.to(device)])
-    rows = group.gathered(group.size, len(row), dtype=torch.int64, device=device)
+        facts[3:] = len(indices), numel, *kinds
+        here = indices.to(device)
+        sketch, samples = _windows(here, numel, len(sketch)), range_samples(here, numel, group.rank, group.size)
+    else:
+        samples = torch.zeros_like(range_samples(samples, 1, 0, group.size))
+    words = torch.tensor(facts, dtype=torch.int64).to(device), sketch
+    row = torch.cat([*(word.view(torch.int32) for word in words), samples])
+    rows = group.gathered(group.size, len(row), dtype=torch.int32, device=device)
     group.all_gather(rows, row).wait()
-    sides = rows[:, :7].tolist()
+    split = 2 * len(facts), 2 * len(sketch), len(samples)
+    told, sketches, samples = rows.split(split, dim=1)
+    sides = _longs(told).tolist()
     if error is not None:
         raise error
     faulty = [f"rank {rank}: {FAULTS[side[0]].format(side[1])}" for rank, side in enumerate(sides) if side[0]]
     if faulty:
         raise ValueError("sparse_all_reduce cannot go on: " + "; ".join(faulty))
     names = ("numel", "op", "algorithm", "dtype of values")
-    words: tuple[Any, ...] = (None, OPS, ("auto", *ALGORITHMS), DTYPES)
+    meanings: tuple[Any, ...] = (None, OPS, ("auto", *ALGORITHMS), DTYPES)
     for rank, side in enumerate(sides):
-        for name, word, mine, theirs in zip(names, words, sides[0][3:], side[3:], strict=True):
+        for name, meaning, mine, theirs in zip(names, meanings, sides[0][4:], side[4:], strict=True):
             if mine != theirs:
-                said = (mine, theirs) if word is None else (word[mine], word[theirs])
+                first, other = (mine, theirs) if meaning is None else (meaning[mine], meaning[theirs])
                 raise ValueError(
-                    f"sparse_all_reduce: ranks disagree on {name}: rank 0 has {said[0]}, rank {rank} has {said[1]}"
+                    f"sparse_all_reduce: ranks disagree on {name}: rank 0 has {first}, rank {rank} has {other}"
                 )
-    counts = [side[2] for side in sides]
-    return counts, _estimate_union(rows[:, 7:], counts, numel)
+    counts, calibrated = [side[3] for side in sides], all(side[2] for side in sides)
+    return Sides(counts, calibrated, _longs(sketches), samples)
+
+
+def _longs(words: Tensor) -> Tensor:
+    """Rows of int32 as rows of int64."""
+    return words.reshape(-1).view(torch.int64).view(len(words), -1)
 
 
 def _windows(indices: Tensor, numel: int, windows: int) -> Tensor:
@@ -285,8 +314,9 @@ def _windows(indices: Tensor, numel: int, windows: int) -> Tensor:
     return torch.zeros_like(starts).index_add_(0, which, 1 << at)
 
 
-def _estimate_union(bits: Tensor, counts: list[int], numel: int) -> int:
+def _estimate_union(sides: Sides, numel: int) -> int:
     """How many indices the union has, from the windows of all ranks."""
+    counts, bits = sides.counts, sides.sketches
     total = sum(counts)
     each = (bits.unsqueeze(-1) >> torch.arange(WINDOW, device=bits.device)) & 1
     entries, distinct = int(each.sum()), int(each.any(0).sum())

@@ -59,19 +59,21 @@ def test_four_nodes_between_which_two_passes_go(ranks: Ranks, codec: Codec) -> N
     assert all(text.startswith(f"hierarchical {inner}") for text in results[0][2])
 
 
-def pretend(line: float, inside: float | None = None) -> Any:
-    """A calibration as of a network that moves a byte in `line` seconds, and inside a node in `inside`."""
+def pretend(outside: float, inside: float | None = None) -> Any:
+    """A calibration as of a network that moves a byte in `outside` seconds, and inside a node in `inside`."""
 
-    def calibration(group: Group, device: torch.device) -> cost.Calibration:
-        beta = inside if inside is not None and group.size == 2 and group.ranks[1] == group.ranks[0] + 1 else line
-        lines = [cost.Line(1e-5, beta)] * 3
-        return cost.Calibration(*lines, cost.Work(2e-9, 2e-9, 2e-9, 5e-11, 5e-10))
+    def calibration(group: Group, device: torch.device, everywhere: bool | None = None) -> cost.Calibration:
+        beta = inside if inside is not None and group.size == 2 and group.ranks[1] == group.ranks[0] + 1 else outside
+        line = cost.Line(1e-5, beta)
+        return cost.Calibration(line, line, line, cost.Work(2e-9, 2e-9, 2e-9, 5e-11, 5e-10))
 
     return calibration
 
 
 def decide(rank: int, codec: Codec, beta: float, options: dict[str, Any], inside: float | None = None) -> Any:
-    real, cost.calibration = cost.calibration, pretend(beta, inside)
+    real = cost.calibration, cost.codec_speed
+    cost.calibration = pretend(beta, inside)
+    cost.codec_speed = lambda codec, *_: cost.CodecSpeed(*[1e-10 if isinstance(codec, Cast) else 1e-9] * 2)
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300), nn.Linear(300, 2))
     ledger = Ledger(model)
@@ -81,7 +83,7 @@ def decide(rank: int, codec: Codec, beta: float, options: dict[str, Any], inside
         ddp.register_comm_hook(state, compress_hook)
         digests = train(rank, ddp, range(4), ledger)
     finally:
-        cost.calibration = real
+        cost.calibration, cost.codec_speed = real
     error, done = ledger.error(state), state.statistics()
     state.close()
     return digests, error, done.decisions, done.payload_bytes / done.dense_bytes
@@ -131,8 +133,8 @@ def test_auto_takes_nodes_where_the_inside_is_fast(ranks: Ranks) -> None:
 def test_a_small_bucket_is_not_worth_it_where_a_large_one_is() -> None:
     """One network: latency decides for the small one, bytes for the large."""
     planner = plan.Planner(plan.Topology(_Ranks()), torch.device("cpu"), torch.float32)  # type: ignore[arg-type]
-    lines = cost.Line(2e-3, 0.0), cost.Line(4e-3, 8e-9), cost.Line(1e-3, 8e-9)
-    planner._flat = cost.Calibration(*lines, cost.Work(2e-9, 2e-9, 2e-9, 5e-11, 5e-10))
+    gather, exchange, reduce = cost.Line(2e-3, 0.0), cost.Line(4e-3, 8e-9), cost.Line(1e-3, 8e-9)
+    planner._flat = cost.Calibration(gather, exchange, reduce, cost.Work(2e-9, 2e-9, 2e-9, 5e-11, 5e-10))
     choice = plan.Choice(OneBit(), "auto", True)
     planner._speeds[planner._key(choice)] = cost.CodecSpeed(1e-9, 1e-9)
     assert planner.plan(choice, 1000, 0)[0].exchange == "dense"

@@ -125,7 +125,8 @@ def test_what_is_not_finite_stays_visible(ranks: Ranks, algorithm: str) -> None:
 
 def refused(rank: int, fault: str, algorithm: str) -> tuple[str, float]:
     """Rank 1 hands in something wrong; what every rank is told, and how soon."""
-    indices, values, numel, options = torch.tensor([1, 4, 7]), torch.ones(3), 10, {}
+    indices, values, numel = torch.tensor([1, 4, 7]), torch.ones(3), 10
+    options: dict[str, Any] = {}
     if rank == 1:
         if fault == "beyond":
             indices[2] = 10
@@ -294,10 +295,10 @@ def sparse_census(ranks: Ranks, sums: list[list[float]], k: int, guess: int | No
     return ranks(3).run(keep_largest, 3, sums, k, guess)
 
 
-def balance(rank: int, world_size: int, pattern: str) -> list[int]:
+def balance(rank: int, world_size: int, pattern: str) -> list[Any]:
     carrier = Carrier(100_000, torch.float32, torch.device("cpu"), Group(dist.group.WORLD))
     indices = index_set(pattern, 100_000, rank, world_size, 3).int()
-    bounds = carrier.balanced_bounds(indices, 5000)
+    bounds = carrier.balanced_bounds(indices)
     cuts = torch.searchsorted(indices, torch.tensor(bounds, dtype=torch.int32))
     return [bounds, (cuts[1:] - cuts[:-1]).tolist()]
 
@@ -369,5 +370,6 @@ def test_estimates_of_the_union_follow_the_overlap() -> None:
         shared = order[: k - own]
         sets = [torch.cat([shared, order[k + rank * own :][:own]]).sort().values for rank in range(world_size)]
         bits = torch.stack([sparse._windows(indices, numel, 1024) for indices in sets])
+        sides = sparse.Sides([k] * world_size, True, bits, torch.zeros(0))
         true = len(torch.cat(sets).unique())
-        assert abs(sparse._estimate_union(bits, [k] * world_size, numel) / true - 1) < 0.2
+        assert abs(sparse._estimate_union(sides, numel) / true - 1) < 0.2
