@@ -12,7 +12,9 @@ from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
+from torch.distributed import Work
 
+from ..compress.backends.entry_kernels import Pieces
 from ..compress.backends.sparse import entries_for
 from ..compress.entries import index_bytes, value_bytes
 from .group import SMALL_GATHER, Group
@@ -58,6 +60,10 @@ class Entries:
 
     def __getitem__(self, part: slice | Tensor) -> Entries:
         return Entries(self.indices[part], self.values[part])
+
+
+#: What is on its way: where it arrives, and what to wait for.
+Moving = tuple[Tensor, Work]
 
 
 class Room:
@@ -118,30 +124,39 @@ class Carrier:
             k: at least as many entries as any rank has, the same on all ranks. Shorter lists are padded.
             with_values: else only indices travel, and what is returned has no values that mean anything.
         """
-        ranks = self.world_size
-        padded, lists = self.room.entries("padded", k), self.room.entries("lists", k * ranks)
+        return self.finish_gather(self.start_gather(entries, k, with_values), k)
+
+    def start_gather(self, entries: Entries, k: int, with_values: bool = True) -> list[Moving]:
+        """Pack a list, and start the all-gathers of its parts."""
+        padded = self.room.entries("padded", k)
         padded.indices[: len(entries)] = entries.indices
         padded.values[: len(entries)] = entries.values
         padded.values[len(entries) :] = 0
         index_row = self.room("index row", index_bytes(self.numel, k))
         count = torch.tensor([len(entries)], dtype=torch.int32).to(self.device)
         self.kernels.pack_indices(padded.indices, count, 0, self.numel, index_row)
-        index_rows, index_work = self._all_gather(index_row)
+        moving = [self._all_gather(index_row)]
         if with_values:
             value_row = self.room("value row", value_bytes(k, self.dtype))
             self.kernels.pack_values(padded.values, self.dtype, value_row)
-            value_rows, value_work = self._all_gather(value_row)
+            moving.append(self._all_gather(value_row))
+        return moving
+
+    def finish_gather(self, moving: list[Moving], k: int) -> Entries:
+        """Unpack what has arrived, and sum it."""
+        ranks = self.world_size
+        lists, used = self.room.entries("lists", k * ranks), self.room("used", ranks, torch.int32)
+        (index_rows, index_work), *values = moving
         index_work.wait()
-        used = self.room("used", ranks, torch.int32)
         self.kernels.unpack_indices(index_rows, 0, self.numel, used, lists.indices.view(ranks, k))
-        if with_values:
+        for value_rows, value_work in values:
             value_work.wait()
             self.kernels.unpack_values(value_rows, self.dtype, lists.values.view(ranks, k))
         merged = self.merge(lists, range(0, k * ranks + 1, k), 0, self.numel)
         self.skipped -= k * ranks - int(used.clamp(max=k).sum())  # padding is out of range
         return merged
 
-    def _all_gather(self, row: Tensor) -> tuple[Tensor, torch.distributed.Work]:
+    def _all_gather(self, row: Tensor) -> Moving:
         rows = self.group.gathered(self.world_size, *row.shape, dtype=row.dtype, device=self.device)
         self._count(sent=row.nbytes, received=(self.world_size - 1) * row.nbytes)
         return rows, self.group.all_gather(rows, row)
@@ -169,62 +184,43 @@ class Carrier:
         start, span = bounds[self.rank], ranges[self.rank]
         edges = torch.tensor(bounds[1:-1], dtype=torch.int32).to(self.device)
         cuts = [0, *torch.searchsorted(entries.indices, edges).tolist(), len(entries)]
-        counts = [b - a for a, b in pairwise(cuts)]
-        arriving = self._exchange_counts(counts)
-        lists = self.room.entries("owned lists", sum(arriving))
-        ends = list(accumulate(arriving, initial=0))
+        sent = Pieces([b - a for a, b in pairwise(cuts)], bounds[:-1], ranges)
+        counts = self._exchange_counts(sent.counts)
+        arriving = Pieces(counts, [start] * len(counts), [span] * len(counts))
+        lists = self.room.entries("owned lists", sum(counts))
 
-        sizes = [index_bytes(size, n) for size, n in zip(ranges, counts, strict=True)]
-        wire, pieces = self._pieces("index pieces", sizes)
-        for owner, piece in enumerate(pieces):
-            if counts[owner]:
-                mine = entries.indices[cuts[owner] : cuts[owner + 1]]
-                self.kernels.pack_indices(mine, None, bounds[owner], ranges[owner], piece)
-        index_pieces, index_work = self._all_to_all("index wire", wire, sizes, [index_bytes(span, n) for n in arriving])
-        sizes = [value_bytes(n, self.dtype) for n in counts]
-        wire, pieces = self._pieces("value pieces", sizes)
-        for owner, piece in enumerate(pieces):
-            if counts[owner]:
-                part = entries[cuts[owner] : cuts[owner + 1]]
-                self.kernels.pack_values(part.values, self.dtype, piece, part.indices, None, residual)
-        value_pieces, value_work = self._all_to_all(
-            "value wire", wire, sizes, [value_bytes(n, self.dtype) for n in arriving]
-        )
+        sizes = sent.index_sizes()
+        wire = self.room("index pieces", sum(sizes))
+        self.kernels.pack_index_pieces(entries.indices, sent, wire)
+        indices, index_work = self._all_to_all("index wire", wire, sizes, arriving.index_sizes())
+        sizes = sent.value_sizes(self.dtype)
+        wire = self.room("value pieces", sum(sizes))
+        self.kernels.pack_value_pieces(entries.values, sent, self.dtype, wire, entries.indices, residual)
+        values, value_work = self._all_to_all("value wire", wire, sizes, arriving.value_sizes(self.dtype))
         index_work.wait()
-        for rank, piece in enumerate(index_pieces):
-            if arriving[rank]:
-                into = lists.indices[None, ends[rank] : ends[rank + 1]]
-                self.kernels.unpack_indices(piece[None], start, span, None, into)
+        self.kernels.unpack_index_pieces(indices, arriving, lists.indices)
         value_work.wait()
-        for rank, piece in enumerate(value_pieces):
-            if arriving[rank]:
-                self.kernels.unpack_values(piece[None], self.dtype, lists.values[None, ends[rank] : ends[rank + 1]])
-        return self.merge(lists, ends, start, start + span)
+        self.kernels.unpack_value_pieces(values, arriving, self.dtype, lists.values)
+        return self.merge(lists, list(accumulate(counts, initial=0)), start, start + span)
 
     def from_owners(self, owned: Entries, counts: Sequence[int], bounds: Sequence[int]) -> Entries:
         """Every owner's entries, end to end, on every rank. `counts`: how many each owner has, known to all ranks."""
         ranges, rank = [b - a for a, b in pairwise(bounds)], self.rank
+        every = Pieces(counts, bounds[:-1], ranges)
+        mine = Pieces(counts[rank : rank + 1], bounds[rank : rank + 1], ranges[rank : rank + 1])
         result = self.room.entries("result", sum(counts))
-        ends = list(accumulate(counts, initial=0))
-        index_sizes = [index_bytes(size, n) for size, n in zip(ranges, counts, strict=True)]
-        value_sizes = [value_bytes(n, self.dtype) for n in counts]
-        index_piece = self.room("owned index piece", index_sizes[rank])
-        value_piece = self.room("owned value piece", value_sizes[rank])
-        if len(owned):
-            self.kernels.pack_indices(owned.indices, None, bounds[rank], ranges[rank], index_piece)
-        index_pieces, index_work = self._all_gather_v(index_piece, index_sizes)
-        if len(owned):
-            self.kernels.pack_values(owned.values, self.dtype, value_piece)
-        value_pieces, value_work = self._all_gather_v(value_piece, value_sizes)
+        sizes = every.index_sizes()
+        piece = self.room("owned index piece", sizes[rank])
+        self.kernels.pack_index_pieces(owned.indices, mine, piece)
+        indices, index_work = self._all_gather_v(piece, sizes)
+        sizes = every.value_sizes(self.dtype)
+        piece = self.room("owned value piece", sizes[rank])
+        self.kernels.pack_value_pieces(owned.values, mine, self.dtype, piece, owned.indices)
+        values, value_work = self._all_gather_v(piece, sizes)
         index_work.wait()
-        for owner, piece in enumerate(index_pieces):
-            if counts[owner]:
-                into = result.indices[None, ends[owner] : ends[owner + 1]]
-                self.kernels.unpack_indices(piece[None], bounds[owner], ranges[owner], None, into)
+        self.kernels.unpack_index_pieces(indices, every, result.indices)
         value_work.wait()
-        for owner, piece in enumerate(value_pieces):
-            if counts[owner]:
-                self.kernels.unpack_values(piece[None], self.dtype, result.values[None, ends[owner] : ends[owner + 1]])
+        self.kernels.unpack_value_pieces(values, every, self.dtype, result.values)
         return result
 
     def all_counts(self, count: int) -> list[int]:
@@ -246,7 +242,7 @@ class Carrier:
         found, _ = self.kernels.merge(*where, room.indices, room.values)
         return room.values[:found]
 
-    def _exchange_counts(self, counts: list[int]) -> list[int]:
+    def _exchange_counts(self, counts: Sequence[int]) -> list[int]:
         mine = torch.tensor(counts, dtype=torch.int32).to(self.device)
         theirs = torch.empty_like(mine)
         self.group.all_to_all(theirs, mine).wait()
@@ -255,23 +251,17 @@ class Carrier:
         arriving: list[int] = theirs.tolist()
         return arriving
 
-    def _pieces(self, name: str, sizes: list[int]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        wire = self.room(name, sum(sizes))
-        return wire, wire.split(sizes)
-
-    def _all_to_all(
-        self, name: str, wire: Tensor, sent: list[int], received: list[int]
-    ) -> tuple[tuple[Tensor, ...], torch.distributed.Work]:
-        into, pieces = self._pieces(name, received)
+    def _all_to_all(self, name: str, wire: Tensor, sent: list[int], received: list[int]) -> Moving:
+        into = self.room(name, sum(received))
         work = self.group.all_to_all_v(into, wire, received, sent)
         self._count(sum(sent) - sent[self.rank], sum(received) - received[self.rank])
-        return pieces, work
+        return into, work
 
-    def _all_gather_v(self, piece: Tensor, sizes: list[int]) -> tuple[tuple[Tensor, ...], torch.distributed.Work]:
+    def _all_gather_v(self, piece: Tensor, sizes: list[int]) -> Moving:
         wire = self.group.gathered(sum(sizes), device=self.device)
         work = self.group.all_gather_v(wire, piece, sizes)
         self._count(sizes[self.rank], sum(sizes) - sizes[self.rank])
-        return wire.split(sizes), work
+        return wire, work
 
     # -- the largest of all owners' sums -----------------------------------------------------------------------------
 

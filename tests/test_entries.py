@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gradwire.compress.backends import cuda_entries, use_backend
-from gradwire.compress.backends.entry_kernels import EntryKernels
+from gradwire.compress.backends.entry_kernels import EntryKernels, Pieces
 from gradwire.compress.backends.sparse import entries_for
 from gradwire.compress.entries import LARGEST_UNIT, VALUE_BLOCK, VALUE_DTYPES, index_layout, value_bytes
 from hypothesis import HealthCheck, given, settings
@@ -352,3 +352,58 @@ def test_merge_is_the_sum_in_order_at_the_union(
     assert out_values[:found].tolist() == [float(sums[index]) for index in expected]
     assert np.allclose(out_values[:found].cpu(), [precise[index] for index in expected], rtol=1e-5, atol=1e-5)
     assert all(first < second for first, second in pairwise(expected))
+
+
+def entries_of(counts: list[int], sizes: list[int]) -> tuple[Pieces, Tensor, Tensor]:
+    """Random pieces of a list, one after the other."""
+    rng = np.random.default_rng(sum(sizes))
+    bases = np.cumsum([0, *sizes[:-1]]).tolist()
+    counts = [min(n, size) for n, size in zip(counts, sizes, strict=True)]
+    parts = [base + np.sort(rng.permutation(size)[:n]) for base, size, n in zip(bases, sizes, counts, strict=True)]
+    indices = torch.from_numpy(np.concatenate(parts).astype(np.int32))
+    return Pieces(counts, bases, sizes), indices, gradient("wide", max(1, len(indices)), 1)[: len(indices)]
+
+
+@quick
+@given(
+    pieces=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 3000)), min_size=1, max_size=6),
+    dtype=st.sampled_from(VALUE_DTYPES),
+)
+def test_pieces_are_packed_as_each_would_be(pieces: list[tuple[int, int]], dtype: torch.dtype) -> None:
+    table, indices, values = entries_of([n for n, _ in pieces], [size for _, size in pieces])
+    results = []
+    for backend in ("reference", "cpu"):
+        with use_backend(backend):
+            kernels = entries_for(torch.device("cpu"))
+        residual = torch.full((sum(size for _, size in pieces),), 7.0)
+        index_wire = torch.zeros(sum(table.index_sizes()), dtype=torch.uint8)
+        value_wire = torch.zeros(sum(table.value_sizes(dtype)), dtype=torch.uint8)
+        kernels.pack_index_pieces(indices, table, index_wire)
+        kernels.pack_value_pieces(values, table, dtype, value_wire, indices, residual)
+        at, back = torch.zeros_like(indices), torch.zeros_like(values)
+        kernels.unpack_index_pieces(index_wire, table, at)
+        kernels.unpack_value_pieces(value_wire, table, dtype, back)
+        assert torch.equal(at, indices)
+        assert torch.equal(residual[indices.long()], values - back)
+        results.append((index_wire, value_wire, back, residual))
+    for specified, got in zip(*results, strict=True):
+        assert same(specified, got)
+
+
+@quick
+@given(numel=st.integers(1, 400), share=st.floats(0, 1), kept_share=st.floats(0, 1), seed=st.integers(0, 99))
+def test_what_was_not_kept_goes_back(numel: int, share: float, kept_share: float, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    indices = torch.from_numpy(np.flatnonzero(rng.random(numel) < share).astype(np.int32))
+    kept = torch.from_numpy(np.flatnonzero(rng.random(numel) < kept_share).astype(np.int32))
+    values = gradient("not finite", max(1, len(indices)), seed)[: len(indices)]
+    expected = torch.full((numel,), 5.0)
+    for index, value in zip(indices.tolist(), values, strict=True):
+        if index not in kept.tolist() and math.isfinite(value):
+            expected[index] = value
+    for backend in ("reference", "cpu"):
+        with use_backend(backend):
+            kernels = entries_for(torch.device("cpu"))
+        residual = torch.full((numel,), 5.0)
+        kernels.put_back((indices, values), kept, residual)
+        assert torch.equal(residual, expected), backend

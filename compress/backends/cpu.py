@@ -22,7 +22,7 @@ from torch import Tensor
 from ..entries import index_layout
 from . import Kernels, Workspace, cpu_dense, cpu_entries, cpu_sparse
 from .cpu_blocks import BFLOAT16, FLOAT16, FLOAT32, TILE, scratch_bytes
-from .entry_kernels import EntryKernels
+from .entry_kernels import EntryKernels, Pieces
 from .sparse import SparseKernels, typed_rows
 
 KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
@@ -214,6 +214,11 @@ PACK = {
     torch.bfloat16: cpu_entries.pack_bfloat,
     torch.int8: cpu_entries.pack_bytes,
 }
+VALUE_KINDS = {
+    torch.float32: cpu_entries.FLOAT32_VALUES,
+    torch.bfloat16: cpu_entries.BFLOAT16_VALUES,
+    torch.int8: cpu_entries.INT8_VALUES,
+}
 
 
 class Entries(EntryKernels):
@@ -255,6 +260,33 @@ class Entries(EntryKernels):
         for wire, row in zip(wires, values, strict=True):
             unpack(wire.data_ptr(), len(row), row.data_ptr())
 
+    def pack_index_pieces(self, indices: Tensor, pieces: Pieces, wire: Tensor) -> None:
+        table = _table(pieces, pieces.index_sizes())
+        cpu_entries.pack_index_pieces(table.ctypes.data, len(table), indices.data_ptr(), wire.data_ptr())
+
+    def unpack_index_pieces(self, wire: Tensor, pieces: Pieces, indices: Tensor) -> None:
+        table = _table(pieces, pieces.index_sizes())
+        cpu_entries.unpack_index_pieces(table.ctypes.data, len(table), wire.data_ptr(), indices.data_ptr())
+
+    def pack_value_pieces(
+        self,
+        values: Tensor,
+        pieces: Pieces,
+        dtype: torch.dtype,
+        wire: Tensor,
+        indices: Tensor,
+        residual: Tensor | None = None,
+    ) -> None:
+        table = _table(pieces, pieces.value_sizes(dtype))
+        rest = indices.data_ptr(), 0 if residual is None else residual.data_ptr()
+        where = table.ctypes.data, len(table), values.data_ptr(), wire.data_ptr()
+        cpu_entries.pack_value_pieces(VALUE_KINDS[dtype], *where, *rest)
+
+    def unpack_value_pieces(self, wire: Tensor, pieces: Pieces, dtype: torch.dtype, values: Tensor) -> None:
+        table = _table(pieces, pieces.value_sizes(dtype))
+        where = table.ctypes.data, len(table), wire.data_ptr(), values.data_ptr()
+        cpu_entries.unpack_value_pieces(VALUE_KINDS[dtype], *where)
+
     def put_back(self, entries: tuple[Tensor, Tensor], kept: Tensor, residual: Tensor) -> None:
         indices, values = entries
         where = indices.data_ptr(), values.data_ptr(), len(indices)
@@ -286,6 +318,10 @@ class Entries(EntryKernels):
             scratch.ctypes.data,
         )
         return result
+
+
+def _table(pieces: Pieces, sizes: Sequence[int]) -> np.ndarray:
+    return np.array([pieces.counts, pieces.bases, pieces.ranges, sizes], np.int64).T.copy()
 
 
 def _layout(numel: int, k: int) -> tuple[int, int, int]:

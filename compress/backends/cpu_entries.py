@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..entries import LARGEST_UNIT, VALUE_BLOCK
-from .cpu_blocks import F32, INF_BITS, LOW, MAGNITUDE, NAN_BITS, TINY, ZERO, clear
+from .cpu_blocks import F32, INF_BITS, LOW, MAGNITUDE, NAN_BITS, TINY, ZERO, clear, copy
 from .cpu_sparse import int_at, key_at
 from .simd import (
     compiled,
@@ -24,6 +24,8 @@ MERGE_TILE = 4096
 MERGE_SCRATCH = 4 * MERGE_TILE + MERGE_TILE // 8
 UNIT_LIMIT = F32(LARGEST_UNIT)
 LEVELS = F32(127)
+
+FLOAT32_VALUES, BFLOAT16_VALUES, INT8_VALUES = 0, 1, 2
 
 Layout = tuple[int, int, int]  # low bits, words of `upper`, words of `low`
 
@@ -230,3 +232,65 @@ def put_back(index: int, value: int, n: int, kept: int, kept_n: int, residual: i
             j += 1
         if (j == kept_n or int_at(kept + 4 * j) != at) and key_at(value + 4 * i) < INF_BITS:
             store(residual + 4 * at, get_f32(value + 4 * i))
+
+
+# Pieces: a table has four numbers of 64 bits for each: entries, first index, length of the range, bytes on the wire.
+
+
+@compiled
+def layout_of(numel: int, k: int) -> Layout:
+    """`compress.entries.index_layout`."""
+    low: Any = 0
+    highest = numel - 1
+    while (highest >> low) - (highest >> (low + 1)) > k:
+        low += 1
+    return low, ((highest >> low) + k + 31) >> 5, (k * low + 31) >> 5
+
+
+@compiled
+def pack_index_pieces(table: int, pieces: int, index: int, wire: int) -> None:
+    for row in range(table, table + 32 * pieces, 32):
+        k = get_i64(row)
+        if k:
+            pack_indices(index, k, get_i64(row + 8), layout_of(get_i64(row + 16), k), wire)
+        index += 4 * k
+        wire += get_i64(row + 24)
+
+
+@compiled
+def unpack_index_pieces(table: int, pieces: int, wire: int, index: int) -> None:
+    for row in range(table, table + 32 * pieces, 32):
+        k, numel = get_i64(row), get_i64(row + 16)
+        if k:
+            unpack_indices(wire, get_i64(row + 8), numel, layout_of(numel, k), k, index)
+        index += 4 * k
+        wire += get_i64(row + 24)
+
+
+@compiled
+def pack_value_pieces(kind: int, table: int, pieces: int, value: int, wire: int, index: int, residual: int) -> None:
+    for row in range(table, table + 32 * pieces, 32):
+        k = get_i64(row)
+        if kind == FLOAT32_VALUES:
+            pack_floats(value, k, wire, index, k, residual)
+        elif kind == BFLOAT16_VALUES:
+            pack_bfloat(value, k, wire, index, k, residual)
+        else:
+            pack_bytes(value, k, wire, index, k, residual)
+        value += 4 * k
+        index += 4 * k
+        wire += get_i64(row + 24)
+
+
+@compiled
+def unpack_value_pieces(kind: int, table: int, pieces: int, wire: int, value: int) -> None:
+    for row in range(table, table + 32 * pieces, 32):
+        k = get_i64(row)
+        if kind == FLOAT32_VALUES:
+            copy(value, wire, 4 * k)
+        elif kind == BFLOAT16_VALUES:
+            unpack_bfloat(wire, k, value)
+        else:
+            unpack_bytes(wire, k, value)
+        value += 4 * k
+        wire += get_i64(row + 24)

@@ -8,10 +8,31 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
+
+from ..entries import index_bytes, value_bytes
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A list of entries cut into pieces that are packed one by one, and lie end to end: piece i has `counts[i]` entries
+    with indices from `bases[i]` up to `bases[i] + ranges[i]`."""
+
+    counts: Sequence[int]
+    bases: Sequence[int]
+    ranges: Sequence[int]
+
+    def index_sizes(self) -> list[int]:
+        """Bytes of each piece's indices."""
+        return [index_bytes(size, n) for size, n in zip(self.ranges, self.counts, strict=True)]
+
+    def value_sizes(self, dtype: torch.dtype) -> list[int]:
+        """Bytes of each piece's values."""
+        return [value_bytes(n, dtype) for n in self.counts]
 
 
 class EntryKernels(ABC):
@@ -45,6 +66,42 @@ class EntryKernels(ABC):
     @abstractmethod
     def unpack_values(self, wires: Tensor, dtype: torch.dtype, values: Tensor) -> None:
         """Read rows of packed values, uint8 [rows, bytes], into float32 [rows, k]."""
+
+    def pack_index_pieces(self, indices: Tensor, pieces: Pieces, wire: Tensor) -> None:
+        """`pack_indices` for each piece of `indices`, all of them used."""
+        parts = indices.split(list(pieces.counts)), wire.split(pieces.index_sizes()), pieces.bases, pieces.ranges
+        for part, into, base, size in zip(*parts, strict=True):
+            if len(part):
+                self.pack_indices(part, None, base, size, into)
+
+    def unpack_index_pieces(self, wire: Tensor, pieces: Pieces, indices: Tensor) -> None:
+        """`unpack_indices` for each piece."""
+        parts = wire.split(pieces.index_sizes()), indices.split(list(pieces.counts)), pieces.bases, pieces.ranges
+        for part, into, base, size in zip(*parts, strict=True):
+            if len(into):
+                self.unpack_indices(part[None], base, size, None, into[None])
+
+    def pack_value_pieces(
+        self,
+        values: Tensor,
+        pieces: Pieces,
+        dtype: torch.dtype,
+        wire: Tensor,
+        indices: Tensor,
+        residual: Tensor | None = None,
+    ) -> None:
+        """`pack_values` for each piece of `values`, all of them used."""
+        counts = list(pieces.counts)
+        parts = values.split(counts), wire.split(pieces.value_sizes(dtype)), indices.split(counts)
+        for part, into, at in zip(*parts, strict=True):
+            if len(part):
+                self.pack_values(part, dtype, into, at, None, residual)
+
+    def unpack_value_pieces(self, wire: Tensor, pieces: Pieces, dtype: torch.dtype, values: Tensor) -> None:
+        """`unpack_values` for each piece."""
+        for part, into in zip(wire.split(pieces.value_sizes(dtype)), values.split(list(pieces.counts)), strict=True):
+            if len(into):
+                self.unpack_values(part[None], dtype, into[None])
 
     def put_back(self, entries: tuple[Tensor, Tensor], kept: Tensor, residual: Tensor) -> None:
         """residual[index] = value for the entries (indices, values) whose index is not among `kept`, ascending int32,
