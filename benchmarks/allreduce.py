@@ -6,12 +6,16 @@ owners keep the k largest sums). Shown are the median time of the slowest rank, 
 received, as the kernel counts them, which algorithm was fastest, and what "auto" took.
 
 Links need root and iproute2; `--rate none` runs over loopback, where bytes cannot be told apart by rank.
+
+`--simulate 16 256 4096` runs the same algorithms in one process instead, on simulated ranks (see `simulation`) with
+links of `--rate` and a latency of `--alpha` microseconds.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -22,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import links, report
+from . import links, report, simulation
 
 ALGORITHMS = ("gather", "union", "split", "dense")
 AUTO, KEPT = "auto", "split, k kept"
@@ -41,6 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate", default="1gbit", help="of each link: 100mbit, 1gbit, 2.5gbit … or none")
     parser.add_argument("--repeats", type=int, default=5, help="calls of each arm a cell (%(default)s)")
     parser.add_argument("--timeout", type=float, default=1200.0, help="seconds for each world size")
+    parser.add_argument("--simulate", type=int, nargs="+", metavar="P", help="simulated world sizes, up to 4096")
+    parser.add_argument("--alpha", type=float, default=50.0, help="simulated latency in µs (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw time against density")
 
@@ -50,6 +56,8 @@ def run(options: argparse.Namespace) -> int:
     for name, values in (("density", options.density), ("overlap", options.overlap)):
         if not all(0 <= value <= 1 for value in values) or (name == "density" and 0 in values):
             raise ValueError(f"--{name} {values}: expected numbers up to 1, and densities above 0")
+    if options.simulate:
+        return run_simulation(options, rate)
     arguments = {name: getattr(options, name) for name in ("density", "overlap", "numel", "values", "arms", "repeats")}
     result = report.document("allreduce", {**arguments, "world": options.world, "rate": options.rate})
     result["links"], result["cells"] = {}, []
@@ -67,6 +75,69 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def run_simulation(options: argparse.Namespace, rate: int | None) -> int:
+    """The same algorithms on simulated ranks."""
+    if rate is None:
+        raise ValueError("--simulate needs a --rate: nothing is known of a loopback's")
+    if not all(2 <= size <= 4096 for size in options.simulate):
+        raise ValueError(f"--simulate {options.simulate}: expected world sizes from 2 to 4096")
+    names = ("density", "overlap", "numel", "values", "simulate", "rate", "alpha")
+    result = report.document("allreduce-simulation", {name: getattr(options, name) for name in names})
+    network = simulation.Network(options.alpha * 1e-6, 8 / rate)
+    simulated_cell(options, 2, 0.01, 0.5, network)  # compiles
+    result["cells"] = []
+    for world_size, density, overlap in itertools.product(options.simulate, options.density, options.overlap):
+        result["cells"].append(simulated_cell(options, world_size, density, overlap, network))
+    print_simulation(result)
+    if options.json:
+        report.write_json(options.json, result)
+    if options.plot:
+        plot(result, options.plot)
+    return 0
+
+
+def simulated_cell(
+    options: argparse.Namespace, world_size: int, density: float, overlap: float, network: simulation.Network
+) -> dict[str, Any]:
+    numel = options.numel
+    k = max(1, math.ceil(density * numel))
+    index_set = IndexSets(numel, density, overlap)
+    sets = [index_set(rank) for rank in range(world_size)]
+    arms = {}
+    for arm in ("gather", "union", "split", KEPT):
+        if arm in options.arms and not (arm == "union" and k * world_size > simulation.UNION_ENTRIES):
+            task = simulation.Task(arm, numel, DTYPES[options.values], sets)
+            arms[arm] = simulation.simulate(task, world_size, network)
+    if "dense" in options.arms:
+        arms["dense"] = simulation.estimate_dense(numel, world_size, network)
+    contest = [arm for arm in arms if arm in ALGORITHMS]
+    winner = min(contest, key=lambda arm: arms[arm]["seconds"]) if contest else None
+    return {"world_size": world_size, "density": density, "overlap": overlap, "k": k, "arms": arms, "winner": winner}
+
+
+def print_simulation(result: Mapping[str, Any]) -> None:
+    arguments = result["arguments"]
+    shown = list(dict.fromkeys(arm for cell in result["cells"] for arm in cell["arms"]))
+    rows = []
+    for cell in result["cells"]:
+        row = [f"{cell['world_size']}", f"{cell['density']:.3g}", f"{cell['overlap']:.2g}"]
+        for arm in shown:
+            found = cell["arms"].get(arm)
+            text = f"{found['seconds'] * 1e3:.3g} / {found['received_bytes'] / 1e6:.3g}" if found else "not run"
+            row.append(text)
+        rows.append([*row, cell["winner"] or ""])
+    title = (
+        f"SIMULATED sparse all-reduce of {arguments['numel']} elements, values as {arguments['values']}, links of "
+        f"{arguments['rate']}, {arguments['alpha']:g} µs"
+    )
+    notes = [
+        report.describe(result["environment"]),
+        "ms / MB received by one rank. Selection, packing and merging are run, and counted as processor time of one "
+        "thread here; the network is arithmetic; split, k kept gives the k largest sums alone and is no contestant",
+    ]
+    report.print_table(title, ["P", "density", "overlap", *shown, "fastest"], rows, "\n".join(notes))
+
+
 def measure(
     density: Sequence[float], overlap: Sequence[float], numel: int, values: str, arms: Sequence[str], repeats: int
 ) -> list[dict[str, Any]]:
@@ -74,7 +145,7 @@ def measure(
     cells = []
     for share in density:
         for common in overlap:
-            indices = index_set(numel, share, common, dist.get_rank(), dist.get_world_size())
+            indices = IndexSets(numel, share, common)(dist.get_rank())
             numbers = torch.randn(len(indices), generator=torch.Generator().manual_seed(dist.get_rank()))
             found = {}
             for arm in arms:
@@ -86,14 +157,25 @@ def measure(
     return cells
 
 
-def index_set(numel: int, density: float, overlap: float, rank: int, world_size: int) -> Tensor:
-    """k ascending indices, of which a share is common to all ranks and the rest is this rank's own choice."""
-    k = max(1, math.ceil(density * numel))
-    common = round(overlap * k)
-    order = torch.randperm(numel, generator=torch.Generator().manual_seed(0))
-    rest = order[common:]
-    own = rest[torch.randperm(len(rest), generator=torch.Generator().manual_seed(1 + rank))[: k - common]]
-    return torch.cat([order[:common], own]).sort().values
+class IndexSets:
+    """k ascending indices for each rank, of which a share is common to all and the rest is the rank's own choice."""
+
+    def __init__(self, numel: int, density: float, overlap: float) -> None:
+        k = max(1, math.ceil(density * numel))
+        common = round(overlap * k)
+        order = torch.randperm(numel, generator=torch.Generator().manual_seed(0))
+        self.common, self.rest, self.own = order[:common], order[common:], k - common
+
+    def __call__(self, rank: int) -> Tensor:
+        generator = torch.Generator().manual_seed(1 + rank)
+        if 4 * self.own > len(self.rest):
+            mine = self.rest[torch.randperm(len(self.rest), generator=generator)[: self.own]]
+        else:  # as many as are needed, without a permutation of all
+            drawn = torch.randint(len(self.rest), (2 * self.own + 64,), generator=generator)
+            values, inverse = drawn.unique(return_inverse=True)
+            first = torch.full((len(values),), len(drawn)).scatter_reduce_(0, inverse, torch.arange(len(drawn)), "amin")
+            mine = self.rest[values[first.argsort()[: self.own]]]
+        return torch.cat([self.common, mine]).sort().values
 
 
 class Call:
@@ -244,9 +326,10 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
         for column, overlap in enumerate(overlaps):
             panel = panels[row][column]
             cells = [c for c in result["cells"] if (c["world_size"], c["overlap"]) == (world_size, overlap)]
-            at = [cell["density"] for cell in cells]
-            for arm in cells[0]["arms"]:
-                times = [cell["arms"][arm]["seconds"] * 1e3 for cell in cells]
+            for arm in dict.fromkeys(arm for cell in cells for arm in cell["arms"]):
+                there = [cell for cell in cells if arm in cell["arms"]]
+                at = [cell["density"] for cell in there]
+                times = [cell["arms"][arm]["seconds"] * 1e3 for cell in there]
                 if arm == AUTO:
                     panel.plot(at, times, "ko", fillstyle="none", markersize=11, label="auto")
                 else:
@@ -260,7 +343,8 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
     with contextlib.suppress(IndexError):
         figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside right center")
     arguments = result["arguments"]
-    figure.suptitle(f"Sparse all-reduce of {arguments['numel']:,} elements on links of {arguments['rate']}")
+    what = "Simulated sparse" if "simulate" in arguments else "Sparse"
+    figure.suptitle(f"{what} all-reduce of {arguments['numel']:,} elements on links of {arguments['rate']}")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -2,7 +2,7 @@
 
     world = World(1024, Network(alpha=50e-6, beta=8e-9))
     results = world.run(function)        # function(group) on every rank; group is used like `hooks.group.Group`
-    world.times                          # seconds that each rank was under way
+    world.times, world.work              # seconds of each rank in the network, and of its processor
 
 Selection, packing, merging and the choice of what to keep are the library's. What is simulated is the transport. A
 collective starts when the last rank has come, and ends for a rank after
@@ -12,8 +12,8 @@ collective starts when the last rank has come, and ends for a rank after
     all-reduce                 2·⌈log2 P⌉·α + b·β
 
 with b the larger of the bytes it sends and receives, α the latency and o what one more message costs, as good
-implementations do (recursive doubling, and Rabenseifner's all-reduce); several in flight share the link. To that is added
-the processor time of the rank's thread between its collectives, or nothing with `work=False`.
+implementations do (recursive doubling, and Rabenseifner's all-reduce); several in flight share the link. The processor
+time of each rank's thread between its collectives is counted apart, `world.work`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..hooks.entries import Carrier, Entries
 from ..hooks.group import Group
+from . import report
 
 #: Thousands of threads, each with a stack of its own.
 STACK_BYTES = 1 << 19
@@ -46,12 +48,12 @@ class Network:
 
 @dataclass
 class Rank:
-    """One rank's time: where it is, when its link is free, and its thread's processor time when that was last seen."""
+    """One rank's time: where it is, when its link is free, what its thread has worked, and when it was last seen."""
 
     clock: float = 0.0
     link: float = 0.0
+    work: float = 0.0
     seen: float = 0.0
-    received: int = 0
 
 
 @dataclass
@@ -73,12 +75,10 @@ class World:
     Args:
         size: P.
         network: between any two ranks.
-        work: whether processor time counts.
     """
 
     size: int
     network: Network
-    work: bool = True
     _arguments: list[Any] = field(default_factory=list)
 
     def run(self, function: Callable[..., Any]) -> list[Any]:
@@ -87,8 +87,8 @@ class World:
         self._arguments = [None] * self.size
         self._shared: dict[int, tuple[Tensor, int]] = {}
         self._lock = threading.Lock()
-        self._move: Callable[[list[Any]], None] = lambda arguments: None
-        self._barrier = threading.Barrier(self.size, action=lambda: self._move(self._arguments))
+        self._move: Callable[[list[Any]], None] | None = None
+        self._barrier = threading.Barrier(self.size, action=self._move_once)
         results: list[Any] = [None] * self.size
         errors: list[BaseException] = []
 
@@ -121,11 +121,14 @@ class World:
     def times(self) -> list[float]:
         return [rank.clock for rank in self.ranks]
 
+    @property
+    def work(self) -> list[float]:
+        return [rank.work for rank in self.ranks]
+
     def tick(self, rank: int) -> None:
         """Add what a rank's thread has worked since it was last seen."""
         state, now = self.ranks[rank], time.thread_time()
-        if self.work:
-            state.clock += now - state.seen
+        state.work += now - state.seen
         state.seen = now
 
     def meet(self, rank: int, argument: Any, move: Callable[[list[Any]], None], latency: float, size: int) -> _Done:
@@ -137,10 +140,14 @@ class World:
         self._barrier.wait()
         start = max(clock for _, clock in self._arguments)
         state.link = max(start + latency, state.link) + size * self.network.beta
-        state.received += size
-        self._barrier.wait() if self.size > 1 else None
+        self._barrier.wait()  # nobody may come to the next one while others still read this one's arguments
         state.seen = time.thread_time()  # moving was not the rank's own work
         return _Done(state, state.link)
+
+    def _move_once(self) -> None:
+        move, self._move = self._move, None
+        if move is not None:
+            move(self._arguments)
 
     def shared(self, rank: int, call: int, make: Callable[[], Tensor]) -> Tensor:
         """The same memory for the same call on every rank: what an all-gather returns is the same everywhere."""
@@ -159,6 +166,10 @@ class SimulatedGroup(Group):
         self.world, self.rank, self.size = world, rank, world.size
         self.ranks = tuple(range(world.size))
         self._calls = 0
+
+    def begin(self) -> None:
+        """What this rank's thread has worked so far does not count."""
+        self.world.ranks[self.rank].seen = time.thread_time()
 
     def gathered(self, *shape: int, dtype: torch.dtype = torch.uint8, device: torch.device | str = "cpu") -> Tensor:
         self._calls += 1
@@ -215,3 +226,87 @@ def _transpose(arguments: list[Any]) -> None:
         ends = np.cumsum(lengths)
         place = np.arange(ends[-1]) + np.repeat(begins[:, rank] - (ends - lengths), lengths)
         into[: ends[-1]] = everything[place]
+
+
+#: Ranks that unpack and sum what they gather, beyond so many entries in all: the others would do the same once more.
+EVERYBODY = 1 << 22
+#: Entries of all ranks together beyond which `union` is left out: every rank has to look at all of them.
+UNION_ENTRIES = 1 << 22
+
+
+@dataclass(frozen=True)
+class Task:
+    """One all-reduce in a simulated world; called with each rank's group."""
+
+    algorithm: str
+    numel: int
+    dtype: torch.dtype
+    index_sets: Sequence[Tensor]
+
+    def __call__(self, group: SimulatedGroup) -> tuple[int, Entries | None]:
+        """Bytes received, and the result on the first rank."""
+        carrier = Carrier(self.numel, self.dtype, torch.device("cpu"), group)
+        entries = self.entries(group.rank)
+        group.begin()
+        k = len(entries)
+        sums = self.reduce(carrier, entries, k, group.rank == 0 or k * group.size <= EVERYBODY)
+        return carrier.received, sums if group.rank == 0 else None
+
+    def entries(self, rank: int) -> Entries:
+        indices = self.index_sets[rank]
+        return Entries(indices.int(), torch.randn(len(indices), generator=torch.Generator().manual_seed(rank)))
+
+    def reduce(self, carrier: Carrier, entries: Entries, k: int, observed: bool) -> Entries | None:
+        if self.algorithm == "gather":
+            moving = carrier.start_gather(entries, k)
+            return carrier.finish_gather(moving, k) if observed else None
+        if self.algorithm == "union":
+            union = carrier.gather(entries, k, with_values=False).indices
+            total = carrier.on_union(entries, union)
+            carrier.all_reduce(total)
+            return Entries(union, total)
+        bounds = carrier.balanced_bounds(entries.indices)
+        owned = carrier.to_owners(entries, bounds)
+        if self.algorithm == "split":
+            return carrier.from_owners(owned, carrier.all_counts(len(owned)), bounds)
+        kept, counts, _ = carrier.cut(owned.values, k, None)
+        return carrier.from_owners(owned[kept], counts, bounds)
+
+
+def simulate(task: Task, world_size: int, network: Network) -> dict[str, Any]:
+    """Bytes received by the busiest rank, its seconds in the network, and with the work of a typical one.
+
+    Raises:
+        RuntimeError: the result is not the sum, in float64, of what the ranks had.
+    """
+    world = World(world_size, network)
+    results = world.run(task)
+    check(task, world_size, results[0][1])
+    received, spent = max(received for received, _ in results), max(world.times)
+    # The first rank does everything; of the others the middle one, as threads disturb each other.
+    work = max(world.work[0] if task.algorithm == "gather" else 0.0, report.median(world.work))
+    return {"received_bytes": received, "network_s": spent, "seconds": spent + work}
+
+
+def check(task: Task, world_size: int, result: Entries | None) -> None:
+    """Raises RuntimeError unless `result` holds sums of what the ranks of the task have, and all or the largest."""
+    assert result is not None
+    total = torch.zeros(task.numel, dtype=torch.float64)
+    for rank in range(world_size):
+        entries = task.entries(rank)
+        total[entries.indices.long()] += entries.values
+    at = result.indices.long()
+    exact = task.dtype == torch.float32
+    close = torch.isclose(result.values.double(), total[at], rtol=1e-4 if exact else 0.1, atol=1e-3 if exact else 1.0)
+    missing = total.clone()
+    missing[at] = 0
+    bound = 0.0 if task.algorithm != "split, k kept" else float(total[at].abs().min())
+    if not bool(close.all()) or float(missing.abs().max()) > bound * 1.001 + 1e-9:
+        raise RuntimeError(f"the simulated {task.algorithm} of {world_size} ranks does not give the sum")
+
+
+def estimate_dense(numel: int, world_size: int, network: Network) -> dict[str, Any]:
+    """A dense all-reduce, which needs no simulation."""
+    moved = 8 * numel * (world_size - 1) // world_size
+    seconds = 2 * math.ceil(math.log2(world_size)) * network.alpha + moved * network.beta
+    return {"received_bytes": moved, "seconds": seconds, "network_s": seconds}

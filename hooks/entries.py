@@ -281,12 +281,12 @@ class Carrier:
         keys = (sums.view(torch.int32) & 0x7FFFFFFF) >> (KEY_BITS - KEPT_BITS)
         fine, found = None, None
         if guess is not None:
-            fine = self._census(keys, guess - BINS // 2, 0)
+            fine = self._census(keys, guess - BINS // 2, 0, k)
             found = _bin_of(fine.total, k)
         if found is None:
-            coarse = _bin_of(self._census(keys, 0, KEPT_BITS - COARSE_BITS).total, k)
+            coarse = _bin_of(self._census(keys, 0, KEPT_BITS - COARSE_BITS, k).total, k)
             assert coarse is not None  # these bins are all there are
-            fine = self._census(keys, coarse << (KEPT_BITS - COARSE_BITS), 0)
+            fine = self._census(keys, coarse << (KEPT_BITS - COARSE_BITS), 0, k)
             found = _bin_of(fine.total, k)
         assert fine is not None
         assert found is not None
@@ -299,10 +299,10 @@ class Carrier:
         kept = (keys > key) | (equal & (equal.cumsum(0) <= int(taken[self.rank])))
         return kept, (above + taken).tolist(), key
 
-    def _census(self, keys: Tensor, window: int, shift: int) -> _Census:
+    def _census(self, keys: Tensor, window: int, shift: int, k: int) -> _Census:
         bins = ((keys >> shift) - window).clamp_(-1, BINS) + 1
         mine = torch.bincount(bins, minlength=BINS + 2).int()
-        if mine.nbytes * self.world_size <= SMALL_GATHER:
+        if mine.nbytes * self.world_size <= min(SMALL_GATHER, 4 * k):
             every, work = self._all_gather(mine)
             work.wait()
             return _Census(window, every.sum(0), mine, every)

@@ -354,7 +354,7 @@ def test_merge_is_the_sum_in_order_at_the_union(
     assert all(first < second for first, second in pairwise(expected))
 
 
-def entries_of(counts: list[int], sizes: list[int]) -> tuple[Pieces, Tensor, Tensor]:
+def pieces_of(counts: list[int], sizes: list[int]) -> tuple[Pieces, Tensor, Tensor]:
     """Random pieces of a list, one after the other."""
     rng = np.random.default_rng(sum(sizes))
     bases = np.cumsum([0, *sizes[:-1]]).tolist()
@@ -370,7 +370,7 @@ def entries_of(counts: list[int], sizes: list[int]) -> tuple[Pieces, Tensor, Ten
     dtype=st.sampled_from(VALUE_DTYPES),
 )
 def test_pieces_are_packed_as_each_would_be(pieces: list[tuple[int, int]], dtype: torch.dtype) -> None:
-    table, indices, values = entries_of([n for n, _ in pieces], [size for _, size in pieces])
+    table, indices, values = pieces_of([n for n, _ in pieces], [size for _, size in pieces])
     results = []
     for backend in ("reference", "cpu"):
         with use_backend(backend):
