@@ -1,7 +1,7 @@
 """Sparse all-reduce: every algorithm by world size, density and overlap, on links of a known speed.
 
 For each cell, `k = density * numel` entries a rank, of which `overlap` are the same on all ranks, are reduced by every
-algorithm of `gradwire.sparse_all_reduce`, by "auto", and by "split, k kept" (the exchange of a model's gradients, where
+algorithm of `gradwire.sparse_all_reduce`, by "auto", and by "split-k" (the exchange of a model's gradients, where
 owners keep the k largest sums). Shown are the median time of the slowest rank, the bytes that the interface of a rank
 received, as the kernel counts them, which algorithm was fastest, and what "auto" took.
 
@@ -29,7 +29,7 @@ from torch import Tensor
 from . import links, report, simulation
 
 ALGORITHMS = ("gather", "union", "split", "dense")
-AUTO, KEPT = "auto", "split, k kept"
+AUTO, KEPT = "auto", "split-k"
 ARMS = (*ALGORITHMS, AUTO, KEPT)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -60,6 +60,7 @@ def run(options: argparse.Namespace) -> int:
         return run_simulation(options, rate)
     arguments = {name: getattr(options, name) for name in ("density", "overlap", "numel", "values", "arms", "repeats")}
     result = report.document("allreduce", {**arguments, "world": options.world, "rate": options.rate})
+    result["environment"]["threads"] = 1  # of each rank
     result["links"], result["cells"] = {}, []
     for world_size in options.world:
         with links.open_links(world_size, rate) as network:
@@ -82,12 +83,16 @@ def run_simulation(options: argparse.Namespace, rate: int | None) -> int:
     if not all(2 <= size <= 4096 for size in options.simulate):
         raise ValueError(f"--simulate {options.simulate}: expected world sizes from 2 to 4096")
     names = ("density", "overlap", "numel", "values", "simulate", "rate", "alpha")
-    result = report.document("allreduce-simulation", {name: getattr(options, name) for name in names})
-    network = simulation.Network(options.alpha * 1e-6, 8 / rate)
-    simulated_cell(options, 2, 0.01, 0.5, network)  # compiles
-    result["cells"] = []
-    for world_size, density, overlap in itertools.product(options.simulate, options.density, options.overlap):
-        result["cells"].append(simulated_cell(options, world_size, density, overlap, network))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # of each simulated rank
+    try:
+        result = report.document("allreduce-simulation", {name: getattr(options, name) for name in names})
+        network = simulation.Network(options.alpha * 1e-6, 8 / rate)
+        simulated_cell(options, 2, 0.01, 0.5, network)  # compiles
+        cells = itertools.product(options.simulate, options.density, options.overlap)
+        result["cells"] = [simulated_cell(options, *cell, network) for cell in cells]
+    finally:
+        torch.set_num_threads(threads)
     print_simulation(result)
     if options.json:
         report.write_json(options.json, result)
@@ -133,7 +138,7 @@ def print_simulation(result: Mapping[str, Any]) -> None:
     notes = [
         report.describe(result["environment"]),
         "ms / MB received by one rank. Selection, packing and merging are run, and counted as processor time of one "
-        "thread here; the network is arithmetic; split, k kept gives the k largest sums alone and is no contestant",
+        "thread here; the network is arithmetic; split-k gives the k largest sums alone and is no contestant",
     ]
     report.print_table(title, ["P", "density", "overlap", *shown, "fastest"], rows, "\n".join(notes))
 
@@ -192,7 +197,7 @@ class Call:
 
         call = sparse.prepare(self.indices, self.values, self.numel, algorithm=self.algorithm, out=self.out)
         sparse.fill(self.out, sparse.reduce(call))
-        self.chosen, self.moved = call.decision.name, call.carrier.received
+        self.chosen, self.moved = call.decision.name, call.agreed_bytes + call.carrier.received
         self.why = str(call.decision)
 
 
@@ -285,7 +290,7 @@ def print_result(result: Mapping[str, Any]) -> None:
     notes = [
         report.describe(result["environment"]),
         f"ms / MB received by one rank; median of {arguments['repeats']} calls, slowest rank; one thread a rank; "
-        "split, k kept gives the k largest sums alone and is no contestant",
+        "split-k gives the k largest sums alone and is no contestant",
     ]
     notes.append(
         "NOT SHAPED: loopback, as fast as the processors allow; bytes are those of the formula"

@@ -80,7 +80,7 @@ class Arm:
     def attach(self, model: DistributedDataParallel, steps: int, seed: int) -> CompressState | None:
         """Register the hook. A collective."""
         if self.codec is not None:
-            state = CompressState(model, self.codec(steps), seed=seed)
+            state = CompressState(model, self.codec(steps), exchange="gather", seed=seed)
             model.register_comm_hook(state, compress_hook)
             return state
         if self.element_bytes == 2:

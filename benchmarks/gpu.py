@@ -308,7 +308,7 @@ def step_seconds(codec: Codec | None, device: torch.device, width: int, layers: 
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))).to(device)
     ddp = DistributedDataParallel(model)
-    state = CompressState(ddp, codec) if codec is not None else None
+    state = CompressState(ddp, codec, exchange="gather") if codec is not None else None
     if state is not None:
         ddp.register_comm_hook(state, compress_hook)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)

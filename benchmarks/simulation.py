@@ -300,7 +300,7 @@ def check(task: Task, world_size: int, result: Entries | None) -> None:
     close = torch.isclose(result.values.double(), total[at], rtol=1e-4 if exact else 0.1, atol=1e-3 if exact else 1.0)
     missing = total.clone()
     missing[at] = 0
-    bound = 0.0 if task.algorithm != "split, k kept" else float(total[at].abs().min())
+    bound = 0.0 if task.algorithm != "split-k" else float(total[at].abs().min())
     if not bool(close.all()) or float(missing.abs().max()) > bound * 1.001 + 1e-9:
         raise RuntimeError(f"the simulated {task.algorithm} of {world_size} ranks does not give the sum")
 

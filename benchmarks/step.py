@@ -134,7 +134,7 @@ class Arm:
                 "qsgd": QSGD(),
                 "terngrad": TernGrad(),
             }
-            self.state = CompressState(self.model, codecs[name])
+            self.state = CompressState(self.model, codecs[name], fallback=None)
             self.model.register_comm_hook(self.state, compress_hook)
 
     def step(self) -> float:

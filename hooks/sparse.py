@@ -91,6 +91,7 @@ class Call:
         k: the most entries that any rank has.
         bounds: of the owners' ranges, for "split".
         scale: what sums are multiplied by.
+        agreed_bytes: what it took to agree, received from other ranks.
     """
 
     carrier: Carrier
@@ -99,6 +100,7 @@ class Call:
     bounds: list[int]
     decision: cost.Decision
     scale: float
+    agreed_bytes: int
 
 
 def prepare(
@@ -128,7 +130,8 @@ def prepare(
     entries = Entries(indices.to(here, torch.int32), values.to(here, torch.float32))
     bounds = bounds_of(sides.samples, numel) if decision.name == "split" else []
     scale = 1.0 / ranks.size if op == "mean" else 1.0
-    return Call(Carrier(numel, travel, here, ranks), entries, max(sides.counts), bounds, decision, scale)
+    agreed = (ranks.size - 1) * sides.nbytes
+    return Call(Carrier(numel, travel, here, ranks), entries, max(sides.counts), bounds, decision, scale, agreed)
 
 
 def choose(calibration: cost.Calibration, shape: cost.Shape) -> cost.Decision:
@@ -185,12 +188,14 @@ class Sides:
         calibrated: whether all of them know the group's calibration.
         sketches: of their index sets, by `_windows`, int64 [P, windows].
         samples: of their lists, by `entries.range_samples`.
+        nbytes: of one rank's message.
     """
 
     counts: list[int]
     calibrated: bool
     sketches: Tensor
     samples: Tensor
+    nbytes: int
 
 
 #: What can be wrong with entries; the number that goes with it is filled in.
@@ -292,7 +297,7 @@ def _compare(
                     f"sparse_all_reduce: ranks disagree on {name}: rank 0 has {first}, rank {rank} has {other}"
                 )
     counts, calibrated = [side[3] for side in sides], all(side[2] for side in sides)
-    return Sides(counts, calibrated, _longs(sketches), samples)
+    return Sides(counts, calibrated, _longs(sketches), samples, row.nbytes)
 
 
 def _longs(words: Tensor) -> Tensor:

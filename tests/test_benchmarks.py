@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from emulated import CSRC, EmulatedDevice, emulated_gpu
-from gradwire.benchmarks import cli, codecs, gpu, links, report, step
+from gradwire.benchmarks import allreduce, cli, codecs, gpu, links, report, step
 from gradwire.compress import CODECS, OneBit, TopK
 from gradwire.compress.backends import use_backend
 from strategies import GPU
@@ -125,6 +125,67 @@ def test_without_the_opponent_there_is_no_ratio() -> None:
 
 
 # -- gpu ------------------------------------------------------------------------------------------------------------
+
+
+def test_allreduce_in_miniature(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, picture = tmp_path / "allreduce.json", tmp_path / "allreduce.png"
+    line = "allreduce --rate none --world 2 --numel 20000 --density 0.01 0.1 --overlap 0.5 --repeats 2 --json"
+    assert cli.main([*line.split(), str(file), "--plot", str(picture)]) == 0
+    document = json.loads(file.read_text())
+    check_document(document, "allreduce")
+    assert [(cell["world_size"], cell["density"], cell["k"]) for cell in document["cells"]] == [
+        (2, 0.01, 200),
+        (2, 0.1, 2000),
+    ]
+    for cell in document["cells"]:
+        assert set(cell["arms"]) == set(allreduce.ARMS)
+        assert cell["winner"] in allreduce.ALGORITHMS
+        assert cell["arms"]["auto"]["chosen"] in allreduce.ALGORITHMS
+        assert "ms (" in cell["arms"]["auto"]["why"]
+        assert cell["arms"]["dense"]["formula_bytes"] > 8 * 20_000 / 2
+        assert all(arm["received_bytes"] is None and arm["seconds"] > 0 for arm in cell["arms"].values())
+    assert picture.stat().st_size > 10_000
+    assert "NOT SHAPED" in capsys.readouterr().out
+
+
+def test_a_cell_lasts_as_long_as_its_slowest_rank() -> None:
+    def side(gather: list[float], union: list[float]) -> list[dict]:
+        facts = {"received_bytes": gather[0], "formula_bytes": 1, "chosen": "", "why": ""}
+        arms = {"gather": {"times_s": gather, **facts}, "union": {"times_s": union, **facts}}
+        return [{"density": 0.1, "overlap": 0.0, "k": 1, "arms": arms}]
+
+    (cell,) = allreduce.summarize([side([1, 9, 1], [4, 4, 4]), side([5, 1, 1], [2, 2, 5])], 2, shaped=True)
+    assert cell["arms"]["gather"]["seconds"] == 5
+    assert cell["arms"]["union"]["seconds"] == 4
+    assert cell["arms"]["gather"]["received_bytes"] == 5
+    assert cell["winner"] == "union"
+
+
+def test_a_simulation_in_miniature(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, picture = tmp_path / "simulation.json", tmp_path / "simulation.png"
+    line = "allreduce --simulate 4 32 --rate 1gbit --numel 20000 --density 0.01 0.1 --overlap 0 --json"
+    assert cli.main([*line.split(), str(file), "--plot", str(picture)]) == 0
+    document = json.loads(file.read_text())
+    check_document(document, "allreduce-simulation")
+    small, *_, large = (cell["arms"] for cell in document["cells"] if cell["density"] == 0.01)
+    assert large["gather"]["received_bytes"] > 9 * small["gather"]["received_bytes"]
+    assert large["split-k"]["received_bytes"] < 3 * small["split-k"]["received_bytes"]
+    assert "SIMULATED" in capsys.readouterr().out
+    assert picture.exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--simulate 5000", "from 2 to 4096"),
+        ("--simulate 4 --rate none", "needs a --rate"),
+        ("--density 0", "densities above 0"),
+        ("--overlap 2", "up to 1"),
+    ],
+)
+def test_worlds_that_cannot_be(line: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["allreduce", *line.split()]) == 2
+    assert words in capsys.readouterr().err
 
 
 def test_the_gpu_report_in_rehearsal(tmp_path: Path) -> None:

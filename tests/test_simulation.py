@@ -39,7 +39,7 @@ def for_real(rank: int, algorithm: str, world_size: int, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("world_size", [2, 4, 8])
-@pytest.mark.parametrize("algorithm", ["gather", "union", "split", "split, k kept"])
+@pytest.mark.parametrize("algorithm", ["gather", "union", "split", "split-k"])
 def test_the_same_bytes_and_sums_as_between_processes(
     ranks: Ranks, algorithm: str, world_size: int, dtype: torch.dtype
 ) -> None:
@@ -57,7 +57,7 @@ def test_the_same_bytes_and_sums_as_between_processes(
         assert result.values.tolist() == values
 
 
-@pytest.mark.parametrize("algorithm", ["gather", "split", "split, k kept"])
+@pytest.mark.parametrize("algorithm", ["gather", "split", "split-k"])
 def test_a_hundred_ranks(algorithm: str) -> None:
     found = simulate(task_of(algorithm, 100), 100, NETWORK)
     assert found["received_bytes"] > 0

@@ -370,6 +370,6 @@ def test_estimates_of_the_union_follow_the_overlap() -> None:
         shared = order[: k - own]
         sets = [torch.cat([shared, order[k + rank * own :][:own]]).sort().values for rank in range(world_size)]
         bits = torch.stack([sparse._windows(indices, numel, 1024) for indices in sets])
-        sides = sparse.Sides([k] * world_size, True, bits, torch.zeros(0))
+        sides = sparse.Sides([k] * world_size, True, bits, torch.zeros(0), 0)
         true = len(torch.cat(sets).unique())
         assert abs(sparse._estimate_union(sides, numel) / true - 1) < 0.2
