@@ -92,6 +92,7 @@ class Carrier:
         dtype: how values travel: float32, bfloat16 or int8 (`compress.entries`).
         device: where entries are.
         group: the ranks.
+        room: memory to work in, by default its own.
 
     Attributes:
         skipped: entries that came from other ranks and cannot be right, left out so far.
@@ -100,11 +101,13 @@ class Carrier:
         union_size: entries in the union that `cut` saw last.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, group: Group) -> None:
+    def __init__(
+        self, numel: int, dtype: torch.dtype, device: torch.device, group: Group, room: Room | None = None
+    ) -> None:
         self.numel, self.dtype, self.device, self.group = numel, dtype, device, group
         self.rank, self.world_size = group.rank, group.size
         self.kernels = entries_for(device)
-        self.room = Room(device)
+        self.room = room or Room(device)
         self.skipped = self.received = self.sent = self.union_size = 0
 
     def merge(self, lists: Entries, offsets: Sequence[int], start: int, stop: int) -> Entries:

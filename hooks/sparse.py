@@ -17,6 +17,7 @@ what OmniReduce (Fei et al., SIGCOMM 2021) is to its blocks.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import cost
-from .entries import Carrier, Entries, bounds_of, range_samples
+from .entries import Carrier, Entries, Room, bounds_of, range_samples
 from .group import Group
 
 OPS = ("mean", "sum")
@@ -58,7 +59,7 @@ def sparse_all_reduce(
         group: the ranks; by default all.
         op: "mean" or "sum".
         algorithm: "gather", "union", "split", "dense", or "auto": the fastest by `hooks.cost`, which probes a group the
-            first time it meets it (some tens of milliseconds).
+            first time it meets it (some tenths of a second).
         out: float32, float16 or bfloat16 [N]: filled with the result, zero where no rank has an entry.
 
     Returns:
@@ -69,8 +70,8 @@ def sparse_all_reduce(
         ValueError, TypeError: on every rank, if any was given what cannot be reduced or ranks disagree; names who.
         RuntimeError: a rank did not take part within the group's timeout.
 
-    The host waits for one small all-gather that compares arguments, then for one count in "union" and "dense" (without
-    `out`), two in "split".
+    Memory is kept for the next call on the same group. The host waits for one small all-gather, which compares
+    arguments, then for one count in "union" and "dense" (without `out`), two in "split".
     """
     call = prepare(indices, values, numel, group, op, algorithm, out)
     result = reduce(call)
@@ -79,7 +80,15 @@ def sparse_all_reduce(
     if isinstance(result, Tensor):
         place = result.nonzero().view(-1)
         result = Entries(place.int(), result[place])
-    return result.indices.to(indices.device, indices.dtype), result.values.to(values.device, values.dtype)
+    # Copies: the next call works in the same memory.
+    return (
+        result.indices.to(indices.device, indices.dtype, copy=True),
+        result.values.to(values.device, values.dtype, copy=True),
+    )
+
+
+#: Memory of the calls on a group, which goes with the group.
+_rooms: weakref.WeakKeyDictionary[Any, dict[torch.device, Room]] = weakref.WeakKeyDictionary()
 
 
 @dataclass
@@ -131,7 +140,9 @@ def prepare(
     bounds = bounds_of(sides.samples, numel) if decision.name == "split" else []
     scale = 1.0 / ranks.size if op == "mean" else 1.0
     agreed = (ranks.size - 1) * sides.nbytes
-    return Call(Carrier(numel, travel, here, ranks), entries, max(sides.counts), bounds, decision, scale, agreed)
+    room = _rooms.setdefault(process_group, {}).setdefault(here, Room(here))
+    carrier = Carrier(numel, travel, here, ranks, room)
+    return Call(carrier, entries, max(sides.counts), bounds, decision, scale, agreed)
 
 
 def choose(calibration: cost.Calibration, shape: cost.Shape) -> cost.Decision:
