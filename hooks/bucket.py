@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..compress.codec import new_draw
 from ..compress.feedback import Layout, Slot, layout_numel, pack
-from .allreduce import Exchange
+from .exchange import Exchange
 from .plan import Choice, Plan, Topology
 
 

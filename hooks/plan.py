@@ -15,8 +15,10 @@ from ..compress.cast import Cast
 from ..compress.codec import Codec
 from ..compress.topk import TopK
 from . import cost
-from .allreduce import EXCHANGES, Exchange, Hierarchical, possible_exchanges
+from .allreduce import EXCHANGES, possible_exchanges
+from .exchange import Exchange
 from .group import Group
+from .hierarchical import Hierarchical
 
 #: What precedes the name of an exchange between nodes.
 HIERARCHICAL = "hierarchical"

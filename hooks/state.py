@@ -16,8 +16,8 @@ from ..compress.codec import DTYPES, Codec
 from ..compress.feedback import ErrorFeedback, Slot, layout_numel
 from ..compress.wire import WIRE_VERSION
 from . import handshake
-from .allreduce import Exchange
 from .bucket import Bucket, strides_in_bucket
+from .exchange import Exchange
 from .group import HANDSHAKE_TIMEOUT, Group
 from .lane import Lane
 from .plan import REVIEW_EVERY, Choice, Planner, check_exchange, check_fallback, make_topology, node_size

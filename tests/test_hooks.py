@@ -250,10 +250,10 @@ def test_world_size_one(ranks: Ranks) -> None:
     assert payload == 0
 
 
-def uneven(rank: int) -> Any:
+def uneven(rank: int, codec: Codec, exchange: str) -> Any:
     """Rank 0 has 3 batches, rank 1 has 5, and DDP.join() lets it finish; then both train on."""
     model = perceptron()
-    ddp, state = wrap(model, OneBit())
+    ddp, state = wrap(model, codec, exchange=exchange)
     with ddp.join():
         for step in range(3 + 2 * rank):
             ddp.zero_grad()
@@ -266,8 +266,11 @@ def uneven(rank: int) -> Any:
     return joined, digest(model.parameters()), train(rank, ddp, range(5, 8))
 
 
-def test_join_with_uneven_inputs(ranks: Ranks) -> None:
-    results = ranks(2).run(uneven)
+@pytest.mark.parametrize(
+    ("codec", "exchange"), [(OneBit(), "gather"), *((TopK(0.1), e) for e in ("gather", "union", "split"))], ids=str
+)
+def test_join_with_uneven_inputs(ranks: Ranks, codec: Codec, exchange: str) -> None:
+    results = ranks(2).run(uneven, codec, exchange)
     assert equal_on_all(results)
     assert results[0][0] == 5
 
