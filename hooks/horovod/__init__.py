@@ -3,4 +3,6 @@
 >>> import gradwire.hooks.horovod as hvd  # instead of: import horovod.torch as hvd
 """
 
+from .compression import Compression
+from .functions import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from .mpi_ops import *  # noqa: F403
