@@ -31,13 +31,20 @@ class World:
     cross_size: int
     counters: dict[tuple[str, int], int] = field(default_factory=dict)
     counting: threading.Lock = field(default_factory=threading.Lock)
+    joins: int = 0
 
-    def count(self, kind: str, set_id: int) -> int:
-        """How many operations of this kind had no name, so far."""
+    def next_name(self, kind: str, set_id: int) -> str:
+        """For an operation that has none: its number among those of its kind since all ranks last joined."""
         with self.counting:
             number = self.counters.get((kind, set_id), 0)
             self.counters[kind, set_id] = number + 1
-            return number
+            return f"noname.{self.joins}.{number}"
+
+    def joined(self) -> None:
+        """All ranks have joined: those that had fewer batches have counted fewer operations, so count anew."""
+        with self.counting:
+            self.counters.clear()
+            self.joins += 1
 
 
 _world: World | None = None

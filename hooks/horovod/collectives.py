@@ -64,9 +64,7 @@ class Channel:
             sent[: len(tensor)] = tensor
         received = tensor.new_empty((self.size * longest, *tensor.shape[1:]))
         row_bytes = as_bytes(sent.contiguous())
-        self._run(
-            as_bytes(received), lambda backend, flat: backend._allgather_base(flat, row_bytes.to(flat.device))
-        )
+        self._run(as_bytes(received), lambda backend, flat: backend._allgather_base(flat, row_bytes.to(flat.device)))
         if all(count == longest for count in rows):
             return received
         return torch.cat([part[:count] for part, count in zip(received.split(longest), rows, strict=True)])
@@ -77,9 +75,7 @@ class Channel:
         result = tensor.new_empty((sum(received), *tensor.shape[1:]))
         rows = as_bytes(tensor.contiguous())
         out, into = [row * count for count in sent], [row * count for count in received]
-        self._run(
-            as_bytes(result), lambda backend, flat: backend.alltoall_base(flat, rows.to(flat.device), into, out)
-        )
+        self._run(as_bytes(result), lambda backend, flat: backend.alltoall_base(flat, rows.to(flat.device), into, out))
         return result
 
     def send_receive(self, sent: Tensor, received: Tensor, peer: int, tag: int) -> None:

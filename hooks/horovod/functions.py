@@ -33,7 +33,9 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     elif isinstance(params, Iterable) and not isinstance(params, Tensor | str):
         pairs = [p if isinstance(p, tuple) else (None, p) for p in params]
     else:
-        raise ValueError(f"invalid params of type: {type(params).__name__}; expected a state_dict or named_parameters()")
+        raise ValueError(
+            f"invalid params of type: {type(params).__name__}; expected a state_dict or named_parameters()"
+        )
     if root_rank not in global_process_set.ranks:
         raise ValueError(f"root_rank={root_rank!r}: expected a rank below size() = {world().size}")
     handles = []

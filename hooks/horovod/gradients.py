@@ -62,8 +62,9 @@ class AllReduceFunction(torch.autograd.Function):
 class AllGatherFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, name: str | None, ps: ProcessSet, kind: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        operation = allgather_operation(key_of(kind, name, ps), tensors)
         ctx.arguments, ctx.rows = (name, ps, kind), [len(tensor) for tensor in tensors]
-        return tuple(_now(allgather_operation(key_of(kind, name, ps), tensors)))
+        return tuple(_now(operation))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:

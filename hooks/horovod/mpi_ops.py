@@ -45,8 +45,8 @@ from .basics import (
     size,
     start_timeline,
     stop_timeline,
+    world,
 )
-
 from .compression import Compression, codec_of
 from .errors import HorovodInternalError
 from .gradients import (
@@ -323,9 +323,7 @@ def grouped_reducescatter_async(
 ) -> int:  # fmt: skip
     """Start a grouped reducescatter; a handle, whose result is a list."""
     key = key_of("grouped_reducescatter", name, process_set)
-    return submit(
-        reducescatter_operation(key, list(tensors), reduction(op, None), prescale_factor, postscale_factor)
-    )
+    return submit(reducescatter_operation(key, list(tensors), reduction(op, None), prescale_factor, postscale_factor))
 
 
 def _scatter(
@@ -358,7 +356,9 @@ def join(device: int = -1) -> int:
     Returns:
         The last rank to join.
     """
-    return int(synchronize(submit(Join("join", 0))))
+    last = int(synchronize(submit(Join("join", 0))))
+    world().joined()
+    return last
 
 
 __all__ = [

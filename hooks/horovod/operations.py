@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -353,5 +352,3 @@ def _reduce_rows(parts: Tensor, op: int) -> Tensor:
     if op == Product:
         return parts.prod(0, dtype=parts.dtype)
     return parts.amin(0) if op == Min else parts.amax(0)
-
-

@@ -94,7 +94,7 @@ def key_of(kind: str, name: str | None, process_set: ProcessSet) -> tuple[str, i
     if not process_set.included():
         raise ValueError(f"rank {here.rank} is not in {process_set}: call {kind} on ranks {process_set.ranks} only")
     if name is None:
-        name = f"noname.{here.count(kind, set_id)}"
+        name = here.next_name(kind, set_id)
     return f"{kind}.{name}" + (f" in process set {set_id}" if set_id else ""), set_id
 
 
