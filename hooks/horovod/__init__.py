@@ -6,3 +6,4 @@
 from .compression import Compression
 from .functions import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from .mpi_ops import *  # noqa: F403
+from .optimizer import DistributedOptimizer

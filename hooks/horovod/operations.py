@@ -125,7 +125,7 @@ def run_fused(operations: Sequence[AllReduce], channel: Channel) -> list[list[Te
         chosen = [(source, target) for source, target in pairs if source.dtype == dtype]
         if len(chosen) == 1 and chosen[0][1].is_contiguous():
             source, target = chosen[0]
-            if source is not target:
+            if source.data_ptr() != target.data_ptr():
                 target.copy_(source)
             buffer = target.view(-1)
         else:
@@ -190,7 +190,7 @@ class AllGather(Operation):
 
     Args:
         sparse: shape of the sparse tensor whose transposed indices and values `tensors` are.
-        divisor: whether a sparse result is divided by the number of ranks.
+        average: whether a sparse result is divided by the number of ranks.
     """
 
     kind = "allgather"
@@ -231,7 +231,7 @@ class Broadcast(Operation):
     def run(self, channel: Channel, info: dict[str, Any]) -> list[Tensor]:
         root = channel.ranks.index(self.root)
         for source, target in zip(self.tensors, self.outputs, strict=True):
-            if source is not target and channel.rank == root:
+            if source.data_ptr() != target.data_ptr() and channel.rank == root:
                 target.copy_(source)
             if target.is_contiguous():
                 channel.broadcast(target, root)

@@ -51,6 +51,9 @@ class ProcessSet:
         """Whether this process is in the set; None while it is not registered."""
         return None if self.process_set_id is None else world().rank in self.ranks
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_ranks": self._ranks, "_place": None}
+
     def __repr__(self) -> str:
         ranks = "all" if self._ranks is None else self._ranks
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={ranks})"
@@ -64,6 +67,9 @@ class _GlobalProcessSet(ProcessSet):
     @property
     def process_set_id(self) -> int:
         return 0
+
+    def __reduce__(self) -> str:
+        return "global_process_set"
 
 
 #: All ranks; its id is 0.

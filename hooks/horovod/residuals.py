@@ -73,14 +73,15 @@ class CompressionState:
         self._places: dict[tuple[Layout, torch.dtype, torch.device], _Place] = {}
         self._steps: dict[str, int] = {}
         self._scale: float | None = None
-        #: Reductions whose outcome was not finite, since the beginning.
-        self.not_finite = 0
+        #: Whether the residuals are the mean over all ranks, just loaded.
+        self.consolidated = False
 
     def reduce(self, layout: Layout, flat: Tensor, channel: Channel, contribute: bool = True) -> None:
         """Replace `flat` by its mean over the ranks. Without `contribute` this rank sends what is in `flat` without a
         residual, and keeps nothing: for zeros in a joined rank's place."""
         if not layout_numel(layout):
             return
+        self.consolidated = False
         place = self._place(layout, flat, channel)
         exchange, key = place.exchange, layout[0].name
         step = self._steps.get(key, max(self._steps.values(), default=1) - 1)
@@ -137,6 +138,7 @@ class CompressionState:
         self.feedback.load(state["residuals"])
         self._steps = dict(state["steps"])
         self._scale = state["scale"]
+        self.consolidated = state["rank"] == -1
         self._places.clear()
 
     def reset(self) -> None:
