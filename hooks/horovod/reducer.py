@@ -29,6 +29,9 @@ BUCKET_BYTES = 25 << 20
 #: How long to wait for gradients that nobody asks for any more.
 WAIT_SECONDS = 10.0
 
+#: Who reduces a parameter's gradient, by its id: the optimizer made last, should there be several.
+_owners: weakref.WeakValueDictionary[int, GradientReducer] = weakref.WeakValueDictionary()
+
 
 @dataclass
 class Options:
@@ -177,6 +180,7 @@ class GradientReducer:
         for p in parameters:
             if p not in self._delay:
                 p.register_post_accumulate_grad_hook(_weak(self))
+                _owners[id(p)] = self
             self._unit_of[p], self._delay[p] = unit, self.options.backward_passes_per_step
 
     def _settle_sparse(self) -> None:
@@ -189,13 +193,13 @@ class GradientReducer:
         found = {name for names in every for name in names}
         self._sparse.update(p for p in self._delay if self.names[p] in found)
         for unit in list(self._units):
-            alone = [p for p in unit.parameters if self.names[p] in found]
+            alone = {p for p in unit.parameters if self.names[p] in found}
             if alone and len(unit.parameters) > 1:
                 self._units.remove(unit)
                 delays = {p: self._delay[p] for p in unit.parameters}
                 self._add_unit([p for p in unit.parameters if p not in alone])
-                for p in alone:
-                    self._add_unit([p])
+                for p in unit.parameters:
+                    self._add_unit([p] if p in alone else [])
                 self._delay.update(delays)
 
     def _is_sparse(self, p: Tensor) -> bool:
@@ -263,7 +267,7 @@ def _weak(reducer: GradientReducer) -> Callable[[Tensor], None]:
 
     def hook(p: Tensor) -> None:
         found = reference()
-        if found is not None:
+        if found is not None and _owners.get(id(p)) is found:
             found._hook(p)
 
     return hook
