@@ -575,7 +575,7 @@ def consolidated(rank: int) -> None:
         optimizer.load_state_dict(theirs)
     assert len(caught) == (rank != 1)
     assert bool(optimizer.state_dict()["gradwire"]["residuals"]) == (rank == 1)
-    wrong = sgd(model, compression=TopK(0.5))
+    wrong = sgd(model_of(), compression=TopK(0.5))
     assert "0.05" in raised(ValueError, lambda: wrong.load_state_dict(saved))
     train(model, other, rank, range(2))
     identical(model)
