@@ -590,14 +590,14 @@ def every_codec(rank: int, codec: Codec) -> None:
     hvd.init()
     model = model_of()
     optimizer = sgd(model, compression=codec, backward_passes_per_step=2)
-    first = float(loss_of(model, rank, 0))
+    first = loss_of(model, rank, 0).item()
     for _ in range(15):
         optimizer.zero_grad()
         for part in range(2):
             (loss_of(model, rank, part) / 2).backward()
         optimizer.step()
     identical(model)
-    assert float(loss_of(model, rank, 0)) < first
+    assert loss_of(model, rank, 0).item() < first
     # By the operation's name, outside of an optimizer: what TopK leaves out comes later.
     x = torch.arange(1.0, 301.0)
     total = sum(hvd.allreduce(x, name="kept", compression=codec, op=hvd.Sum) for _ in range(40))
