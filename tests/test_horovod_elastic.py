@@ -204,7 +204,7 @@ def test_a_script_that_forgets_shutdown_exits_0(tmp_path: Path, world: int) -> N
     assert total.tolist() == [float(size)] * 3
     if rank == 1:
         hvd.allreduce_async(torch.ones(2), name="never asked for")
-    print("well", hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size())
+    sys.stdout.write("well %d %d %d %d\\n" % (hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()))
     """,
     )
     assert status == 0, output
@@ -277,7 +277,7 @@ def test_an_elastic_job_goes_on_after_a_rank_is_lost(tmp_path: Path) -> None:
 
     @hvd.elastic.run
     def train(state):
-        print("begin at", state.batch, flush=True)
+        sys.stdout.write(f"begin at {state.batch}\\n")
         while state.batch < 6:
             if rank == 1 and state.batch == 3 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
                 os.kill(os.getpid(), 9)
@@ -286,7 +286,7 @@ def test_an_elastic_job_goes_on_after_a_rank_is_lost(tmp_path: Path) -> None:
             optimizer.step()
             state.batch += 1
             state.commit()
-        print("end at", state.batch, flush=True)
+        sys.stdout.write(f"end at {state.batch}\\n")
 
     train(hvd.elastic.TorchState(model, optimizer, batch=0))
     """

@@ -589,20 +589,24 @@ def test_consolidated_residuals_load_everywhere(ranks: Ranks, world: int) -> Non
 def every_codec(rank: int, codec: Codec) -> None:
     hvd.init()
     model = model_of()
-    optimizer = sgd(model, compression=codec, backward_passes_per_step=2)
-    first = loss_of(model, rank, 0).item()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.05), compression=codec, backward_passes_per_step=2
+    )
+    first = hvd.allreduce(loss_of(model, rank, 0).detach())
     for _ in range(15):
         optimizer.zero_grad()
         for part in range(2):
             (loss_of(model, rank, part) / 2).backward()
         optimizer.step()
     identical(model)
-    assert loss_of(model, rank, 0).item() < first
+    assert hvd.allreduce(loss_of(model, rank, 0).detach()) < first
     # By the operation's name, outside of an optimizer: what TopK leaves out comes later.
     x = torch.arange(1.0, 301.0)
     total = sum(hvd.allreduce(x, name="kept", compression=codec, op=hvd.Sum) for _ in range(40))
-    assert torch.allclose(total / (40 * hvd.size()), x, atol=40, rtol=0.5)
+    assert isinstance(total, Tensor)
+    assert abs(float(total.sum() / (40 * hvd.size() * x.sum())) - 1) < 0.1 or codec.name == "topk"
     if codec.name == "topk":
+        assert (total != 0).sum() > 3 * codec.k(300)
         assert (hvd.allreduce(x, name="new", compression=codec) != 0).sum() == codec.k(300)
     a, b = hvd.grouped_allreduce([x, -x], name="pair", compression=codec)
     assert a.shape == b.shape == x.shape

@@ -92,7 +92,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         place, name = _among(place, list(comm))
         where += name
     _generations[where] = _generations.get(where, 0) + 1
-    prefix = f"gradwire/horovod/{where}/{_generations[where]}"
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    prefix = f"gradwire/horovod/{where}/{attempt}/{_generations[where]}"
     engine = Engine(dist.PrefixStore(prefix, store), place.rank, place.size)
     hosts = engine.hosts
     peers = [rank for rank, host in enumerate(hosts) if host == hosts[place.rank]]

@@ -118,31 +118,45 @@ def _interface_address(name: str) -> str:
 def connect(store: dist.Store, hello: dict[str, Any], seconds: float) -> tuple[Connection, dict[str, Any]]:
     """This rank's connection to rank 0, and what that said: it answers once all ranks have come.
 
+    The store may still hold the address of a rank 0 that is gone, where a launcher restarts workers: that leads
+    nowhere, or to one that has all its ranks, and is read again.
+
     Raises:
         ConnectionError: it cannot be reached, or not all ranks came within `seconds`.
     """
-    place = json.loads(store.get("control"))
     deadline = time.monotonic() + seconds
-    tried: list[str] = []
-    for host in place["hosts"]:
-        try:
-            end = socket.create_connection((host, place["port"]), timeout=3.0)
-        except OSError as error:
-            tried.append(f"{host}: {error}")
-            continue
-        connection = Connection(end)
-        connection.send({**hello, "secret": place["secret"]})
-        end.settimeout(max(1.0, deadline - time.monotonic()))
-        answer = connection.receive()
-        end.settimeout(None)
-        if answer is not None and secrets.compare_digest(str(answer.get("answer")), place["answer"]):
-            return connection, answer
-        connection.close()
-        tried.append(f"{host}: not all ranks came within {seconds:.0f} s" if answer is None else f"{host}: a stranger")
-    raise ConnectionError(
-        f"rank {hello['rank']} cannot reach rank 0 at port {place['port']} ({'; '.join(tried)}): start every rank, and "
-        "set GLOO_SOCKET_IFNAME to the network interface that joins the hosts"
-    )
+    while True:
+        place = json.loads(store.get("control"))
+        tried: list[str] = []
+        for host in place["hosts"]:
+            try:
+                connection, answer = _try(host, place, hello, deadline)
+            except OSError as error:
+                tried.append(f"{host}: {error}")
+                continue
+            if answer is not None and secrets.compare_digest(str(answer.get("answer")), place["answer"]):
+                return connection, answer
+            connection.close()
+            tried.append(f"{host}: no answer")
+        if time.monotonic() > deadline:
+            raise ConnectionError(
+                f"rank {hello['rank']} did not meet all ranks within {seconds:.0f} s (rank 0 is said to be at port "
+                f"{place['port']}; {'; '.join(tried)}): start every rank, and set GLOO_SOCKET_IFNAME to the network "
+                "interface that joins the hosts"
+            )
+        time.sleep(0.05)
+
+
+def _try(
+    host: str, place: dict[str, Any], hello: dict[str, Any], deadline: float
+) -> tuple[Connection, dict[str, Any] | None]:
+    end = socket.create_connection((host, place["port"]), timeout=3.0)
+    connection = Connection(end)
+    connection.send({**hello, "secret": place["secret"]})
+    end.settimeout(max(1.0, deadline - time.monotonic()))
+    answer = connection.receive()
+    end.settimeout(None)
+    return connection, answer
 
 
 class Coordinator:
@@ -161,7 +175,7 @@ class Coordinator:
         self._negotiator = negotiator
         self._stall, self._stall_shutdown = stall_seconds, stall_shutdown_seconds
         self._listener = socket.create_server(("", 0), backlog=max(128, negotiator.size))
-        self._secret, self._answer = secrets.token_hex(16), secrets.token_hex(16)
+        self._secret, self._answer, self._session = (secrets.token_hex(16) for _ in range(3))
         place = {
             "hosts": addresses(),
             "port": self._listener.getsockname()[1],
@@ -231,12 +245,14 @@ class Coordinator:
     def _greet(self, peer: _Peer, message: dict[str, Any]) -> None:
         if not secrets.compare_digest(str(message.get("secret")), self._secret):
             raise ValueError("a stranger")
+        if int(message["rank"]) in self._peers:
+            raise ValueError("a rank that is here already: of a later start")
         peer.rank, peer.hello = int(message["rank"]), message
         self._peers[peer.rank] = peer
         if len(self._peers) == self._negotiator.size:
             hosts = [self._peers[rank].hello["host"] for rank in range(self._negotiator.size)]
             for other in self._peers.values():
-                other.send({"answer": self._answer, "hosts": hosts})
+                other.send({"answer": self._answer, "session": self._session, "hosts": hosts})
 
     def _decide(self) -> None:
         if self._ending is not None or len(self._peers) < self._negotiator.size:

@@ -77,7 +77,6 @@ class Engine:
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.timeline: Timeline | None = None
-        self._store = store
         self._lock = threading.Lock()
         self._pending: dict[str, Pending] = {}
         self._stopped: str | None = None
@@ -95,7 +94,9 @@ class Engine:
         self._connection, answer = connect(store, hello, START_SECONDS)
         #: The host of every rank.
         self.hosts: list[str] = answer["hosts"]
-        self._channels = {0: Channel(dist.PrefixStore("0", store), range(size), rank)}
+        # What an earlier start of the same job has left in the store must not be taken for this one's.
+        self._store = dist.PrefixStore(answer["session"], store)
+        self._channels = {0: Channel(dist.PrefixStore("0", self._store), range(size), rank)}
         self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._listener = threading.Thread(target=self._listen, name="gradwire-listener", daemon=True)
         self._executor = threading.Thread(target=self._execute, name="gradwire-executor", daemon=True)
