@@ -196,6 +196,8 @@ class Engine:
                 with contextlib.suppress(OSError):
                     self._connection.send({"failed": f"{type(error).__name__}: {error}"})
                 break
+        for state in list(self._states.values()):
+            state.disconnect()
         # Ranks that wait for this one inside of a collective are woken by this.
         for channel in self._channels.values():
             channel.close()

@@ -141,6 +141,10 @@ class CompressionState:
         self.consolidated = state["rank"] == -1
         self._places.clear()
 
+    def disconnect(self) -> None:
+        """Let go of the connections, and of every buffer, but keep the residuals."""
+        self._places.clear()
+
     def reset(self) -> None:
         """Forget everything."""
         self.feedback.load({})
