@@ -32,9 +32,10 @@ def normalized(rank: int) -> None:
     generator = torch.Generator().manual_seed(3)
     whole = torch.randn(3 * n, 5, 4, generator=generator) * 2 + 100
     pieces = list(whole.split([2 if r == 0 else 4 if r == 1 else 3 for r in range(n)]))
-    plain, sync = nn.BatchNorm1d(5), hvd.SyncBatchNorm(5)
-    x = whole.clone().requires_grad_()
-    mine = pieces[rank].clone().requires_grad_()
+    plain: Any = nn.BatchNorm1d(5)
+    sync: Any = hvd.SyncBatchNorm(5)
+    x: Any = whole.clone().requires_grad_()
+    mine: Any = pieces[rank].clone().requires_grad_()
     weight = torch.arange(1.0, 5.0)
     for _ in range(2):
         expected, got = plain(x), sync(mine)
@@ -47,7 +48,8 @@ def normalized(rank: int) -> None:
     assert torch.allclose(sync.running_var, plain.running_var, atol=1e-4)
     total = hvd.allreduce(sync.weight.grad, op=hvd.Sum)
     assert torch.allclose(total, plain.weight.grad, rtol=1e-3, atol=1e-3)
-    sync.eval(), plain.eval()
+    sync.eval()
+    plain.eval()
     assert torch.allclose(sync(mine), plain(x)[start : start + len(mine)], atol=1e-4)
     sync.train()
     assert "1D" in raised(ValueError, lambda: sync(torch.ones(3)))
@@ -103,7 +105,7 @@ def committed(rank: int, folder: str) -> None:
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model.named_parameters(), compression=TopK(0.3)
     )
     sampler = hvd.elastic.ElasticSampler(range(4 * n), shuffle=False)
-    state = hvd.elastic.TorchState(model, optimizer, epoch=rank, sampler=sampler, note={"text": "x"})
+    state: Any = hvd.elastic.TorchState(model, optimizer, epoch=rank, sampler=sampler, note={"text": "x"})
     state.sync()
     assert state.epoch == 0
     rows = hvd.allgather_object([p.tolist() for p in model.parameters()])
@@ -137,7 +139,7 @@ def committed(rank: int, folder: str) -> None:
         torch.optim.SGD(other.parameters(), lr=0.3, momentum=0.9), other.named_parameters(), compression=TopK(0.3)
     )
     calls: list[int] = []
-    fresh = hvd.elastic.TorchState(
+    fresh: Any = hvd.elastic.TorchState(
         other, again, epoch=0, sampler=hvd.elastic.ElasticSampler(range(4 * n), shuffle=False), note={}
     )
     fresh.register_reset_callbacks([lambda: calls.append(hvd.size())])

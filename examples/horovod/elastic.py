@@ -8,11 +8,10 @@ Valid Horovod code except for the import; only the launcher differs. torchrun re
 import argparse
 import os
 
+import gradwire.hooks.horovod as hvd
 import torch
 import torch.nn.functional as F
 from torch import nn
-
-import gradwire.hooks.horovod as hvd
 
 parser = argparse.ArgumentParser(description="elastic training")
 parser.add_argument("--epochs", type=int, default=3)

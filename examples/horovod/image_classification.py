@@ -1,17 +1,16 @@
 """Image classification with mixed precision: clipping and unscaling between `synchronize` and `step`.
 
-Valid Horovod code except for the import. The images are made up: noisy shapes in ten classes, the same on every machine.
+Valid Horovod code except for the import. The images are made up: ten patterns under noise, the same on every machine.
 
     torchrun --standalone --nproc-per-node 2 examples/horovod/image_classification.py
 """
 
 import argparse
 
+import gradwire.hooks.horovod as hvd
 import torch
 import torch.nn.functional as F
 from torch import nn
-
-import gradwire.hooks.horovod as hvd
 
 parser = argparse.ArgumentParser(description="image classification with AMP")
 parser.add_argument("--epochs", type=int, default=2)

@@ -7,11 +7,10 @@ Valid Horovod code except for the import. The text is made up: words that follow
 
 import argparse
 
+import gradwire.hooks.horovod as hvd
 import torch
 import torch.nn.functional as F
 from torch import nn
-
-import gradwire.hooks.horovod as hvd
 
 parser = argparse.ArgumentParser(description="language model with sparse embeddings")
 parser.add_argument("--vocabulary", type=int, default=2000)

@@ -8,20 +8,19 @@ Valid Horovod code except for the import, and for `--compression` other than non
 import argparse
 import time
 
+import gradwire.hooks.horovod as hvd
 import torch
 import torch.nn.functional as F
 from torch import nn
-
-import gradwire.hooks.horovod as hvd
 
 COMPRESSIONS = {
     "none": lambda: hvd.Compression.none,
     "fp16": lambda: hvd.Compression.fp16,
     "bf16": lambda: hvd.Compression.bf16,
     "topk": lambda: hvd.Compression.topk(density=0.01),
-    "onebit": lambda: hvd.Compression.onebit(),
+    "onebit": hvd.Compression.onebit,
     "qsgd": lambda: hvd.Compression.qsgd(bits=4),
-    "terngrad": lambda: hvd.Compression.terngrad(),
+    "terngrad": hvd.Compression.terngrad,
 }
 
 parser = argparse.ArgumentParser(description="synthetic benchmark")
@@ -81,7 +80,9 @@ def log(text: str) -> None:
         print(text, flush=True)
 
 
-log(f"{options.layers} layers of width {options.width}, batch {options.batch_size}, {hvd.size()} ranks on {device.type}")
+log(
+    f"{options.layers} layers of width {options.width}, batch {options.batch_size}, {hvd.size()} ranks on {device.type}"
+)
 batches(options.num_warmup_batches)
 rates = []
 for number in range(options.num_iters):

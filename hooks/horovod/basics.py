@@ -82,7 +82,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         ValueError: `comm` leaves this rank out, or the environment makes no sense.
         RuntimeError: the ranks did not find each other.
     """
-    global _world, _owner
+    global _world, _owner  # noqa: PLW0603
     if _world is not None:
         return
     if process_sets is not None and process_sets != "dynamic" and isinstance(process_sets, str):

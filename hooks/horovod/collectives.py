@@ -98,7 +98,9 @@ class Channel:
             return self._gloo
         if self._nccl is None:
             store = dist.PrefixStore("nccl", self._store)
-            self._nccl = dist.ProcessGroupNCCL(store, self.rank, self.size, COLLECTIVE_TIMEOUT)
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = COLLECTIVE_TIMEOUT
+            self._nccl = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
         return self._nccl
 
     def _run(self, flat: Tensor, start: Callable[[Any, Tensor], Any]) -> None:

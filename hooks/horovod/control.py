@@ -19,6 +19,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -207,7 +208,7 @@ class Coordinator:
                     elif events & selectors.EVENT_WRITE:
                         self._guarded(key.data, key.data.flush)
                     if key.data is not None and events & selectors.EVENT_READ:
-                        self._guarded(key.data, lambda peer=key.data: self._read(peer))
+                        self._guarded(key.data, partial(self._read, key.data))
                 self._decide()
                 self._look_for_stalls()
         finally:
@@ -262,7 +263,7 @@ class Coordinator:
                 message = decision.message
                 if decision.acknowledge == rank:
                     message = {**message, "acknowledge": True}
-                self._guarded(self._peers[rank], lambda rank=rank, message=message: self._peers[rank].send(message))
+                self._guarded(self._peers[rank], partial(self._peers[rank].send, message))
 
     def _lost(self, peer: _Peer, error: Exception) -> None:
         self._open.discard(peer)
@@ -276,7 +277,7 @@ class Coordinator:
         self._ending = time.monotonic() + _FAREWELL_SECONDS
         for peer in list(self._peers.values()):
             if peer in self._open:
-                self._guarded(peer, lambda peer=peer: peer.send({"do": "stop", "clean": clean, "message": message}))
+                self._guarded(peer, partial(peer.send, {"do": "stop", "clean": clean, "message": message}))
 
     def _look_for_stalls(self) -> None:
         if self._stall > 0:

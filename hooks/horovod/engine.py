@@ -1,7 +1,7 @@
 """The engine: operations go in under a name, in any order, and come out in one order on all ranks.
 
-`submit` announces an operation to rank 0 (`control`, `negotiation`) and returns. A first thread hears what is decided; a
-second carries it out, in the order of the decisions, which is the same on every rank, on connections of its own. Thus
+`submit` announces an operation to rank 0 (`control`, `negotiation`) and returns. A first thread hears what is decided;
+a second carries it out, in the order of the decisions, which is the same on every rank, on connections of its own. Thus
 nothing that the script does in between can mix up two collectives, and no rank enters one before all are ready.
 
 When a rank is gone, every operation that has not ended fails on every other rank, at once.
@@ -84,10 +84,11 @@ class Engine:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._coordinator: Coordinator | None = None
         if rank == 0:
-            fusion_bytes = int(os.environ.get("HOROVOD_FUSION_THRESHOLD", 64 << 20))
-            stall = 0.0 if os.environ.get("HOROVOD_STALL_CHECK_DISABLE") == "1" else 60.0
-            stall = stall and float(os.environ.get("HOROVOD_STALL_CHECK_TIME_SECONDS", stall))
-            give_up = float(os.environ.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0))
+            fusion_bytes = int(os.environ.get("HOROVOD_FUSION_THRESHOLD") or 64 << 20)
+            stall = float(os.environ.get("HOROVOD_STALL_CHECK_TIME_SECONDS") or 60)
+            if os.environ.get("HOROVOD_STALL_CHECK_DISABLE") == "1":
+                stall = 0.0
+            give_up = float(os.environ.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS") or 0)
             self._coordinator = Coordinator(store, Negotiator(size, fusion_bytes), stall, give_up)
         hello = {"rank": rank, "host": host_identity()}
         self._connection: Connection

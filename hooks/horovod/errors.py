@@ -6,8 +6,8 @@ from __future__ import annotations
 class HorovodInternalError(RuntimeError):
     """An operation failed after it was submitted: the ranks disagree, or one of them is gone.
 
-    Raised by `synchronize`, on every rank that submitted the operation. `elastic.run` takes it as the sign to go back to
-    the last commit.
+    Raised by `synchronize`, on every rank that submitted the operation. `elastic.run` takes it as the sign to go back
+    to the last commit.
     """
 
 

@@ -48,12 +48,15 @@ class Launch:
     source: str = "none"
 
 
-#: Variables of each launcher: rank, size, local rank, local size, cross rank, cross size.
+#: Variables of each launcher: rank, size, local rank, local size, cross rank, cross size. Not all of them set all.
 LAUNCHERS = {
     "HOROVOD": tuple(f"HOROVOD_{name}{what}" for name in ("", "LOCAL_", "CROSS_") for what in ("RANK", "SIZE")),
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
-    "mpirun": tuple(f"OMPI_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-    + ("OMPI_COMM_WORLD_NODE_RANK_", "OMPI_COMM_WORLD_NODE_SIZE_"),
+    "mpirun": (
+        *(f"OMPI_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+        "OMPI_COMM_WORLD_CROSS_RANK",
+        "OMPI_COMM_WORLD_CROSS_SIZE",
+    ),
     "PMI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_CROSS_RANK", "PMI_CROSS_SIZE"),
 }
 
@@ -72,7 +75,7 @@ def read_environment(environment: Mapping[str, str] = os.environ) -> Launch:
             assert size is not None
             if not 0 <= rank < size:
                 raise ValueError(f"{names[0]}={rank}, {names[1]}={size}: expected 0 <= rank < size")
-            return Launch(rank, size, *values[2:], source=source)
+            return Launch(rank, size, *values[2:], source)  # type: ignore[call-arg, arg-type]
     return Launch(0, 1)
 
 
@@ -140,7 +143,7 @@ def _meet_through_file(launch: Launch, environment: Mapping[str, str], timeout: 
     arrived = store.add("arrived", 1)
     if arrived == launch.size:
         path.unlink(missing_ok=True)  # the next job may have the same name
-        store.set("all", b"1")
+        store.set("all", "1")
     store.wait(["all"], timeout)
     return store
 

@@ -210,7 +210,8 @@ def _difference(a: Request, b: Request) -> tuple[str, Any, Any] | None:
 
 def describe(reference: Request, requests: dict[int, Request], members: Iterable[int]) -> dict[str, Any]:
     """What the ranks need to know of each other before they run an operation."""
-    members, info = list(members), {}
+    members = list(members)
+    info: dict[str, Any] = {}
     if reference["kind"] == "allgather":
         info["rows"] = [
             [_rows(requests.get(rank), reference, index) for rank in members]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -21,7 +22,7 @@ from .submission import allreduce_operation, key_of, reduction
 ENTRY = "gradwire"
 
 
-def DistributedOptimizer(  # noqa: N802
+def DistributedOptimizer(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None = None,
     compression: Any = Compression.none, backward_passes_per_step: int = 1, op: int = Average,
     gradient_predivide_factor: float = 1.0, num_groups: int = 0, groups: Any = None, sparse_as_dense: bool = False,
@@ -36,11 +37,11 @@ def DistributedOptimizer(  # noqa: N802
         optimizer: any but LBFGS. Its state and its `param_groups` are shared, so that schedulers made for it go on.
         named_parameters: typically `model.named_parameters()`: by these names ranks match gradients, and residuals are
             kept. Without, parameters are numbered.
-        compression: `Compression.none`, `.fp16`, `.bf16`, a codec, such as `Compression.topk(density=0.01)`, or your own
-            compressor. What a codec leaves out goes into a later step, and is in `state_dict()`.
+        compression: `Compression.none`, `.fp16`, `.bf16`, a codec, such as `Compression.topk(density=0.01)`, or your
+            own compressor. What a codec leaves out goes into a later step, and is in `state_dict()`.
         backward_passes_per_step: so many gradients are summed on each rank before the sum is averaged.
-        op: `Average`, `Sum`, `Min`, `Max`, `Product`; with `Adasum` each rank makes its own step, and the steps, not the
-            gradients, are combined.
+        op: `Average`, `Sum`, `Min`, `Max`, `Product`; with `Adasum` each rank makes its own step, and the steps, not
+            the gradients, are combined.
         gradient_predivide_factor: f: gradients are divided by f before they are added up, and by size/f after.
         num_groups: deprecated: `groups`.
         groups: lists of parameters whose gradients travel together; or into how many lists to divide them.
@@ -126,7 +127,7 @@ def _groups(groups: Any, named: list[tuple[str, Tensor]]) -> list[list[int]] | N
         chosen = [i for i, (_, p) in enumerate(named) if p.requires_grad]
         share, more = divmod(len(chosen), groups) if groups else (0, 0)
         starts = [share * i + min(i, more) for i in range(groups + 1)]
-        return [chosen[a:b] for a, b in zip(starts, starts[1:], strict=False) if b > a] or None
+        return [chosen[a:b] for a, b in itertools.pairwise(starts) if b > a] or None
     position = {p: i for i, (_, p) in enumerate(named)}
     if not isinstance(groups, list | tuple) or not all(isinstance(group, list | tuple) for group in groups):
         raise ValueError(problem)
@@ -139,7 +140,7 @@ def _groups(groups: Any, named: list[tuple[str, Tensor]]) -> list[list[int]] | N
 def _wrap(optimizer: torch.optim.Optimizer, names: list[str], options: Options) -> Any:
     base = type(optimizer)
     kind = type(base.__name__, (_Distributed, base), {"__module__": base.__module__, "__doc__": base.__doc__})
-    new = kind.__new__(kind)
+    new: Any = object.__new__(kind)
     # Everything is shared but what a scheduler has put over the old one's step.
     new.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     new._wrapped = optimizer
@@ -159,7 +160,7 @@ def _is_adasum(options: Options) -> bool:
 
 def _restore(base: type, state: dict[str, Any], names: list[str], options: Options, residuals: Any) -> Any:
     """Unpickle: `__reduce_ex__` in reverse."""
-    optimizer: Any = base.__new__(base)
+    optimizer: Any = object.__new__(base)
     optimizer.__setstate__(state)
     new = _wrap(optimizer, names, options)
     if residuals is not None:
@@ -259,9 +260,9 @@ class _Distributed(torch.optim.Optimizer):
             pairs = [options.compression.compress(p - old) for (_, p), old in zip(named, before, strict=True)]
             key = key_of("gradient.adasum", named[0][0], options.process_set)
             sent = [tensor for tensor, _ in pairs]
-            deltas = world().engine.submit(
-                allreduce_operation(key, sent, Adasum, 1.0, 1.0, sent, contiguous=False)
-            ).wait()
+            deltas = (
+                world().engine.submit(allreduce_operation(key, sent, Adasum, 1.0, 1.0, sent, contiguous=False)).wait()
+            )
             for (_, p), old, delta, (_, context) in zip(named, before, deltas, pairs, strict=True):
                 p.copy_(old + options.compression.decompress(delta, context))
         return result

@@ -119,8 +119,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     for known in [global_process_set, *_registered.values()]:
         if known.process_set_id is not None and known.ranks == process_set.ranks:
             raise ValueError(
-                f"a process set of ranks {process_set.ranks} exists already, with id {known.process_set_id}: use it, or "
-                "remove it first"
+                f"a process set of ranks {process_set.ranks} exists already, with id {known.process_set_id}: use it, "
+                "or remove it first"
             )
     set_id = here.engine.submit(_Change(here.engine, {"ranks": process_set.ranks})).wait()
     process_set._place = (here, set_id)

@@ -220,8 +220,8 @@ class GradientReducer:
         if any(grad.is_sparse for grad in grads):
             if len(grads) > 1:
                 raise ValueError(
-                    f"a gradient among those of {names} has become sparse: pass sparse_as_dense=True, or leave it out of "
-                    "the groups"
+                    f"a gradient among those of {names} has become sparse: pass sparse_as_dense=True, or leave it out "
+                    "of the groups"
                 )
             self._sparse.update(unit.parameters)
             operation: Any = sparse_operation(key, grads[0], self.options.op)

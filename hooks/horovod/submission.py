@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -40,14 +41,12 @@ COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
 
 _handles: dict[int, tuple[Pending, Callable[[Any], Any]]] = {}
 _numbers = itertools.count()
-_issued = -1
 
 
 def submit(operation: Operation, finish: Callable[[Any], Any] = lambda result: result) -> int:
     """Start an operation; `finish` makes of its result what `synchronize` returns."""
-    global _issued
     pending = world().engine.submit(operation)
-    handle = _issued = next(_numbers)
+    handle = next(_numbers)
     _handles[handle] = (pending, finish)
     return handle
 
@@ -59,7 +58,7 @@ def poll(handle: int) -> bool:
         ValueError: no operation has had this handle.
     """
     if handle not in _handles:
-        if isinstance(handle, int) and 0 <= handle <= _issued:
+        if isinstance(handle, int) and 0 <= handle < next(copy(_numbers)):
             return True
         raise ValueError(f"handle={handle!r}: expected what an asynchronous operation returned")
     return _handles[handle][0].poll()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from pathlib import Path
 from typing import TextIO
 
 
@@ -21,7 +22,7 @@ class Timeline:
         self._lock = threading.Lock()
         self._rows: dict[str, int] = {}
         self._start = time.perf_counter()
-        self._file: TextIO | None = open(path, "w", encoding="utf-8")  # noqa: SIM115: open until `close`
+        self._file: TextIO | None = Path(path).open("w", encoding="utf-8")  # noqa: SIM115
         self._file.write("[\n")
         self._separator = ""
 

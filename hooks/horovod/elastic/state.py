@@ -1,8 +1,8 @@
 """What a job must not lose when its workers are restarted, and the function that resumes from there.
 
 torchrun is what makes a job elastic: with `--max-restarts` it starts all workers again when one has failed, and with
-`--nnodes=MIN:MAX` also when hosts come or go, with new ranks. So `commit` keeps the state in memory *and* in a file, and
-`run` begins with the newest commit that any host has.
+`--nnodes=MIN:MAX` also when hosts come or go, with new ranks. So `commit` keeps the state in memory *and* in a file,
+and `run` begins with the newest commit that any host has.
 
 The files are `<folder>/commit.pt` on every host, written by its first rank. The folder is `GRADWIRE_ELASTIC_DIR`, or
 `<temporary folder>/gradwire-elastic-<user id>/<torchrun's run id>`; without torchrun, and without the variable, commits
