@@ -1,4 +1,4 @@
-"""The tests of DistributedOptimizer can fail: each of these faults, put in on every rank, is found by those beside it."""
+"""The tests of DistributedOptimizer can fail: these faults, put in on every rank, are found by the tests beside them."""
 
 from __future__ import annotations
 
