@@ -1,4 +1,4 @@
-"""The tests of DistributedOptimizer can fail: these faults, put in on every rank, are found by the tests beside them."""
+"""The tests of DistributedOptimizer can fail: these faults, put in on every rank, are found by those beside them."""
 
 from __future__ import annotations
 

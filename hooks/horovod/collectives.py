@@ -35,10 +35,18 @@ class Channel:
         gloo = dist.PrefixStore("gloo", store)
         self._gloo: Any = dist.ProcessGroupGloo(gloo, self.rank, self.size, COLLECTIVE_TIMEOUT)
         self._nccl: Any = None
+        self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def group(self, device: torch.device) -> Group:
         """For the compressed exchanges."""
         return Group(self._backend(device))
+
+    def scratch(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for one operation, flat: the same each time, for fresh pages cost as much as filling them."""
+        have = self._scratch.get((dtype, device))
+        if have is None or have.numel() < numel:
+            have = self._scratch[dtype, device] = torch.empty(numel, dtype=dtype, device=device)
+        return have[:numel]
 
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         """`tensor` = reduction over the ranks."""
@@ -92,6 +100,7 @@ class Channel:
     def close(self) -> None:
         """Let go of the connections. Ranks that still wait for this one get an error."""
         self._gloo = self._nccl = None
+        self._scratch.clear()
 
     def _backend(self, device: torch.device) -> Any:
         if device.type != "cuda" or not dist.is_nccl_available():

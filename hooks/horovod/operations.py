@@ -16,6 +16,8 @@ from .negotiation import Request
 from .residuals import CompressionState, layout_of
 
 Average, Sum, Adasum, Min, Max, Product = range(6)
+#: Larger allreduces are not fused: copying them costs more than the message that it saves.
+FUSE_BELOW_BYTES = 4 << 20
 OP_NAMES = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
 _REDUCTIONS = {
     Average: dist.ReduceOp.SUM,
@@ -105,6 +107,8 @@ class AllReduce(Scaled):
 
     def fuse(self) -> str | None:
         dtypes = sorted({str(t.dtype) for t in self.tensors})
+        if sum(t.numel() * t.element_size() for t in self.tensors) > FUSE_BELOW_BYTES:
+            return None
         return " ".join(map(str, [*dtypes, *self.same().values()])) if len(dtypes) == 1 else None
 
     def run(self, channel: Channel, info: dict[str, Any]) -> list[Tensor]:
@@ -129,7 +133,8 @@ def run_fused(operations: Sequence[AllReduce], channel: Channel) -> list[list[Te
                 target.copy_(source)
             buffer = target.view(-1)
         else:
-            buffer = torch.cat([source.reshape(-1) for source, _ in chosen])
+            buffer = channel.scratch(sum(source.numel() for source, _ in chosen), dtype, chosen[0][0].device)
+            torch.cat([source.reshape(-1) for source, _ in chosen], out=buffer)
         scale(buffer, first.prescale)
         channel.all_reduce(buffer, _REDUCTIONS[first.op])
         first.finish(buffer, channel.size)
@@ -176,7 +181,9 @@ class CompressedReduce(Scaled):
     def run(self, channel: Channel, info: dict[str, Any]) -> list[Tensor]:
         results = self.results()
         layout = layout_of(self.names, [t.shape for t in self.tensors])
-        buffer = torch.cat([t.reshape(-1) for t in self.tensors])
+        first = self.tensors[0]
+        buffer = channel.scratch(sum(t.numel() for t in self.tensors), first.dtype, first.device)
+        torch.cat([t.reshape(-1) for t in self.tensors], out=buffer)
         scale(buffer, self.prescale)
         self.state.reduce(layout, buffer, channel, self.contributes)
         scale(buffer, self.postscale * (channel.size if self.op == Sum else 1))
