@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,10 +41,10 @@ class Choice:
         return int.from_bytes(hashlib.blake2b(repr(self).encode(), digest_size=7).digest(), "big")
 
 
-def check_exchange(exchange: str, codec: Codec) -> None:
-    """Raises ValueError if `exchange` is unknown, or impossible for this codec."""
-    if exchange not in ("auto", HIERARCHICAL, *EXCHANGES):
-        names = ", ".join(map(repr, ("auto", HIERARCHICAL, *EXCHANGES)))
+def check_exchange(exchange: str, codec: Codec, besides: Sequence[str] = ("auto", HIERARCHICAL)) -> None:
+    """Raises ValueError if `exchange` is neither one of `EXCHANGES` nor of `besides`, or impossible for this codec."""
+    if exchange not in (*besides, *EXCHANGES):
+        names = ", ".join(map(repr, (*besides, *EXCHANGES)))
         raise ValueError(f"exchange={exchange!r}: expected one of {names}")
     possible = possible_exchanges(codec)
     if exchange in EXCHANGES and exchange not in possible:

@@ -1,0 +1,279 @@
+"""`init`, `shutdown`, and who is who."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import launch
+from .engine import Engine
+from .errors import not_initialized
+from .timeline import Timeline
+
+
+@dataclass
+class World:
+    """What `init` made. `counters` number the operations that have no name, by kind and process set."""
+
+    engine: Engine
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    counters: dict[tuple[str, int], int] = field(default_factory=dict)
+    counting: threading.Lock = field(default_factory=threading.Lock)
+    joins: int = 0
+
+    def next_name(self, kind: str, set_id: int) -> str:
+        """For an operation that has none: its number among those of its kind since all ranks last joined."""
+        with self.counting:
+            number = self.counters.get((kind, set_id), 0)
+            self.counters[kind, set_id] = number + 1
+            return f"noname.{self.joins}.{number}"
+
+    def joined(self) -> None:
+        """All ranks have joined: those that had fewer batches have counted fewer operations, so count anew."""
+        with self.counting:
+            self.counters.clear()
+            self.joins += 1
+
+
+_world: World | None = None
+#: Called at the end of `init` with the process sets it was given.
+started: list[Callable[[Sequence[Any]], None]] = []
+#: Rendezvous store by where it leads: a second `init` meets there again, and its first owner must not close it.
+_stores: dict[str, dist.Store] = {}
+_generations: dict[str, int] = {}
+_owner: int | None = None
+
+
+def world() -> World:
+    """What `init` made.
+
+    Raises:
+        ValueError: before `init`, or after `shutdown`.
+    """
+    if _world is None:
+        raise not_initialized()
+    return _world
+
+
+def init(comm: Any = None, process_sets: Any = None) -> None:
+    """Meet the other ranks; a collective. Does nothing if that has been done. The end of the process shuts down.
+
+    Where torch.distributed is initialised, its ranks are the world; otherwise the launcher's variables say who this is
+    (`launch`). torch.distributed is then left uninitialised, for the script to use or not.
+
+    Args:
+        comm: the ranks that take part, in the order of their new numbers; or an mpi4py communicator.
+        process_sets: `ProcessSet`s to add, equal on all ranks; or "dynamic", which changes nothing, for process sets
+            can always be added.
+
+    Raises:
+        ValueError: `comm` leaves this rank out, or the environment makes no sense.
+        RuntimeError: the ranks did not find each other.
+    """
+    global _world, _owner  # noqa: PLW0603
+    if _world is not None:
+        return
+    if process_sets is not None and process_sets != "dynamic" and isinstance(process_sets, str):
+        raise ValueError(f'process_sets={process_sets!r}: expected a list of ProcessSet, or "dynamic"')
+    where, place, store = _meet(comm)
+    if comm is not None and not hasattr(comm, "Get_rank"):
+        place, name = _among(place, list(comm))
+        where += name
+    _generations[where] = _generations.get(where, 0) + 1
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    prefix = f"gradwire/horovod/{where}/{attempt}/{_generations[where]}"
+    engine = Engine(dist.PrefixStore(prefix, store), place.rank, place.size)
+    hosts = engine.hosts
+    peers = [rank for rank, host in enumerate(hosts) if host == hosts[place.rank]]
+    names = list(dict.fromkeys(hosts))
+    _world = World(
+        engine,
+        place.rank,
+        place.size,
+        _first(place.local_rank, peers.index(place.rank)),
+        _first(place.local_size, len(peers)),
+        _first(place.cross_rank, names.index(hosts[place.rank])),
+        _first(place.cross_size, len(names)),
+    )
+    if _owner is None:
+        atexit.register(_at_exit)
+    _owner = os.getpid()
+    if os.environ.get("HOROVOD_TIMELINE"):
+        start_timeline(os.environ["HOROVOD_TIMELINE"], os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES") == "1")
+    for follow_up in started:
+        follow_up(() if process_sets is None or isinstance(process_sets, str) else tuple(process_sets))
+
+
+def _first(told: int | None, counted: int) -> int:
+    return counted if told is None else told
+
+
+def _meet(comm: Any) -> tuple[str, launch.Launch, dist.Store]:
+    if comm is not None and hasattr(comm, "Get_rank"):
+        place, store = launch.of_communicator(comm)
+        return "mpi", place, store
+    if dist.is_available() and dist.is_initialized():
+        told = launch.read_environment()
+        rank, size = dist.get_rank(), dist.get_world_size()
+        if (told.rank, told.size) != (rank, size):
+            told = launch.Launch(rank, size, source="torch.distributed")
+        return "torch", told, dist.distributed_c10d._get_default_store()
+    place = launch.read_environment()
+    if "own" not in _stores:
+        _stores["own"] = launch.open_store(place)
+    return "own", place, _stores["own"]
+
+
+def _among(place: launch.Launch, ranks: list[int]) -> tuple[launch.Launch, str]:
+    if place.rank not in ranks or len(set(ranks)) != len(ranks) or not all(0 <= r < place.size for r in ranks):
+        raise ValueError(
+            f"comm={ranks}: expected distinct ranks below {place.size}, rank {place.rank} among them; "
+            "call init(comm=…) on those ranks only"
+        )
+    return launch.Launch(ranks.index(place.rank), len(ranks), source=place.source), "-".join(map(str, ranks))
+
+
+def shutdown() -> None:
+    """Leave. Operations that not all ranks are ready for fail with `HorovodInternalError`, here and on other ranks."""
+    global _world
+    if _world is not None:
+        left, _world = _world, None
+        left.engine.stop()
+
+
+def _at_exit() -> None:
+    if os.getpid() == _owner:  # not in a forked child
+        shutdown()
+
+
+def is_initialized() -> bool:
+    """Whether `init` has been called, and `shutdown` not since."""
+    return _world is not None
+
+
+def rank() -> int:
+    """This process's number among all, from 0."""
+    return world().rank
+
+
+def size() -> int:
+    """How many processes there are."""
+    return world().size
+
+
+def local_rank() -> int:
+    """This process's number on its host, from 0: which GPU to take."""
+    return world().local_rank
+
+
+def local_size() -> int:
+    """How many processes there are on this host."""
+    return world().local_size
+
+
+def cross_rank() -> int:
+    """This host's number among all hosts, from 0."""
+    return world().cross_rank
+
+
+def cross_size() -> int:
+    """How many hosts there are."""
+    return world().cross_size
+
+
+def is_homogeneous() -> bool:
+    """Whether every host has as many processes as this one."""
+    hosts = world().engine.hosts
+    return len({hosts.count(host) for host in hosts}) == 1
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Record from now on when operations wait and run; rank 0 writes a Chrome trace to `file_path`.
+
+    Args:
+        file_path: overwritten.
+        mark_cycles: also mark every decision of what runs next.
+
+    Raises:
+        ValueError: one is being written already.
+    """
+    engine = world().engine
+    if engine.timeline is not None:
+        raise ValueError(f"cannot write a timeline to {file_path!r}: one is being written; call stop_timeline() first")
+    if world().rank == 0:
+        engine.timeline = Timeline(file_path, mark_cycles)
+
+
+def stop_timeline() -> None:
+    """End the file that `start_timeline` began."""
+    engine = world().engine
+    if engine.timeline is not None:
+        timeline, engine.timeline = engine.timeline, None
+        timeline.close()
+
+
+def nccl_built() -> int:
+    """1 if torch has NCCL, else 0."""
+    return int(dist.is_available() and dist.is_nccl_available())
+
+
+def gloo_built() -> bool:
+    """Whether torch has Gloo."""
+    return bool(dist.is_available() and dist.is_gloo_available())
+
+
+def gloo_enabled() -> bool:
+    """Whether Gloo serves: where torch has it."""
+    return gloo_built()
+
+
+def mpi_built() -> bool:
+    """False: collectives go over Gloo or NCCL, whoever launches the processes."""
+    return False
+
+
+def mpi_enabled() -> bool:
+    """False, as `mpi_built`."""
+    return False
+
+
+def mpi_threads_supported() -> bool:
+    """False, as `mpi_built`.
+
+    Raises:
+        ValueError: before `init`.
+    """
+    world()
+    return False
+
+
+def ddl_built() -> bool:
+    """False: IBM's DDL is not used."""
+    return False
+
+
+def ccl_built() -> bool:
+    """False: Intel's oneCCL is not used."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Whether torch was built for CUDA."""
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """Whether torch was built for ROCm."""
+    return getattr(torch.version, "hip", None) is not None

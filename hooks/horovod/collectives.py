@@ -1,0 +1,131 @@
+"""The collectives of one process set, on connections that nothing else uses.
+
+Sums of numbers go to the backend with their dtype; whatever is only moved travels as bytes, so that every dtype can.
+CUDA tensors go over NCCL, or, where torch has none, through the host over Gloo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..group import Group
+
+#: How long a collective may take once every rank has said that it is ready for it.
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+
+
+class Channel:
+    """One rank's end. Making it is a collective of `ranks`; use it from one thread.
+
+    Args:
+        store: where the ranks of this set, and no others, meet.
+        ranks: global ranks of the set, ascending.
+        rank: this process's global rank.
+    """
+
+    def __init__(self, store: dist.Store, ranks: Sequence[int], rank: int) -> None:
+        self.ranks, self.rank, self.size = tuple(ranks), tuple(ranks).index(rank), len(ranks)
+        self._store = store
+        gloo = dist.PrefixStore("gloo", store)
+        self._gloo: Any = dist.ProcessGroupGloo(gloo, self.rank, self.size, COLLECTIVE_TIMEOUT)
+        self._nccl: Any = None
+        self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def group(self, device: torch.device) -> Group:
+        """For the compressed exchanges."""
+        return Group(self._backend(device))
+
+    def scratch(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for one operation, flat: the same each time, for fresh pages cost as much as filling them."""
+        have = self._scratch.get((dtype, device))
+        if have is None or have.numel() < numel:
+            have = self._scratch[dtype, device] = torch.empty(numel, dtype=dtype, device=device)
+        return have[:numel]
+
+    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+        """`tensor` = reduction over the ranks."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        self._run(tensor.view(-1), lambda backend, flat: backend.allreduce([flat], options))
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """`tensor` = that of the member at index `root`."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        if tensor.numel():
+            self._run(as_bytes(tensor), lambda backend, flat: backend.broadcast([flat], options))
+
+    def all_gather(self, tensor: Tensor, rows: Sequence[int]) -> Tensor:
+        """The ranks' tensors, end to end along the first dimension, of which rank r has `rows[r]`."""
+        row = tensor[:1].numel() if len(tensor) else tensor.new_empty((1, *tensor.shape[1:])).numel()
+        longest = max(rows)
+        if longest * row == 0:
+            return tensor.new_empty((sum(rows), *tensor.shape[1:]))
+        sent = tensor if rows[self.rank] == longest else tensor.new_zeros((longest, *tensor.shape[1:]))
+        if sent is not tensor:
+            sent[: len(tensor)] = tensor
+        received = tensor.new_empty((self.size * longest, *tensor.shape[1:]))
+        row_bytes = as_bytes(sent.contiguous())
+        self._run(as_bytes(received), lambda backend, flat: backend._allgather_base(flat, row_bytes.to(flat.device)))
+        if all(count == longest for count in rows):
+            return received
+        return torch.cat([part[:count] for part, count in zip(received.split(longest), rows, strict=True)])
+
+    def all_to_all(self, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Rank r gets the next `sent[r]` rows; from rank r come `received[r]`."""
+        row = tensor.new_empty((1, *tensor.shape[1:])).numel() * tensor.element_size()
+        result = tensor.new_empty((sum(received), *tensor.shape[1:]))
+        rows = as_bytes(tensor.contiguous())
+        out, into = [row * count for count in sent], [row * count for count in received]
+        self._run(as_bytes(result), lambda backend, flat: backend.alltoall_base(flat, rows.to(flat.device), into, out))
+        return result
+
+    def send_receive(self, sent: Tensor, received: Tensor, peer: int, tag: int) -> None:
+        """Swap CPU tensors with one member. Both call it at the same time."""
+        work = self._gloo.send([sent], peer, tag)
+        self._gloo.recv([received], peer, tag).wait()
+        work.wait()
+
+    def barrier(self, timeout: timedelta) -> None:
+        """Until every rank is here, or `timeout` has passed, which raises RuntimeError."""
+        self._gloo._set_default_timeout(timeout)
+        self.all_reduce(torch.zeros(1))
+
+    def close(self) -> None:
+        """Let go of the connections. Ranks that still wait for this one get an error."""
+        self._gloo = self._nccl = None
+        self._scratch.clear()
+
+    def _backend(self, device: torch.device) -> Any:
+        if device.type != "cuda" or not dist.is_nccl_available():
+            return self._gloo
+        if self._nccl is None:
+            store = dist.PrefixStore("nccl", self._store)
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = COLLECTIVE_TIMEOUT
+            self._nccl = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+        return self._nccl
+
+    def _run(self, flat: Tensor, start: Callable[[Any, Tensor], Any]) -> None:
+        """Start a collective on `flat`, or on a copy of it on the host where the backend cannot reach it."""
+        backend = self._backend(flat.device)
+        if backend is None:
+            raise RuntimeError("the connections to the other ranks are closed")
+        if backend is self._gloo and flat.device.type != "cpu":
+            host = flat.cpu()
+            start(backend, host).wait()
+            flat.copy_(host)
+        else:
+            start(backend, flat).wait()
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, flat."""
+    flat = tensor.view(-1)
+    return flat if tensor.dtype == torch.uint8 else flat.view(torch.uint8)

@@ -1,0 +1,106 @@
+"""What an operation may do to tensors before they are sent.
+
+Two kinds. A *compressor*, as in Horovod, has `compress(tensor) -> (smaller tensor, context)` and `decompress(tensor,
+context)`; the smaller tensors are what is summed, so it must be linear: `none`, `fp16`, `bf16`, or one of your own. A
+*codec* of `gradwire.compress` need not be: its bytes are exchanged, and every rank decodes their mean. What it leaves
+out is kept by name and added the next time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...compress import QSGD, OneBit, TernGrad, TopK
+from ...compress.codec import Codec
+from .residuals import CodecCompression
+
+
+class Compressor:
+    """Interface of a linear compression."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        """The tensor to send, and what `decompress` needs to know."""
+        raise NotImplementedError("a Compressor needs a static method compress(tensor) -> (tensor, context)")
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
+        """Of the reduced tensor."""
+        raise NotImplementedError("a Compressor needs a static method decompress(tensor, context) -> tensor")
+
+
+class NoneCompressor(Compressor):
+    """Sends tensors as they are."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
+        return tensor
+
+
+class FP16Compressor(Compressor):
+    """Rounds floating-point tensors to float16 and reduces them as such."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        return _cast(tensor, torch.float16)
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
+        return tensor if ctx is None else tensor.to(ctx)
+
+
+class BF16Compressor(FP16Compressor):
+    """Rounds floating-point tensors to bfloat16, which keeps float32's range, and reduces them as such."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        return _cast(tensor, torch.bfloat16)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Any]:
+    return (tensor.to(dtype), tensor.dtype) if tensor.is_floating_point() else (tensor, None)
+
+
+class Compression:
+    """What `compression=` takes: one of these, any codec of `gradwire.compress`, or your own `Compressor`.
+
+    `Compression.topk(density=0.01)`, `.onebit()`, `.qsgd(bits=4)` and `.terngrad()` are codecs with their arguments;
+    `Compression.codec(codec, error_feedback=…, exchange=…, seed=…)` also says how it is used.
+    """
+
+    none = NoneCompressor
+    fp16 = FP16Compressor
+    bf16 = BF16Compressor
+    topk = TopK
+    onebit = OneBit
+    qsgd = QSGD
+    terngrad = TernGrad
+    codec = CodecCompression
+
+
+def codec_of(compression: Any) -> CodecCompression | None:
+    """How to use the codec that was asked for; None for compressors.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(compression, Codec):
+        return CodecCompression(compression)
+    if isinstance(compression, CodecCompression):
+        return compression
+    if isinstance(compression, type) and issubclass(compression, Codec | CodecCompression):
+        name = compression.__name__
+        raise ValueError(f"compression={name} is a class: make a codec of it, such as {name}(…)")
+    if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
+        raise ValueError(
+            f"compression={compression!r}: expected Compression.none, .fp16, .bf16, a codec such as "
+            "Compression.topk(density=0.01), or an object with compress and decompress"
+        )
+    return None

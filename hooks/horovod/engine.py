@@ -1,0 +1,284 @@
+"""The engine: operations go in under a name, in any order, and come out in one order on all ranks.
+
+`submit` announces an operation to rank 0 (`control`, `negotiation`) and returns. A first thread hears what is decided;
+a second carries it out, in the order of the decisions, which is the same on every rank, on connections of its own. Thus
+nothing that the script does in between can mix up two collectives, and no rank enters one before all are ready.
+
+When a rank is gone, every operation that has not ended fails on every other rank, at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .collectives import Channel
+from .control import Connection, Coordinator, connect
+from .errors import HorovodInternalError
+from .launch import START_SECONDS
+from .negotiation import Negotiator
+from .operations import AllReduce, CompressedReduce, Operation, run_fused, stand_in
+from .residuals import CodecCompression, CompressionState
+from .timeline import Timeline
+
+#: How long the ranks wait for each other at an orderly end.
+END_SECONDS = timedelta(seconds=5)
+#: How long to wait for a thread that a dead peer may keep.
+STOP_SECONDS = 5.0
+
+
+class Pending:
+    """An operation that was submitted, and what became of it."""
+
+    def __init__(self, operation: Operation) -> None:
+        self.operation, self.ended = operation, threading.Event()
+        self.result: Any = None
+        self.error: str | None = None
+        self.submitted = 0.0
+        # On a GPU: when the inputs are there, and when the results are.
+        self.ready = self.done = None
+        if operation.device.type == "cuda":
+            self.ready = torch.cuda.current_stream(operation.device).record_event()
+
+    def poll(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self.ended.is_set() and (self.done is None or self.done.query())
+
+    def wait(self) -> Any:
+        """The result; later work on the current stream waits for it."""
+        self.ended.wait()
+        if self.error is not None:
+            raise HorovodInternalError(self.error)
+        if self.done is not None:
+            torch.cuda.current_stream(self.operation.device).wait_event(self.done)
+        return self.result
+
+
+class Engine:
+    """Joins the other ranks: making one is a collective, `stop` ends it for all.
+
+    Args:
+        store: where the ranks meet; names in it are this engine's alone.
+        rank, size: of this process and of the world.
+
+    Raises:
+        ConnectionError: not all ranks came.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.timeline: Timeline | None = None
+        self._lock = threading.Lock()
+        self._pending: dict[str, Pending] = {}
+        self._stopped: str | None = None
+        self._states: dict[str, CompressionState] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._coordinator: Coordinator | None = None
+        if rank == 0:
+            fusion_bytes = int(os.environ.get("HOROVOD_FUSION_THRESHOLD") or 64 << 20)
+            stall = float(os.environ.get("HOROVOD_STALL_CHECK_TIME_SECONDS") or 60)
+            if os.environ.get("HOROVOD_STALL_CHECK_DISABLE") == "1":
+                stall = 0.0
+            give_up = float(os.environ.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS") or 0)
+            self._coordinator = Coordinator(store, Negotiator(size, fusion_bytes), stall, give_up)
+        hello = {"rank": rank, "host": host_identity()}
+        self._connection: Connection
+        self._connection, answer = connect(store, hello, START_SECONDS)
+        #: The host of every rank.
+        self.hosts: list[str] = answer["hosts"]
+        # What an earlier start of the same job has left in the store must not be taken for this one's.
+        self._store = dist.PrefixStore(answer["session"], store)
+        self._channels = {0: Channel(dist.PrefixStore("0", self._store), range(size), rank)}
+        self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._listener = threading.Thread(target=self._listen, name="gradwire-listener", daemon=True)
+        self._executor = threading.Thread(target=self._execute, name="gradwire-executor", daemon=True)
+        self._listener.start()
+        self._executor.start()
+
+    # -- for the script's threads ------------------------------------------------------------------------------------
+
+    def submit(self, operation: Operation) -> Pending:
+        """Announce an operation.
+
+        Raises:
+            ValueError: one of this key has not ended yet.
+            HorovodInternalError: the engine has stopped.
+        """
+        pending = Pending(operation)
+        with self._lock:
+            if self._stopped is not None:
+                raise HorovodInternalError(self._stopped)
+            if operation.key in self._pending:
+                raise ValueError(
+                    f"{operation.key} is still under way: an operation needs a name of its own until it has ended; "
+                    "synchronize the first one, or pass another name"
+                )
+            self._pending[operation.key] = pending
+        if isinstance(operation, CompressedReduce):
+            self._states[repr(operation.state.compression)] = operation.state
+        if self.timeline is not None:
+            pending.submitted = self.timeline.now()
+        with contextlib.suppress(OSError):  # the listener hears of it too, and says so to every operation
+            self._connection.send(operation.request())
+        return pending
+
+    def state_of(self, compression: CodecCompression) -> CompressionState:
+        """The residuals of operations that are compressed by name, outside of an optimizer."""
+        return self._states.setdefault(f"by name: {compression}", CompressionState(compression))
+
+    def members(self, set_id: int) -> tuple[int, ...]:
+        """The global ranks of a process set that this rank is in."""
+        return self._channels[set_id].ranks
+
+    def add_channel(self, set_id: int, ranks: Sequence[int]) -> None:
+        """Connect the ranks of a new process set. Called by the executor, on every rank of the set at once."""
+        self._channels[set_id] = Channel(dist.PrefixStore(str(set_id), self._store), ranks, self.rank)
+
+    def remove_channel(self, set_id: int) -> None:
+        """Disconnect a process set."""
+        channel = self._channels.pop(set_id, None)
+        if channel is not None:
+            channel.close()
+
+    def stop(self) -> None:
+        """Leave. What all ranks are ready for still runs; all else fails here and on the other ranks."""
+        with contextlib.suppress(OSError):
+            self._connection.send({"bye": True})
+        self._executor.join(2 * END_SECONDS.total_seconds())
+        self._connection.close()
+        self._listener.join(STOP_SECONDS)
+        if self._coordinator is not None:
+            self._coordinator.thread.join(2 * STOP_SECONDS)
+        if self.timeline is not None:
+            self.timeline.close()
+
+    # -- the threads -------------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        why = "rank 0 is gone"
+        while (message := self._connection.receive()) is not None:
+            if message["do"] == "fail":
+                self._end(message["key"], error=message["message"])
+            elif message["do"] == "run":
+                self._queue.put(message)
+            else:
+                why = message["message"]
+                if message["clean"]:
+                    self._queue.put(message)
+                break
+        else:
+            message = {"clean": False}
+        if not message["clean"]:
+            # At once: the executor may be waiting for the one who is gone.
+            self._fail(f"Horovod has been shut down: {why}")
+        self._queue.put(None)
+
+    def _execute(self) -> None:
+        while (message := self._queue.get()) is not None:
+            if message["do"] == "stop":
+                # All ranks are alive and come by here. None must cut a connection that another still reads from.
+                with contextlib.suppress(RuntimeError):
+                    self._channels[0].barrier(END_SECONDS)
+                self._fail(f"Horovod has been shut down: {message['message']}")
+                continue
+            try:
+                self._run(message)
+            except Exception as error:
+                self._fail(f"Horovod has been shut down: {type(error).__name__}: {error}")
+                with contextlib.suppress(OSError):
+                    self._connection.send({"failed": f"{type(error).__name__}: {error}"})
+                break
+        for state in list(self._states.values()):
+            state.disconnect()
+        # Ranks that wait for this one inside of a collective are woken by this.
+        for channel in self._channels.values():
+            channel.close()
+        self._channels.clear()
+
+    def _run(self, message: dict[str, Any]) -> None:
+        if self._stopped is not None:
+            raise HorovodInternalError(self._stopped)
+        if self.timeline is not None:
+            self.timeline.mark("CYCLE_START")
+        channel = self._channels[message["set"]]
+        operations = [self._operation(item) for item in message["ops"]]
+        begin = 0.0 if self.timeline is None else self.timeline.now()
+        pending = [self._pending.get(item["key"]) for item in message["ops"]]
+        with self._on_stream(pending, operations[0]):
+            if len(operations) > 1:
+                results: list[Any] = run_fused([op for op in operations if isinstance(op, AllReduce)], channel)
+            else:
+                results = [operations[0].run(channel, message["ops"][0]["info"])]
+        for operation, result in zip(operations, results, strict=True):
+            self._end(operation.key, result=result, begin=begin)
+        if message.get("acknowledge"):
+            self._connection.send({"done": message["set"]})
+
+    def _operation(self, item: dict[str, Any]) -> Operation:
+        """This rank's part: what it submitted, or what stands in for it."""
+        pending, reference = self._pending.get(item["key"]), item["info"].get("reference")
+        if pending is None:
+            return stand_in(reference, self._states)
+        operation = pending.operation
+        if reference is not None and reference["kind"] != operation.kind:
+            return stand_in(reference, self._states)
+        return operation
+
+    @contextlib.contextmanager
+    def _on_stream(self, pending: Sequence[Pending | None], operation: Operation) -> Iterator[None]:
+        """On a GPU: work on a stream of the engine's own, after the inputs are there; leave behind when it is done."""
+        device = operation.device
+        if device.type != "cuda":
+            yield
+            return
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        stream = self._streams[device]
+        with torch.cuda.stream(stream):
+            for each in pending:
+                if each is not None and each.ready is not None:
+                    stream.wait_event(each.ready)
+                    for tensor in each.operation.tensors:
+                        tensor.record_stream(stream)
+            yield
+            done = stream.record_event()
+        for each in pending:
+            if each is not None:
+                each.done = done
+
+    def _end(self, key: str, result: Any = None, error: str | None = None, begin: float = 0.0) -> None:
+        with self._lock:
+            pending = self._pending.pop(key, None)
+        if pending is None:
+            return
+        timeline = self.timeline
+        if timeline is not None and error is None:
+            kind = pending.operation.kind.upper()
+            end = timeline.now()
+            timeline.span(key, f"NEGOTIATE_{kind}", pending.submitted, begin)
+            timeline.span(key, kind, begin, end, tensors=len(pending.operation.tensors))
+        pending.result, pending.error = result, error
+        pending.ended.set()
+
+    def _fail(self, why: str) -> None:
+        with self._lock:
+            self._stopped = self._stopped or why
+            left = list(self._pending)
+        for key in left:
+            self._end(key, error=why)
+
+
+def host_identity() -> str:
+    """The same for processes on one host, and for no others."""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return f"{socket.gethostname()}/{file.read().strip()}"
+    return socket.gethostname()

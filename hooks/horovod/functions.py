@@ -1,0 +1,191 @@
+"""Broadcasts and gathers of whole models, optimizers and objects."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import io
+import pickle
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .basics import world
+from .operations import Broadcast
+from .process_sets import ProcessSet, global_process_set
+from .submission import allgather_operation, broadcast_operation, first, key_of, submit, synchronize
+
+
+def broadcast_parameters(params: Any, root_rank: int) -> None:
+    """Give every rank the root's parameters, in place; typically a model's `state_dict()`.
+
+    Args:
+        params: a dictionary of tensors, or tensors, or pairs of name and tensor. What is no tensor stays as it is.
+        root_rank: whose values all get.
+
+    Raises:
+        ValueError: `params` is none of these.
+    """
+    if isinstance(params, Mapping):
+        pairs: list[tuple[str | None, Any]] = sorted(params.items())
+    elif isinstance(params, Iterable) and not isinstance(params, Tensor | str):
+        pairs = [p if isinstance(p, tuple) else (None, p) for p in params]
+    else:
+        raise ValueError(
+            f"invalid params of type: {type(params).__name__}; expected a state_dict or named_parameters()"
+        )
+    if root_rank not in global_process_set.ranks:
+        raise ValueError(f"root_rank={root_rank!r}: expected a rank below size() = {world().size}")
+    handles = []
+    for name, tensor in pairs:
+        if isinstance(tensor, Tensor):
+            # Any strides: parameters may be channels-last, and are no less worth it.
+            place = [tensor.detach()]
+            key = key_of("broadcast", name and f"parameter.{name}", global_process_set)
+            handles.append(submit(Broadcast(*key, place, root_rank, place)))
+    for handle in handles:
+        synchronize(handle)
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """What `obj` is on the root: anything that pickle, or torch.save, can carry.
+
+    Args:
+        obj: read on the root only.
+        root_rank: a global rank of the set.
+        name: of the operation.
+        process_set: the ranks.
+
+    Returns:
+        On the root `obj` itself, elsewhere a copy.
+    """
+    is_root = world().rank == root_rank
+    data = _to_bytes(obj) if is_root else torch.empty(0, dtype=torch.uint8)
+    length = torch.tensor([data.numel()])
+    base = name and f"object.{name}"
+    _broadcast(length, root_rank, base and f"{base}.size", process_set)
+    if not is_root:
+        data = torch.empty(int(length), dtype=torch.uint8)
+    _broadcast(data, root_rank, base, process_set)
+    return obj if is_root else _from_bytes(data)
+
+
+def _broadcast(tensor: Tensor, root: int, name: str | None, process_set: ProcessSet) -> None:
+    key = key_of("broadcast", name, process_set)
+    synchronize(submit(broadcast_operation(key, tensor, tensor, root, process_set)))
+
+
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+    """What `obj` is on each rank of the set, in their order: anything that pickle, or torch.save, can carry."""
+    data = _to_bytes(obj)
+    base = name and f"object.{name}"
+    sizes_key = key_of("allgather", base and f"{base}.size", process_set)
+    sizes = synchronize(submit(allgather_operation(sizes_key, [torch.tensor([data.numel()])]), first))
+    joined = synchronize(submit(allgather_operation(key_of("allgather", base, process_set), [data]), first))
+    return [_from_bytes(part) for part in joined.split(sizes.tolist())]
+
+
+def _to_bytes(obj: Any) -> Tensor:
+    buffer = io.BytesIO()
+    torch.save(obj, buffer, pickle_protocol=pickle.HIGHEST_PROTOCOL)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+
+def _from_bytes(data: Tensor) -> Any:
+    # From the other ranks of this very job, which run the same script; tensors land where this rank can hold them.
+    where = None if torch.cuda.is_available() else "cpu"
+    return torch.load(io.BytesIO(data.numpy().tobytes()), map_location=where, weights_only=False)
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: nn.Module | None = None) -> None:
+    """Give every rank the root's optimizer state and hyperparameters. No parameter changes, and no step is made.
+
+    Residuals of compressed gradients belong to a rank and stay, unless the root has consolidated ones, which are then
+    everybody's (`DistributedOptimizer`).
+
+    Args:
+        optimizer: any but LBFGS; made alike on every rank. It may be fresh on some.
+        root_rank: whose state all get.
+        model: whose parameters they are; not needed.
+
+    Raises:
+        ValueError: the optimizer is LBFGS, whose state is tied to one process, or the ranks' optimizers differ in their
+            numbers of parameters.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("cannot broadcast torch.optim.LBFGS state: it belongs to the closure of one process")
+    is_root = world().rank == root_rank
+    # Structure and numbers first, then the tensors, as they are, one by one.
+    tensors: list[Tensor] = []
+    outline = None
+    if is_root:
+        outline = _outline(optimizer, tensors)
+    described = broadcast_object(
+        (outline, [(t.dtype, tuple(t.shape), t.device.type) for t in tensors]) if is_root else None, root_rank
+    )
+    counts = [len(group["params"]) for group in optimizer.param_groups]
+    theirs = [len(group["params"]) for group in described[0]["param_groups"]]
+    if any(other != theirs for other in allgather_object(counts)):
+        raise ValueError(
+            f"the optimizer has groups of {counts} parameters here, on rank {root_rank} of {theirs}: make it alike on "
+            "all ranks"
+        )
+    device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
+    if not is_root:
+        tensors = [
+            torch.empty(shape, dtype=dtype, device=device if kind == "cuda" else "cpu")
+            for dtype, shape, kind in described[1]
+        ]
+    tensors = [t.contiguous() for t in tensors]
+    broadcast_parameters([(f"optimizer.{i}", t) for i, t in enumerate(tensors)], root_rank)
+    if not is_root:
+        state = _filled(described[0], tensors)
+        compression = state.pop("gradwire", None)
+        # The wrapped class's own method: a DistributedOptimizer's would drop this rank's residuals.
+        torch.optim.Optimizer.load_state_dict(optimizer, state)
+        follow = getattr(optimizer, "_follow_broadcast", None)
+        if follow is not None:
+            follow(compression)
+
+
+class _Placeholder:
+    """Where a tensor goes."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def _outline(optimizer: torch.optim.Optimizer, tensors: list[Tensor]) -> dict[str, Any]:
+    """The state dict with placeholders for its tensors, which are put into `tensors`."""
+    state = torch.optim.Optimizer.state_dict(optimizer)
+    shared = getattr(optimizer, "_shared_compression", None)
+    if shared is not None:
+        state["gradwire"] = shared()
+    state["param_groups"] = copy.deepcopy(state["param_groups"])
+
+    def replace(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            tensors.append(value.detach())
+            return _Placeholder(len(tensors) - 1)
+        return _mapped(value, replace)
+
+    outline: dict[str, Any] = replace(state)
+    return outline
+
+
+def _filled(outline: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(outline, _Placeholder):
+        return tensors[outline.number]
+    return _mapped(outline, lambda value: _filled(value, tensors))
+
+
+def _mapped(value: Any, function: Any) -> Any:
+    if isinstance(value, collections.abc.Mapping):
+        return {key: function(item) for key, item in value.items()}
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return type(value)(function(item) for item in value)
+    return value

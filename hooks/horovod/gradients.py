@@ -1,0 +1,130 @@
+"""The operations as functions that autograd can go back through.
+
+The gradients are Horovod's, whose convention is that the loss is the mean of the ranks' losses: that of an allreduce is
+an allreduce with the same op; those of allgather and broadcast are averaged over the ranks; that of a summing
+reducescatter is an allgather times the number of ranks. Every rank must go back as well: its gradient is an operation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .operations import OP_NAMES, Adasum, Average, Operation, Sum
+from .process_sets import ProcessSet
+from .submission import (
+    allgather_operation,
+    allreduce_operation,
+    alltoall_operation,
+    broadcast_operation,
+    key_of,
+    reducescatter_operation,
+    submit,
+    synchronize,
+)
+
+
+def _now(operation: Operation) -> Any:
+    return synchronize(submit(operation))
+
+
+def _backward_name(name: str | None) -> str | None:
+    return None if name is None else f"{name}.gradient"
+
+
+def _differentiable(op: int) -> None:
+    if op not in (Average, Sum, Adasum):
+        raise RuntimeError(f"op={OP_NAMES[op]} has no gradient here: use hvd.Average or hvd.Sum, or tensor.detach()")
+
+
+class AllReduceFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, name: str | None, op: int, prescale: float, postscale: float, ps: ProcessSet, codec: Any,
+        kind: str, *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx.arguments = (name, op, prescale, postscale, ps, kind)
+        key = key_of(kind, name, ps)
+        return tuple(_now(allreduce_operation(key, tensors, op, prescale, postscale, codec=codec)))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        name, op, prescale, postscale, ps, kind = ctx.arguments
+        _differentiable(op)
+        key = key_of(kind, _backward_name(name), ps)
+        dense = [gradient.contiguous() for gradient in gradients]
+        reduced = _now(allreduce_operation(key, dense, op, prescale, postscale))
+        return (None,) * 7 + tuple(reduced)
+
+
+class AllGatherFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, name: str | None, ps: ProcessSet, kind: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        operation = allgather_operation(key_of(kind, name, ps), tensors)
+        ctx.arguments, ctx.rows = (name, ps, kind), [len(tensor) for tensor in tensors]
+        return tuple(_now(operation))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        name, ps, kind = ctx.arguments
+        counts = _now(allgather_operation(key_of(f"{kind}.rows", name, ps), [torch.tensor([ctx.rows])]))[0]
+        starts = counts[: ps.rank()].sum(0).tolist()
+        key = key_of(f"{kind}.gradient", name, ps)
+        mean = _now(allreduce_operation(key, [g.contiguous() for g in gradients], Average, 1.0, 1.0))
+        own = (g.narrow(0, start, rows) for g, start, rows in zip(mean, starts, ctx.rows, strict=True))
+        return (None, None, None, *own)
+
+
+class BroadcastFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, root: int, name: str | None, ps: ProcessSet) -> Tensor:
+        ctx.arguments = (root, name, ps)
+        operation = broadcast_operation(key_of("broadcast", name, ps), tensor, torch.empty_like(tensor), root, ps)
+        result: Tensor = _now(operation)[0]
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        root, name, ps = ctx.arguments
+        key = key_of("broadcast.gradient", name, ps)
+        (mean,) = _now(allreduce_operation(key, [gradients[0].contiguous()], Average, 1.0, 1.0))
+        # Only the root's tensor had any influence.
+        return (mean if ps.ranks[ps.rank() or 0] == root else torch.zeros_like(mean)), None, None, None
+
+
+class AllToAllFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, splits: Any, name: str | None, ps: ProcessSet) -> tuple[Tensor, Tensor]:
+        operation = alltoall_operation(key_of("alltoall", name, ps), tensor, splits, ps.size() or 0)
+        result, received = _now(operation)
+        ctx.arguments, ctx.received = (name, ps), received.tolist()
+        ctx.mark_non_differentiable(received)
+        return result, received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        name, ps = ctx.arguments
+        key = key_of("alltoall.gradient", name, ps)
+        operation = alltoall_operation(key, gradients[0].contiguous(), ctx.received, ps.size() or 0)
+        return _now(operation)[0], None, None, None
+
+
+class ReduceScatterFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, name: str | None, op: int, prescale: float, postscale: float, ps: ProcessSet, kind: str,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx.arguments = (name, op, prescale * postscale, ps, kind)
+        return tuple(_now(reducescatter_operation(key_of(kind, name, ps), tensors, op, prescale, postscale)))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        name, op, factor, ps, kind = ctx.arguments
+        _differentiable(op)
+        key = key_of(f"{kind}.gradient", name, ps)
+        factor *= (ps.size() or 1) if op == Sum else 1
+        gathered = _now(allgather_operation(key, [(g * factor).contiguous() for g in gradients]))
+        return (None,) * 6 + tuple(gathered)

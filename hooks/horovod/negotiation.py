@@ -1,0 +1,230 @@
+"""What is ready to run, and do all ranks mean the same by it? Decided in one place, from what the ranks announce.
+
+Ranks announce operations under a key, in any order. An operation is ready once every member of its process set has
+announced its key, or has joined. Then the announcements are compared: equal ones run, in the order in which they became
+ready; others fail, on every rank. Nothing here talks to a network or touches a tensor.
+
+A request is a dictionary that JSON can carry:
+
+    key      what the ranks call the operation
+    set      id of its process set
+    kind     "allreduce", "allgather", …
+    tensors  dtype and shape of each tensor: [["float32", [2, 3]], …]
+    same     what must be equal on all ranks, by the name to complain with
+    own      what each rank has for itself, e.g. the splits of an alltoall
+    fuse     allreduces with equal text here may share one buffer; None for others
+    fill     true: this rank has no gradient, and goes along with whatever the others announce
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+Request = dict[str, Any]
+
+#: Kinds whose tensors may differ in their first dimension.
+UNEVEN = ("allgather", "alltoall")
+#: Kinds in which ranks that have joined can take part: with zeros, or with no rows.
+JOINABLE = ("allreduce", "adasum", "exchange", "allgather")
+
+ITEM_BYTES = {"float64": 8, "int64": 8, "complex64": 8, "complex128": 16, "float32": 4, "int32": 4}
+#: How many decisions a process set may have under way: the next one is formed while these run, from what has come
+#: together meanwhile, so that buffers grow where the network is the bottleneck.
+AHEAD = 2
+
+
+@dataclass
+class Decision:
+    """What some ranks are to do next. `members` are global ranks; `acknowledge` is the one who says when it is done."""
+
+    members: tuple[int, ...]
+    message: dict[str, Any]
+    acknowledge: int | None = None
+
+
+@dataclass
+class _Pending:
+    set_id: int
+    since: float
+    requests: dict[int, Request] = field(default_factory=dict)
+    warned: bool = False
+
+
+class Negotiator:
+    """The state of the negotiation of `size` ranks.
+
+    Args:
+        size: number of ranks.
+        fusion_bytes: allreduces are put together up to this many bytes.
+    """
+
+    def __init__(self, size: int, fusion_bytes: int = 64 << 20) -> None:
+        self.size, self.fusion_bytes = size, fusion_bytes
+        self.sets: dict[int, tuple[int, ...]] = {0: tuple(range(size))}
+        self._next_set = 1
+        self._pending: dict[str, _Pending] = {}
+        self._ready: dict[int, list[tuple[Request, dict[str, Any]]]] = {}
+        self._urgent: list[Decision] = []
+        self._running: dict[int, int] = {}
+        self._joined: list[int] = []
+
+    def announce(self, rank: int, request: Request) -> None:
+        """A rank is ready for an operation."""
+        if request["kind"] == "join":
+            self._join(rank)
+            return
+        key, set_id = request["key"], request["set"]
+        if rank not in self.sets.get(set_id, ()):
+            message = f"rank {rank} is not in process set {set_id}, or that was removed"
+            self._urgent.append(Decision((rank,), {"do": "fail", "key": key, "message": message}))
+            return
+        pending = self._pending.setdefault(key, _Pending(set_id, time.monotonic()))
+        pending.requests[rank] = request
+        self._settle(key)
+
+    def done(self, set_id: int) -> None:
+        """A decision for this process set has been carried out."""
+        self._running[set_id] -= 1
+
+    def decisions(self) -> Iterator[Decision]:
+        """Everything that can be said now, in the order in which it must be sent."""
+        yield from self._urgent
+        self._urgent.clear()
+        for set_id, ready in self._ready.items():
+            while ready and self._running.get(set_id, 0) < AHEAD:
+                self._running[set_id] = self._running.get(set_id, 0) + 1
+                members = self.sets[set_id]
+                batch = [{"key": request["key"], "info": info} for request, info in self._take(ready)]
+                yield Decision(members, {"do": "run", "set": set_id, "ops": batch}, members[0])
+
+    def overdue(self, seconds: float, again: bool = False) -> Iterator[tuple[str, list[int], list[int], float]]:
+        """Keys that some ranks wait for longer than this: key, who waits, who is missing, for how long. Each once,
+        unless `again`."""
+        now = time.monotonic()
+        for key, pending in self._pending.items():
+            if now - pending.since > seconds and (again or not pending.warned):
+                pending.warned = True
+                waiting = sorted(pending.requests)
+                missing = [r for r in self.sets[pending.set_id] if r not in waiting and r not in self._joined]
+                yield key, waiting, missing, now - pending.since
+
+    def _join(self, rank: int) -> None:
+        self._joined.append(rank)
+        for key in list(self._pending):
+            self._settle(key)
+        if len(self._joined) == self.size:
+            self._ready.setdefault(0, []).append(({"key": "join", "fuse": None}, {"last": self._joined[-1]}))
+            self._joined = []
+
+    def _settle(self, key: str) -> None:
+        pending = self._pending[key]
+        members = self.sets[pending.set_id]
+        if any(rank not in pending.requests and rank not in self._joined for rank in members):
+            return
+        del self._pending[key]
+        reference, problem = compare(pending.requests)
+        joined = [rank for rank in members if rank not in pending.requests]
+        if problem is None and joined and reference["kind"] not in JOINABLE:
+            problem = f"{reference['kind']} cannot go on without ranks {joined}, which have joined"
+        if problem is None:
+            problem = self._change_sets(reference)
+        if problem is not None:
+            message = {"do": "fail", "key": key, "message": f"{key}: {problem}"}
+            self._urgent.append(Decision(tuple(sorted(pending.requests)), message))
+            return
+        info = describe(reference, pending.requests, members)
+        if reference["kind"] == "process_set.add":
+            info["id"] = reference["id"]
+        self._ready.setdefault(pending.set_id, []).append((reference, info))
+
+    def _change_sets(self, reference: Request) -> str | None:
+        if reference["kind"] == "process_set.add":
+            ranks = tuple(reference["same"]["ranks"])
+            if ranks in self.sets.values():
+                return f"a process set of ranks {list(ranks)} exists already"
+            reference["id"] = self._next_set
+            self.sets[self._next_set] = ranks
+            self._next_set += 1
+        elif reference["kind"] == "process_set.remove":
+            set_id = reference["same"]["id"]
+            waiting = any(pending.set_id == set_id for pending in self._pending.values())
+            if waiting or self._ready.get(set_id) or self._running.get(set_id):
+                return f"process set {set_id} has operations under way: synchronize them before you remove it"
+            self.sets.pop(set_id, None)
+        return None
+
+    def _take(self, ready: list[tuple[Request, dict[str, Any]]]) -> list[tuple[Request, dict[str, Any]]]:
+        """The first of the ready operations, and those that fit into one buffer with it."""
+        first = ready.pop(0)
+        batch, size = [first], request_bytes(first[0]) if first[0]["fuse"] else 0
+        if first[0]["fuse"] is not None:
+            for item in list(ready):
+                if item[0]["fuse"] == first[0]["fuse"] and size + request_bytes(item[0]) <= self.fusion_bytes:
+                    ready.remove(item)
+                    batch.append(item)
+                    size += request_bytes(item[0])
+        return batch
+
+
+def request_bytes(request: Request) -> int:
+    return sum(math.prod(shape) * ITEM_BYTES.get(dtype, 2) for dtype, shape in request["tensors"])
+
+
+def compare(requests: dict[int, Request]) -> tuple[Request, str | None]:
+    """What the ranks agree on, and the first thing they do not, in words."""
+    given = {rank: request for rank, request in sorted(requests.items()) if not request["fill"]}
+    first, reference = next(iter((given or requests).items()))
+    for rank, request in sorted(requests.items()):
+        if request["fill"] and request["kind"] != reference["kind"]:
+            continue
+        difference = _difference(reference, request)
+        if difference is not None:
+            what, ours, theirs = difference
+            return reference, (
+                f"ranks disagree on the {what}: rank {first} has {ours}, rank {rank} has {theirs}. "
+                "Operations of one name must be equal on all ranks"
+            )
+    return reference, None
+
+
+def _difference(a: Request, b: Request) -> tuple[str, Any, Any] | None:
+    if a["kind"] != b["kind"]:
+        return "operation", a["kind"], b["kind"]
+    if len(a["tensors"]) != len(b["tensors"]):
+        return "number of tensors", len(a["tensors"]), len(b["tensors"])
+    for (dtype, shape), (other_dtype, other_shape) in zip(a["tensors"], b["tensors"], strict=True):
+        if dtype != other_dtype:
+            return "dtype", dtype, other_dtype
+        start = 1 if a["kind"] in UNEVEN else 0
+        if len(shape) != len(other_shape) or shape[start:] != other_shape[start:]:
+            return "shape", shape, other_shape
+    for what in dict.fromkeys([*a["same"], *b["same"]]):
+        if a["same"].get(what) != b["same"].get(what):
+            return what, a["same"].get(what), b["same"].get(what)
+    return None
+
+
+def describe(reference: Request, requests: dict[int, Request], members: Iterable[int]) -> dict[str, Any]:
+    """What the ranks need to know of each other before they run an operation."""
+    members = list(members)
+    info: dict[str, Any] = {}
+    if reference["kind"] == "allgather":
+        info["rows"] = [
+            [_rows(requests.get(rank), reference, index) for rank in members]
+            for index in range(len(reference["tensors"]))
+        ]
+    elif reference["kind"] == "alltoall":
+        info["splits"] = [requests[rank]["own"]["splits"] for rank in members]
+    if any(rank not in requests or requests[rank]["kind"] != reference["kind"] for rank in members):
+        info["reference"] = reference
+    return info
+
+
+def _rows(request: Request | None, reference: Request, index: int) -> int:
+    if request is None or request["kind"] != reference["kind"]:
+        return 0
+    return int(request["tensors"][index][1][0])

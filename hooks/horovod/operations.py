@@ -1,0 +1,361 @@
+"""The operations: what each announces to the other ranks, and what it does once all are ready."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .adasum import adasum
+from .collectives import Channel
+from .negotiation import Request
+from .residuals import CompressionState, layout_of
+
+Average, Sum, Adasum, Min, Max, Product = range(6)
+#: Larger allreduces are not fused: copying them costs more than the message that it saves.
+FUSE_BELOW_BYTES = 4 << 20
+OP_NAMES = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
+_REDUCTIONS = {
+    Average: dist.ReduceOp.SUM,
+    Sum: dist.ReduceOp.SUM,
+    Min: dist.ReduceOp.MIN,
+    Max: dist.ReduceOp.MAX,
+    Product: dist.ReduceOp.PRODUCT,
+}
+
+
+class Operation(ABC):
+    """One operation of one rank.
+
+    Args:
+        key: what the ranks call it.
+        set_id: its process set.
+        tensors: what this rank puts in.
+        fill: this rank has nothing of its own, and goes along with what the others announce.
+    """
+
+    kind: ClassVar[str]
+
+    def __init__(self, key: str, set_id: int, tensors: Sequence[Tensor] = (), fill: bool = False) -> None:
+        self.key, self.set_id, self.tensors, self.fill = key, set_id, list(tensors), fill
+
+    def request(self) -> Request:
+        """What the other ranks, through the negotiator, hear of it."""
+        return {
+            "key": self.key,
+            "set": self.set_id,
+            "kind": self.kind,
+            "tensors": [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in self.tensors],
+            "same": self.same(),
+            "own": self.own(),
+            "fuse": self.fuse(),
+            "fill": self.fill,
+        }
+
+    def same(self) -> dict[str, Any]:
+        """What has to be equal on all ranks, besides the tensors."""
+        return {"device": self.device.type}
+
+    def own(self) -> dict[str, Any]:
+        """What the other ranks need to know of this one."""
+        return {}
+
+    def fuse(self) -> str | None:
+        """Operations that say the same here may share a buffer."""
+        return None
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensors[0].device if self.tensors else torch.device("cpu")
+
+    @abstractmethod
+    def run(self, channel: Channel, info: dict[str, Any]) -> Any:
+        """Carry it out, together with all other ranks; the result."""
+
+
+class Scaled(Operation):
+    """A reduction with a factor before and one after it."""
+
+    def __init__(
+        self, key: str, set_id: int, tensors: Sequence[Tensor], op: int, prescale: float, postscale: float,
+        outputs: Sequence[Tensor] | None = None, fill: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(key, set_id, tensors, fill)
+        self.op, self.prescale, self.postscale = op, float(prescale), float(postscale)
+        self.outputs = outputs
+
+    def same(self) -> dict[str, Any]:
+        scales = {"prescale factor": self.prescale, "postscale factor": self.postscale}
+        return {**super().same(), "op": OP_NAMES[self.op], **scales}
+
+    def results(self) -> list[Tensor]:
+        """Where the results go: the inputs themselves in in-place operations."""
+        return list(self.outputs) if self.outputs is not None else [torch.empty_like(t) for t in self.tensors]
+
+    def finish(self, reduced: Tensor, size: int) -> None:
+        if self.op == Average:
+            divide(reduced, size)
+        scale(reduced, self.postscale)
+
+
+class AllReduce(Scaled):
+    kind = "allreduce"
+
+    def fuse(self) -> str | None:
+        dtypes = sorted({str(t.dtype) for t in self.tensors})
+        if sum(t.numel() * t.element_size() for t in self.tensors) > FUSE_BELOW_BYTES:
+            return None
+        return " ".join(map(str, [*dtypes, *self.same().values()])) if len(dtypes) == 1 else None
+
+    def run(self, channel: Channel, info: dict[str, Any]) -> list[Tensor]:
+        return run_fused([self], channel)[0]
+
+
+def run_fused(operations: Sequence[AllReduce], channel: Channel) -> list[list[Tensor]]:
+    """Allreduces of one dtype and kind, in one buffer; the results of each."""
+    first = operations[0]
+    results = [operation.results() for operation in operations]
+    pairs = [
+        (source, target)
+        for operation, targets in zip(operations, results, strict=True)
+        for source, target in zip(operation.tensors, targets, strict=True)
+        if source.numel()
+    ]
+    for dtype in dict.fromkeys(source.dtype for source, _ in pairs):
+        chosen = [(source, target) for source, target in pairs if source.dtype == dtype]
+        if len(chosen) == 1 and chosen[0][1].is_contiguous():
+            source, target = chosen[0]
+            if source.data_ptr() != target.data_ptr():
+                target.copy_(source)
+            buffer = target.view(-1)
+        else:
+            buffer = channel.scratch(sum(source.numel() for source, _ in chosen), dtype, chosen[0][0].device)
+            torch.cat([source.reshape(-1) for source, _ in chosen], out=buffer)
+        scale(buffer, first.prescale)
+        channel.all_reduce(buffer, _REDUCTIONS[first.op])
+        first.finish(buffer, channel.size)
+        if len(chosen) > 1 or buffer.data_ptr() != chosen[0][1].data_ptr():
+            pieces = buffer.split([target.numel() for _, target in chosen])
+            for piece, (_, target) in zip(pieces, chosen, strict=True):
+                target.copy_(piece.view(target.shape))
+    return results
+
+
+class AdasumReduce(Scaled):
+    kind = "adasum"
+
+    def run(self, channel: Channel, info: dict[str, Any]) -> list[Tensor]:
+        results = self.results()
+        for source, target in zip(self.tensors, results, strict=True):
+            flat = source.reshape(-1).cpu()
+            flat = (flat if flat.dtype == torch.float64 else flat.float()) * self.prescale
+            target.copy_((adasum(flat, channel) * self.postscale).view(source.shape))
+        return results
+
+
+class CompressedReduce(Scaled):
+    """Average or sum through a codec; the tensors of one operation are compressed together.
+
+    Args:
+        names: of the tensors, by which their residuals are kept.
+        state: those residuals.
+    """
+
+    kind = "exchange"
+
+    def __init__(self, *args: Any, names: Sequence[str], state: CompressionState, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.names, self.state = list(names), state
+        self.contributes = True
+
+    def same(self) -> dict[str, Any]:
+        return {**super().same(), "compression": repr(self.state.compression)}
+
+    def own(self) -> dict[str, Any]:
+        return {"names": self.names}
+
+    def run(self, channel: Channel, info: dict[str, Any]) -> list[Tensor]:
+        results = self.results()
+        layout = layout_of(self.names, [t.shape for t in self.tensors])
+        first = self.tensors[0]
+        buffer = channel.scratch(sum(t.numel() for t in self.tensors), first.dtype, first.device)
+        torch.cat([t.reshape(-1) for t in self.tensors], out=buffer)
+        scale(buffer, self.prescale)
+        self.state.reduce(layout, buffer, channel, self.contributes)
+        scale(buffer, self.postscale * (channel.size if self.op == Sum else 1))
+        for slot, target in zip(layout, results, strict=True):
+            target.copy_(slot.view(buffer))
+        return results
+
+
+class AllGather(Operation):
+    """The ranks' tensors along the first dimension. With `sparse`, of a sparse tensor's indices and values.
+
+    Args:
+        sparse: shape of the sparse tensor whose transposed indices and values `tensors` are.
+        average: whether a sparse result is divided by the number of ranks.
+    """
+
+    kind = "allgather"
+
+    def __init__(
+        self, key: str, set_id: int, tensors: Sequence[Tensor], sparse: Sequence[int] | None = None,
+        average: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(key, set_id, tensors)
+        self.sparse, self.average = sparse, average
+
+    def same(self) -> dict[str, Any]:
+        if self.sparse is None:
+            return super().same()
+        return {**super().same(), "sparse shape": list(self.sparse), "average": self.average}
+
+    def run(self, channel: Channel, info: dict[str, Any]) -> list[Tensor]:
+        gathered = [channel.all_gather(t, rows) for t, rows in zip(self.tensors, info["rows"], strict=True)]
+        if self.sparse is None:
+            return gathered
+        indices, values = gathered
+        total = torch.sparse_coo_tensor(indices.t(), values, tuple(self.sparse), check_invariants=True).coalesce()
+        if self.average:
+            divide(total.values(), channel.size)
+        return [total]
+
+
+class Broadcast(Operation):
+    kind = "broadcast"
+
+    def __init__(self, key: str, set_id: int, tensors: Sequence[Tensor], root: int, outputs: Sequence[Tensor]) -> None:
+        super().__init__(key, set_id, tensors)
+        self.root, self.outputs = root, outputs
+
+    def same(self) -> dict[str, Any]:
+        return {**super().same(), "root rank": self.root}
+
+    def run(self, channel: Channel, info: dict[str, Any]) -> list[Tensor]:
+        root = channel.ranks.index(self.root)
+        for source, target in zip(self.tensors, self.outputs, strict=True):
+            if source.data_ptr() != target.data_ptr() and channel.rank == root:
+                target.copy_(source)
+            if target.is_contiguous():
+                channel.broadcast(target, root)
+            else:
+                whole = target.contiguous()
+                channel.broadcast(whole, root)
+                target.copy_(whole)
+        return list(self.outputs)
+
+
+class AllToAll(Operation):
+    kind = "alltoall"
+
+    def __init__(self, key: str, set_id: int, tensor: Tensor, splits: list[int]) -> None:
+        super().__init__(key, set_id, [tensor])
+        self.splits = splits
+
+    def own(self) -> dict[str, Any]:
+        return {"splits": self.splits}
+
+    def run(self, channel: Channel, info: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        received = [splits[channel.rank] for splits in info["splits"]]
+        result = channel.all_to_all(self.tensors[0], self.splits, received)
+        return result, torch.tensor(received, dtype=torch.int32)
+
+
+class ReduceScatter(Scaled):
+    kind = "reducescatter"
+
+    def run(self, channel: Channel, info: dict[str, Any]) -> list[Tensor]:
+        return [self._reduce(t, channel) for t in self.tensors]
+
+    def _reduce(self, tensor: Tensor, channel: Channel) -> Tensor:
+        rows = shares(len(tensor), channel.size)
+        mine = rows[channel.rank]
+        if self.prescale != 1.0:
+            tensor = tensor.clone()
+            scale(tensor, self.prescale)
+        parts = channel.all_to_all(tensor, rows, [mine] * channel.size)
+        parts = parts.view(channel.size, mine, *tensor.shape[1:])
+        result = _reduce_rows(parts, self.op).to(tensor.dtype)
+        self.finish(result, channel.size)
+        return result
+
+
+class Barrier(Operation):
+    """Nothing to do: that all ranks are ready for it is what it waits for."""
+
+    kind = "barrier"
+
+    def run(self, channel: Channel, info: dict[str, Any]) -> None:
+        return None
+
+
+class Join(Operation):
+    kind = "join"
+
+    def run(self, channel: Channel, info: dict[str, Any]) -> int:
+        return int(info["last"])
+
+
+def stand_in(reference: Request, states: dict[str, CompressionState]) -> Operation:
+    """What a rank runs that takes part without a tensor of its own: zeros, or no rows.
+
+    Args:
+        reference: what the other ranks announced.
+        states: compressions that this rank has seen, by their text.
+    """
+    kind, same = reference["kind"], reference["same"]
+    tensors = [torch.zeros(shape, dtype=getattr(torch, dtype)) for dtype, shape in reference["tensors"]]
+    if same["device"] == "cuda":
+        tensors = [t.cuda() for t in tensors]
+    place = (reference["key"], reference["set"])
+    if kind == "allgather":
+        empty = [t.new_empty((0, *t.shape[1:])) for t in tensors]
+        return AllGather(*place, empty, same.get("sparse shape"), same.get("average", False))
+    scales = (OP_NAMES.index(same["op"]), same["prescale factor"], same["postscale factor"])
+    if kind == "exchange":
+        state = states.get(same["compression"])
+        if state is None:
+            raise RuntimeError(
+                f"{reference['key']} is compressed by {same['compression']}, which this rank has not used before it "
+                "joined: use it once on every rank first"
+            )
+        zeros = CompressedReduce(*place, tensors, *scales, names=reference["own"]["names"], state=state)
+        zeros.contributes = False
+        return zeros
+    return {"allreduce": AllReduce, "adasum": AdasumReduce}[kind](*place, tensors, *scales)
+
+
+def shares(rows: int, size: int) -> list[int]:
+    """How many of the rows each of `size` ranks gets: what is left over goes to the first ones."""
+    return [rows // size + (rank < rows % size) for rank in range(size)]
+
+
+def divide(x: Tensor, by: int) -> None:
+    """In place; integers are truncated toward zero."""
+    if x.is_floating_point():
+        x.div_(by)
+    else:
+        x.copy_(torch.div(x, by, rounding_mode="trunc"))
+
+
+def scale(x: Tensor, factor: float) -> None:
+    """In place; integers are truncated toward zero."""
+    if factor == 1.0:
+        return
+    if x.is_floating_point():
+        x.mul_(factor)
+    else:
+        x.copy_((x.double() * factor).trunc())
+
+
+def _reduce_rows(parts: Tensor, op: int) -> Tensor:
+    if op in (Average, Sum):
+        wide = torch.float32 if parts.dtype in (torch.float16, torch.bfloat16) else parts.dtype
+        return parts.sum(0, dtype=wide)
+    if op == Product:
+        return parts.prod(0, dtype=parts.dtype)
+    return parts.amin(0) if op == Min else parts.amax(0)

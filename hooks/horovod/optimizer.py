@@ -1,0 +1,380 @@
+"""DistributedOptimizer: the user's optimizer, whose steps use the gradients of all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .basics import world
+from .compression import Compression, codec_of
+from .operations import Adasum, Average
+from .process_sets import ProcessSet, global_process_set
+from .reducer import GradientReducer, Options
+from .submission import allreduce_operation, key_of, reduction
+
+#: Where a state_dict has the residuals.
+ENTRY = "gradwire"
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+    compression: Any = Compression.none, backward_passes_per_step: int = 1, op: int = Average,
+    gradient_predivide_factor: float = 1.0, num_groups: int = 0, groups: Any = None, sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:  # fmt: skip
+    """An optimizer like `optimizer`, over the same parameters and state, that steps with the average gradient.
+
+    It is an instance of the optimizer's class. Gradients are reduced as backward makes them; `step` waits for them,
+    and those of parameters that had none on this rank count as zeros.
+
+    Args:
+        optimizer: any but LBFGS. Its state and its `param_groups` are shared, so that schedulers made for it go on.
+        named_parameters: typically `model.named_parameters()`: by these names ranks match gradients, and residuals are
+            kept. Without, parameters are numbered.
+        compression: `Compression.none`, `.fp16`, `.bf16`, a codec, such as `Compression.topk(density=0.01)`, or your
+            own compressor. What a codec leaves out goes into a later step, and is in `state_dict()`.
+        backward_passes_per_step: so many gradients are summed on each rank before the sum is averaged.
+        op: `Average`, `Sum`, `Min`, `Max`, `Product`; with `Adasum` each rank makes its own step, and the steps, not
+            the gradients, are combined.
+        gradient_predivide_factor: f: gradients are divided by f before they are added up, and by size/f after.
+        num_groups: deprecated: `groups`.
+        groups: lists of parameters whose gradients travel together; or into how many lists to divide them.
+        sparse_as_dense: make sparse gradients dense; otherwise the ranks' rows are gathered.
+        process_set: the ranks that take part; others step alone.
+
+    Raises:
+        ValueError: an argument cannot work; the message says which and why.
+    """
+    world()
+    if isinstance(optimizer, _Distributed):
+        raise ValueError("this is a DistributedOptimizer already: pass the optimizer it was made from")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "torch.optim.LBFGS evaluates its closure several times in a step, on gradients of one rank: use another "
+            "optimizer"
+        )
+    op = reduction(op, None)
+    if gradient_predivide_factor != 1.0 and op != Average:
+        raise ValueError("gradient_predivide_factor not supported with op != Average: leave it at 1.0")
+    if not gradient_predivide_factor > 0:
+        raise ValueError(f"gradient_predivide_factor={gradient_predivide_factor!r}: expected a positive number")
+    if op == Adasum and codec_of(compression) is not None:
+        raise ValueError(f"op=Adasum cannot be combined with {compression}: use Compression.fp16, .bf16 or none")
+    _check_passes(backward_passes_per_step)
+    if num_groups:
+        warnings.warn("Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
+    named = _names(optimizer, named_parameters)
+    options = Options(
+        compression, backward_passes_per_step, op, gradient_predivide_factor, _groups(groups, named), sparse_as_dense,
+        process_set,
+    )  # fmt: skip
+    codec_of(compression)
+    return _wrap(optimizer, [name for name, _ in named], options)
+
+
+def _check_passes(passes: Any) -> None:
+    if isinstance(passes, bool) or not isinstance(passes, int) or passes <= 0:
+        raise ValueError(f"backward_passes_per_step={passes!r}: must be > 0")
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _names(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]] | None) -> list[tuple[str, Tensor]]:
+    """The optimizer's parameters in its order, with their names."""
+    if named is None:
+        groups = enumerate(optimizer.param_groups)
+        return [(f"noname.{i}.{j}", p) for i, group in groups for j, p in enumerate(group["params"])]
+    pairs = list(named)
+    if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
+        raise ValueError(
+            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+            "model.named_parameters()."
+        )
+    names = [name for name, _ in pairs]
+    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if twice:
+        raise ValueError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(twice)}")
+    name_of = {p: name for name, p in pairs}
+    parameters = _parameters(optimizer)
+    missing = [tuple(p.shape) for p in parameters if p not in name_of]
+    if missing:
+        shapes = ", ".join(map(str, missing))
+        raise ValueError(
+            "named_parameters was specified, but one or more model parameters were not named: those of shape "
+            f"{shapes}. Pass the names of all parameters of the optimizer"
+        )
+    return [(name_of[p], p) for p in parameters]
+
+
+def _groups(groups: Any, named: list[tuple[str, Tensor]]) -> list[list[int]] | None:
+    """Positions of each group's parameters."""
+    problem = f"groups={groups!r}: " if isinstance(groups, int | str | float) else "groups: "
+    problem += "groups should be a non-negative integer or a list of lists of the optimizer's parameters, each in one"
+    if groups is None:
+        return None
+    if isinstance(groups, int) and not isinstance(groups, bool):
+        if groups < 0:
+            raise ValueError(problem)
+        chosen = [i for i, (_, p) in enumerate(named) if p.requires_grad]
+        share, more = divmod(len(chosen), groups) if groups else (0, 0)
+        starts = [share * i + min(i, more) for i in range(groups + 1)]
+        return [chosen[a:b] for a, b in itertools.pairwise(starts) if b > a] or None
+    position = {p: i for i, (_, p) in enumerate(named)}
+    if not isinstance(groups, list | tuple) or not all(isinstance(group, list | tuple) for group in groups):
+        raise ValueError(problem)
+    flat = [p for group in groups for p in group]
+    if any(not isinstance(p, Tensor) or p not in position for p in flat) or len(set(flat)) < len(flat):
+        raise ValueError(problem)
+    return [[position[p] for p in group] for group in groups]
+
+
+def _wrap(optimizer: torch.optim.Optimizer, names: list[str], options: Options) -> Any:
+    base = type(optimizer)
+    kind = type(base.__name__, (_Distributed, base), {"__module__": base.__module__, "__doc__": base.__doc__})
+    new: Any = object.__new__(kind)
+    # Everything is shared but what a scheduler has put over the old one's step.
+    new.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
+    new._wrapped = optimizer
+    new._names = names
+    new._should_synchronize, new._warned = True, False
+    new._reducer = GradientReducer([] if _is_adasum(options) else _named(new), options)
+    return new
+
+
+def _named(optimizer: Any) -> list[tuple[str, Tensor]]:
+    return list(zip(optimizer._names, _parameters(optimizer), strict=True))
+
+
+def _is_adasum(options: Options) -> bool:
+    return options.op == Adasum
+
+
+def _restore(base: type, state: dict[str, Any], names: list[str], options: Options, residuals: Any) -> Any:
+    """Unpickle: `__reduce_ex__` in reverse."""
+    optimizer: Any = object.__new__(base)
+    optimizer.__setstate__(state)
+    new = _wrap(optimizer, names, options)
+    if residuals is not None:
+        new._reducer.state.load_state_dict(residuals)
+        new._reducer.state.consolidated = False
+    return new
+
+
+class _Distributed(torch.optim.Optimizer):
+    """What `DistributedOptimizer` puts before the user's class."""
+
+    _wrapped: torch.optim.Optimizer
+    _names: list[str]
+    _reducer: GradientReducer
+    _should_synchronize: bool
+    _warned: bool
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """How many gradients are summed before a reduction."""
+        return self._reducer.options.backward_passes_per_step
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Sum so many gradients before a reduction, from the next step on."""
+        _check_passes(passes)
+        self._reducer.set_passes(passes)
+
+    def use_grad_scaler(self, scaler: torch.amp.GradScaler) -> None:
+        """With a codec that keeps residuals: let these follow the scaler's scale, and put back those of steps that it
+        skips because of an overflow."""
+        self._reducer.scaler = scaler
+        if self._reducer.state is not None:
+            self._reducer.state.keep_previous()
+
+    def synchronize(self) -> None:
+        """Wait until all gradients are reduced, for clipping or unscaling; then step inside `skip_synchronize()`."""
+        self._reducer.synchronize()
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Inside, `step` takes the gradients as they are, after `synchronize()`.
+
+        Raises:
+            AssertionError: with op=Adasum, which combines the steps.
+        """
+        if _is_adasum(self._reducer.options):
+            raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """The optimizer's step with the reduced gradients. With a closure, those that it makes are reduced."""
+        reducer = self._reducer
+        # A scheduler that was made for the wrapped optimizer asks it whether it has stepped.
+        self._wrapped._opt_called = True  # type: ignore[attr-defined]
+        positional = args if closure is None else (closure, *args)
+        if _is_adasum(reducer.options):
+            return self._adasum_step(lambda: super(_Distributed, self).step(*positional, **kwargs))
+        if self._should_synchronize:
+            if reducer.synchronized and not reducer.started and not self._warned:
+                self._warned = True
+                warnings.warn(
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(): put it inside that context.",
+                    stacklevel=2,
+                )
+            if closure is None:
+                reducer.synchronize()
+            else:
+                positional = (self._with_reduction(closure), *args)
+        result = super().step(*positional, **kwargs)
+        reducer.synchronized = False
+        return result
+
+    # The hooks that users register on steps run in the user's class; torch must not wrap this one too.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _with_reduction(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def reduced() -> Any:
+            loss = closure()
+            self._reducer.synchronize()
+            return loss
+
+        return reduced
+
+    def _adasum_step(self, step: Callable[[], Any]) -> Any:
+        options = self._reducer.options
+        if not options.process_set.included():
+            return step()
+        named = [(name, p) for name, p in _named(self) if p.requires_grad]
+        before = [p.detach().clone() for _, p in named]
+        result = step()
+        with torch.no_grad():
+            pairs = [options.compression.compress(p - old) for (_, p), old in zip(named, before, strict=True)]
+            key = key_of("gradient.adasum", named[0][0], options.process_set)
+            sent = [tensor for tensor, _ in pairs]
+            deltas = (
+                world().engine.submit(allreduce_operation(key, sent, Adasum, 1.0, 1.0, sent, contiguous=False)).wait()
+            )
+            for (_, p), old, delta, (_, context) in zip(named, before, deltas, pairs, strict=True):
+                p.copy_(old + options.compression.decompress(delta, context))
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the optimizer's.
+
+        Raises:
+            AssertionError: gradients are under way, which this would drop on one rank.
+        """
+        if self._reducer.started:
+            raise AssertionError(
+                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+                "optimizer.synchronize(). This is prohibited as it can cause a race condition."
+            )
+        super().zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As the optimizer's; the new gradients are reduced one by one, with Adasum too."""
+        super().add_param_group(param_group)
+        new = _parameters(self)[len(self._names) :]
+        group = len(self.param_groups) - 1
+        names = [f"noname.{group}.{i}" for i in range(len(new))]
+        self._names = self._names + names
+        if not _is_adasum(self._reducer.options):
+            self._reducer.add(list(zip(names, new, strict=True)))
+
+    # -- what survives -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the optimizer's; with a codec, also what this rank's compression has left out. An optimizer that knows
+        nothing of that can load it. To go on exactly, save one for each rank."""
+        state = super().state_dict()
+        if self._reducer.state is not None:
+            here = world()
+            self._reducer.wait()
+            state[ENTRY] = self._reducer.state.state_dict(here.rank, here.size)
+        return state
+
+    def consolidated_state_dict(self) -> dict[str, Any]:
+        """As `state_dict`, with the mean over the ranks of what compression has left out: it loads on any number of
+        ranks, and nothing is lost. A collective of the process set."""
+        state = self.state_dict()
+        own = state.get(ENTRY)
+        if own is not None:
+            process_set = self._reducer.options.process_set
+            residuals = own["residuals"]
+            for name in sorted(residuals):
+                key = key_of("residual", name, process_set)
+                operation = allreduce_operation(key, [residuals[name]], Average, 1.0, 1.0)
+                residuals[name] = world().engine.submit(operation).wait()[0]
+            own["rank"] = own["world_size"] = -1
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint, of this class or of the plain optimizer. What was under way is forgotten.
+
+        Residuals of another rank are left out, with a warning; consolidated ones load everywhere.
+        """
+        self._reducer.reset()
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != ENTRY})
+        self._share()
+        if self._reducer.state is not None:
+            self._load_residuals(state_dict.get(ENTRY))
+
+    def _load_residuals(self, own: dict[str, Any] | None) -> None:
+        state, here = self._reducer.state, world()
+        assert state is not None
+        if own is None:
+            state.reset()
+            return
+        if own["compression"] != repr(state.compression):
+            raise ValueError(f"the checkpoint was compressed by {own['compression']}, not by {state.compression}")
+        if own["rank"] not in (-1, here.rank) or own["world_size"] not in (-1, here.size):
+            warnings.warn(
+                f"what compression had left out on rank {own['rank']} of {own['world_size']} does not belong to rank "
+                f"{here.rank} of {here.size} and is dropped: save optimizer.state_dict() on every rank, or "
+                "optimizer.consolidated_state_dict()",
+                stacklevel=3,
+            )
+            own = {**own, "residuals": {}}
+        state.load_state_dict(own)
+
+    def _shared_compression(self) -> dict[str, Any] | None:
+        """What `broadcast_optimizer_state` hands to the other ranks of this rank's compression: counters, but residuals
+        only where these were consolidated, and so are everybody's, and no step has been made with them."""
+        state = self._reducer.state
+        if state is None:
+            return None
+        here = world()
+        own = state.state_dict(here.rank, here.size)
+        if not state.consolidated:
+            own["residuals"] = None
+        return own
+
+    def _follow_broadcast(self, own: dict[str, Any] | None) -> None:
+        self._share()
+        state = self._reducer.state
+        if state is not None and own is not None:
+            if own["residuals"] is None:
+                own["residuals"] = state.feedback.by_name()
+            state.load_state_dict(own)
+
+    def _share(self) -> None:
+        """Loading has replaced these; a scheduler of the wrapped optimizer must still reach them."""
+        self._wrapped.state, self._wrapped.param_groups = self.state, self.param_groups
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        reducer = self._reducer
+        residuals = None
+        if reducer.state is not None:
+            reducer.wait()
+            residuals = reducer.state.state_dict(-1, -1)
+        arguments = (type(self._wrapped), self.__getstate__(), self._names, reducer.options, residuals)
+        return _restore, arguments

@@ -1,0 +1,158 @@
+"""Subsets of the ranks that run operations of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from . import basics
+from .basics import World, world
+from .collectives import Channel
+from .engine import Engine
+from .operations import Operation
+
+
+class ProcessSet:
+    """Ranks that run operations among themselves. It works once `init(process_sets=…)` or `add_process_set` has it.
+
+    Args:
+        ranks: global ranks, in any order; or an mpi4py communicator of them.
+    """
+
+    def __init__(self, ranks: Any) -> None:
+        if hasattr(ranks, "allgather"):
+            ranks = ranks.allgather(world().rank)
+        self._ranks: list[int] | None = sorted(int(rank) for rank in ranks)
+        if len(set(self._ranks)) != len(self._ranks) or not self._ranks or self._ranks[0] < 0:
+            raise ValueError(f"ranks={list(ranks)}: expected one or more distinct ranks")
+        self._place: tuple[World, int] | None = None
+
+    @property
+    def process_set_id(self) -> int | None:
+        """The same number on all ranks; None while this set is not registered."""
+        if self._place is None or self._place[0] is not basics._world:
+            return None
+        return self._place[1]
+
+    @property
+    def ranks(self) -> list[int]:
+        """Global ranks, ascending."""
+        return list(range(world().size)) if self._ranks is None else list(self._ranks)
+
+    def size(self) -> int | None:
+        """How many ranks, or None while it is not registered."""
+        return None if self.process_set_id is None else len(self.ranks)
+
+    def rank(self) -> int | None:
+        """This process's number within the set; None if it is not in it, or the set is not registered."""
+        return self.ranks.index(world().rank) if self.included() else None
+
+    def included(self) -> bool | None:
+        """Whether this process is in the set; None while it is not registered."""
+        return None if self.process_set_id is None else world().rank in self.ranks
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_ranks": self._ranks, "_place": None}
+
+    def __repr__(self) -> str:
+        ranks = "all" if self._ranks is None else self._ranks
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={ranks})"
+
+
+class _GlobalProcessSet(ProcessSet):
+    def __init__(self) -> None:
+        super().__init__([0])
+        self._ranks = None
+
+    @property
+    def process_set_id(self) -> int:
+        return 0
+
+    def __reduce__(self) -> str:
+        return "global_process_set"
+
+
+#: All ranks; its id is 0.
+global_process_set = _GlobalProcessSet()
+
+_registered: dict[int, ProcessSet] = {}
+
+
+class _Change(Operation):
+    """Every rank makes a process set, or gives one up, at the same place in the order of operations."""
+
+    def __init__(self, engine: Engine, same: dict[str, Any]) -> None:
+        self.kind = "process_set.add" if "ranks" in same else "process_set.remove"  # type: ignore[misc]
+        super().__init__(self.kind, 0)
+        self._engine, self._same = engine, same
+
+    def same(self) -> dict[str, Any]:
+        return self._same
+
+    def run(self, channel: Channel, info: dict[str, Any]) -> int:
+        if "ranks" not in self._same:
+            self._engine.remove_channel(self._same["id"])
+            return int(self._same["id"])
+        if self._engine.rank in self._same["ranks"]:
+            self._engine.add_channel(info["id"], self._same["ranks"])
+        return int(info["id"])
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Register a process set; a collective of all ranks, with equal arguments.
+
+    Args:
+        process_set: or its ranks.
+
+    Returns:
+        The process set, which has an id now.
+
+    Raises:
+        ValueError: there is one of the same ranks, or a rank does not exist.
+        HorovodInternalError: the ranks passed different ones.
+    """
+    if not isinstance(process_set, ProcessSet):
+        process_set = ProcessSet(process_set)
+    here = world()
+    if process_set.ranks[-1] >= here.size:
+        raise ValueError(f"{process_set.ranks}: expected ranks below size() = {here.size}")
+    for known in [global_process_set, *_registered.values()]:
+        if known.process_set_id is not None and known.ranks == process_set.ranks:
+            raise ValueError(
+                f"a process set of ranks {process_set.ranks} exists already, with id {known.process_set_id}: use it, "
+                "or remove it first"
+            )
+    set_id = here.engine.submit(_Change(here.engine, {"ranks": process_set.ranks})).wait()
+    process_set._place = (here, set_id)
+    _registered[set_id] = process_set
+    return process_set
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Give up a process set; a collective of all ranks. Its operations must have been synchronized.
+
+    Returns:
+        Whether there was something to remove: not for the global one, or one that is not registered.
+    """
+    set_id = process_set.process_set_id
+    if not set_id:
+        return False
+    engine = world().engine
+    engine.submit(_Change(engine, {"id": set_id})).wait()
+    process_set._place = None
+    _registered.pop(set_id, None)
+    return True
+
+
+def process_set_ids() -> list[int]:
+    """The ids of all process sets there are, the global one's first."""
+    return [0, *sorted(id for id, each in _registered.items() if each.process_set_id is not None)]
+
+
+def _register(process_sets: Sequence[Any]) -> None:
+    _registered.clear()
+    for process_set in process_sets:
+        add_process_set(process_set)
+
+
+basics.started.append(_register)

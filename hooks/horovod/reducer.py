@@ -1,0 +1,283 @@
+"""Gradients to their average: submitted as backward makes them, in units, and waited for before the step.
+
+A unit is what goes into one operation. Without a codec that is one gradient, or a group that the user asked for; the
+engine fuses them as they come. A codec compresses buckets, which must hold the same gradients on all ranks and in every
+run, for its choice and its residuals depend on them: about 25 MB of parameters, in the reverse of their order.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .basics import world
+from .compression import codec_of
+from .engine import Pending
+from .functions import allgather_object
+from .operations import Average
+from .process_sets import ProcessSet
+from .residuals import CompressionState
+from .submission import allreduce_operation, key_of, sparse_operation
+
+#: Bytes of a bucket that a codec compresses as one; what DDP's are.
+BUCKET_BYTES = 25 << 20
+#: How long to wait for gradients that nobody asks for any more.
+WAIT_SECONDS = 10.0
+
+#: Who reduces a parameter's gradient, by its id: the optimizer made last, should there be several.
+_owners: weakref.WeakValueDictionary[int, GradientReducer] = weakref.WeakValueDictionary()
+
+
+@dataclass
+class Options:
+    """What `DistributedOptimizer` was asked for. `groups` are positions in the optimizer's list of parameters."""
+
+    compression: Any
+    backward_passes_per_step: int
+    op: int
+    predivide: float
+    groups: list[list[int]] | None
+    sparse_as_dense: bool
+    process_set: ProcessSet
+
+
+@dataclass(eq=False)
+class _Unit:
+    parameters: list[Tensor]
+    arrived: set[Tensor] = field(default_factory=set)
+    pending: Pending | None = None
+    contexts: list[Any] = field(default_factory=list)
+
+
+class GradientReducer:
+    """Reduces the gradients of some parameters.
+
+    Args:
+        named: names and parameters, those of the optimizer in its order, equal on all ranks.
+        options: how.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, Tensor]], options: Options) -> None:
+        self.options = options
+        self.names = {p: name for name, p in named}
+        codec = codec_of(options.compression)
+        self.state = None if codec is None else CompressionState(codec)
+        self.scaler: torch.amp.GradScaler | None = None
+        #: Whether backward has been here since the last synchronization, and whether that was the last thing.
+        self.started = self.synchronized = False
+        self._delay: dict[Tensor, int] = {}
+        self._unit_of: dict[Tensor, _Unit] = {}
+        self._units: list[_Unit] = []
+        self._sparse: set[Tensor] = set()
+        grouped: set[Tensor] = set()
+        for group in options.groups or []:
+            chosen = [named[i][1] for i in group if named[i][1].requires_grad]
+            grouped.update(chosen)
+            self._add_units(chosen, joined=True)
+        self._add_units([p for _, p in named if p.requires_grad and p not in grouped], joined=codec is not None)
+        # Which gradients are sparse nobody knows before the first ones; units of several must not hold any.
+        self._settled = all(len(unit.parameters) == 1 for unit in self._units)
+
+    def add(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """More parameters, whose gradients are reduced one by one."""
+        self.names.update({p: name for name, p in named})
+        for _, p in named:
+            if p.requires_grad:
+                self._add_unit([p])
+
+    def set_passes(self, passes: int) -> None:
+        """Backward passes before the gradients are reduced."""
+        self.options.backward_passes_per_step = passes
+        self._delay = dict.fromkeys(self._delay, passes)
+
+    def reset(self) -> None:
+        """Forget what is under way."""
+        self.wait()
+        for unit in self._units:
+            unit.pending = None
+            unit.arrived.clear()
+        self.started = self.synchronized = False
+        self.set_passes(self.options.backward_passes_per_step)
+
+    def wait(self) -> None:
+        """Until nothing changes gradients and residuals any more; not for ever, where other ranks have gone on."""
+        for unit in self._units:
+            if unit.pending is not None:
+                unit.pending.ended.wait(WAIT_SECONDS)
+
+    def synchronize(self) -> None:
+        """Wait until every gradient is reduced. Parameters without one get zeros, which take part."""
+        if self.synchronized and not self.started:
+            return  # reduced already; once more would change a sum, and use up residuals
+        if self.options.process_set.included():
+            self._begin()
+            self._settle_sparse()
+            for unit in self._units:
+                if unit.pending is None:
+                    self._launch(unit)
+            try:
+                for unit in self._units:
+                    self._finish(unit)
+            finally:
+                self.reset()
+            if self.state is not None and self.scaler is not None and self.state.found_not_finite():
+                self.state.feedback.undo()
+        self.synchronized = True
+
+    # -- as backward goes on -----------------------------------------------------------------------------------------
+
+    def _hook(self, p: Tensor) -> None:
+        if not self.options.process_set.included():
+            return
+        if self._delay[p] <= 0:
+            raise AssertionError(
+                "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
+                "backward_passes_per_step to accumulate gradients locally."
+            )
+        self._begin()
+        self._delay[p] -= 1
+        if self._delay[p] == 0:
+            unit = self._unit_of[p]
+            unit.arrived.add(p)
+            if len(unit.arrived) == len(unit.parameters) and self._settled:
+                self._launch(unit)
+
+    def _begin(self) -> None:
+        if not self.started:
+            self.started, self.synchronized = True, False
+            if self.state is not None and self.scaler is not None:
+                self.state.follow_scale(float(self.scaler.get_scale()))
+
+    def _add_units(self, parameters: list[Tensor], joined: bool) -> None:
+        """Of the given parameters: one unit, or one each, or buckets for a codec."""
+        if not joined:
+            for p in parameters:
+                self._add_unit([p])
+        elif self.state is None:
+            self._add_unit(parameters)
+        else:
+            # Only equal dtypes on one device can be compressed together.
+            kinds = dict.fromkeys((p.dtype, p.device) for p in parameters)
+            for kind in kinds:
+                bucket: list[Tensor] = []
+                for p in reversed([p for p in parameters if (p.dtype, p.device) == kind]):
+                    if bucket and sum(map(_bytes, bucket)) + _bytes(p) > BUCKET_BYTES:
+                        self._add_unit(bucket)
+                        bucket = []
+                    bucket.append(p)
+                self._add_unit(bucket)
+
+    def _add_unit(self, parameters: list[Tensor]) -> None:
+        if not parameters:
+            return
+        unit = _Unit(parameters)
+        self._units.append(unit)
+        for p in parameters:
+            if p not in self._delay:
+                p.register_post_accumulate_grad_hook(_weak(self))
+                _owners[id(p)] = self
+            self._unit_of[p], self._delay[p] = unit, self.options.backward_passes_per_step
+
+    def _settle_sparse(self) -> None:
+        """Once, before the first reduction of units of several: sparse gradients on any rank get units of their own."""
+        if self._settled:
+            return
+        self._settled = True
+        mine = sorted(self.names[p] for p in self._delay if self._is_sparse(p))
+        every = allgather_object(mine, process_set=self.options.process_set)
+        found = {name for names in every for name in names}
+        self._sparse.update(p for p in self._delay if self.names[p] in found)
+        for unit in list(self._units):
+            alone = {p for p in unit.parameters if self.names[p] in found}
+            if alone and len(unit.parameters) > 1:
+                self._units.remove(unit)
+                delays = {p: self._delay[p] for p in unit.parameters}
+                self._add_unit([p for p in unit.parameters if p not in alone])
+                for p in unit.parameters:
+                    self._add_unit([p] if p in alone else [])
+                self._delay.update(delays)
+
+    def _is_sparse(self, p: Tensor) -> bool:
+        return p.grad is not None and p.grad.is_sparse and not self.options.sparse_as_dense
+
+    # -- one unit ----------------------------------------------------------------------------------------------------
+
+    def _launch(self, unit: _Unit) -> None:
+        fill = all(p.grad is None for p in unit.parameters)
+        for p in unit.parameters:
+            if p.grad is None:
+                p.grad = _empty_rows(p) if p in self._sparse else torch.zeros_like(p)
+            elif p.grad.is_sparse and self.options.sparse_as_dense:
+                p.grad = p.grad.to_dense()
+        names = [self.names[p] for p in unit.parameters]
+        key = key_of("gradient", names[0], self.options.process_set)
+        grads: list[Any] = [p.grad for p in unit.parameters]
+        if any(grad.is_sparse for grad in grads):
+            if len(grads) > 1:
+                raise ValueError(
+                    f"a gradient among those of {names} has become sparse: pass sparse_as_dense=True, or leave it out "
+                    "of the groups"
+                )
+            self._sparse.update(unit.parameters)
+            operation: Any = sparse_operation(key, grads[0], self.options.op)
+            operation.fill = fill
+            unit.contexts = [None]
+        else:
+            operation = self._dense(key, grads, names, fill, unit)
+        unit.pending = world().engine.submit(operation)
+
+    def _dense(self, key: tuple[str, int], grads: list[Tensor], names: list[str], fill: bool, unit: _Unit) -> Any:
+        options = self.options
+        predivide = options.predivide if options.op == Average else 1.0
+        scales = (options.op, 1.0 / predivide, predivide)
+        if self.state is not None:
+            unit.contexts = [None] * len(grads)
+            return allreduce_operation(
+                key, grads, *scales, grads, contiguous=False, codec=self.state.compression, state=self.state,
+                names=names, fill=fill,
+            )  # fmt: skip
+        pairs = [options.compression.compress(grad) for grad in grads]
+        sent, unit.contexts = [tensor for tensor, _ in pairs], [context for _, context in pairs]
+        return allreduce_operation(key, sent, *scales, sent, contiguous=False, fill=fill)
+
+    def _finish(self, unit: _Unit) -> None:
+        assert unit.pending is not None
+        results = unit.pending.wait()
+        for p, result, context in zip(unit.parameters, results, unit.contexts, strict=True):
+            if result.is_sparse:
+                self._sparse.add(p)
+                p.grad = result
+                continue
+            dense = result if self.state is not None else self.options.compression.decompress(result, context)
+            assert p.grad is not None
+            if p.grad.is_sparse:
+                p.grad = dense
+            elif dense.data_ptr() != p.grad.data_ptr() or dense.dtype != p.grad.dtype:
+                p.grad.copy_(dense)
+
+
+def _weak(reducer: GradientReducer) -> Callable[[Tensor], None]:
+    """A hook that does not keep the reducer, and with it the whole optimizer, alive as long as the parameter."""
+    reference = weakref.ref(reducer)
+
+    def hook(p: Tensor) -> None:
+        found = reference()
+        if found is not None and _owners.get(id(p)) is found:
+            found._hook(p)
+
+    return hook
+
+
+def _bytes(p: Tensor) -> int:
+    return p.numel() * p.element_size()
+
+
+def _empty_rows(p: Tensor) -> Tensor:
+    indices = torch.zeros((1, 0), dtype=torch.int64, device=p.device)
+    values = torch.zeros((0, *p.shape[1:]), dtype=p.dtype, device=p.device)
+    return torch.sparse_coo_tensor(indices, values, p.shape, check_invariants=True)

@@ -1,0 +1,188 @@
+"""Tensors through a codec and back as their mean, with what the codec leaves out kept by name."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...compress.codec import Codec, new_draw
+from ...compress.feedback import ErrorFeedback, Layout, Slot, layout_numel
+from ..allreduce import EXCHANGES
+from ..exchange import Exchange
+from ..plan import check_exchange, default_exchange
+from .collectives import Channel
+
+
+@dataclass(frozen=True)
+class CodecCompression:
+    """A codec and how it is used.
+
+    Args:
+        codec: any of `gradwire.compress`.
+        error_feedback: whether to keep what compression leaves out and add it to the next tensor of that name. "auto"
+            does so for codecs that contract (the deterministic ones); True makes stochastic codecs round to nearest.
+        exchange: "gather", "two_pass", "union", "split", "dense" or "auto": the one that receives the fewest bytes.
+        seed: of stochastic rounding, equal on all ranks.
+    """
+
+    codec: Codec
+    error_feedback: bool | str = "auto"
+    exchange: str = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.codec, Codec):
+            raise TypeError(f"codec={self.codec!r}: expected a codec, such as gradwire.TopK(density=0.01)")
+        if not (isinstance(self.error_feedback, bool) or self.error_feedback == "auto"):
+            raise ValueError(f"error_feedback={self.error_feedback!r}: expected True, False or 'auto'")
+        check_exchange(self.exchange, self.codec, besides=("auto",))
+
+    @property
+    def feedback(self) -> bool:
+        wanted = self.codec.default_feedback if self.error_feedback == "auto" else bool(self.error_feedback)
+        return wanted and not self.codec.lossless
+
+
+@dataclass
+class _Place:
+    """What serves one layout: the exchange with its buffers, and the draws of the stochastic codecs."""
+
+    exchange: Exchange
+    channel: Channel
+    draw: Tensor
+    owner_draw: Tensor
+    nothing: Tensor
+    seen: int = 0
+
+
+class CompressionState:
+    """One rank's residuals and counters for one way of compressing. `reduce` is for one thread at a time; the other
+    methods are for when no reduction is under way.
+
+    Args:
+        compression: how to compress.
+    """
+
+    def __init__(self, compression: CodecCompression) -> None:
+        self.compression = compression
+        self.feedback = ErrorFeedback()
+        self._places: dict[tuple[Layout, torch.dtype, torch.device], _Place] = {}
+        self._steps: dict[str, int] = {}
+        self._scale: float | None = None
+        #: Whether the residuals are the mean over all ranks, just loaded.
+        self.consolidated = False
+
+    def reduce(self, layout: Layout, flat: Tensor, channel: Channel, contribute: bool = True) -> None:
+        """Replace `flat` by its mean over the ranks. Without `contribute` this rank sends what is in `flat` without a
+        residual, and keeps nothing: for zeros in a joined rank's place."""
+        if not layout_numel(layout):
+            return
+        self.consolidated = False
+        place = self._place(layout, flat, channel)
+        exchange, key = place.exchange, layout[0].name
+        step = self._steps.get(key, max(self._steps.values(), default=1) - 1)
+        place.draw[1] = place.owner_draw[1] = step
+        residual: Tensor | None = None
+        owned: list[Tensor] = []
+        if contribute and self.compression.feedback and self.compression.exchange != "dense":
+            residual = self.feedback.residual(layout, flat.device)
+            owned = self.feedback.owned(layout, exchange.owned_slices)
+            self.feedback.remember(layout)
+        elif contribute:
+            flat.copy_(self.feedback.take(layout, flat))
+        exchange.encode(flat, place.nothing, residual, place.draw)
+        exchange.exchange(owned, place.owner_draw, lambda phase: contextlib.nullcontext())
+        exchange.decode(flat, place.nothing)
+        if contribute:
+            self._steps[key] = step + 1
+
+    def keep_previous(self) -> None:
+        """From now on keep the residuals as they were before each step, for `undo`."""
+        residuals = self.feedback.by_name()
+        self.feedback = ErrorFeedback(keep_previous=True)
+        self.feedback.load(residuals)
+
+    def follow_scale(self, scale: float) -> None:
+        """Gradients come in units of this loss scale from now on."""
+        if self._scale is not None and self._scale != scale:
+            self.feedback.rescale(scale / self._scale)
+        self._scale = scale
+
+    def found_not_finite(self) -> bool:
+        """Whether a tensor was not finite on some rank since the last call. Waits for the device."""
+        found = False
+        for place in self._places.values():
+            count = int(place.exchange.status()[1])
+            found |= count > place.seen
+            place.seen = count
+        return found
+
+    def state_dict(self, rank: int, size: int) -> dict[str, Any]:
+        """What this rank needs to go on: tensors, numbers and strings only. Folds second residuals into the first."""
+        self.feedback.fold()
+        return {
+            "rank": rank,
+            "world_size": size,
+            "compression": repr(self.compression),
+            "steps": dict(self._steps),
+            "scale": self._scale,
+            "residuals": self.feedback.by_name(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
+        self.feedback.load(state["residuals"])
+        self._steps = dict(state["steps"])
+        self._scale = state["scale"]
+        self.consolidated = state["rank"] == -1
+        self._places.clear()
+
+    def disconnect(self) -> None:
+        """Let go of the connections, and of every buffer, but keep the residuals."""
+        self._places.clear()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.feedback.load({})
+        self._steps.clear()
+        self._scale = None
+        self._places.clear()
+
+    def _place(self, layout: Layout, flat: Tensor, channel: Channel) -> _Place:
+        where = (layout, flat.dtype, flat.device)
+        place = self._places.get(where)
+        if place is None or place.channel is not channel:
+            codec = self.compression.codec
+            codec = codec.with_feedback() if self.compression.feedback else codec
+            name = self.compression.exchange
+            if name == "auto":
+                name = default_exchange(codec, channel.size)
+            group = channel.group(flat.device)
+            exchange = EXCHANGES[name](codec, layout_numel(layout), 0, flat.device, group)
+            # Named by what it carries, so that neither the order of operations nor a restart changes the draws.
+            stream = 2 * group.rank << 32 | zlib.crc32(layout[0].name.encode())
+            place = _Place(
+                exchange,
+                channel,
+                new_draw(self.compression.seed, 0, stream, flat.device),
+                new_draw(self.compression.seed, 0, stream | 1 << 32, flat.device),
+                torch.zeros(0, dtype=torch.float32, device=flat.device),
+            )
+            self._places[where] = place
+        return place
+
+
+def layout_of(names: Sequence[str], shapes: Sequence[Sequence[int]]) -> Layout:
+    """Contiguous slots of these names and shapes, end to end."""
+    slots, start = [], 0
+    for name, shape in zip(names, shapes, strict=True):
+        slot = Slot(name, start, tuple(shape), torch.empty(tuple(shape), device="meta").stride())
+        slots.append(slot)
+        start += slot.numel
+    return tuple(slots)

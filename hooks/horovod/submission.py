@@ -1,0 +1,234 @@
+"""From a script's call to an operation under way: checks, names, handles."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .basics import world
+from .engine import Pending
+from .operations import (
+    OP_NAMES,
+    Adasum,
+    AdasumReduce,
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Average,
+    Broadcast,
+    CompressedReduce,
+    Operation,
+    ReduceScatter,
+    Scaled,
+    Sum,
+)
+from .process_sets import ProcessSet
+from .residuals import CodecCompression, CompressionState
+
+#: What the backends can add up.
+SUMMABLE = (
+    torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
+)  # fmt: skip
+FLOATING = SUMMABLE[4:]
+#: What the codecs take.
+COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
+
+_handles: dict[int, tuple[Pending, Callable[[Any], Any]]] = {}
+_numbers = itertools.count()
+
+
+def submit(operation: Operation, finish: Callable[[Any], Any] = lambda result: result) -> int:
+    """Start an operation; `finish` makes of its result what `synchronize` returns."""
+    pending = world().engine.submit(operation)
+    handle = next(_numbers)
+    _handles[handle] = (pending, finish)
+    return handle
+
+
+def poll(handle: int) -> bool:
+    """Whether `synchronize(handle)` would return at once: the operation has ended, well or not.
+
+    Raises:
+        ValueError: no operation has had this handle.
+    """
+    if handle not in _handles:
+        if isinstance(handle, int) and 0 <= handle < next(copy(_numbers)):
+            return True
+        raise ValueError(f"handle={handle!r}: expected what an asynchronous operation returned")
+    return _handles[handle][0].poll()
+
+
+def synchronize(handle: int) -> Any:
+    """Wait for an operation and return its result; None if the handle is not known, or was synchronized before.
+
+    Raises:
+        HorovodInternalError: the ranks disagree about the operation, or a rank is gone.
+    """
+    if handle not in _handles:
+        return None
+    pending, finish = _handles.pop(handle)
+    return finish(pending.wait())
+
+
+def first(results: Sequence[Any]) -> Any:
+    """The result of an operation on one tensor."""
+    return results[0]
+
+
+def key_of(kind: str, name: str | None, process_set: ProcessSet) -> tuple[str, int]:
+    """What the ranks call an operation, and its process set's id. Nameless ones are numbered, by kind and set.
+
+    Raises:
+        ValueError: this process is not in the process set, or that is not registered.
+    """
+    here, set_id = world(), process_set.process_set_id
+    if set_id is None:
+        raise ValueError(f"{process_set} is not registered: pass it to add_process_set() on every rank first")
+    if not process_set.included():
+        raise ValueError(f"rank {here.rank} is not in {process_set}: call {kind} on ranks {process_set.ranks} only")
+    if name is None:
+        name = here.next_name(kind, set_id)
+    return f"{kind}.{name}" + (f" in process set {set_id}" if set_id else ""), set_id
+
+
+def reduction(op: int | None, average: bool | None) -> int:
+    """`op`, or what the deprecated `average` says instead.
+
+    Raises:
+        ValueError: both were given, or there is no such op.
+    """
+    if average is not None:
+        if op is not None:
+            raise ValueError("The op parameter supersedes average. Please provide only one of them.")
+        warnings.warn(
+            "Parameter `average` has been replaced with `op`: pass op=hvd.Average or op=hvd.Sum.",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+        return Average if average else Sum
+    if op is None:
+        return Average
+    if isinstance(op, bool) or op not in range(len(OP_NAMES)):
+        raise ValueError(f"op={op!r}: expected one of hvd.{', hvd.'.join(OP_NAMES)}")
+    return op
+
+
+def check(tensor: Any, kind: str, dtypes: Sequence[torch.dtype] | None = None, contiguous: bool = True) -> None:
+    """Raises ValueError unless an operation can take the tensor."""
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{kind} takes a torch.Tensor, not a {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise ValueError(
+            f"{kind} takes dense tensors, not {tensor.layout}: use sparse_allreduce_async, or tensor.to_dense()"
+        )
+    if dtypes is not None and tensor.dtype not in dtypes:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"Tensor type {tensor.dtype} is not supported by {kind}: convert it to one of {names}")
+    if contiguous and not tensor.is_contiguous():
+        raise ValueError(f"Tensor is required to be contiguous by {kind}: pass tensor.contiguous()")
+
+
+def allreduce_operation(
+    key: tuple[str, int], tensors: Sequence[Tensor], op: int, prescale: float, postscale: float,
+    outputs: Sequence[Tensor] | None = None, contiguous: bool = True, fill: bool = False,
+    codec: CodecCompression | None = None, state: CompressionState | None = None, names: Sequence[str] = (),
+) -> Scaled:  # fmt: skip
+    """The allreduce that `op` and `codec` ask for.
+
+    Raises:
+        ValueError: it cannot be done with these tensors.
+    """
+    if not tensors:
+        raise ValueError("allreduce needs at least one tensor")
+    kinds = {Adasum: FLOATING}.get(op, SUMMABLE)
+    for tensor in tensors:
+        check(tensor, f"allreduce with op={OP_NAMES[op]}", kinds if codec is None else COMPRESSIBLE, contiguous)
+    if len({t.device for t in tensors}) > 1:
+        raise ValueError("the tensors of a grouped allreduce must be on one device")
+    arguments = (*key, [t.detach() for t in tensors], op, prescale, postscale)
+    if op == Adasum:
+        size = len(world().engine.members(key[1]))
+        if size & (size - 1):
+            raise ValueError(f"Adasum pairs the ranks and needs a power of two of them, not {size}: use op=hvd.Average")
+        if codec is not None:
+            raise ValueError(f"op=Adasum cannot be combined with {codec.codec}: use Compression.fp16 or none")
+        return AdasumReduce(*arguments, outputs=outputs, fill=fill)
+    if codec is None:
+        return AllReduce(*arguments, outputs=outputs, fill=fill)
+    if op not in (Average, Sum):
+        raise ValueError(f"op={OP_NAMES[op]} cannot be combined with {codec.codec}: use op=hvd.Average or hvd.Sum")
+    if len({t.dtype for t in tensors}) > 1:
+        raise ValueError(f"tensors that {codec.codec} compresses together must have one dtype")
+    if state is None:
+        state, names = world().engine.state_of(codec), [f"{key[0]}.{i}" for i in range(len(tensors))]
+    return CompressedReduce(*arguments, outputs=outputs, fill=fill, names=names, state=state)
+
+
+def allgather_operation(key: tuple[str, int], tensors: Sequence[Tensor]) -> AllGather:
+    """Raises ValueError for scalars, which have no first dimension to go along."""
+    for tensor in tensors:
+        check(tensor, "allgather")
+        if tensor.dim() == 0:
+            raise ValueError("allgather joins tensors along their first dimension, and a scalar has none: unsqueeze it")
+    return AllGather(*key, [t.detach() for t in tensors])
+
+
+def sparse_operation(key: tuple[str, int], tensor: Tensor, op: int) -> AllGather:
+    """Sum or average of sparse tensors, by all-gather of their indices and values.
+
+    Raises:
+        ValueError: the tensor is not sparse (COO), or op is another one.
+    """
+    if not isinstance(tensor, Tensor) or tensor.layout != torch.sparse_coo:
+        raise ValueError("sparse_allreduce_async takes a sparse COO tensor: use allreduce_async for dense ones")
+    if op not in (Average, Sum):
+        raise ValueError(f"op={OP_NAMES[op]}: sparse tensors can be summed or averaged")
+    tensor = tensor.detach().coalesce()
+    parts = [tensor.indices().t().contiguous(), tensor.values().contiguous()]
+    return AllGather(*key, parts, sparse=list(tensor.shape), average=op == Average)
+
+
+def broadcast_operation(key: tuple[str, int], tensor: Tensor, output: Tensor, root: int, ps: ProcessSet) -> Broadcast:
+    """Raises ValueError if the root is not one of the ranks."""
+    check(tensor, "broadcast")
+    if root not in ps.ranks:
+        raise ValueError(f"root_rank={root!r}: expected a global rank among {ps.ranks}")
+    return Broadcast(*key, [tensor.detach()], root, [output.detach()])
+
+
+def alltoall_operation(key: tuple[str, int], tensor: Tensor, splits: Any, size: int) -> AllToAll:
+    """Raises ValueError for splits that do not divide the tensor's rows among the ranks."""
+    check(tensor, "alltoall")
+    if tensor.dim() == 0:
+        raise ValueError("alltoall splits tensors along their first dimension, and a scalar has none: unsqueeze it")
+    if splits is None:
+        if len(tensor) % size:
+            raise ValueError(f"{len(tensor)} rows cannot be split equally among {size} ranks: pass splits")
+        return AllToAll(*key, tensor.detach(), [len(tensor) // size] * size)
+    if isinstance(splits, Tensor):
+        if splits.dtype != torch.int32 or splits.dim() != 1:
+            raise ValueError(f"splits is {splits.dtype} with {splits.dim()} dimensions: expected int32 with one")
+        splits = splits.tolist()
+    splits = [int(count) for count in splits]
+    if len(splits) != size or min(splits) < 0 or sum(splits) != len(tensor):
+        raise ValueError(f"splits={splits}: expected {size} numbers, none negative, that add up to {len(tensor)} rows")
+    return AllToAll(*key, tensor.detach(), splits)
+
+
+def reducescatter_operation(
+    key: tuple[str, int], tensors: Sequence[Tensor], op: int, prescale: float, postscale: float
+) -> ReduceScatter:
+    """Raises ValueError for scalars and for Adasum."""
+    if op == Adasum:
+        raise ValueError("op=Adasum: reducescatter takes hvd.Average, hvd.Sum, hvd.Min, hvd.Max or hvd.Product")
+    for tensor in tensors:
+        check(tensor, "reducescatter", SUMMABLE)
+        if tensor.dim() == 0:
+            raise ValueError("reducescatter splits tensors along their first dimension, and a scalar has none")
+    return ReduceScatter(*key, [t.detach() for t in tensors], op, prescale, postscale)

@@ -1,0 +1,65 @@
+"""When each operation waited and ran, as a Chrome trace: load the file in chrome://tracing or ui.perfetto.dev."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import TextIO
+
+
+class Timeline:
+    """Writes complete events ("ph": "X") of one process, a row for each operation's name.
+
+    Args:
+        path: of the file, overwritten.
+        mark_cycles: also mark every decision of what runs next.
+    """
+
+    def __init__(self, path: str, mark_cycles: bool = False) -> None:
+        self.mark_cycles = mark_cycles
+        self._lock = threading.Lock()
+        self._rows: dict[str, int] = {}
+        self._start = time.perf_counter()
+        self._file: TextIO | None = Path(path).open("w", encoding="utf-8")  # noqa: SIM115
+        self._file.write("[\n")
+        self._separator = ""
+
+    def now(self) -> float:
+        """Seconds since the timeline was started."""
+        return time.perf_counter() - self._start
+
+    def span(self, row: str, name: str, begin: float, end: float, **arguments: object) -> None:
+        """`name` took from `begin` to `end`, in seconds as `now` gives them."""
+        self._event(row, {"name": name, "ph": "X", "ts": begin * 1e6, "dur": (end - begin) * 1e6, "args": arguments})
+
+    def mark(self, name: str) -> None:
+        """Something happened now."""
+        if self.mark_cycles:
+            self._event("cycles", {"name": name, "ph": "i", "s": "g", "ts": self.now() * 1e6})
+
+    def close(self) -> None:
+        """End the file, which is then valid JSON."""
+        with self._lock:
+            if self._file is not None:
+                self._file.write("\n]\n")
+                self._file.close()
+                self._file = None
+
+    def _event(self, row: str, event: dict[str, object]) -> None:
+        with self._lock:
+            if self._file is None:
+                return
+            number = self._rows.get(row)
+            if number is None:
+                number = self._rows[row] = len(self._rows) + 1
+                named = {"name": "thread_name", "ph": "M", "pid": 0, "tid": number, "args": {"name": row}}
+                self._write(named)
+            self._write({**event, "pid": 0, "tid": number})
+
+    def _write(self, event: dict[str, object]) -> None:
+        assert self._file is not None
+        self._file.write(self._separator + json.dumps(event))
+        self._file.flush()
+        self._separator = ",\n"

@@ -1,0 +1,94 @@
+"""The example scripts run, on 2 ranks, learn what they should, and are Horovod code but for one line."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_horovod_surface import SIGNATURES
+
+FOLDER = Path(__file__).resolve().parent.parent / "examples" / "horovod"
+SCRIPTS = sorted(FOLDER.glob("*.py"))
+
+
+def run(script: str, *arguments: str, world: int = 2, restarts: int = 0) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+    command += [f"--max-restarts={restarts}", str(FOLDER / script), *arguments]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_image_classification() -> None:
+    output = run("image_classification.py", "--epochs=2", "--fp16-allreduce")
+    accuracies = [float(text) for text in re.findall(r"accuracy ([\d.]+)", output)]
+    assert len(accuracies) == 2
+    assert accuracies[-1] > 0.8, output
+
+
+@pytest.mark.parametrize("compression", ["none", "topk"])
+def test_synthetic_benchmark(compression: str) -> None:
+    output = run("synthetic_benchmark.py", "--width=128", "--num-iters=2", f"--compression={compression}")
+    assert re.search(rf"{compression}: [\d.]+ \+- [\d.]+ samples/s on 2 ranks", output), output
+
+
+def test_language_model() -> None:
+    output = run("language_model.py", "--steps=40")
+    losses = [float(text) for text in re.findall(r"loss ([\d.]+)", output)]
+    assert len(losses) == 4
+    assert losses[-1] < 0.7 * losses[0], output
+    assert "replicas are equal" in output
+
+
+def test_elastic() -> None:
+    output = run("elastic.py", "--epochs=2", "--samples=256", restarts=1)
+    assert "begin at epoch 1, batch 0, on 2 ranks" in output
+    assert "begin at epoch 2, batch 4, on 2 ranks" in output
+    losses = [float(text) for text in re.findall(r"loss ([\d.]+)", output)]
+    assert len(losses) == 2
+    assert losses[-1] < losses[0]
+    # 256 samples on 2 ranks in batches of 16, 8 in an epoch, none of them twice after the restart.
+    assert "epoch 2: 8 batches" in output
+    assert output.count("finished") == 1
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_nothing_but_the_import_is_ours(path: Path) -> None:
+    source = path.read_text("utf-8")
+    assert source.count("gradwire") == 1
+    assert "import gradwire.hooks.horovod as hvd\n" in source
+    assert f"torchrun --standalone --nproc-per-node 2{' --max-restarts 1' * (path.stem == 'elastic')} " in source
+    used = {
+        ast.unparse(node).removeprefix("hvd.")
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("hvd.")
+    }
+    horovods = {
+        *SIGNATURES,
+        "Compression",
+        "Compression.none",
+        "Compression.fp16",
+        "elastic",
+        "Average",
+        "Sum",
+        "Adasum",
+    }
+    ours = {"Compression.bf16", "Compression.topk", "Compression.onebit", "Compression.qsgd", "Compression.terngrad"}
+    assert used <= horovods | (ours if path.stem == "synthetic_benchmark" else set())
+
+
+def test_there_are_four() -> None:
+    assert [path.stem for path in SCRIPTS] == [
+        "elastic",
+        "image_classification",
+        "language_model",
+        "synthetic_benchmark",
+    ]

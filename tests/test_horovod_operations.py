@@ -1,0 +1,652 @@
+"""The Horovod operations: what each gives on every rank, in numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gradwire.hooks.horovod as hvd
+import pytest
+import torch
+from ranks import Pool
+from torch import Tensor
+
+Ranks = Callable[[int], Pool]
+WORLDS = pytest.mark.parametrize("world", [2, 4])
+
+
+def equal(got: Any, expected: Any) -> None:
+    expected = torch.as_tensor(expected)
+    assert got.shape == expected.shape, f"{tuple(got.shape)} instead of {tuple(expected.shape)}"
+    assert torch.equal(got.double(), expected.double()), f"{got.tolist()} instead of {expected.tolist()}"
+
+
+def raised(kind: type[BaseException], action: Callable[[], Any]) -> str:
+    """The message of the exception of exactly this kind that `action` raises."""
+    try:
+        action()
+    except kind as error:
+        if type(error) is kind:
+            return str(error)
+        raise
+    raise AssertionError(f"no {kind.__name__} was raised")
+
+
+# -- allreduce ---------------------------------------------------------------------------------------------------------
+
+
+def reductions(rank: int) -> None:
+    hvd.init()
+    n = hvd.size()
+    x = torch.tensor([1.0, -2.0, 4.0]) * (rank + 1)
+    total = torch.tensor([1.0, -2.0, 4.0]) * (n * (n + 1) / 2)
+    equal(hvd.allreduce(x), total / n)
+    equal(hvd.allreduce(x, op=hvd.Average), total / n)
+    equal(hvd.allreduce(x, op=hvd.Sum), total)
+    equal(hvd.allreduce(x, op=hvd.Min), [1.0, -2.0 * n, 4.0])
+    equal(hvd.allreduce(x, op=hvd.Max), [float(n), -2.0, 4.0 * n])
+    equal(hvd.allreduce(x, op=hvd.Product), torch.tensor([1.0, -2.0, 4.0]) ** n * math.factorial(n))
+    equal(hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0), total * 1.5)
+    equal(hvd.allreduce(x, prescale_factor=0.25, postscale_factor=4.0), total / n)
+    equal(x, torch.tensor([1.0, -2.0, 4.0]) * (rank + 1))
+    assert hvd.allreduce_(x, op=hvd.Sum) is x
+    equal(x, total)
+    equal(hvd.synchronize(hvd.allreduce_async(x)), total)
+    y = torch.ones(2, 3)
+    handle = hvd.allreduce_async_(y, op=hvd.Sum)
+    assert hvd.synchronize(handle) is y
+    equal(y, torch.full((2, 3), float(n)))
+    equal(hvd.allreduce(torch.zeros(0, 3)), torch.zeros(0, 3))
+    equal(hvd.allreduce(torch.tensor(float(rank))), (n - 1) / 2)
+
+
+@WORLDS
+def test_reductions(ranks: Ranks, world: int) -> None:
+    ranks(world).run(reductions)
+
+
+def integers(rank: int) -> None:
+    hvd.init()
+    n = hvd.size()
+    for dtype in (torch.uint8, torch.int8, torch.int32, torch.int64):
+        x = torch.tensor([rank, 3, 2 * rank + 1]).to(dtype)
+        sums = [n * (n - 1) // 2, 3 * n, n * n]
+        got = hvd.allreduce(x, op=hvd.Sum)
+        assert got.dtype == dtype
+        equal(got, sums)
+        equal(hvd.allreduce(x), [s // n for s in sums])
+    # Toward zero, not down; and where 1/n would be off by one unit in the last place.
+    equal(hvd.allreduce(torch.tensor([-1 if rank else 0, -3]), op=hvd.Average), [0 if n == 2 else -3 // 4 + 1, -3])
+    big = (1 << 62) // n + 1
+    equal(hvd.allreduce(torch.tensor([big])), [big])
+    equal(hvd.allreduce(torch.tensor([10]), op=hvd.Sum, postscale_factor=0.25), [int(10 * n * 0.25)])
+
+
+@WORLDS
+def test_the_average_of_integers_truncates(ranks: Ranks, world: int) -> None:
+    ranks(world).run(integers)
+
+
+def halves(rank: int) -> None:
+    hvd.init()
+    n = hvd.size()
+    x = torch.tensor([1.0 + 2.0**-12, 3.0, 2.0**17])
+    half = hvd.allreduce(x, compression=hvd.Compression.fp16)
+    assert half.dtype == torch.float32
+    equal(half[:2], [1.0, 3.0])
+    assert half[2] == math.inf  # beyond float16
+    brain = hvd.allreduce(x + 2.0**-9, compression=hvd.Compression.bf16)
+    equal(brain[:2], [1.0, 3.0])  # 7 bits of mantissa
+    equal(brain[2:], [2.0**17])  # but float32's range
+    whole = torch.tensor([2049, 5])
+    equal(hvd.allreduce(whole, op=hvd.Sum, compression=hvd.Compression.fp16), [2049 * n, 5 * n])
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        got = hvd.allreduce(torch.tensor([0.5, 1.0], dtype=dtype) * (rank + 1), op=hvd.Sum)
+        assert got.dtype == dtype
+        equal(got, torch.tensor([0.5, 1.0]) * (n * (n + 1) / 2))
+    compressed, context = hvd.Compression.fp16.compress(x)
+    assert compressed.dtype == torch.float16
+    assert hvd.Compression.fp16.decompress(compressed, context).dtype == torch.float32
+    assert hvd.Compression.none.compress(x)[0] is x
+
+
+@WORLDS
+def test_half_precision_rounds_on_the_way(ranks: Ranks, world: int) -> None:
+    ranks(world).run(halves)
+
+
+def opposite_orders(rank: int) -> None:
+    hvd.init()
+    n = hvd.size()
+    names = [f"t{i}" for i in range(40)]
+    mine = names if rank % 2 else names[::-1]
+    handles = {name: hvd.allreduce_async(torch.full((5,), float(int(name[1:]))), name=name) for name in mine}
+    gathered = hvd.allgather_async(torch.tensor([rank]), name="t3")  # another operation: the name is free
+    for name in names:
+        equal(hvd.synchronize(handles[name]), torch.full((5,), float(int(name[1:]))))
+    equal(hvd.synchronize(gathered), list(range(n)))
+    if rank == 0:
+        a, b = hvd.allgather_async(torch.ones(2), name="a"), hvd.broadcast_async(torch.zeros(1), 0, name="b")
+    else:
+        b, a = hvd.broadcast_async(torch.ones(1), 0, name="b"), hvd.allgather_async(torch.ones(2), name="a")
+    equal(hvd.synchronize(a), torch.ones(2 * n))
+    equal(hvd.synchronize(b), [0.0])
+
+
+@WORLDS
+def test_ranks_may_submit_in_opposite_orders(ranks: Ranks, world: int) -> None:
+    ranks(world).run(opposite_orders)
+
+
+def asynchronous(rank: int) -> tuple[bool, float]:
+    hvd.init()
+    hvd.barrier()
+    start = time.monotonic()
+    if rank == 0:
+        time.sleep(0.4)
+    handle = hvd.allreduce_async(torch.ones(3), name="late")
+    submitted = time.monotonic() - start
+    early = hvd.poll(handle)
+    equal(hvd.synchronize(handle), torch.ones(3))
+    assert hvd.poll(handle)
+    assert hvd.synchronize(handle) is None
+    assert hvd.synchronize(10**9) is None
+    assert "handle=-5" in raised(ValueError, lambda: hvd.poll(-5))
+    return early, submitted
+
+
+@WORLDS
+def test_operations_are_asynchronous(ranks: Ranks, world: int) -> None:
+    results = ranks(world).run(asynchronous)
+    for early, submitted in results[1:]:
+        assert not early
+        assert submitted < 0.3
+
+
+def grouped(rank: int) -> None:
+    hvd.init()
+    n = hvd.size()
+    scale = (n + 1) / 2
+    tensors = [torch.full((3,), rank + 1.0), torch.full((2, 2), 2.0 * (rank + 1)), torch.tensor([rank + 1])]
+    got = hvd.grouped_allreduce(tensors[:2])
+    equal(got[0], torch.full((3,), scale))
+    equal(got[1], torch.full((2, 2), 2 * scale))
+    mixed = hvd.grouped_allreduce(tensors, op=hvd.Sum, name="mixed")
+    equal(mixed[2], [n * (n + 1) // 2])
+    assert mixed[2].dtype == torch.int64
+    halves = hvd.grouped_allreduce([t + 2.0**-12 for t in tensors[:1]], compression=hvd.Compression.fp16)
+    equal(halves[0], torch.full((3,), scale))
+    equal(hvd.synchronize(hvd.grouped_allreduce_async(tensors[:2], op=hvd.Max))[0], torch.full((3,), float(n)))
+    back = hvd.grouped_allreduce_(tensors[:2], op=hvd.Sum)
+    assert back[0] is tensors[0]
+    equal(tensors[1], torch.full((2, 2), 2.0 * n * scale))
+    hvd.synchronize(hvd.grouped_allreduce_async_(tensors[:2]))
+    equal(tensors[0], torch.full((3,), n * scale))
+    a, b = hvd.grouped_allgather([torch.full((rank + 1, 2), rank), torch.tensor([rank])])
+    equal(a, [[r, r] for r in range(n) for _ in range(r + 1)])
+    equal(b, list(range(n)))
+    assert len(hvd.synchronize(hvd.grouped_allgather_async([torch.ones(1), torch.ones(2)]))) == 2
+    c, d = hvd.grouped_reducescatter([torch.arange(float(n)), torch.ones(2 * n, 3)], op=hvd.Sum)
+    equal(c, [float(rank * n)])
+    equal(d, torch.full((2, 3), float(n)))
+    assert len(hvd.synchronize(hvd.grouped_reducescatter_async([torch.ones(n)]))) == 1
+
+
+@WORLDS
+def test_grouped_operations(ranks: Ranks, world: int) -> None:
+    ranks(world).run(grouped)
+
+
+def pairwise(vectors: list[Tensor]) -> Tensor:
+    """Adasum, from the paper's equation."""
+    while len(vectors) > 1:
+        vectors = [
+            a * (1 - (a @ b) / (2 * (a @ a))) + b * (1 - (a @ b) / (2 * (b @ b)))
+            for a, b in zip(vectors[::2], vectors[1::2], strict=True)
+        ]
+    return vectors[0]
+
+
+def adaptive_sums(rank: int) -> list[Tensor]:
+    hvd.init()
+    n = hvd.size()
+    generator = torch.Generator().manual_seed(5)
+    vectors = [torch.randn(37, generator=generator, dtype=torch.float64) for _ in range(n)]
+    got = hvd.allreduce(vectors[rank].float(), op=hvd.Adasum)
+    assert torch.allclose(got.double(), pairwise(vectors), atol=1e-5)
+    exact = hvd.allreduce(vectors[rank], op=hvd.Adasum)
+    assert torch.allclose(exact, pairwise(vectors), atol=1e-13)
+    equal(hvd.allreduce(torch.full((5,), 3.0), op=hvd.Adasum), torch.full((5,), 3.0))  # equal: the mean
+    axis = torch.eye(n)[rank] * (rank + 1)
+    equal(hvd.allreduce(axis, op=hvd.Adasum), torch.arange(1.0, n + 1))  # orthogonal: the sum
+    equal(hvd.allreduce(torch.tensor([2.0 * (rank == 0)]), op=hvd.Adasum), [2.0])  # zeros do nothing
+    a, b = hvd.grouped_allreduce([torch.full((4,), 1.0), axis], op=hvd.Adasum)
+    equal(a, torch.ones(4))
+    equal(b, torch.arange(1.0, n + 1))
+    return [got, exact]
+
+
+@WORLDS
+def test_adasum_is_as_published(ranks: Ranks, world: int) -> None:
+    results = ranks(world).run(adaptive_sums)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_adasum_needs_a_power_of_two(ranks: Ranks) -> None:
+    assert all("power of two" in text for text in ranks(3).run(adasum_of_three))
+
+
+def adasum_of_three(rank: int) -> str:
+    hvd.init()
+    return raised(ValueError, lambda: hvd.allreduce(torch.ones(2), op=hvd.Adasum))
+
+
+# -- moving rows -------------------------------------------------------------------------------------------------------
+
+
+def gathers(rank: int) -> None:
+    hvd.init()
+    n = hvd.size()
+    equal(hvd.allgather(torch.full((2, 3), rank)), [[r] * 3 for r in range(n) for _ in range(2)])
+    uneven = hvd.allgather(torch.full((rank, 2), float(rank)))  # rank 0 has no rows
+    equal(uneven, torch.tensor([[float(r)] * 2 for r in range(n) for _ in range(r)]))
+    equal(hvd.synchronize(hvd.allgather_async(torch.tensor([rank % 2 == 0]))), [r % 2 == 0 for r in range(n)])
+    assert hvd.allgather(torch.zeros(0, 4)).shape == (0, 4)
+    complex_ = hvd.allgather(torch.tensor([rank * 1j]))
+    assert complex_.tolist() == [r * 1j for r in range(n)]
+    assert hvd.allgather(torch.tensor([rank], dtype=torch.int16)).tolist() == list(range(n))
+
+
+@WORLDS
+def test_allgather_of_uneven_rows(ranks: Ranks, world: int) -> None:
+    ranks(world).run(gathers)
+
+
+def broadcasts(rank: int) -> None:
+    hvd.init()
+    root = hvd.size() - 1
+    x = torch.full((2, 2), float(rank))
+    equal(hvd.broadcast(x, root), torch.full((2, 2), float(root)))
+    equal(x, torch.full((2, 2), float(rank)))
+    assert hvd.broadcast_(x, root) is x
+    equal(x, torch.full((2, 2), float(root)))
+    y = torch.tensor(rank == 1)
+    equal(hvd.synchronize(hvd.broadcast_async(y, 1)), True)
+    hvd.synchronize(hvd.broadcast_async_(y, 0))
+    equal(y, False)
+
+
+@WORLDS
+def test_broadcast(ranks: Ranks, world: int) -> None:
+    ranks(world).run(broadcasts)
+
+
+def exchanges(rank: int) -> None:
+    hvd.init()
+    n = hvd.size()
+    plain = hvd.alltoall(torch.arange(2 * n) + 100 * rank)
+    assert isinstance(plain, Tensor)
+    equal(plain, [100 * r + 2 * rank + i for r in range(n) for i in range(2)])
+    # Rank s sends r + 1 rows to rank r.
+    rows = torch.tensor([[10 * rank + r] * 2 for r in range(n) for _ in range(r + 1)])
+    for splits in ([r + 1 for r in range(n)], torch.arange(1, n + 1, dtype=torch.int32)):
+        got, received = hvd.alltoall(rows, splits)
+        equal(got, [[10 * s + rank] * 2 for s in range(n) for _ in range(rank + 1)])
+        equal(received, [rank + 1] * n)
+        assert received.dtype == torch.int32
+    got, received = hvd.synchronize(hvd.alltoall_async(torch.arange(n)))
+    equal(got, [rank] * n)
+    equal(received, [1] * n)
+    # Nothing for most.
+    got, received = hvd.alltoall(torch.full((3,), rank), [3] + [0] * (n - 1))
+    equal(received, [3 * (rank == 0)] * n)
+    equal(got, [r for r in range(n) for _ in range(3)] if rank == 0 else torch.zeros(0))
+
+
+@WORLDS
+def test_alltoall_with_and_without_splits(ranks: Ranks, world: int) -> None:
+    ranks(world).run(exchanges)
+
+
+def scatters(rank: int) -> None:
+    hvd.init()
+    n = hvd.size()
+    rows = 2 * n + 1  # one more than goes round
+    x = torch.arange(float(rows)).unsqueeze(1).repeat(1, 2) * (rank + 1)
+    begin = 2 * rank + min(rank, 1)
+    mine = torch.arange(float(rows)).unsqueeze(1).repeat(1, 2)[begin : begin + 2 + (rank == 0)]
+    equal(hvd.reducescatter(x), mine * (n + 1) / 2)
+    equal(hvd.reducescatter(x, op=hvd.Sum), mine * n * (n + 1) / 2)
+    equal(hvd.reducescatter(x, op=hvd.Max), mine * n)
+    equal(hvd.reducescatter(x, op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.5), mine * n * (n + 1) / 2)
+    equal(hvd.synchronize(hvd.reducescatter_async(x, op=hvd.Min)), mine)
+    small = hvd.reducescatter(torch.tensor([7]), op=hvd.Sum)
+    equal(small, [7 * n] if rank == 0 else torch.zeros(0))
+    equal(hvd.reducescatter(torch.full((n,), 1 + 2.0**-12), compression=hvd.Compression.fp16), [1.0])
+    assert "TopK" in raised(
+        ValueError, lambda: hvd.reducescatter(torch.ones(n), compression=hvd.Compression.topk(density=0.5))
+    )
+
+
+@WORLDS
+def test_reducescatter_gives_the_remainder_to_the_first(ranks: Ranks, world: int) -> None:
+    ranks(world).run(scatters)
+
+
+def sparse_sums(rank: int) -> None:
+    hvd.init()
+    n = hvd.size()
+    x = torch.sparse_coo_tensor(
+        torch.tensor([[rank, 5]]), torch.tensor([[1.0, 2.0], [n, 0.0]]), (6, 2), check_invariants=True
+    )
+    wait = hvd.sparse_allreduce_async(x, "rows", hvd.Average)
+    got = wait()
+    assert got.is_sparse
+    expected = torch.zeros(6, 2)
+    expected[:n] = torch.tensor([1.0, 2.0]) / n
+    expected[5] = torch.tensor([float(n), 0.0])
+    equal(got.to_dense(), expected)
+    equal(hvd.sparse_allreduce_async(x, "rows", hvd.Sum)().to_dense(), expected * n)
+    empty = torch.sparse_coo_tensor(
+        torch.zeros(1, 0, dtype=torch.int64), torch.zeros(0, 2), (6, 2), check_invariants=True
+    )
+    equal(hvd.sparse_allreduce_async(empty if rank else x, "some", hvd.Sum)().to_dense()[5], [float(n), 0.0])
+    two = torch.sparse_coo_tensor(torch.tensor([[0], [rank]]), torch.ones(1), (2, n), check_invariants=True)
+    equal(hvd.sparse_allreduce_async(two, None, hvd.Sum)().to_dense()[0], torch.ones(n))
+    assert "Min" in raised(ValueError, lambda: hvd.sparse_allreduce_async(x, "rows", hvd.Min))
+
+
+@WORLDS
+def test_sparse_tensors_are_gathered(ranks: Ranks, world: int) -> None:
+    ranks(world).run(sparse_sums)
+
+
+# -- process sets ------------------------------------------------------------------------------------------------------
+
+
+def subsets(rank: int) -> None:
+    hvd.init()
+    n = hvd.size()
+    assert hvd.global_process_set.process_set_id == 0
+    assert hvd.global_process_set.ranks == list(range(n))
+    assert (hvd.global_process_set.rank(), hvd.global_process_set.size()) == (rank, n)
+    even, odd = hvd.ProcessSet(range(0, n, 2)), hvd.ProcessSet(range(1, n, 2))
+    assert (even.process_set_id, even.included(), even.size()) == (None, None, None)
+    assert "not registered" in raised(ValueError, lambda: hvd.allreduce(torch.ones(1), process_set=even))
+    assert hvd.add_process_set(even) is even
+    hvd.add_process_set(odd)
+    assert even.process_set_id != odd.process_set_id
+    mine, other = (odd, even) if rank % 2 else (even, odd)
+    assert mine.included()
+    assert not other.included()
+    assert (mine.rank(), mine.size(), other.rank()) == (rank // 2, n // 2, None)
+    expected = sum(mine.ranks) / len(mine.ranks)
+    equal(hvd.allreduce(torch.tensor([float(rank)]), name="x", process_set=mine), [expected])
+    equal(hvd.allreduce(torch.tensor([float(rank)]), name="x"), [(n - 1) / 2])
+    equal(hvd.allgather(torch.tensor([rank]), process_set=mine), mine.ranks)
+    equal(hvd.broadcast(torch.tensor([rank]), mine.ranks[-1], process_set=mine), [mine.ranks[-1]])
+    equal(hvd.alltoall(torch.full((n // 2,), rank), process_set=mine), mine.ranks)
+    equal(hvd.reducescatter(torch.full((n // 2,), rank), op=hvd.Sum, process_set=mine), [sum(mine.ranks)])
+    assert hvd.allgather_object(rank, process_set=mine) == mine.ranks
+    hvd.barrier(mine)
+    # The root is a global rank, and it has to be in the set.
+    assert "root_rank" in raised(ValueError, lambda: hvd.broadcast(torch.ones(1), other.ranks[0], process_set=mine))
+    assert f"rank {rank} is not in" in raised(ValueError, lambda: hvd.allreduce(torch.ones(1), process_set=other))
+    for twin in (hvd.ProcessSet(even.ranks), hvd.ProcessSet(range(n))):
+        assert "exists already" in raised(ValueError, partial(hvd.add_process_set, twin))
+    assert "below" in raised(ValueError, lambda: hvd.add_process_set([0, n]))
+    raised(ValueError, lambda: hvd.ProcessSet([0, 0]))
+    assert hvd.remove_process_set(odd)
+    assert not hvd.remove_process_set(odd)
+    assert not hvd.remove_process_set(hvd.global_process_set)
+    again = hvd.add_process_set(list(range(1, n, 2)))
+    assert again.process_set_id not in (None, even.process_set_id)
+    assert hvd.remove_process_set(again)
+    assert hvd.remove_process_set(even)
+
+
+@WORLDS
+def test_process_sets(ranks: Ranks, world: int) -> None:
+    ranks(world).run(subsets)
+
+
+# -- join --------------------------------------------------------------------------------------------------------------
+
+
+def uneven_batches(rank: int) -> None:
+    hvd.init()
+    n = hvd.size()
+    for step in range(rank + 1):  # rank r has r + 1 batches
+        total = hvd.allreduce(torch.full((3,), 1.0), op=hvd.Sum, name=f"step{step}")
+        equal(total, torch.full((3,), float(n - step)))
+        mean = hvd.allreduce(torch.full((3,), 1.0), name=f"mean{step}")
+        equal(mean, torch.full((3,), (n - step) / n))
+        equal(hvd.allgather(torch.tensor([rank]), name=f"rows{step}"), list(range(step, n)))
+        codec = hvd.Compression.qsgd(bits=8)
+        got = hvd.allreduce(torch.full((600,), 1.0), op=hvd.Sum, compression=codec, name="codec")
+        assert torch.allclose(got, torch.full((600,), float(n - step)), atol=0.05)
+        hvd.allgather(torch.ones(1))  # nameless ones are counted anew afterwards
+    assert hvd.join() == n - 1
+    equal(hvd.allgather(torch.tensor([rank])), list(range(n)))
+    equal(hvd.allreduce(torch.ones(1), op=hvd.Sum), [float(n)])  # and all are back
+    if rank == 0:
+        time.sleep(0.3)
+    assert hvd.join() == 0
+
+
+@WORLDS
+def test_join_with_uneven_batches(ranks: Ranks, world: int) -> None:
+    ranks(world).run(uneven_batches)
+
+
+def broadcast_while_joined(rank: int) -> str:
+    hvd.init()
+    text = raised(hvd.HorovodInternalError, lambda: hvd.broadcast(torch.ones(1), 1)) if rank else ""
+    hvd.join()
+    return text
+
+
+@WORLDS
+def test_what_cannot_go_on_without_joined_ranks_says_so(ranks: Ranks, world: int) -> None:
+    assert all("joined" in text for text in ranks(world).run(broadcast_while_joined)[1:])
+
+
+# -- autograd ----------------------------------------------------------------------------------------------------------
+
+
+def gradients(rank: int) -> None:
+    hvd.init()
+    n = hvd.size()
+    ones = torch.ones(3, requires_grad=True)
+    (hvd.allreduce(ones) * (rank + 1)).sum().backward()
+    equal(ones.grad, torch.full((3,), (n + 1) / 2))
+    ones.grad = None
+    (hvd.allreduce(ones, op=hvd.Sum, prescale_factor=2.0, name="named") * (rank + 1)).sum().backward()
+    equal(ones.grad, torch.full((3,), float(n * (n + 1))))
+    ones.grad = None
+    a, b = hvd.grouped_allreduce([ones, ones * 2])
+    (a + b).sum().backward()
+    equal(ones.grad, torch.full((3,), 3.0))
+    ones.grad = None
+    hvd.allreduce(ones, compression=hvd.Compression.fp16).sum().backward()
+    equal(ones.grad, torch.ones(3))
+
+    x = torch.ones(rank + 1, 2, requires_grad=True)
+    (hvd.allgather(x) * torch.arange(n * (n + 1) / 2).unsqueeze(1) * (rank + 1)).sum().backward()
+    start = rank * (rank + 1) / 2
+    expected = torch.arange(start, start + rank + 1).unsqueeze(1).repeat(1, 2) * (n + 1) / 2
+    equal(x.grad, expected)
+    x.grad = None
+    hvd.grouped_allgather([x, x])[1].sum().backward()
+    equal(x.grad, torch.ones(rank + 1, 2))
+
+    y = torch.ones(2, requires_grad=True)
+    (hvd.broadcast(y, 1) * (rank + 1)).sum().backward()
+    equal(y.grad, torch.full((2,), (n + 1) / 2 if rank == 1 else 0.0))
+
+    z = torch.ones(n, requires_grad=True)
+    (hvd.alltoall(z) * (rank + 1)).sum().backward()
+    equal(z.grad, torch.arange(1.0, n + 1))
+    z.grad = None
+    got, _ = hvd.alltoall(z, [0] * (n - 1) + [n])
+    (got * 5).sum().backward()
+    equal(z.grad, torch.full((n,), 5.0))
+    z.grad = None
+    (hvd.reducescatter(z) * (rank + 1)).sum().backward()
+    equal(z.grad, torch.arange(1.0, n + 1))
+    z.grad = None
+    (hvd.reducescatter(z, op=hvd.Sum) * (rank + 1)).sum().backward()
+    equal(z.grad, torch.arange(1.0, n + 1) * n)
+    z.grad = None
+    hvd.grouped_reducescatter([z])[0].sum().backward()
+    equal(z.grad, torch.ones(n))
+    least = hvd.allreduce(z, op=hvd.Min)
+    assert "op=Min" in raised(RuntimeError, lambda: least.sum().backward())
+
+
+@WORLDS
+def test_autograd_goes_through(ranks: Ranks, world: int) -> None:
+    ranks(world).run(gradients, within=20.0)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def refusals(rank: int) -> None:
+    hvd.init()
+    n = hvd.size()
+    one = torch.ones(2)
+    assert "op parameter" in raised(ValueError, lambda: hvd.allreduce(one, average=True, op=hvd.Sum))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        equal(hvd.allreduce(one, average=False), one * n)
+        equal(hvd.allreduce(one, True), one)
+    assert [w.category for w in caught] == [DeprecationWarning] * 2
+    assert "op=9" in raised(ValueError, lambda: hvd.allreduce(one, op=9))
+    assert "contiguous" in raised(ValueError, lambda: hvd.allreduce(torch.ones(2, 3).t()))
+    assert "complex64" in raised(ValueError, lambda: hvd.allreduce(one + 0j))
+    assert "bool" in raised(ValueError, lambda: hvd.allreduce(one > 0))
+    assert "float64" in raised(ValueError, lambda: hvd.allreduce(one.double(), compression=hvd.Compression.onebit()))
+    assert "class" in raised(ValueError, lambda: hvd.allreduce(one, compression=hvd.Compression.topk))
+    assert "'fp16'" in raised(ValueError, lambda: hvd.allreduce(one, compression="fp16"))
+    assert "Max" in raised(ValueError, lambda: hvd.allreduce(one, op=hvd.Max, compression=hvd.Compression.onebit()))
+    assert "sparse_allreduce_async" in raised(ValueError, lambda: hvd.allreduce(one.to_sparse()))
+    assert "list" in raised(ValueError, lambda: hvd.allreduce([1.0]))  # type: ignore[arg-type]
+    assert "int64" in raised(ValueError, lambda: hvd.allreduce(torch.tensor([1]), op=hvd.Adasum))
+    assert "scalar" in raised(ValueError, lambda: hvd.allgather(torch.tensor(1.0)))
+    assert "scalar" in raised(ValueError, lambda: hvd.reducescatter(torch.tensor(1.0)))
+    assert "scalar" in raised(ValueError, lambda: hvd.alltoall(torch.tensor(1.0)))
+    assert "root_rank=9" in raised(ValueError, lambda: hvd.broadcast(one, 9))
+    rows = torch.ones(n)
+    assert "int64" in raised(ValueError, lambda: hvd.alltoall(rows, torch.ones(n, dtype=torch.int64)))
+    for wrong in ([1] * (n - 1), [2] * n, [n + 1, -1] + [0] * (n - 2)):
+        assert "splits=" in raised(ValueError, partial(hvd.alltoall, rows, wrong))
+    assert f"{n + 1} rows" in raised(ValueError, lambda: hvd.alltoall(torch.ones(n + 1)))
+    hvd.barrier()
+    handle = hvd.allreduce_async(one, name="twice") if rank else -1
+    if rank:
+        assert "allreduce.twice is still under way" in raised(
+            ValueError, lambda: hvd.allreduce_async(one, name="twice")
+        )
+        other = hvd.allgather_async(one, name="twice")
+        hvd.barrier()
+    else:
+        hvd.barrier()
+        handle, other = hvd.allreduce_async(one, name="twice"), hvd.allgather_async(one, name="twice")
+    equal(hvd.synchronize(handle), one)
+    hvd.synchronize(other)
+    equal(hvd.allreduce(one, name="twice"), one)  # free again
+
+
+@WORLDS
+def test_wrong_arguments_are_refused_at_the_call(ranks: Ranks, world: int) -> None:
+    ranks(world).run(refusals)
+
+
+def disagreements(rank: int) -> dict[str, str]:
+    hvd.init()
+    odd = rank == hvd.size() - 1
+    cases: dict[str, Callable[[], Any]] = {
+        "shape": lambda: hvd.allreduce(torch.ones(3 + odd), name="case"),
+        "dimensions": lambda: hvd.allreduce(torch.ones((2, 2) if odd else (4,)), name="case"),
+        "dtype": lambda: hvd.allreduce(torch.ones(3, dtype=torch.float64 if odd else torch.int64), name="case"),
+        "op": lambda: hvd.allreduce(torch.ones(3), name="case", op=hvd.Sum if odd else hvd.Average),
+        "prescale": lambda: hvd.allreduce(torch.ones(3), name="case", prescale_factor=1.0 + odd),
+        "root": lambda: hvd.broadcast(torch.ones(3), int(odd), name="case"),
+        "broadcast shape": lambda: hvd.broadcast(torch.ones(3 + odd), 0, name="case"),
+        "columns": lambda: hvd.allgather(torch.ones(2, 3 + odd), name="case"),
+        "allgather dtype": lambda: hvd.allgather(torch.ones(2).to(torch.int32 if odd else torch.float32), name="case"),
+        "members": lambda: hvd.grouped_allreduce([torch.ones(2)] * (2 + odd), name="case"),
+        "alltoall dtype": lambda: hvd.alltoall(torch.ones(4).to(torch.int32 if odd else torch.float32), name="case"),
+        "scatter": lambda: hvd.reducescatter(torch.ones(4 + odd), name="case"),
+        "codec": lambda: hvd.allreduce(
+            torch.ones(9), name="case", compression=hvd.Compression.topk(density=0.5 if odd else 0.25)
+        ),
+        "process set": lambda: hvd.add_process_set([0] if odd else [1]),
+        "adasum": lambda: hvd.allreduce(torch.ones(3), name="case", op=hvd.Adasum, postscale_factor=1.0 + odd),
+        "sparse shape": lambda: hvd.sparse_allreduce_async(torch.eye(3 + odd).to_sparse(), "case", hvd.Sum)(),  # noqa: PLW0108
+    }
+    found = {}
+    for case, action in cases.items():
+        start = time.monotonic()
+        found[case] = raised(hvd.HorovodInternalError, action)
+        assert time.monotonic() - start < 15
+    equal(hvd.allreduce(torch.ones(2), name="case"), torch.ones(2))  # and it goes on
+    return found
+
+
+@WORLDS
+def test_ranks_that_disagree_hear_of_it_on_every_rank(ranks: Ranks, world: int) -> None:
+    words = {
+        "shape": ("shape", "[3]", "[4]"), "dimensions": ("shape", "[2, 2]"), "dtype": ("dtype", "float64", "int64"),
+        "op": ("op", "Sum", "Average"), "prescale": ("prescale factor", "2.0"), "root": ("root rank",),
+        "broadcast shape": ("shape", "[4]"), "columns": ("shape", "[2, 4]"), "allgather dtype": ("dtype", "int32"),
+        "members": ("number of tensors", "3"), "alltoall dtype": ("dtype",), "scatter": ("shape", "[5]"),
+        "codec": ("compression", "0.25", "0.5"), "process set": ("ranks", "[0]", "[1]"),
+        "adasum": ("postscale factor",), "sparse shape": ("sparse shape", "[4, 4]"),
+    }  # fmt: skip
+    results = ranks(world).run(disagreements)
+    for found in results:
+        assert found.keys() == words.keys()
+        for case, expected in words.items():
+            assert all(word in found[case] for word in (*expected, f"rank {world - 1}")), f"{case}: {found[case]}"
+    assert all(found == results[0] for found in results)
+
+
+# -- the timeline ------------------------------------------------------------------------------------------------------
+
+
+def traced(rank: int, path: str) -> None:
+    hvd.init()
+    hvd.start_timeline(path, mark_cycles=True)
+    hvd.barrier()
+    for i in range(3):
+        hvd.allreduce(torch.ones(4), name=f"traced{i}")
+    hvd.allgather(torch.ones(1), name="rows")
+    hvd.stop_timeline()
+    hvd.start_timeline(f"{path}.second")
+    if rank == 0:
+        assert "stop_timeline" in raised(ValueError, lambda: hvd.start_timeline(path))
+    hvd.stop_timeline()
+
+
+def test_the_timeline_is_a_chrome_trace(ranks: Ranks, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    ranks(2).run(traced, str(path))
+    events = json.loads(path.read_text())
+    spans = [event for event in events if event["ph"] == "X"]
+    rows = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in spans)
+    named = {(rows[event["tid"]], event["name"]) for event in spans}
+    for i in range(3):
+        assert {(f"allreduce.traced{i}", "NEGOTIATE_ALLREDUCE"), (f"allreduce.traced{i}", "ALLREDUCE")} <= named
+    assert ("allgather.rows", "ALLGATHER") in named
+    assert any(event["name"] == "CYCLE_START" for event in events)
+    assert json.loads(Path(f"{path}.second").read_text()) == []

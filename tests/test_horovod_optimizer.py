@@ -1,0 +1,728 @@
+"""DistributedOptimizer: whose gradients a step uses, with and without compression, and what survives a restart."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import gradwire.hooks.horovod as hvd
+import pytest
+import torch
+from gradwire import CODECS, QSGD, Codec, OneBit, TernGrad, TopK
+from ranks import Pool
+from test_horovod_operations import equal, raised
+from torch import Tensor, nn
+
+Ranks = Callable[[int], Pool]
+WORLDS = pytest.mark.parametrize("world", [2, 4])
+
+
+def model_of(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 3))
+
+
+def parameter(numel: int, dtype: torch.dtype = torch.float32) -> Any:
+    return nn.Parameter(torch.zeros(numel, dtype=dtype))
+
+
+def grad_of(p: Tensor) -> Tensor:
+    assert p.grad is not None
+    return p.grad
+
+
+def data_of(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator)
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
+    x, y = data_of(rank, step)
+    return nn.functional.mse_loss(model(x), y)
+
+
+def sgd(model: nn.Module, **options: Any) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), **options)
+
+
+def train(model: nn.Module, optimizer: Any, rank: int, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def reference(ranks: int, steps: int, factor: float = 1.0, passes: int = 1) -> Tensor:
+    """The weights after training in one process on the data of all ranks: gradients averaged, times `factor`."""
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for rank in range(ranks):
+            for part in range(passes):
+                (loss_of(model, rank, step * passes + part) * factor / ranks).backward()
+        optimizer.step()
+    return weights(model)
+
+
+def close(got: Tensor, expected: Tensor, tolerance: float = 1e-6) -> None:
+    assert (got - expected).abs().max() <= tolerance, f"off by {(got - expected).abs().max()}"
+
+
+def identical(model: nn.Module) -> None:
+    """The ranks' weights are equal, bit for bit."""
+    rows = hvd.allgather(weights(model).unsqueeze(0))
+    assert all(torch.equal(row, rows[0]) for row in rows)
+
+
+# -- whose gradients ---------------------------------------------------------------------------------------------------
+
+
+def average_and_sum(rank: int) -> None:
+    hvd.init()
+    n = hvd.size()
+    for options, factor in (
+        ({}, 1.0),
+        ({"op": hvd.Sum}, float(n)),
+        ({"gradient_predivide_factor": 2.5}, 1.0),
+        ({"groups": 3}, 1.0),
+        ({"groups": 0}, 1.0),
+        ({"compression": hvd.Compression.none}, 1.0),
+    ):
+        model = model_of()
+        optimizer = sgd(model, **options)
+        train(model, optimizer, rank, range(4))
+        identical(model)
+        close(weights(model), reference(n, 4, factor), 1e-5)
+    # It can tell: neither local gradients nor their sum gives the same.
+    local = model_of()
+    train(local, torch.optim.SGD(local.parameters(), lr=0.1, momentum=0.9), rank, range(4))
+    assert (weights(local) - reference(n, 4)).abs().max() > 1e-3
+    assert (reference(n, 4, n) - reference(n, 4)).abs().max() > 1e-3
+
+
+@WORLDS
+def test_steps_use_the_average_over_the_ranks(ranks: Ranks, world: int) -> None:
+    ranks(world).run(average_and_sum)
+
+
+def predivided(rank: int) -> None:
+    hvd.init()
+    n = hvd.size()
+    p = parameter(2)
+    big = torch.finfo(torch.float16).max
+    half = parameter(2, torch.float16)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p, half], lr=1.0), gradient_predivide_factor=float(n))
+    (p * (rank + 1.0)).sum().backward()
+    (half * (big * 0.75)).sum().backward()
+    optimizer.synchronize()
+    equal(p.grad, torch.full((2,), (n + 1) / 2))
+    assert half.grad.isfinite().all()  # the sum alone would overflow
+
+
+@WORLDS
+def test_predivide_keeps_sums_small(ranks: Ranks, world: int) -> None:
+    ranks(world).run(predivided)
+
+
+def accumulated(rank: int) -> None:
+    hvd.init()
+    n = hvd.size()
+    model = model_of()
+    optimizer = sgd(model, backward_passes_per_step=2)
+    for step in range(3):
+        optimizer.zero_grad()
+        for part in range(2):
+            loss_of(model, rank, 2 * step + part).backward()
+        optimizer.step()
+    identical(model)
+    close(weights(model), reference(n, 3, passes=2), 1e-5)
+    # A third backward is one too many.
+    for part in range(2):
+        loss_of(model, rank, part).backward()
+    assert "backward_passes_per_step" in raised(AssertionError, lambda: loss_of(model, rank, 0).backward())
+    optimizer.synchronize()  # of what that has left of the gradients
+    optimizer.set_backward_passes_per_step(1)
+    assert optimizer.backward_passes_per_step == 1
+    optimizer.zero_grad()
+    loss_of(model, rank, 0).backward()
+    # Fewer passes than announced: step reduces what there is.
+    optimizer.step()
+    optimizer.set_backward_passes_per_step(3)
+    optimizer.zero_grad()
+    loss_of(model, rank, 0).backward()
+    optimizer.step()
+    identical(model)
+
+
+@WORLDS
+def test_accumulated_gradients_are_summed_then_averaged(ranks: Ranks, world: int) -> None:
+    ranks(world).run(accumulated)
+
+
+def skipping(rank: int) -> None:
+    hvd.init()
+    n = hvd.size()
+    a, b, c = (parameter(2) for _ in range(3))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([a, b, c], lr=1.0), [("a", a), ("b", b), ("c", c)])
+    for groups in (None, [[a, b]]):
+        if groups:
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD([a, b, c], lr=1.0), [("a", a), ("b", b), ("c", c)],
+                                                 groups=groups)  # fmt: skip
+        for p in (a, b, c):
+            p.data.zero_()
+        optimizer.zero_grad(set_to_none=True)
+        (a.sum() + (b.sum() * 3 if rank == 0 else 0)).backward()  # b on rank 0 only, c nowhere
+        optimizer.step()
+        equal(a, [-1.0, -1.0])
+        equal(b, torch.full((2,), -3.0 / n))
+        equal(c, [0.0, 0.0])
+        equal(c.grad, [0.0, 0.0])
+    optimizer.zero_grad(set_to_none=False)
+    equal(a.grad, [0.0, 0.0])
+
+
+@WORLDS
+def test_a_parameter_that_a_rank_skips_counts_as_zeros(ranks: Ranks, world: int) -> None:
+    ranks(world).run(skipping)
+
+
+def in_sets(rank: int) -> None:
+    hvd.init()
+    n = hvd.size()
+    even = hvd.add_process_set(range(0, n, 2)) if n > 2 else hvd.add_process_set([0])
+    members = even.ranks
+    model = model_of()
+    optimizer = sgd(model, process_set=even)
+    train(model, optimizer, rank, range(2))
+    expected = model_of()
+    plain = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9)
+    whose = members if rank in members else [rank]
+    for step in range(2):
+        plain.zero_grad()
+        for other in whose:
+            (loss_of(expected, other, step) / len(whose)).backward()
+        plain.step()
+    close(weights(model), weights(expected), 1e-6)
+    hvd.remove_process_set(even)
+
+
+@WORLDS
+def test_a_process_set_averages_among_its_members(ranks: Ranks, world: int) -> None:
+    ranks(world).run(in_sets)
+
+
+def sparse(rank: int) -> None:
+    hvd.init()
+    n = hvd.size()
+    for options in ({}, {"sparse_as_dense": True}, {"op": hvd.Sum}, {"compression": TopK(1.0)}, {"groups": 1},
+                    {"compression": hvd.Compression.fp16}):  # fmt: skip
+        embedding, head = nn.Embedding(10, 3, sparse=True), nn.Linear(3, 1)
+        with torch.no_grad():
+            embedding.weight.fill_(1.0)
+        parameters = [*embedding.parameters(), *head.parameters()]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), **options)
+        for step in range(3):
+            optimizer.zero_grad()
+            before = embedding.weight.detach().clone()
+            if step == 1 and rank == 0:
+                head(torch.ones(1, 3)).sum().backward()  # this rank has no rows this time
+            else:
+                # Row 9 on all ranks, twice, and one of each rank's own.
+                (embedding(torch.tensor([9, 9, rank])) * (rank + 1)).sum().backward()
+            optimizer.step()
+            moved = before - embedding.weight.detach()
+            present = [r for r in range(n) if not (step == 1 and r == 0)]
+            share = 1 if options.get("op") == hvd.Sum else n
+            expected = torch.zeros(10, 3)
+            for r in present:
+                expected[9] += 2.0 * (r + 1) / share
+                expected[r] += (r + 1) / share
+            assert torch.allclose(moved, expected, atol=1e-6), (options, step, moved[:, 0], expected[:, 0])
+        assert grad_of(embedding.weight).is_sparse != bool(options.get("sparse_as_dense"))
+
+
+@WORLDS
+def test_sparse_gradients_are_averaged(ranks: Ranks, world: int) -> None:
+    ranks(world).run(sparse)
+
+
+def rounded(rank: int) -> None:
+    hvd.init()
+    for compression, exact in ((hvd.Compression.fp16, 2.0**-12), (hvd.Compression.bf16, 2.0**-9)):
+        p = parameter(2)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), compression=compression)
+        (p * torch.tensor([1.0, 1.0 + exact])).sum().backward()
+        optimizer.step()
+        assert p.dtype == p.grad.dtype == torch.float32
+        equal(p.grad, [1.0, 1.0])  # the last bit is gone: it has been compressed
+
+
+@WORLDS
+def test_half_precision_gradients_are_rounded(ranks: Ranks, world: int) -> None:
+    ranks(world).run(rounded)
+
+
+class Scaling:
+    """A compressor of one's own, linear as it must be."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        return tensor * 4, tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
+        return (tensor / 4).to(ctx)
+
+
+def own_compressor(rank: int) -> None:
+    hvd.init()
+    model = model_of()
+    train(model, sgd(model, compression=Scaling, groups=2), rank, range(3))
+    close(weights(model), reference(hvd.size(), 3), 1e-5)
+
+
+def test_ones_own_compressor(ranks: Ranks) -> None:
+    ranks(2).run(own_compressor)
+
+
+def adasum_steps(rank: int) -> None:
+    hvd.init()
+    n = hvd.size()
+    p = nn.Parameter(torch.ones(n))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=0.5), op=hvd.Adasum)
+    (p * torch.eye(n)[rank]).sum().backward()
+    optimizer.step()
+    equal(p, torch.full((n,), 0.5))  # orthogonal steps add up
+    optimizer.zero_grad()
+    p.sum().backward()
+    optimizer.step()
+    equal(p, torch.zeros(n))  # equal ones count once
+
+    def skip() -> None:
+        with optimizer.skip_synchronize():
+            pass
+
+    assert "Adasum" in raised(AssertionError, skip)
+
+
+@WORLDS
+def test_adasum_combines_steps(ranks: Ranks, world: int) -> None:
+    ranks(world).run(adasum_steps)
+
+
+# -- the optimizer it stands for ---------------------------------------------------------------------------------------
+
+
+class Demanding(torch.optim.SGD):
+    """Needs an argument that no wrapper knows of."""
+
+    def __init__(self, params: Any, *, required: float, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.required = required
+
+    def step(self, closure: Any = None) -> Any:
+        assert self.required == 7.0
+        return super().step(closure)
+
+
+def like_the_original(rank: int) -> None:
+    hvd.init()
+    model = model_of()
+    base = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.8, 0.9))
+    scheduler = torch.optim.lr_scheduler.StepLR(base, 1, gamma=0.5)
+    loss_of(model, 0, 0).backward()
+    base.step()
+    steps = []
+    base.register_step_post_hook(lambda *args: steps.append(1))
+    optimizer = hvd.DistributedOptimizer(base, model.named_parameters())
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert type(optimizer).__name__ == "AdamW"
+    assert optimizer.param_groups is base.param_groups
+    assert optimizer.state is base.state
+    assert optimizer.defaults["betas"] == (0.8, 0.9)
+    assert len(optimizer.state) == 6
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.005
+    optimizer.load_state_dict(optimizer.state_dict())
+    scheduler.step()  # still, though loading replaces the groups
+    assert optimizer.param_groups[0]["lr"] == 0.0025
+    later = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+    train(model, optimizer, rank, range(1))
+    later.step()
+    assert len(steps) == 1
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.00025)
+    identical(model)
+
+    demanding = Demanding(model.parameters(), required=7.0, lr=0.1)
+    train(model, hvd.DistributedOptimizer(demanding, model.named_parameters()), rank, range(1))
+    identical(model)
+
+
+def test_it_is_the_users_optimizer(ranks: Ranks) -> None:
+    ranks(2).run(like_the_original)
+
+
+def copied(rank: int) -> None:
+    hvd.init()
+    for options in ({}, {"compression": TopK(0.1), "groups": 2}):
+        model = model_of()
+        optimizer = sgd(model, **options)
+        train(model, optimizer, rank, range(2))
+        pair = pickle.loads(pickle.dumps((model, optimizer))), copy.deepcopy((model, optimizer))
+        train(model, optimizer, rank, range(2, 4))
+        for other_model, other in pair:
+            train(other_model, other, rank, range(2, 4))
+            assert torch.equal(weights(other_model), weights(model))
+            assert isinstance(other, torch.optim.SGD)
+
+
+def test_it_can_be_pickled(ranks: Ranks) -> None:
+    ranks(2).run(copied)
+
+
+def more_parameters(rank: int) -> None:
+    hvd.init()
+    p, q = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0))
+    optimizer.add_param_group({"params": [q], "lr": 2.0})
+    (p.sum() + q.sum() * (rank + 1)).backward()
+    optimizer.step()
+    equal(q, torch.full((3,), -(hvd.size() + 1.0)))
+
+
+def test_groups_added_later_are_reduced(ranks: Ranks) -> None:
+    ranks(2).run(more_parameters)
+
+
+def synchronized_by_hand(rank: int) -> None:
+    hvd.init()
+    n = hvd.size()
+    for op in (hvd.Average, hvd.Sum):
+        model = model_of()
+        optimizer = sgd(model, op=op)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.synchronize()
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        close(weights(model), reference(n, 3, 1.0 if op == hvd.Average else n), 1e-5)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(2):
+                optimizer.zero_grad()
+                loss_of(model, rank, step).backward()
+                optimizer.synchronize()
+                grads = [grad_of(p).clone() for p in model.parameters()]
+                optimizer.step()
+                assert all(torch.equal(a, grad_of(p)) for a, p in zip(grads, model.parameters(), strict=True))
+        assert len(caught) == 1
+        assert "skip_synchronize" in str(caught[0].message)
+    loss_of(model, rank, 0).backward()
+    assert "zero_grad" in raised(AssertionError, optimizer.zero_grad)
+    optimizer.load_state_dict(optimizer.state_dict())  # forgets it
+    optimizer.zero_grad()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, rank, 5)
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) > 0
+    identical(model)
+
+
+@WORLDS
+def test_synchronize_and_skip_synchronize(ranks: Ranks, world: int) -> None:
+    ranks(world).run(synchronized_by_hand)
+
+
+def refusals(rank: int) -> None:
+    hvd.init()
+    model = model_of()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    named = list(model.named_parameters())
+
+    def refused(*args: Any, **options: Any) -> str:
+        return raised(ValueError, lambda: hvd.DistributedOptimizer(*args, **options))
+
+    assert "0.weight" in refused(plain, [*named, named[0]])
+    assert "(3,)" in refused(plain, named[:-1])
+    assert "tuples" in refused(plain, list(model.parameters()))
+    for passes in (0, -1, 1.5):
+        assert f"={passes}" in refused(plain, named, backward_passes_per_step=passes)
+    assert "predivide" in refused(plain, named, op=hvd.Sum, gradient_predivide_factor=2.0)
+    for groups in (-1, "two", [named[0][1]], [[torch.ones(1)]], [[named[0][1]], [named[0][1]]], [["a"]]):
+        assert "groups" in refused(plain, named, groups=groups)
+    assert "LBFGS" in refused(torch.optim.LBFGS(model.parameters()))
+    assert "already" in refused(hvd.DistributedOptimizer(plain, named))
+    assert "fp32" in refused(plain, named, compression="fp32")
+    assert "Adasum" in refused(plain, named, compression=OneBit(), op=hvd.Adasum)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(model, hvd.DistributedOptimizer(plain, named, num_groups=2), rank, range(1))
+    assert [w.category for w in caught] == [DeprecationWarning]
+    assert "LBFGS" in raised(
+        ValueError, lambda: hvd.broadcast_optimizer_state(torch.optim.LBFGS(model.parameters()), 0)
+    )
+
+
+def test_wrong_arguments(ranks: Ranks) -> None:
+    ranks(2).run(refusals)
+
+
+# -- compression -------------------------------------------------------------------------------------------------------
+
+LOSSY = [OneBit(block=256), QSGD(bits=4), TernGrad(), TopK(0.1)]
+
+
+def nothing_lost(rank: int, codec: Codec, feedback: bool | str) -> None:
+    hvd.init()
+    n = hvd.size()
+    model = model_of()
+    optimizer = sgd(model, compression=hvd.Compression.codec(codec, error_feedback=feedback))
+    kept = feedback is True or codec.default_feedback
+    old = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    differs = False
+    for step in range(5):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        exact = {
+            name: hvd.allreduce(torch.autograd.grad(loss_of(model, rank, step), p)[0] + old[name])
+            for name, p in model.named_parameters()
+        }
+        optimizer.step()
+        residuals = optimizer.state_dict()["gradwire"]["residuals"]
+        assert bool(residuals) == kept
+        for name, p in model.named_parameters():
+            left = residuals.get(name, torch.zeros_like(p))
+            if kept:
+                close(grad_of(p) + hvd.allreduce(left), exact[name], 1e-5)
+            differs |= bool((grad_of(p) - exact[name]).abs().max() > 1e-4)
+            old[name] = left
+        identical(model)
+    assert differs, "nothing has been compressed"
+    assert n > 1
+
+
+@WORLDS
+@pytest.mark.parametrize("codec", LOSSY, ids=lambda codec: codec.name)
+def test_nothing_is_lost_and_replicas_are_identical(ranks: Ranks, world: int, codec: Codec) -> None:
+    ranks(world).run(nothing_lost, codec, True)
+    ranks(world).run(nothing_lost, codec, "auto")
+
+
+def resumed(rank: int, codec: Codec, feedback: bool | str) -> None:
+    hvd.init()
+    compression = hvd.Compression.codec(codec, error_feedback=feedback)
+    model = model_of()
+    optimizer = sgd(model, compression=compression)
+    train(model, optimizer, rank, range(4))
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    train(model, optimizer, rank, range(4, 8))
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    again = model_of(seed=9)
+    again.load_state_dict(saved["model"])
+    other = sgd(again, compression=compression)
+    other.load_state_dict(saved["optimizer"])
+    train(again, other, rank, range(4, 8))
+    assert torch.equal(weights(again), weights(model))
+    # Without the residuals, or the counter of the draws, it would not be: the test can tell.
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)  # anew: loading shares tensors, which training has changed
+    forgetful = model_of(seed=9)
+    forgetful.load_state_dict(saved["model"])
+    third = sgd(forgetful, compression=compression)
+    third.load_state_dict({key: value for key, value in saved["optimizer"].items() if key != "gradwire"})
+    train(forgetful, third, rank, range(4, 8))
+    assert not torch.equal(weights(forgetful), weights(model))
+    torch.optim.SGD(model_of().parameters(), lr=1.0).load_state_dict(saved["optimizer"])  # a plain one can as well
+
+
+@WORLDS
+@pytest.mark.parametrize("codec", LOSSY, ids=lambda codec: codec.name)
+def test_resuming_equals_the_uninterrupted_run(ranks: Ranks, world: int, codec: Codec) -> None:
+    ranks(world).run(resumed, codec, "auto")
+    if codec.stochastic and world == 2:
+        ranks(world).run(resumed, codec, True)
+
+
+def consolidated(rank: int) -> None:
+    hvd.init()
+    model = model_of()
+    optimizer = sgd(model, compression=TopK(0.05))
+    train(model, optimizer, rank, range(3))
+    own = optimizer.state_dict()["gradwire"]["residuals"]
+    mean = {name: hvd.allreduce(residual) for name, residual in own.items()}
+    saved = optimizer.consolidated_state_dict()
+    for name, residual in saved["gradwire"]["residuals"].items():
+        equal(residual, mean[name])
+    # As in a Horovod script: rank 0 alone loads, then broadcasts.
+    other = sgd(model, compression=TopK(0.05))
+    if rank == 0:
+        other.load_state_dict(saved)
+    hvd.broadcast_optimizer_state(other, root_rank=0)
+    loaded = other.state_dict()["gradwire"]
+    for name, residual in mean.items():
+        equal(loaded["residuals"][name], residual)
+    assert loaded["steps"] == saved["gradwire"]["steps"]
+    # Somebody else's residuals stay out.
+    theirs = hvd.broadcast_object(optimizer.state_dict(), root_rank=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.load_state_dict(theirs)
+    assert len(caught) == (rank != 1)
+    assert bool(optimizer.state_dict()["gradwire"]["residuals"]) == (rank == 1)
+    wrong = sgd(model_of(), compression=TopK(0.5))
+    assert "0.05" in raised(ValueError, lambda: wrong.load_state_dict(saved))
+    train(model, other, rank, range(2))
+    identical(model)
+
+
+@WORLDS
+def test_consolidated_residuals_load_everywhere(ranks: Ranks, world: int) -> None:
+    ranks(world).run(consolidated)
+
+
+def every_codec(rank: int, codec: Codec) -> None:
+    hvd.init()
+    model = model_of()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.05), compression=codec, backward_passes_per_step=2
+    )
+    first = hvd.allreduce(loss_of(model, rank, 0).detach())
+    for _ in range(15):
+        optimizer.zero_grad()
+        for part in range(2):
+            (loss_of(model, rank, part) / 2).backward()
+        optimizer.step()
+    identical(model)
+    assert hvd.allreduce(loss_of(model, rank, 0).detach()) < first
+    # By the operation's name, outside of an optimizer: what TopK leaves out comes later.
+    x = torch.arange(1.0, 301.0)
+    total = sum(hvd.allreduce(x, name="kept", compression=codec, op=hvd.Sum) for _ in range(40))
+    assert isinstance(total, Tensor)
+    assert abs(float(total.sum() / (40 * hvd.size() * x.sum())) - 1) < 0.1 or codec.name == "topk"
+    if isinstance(codec, TopK):
+        assert (total != 0).sum() > 3 * codec.k(300)
+        assert (hvd.allreduce(x, name="new", compression=codec) != 0).sum() == codec.k(300)
+    a, b = hvd.grouped_allreduce([x, -x], name="pair", compression=codec)
+    assert a.shape == b.shape == x.shape
+    p = parameter(300)
+    scaled = hvd.DistributedOptimizer(
+        torch.optim.SGD([p], lr=1.0), compression=codec, op=hvd.Sum if rank < 0 else hvd.Average,
+        gradient_predivide_factor=4.0,
+    )  # fmt: skip
+    (p * torch.full((300,), 2.0)).sum().backward()
+    scaled.synchronize()
+    if codec.name != "topk":
+        assert torch.allclose(p.grad, torch.full((300,), 2.0), atol=0.3)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_every_codec_trains(ranks: Ranks, codec: Codec) -> None:
+    ranks(2).run(every_codec, codec)
+
+
+def scaled_gradients(rank: int) -> None:
+    hvd.init()
+    model = model_of()
+    optimizer = sgd(model, compression=TopK(0.2))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    optimizer.use_grad_scaler(scaler)
+    for step in range(6):
+        optimizer.zero_grad()
+        before = optimizer.state_dict()["gradwire"]
+        loss = loss_of(model, rank, step)
+        if step == 4 and rank == 0:
+            loss = loss * float("inf")
+        old, scale = weights(model), scaler.get_scale()
+        scaler.scale(loss).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+        identical(model)
+        if step == 4:
+            assert torch.equal(weights(model), old)  # skipped, on all ranks
+            after = optimizer.state_dict()["gradwire"]
+            assert after["scale"] == 2 * before["scale"]  # it has grown since
+            assert any(residual.any() for residual in after["residuals"].values())
+            for name, residual in after["residuals"].items():
+                equal(residual / after["scale"], before["residuals"][name] / before["scale"])
+            assert scaler.get_scale() < scale
+    assert scaler.get_scale() != 8.0
+
+
+@WORLDS
+def test_residuals_follow_the_loss_scale(ranks: Ranks, world: int) -> None:
+    ranks(world).run(scaled_gradients)
+
+
+# -- broadcasts of state -----------------------------------------------------------------------------------------------
+
+
+def broadcasts(rank: int) -> None:
+    hvd.init()
+    root = hvd.size() - 1
+    model = model_of(seed=rank)
+    model.register_buffer("counter", torch.tensor(rank))
+    channels: Any = nn.Conv2d(3, 4, 3)
+    channels = channels.to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        channels.weight.fill_(rank)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=root)
+    hvd.broadcast_parameters(list(channels.named_parameters()), root_rank=root)
+    equal(channels.weight, torch.full((4, 3, 3, 3), float(root)))
+    assert torch.equal(weights(model), weights(model_of(seed=root)))
+    assert model.state_dict()["counter"].item() == root
+    loose = [torch.full((2,), float(rank)), torch.tensor(rank)]
+    hvd.broadcast_parameters(loose, root_rank=1)
+    equal(loose[0], [1.0, 1.0])
+    assert "float" in raised(ValueError, lambda: hvd.broadcast_parameters(1.0, 0))
+    assert "root_rank=99" in raised(ValueError, lambda: hvd.broadcast_parameters(loose, 99))
+
+    for kind in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad):
+        optimizer = kind(model.parameters(), lr=0.1 * (rank + 1), weight_decay=0.5)
+        if rank == root:
+            loss_of(model, rank, 0).backward()
+            optimizer.step()
+        hvd.broadcast_parameters(model.state_dict(), root_rank=root)
+        before = weights(model)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=root)
+        assert torch.equal(weights(model), before)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * (root + 1))
+        states = hvd.allgather_object(optimizer.state_dict()["state"])
+        assert states[0].keys() == states[root].keys()
+        for index, state in states[root].items():
+            for name, value in state.items():
+                assert value is None or torch.equal(states[0][index][name], value)
+    few = torch.optim.SGD(list(model.parameters())[: 6 if rank else 5], lr=0.1)
+    assert "alike" in raised(ValueError, lambda: hvd.broadcast_optimizer_state(few, root_rank=0))
+
+    sent = {"epoch": 7, "list": [1, "two", torch.ones(2)], "rank": root}
+    got = hvd.broadcast_object(sent if rank == root else None, root_rank=root, name="state")
+    assert (got["epoch"], got["rank"]) == (7, root)
+    equal(got["list"][2], [1.0, 1.0])
+    every = hvd.allgather_object({"rank": rank, "text": "x" * 100 * rank})
+    assert [each["rank"] for each in every] == list(range(hvd.size()))
+    assert [len(each["text"]) for each in every] == [100 * r for r in range(hvd.size())]
+
+
+@WORLDS
+def test_broadcasts_of_models_optimizers_and_objects(ranks: Ranks, world: int) -> None:
+    ranks(world).run(broadcasts)

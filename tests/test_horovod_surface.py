@@ -1,0 +1,365 @@
+"""The names and signatures that Horovod scripts rely on, and how a process finds out who it is."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gradwire.hooks.horovod as hvd
+import pytest
+import torch
+from gradwire.hooks.horovod import launch
+from gradwire.hooks.horovod.control import Coordinator, addresses
+from gradwire.hooks.horovod.negotiation import Negotiator
+from ranks import Pool
+from test_horovod_operations import equal, raised
+
+Ranks = Callable[[int], Pool]
+
+PS = "process_set=PS"
+SCALES = "prescale_factor=1.0, postscale_factor=1.0"
+REDUCE = f"average=None, name=None, op=None, {SCALES}, {PS}"
+SCATTER = f"op=0, {PS}, {SCALES}"
+#: Every function, with the defaults as Horovod 0.28.1 has them. PS is the global process set, NONE Compression.none.
+SIGNATURES = {
+    "init": "comm=None, process_sets=None",
+    "DistributedOptimizer": "optimizer, named_parameters=None, compression=NONE, backward_passes_per_step=1, op=0, "
+    f"gradient_predivide_factor=1.0, num_groups=0, groups=None, sparse_as_dense=False, {PS}",
+    "broadcast_parameters": "params, root_rank",
+    "broadcast_optimizer_state": "optimizer, root_rank, model=None",
+    "broadcast_object": f"obj, root_rank=0, name=None, {PS}",
+    "allgather_object": f"obj, name=None, {PS}",
+    "allreduce": f"tensor, average=None, name=None, compression=NONE, op=None, {SCALES}, {PS}",
+    "allreduce_": f"tensor, {REDUCE}",
+    "allreduce_async": f"tensor, {REDUCE}",
+    "allreduce_async_": f"tensor, {REDUCE}",
+    "grouped_allreduce": f"tensors, average=None, name=None, compression=NONE, op=None, {SCALES}, {PS}",
+    "grouped_allreduce_": f"tensors, {REDUCE}",
+    "grouped_allreduce_async": f"tensors, {REDUCE}",
+    "grouped_allreduce_async_": f"tensors, {REDUCE}",
+    "sparse_allreduce_async": f"tensor, name, op, {PS}",
+    "allgather": f"tensor, name=None, {PS}",
+    "allgather_async": f"tensor, name=None, {PS}",
+    "grouped_allgather": f"tensors, name=None, {PS}",
+    "grouped_allgather_async": f"tensors, name=None, {PS}",
+    "broadcast": f"tensor, root_rank, name=None, {PS}",
+    "broadcast_": f"tensor, root_rank, name=None, {PS}",
+    "broadcast_async": f"tensor, root_rank, name=None, {PS}",
+    "broadcast_async_": f"tensor, root_rank, name=None, {PS}",
+    "alltoall": f"tensor, splits=None, name=None, {PS}",
+    "alltoall_async": f"tensor, splits=None, name=None, {PS}",
+    "reducescatter": f"tensor, name=None, compression=NONE, {SCATTER}",
+    "reducescatter_async": f"tensor, name=None, {SCATTER}",
+    "grouped_reducescatter": f"tensors, name=None, compression=NONE, {SCATTER}",
+    "grouped_reducescatter_async": f"tensors, name=None, {SCATTER}",
+    "poll": "handle",
+    "synchronize": "handle",
+    "barrier": PS,
+    "join": "device=-1",
+    "add_process_set": "process_set",
+    "remove_process_set": "process_set",
+    "ProcessSet": "ranks",
+    "start_timeline": "file_path, mark_cycles=False",
+    "elastic.run": "function",
+    "elastic.TorchState": "model=None, optimizer=None, **kwargs",
+    "elastic.TorchState.register_reset_callbacks": "self, callbacks",
+    "elastic.ElasticSampler": "dataset, shuffle=True, seed=0",
+    "elastic.ElasticSampler.set_epoch": "self, epoch",
+    "elastic.ElasticSampler.record_batch": "self, batch_idx, batch_size",
+    "elastic.ElasticSampler.load_state_dict": "self, state_dict",
+    "Compression.fp16.compress": "tensor",
+    "Compression.fp16.decompress": "tensor, ctx",
+    "SyncBatchNorm": "num_features, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True",
+    **dict.fromkeys(
+        [
+            "shutdown", "is_initialized", "rank", "size", "local_rank", "local_size", "cross_rank", "cross_size",
+            "nccl_built", "mpi_built", "mpi_enabled", "gloo_built", "gloo_enabled", "ddl_built", "ccl_built",
+            "cuda_built", "rocm_built", "mpi_threads_supported", "stop_timeline",
+        ],
+        "",
+    ),
+    **{f"elastic.TorchState.{name}": "self" for name in
+       ("save", "restore", "sync", "commit", "check_host_updates", "on_reset")},
+    **{f"elastic.ElasticSampler.{name}": "self" for name in ("state_dict", "reset")},
+    **{f"ProcessSet.{name}": "self" for name in ("size", "rank", "included")},
+}  # fmt: skip
+
+
+def named(path: str) -> Any:
+    found: Any = hvd
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def text_of(path: str, function: Any) -> str:
+    words = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name in ("device", "dtype", "bias") and path != "join":
+            continue  # what newer versions of torch have added to BatchNorm
+        default = parameter.default
+        value = {id(hvd.global_process_set): "PS", id(hvd.Compression.none): "NONE"}.get(id(default), repr(default))
+        star = "**" if parameter.kind is parameter.VAR_KEYWORD else ""
+        words.append(f"{star}{parameter.name}" + ("" if default is parameter.empty else f"={value}"))
+    return ", ".join(words)
+
+
+@pytest.mark.parametrize("path", SIGNATURES)
+def test_signatures(path: str) -> None:
+    assert text_of(path, named(path)) == SIGNATURES[path]
+    assert inspect.getdoc(named(path)) or path.startswith("Compression")
+
+
+def test_constants_and_classes() -> None:
+    assert (hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product) == tuple(range(6))
+    assert issubclass(hvd.HorovodInternalError, RuntimeError)
+    assert hvd.global_process_set.process_set_id == 0
+    assert type(hvd.nccl_built()) is int
+    for name in [
+        "mpi_built",
+        "mpi_enabled",
+        "gloo_built",
+        "gloo_enabled",
+        "ddl_built",
+        "ccl_built",
+        "cuda_built",
+        "rocm_built",
+    ]:
+        assert type(named(name)()) is bool
+    assert hvd.gloo_built()
+    assert not hvd.mpi_enabled()
+    for codec in ("topk(density=0.1)", "onebit()", "qsgd(bits=2)", "terngrad()"):
+        assert eval(f"hvd.Compression.{codec}").wire_bytes(1000) < 4000
+    for name in hvd.__all__:
+        assert hasattr(hvd, name)
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("mpi_ops", "allreduce synchronize poll rank size Average ProcessSet global_process_set HorovodInternalError"),
+        ("compression", "Compression Compressor NoneCompressor FP16Compressor"),
+        ("functions", "broadcast_parameters broadcast_optimizer_state broadcast_object allgather_object"),
+        ("optimizer", "DistributedOptimizer"),
+        ("sync_batch_norm", "SyncBatchNorm"),
+        ("elastic", "run TorchState ElasticSampler"),
+        ("elastic.state", "TorchState"),
+        ("elastic.sampler", "ElasticSampler"),
+    ],
+)
+def test_submodules(module: str, names: str) -> None:
+    imported = importlib.import_module(f"gradwire.hooks.horovod.{module}")
+    assert all(hasattr(imported, name) for name in names.split())
+
+
+def test_before_init() -> None:
+    questions = (hvd.rank, hvd.size, hvd.local_rank, hvd.local_size, hvd.cross_rank, hvd.cross_size)
+    for function in (*questions, hvd.mpi_threads_supported, lambda: hvd.allreduce(torch.ones(1)), hvd.join):
+        assert raised(ValueError, function) == "Horovod has not been initialized; use hvd.init()."
+    assert not hvd.is_initialized()
+    hvd.shutdown()  # harmless
+
+
+# -- who am I ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_order_of_launchers() -> None:
+    pmi = {"PMI_RANK": "1", "PMI_SIZE": "9"}
+    ompi = {**pmi, **{f"OMPI_COMM_WORLD_{k}": v for k, v in
+                      {"RANK": "2", "SIZE": "8", "LOCAL_RANK": "0", "LOCAL_SIZE": "4"}.items()}}  # fmt: skip
+    torchrun = {**ompi, "RANK": "3", "WORLD_SIZE": "7", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    horovod = {**torchrun, **{f"HOROVOD_{k}": v for k, v in
+                              {"RANK": "4", "SIZE": "6", "LOCAL_RANK": "1", "LOCAL_SIZE": "3", "CROSS_RANK": "1",
+                               "CROSS_SIZE": "2"}.items()}}  # fmt: skip
+    read = launch.read_environment
+    assert read(horovod) == launch.Launch(4, 6, 1, 3, 1, 2, "HOROVOD")
+    assert read(torchrun) == launch.Launch(3, 7, 1, 2, source="torchrun")
+    assert read(ompi) == launch.Launch(2, 8, 0, 4, source="mpirun")
+    assert read(pmi) == launch.Launch(1, 9, source="PMI")
+    assert read({}) == launch.Launch(0, 1)
+    assert "RANK=5" in raised(ValueError, lambda: read({"RANK": "5", "WORLD_SIZE": "5"}))
+    assert "'x'" in raised(ValueError, lambda: read({"RANK": "x", "WORLD_SIZE": "5"}))
+
+
+SCRIPT = """
+import sys, torch
+import gradwire.hooks.horovod as hvd
+hvd.init()
+sums = hvd.allreduce(torch.tensor([hvd.rank() + 1.0]), op=hvd.Sum).tolist()
+sys.stdout.write(f"{hvd.rank()} {hvd.size()} {hvd.local_rank()} {hvd.local_size()} {sums}\\n")
+"""
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "PMI"])
+def test_mpirun_needs_no_master_address(tmp_path: Path, launcher: str) -> None:
+    import os
+
+    clean = {k: v for k, v in os.environ.items() if k not in ("MASTER_ADDR", "RANK", "WORLD_SIZE")}
+    processes = []
+    for rank in range(2):
+        env = {**clean, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+        if launcher == "mpirun":
+            values = {"RANK": rank, "SIZE": 2, "LOCAL_RANK": rank, "LOCAL_SIZE": 2}
+            env |= {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in values.items()}
+            env["PMIX_NAMESPACE"] = "prterun-host-1234@1"
+        else:
+            env |= {"PMI_RANK": str(rank), "PMI_SIZE": "2"}
+        processes.append(subprocess.Popen([sys.executable, "-c", SCRIPT], env=env, text=True, stdout=subprocess.PIPE))
+    lines = sorted(process.communicate(timeout=60)[0] for process in processes)
+    assert lines == ["0 2 0 2 [3.0]\n", "1 2 1 2 [3.0]\n"]
+    assert all(process.returncode == 0 for process in processes)
+    assert not list(tmp_path.rglob("*1234*"))  # nothing is left behind
+
+
+def test_several_hosts_without_an_address_are_told_what_to_set() -> None:
+    where = launch.Launch(1, 4, local_rank=1, local_size=2, source="mpirun")
+    assert "-x MASTER_ADDR" in raised(RuntimeError, lambda: launch.open_store(where, {}))
+
+
+def test_the_rendezvous_folder_must_be_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch.tempfile, "gettempdir", lambda: str(tmp_path))
+    folder = launch.private_folder("x")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)
+    assert "only this user" in raised(RuntimeError, lambda: launch.private_folder("x"))
+
+
+class Communicator:
+    """What mpi4py's has, over torch.distributed."""
+
+    def Get_rank(self) -> int:
+        return torch.distributed.get_rank()
+
+    def Get_size(self) -> int:
+        return torch.distributed.get_world_size()
+
+    def bcast(self, value: Any, root: int) -> Any:
+        values = [value]
+        torch.distributed.broadcast_object_list(values, src=root)
+        return values[0]
+
+    def allgather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.Get_size()
+        torch.distributed.all_gather_object(values, value)
+        return values
+
+
+def communicators(rank: int) -> None:
+    hvd.shutdown()
+    hvd.init(Communicator(), process_sets=[hvd.ProcessSet([1, 2])])
+    assert (hvd.rank(), hvd.size(), hvd.local_size()) == (rank, 4, 4)
+    equal(hvd.allreduce(torch.ones(1), op=hvd.Sum), [4.0])
+    assert hvd.mpi_ops.process_set_ids() == [0, 1]
+    assert "exists" in raised(ValueError, lambda: hvd.add_process_set(hvd.ProcessSet(Communicator())))
+    hvd.shutdown()
+    assert not hvd.is_initialized()
+    if rank in (3, 1):  # two of four, the other way round
+        hvd.init([3, 1])
+        assert (hvd.rank(), hvd.size()) == ((rank == 1), 2)
+        equal(hvd.allgather(torch.tensor([rank])), [3, 1])
+        hvd.shutdown()
+    else:
+        assert "comm=[3, 1]" in raised(ValueError, lambda: hvd.init([3, 1]))
+    assert "dynamic" in raised(ValueError, lambda: hvd.init(process_sets="static"))
+    torch.distributed.barrier()
+    for _ in range(2):  # and again
+        hvd.init(process_sets="dynamic")
+        hvd.init()
+        equal(hvd.allgather(torch.tensor([rank])), [0, 1, 2, 3])
+        hvd.shutdown()
+        assert "not been initialized" in raised(ValueError, hvd.rank)
+        torch.distributed.barrier()
+
+
+def test_communicators_and_subsets(ranks: Ranks) -> None:
+    ranks(4).run(communicators)
+
+
+# -- the negotiation, by itself ----------------------------------------------------------------------------------------
+
+
+def request(key: str, fuse: str | None = "f", numel: int = 10, **changes: Any) -> dict[str, Any]:
+    return {"key": key, "set": 0, "kind": "allreduce", "tensors": [["float32", [numel]]], "same": {}, "own": {},
+            "fuse": fuse, "fill": False, **changes}  # fmt: skip
+
+
+def ran(negotiator: Negotiator) -> list[list[str]]:
+    return [[op["key"] for op in d.message["ops"]] for d in negotiator.decisions() if d.message["do"] == "run"]
+
+
+def test_ready_operations_are_fused_up_to_the_threshold() -> None:
+    negotiator = Negotiator(2, fusion_bytes=100)
+    for rank in range(2):
+        for key in ("a", "b", "c"):
+            negotiator.announce(rank, request(key))
+        negotiator.announce(rank, request("other", fuse="g"))
+        negotiator.announce(rank, request("alone", fuse=None))
+        negotiator.announce(rank, request("large", numel=1000))
+    assert ran(negotiator) == [["a", "b"], ["c"]]  # 40 bytes each; and no more than two decisions under way
+    negotiator.done(0)
+    assert ran(negotiator) == [["other"]]
+    for _ in range(3):
+        negotiator.done(0)
+    assert ran(negotiator) == [["alone"], ["large"]]
+
+
+def test_nothing_runs_before_all_are_ready() -> None:
+    negotiator = Negotiator(3)
+    negotiator.announce(0, request("a"))
+    negotiator.announce(2, request("a"))
+    assert ran(negotiator) == []
+    assert [(key, who, missing) for key, who, missing, _ in negotiator.overdue(-1.0)] == [("a", [0, 2], [1])]
+    assert list(negotiator.overdue(-1.0)) == []  # once
+    negotiator.announce(1, request("a"))
+    assert ran(negotiator) == [["a"]]
+
+
+def test_strangers_are_not_let_in() -> None:
+    store = torch.distributed.HashStore()
+    coordinator = Coordinator(store, Negotiator(1), 0.0, 0.0)
+    place = json.loads(store.get("control"))
+    assert addresses()
+    for message in (b"\x00\x00\x00\x02{}", b"\xff\xff\xff\xff" + b"x" * 9000, b"GET / HTTP/1.0\r\n\r\n" * 500,
+                    b"\x00\x00\x00\x1e" + json.dumps({"secret": "guess", "rank": 0}).encode()):  # fmt: skip
+        with socket.create_connection(("127.0.0.1", place["port"]), timeout=5) as end:
+            end.sendall(message)
+            end.settimeout(5)
+            with contextlib.suppress(ConnectionResetError):
+                assert end.recv(10) == b""
+    assert coordinator.thread.is_alive()
+    coordinator._end("the test is over", clean=True)
+    coordinator.thread.join(10)
+    assert not coordinator.thread.is_alive()
+
+
+def stalled(rank: int) -> float:
+    import os
+
+    hvd.shutdown()
+    os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = "1"
+    hvd.init()
+    del os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"]
+    start = time.monotonic()
+    if rank == 0:
+        text = raised(hvd.HorovodInternalError, lambda: hvd.allreduce(torch.ones(1), name="lonely"))
+        assert "lonely" in text
+        assert "[1]" in text
+    else:
+        time.sleep(1.5)
+    seconds = time.monotonic() - start
+    hvd.shutdown()
+    torch.distributed.barrier()
+    return seconds
+
+
+def test_a_stall_can_be_made_an_error(ranks: Ranks) -> None:
+    assert max(ranks(2).run(stalled)) < 10
