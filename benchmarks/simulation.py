@@ -164,7 +164,7 @@ class SimulatedGroup(Group):
 
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank, self.size = world, rank, world.size
-        self.ranks = tuple(range(world.size))
+        self._ranks = range(world.size)
         self._calls = 0
 
     def begin(self) -> None:

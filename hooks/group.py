@@ -37,8 +37,12 @@ class Group:
         self._group = process_group
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
-        #: The global ranks.
-        self.ranks: tuple[int, ...] = tuple(ranks if ranks is not None else dist.get_process_group_ranks(process_group))
+        self._ranks = ranks
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks."""
+        return tuple(dist.get_process_group_ranks(self._group) if self._ranks is None else self._ranks)
 
     @classmethod
     def of_ranks(cls, ranks: list[int]) -> Group:
