@@ -32,7 +32,12 @@ ARMS = {
     "topk": "gradwire, TopK",
     "qsgd": "gradwire, QSGD",
     "terngrad": "gradwire, TernGrad",
+    "auto": "gradwire, OneBit by auto",
+    "hvd-none": "Horovod interface, float32",
+    "hvd-onebit": "Horovod interface, OneBit",
+    "hvd-topk": "Horovod interface, TopK",
 }
+HOROVOD = "hvd-"
 FLOOR, OPPONENT = "none", "fp16"
 DEFAULT_ARMS = (FLOOR, "fp32", OPPONENT, "onebit", "topk")
 
@@ -103,10 +108,11 @@ class Arm:
         modules: list[nn.Module] = []
         for _ in range(layers):
             modules += [nn.Linear(width, width), nn.ReLU()]
-        # PowerSGD's hook dies on Gloo when several of its buckets are in flight.
-        cap = 10_000 if name == "powersgd" else None
-        self.model = DistributedDataParallel(nn.Sequential(*modules[:-1]), bucket_cap_mb=cap)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        self.model: nn.Module = nn.Sequential(*modules[:-1])
+        if not name.startswith(HOROVOD):
+            # PowerSGD's hook dies on Gloo when several of its buckets are in flight.
+            self.model = DistributedDataParallel(self.model, bucket_cap_mb=10_000 if name == "powersgd" else None)
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
         generator = torch.Generator().manual_seed(1 + dist.get_rank())
         self.x = torch.randn(batch, width, generator=generator)
         self.y = torch.randn(batch, width, generator=generator)
@@ -118,6 +124,23 @@ class Arm:
         self._register(name, density)
 
     def _register(self, name: str, density: float) -> None:
+        codecs: dict[str, Codec] = {
+            "onebit": OneBit(),
+            "topk": TopK(density=density),
+            "qsgd": QSGD(),
+            "terngrad": TernGrad(),
+        }
+        if name.startswith(HOROVOD):
+            import gradwire.hooks.horovod as hvd
+
+            hvd.init()
+            self.optimizer = hvd.DistributedOptimizer(
+                self.optimizer,
+                named_parameters=self.model.named_parameters(),
+                compression=codecs.get(name.removeprefix(HOROVOD), hvd.Compression.none),
+            )
+            return
+        assert isinstance(self.model, DistributedDataParallel)
         if name == FLOOR:
             self.model.register_comm_hook(self, without_communication)
         elif name == "fp16":
@@ -128,13 +151,8 @@ class Arm:
         elif name != "fp32":
             from .. import CompressState, compress_hook
 
-            codecs: dict[str, Codec] = {
-                "onebit": OneBit(),
-                "topk": TopK(density=density),
-                "qsgd": QSGD(),
-                "terngrad": TernGrad(),
-            }
-            self.state = CompressState(self.model, codecs[name], fallback=None)
+            options: dict[str, Any] = {} if name == "auto" else {"fallback": None}
+            self.state = CompressState(self.model, codecs.get(name, OneBit()), **options)
             self.model.register_comm_hook(self.state, compress_hook)
 
     def step(self) -> float:

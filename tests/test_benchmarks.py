@@ -82,7 +82,7 @@ def test_the_torch_chains_do_what_the_codec_does(codec: TopK | OneBit) -> None:
 
 def test_step_in_miniature(tmp_path: Path) -> None:
     file = tmp_path / "step.json"
-    line = "step --rate none --width 32 --layers 2 --rounds 2 --steps 2 --warmup 3 --arms fp16 onebit --json"
+    line = "step --rate none --width 32 --layers 2 --rounds 2 --steps 2 --warmup 3 --arms fp16 onebit auto hvd-topk --json"
     command = [sys.executable, "-m", "gradwire.benchmarks.cli", *line.split(), str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
@@ -92,10 +92,10 @@ def test_step_in_miniature(tmp_path: Path) -> None:
     assert not document["shaped"]
     assert document["proof"] is None
     assert document["model"]["parameters"] == 2 * (32 * 32 + 32)
-    assert [row["arm"] for row in document["arms"]] == ["none", "fp16", "onebit"]
+    assert [row["arm"] for row in document["arms"]] == ["none", "fp16", "onebit", "auto", "hvd-topk"]
     for row in document["arms"]:
         assert [len(turn) for turn in row["times_s"]] == [2, 2]
-        assert (row["payload_bytes"] is not None) == (row["arm"] == "onebit")
+        assert (row["payload_bytes"] is not None) == (row["arm"] in ("onebit", "auto"))
         assert row["sent_bytes"] is None
 
 
