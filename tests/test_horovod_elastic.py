@@ -14,6 +14,7 @@ import gradwire.hooks.horovod as hvd
 import pytest
 import torch
 from gradwire import TopK
+from gradwire.hooks.horovod.elastic import state as elastic_state
 from ranks import Pool
 from test_horovod_operations import equal, raised
 from torch import nn
@@ -158,6 +159,12 @@ def committed(rank: int, folder: str) -> None:
 
     assert go(fresh, "done") == "done"
     assert calls == [n]
+    # A restart that one rank has heard of interrupts all, at the same commit.
+    if rank == 1:
+        elastic_state._terminating.set()
+    assert "restarting" in raised(hvd.elastic.HostsUpdatedInterrupt, fresh.commit)
+    elastic_state._terminating.clear()
+    fresh.commit()
     wrong = hvd.elastic.TorchState(other)
     assert "committed with" in raised(ValueError, wrong._load_commit)
     del os.environ["GRADWIRE_ELASTIC_DIR"]
@@ -222,14 +229,14 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("end", ENDS)
-def test_a_rank_that_is_gone_ends_in_an_error_on_the_others(tmp_path: Path, end: str) -> None:
-    """Rank 1 goes in the middle; the others hear of it, quickly, and can say so."""
+@pytest.mark.parametrize(("end", "who"), [("killed", 0), ("killed", 1), ("left", 1), ("failed", 1), ("shut down", 0)])
+def test_a_rank_that_is_gone_ends_in_an_error_on_the_others(tmp_path: Path, end: str, who: int) -> None:
+    """One goes in the middle; the others hear of it, quickly, and can say so."""
     script = (
         PREAMBLE
         + f"""
     hvd.allreduce(torch.ones(3))
-    if rank == 1:
+    if rank == {who}:
         {ENDS[end]}
     start = time.monotonic()
     try:
@@ -255,11 +262,11 @@ def test_a_rank_that_is_gone_ends_in_an_error_on_the_others(tmp_path: Path, end:
     ]
     for rank, process in enumerate(processes):
         status = process.wait(60)
-        if rank != 1:
+        if rank != who:
             assert status == 0
             seconds, message = Path(f"{path}.{rank}").read_text().split(" ", 1)
             assert float(seconds) < QUICK
-            assert "shut down" in message or "Connection" in message or "rank 1" in message
+            assert "shut down" in message or "Connection" in message or f"rank {who}" in message
 
 
 def free_port() -> int:
