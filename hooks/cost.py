@@ -20,7 +20,9 @@ from .entries import BINS
 from .group import SMALL_GATHER, Group
 
 #: A probe's messages grow until one takes this long, or has this many bytes.
-PROBE_SECONDS, PROBE_BYTES = 0.02, 1 << 24
+PROBE_SECONDS, PROBE_BYTES = 0.03, 1 << 25
+#: Its shortest messages, and the pause before each: ranks do other things between collectives, and have to wake up.
+SHORT, PAUSE = 64, 1e-3
 #: Entries that the probe packs, one in so many elements.
 PROBE_ENTRIES, PROBE_SPACING = 1 << 15, 64
 #: Elements that a codec's probe compresses.
@@ -249,19 +251,18 @@ def slowest(calibration: Calibration, group: Group, device: torch.device) -> Cal
 
 
 def _line(run: Callable[[int], None], group: Group, device: torch.device) -> Line:
-    """α from the shortest messages; β from ones that take long enough."""
+    """α from the shortest messages; β from how much longer long ones take than some a quarter as long, so that what
+    passes a shaped link in a burst does not count."""
     others = max(1, group.size - 1)
-    small = 64
     for _ in range(3):
-        run(small)  # opens connections
-    alpha = _agreed(group, device, [_median([_timed(run, small, device) for _ in range(7)])])[0]
-    size = 1 << 14
-    while True:
+        run(SHORT)  # opens connections
+    (alpha,) = _agreed(group, device, [_median([_timed(run, SHORT, device, PAUSE) for _ in range(9)])])
+    size, seconds, shorter, before = SHORT, alpha, 0, 0.0
+    while seconds < alpha + PROBE_SECONDS and 4 * size * group.size <= PROBE_BYTES:
+        shorter, before = size, seconds
+        size = max(1 << 14, 4 * size)
         (seconds,) = _agreed(group, device, [_median([_timed(run, size, device) for _ in range(3)])])
-        if seconds > alpha + PROBE_SECONDS or size * group.size >= PROBE_BYTES:
-            break
-        size *= 4
-    return Line(alpha, max(seconds - alpha, 1e-9) / (others * (size - small)))
+    return Line(alpha, max(seconds - before, 1e-9) / (others * (size - shorter)))
 
 
 def _work(group: Group, device: torch.device) -> Work:
@@ -331,7 +332,8 @@ def codec_speed(codec: Codec, feedback: bool, numel: int, group: Group, device: 
     return CodecSpeed(encoding / n, decoding / n)
 
 
-def _timed(run: Callable[[int], None], size: int, device: torch.device) -> float:
+def _timed(run: Callable[[int], None], size: int, device: torch.device, pause: float = 0.0) -> float:
+    time.sleep(pause)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     begin = time.perf_counter()

@@ -82,8 +82,9 @@ def test_the_torch_chains_do_what_the_codec_does(codec: TopK | OneBit) -> None:
 
 def test_step_in_miniature(tmp_path: Path) -> None:
     file = tmp_path / "step.json"
-    line = "step --rate none --width 32 --layers 2 --rounds 2 --steps 2 --warmup 3 --arms fp16 onebit auto hvd-topk --json"
-    command = [sys.executable, "-m", "gradwire.benchmarks.cli", *line.split(), str(file)]
+    line = "step --rate none --width 32 --layers 2 --rounds 2 --steps 2 --warmup 3 --json"
+    arms = ["--arms", "fp16", "onebit", "auto", "hvd-topk"]
+    command = [sys.executable, "-m", "gradwire.benchmarks.cli", *line.split(), str(file), *arms]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     assert "NOT SHAPED" in done.stdout
