@@ -25,6 +25,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Request = dict[str, Any]
+#: What all agree on, and what `describe` says of it.
+Ready = tuple[Request, dict[str, Any]]
 
 #: Kinds whose tensors may differ in their first dimension.
 UNEVEN = ("allgather", "alltoall")
@@ -32,8 +34,8 @@ UNEVEN = ("allgather", "alltoall")
 JOINABLE = ("allreduce", "adasum", "exchange", "allgather")
 
 ITEM_BYTES = {"float64": 8, "int64": 8, "complex64": 8, "complex128": 16, "float32": 4, "int32": 4}
-#: How many decisions a process set may have under way: the next one is formed while these run, from what has come
-#: together meanwhile, so that buffers grow where the network is the bottleneck.
+#: How many decisions a process set may have under way before fused ones wait: the next one is formed while these run,
+#: from what has come together meanwhile, so that buffers grow where the network is the bottleneck.
 AHEAD = 2
 
 
@@ -67,7 +69,7 @@ class Negotiator:
         self.sets: dict[int, tuple[int, ...]] = {0: tuple(range(size))}
         self._next_set = 1
         self._pending: dict[str, _Pending] = {}
-        self._ready: dict[int, list[tuple[Request, dict[str, Any]]]] = {}
+        self._ready: dict[int, list[Ready]] = {}
         self._urgent: list[Decision] = []
         self._running: dict[int, int] = {}
         self._joined: list[int] = []
@@ -95,10 +97,10 @@ class Negotiator:
         yield from self._urgent
         self._urgent.clear()
         for set_id, ready in self._ready.items():
-            while ready and self._running.get(set_id, 0) < AHEAD:
+            while ready and (taken := self._take(ready, self._running.get(set_id, 0) < AHEAD)):
                 self._running[set_id] = self._running.get(set_id, 0) + 1
                 members = self.sets[set_id]
-                batch = [{"key": request["key"], "info": info} for request, info in self._take(ready)]
+                batch = [{"key": request["key"], "info": info} for request, info in taken]
                 yield Decision(members, {"do": "run", "set": set_id, "ops": batch}, members[0])
 
     def overdue(self, seconds: float, again: bool = False) -> Iterator[tuple[str, list[int], list[int], float]]:
@@ -157,16 +159,21 @@ class Negotiator:
             self.sets.pop(set_id, None)
         return None
 
-    def _take(self, ready: list[tuple[Request, dict[str, Any]]]) -> list[tuple[Request, dict[str, Any]]]:
-        """The first of the ready operations, and those that fit into one buffer with it."""
+    def _take(self, ready: list[Ready], fused: bool) -> list[Ready]:
+        """What to run next: an operation by itself, or, if it is time for a `fused` one, the first that can be and
+        those that fit into one buffer with it."""
+        for place, (request, _) in enumerate(ready):
+            if request["fuse"] is None:  # gains nothing by waiting
+                return [ready.pop(place)]
+        if not fused:
+            return []
         first = ready.pop(0)
-        batch, size = [first], request_bytes(first[0]) if first[0]["fuse"] else 0
-        if first[0]["fuse"] is not None:
-            for item in list(ready):
-                if item[0]["fuse"] == first[0]["fuse"] and size + request_bytes(item[0]) <= self.fusion_bytes:
-                    ready.remove(item)
-                    batch.append(item)
-                    size += request_bytes(item[0])
+        batch, size = [first], request_bytes(first[0])
+        for item in list(ready):
+            if item[0]["fuse"] == first[0]["fuse"] and size + request_bytes(item[0]) <= self.fusion_bytes:
+                ready.remove(item)
+                batch.append(item)
+                size += request_bytes(item[0])
         return batch
 
 
