@@ -1,4 +1,4 @@
-"""The example scripts run, on 2 ranks, learn what they should, and are Horovod code but for one line."""
+"""The example scripts run, on 2 and on 4 ranks, learn what they should, and are Horovod code but for one line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ FOLDER = Path(__file__).resolve().parent.parent / "examples" / "horovod"
 SCRIPTS = sorted(FOLDER.glob("*.py"))
 
 
-def run(script: str, *arguments: str, world: int = 2, restarts: int = 0) -> str:
+worlds = pytest.mark.parametrize("world", [2, 4])
+
+
+def run(script: str, world: int, *arguments: str, restarts: int = 0) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
     command += [f"--max-restarts={restarts}", str(FOLDER / script), *arguments]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -27,35 +30,38 @@ def run(script: str, *arguments: str, world: int = 2, restarts: int = 0) -> str:
     return done.stdout
 
 
-def test_image_classification() -> None:
-    output = run("image_classification.py", "--epochs=2", "--fp16-allreduce")
+@worlds
+def test_image_classification(world: int) -> None:
+    output = run("image_classification.py", world, f"--epochs={world}", "--fp16-allreduce")
     accuracies = [float(text) for text in re.findall(r"accuracy ([\d.]+)", output)]
-    assert len(accuracies) == 2
+    assert len(accuracies) == world
     assert accuracies[-1] > 0.8, output
 
 
-@pytest.mark.parametrize("compression", ["none", "topk"])
-def test_synthetic_benchmark(compression: str) -> None:
-    output = run("synthetic_benchmark.py", "--width=128", "--num-iters=2", f"--compression={compression}")
-    assert re.search(rf"{compression}: [\d.]+ \+- [\d.]+ samples/s on 2 ranks", output), output
+@pytest.mark.parametrize(("compression", "world"), [("none", 2), ("topk", 2), ("topk", 4)])
+def test_synthetic_benchmark(compression: str, world: int) -> None:
+    output = run("synthetic_benchmark.py", world, "--width=128", "--num-iters=2", f"--compression={compression}")
+    assert re.search(rf"{compression}: [\d.]+ \+- [\d.]+ samples/s on {world} ranks", output), output
 
 
-def test_language_model() -> None:
-    output = run("language_model.py", "--steps=40")
+@worlds
+def test_language_model(world: int) -> None:
+    output = run("language_model.py", world, "--steps=40")
     losses = [float(text) for text in re.findall(r"loss ([\d.]+)", output)]
     assert len(losses) == 4
     assert losses[-1] < 0.7 * losses[0], output
     assert "replicas are equal" in output
 
 
-def test_elastic() -> None:
-    output = run("elastic.py", "--epochs=2", "--samples=256", restarts=1)
-    assert "begin at epoch 1, batch 0, on 2 ranks" in output
-    assert "begin at epoch 2, batch 4, on 2 ranks" in output
+@worlds
+def test_elastic(world: int) -> None:
+    output = run("elastic.py", world, "--epochs=2", f"--samples={128 * world}", restarts=1)
+    assert f"begin at epoch 1, batch 0, on {world} ranks" in output
+    assert f"begin at epoch 2, batch 4, on {world} ranks" in output
     losses = [float(text) for text in re.findall(r"loss ([\d.]+)", output)]
     assert len(losses) == 2
     assert losses[-1] < losses[0]
-    # 256 samples on 2 ranks in batches of 16, 8 in an epoch, none of them twice after the restart.
+    # 128 samples a rank in batches of 16, 8 in an epoch, none of them twice after the restart.
     assert "epoch 2: 8 batches" in output
     assert output.count("finished") == 1
 
