@@ -57,6 +57,12 @@ def _module(file: Path, check: bool) -> Module:
     return _modules[file, check]
 
 
+def forget(csrc: Path) -> None:
+    """Give back what the modules of a directory hold, which will not be used again."""
+    for file, check in [key for key in _modules if key[0].parent == csrc]:
+        _modules.pop((file, check)).library.emulator_give_back()
+
+
 @contextmanager
 def emulated_gpu(device: EmulatedDevice | None = None) -> Iterator[EmulatedDevice]:
     """Within the block CPU tensors lie on a GPU, as far as the backend "cuda" can tell."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from cuda_on_cpu import EmulationError
-from emulated import CSRC, EmulatedDevice, emulated_gpu
+from emulated import CSRC, EmulatedDevice, emulated_gpu, forget
 from gradwire.compress import QSGD, Codec, OneBit, TernGrad, TopK, new_draw
 from gradwire.compress.backends import use_backend
 from gradwire.compress.entries import index_layout
@@ -290,6 +290,9 @@ def objection(codec: Codec, csrc: Path) -> str:
                 return DIFFERS
     except EmulationError as error:
         return str(error)
+    finally:
+        if csrc != CSRC:
+            forget(csrc)
     return ""
 
 

@@ -30,9 +30,15 @@ struct FloatingPointMode {
 static char* stacks;
 static size_t stack_count;
 
+static void give_back_stacks() {
+    if (stacks) munmap(stacks, stack_count * STACK_BYTES);
+    stacks = nullptr;
+    stack_count = 0;
+}
+
 static bool have_stacks(size_t wanted) {
     if (stack_count >= wanted) return true;
-    if (stacks) munmap(stacks, stack_count * STACK_BYTES);
+    give_back_stacks();
     const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     void* memory = mmap(nullptr, wanted * STACK_BYTES, PROT_READ | PROT_WRITE, flags, -1, 0);
     stacks = memory == MAP_FAILED ? nullptr : (char*)memory;
@@ -216,6 +222,11 @@ static void run_grid(Block* slots, uint64_t resident, uint64_t count) {
 }
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
+
+// A guarded stack is two mappings, and a process may have 65530: whoever loads many modules gives their stacks back.
+EXPORTED void emulator_give_back() {
+    give_back_stacks();
+}
 
 EXPORTED uint64_t emulator_static_shared() {
     return static_bytes();
