@@ -261,14 +261,11 @@ class Task:
             moving = carrier.start_gather(entries, k)
             return carrier.finish_gather(moving, k) if observed else None
         if self.algorithm == "union":
-            union = carrier.gather(entries, k, with_values=False).indices
-            total = carrier.on_union(entries, union)
-            carrier.all_reduce(total)
-            return Entries(union, total)
+            return carrier.union(entries, k)
         bounds = carrier.balanced_bounds(entries.indices)
-        owned = carrier.to_owners(entries, bounds)
         if self.algorithm == "split":
-            return carrier.from_owners(owned, carrier.all_counts(len(owned)), bounds)
+            return carrier.split(entries, bounds)
+        owned = carrier.to_owners(entries, bounds)
         kept, counts, _ = carrier.cut(owned.values, k, None)
         return carrier.from_owners(owned[kept], counts, bounds)
 

@@ -10,17 +10,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass, replace
+from itertools import pairwise
 
 import torch
 
 from ..compress.backends.sparse import entries_for
 from ..compress.codec import Codec, new_draw
 from ..compress.entries import index_bytes, value_bytes
-from .entries import BINS
+from .entries import BINS, Carrier, Entries
 from .group import SMALL_GATHER, Group
 
-#: A probe's messages grow until one takes this long, or has this many bytes.
-PROBE_SECONDS, PROBE_BYTES = 0.03, 1 << 25
+#: A probe's messages grow until one has taken this long, or all ranks' have so many bytes.
+PROBE_SECONDS, PROBE_BYTES = 0.15, 1 << 26
 #: Its shortest messages, and the pause before each: ranks do other things between collectives, and have to wake up.
 SHORT, PAUSE = 64, 1e-3
 #: Entries that the probe packs, one in so many elements.
@@ -33,10 +34,25 @@ CENSUS_BYTES = 4 * (BINS + 2)
 
 @dataclass(frozen=True)
 class Line:
-    """A collective: `alpha` seconds, and `beta` for each byte that a rank receives."""
+    """A collective: `alpha` seconds, and `beta` for each byte that a rank receives; up to the largest message that was
+    probed, what was measured, as backends change their ways with the size.
+
+    Attributes:
+        points: bytes received and seconds taken, ascending.
+    """
 
     alpha: float
     beta: float
+    points: tuple[tuple[float, float], ...] = ()
+
+    def transfer(self, size: float) -> float:
+        """Seconds for so many bytes received, beyond `alpha`."""
+        if not self.points or size >= self.points[-1][0]:
+            return self.beta * size
+        (before, fast), (after, slow) = next(
+            pair for pair in pairwise(((0.0, self.alpha), *self.points)) if size < pair[1][0]
+        )
+        return max(0.0, fast + (slow - fast) * (size - before) / (after - before) - self.alpha)
 
 
 @dataclass(frozen=True)
@@ -99,14 +115,24 @@ class CodecSpeed:
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds to pack, unpack and merge an entry; for each element over which lists are merged; and for each element of
-    a vector that is filled, scaled and read."""
+    """Seconds to pack, unpack and merge an entry, and to write it into a vector; for each element over which lists are
+    merged; and for each element of a vector that is filled, scaled and read."""
 
     pack: float
     unpack: float
     merge: float
+    scatter: float
     sweep: float
     dense: float
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Seconds that the algorithms take for a handful of entries: rounds, waking up, and what surrounds them."""
+
+    gather: float
+    union: float
+    split: float
 
 
 @dataclass(frozen=True)
@@ -117,19 +143,23 @@ class Calibration:
     all_to_all: Line
     all_reduce: Line
     work: Work
+    latency: Latency
 
     # -- sparse gradients, by the algorithms of `hooks.sparse` ---------------------------------------------------------
 
     def gather(self, shape: Shape) -> Estimate:
         p, k, work = shape.world_size, shape.k, self.work
         spent = work.pack * k + (work.unpack + work.merge) * p * k + work.sweep * shape.numel
-        return self._estimate("gather", [self._gather(shape.entry_bytes(shape.numel, k), p)], spent)
+        spent += work.scatter * shape.union
+        moves = [self._gather(shape.entry_bytes(shape.numel, k), p)]
+        return self._estimate("gather", moves, spent, self.latency.gather)
 
     def union(self, shape: Shape) -> Estimate:
         p, k, u, work = shape.world_size, shape.k, shape.union, self.work
         spent = work.pack * k + (work.unpack + work.merge) * p * k + work.merge * (u + k) + 2 * work.sweep * shape.numel
+        spent += work.scatter * u
         moves = [self._gather(index_bytes(shape.numel, k), p), (self.all_reduce, 8 * u * (p - 1) / p)]
-        return self._estimate("union", moves, spent)
+        return self._estimate("union", moves, spent, self.latency.union)
 
     def split(self, shape: Shape) -> Estimate:
         """With everything that the union has."""
@@ -149,11 +179,12 @@ class Calibration:
             (self.all_to_all, (p - 1) * shape.entry_bytes(span, mine)),
         ]
         spent = work.pack * (k + mine) + (work.unpack + work.merge) * k + work.unpack * kept + work.sweep * span
-        return self._estimate("split", moves, spent)
+        spent += work.scatter * kept
+        return self._estimate("split", moves, spent, self.latency.split)
 
     def dense(self, shape: Shape) -> Estimate:
         moves = [(self.all_reduce, 8 * shape.numel * (shape.world_size - 1) / shape.world_size)]
-        return self._estimate("dense", moves, self.work.dense * shape.numel)
+        return self._estimate("dense", moves, self.work.dense * shape.numel + self.work.scatter * shape.k)
 
     # -- wires of codecs -----------------------------------------------------------------------------------------------
 
@@ -187,9 +218,10 @@ class Calibration:
         return (self.all_to_all if row * world_size <= SMALL_GATHER else self.all_gather), (world_size - 1) * row
 
     @staticmethod
-    def _estimate(name: str, moves: list[tuple[Line, float]], work: float) -> Estimate:
-        latency = sum(line.alpha for line, _ in moves)
-        transfer = sum(line.beta * size for line, size in moves)
+    def _estimate(name: str, moves: list[tuple[Line, float]], work: float, latency: float | None = None) -> Estimate:
+        if latency is None:
+            latency = sum(line.alpha for line, _ in moves)
+        transfer = sum(line.transfer(size) for line, size in moves)
         return Estimate(name, sum(size for _, size in moves), latency, transfer, work)
 
 
@@ -239,30 +271,46 @@ def calibrate(group: Group, device: torch.device) -> Calibration:
         group.all_reduce(torch.zeros(max(1, size * p // 8), device=device)).wait()
 
     first, second, third = (_line(run, group, device) for run in (all_gather, all_to_all, all_reduce))
-    return Calibration(first, second, third, _work(group, device))
+    return Calibration(first, second, third, _work(group, device), _latency(group, device))
 
 
 def slowest(calibration: Calibration, group: Group, device: torch.device) -> Calibration:
     """What subgroups have measured by themselves, as the slowest of `group` has it: every rank must decide alike."""
-    parts = calibration.all_gather, calibration.all_to_all, calibration.all_reduce, calibration.work
-    agreed = iter(_agreed(group, device, [number for part in parts for number in astuple(part)]))
-    first, second, third = (Line(next(agreed), next(agreed)) for _ in range(3))
-    return Calibration(first, second, third, Work(*agreed))
+    group_of = calibration.all_gather, calibration.all_to_all, calibration.all_reduce
+    first, second, third = (Line(*_agreed(group, device, [line.alpha, line.beta])) for line in group_of)
+    work = Work(*_agreed(group, device, list(astuple(calibration.work))))
+    return Calibration(first, second, third, work, Latency(*_agreed(group, device, list(astuple(calibration.latency)))))
 
 
 def _line(run: Callable[[int], None], group: Group, device: torch.device) -> Line:
-    """α from the shortest messages; β from how much longer long ones take than some a quarter as long, so that what
-    passes a shaped link in a burst does not count."""
+    """α from the shortest messages; β from long ones, the better of the last two: some sizes suit a backend badly."""
     others = max(1, group.size - 1)
     for _ in range(3):
         run(SHORT)  # opens connections
     (alpha,) = _agreed(group, device, [_median([_timed(run, SHORT, device, PAUSE) for _ in range(9)])])
-    size, seconds, shorter, before = SHORT, alpha, 0, 0.0
-    while seconds < alpha + PROBE_SECONDS and 4 * size * group.size <= PROBE_BYTES:
-        shorter, before = size, seconds
-        size = max(1 << 14, 4 * size)
+    size, points = 1 << 14, [(0.0, alpha)]
+    while points[-1][1] < PROBE_SECONDS and size * group.size <= PROBE_BYTES:
         (seconds,) = _agreed(group, device, [_median([_timed(run, size, device) for _ in range(3)])])
-    return Line(alpha, max(seconds - before, 1e-9) / (others * (size - shorter)))
+        points.append((float(others * size), max(seconds, alpha)))
+        size *= 4
+    betas = [max(seconds - alpha, 1e-9) / received for received, seconds in points[-2:] if received]
+    return Line(alpha, min(betas), tuple(points[1:-1]))
+
+
+def _latency(group: Group, device: torch.device) -> Latency:
+    carrier = Carrier(1024, torch.float32, device, group)
+    entries = Entries(torch.arange(8, dtype=torch.int32, device=device) * 128, torch.ones(8, device=device))
+    bounds = [1024 * owner // group.size for owner in range(group.size + 1)]
+    runs: tuple[Callable[[int], object], ...] = (
+        lambda _: carrier.gather(entries, 8),
+        lambda _: carrier.union(entries, 8),
+        lambda _: carrier.split(entries, bounds),
+    )
+    seconds = []
+    for run in runs:
+        run(0)
+        seconds.append(_median([_timed(run, 0, device, PAUSE) for _ in range(7)]))
+    return Latency(*_agreed(group, device, seconds))
 
 
 def _work(group: Group, device: torch.device) -> Work:
@@ -286,6 +334,9 @@ def _work(group: Group, device: torch.device) -> Work:
     def merge() -> None:
         kernels.merge(indices, values, (0, n), 0, numel, out_indices, out_values)
 
+    def scatter() -> None:
+        vector[indices.long()] = values
+
     def sweep() -> None:  # no entries: what the elements alone take
         kernels.merge(indices[:0], values[:0], (0, 0), 0, numel, out_indices, out_values)
 
@@ -295,12 +346,13 @@ def _work(group: Group, device: torch.device) -> Work:
         vector.clone()
 
     seconds = []
-    for run in (pack, unpack, merge, sweep, dense):
+    for run in (pack, unpack, merge, scatter, sweep, dense):
         run()
         _agreed(group, device, [0.0])  # all ranks at once, as they will be
         seconds.append(_median([_timed(lambda _, run=run: run(), 0, device) for _ in range(5)]))  # type: ignore[misc]
-    packing, unpacking, merging, sweeping, filling = _agreed(group, device, seconds)
-    return Work(packing / n, unpacking / n, max(merging - sweeping, 0.0) / n, sweeping / numel, filling / numel)
+    packing, unpacking, merging, writing, sweeping, filling = _agreed(group, device, seconds)
+    merging = max(merging - sweeping, 0.0)
+    return Work(packing / n, unpacking / n, merging / n, writing / n, sweeping / numel, filling / numel)
 
 
 def codec_speed(codec: Codec, feedback: bool, numel: int, group: Group, device: torch.device) -> CodecSpeed:
@@ -332,7 +384,7 @@ def codec_speed(codec: Codec, feedback: bool, numel: int, group: Group, device: 
     return CodecSpeed(encoding / n, decoding / n)
 
 
-def _timed(run: Callable[[int], None], size: int, device: torch.device, pause: float = 0.0) -> float:
+def _timed(run: Callable[[int], object], size: int, device: torch.device, pause: float = 0.0) -> float:
     time.sleep(pause)
     if device.type == "cuda":
         torch.cuda.synchronize(device)

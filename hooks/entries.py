@@ -226,6 +226,21 @@ class Carrier:
         self.kernels.unpack_value_pieces(values, every, self.dtype, result.values)
         return result
 
+    # -- whole algorithms ----------------------------------------------------------------------------------------------
+
+    def union(self, entries: Entries, k: int) -> Entries:
+        """The sum, in the backend's order: an all-reduce at the union of all ranks' indices. `k` as in `gather`."""
+        union = self.gather(entries, k, with_values=False).indices
+        total = self.on_union(entries, union)
+        self.all_reduce(total)
+        return Entries(union, total)
+
+    def split(self, entries: Entries, bounds: Sequence[int], scale: float = 1.0) -> Entries:
+        """The sum times `scale`, by owners of ranges, in rank order."""
+        owned = self.to_owners(entries, bounds)
+        owned.values.mul_(scale)
+        return self.from_owners(owned, self.all_counts(len(owned)), bounds)
+
     def all_counts(self, count: int) -> list[int]:
         """What every rank passes, in rank order."""
         rows, work = self._all_gather(torch.tensor([count], dtype=torch.int32).to(self.device))

@@ -161,14 +161,10 @@ def reduce(call: Call) -> Entries | Tensor:
         result = carrier.gather(entries, k)
         result.values.mul_(scale)
     elif call.decision.name == "union":
-        union = carrier.gather(entries, k, with_values=False).indices
-        total = carrier.on_union(entries, union)
-        carrier.all_reduce(total)
-        result = Entries(union, total.mul_(scale))
+        result = carrier.union(entries, k)
+        result.values.mul_(scale)
     elif call.decision.name == "split":
-        owned = carrier.to_owners(entries, call.bounds)
-        owned.values.mul_(scale)
-        result = carrier.from_owners(owned, carrier.all_counts(len(owned)), call.bounds)
+        result = carrier.split(entries, call.bounds, scale)
     else:
         dense = carrier.room("dense", carrier.numel, torch.float32)
         dense.zero_()

@@ -59,13 +59,18 @@ def test_four_nodes_between_which_two_passes_go(ranks: Ranks, codec: Codec) -> N
     assert all(text.startswith(f"hierarchical {inner}") for text in results[0][2])
 
 
+WORK, LATENCY = cost.Work(2e-9, 2e-9, 2e-9, 2e-9, 5e-11, 5e-10), cost.Latency(1e-5, 3e-5, 4e-5)
+
+
 def pretend(outside: float, inside: float | None = None) -> Any:
     """A calibration as of a network that moves a byte in `outside` seconds, and inside a node in `inside`."""
 
     def calibration(group: Group, device: torch.device, everywhere: bool | None = None) -> cost.Calibration:
         beta = inside if inside is not None and group.size == 2 and group.ranks[1] == group.ranks[0] + 1 else outside
         line = cost.Line(1e-5, beta)
-        return cost.Calibration(line, line, line, cost.Work(2e-9, 2e-9, 2e-9, 5e-11, 5e-10))
+        return cost.Calibration(
+            line, line, line, cost.Work(2e-9, 2e-9, 2e-9, 2e-9, 5e-11, 5e-10), cost.Latency(1e-5, 3e-5, 4e-5)
+        )
 
     return calibration
 
@@ -134,7 +139,7 @@ def test_a_small_bucket_is_not_worth_it_where_a_large_one_is() -> None:
     """One network: latency decides for the small one, bytes for the large."""
     planner = plan.Planner(plan.Topology(_Ranks()), torch.device("cpu"), torch.float32)  # type: ignore[arg-type]
     gather, exchange, reduce = cost.Line(2e-3, 0.0), cost.Line(4e-3, 8e-9), cost.Line(1e-3, 8e-9)
-    planner._flat = cost.Calibration(gather, exchange, reduce, cost.Work(2e-9, 2e-9, 2e-9, 5e-11, 5e-10))
+    planner._flat = cost.Calibration(gather, exchange, reduce, WORK, LATENCY)
     choice = plan.Choice(OneBit(), "auto", True)
     planner._speeds[planner._key(choice)] = cost.CodecSpeed(1e-9, 1e-9)
     assert planner.plan(choice, 1000, 0)[0].exchange == "dense"

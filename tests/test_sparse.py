@@ -332,7 +332,8 @@ def test_a_calibration_is_the_same_on_all_ranks_and_measured_once(ranks: Ranks) 
 
 
 SLOW = cost.Line(1e-4, 1e-7)
-WORK = cost.Work(2e-9, 2e-9, 2e-9, 5e-11, 5e-10)
+WORK = cost.Work(2e-9, 2e-9, 2e-9, 2e-9, 5e-11, 5e-10)
+LATENCY = cost.Latency(1e-4, 3e-4, 4e-4)
 
 
 @pytest.mark.parametrize(
@@ -348,7 +349,7 @@ WORK = cost.Work(2e-9, 2e-9, 2e-9, 5e-11, 5e-10)
 def test_the_model_chooses_as_bytes_do_on_a_slow_network(
     density: float, overlap: float, world_size: int, expected: set[str]
 ) -> None:
-    calibration = cost.Calibration(SLOW, SLOW, SLOW, WORK)
+    calibration = cost.Calibration(SLOW, SLOW, SLOW, WORK, LATENCY)
     numel = 1 << 22
     k = int(density * numel)
     union = min(numel, round(k * (1 + (world_size - 1) * (1 - overlap))))
@@ -356,9 +357,14 @@ def test_the_model_chooses_as_bytes_do_on_a_slow_network(
     assert decision.name in expected, str(decision)
 
 
+def test_a_line_goes_through_what_was_measured() -> None:
+    line = cost.Line(1.0, 0.1, ((100.0, 5.0), (200.0, 9.0)))
+    assert [line.transfer(size) for size in (0, 50, 100, 150, 200, 1000)] == [0, 2, 4, 6, 20, 100]
+
+
 def test_on_a_fast_network_work_decides() -> None:
     fast = cost.Line(1e-5, 1e-11)
-    calibration = cost.Calibration(fast, fast, fast, WORK)
+    calibration = cost.Calibration(fast, fast, fast, WORK, LATENCY)
     assert sparse.choose(calibration, cost.Shape(1 << 22, 1 << 19, 8, 1 << 21)).name == "dense"
 
 
