@@ -277,7 +277,8 @@ def calibrate(group: Group, device: torch.device) -> Calibration:
 def slowest(calibration: Calibration, group: Group, device: torch.device) -> Calibration:
     """What subgroups have measured by themselves, as the slowest of `group` has it: every rank must decide alike."""
     group_of = calibration.all_gather, calibration.all_to_all, calibration.all_reduce
-    first, second, third = (Line(*_agreed(group, device, [line.alpha, line.beta])) for line in group_of)
+    agreed = iter(_agreed(group, device, [number for line in group_of for number in (line.alpha, line.beta)]))
+    first, second, third = (Line(next(agreed), next(agreed)) for _ in group_of)
     work = Work(*_agreed(group, device, list(astuple(calibration.work))))
     return Calibration(first, second, third, work, Latency(*_agreed(group, device, list(astuple(calibration.latency)))))
 
