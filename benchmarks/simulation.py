@@ -93,6 +93,7 @@ class World:
         errors: list[BaseException] = []
 
         def serve(rank: int) -> None:
+            torch.set_num_threads(1)  # or every rank would get a team of threads of its own
             self.ranks[rank].seen = time.thread_time()
             try:
                 group = SimulatedGroup(self, rank)
@@ -229,9 +230,9 @@ def _transpose(arguments: list[Any]) -> None:
 
 
 #: Ranks that unpack and sum what they gather, beyond so many entries in all: the others would do the same once more.
-EVERYBODY = 1 << 22
+EVERYBODY = 1 << 19
 #: Entries of all ranks together beyond which `union` is left out: every rank has to look at all of them.
-UNION_ENTRIES = 1 << 22
+UNION_ENTRIES = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -263,11 +264,14 @@ class Task:
         if self.algorithm == "union":
             return carrier.union(entries, k)
         bounds = carrier.balanced_bounds(entries.indices)
-        if self.algorithm == "split":
-            return carrier.split(entries, bounds)
         owned = carrier.to_owners(entries, bounds)
-        kept, counts, _ = carrier.cut(owned.values, k, None)
-        return carrier.from_owners(owned[kept], counts, bounds)
+        if self.algorithm == "split":
+            counts = carrier.all_counts(len(owned))
+        else:
+            kept, counts, _ = carrier.cut(owned.values, k, None)
+            owned = owned[kept]
+        shares = carrier.start_sharing(owned, counts, bounds)
+        return carrier.finish_sharing(shares, counts, bounds) if observed else None
 
 
 def simulate(task: Task, world_size: int, network: Network) -> dict[str, Any]:
@@ -281,7 +285,7 @@ def simulate(task: Task, world_size: int, network: Network) -> dict[str, Any]:
     check(task, world_size, results[0][1])
     received, spent = max(received for received, _ in results), max(world.times)
     # The first rank does everything; of the others the middle one, as threads disturb each other.
-    work = max(world.work[0] if task.algorithm == "gather" else 0.0, report.median(world.work))
+    work = max(world.work[0], report.median(world.work))
     return {"received_bytes": received, "network_s": spent, "seconds": spent + work}
 
 

@@ -208,18 +208,25 @@ class Carrier:
 
     def from_owners(self, owned: Entries, counts: Sequence[int], bounds: Sequence[int]) -> Entries:
         """Every owner's entries, end to end, on every rank. `counts`: how many each owner has, known to all ranks."""
-        ranges, rank = [b - a for a, b in pairwise(bounds)], self.rank
-        every = Pieces(counts, bounds[:-1], ranges)
-        mine = Pieces(counts[rank : rank + 1], bounds[rank : rank + 1], ranges[rank : rank + 1])
-        result = self.room.entries("result", sum(counts))
+        return self.finish_sharing(self.start_sharing(owned, counts, bounds), counts, bounds)
+
+    def start_sharing(self, owned: Entries, counts: Sequence[int], bounds: Sequence[int]) -> tuple[Moving, Moving]:
+        """Pack what this rank owns, and start the all-gathers of its parts."""
+        rank, every = self.rank, _owners(counts, bounds)
+        mine = Pieces(counts[rank : rank + 1], bounds[rank : rank + 1], every.ranges[rank : rank + 1])
         sizes = every.index_sizes()
         piece = self.room("owned index piece", sizes[rank])
         self.kernels.pack_index_pieces(owned.indices, mine, piece)
-        indices, index_work = self._all_gather_v(piece, sizes)
+        indices = self._all_gather_v(piece, sizes)
         sizes = every.value_sizes(self.dtype)
         piece = self.room("owned value piece", sizes[rank])
         self.kernels.pack_value_pieces(owned.values, mine, self.dtype, piece, owned.indices)
-        values, value_work = self._all_gather_v(piece, sizes)
+        return indices, self._all_gather_v(piece, sizes)
+
+    def finish_sharing(self, moving: tuple[Moving, Moving], counts: Sequence[int], bounds: Sequence[int]) -> Entries:
+        """Unpack what has arrived."""
+        (indices, index_work), (values, value_work) = moving
+        every, result = _owners(counts, bounds), self.room.entries("result", sum(counts))
         index_work.wait()
         self.kernels.unpack_index_pieces(indices, every, result.indices)
         value_work.wait()
@@ -342,6 +349,10 @@ class Carrier:
         self.group.all_reduce(tensor).wait()
         moved = 2 * tensor.nbytes * (self.world_size - 1) // self.world_size
         self._count(tensor.nbytes, moved)
+
+
+def _owners(counts: Sequence[int], bounds: Sequence[int]) -> Pieces:
+    return Pieces(counts, bounds[:-1], [b - a for a, b in pairwise(bounds)])
 
 
 @dataclass(frozen=True)
