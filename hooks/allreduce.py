@@ -79,7 +79,7 @@ class TwoPass(Exchange):
     def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
         super().__init__(codec, numel, extra, device, group)
         block = codec.block_size
-        assert block is not None  # choose_exchange saw to it
+        assert block is not None  # check_exchange saw to it
         blocks = -(-numel // block)
         self.slice = -(-blocks // self.world_size) * block
         slice_bytes = codec.wire_bytes(self.slice) if numel else 0

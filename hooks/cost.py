@@ -17,7 +17,7 @@ import torch
 from ..compress.backends.sparse import entries_for
 from ..compress.codec import Codec, new_draw
 from ..compress.entries import index_bytes, value_bytes
-from .entries import BINS, Carrier, Entries
+from .entries import CENSUS_BYTES, Carrier, Entries, census_is_shared
 from .group import SMALL_GATHER, Group
 
 #: A probe's messages grow until one has taken this long, or all ranks' have so many bytes.
@@ -28,8 +28,6 @@ SHORT, PAUSE = 64, 1e-3
 PROBE_ENTRIES, PROBE_SPACING = 1 << 15, 64
 #: Elements that a codec's probe compresses.
 PROBE_ELEMENTS = 1 << 19
-#: What an owner tells the others to find the k largest sums (`entries.Carrier.cut`).
-CENSUS_BYTES = 4 * (BINS + 2)
 
 
 @dataclass(frozen=True)
@@ -167,7 +165,11 @@ class Calibration:
 
     def split_k(self, shape: Shape) -> Estimate:
         """With the k largest sums alone; ranges and the cut are known from earlier steps."""
-        return self._split(shape, min(shape.k, shape.union), [self._gather(CENSUS_BYTES, shape.world_size)])
+        p = shape.world_size
+        moves = [self._gather(CENSUS_BYTES, p)]
+        if not census_is_shared(shape.k, p):
+            moves = [(self.all_reduce, 2 * CENSUS_BYTES * (p - 1) / p), self._gather(8, p)]
+        return self._split(shape, min(shape.k, shape.union), moves)
 
     def _split(self, shape: Shape, kept: int, moves: list[tuple[Line, float]]) -> Estimate:
         p, k, work = shape.world_size, shape.k, self.work
@@ -256,7 +258,7 @@ def calibration(group: Group, device: torch.device, everywhere: bool | None = No
 
 
 def calibrate(group: Group, device: torch.device) -> Calibration:
-    """Probe a group: a collective. Takes some tens of milliseconds, and more where latencies are long."""
+    """Probe a group: a collective. Takes a second or two, and more where the network is slow or cores are few."""
     p = group.size
 
     def all_gather(size: int) -> None:

@@ -24,6 +24,14 @@ RANGE_SAMPLES = 1024
 #: Of a magnitude's 31 bits the cut looks at the highest 21: 11 at first, then 10 more.
 KEY_BITS, KEPT_BITS, COARSE_BITS = 31, 21, 11
 BINS = 1 << COARSE_BITS
+#: What an owner tells the others of its sums: how many lie below a window, in each bin, and above.
+CENSUS_BYTES = 4 * (BINS + 2)
+
+
+def census_is_shared(k: int, world_size: int) -> bool:
+    """Whether every owner hears each other's census, in one round, rather than their sum, in two: where that is little
+    beside the entries themselves."""
+    return CENSUS_BYTES * world_size <= min(SMALL_GATHER, 4 * k)
 
 
 def range_samples(indices: Tensor, numel: int, rank: int, world_size: int) -> Tensor:
@@ -327,7 +335,7 @@ class Carrier:
     def _census(self, keys: Tensor, window: int, shift: int, k: int) -> _Census:
         bins = ((keys >> shift) - window).clamp_(-1, BINS) + 1
         mine = torch.bincount(bins, minlength=BINS + 2).int()
-        if mine.nbytes * self.world_size <= min(SMALL_GATHER, 4 * k):
+        if census_is_shared(k, self.world_size):
             every, work = self._all_gather(mine)
             work.wait()
             return _Census(window, every.sum(0), mine, every)

@@ -54,12 +54,12 @@ def sparse_all_reduce(
     Args:
         indices: int64 or int32 [k], strictly ascending, in [0, numel). k may differ between ranks, and be 0.
         values: float32, float16 or bfloat16 [k], on the same device. NaN and infinities are passed on. Sums are made in
-            float32; bfloat16 travels as such, float16 as float32.
+            float32; bfloat16 travels as such in "gather" and "split", all else as float32.
         numel: length N of the vector, below 2^31, the same on all ranks.
         group: the ranks; by default all.
         op: "mean" or "sum".
         algorithm: "gather", "union", "split", "dense", or "auto": the fastest by `hooks.cost`, which probes a group the
-            first time it meets it (some tenths of a second).
+            first time it meets it (a second or two).
         out: float32, float16 or bfloat16 [N]: filled with the result, zero where no rank has an entry.
 
     Returns:

@@ -64,12 +64,9 @@ class Sparse(Exchange):
         self.moved = carrier.sent, carrier.received
         with clock("exchange"):
             if self.numel:
-                indices, values = (
-                    self.wire.view(torch.int32)[1 : 1 + self.k],
-                    self.wire.view(torch.float32)[1 + self.k :],
-                )
-                count = int(self.wire.view(torch.int32)[0])
-                self.reduce(Entries(indices[:count], values[:count]))
+                words, first = self.wire.view(torch.int32), 1 + self.k
+                count = int(words[0])
+                self.reduce(Entries(words[1 : 1 + count], self.wire.view(torch.float32)[first : first + count]))
                 self.counts[0] = carrier.skipped
                 self.counts[1] += (~self.result.values.isfinite()).sum()
             elif self.extra:
@@ -101,8 +98,9 @@ class Union(Sparse):
         mine = carrier.on_union(entries, union)
         if residual is not None:
             at = union.long()
-            mine += residual[at]
-            residual[at] = torch.where(mine.isfinite(), 0.0, residual[at])
+            rest = residual[at]
+            mine += rest
+            residual[at] = rest.masked_fill_(mine.isfinite(), 0.0)
         total = torch.cat([mine, self.extras])
         carrier.all_reduce(total)
         self.extras.copy_(total[len(mine) :])

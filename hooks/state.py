@@ -37,7 +37,7 @@ class CompressState:
         model: the `DistributedDataParallel` model, or what `torch.compile` made of it.
         codec: a codec, or a function of the step (counted from 0) that returns one, equal on all ranks.
         exchange: "gather", "two_pass", "union", "split", "dense", "hierarchical", or "auto": what is fastest for each
-            bucket by `hooks.cost`, whose probe of the group takes some tenths of a second when the first state is made.
+            bucket by `hooks.cost`, whose probe of the group takes a second or two when the first state is made.
             Measured times differ between runs, and so may decisions: name an exchange where runs must be repeatable.
         error_feedback: whether to keep what compression leaves out and add it to the next gradient. "auto" does so for
             codecs that contract (the deterministic ones); True makes stochastic codecs round to nearest.
@@ -398,6 +398,9 @@ class CompressState:
         if group is None:
             self._control.follow_timeout(model_group)
         topology = make_topology(self._topology, ranks, self._group, carrier, blocking)
+        for part in (topology.inside, topology.between):
+            if part is not None and blocking:
+                part.follow_timeout(model_group)
         self._planner = Planner(topology, self._device, self.fallback)
         if self.exchange == "auto":
             self._planner.calibrate()

@@ -198,9 +198,7 @@ def test_what_cannot_be_reduced_is_refused_on_every_rank(
 def die(rank: int, algorithm: str) -> str:
     """Rank 1 goes in the middle of a call, the others are told."""
     if rank == 1:
-        carrier_gather, carrier_owners = Carrier.gather, Carrier.to_owners
         Carrier.gather = Carrier.to_owners = Carrier.all_reduce = lambda *a, **k: os._exit(1)  # type: ignore[method-assign, assignment]
-        del carrier_gather, carrier_owners
     indices = torch.arange(0, 50_000, 5)
     begin = time.monotonic()
     try:
@@ -293,6 +291,32 @@ def test_the_cut_keeps_the_largest(ranks: Ranks, sums: list[list[float]], k: int
 
 def sparse_census(ranks: Ranks, sums: list[list[float]], k: int, guess: int | None) -> Any:
     return ranks(3).run(keep_largest, 3, sums, k, guess)
+
+
+def twice(rank: int) -> Any:
+    """What the first call returned, after a second one has worked in the same memory."""
+    indices = torch.tensor([rank, 5 + rank], dtype=torch.int32)
+    first = sparse_all_reduce(indices, torch.ones(2), 10, op="sum", algorithm="gather")
+    sparse_all_reduce(indices + 1, torch.full((2,), 7.0), 10, op="sum", algorithm="gather")
+    return [tensor.tolist() for tensor in first]
+
+
+def test_a_result_outlives_the_next_call(ranks: Ranks) -> None:
+    assert ranks(2).run(twice) == [[[0, 1, 5, 6], [1.0, 1.0, 1.0, 1.0]]] * 2
+
+
+def half_known(rank: int) -> bool:
+    """Rank 0 has met the group before, rank 1 has not: both must probe, or one waits for ever."""
+    group = Group(dist.group.WORLD)
+    cost.calibration(group, torch.device("cpu"))
+    if rank == 1:
+        cost._known.clear()
+    sparse_all_reduce(torch.tensor([rank]), torch.ones(1), 10)
+    return cost.known(group, torch.device("cpu"))
+
+
+def test_a_newcomer_makes_all_probe(ranks: Ranks) -> None:
+    assert ranks(2).run(half_known) == [True, True]
 
 
 def balance(rank: int, world_size: int, pattern: str) -> list[Any]:
