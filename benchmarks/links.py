@@ -94,13 +94,20 @@ class Loopback:
     ) -> None:
         pass
 
-    def run(self, function: Callable[..., Any], arguments: Mapping[str, Any], timeout: float) -> list[Any]:
+    def run(
+        self,
+        function: Callable[..., Any],
+        arguments: Mapping[str, Any],
+        timeout: float,
+        follow: Callable[[str], None] | None = None,
+    ) -> list[Any]:
         """Call a module's function on every rank, inside a Gloo process group, one thread each.
 
         Args:
             function: importable by its module and name.
             arguments: its keyword arguments; they and its result travel as JSON.
             timeout: seconds for all of it, after which every process is ended.
+            follow: called with each line that rank 0 writes, as it does.
 
         Returns:
             What it returned, by rank.
@@ -141,11 +148,14 @@ class Loopback:
                             start_new_session=True,
                         )
                     )
-            while any(process.poll() is None for process in processes):
-                failed = [rank for rank, process in enumerate(processes) if process.poll()]
-                if failed or time.monotonic() > deadline:
-                    break
-                time.sleep(0.02)
+            with (folder / "0.log").open(errors="replace") as log:
+                while any(process.poll() is None for process in processes):
+                    failed = [rank for rank, process in enumerate(processes) if process.poll()]
+                    if failed or time.monotonic() > deadline:
+                        break
+                    time.sleep(0.02)
+                    while follow is not None and (line := log.readline()):
+                        follow(line.rstrip("\n"))
             for rank, process in enumerate(processes):
                 if process.poll():
                     said = (folder / f"{rank}.log").read_text(errors="replace").strip()[-3000:]

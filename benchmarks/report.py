@@ -8,6 +8,8 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -80,6 +82,18 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
     return first, third
 
 
+def interval(values: Sequence[float], confidence: float = 0.95) -> dict[str, float]:
+    """Mean, and the limits of its confidence interval by Student's t; of one value, that value three times. Needs
+    SciPy."""
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return {"mean": mean, "low": mean, "high": mean}
+    from scipy.stats import t
+
+    reach = float(t.ppf((1 + confidence) / 2, len(values) - 1)) * statistics.stdev(values) / len(values) ** 0.5
+    return {"mean": mean, "low": mean - reach, "high": mean + reach}
+
+
 def document(benchmark: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The JSON document of one run, before it has run: schema, benchmark, its arguments, the environment."""
     return {"schema": SCHEMA, "benchmark": benchmark, "arguments": dict(arguments), "environment": environment()}
@@ -88,6 +102,46 @@ def document(benchmark: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(content, indent=1) + "\n")
+
+
+class Progress:
+    """How far something long is: a bar on a terminal, now and then a line elsewhere. A context manager; needs rich.
+
+    Args:
+        title: what is under way.
+        total: how many units of work it has.
+    """
+
+    #: Seconds between lines where the output is no terminal.
+    QUIET = 15.0
+
+    def __init__(self, title: str, total: float) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+        self.title, self.total, self.done, self.spoke = title, total, 0.0, time.monotonic()
+        console = Console(stderr=True)
+        self.lines = not console.is_terminal
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"))
+        self.bar = Progress(
+            *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=self.lines, transient=True
+        )
+        self.task = self.bar.add_task(title, total=total, note="")
+
+    def __enter__(self) -> Progress:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.bar.stop()
+
+    def advance(self, units: float, note: str = "") -> None:
+        """So many more units are done; `note` says what came of them."""
+        self.done += units
+        self.bar.update(self.task, advance=units, note=note)
+        if self.lines and time.monotonic() - self.spoke > self.QUIET:
+            self.spoke = time.monotonic()
+            print(f"{self.title}: {self.done / self.total:.0%}  {note}", file=sys.stderr, flush=True)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> None:

@@ -1,0 +1,127 @@
+"""The ways of exchanging gradients that the training benchmark compares."""
+
+# Annotations stay evaluated here: DDP compares those of a hook with its own.
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from .. import QSGD, Cast, Codec, CompressState, OneBit, TernGrad, TopK, compress_hook
+
+FLOOR, DENSE, OPPONENT = "none", "fp32", "fp16"
+#: Steps that PowerSGD's hook leaves dense; its state then knows the buckets, and its factors begin.
+POWERSGD_DENSE_STEPS = 10
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way of exchanging gradients.
+
+    Attributes:
+        name, title: for the command line, and for people.
+        colour: in plots; of Okabe and Ito's palette, which colour-blind readers can tell apart.
+        codec: gradwire's; None for PyTorch's own ways and for none at all.
+        learns_as: the arm whose learning curve holds for this one too; itself by default.
+        decides: whether `exchange="auto"` may choose not to compress.
+    """
+
+    name: str
+    title: str
+    colour: str
+    codec: Codec | None = None
+    learns_as: str | None = None
+    decides: bool = False
+
+    @property
+    def dense_steps(self) -> int:
+        """Steps at the start that cost what float32 costs."""
+        return POWERSGD_DENSE_STEPS if self.name == "powersgd" else 0
+
+    @property
+    def ours(self) -> bool:
+        return self.codec is not None
+
+    def wrap(self, model: nn.Module, bucket_mb: float, seed: int) -> "Attached":
+        """DDP around `model`, with this arm's hook. A collective."""
+        # PowerSGD starts collectives from callbacks; on Gloo, several buckets of it in flight take each other's data.
+        ddp = DistributedDataParallel(model, bucket_cap_mb=10_000 if self.name == "powersgd" else bucket_mb)
+        if self.name == FLOOR:
+            ddp.register_comm_hook(None, without_communication)
+        elif self.name == OPPONENT:
+            ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif self.name == "powersgd":
+            power = powerSGD_hook.PowerSGDState(
+                None,
+                matrix_approximation_rank=4,
+                start_powerSGD_iter=POWERSGD_DENSE_STEPS,
+                compression_stats_logging_frequency=10**9,
+            )
+            ddp.register_comm_hook(power, powerSGD_hook.powerSGD_hook)
+            return Attached(ddp, power=power)
+        elif self.codec is not None:
+            # Named, so that what learns is what is timed: "auto" decides by measurements, which differ between runs.
+            state = CompressState(ddp, self.codec, seed=seed, exchange="auto" if self.decides else "gather")
+            ddp.register_comm_hook(state, compress_hook)
+            return Attached(ddp, state=state)
+        return Attached(ddp)
+
+
+@dataclass(frozen=True)
+class Attached:
+    """A model whose gradients an arm exchanges, and the state of its hook."""
+
+    model: DistributedDataParallel
+    state: CompressState | None = None
+    power: powerSGD_hook.PowerSGDState | None = None
+
+    def bits_per_element(self, arm: Arm) -> float:
+        """What stands for a gradient element on its way, at the end of the run; 0 where nothing is sent."""
+        if self.state is not None:
+            done = self.state.statistics()
+            return 32 * done.payload_bytes / done.dense_bytes
+        if self.power is not None:
+            _, before, after = self.power.compression_stats()
+            return 32 * after / before if before else 32.0
+        return {FLOOR: 0.0, OPPONENT: 16.0}.get(arm.name, 32.0)
+
+    def compresses(self) -> bool:
+        """Whether anything but float32 travels."""
+        return self.state is None or any(
+            not decision.startswith("dense ") for decision in self.state.statistics().decisions.values()
+        )
+
+    def close(self) -> None:
+        if self.state is not None:
+            self.state.close()
+
+
+def without_communication(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """A hook that gives every rank its own gradients back: the floor."""
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+#: A density at which int8 values and packed indices still take 29 times fewer bytes than float32, and error feedback's
+#: delay, of about 1/density steps, is short beside a run of a few hundred.
+DENSER = TopK(density=0.08, values=torch.int8)
+
+ARMS = {
+    arm.name: arm
+    for arm in (
+        Arm(FLOOR, "no communication", "#BBBBBB"),
+        Arm(DENSE, "DDP, float32", "#000000"),
+        Arm(OPPONENT, "DDP, fp16 hook", "#777777"),
+        Arm("bf16", "Cast(bfloat16), for PyTorch's bf16 hook", "#AA7744", Cast(torch.bfloat16)),
+        Arm("powersgd", "DDP, PowerSGD hook, rank 4", "#56B4E9"),
+        Arm("qsgd", "QSGD, 4 bits", "#0072B2", QSGD(bits=4)),
+        Arm("terngrad", "TernGrad", "#009E73", TernGrad()),
+        Arm("onebit", "OneBit", "#D55E00", OneBit()),
+        Arm("topk", "TopK, 1 %", "#CC79A7", TopK(density=0.01)),
+        Arm("topk8", "TopK, 8 %, int8", "#E69F00", DENSER),
+        Arm("auto", "auto: TopK, 8 %, int8, or dense", "#F0E442", DENSER, learns_as="topk8", decides=True),
+    )
+}
