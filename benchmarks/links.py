@@ -162,13 +162,13 @@ class Loopback:
                             start_new_session=True,
                         )
                     )
-            with (folder / "0.log").open(errors="replace") as log:
+            with (folder / "0.log").open(errors="replace") as written:
                 while any(process.poll() is None for process in processes):
                     failed = [rank for rank, process in enumerate(processes) if process.poll()]
                     if failed or time.monotonic() > deadline:
                         break
                     time.sleep(0.02)
-                    while follow is not None and (line := log.readline()):
+                    while follow is not None and (line := written.readline()):
                         follow(line.rstrip("\n"))
             for rank, process in enumerate(processes):
                 if process.poll():
@@ -318,9 +318,8 @@ def caption(proof: Proof | None) -> str:
     """What a table has to say about the links below it; None is a loopback's proof."""
     if proof is None:
         return "NOT SHAPED: loopback, as fast as the processors allow; says nothing about a network"
-    took = (
-        f"an all-reduce that needs {proof['expected_s'] * 1e3:.1f} ms at this rate took {proof['median_s'] * 1e3:.1f}"
-    )
+    expected, took = proof["expected_s"] * 1e3, proof["median_s"] * 1e3
+    measured = f"an all-reduce that needs {expected:.1f} ms at this rate took {took:.1f}"
     if proof["reached"]:
         return f"links proven: {measured}"
     return f"RATE NOT REACHED: {measured}; what this machine can send and receive is the limit, not the link"

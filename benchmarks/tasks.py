@@ -42,6 +42,7 @@ class Task(ABC):
         batch: samples of all ranks together, in each step.
         learning_rate: at the end of the warm-up, which takes a tenth of the steps; found for float32.
         bucket_mb: DDP's `bucket_cap_mb`, smaller for small models, so that they too have several buckets.
+        margin: equal loss is within this share of what float32 ends at with the same seed.
         clip: largest norm of the averaged gradient.
     """
 
@@ -53,6 +54,7 @@ class Task(ABC):
     batch: int
     learning_rate: float
     bucket_mb: float
+    margin: float = 0.01
     clip: float = 1.0
     momentum: float = 0.9
 
@@ -210,6 +212,7 @@ DIGITS = Digits(
     batch=64,
     learning_rate=0.1,
     bucket_mb=0.25,
+    margin=0.1,  # of a loss near zero
 )
 SMALL = Text("small", "byte-level transformer, 0.85 M parameters", steps=300, batch=8, learning_rate=0.3, bucket_mb=1)
 LARGE = Text(
@@ -222,6 +225,7 @@ LARGE = Text(
     width=320,
     layers=8,
     heads=5,
+    validation_windows=128,
 )
 TASKS: dict[str, Task] = {task.name: task for task in (DIGITS, SMALL, LARGE)}
 

@@ -1,0 +1,194 @@
+"""The training benchmark: its tasks, how curves and step times are joined, and a small run of the real thing."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gradwire.benchmarks import report, train_report
+from gradwire.benchmarks.arms import ARMS
+from gradwire.benchmarks.tasks import DIGITS, SMALL, TASKS, Task
+
+
+@pytest.mark.parametrize("task", [DIGITS, SMALL], ids=lambda task: task.name)
+def test_ranks_share_one_global_batch(task: Task) -> None:
+    (whole, answers), *_ = alone = list(islice(task.batches(3, 0, 1), 2))
+    assert len(whole) == task.batch
+    shares = [list(islice(task.batches(3, rank, 4), 2)) for rank in range(4)]
+    for turn, (inputs, targets) in enumerate(alone):
+        assert torch.equal(torch.cat([share[turn][0] for share in shares]), inputs)
+        assert torch.equal(torch.cat([share[turn][1] for share in shares]), targets)
+    other, _ = next(task.batches(4, 0, 1))
+    assert not torch.equal(other, whole)
+    assert answers.dtype == torch.int64
+    with pytest.raises(ValueError, match=f"3 ranks cannot share {task.name}'s {task.batch} samples"):
+        next(task.batches(3, 0, 3))
+
+
+@pytest.mark.parametrize("task", [DIGITS, SMALL], ids=lambda task: task.name)
+def test_validation_does_not_depend_on_the_number_of_ranks(task: Task) -> None:
+    torch.manual_seed(0)
+    model = task.model()
+    alone = task.validation(model, 0, 1)
+    shares = [task.validation(model, rank, 3) for rank in range(3)]
+    for name, whole in alone.items():
+        assert sum(share[name] for share in shares) == pytest.approx(whole, rel=1e-5)
+    assert alone["count"] > 300
+
+
+def test_the_models_are_as_large_as_their_titles_say() -> None:
+    for task in TASKS.values():
+        millions = sum(p.numel() for p in task.model().parameters()) / 1e6
+        assert f"{millions:.2g} M parameters" in task.title
+
+
+def test_an_interval_is_students() -> None:
+    # Three values with deviation 1: t(0.975, 2) = 4.3027.
+    found = report.interval([1.0, 2.0, 3.0])
+    assert found["mean"] == 2.0
+    assert found["high"] - 2.0 == pytest.approx(4.30265 / 3**0.5, rel=1e-5)
+    assert 2.0 - found["low"] == pytest.approx(found["high"] - 2.0)
+    assert report.interval([5.0]) == {"mean": 5.0, "low": 5.0, "high": 5.0}
+
+
+def curve(*losses: float | None) -> list[dict[str, Any]]:
+    return [{"step": 10 * place, "loss": loss} for place, loss in enumerate(losses)]
+
+
+def test_the_target_is_reached_between_two_readings() -> None:
+    assert train_report.steps_to(curve(8.0, 4.0, 2.0), 3.0) == 15
+    assert train_report.steps_to(curve(8.0, 4.0, 2.0), 4.0) == 10
+    assert train_report.steps_to(curve(8.0, 2.0, 5.0, 2.0), 3.0) == pytest.approx(10 * 5 / 6), "the first time counts"
+    assert train_report.steps_to(curve(8.0, None, 2.0), 3.0) == 20
+    assert train_report.steps_to(curve(8.0, 4.0, None), 3.0) is None
+
+
+def synthetic() -> dict[str, Any]:
+    """Two seeds and two rates. topk learns half as fast as float32, and its steps take 2 s at either rate."""
+    names = ["none", "fp32", "fp16", "onebit", "topk", "topk8", "auto"]
+    losses = {
+        "fp32": curve(8.0, 4.0, 3.0, 2.0),
+        "fp16": curve(8.0, 4.0, 3.0, 2.0),
+        "onebit": curve(8.0, None, 9.0, None),
+        "topk": curve(8.0, 6.0, 3.0, 2.0 + 1e-9),
+        "topk8": curve(8.0, 4.0, 3.0, 1.0),
+    }
+    runs = [
+        {"arm": name, "seed": seed, "bits_per_element": 32.0, "curve": readings}
+        for seed in (1, 0)
+        for name, readings in losses.items()
+    ]
+    steps = {
+        "100mbit": {"none": 1.0, "fp32": 16.0, "fp16": 8.0, "onebit": 2.0, "topk": 2.0, "topk8": 2.0, "auto": 2.0},
+        "10gbit": {"none": 1.0, "fp32": 1.0, "fp16": 1.0, "onebit": 2.0, "topk": 2.0, "topk8": 2.0, "auto": 1.0},
+    }
+    timings = {
+        text: {
+            "rate": {"100mbit": 10**8, "10gbit": 10**10}[text],
+            "proof": None,
+            "arms": {
+                name: {"times_s": [t, t, t], "compresses": not (name == "auto" and text == "10gbit")}
+                for name, t in times.items()
+            },
+        }
+        for text, times in steps.items()
+    }
+    return {
+        "arguments": {"arms": names, "seeds": 2},
+        "environment": report.environment(),
+        "task": DIGITS.describe() | {"margin": 0.25},
+        "steps_per_epoch": 20.0,
+        "worlds": [{"world": 2, "runs": runs, "timings": timings}],
+    }
+
+
+def test_curves_and_step_times_are_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = synthetic()
+    train_report.join(result)
+    (world,) = result["worlds"]
+    assert world["target_loss"] == [2.5, 2.5]
+    learning = world["learning"]
+    assert learning["fp32"]["steps_to_target"] == [25, 25]
+    assert learning["onebit"]["steps_to_target"] == [None, None]
+    assert learning["onebit"]["final_loss"] is None, "a loss that was not finite has no mean"
+    assert learning["topk8"]["change"]["mean"] == -0.5
+    slow, fast = world["joined"]["100mbit"], world["joined"]["10gbit"]
+    assert slow["fp16"]["time_to_target_s"] == [200, 200]
+    assert slow["topk"]["speedup"]["mean"] == pytest.approx(4)
+    assert slow["onebit"]["speedup"] is None
+    assert slow["auto"]["learns_as"] == "topk8"
+    assert slow["auto"]["time_to_target_s"] == slow["topk8"]["time_to_target_s"] == [45, 45]
+    assert fast["auto"]["learns_as"] == "fp32", "what is not compressed learns as float32 does"
+    assert fast["auto"]["time_to_target_s"] == [25, 25]
+    # From 4 times faster to 2 times slower over two decades: the lines cross two thirds of the way.
+    assert world["crossover"]["topk"]["rate"] == pytest.approx(10 ** (8 + 4 / 3))
+    assert world["crossover"]["onebit"]["words"] == "target not reached"
+    train_report.print_result(result)
+    printed = capsys.readouterr().out
+    assert "not finite" in printed
+    assert "(dense)" in printed
+    train_report.plot(result, str(tmp_path / "train.png"))
+    assert (tmp_path / "train.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_crossovers_outside_of_what_was_measured() -> None:
+    def words(*ratios: float) -> str:
+        rates = {"100mbit": 10**8, "1gbit": 10**9, "none": None}
+        rows = {
+            text: {name: {"time_to_target_s": [time]} for name, time in {"fp32": 1.0, "fp16": 2.0, "topk": r}.items()}
+            for text, r in zip(rates, ratios, strict=True)
+        }
+        world = {"joined": rows, "timings": {text: {"rate": rate} for text, rate in rates.items()}}
+        return str(train_report.crossover("topk", world)["words"])
+
+    assert words(0.5, 0.5, 0.5) == "none up to unshaped"
+    assert words(0.5, 0.5, 1.5) == "between 1 Gbit/s and unshaped"
+    assert words(2.0, 1.0, 1.0) == "below 100 Mbit/s, if at all"
+    assert words(0.5, 2.0, 2.0) == "0.32 Gbit/s"
+
+
+def test_dense_steps_at_the_start_cost_what_float32_costs() -> None:
+    result = synthetic()
+    (world,) = result["worlds"]
+    world["runs"] += [{**run, "arm": "powersgd"} for run in copy.deepcopy(world["runs"]) if run["arm"] == "fp32"]
+    for timing in world["timings"].values():
+        timing["arms"]["powersgd"] = {"times_s": [1.0], "compresses": True}
+    result["arguments"]["arms"].append("powersgd")
+    train_report.join(result)
+    assert world["joined"]["100mbit"]["powersgd"]["time_to_target_s"] == [2 * 16 + 23, 2 * 16 + 23]
+
+
+def test_a_small_run_of_the_real_thing(tmp_path: Path) -> None:
+    file, picture = tmp_path / "train.json", tmp_path / "train.png"
+    line = "train --task digits --steps 6 --seeds 2 --readings 2 --rates none --timed 2 --warmup 3"
+    command = [sys.executable, "-m", "gradwire.benchmarks.cli", *line.split(), "--arms", "powersgd", "topk8", "auto"]
+    command += ["--json", str(file), "--plot", str(picture)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "NOT SHAPED" in done.stdout
+    document = json.loads(file.read_text())
+    assert document["benchmark"] == "train"
+    assert document["environment"]["threads"] == 1
+    (world,) = document["worlds"]
+    arms = ["fp32", "fp16", "powersgd", "topk8"]
+    assert [(run["seed"], run["arm"]) for run in world["runs"]] == [(seed, arm) for seed in (0, 1) for arm in arms]
+    for run in world["runs"]:
+        assert [reading["step"] for reading in run["curve"]] == [0, 3, 6]
+        assert run["curve"][0]["loss"] == pytest.approx(2.3, abs=0.1), "before the first step all digits are as likely"
+    first = {run["arm"]: run for run in world["runs"] if run["seed"] == 0}
+    assert first["fp16"]["curve"][-1]["loss"] == pytest.approx(first["fp32"]["curve"][-1]["loss"], rel=1e-2)
+    assert 32 / first["topk8"]["bits_per_element"] > 25
+    assert set(world["joined"]["none"]) == {"none", "auto", *arms}
+    assert all(len(timing["times_s"]) == 2 for timing in world["timings"]["none"]["arms"].values())
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_arms_are_told_apart() -> None:
+    assert len({arm.colour for arm in ARMS.values()}) == len({arm.title for arm in ARMS.values()}) == len(ARMS)
