@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
             result["links"][str(world_size)] = network.prove(strict=False)
             ranks = network.run(measure, arguments, options.timeout)
         result["cells"] += summarize(ranks, world_size, shaped=rate is not None)
-    print_result(result)
+    report.print_tables(tables(result))
     if options.json:
         report.write_json(options.json, result)
     if options.plot:
@@ -92,7 +92,7 @@ def run_simulation(options: argparse.Namespace, rate: int | None) -> int:
         result["cells"] = [simulated_cell(options, *cell, network) for cell in cells]
     finally:
         torch.set_num_threads(threads)
-    print_simulation(result)
+    report.print_tables(tables(result))
     if options.json:
         report.write_json(options.json, result)
     if options.plot:
@@ -119,7 +119,12 @@ def simulated_cell(
     return {"world_size": world_size, "density": density, "overlap": overlap, "k": k, "arms": arms, "winner": winner}
 
 
-def print_simulation(result: Mapping[str, Any]) -> None:
+def tables(result: Mapping[str, Any]) -> list[report.Table]:
+    """What was measured, or simulated."""
+    return [(simulation_table if result["benchmark"] == "allreduce-simulation" else link_table)(result)]
+
+
+def simulation_table(result: Mapping[str, Any]) -> report.Table:
     arguments = result["arguments"]
     shown = list(dict.fromkeys(arm for cell in result["cells"] for arm in cell["arms"]))
     rows = []
@@ -139,7 +144,7 @@ def print_simulation(result: Mapping[str, Any]) -> None:
         "ms / MB received by one rank. Selection, packing and merging are run, and counted as processor time of one "
         "thread here; the network is arithmetic; split-k gives the k largest sums alone and is no contestant",
     ]
-    report.print_table(title, ["P", "density", "overlap", *shown, "fastest"], rows, "\n".join(notes))
+    return report.Table(title, ["P", "density", "overlap", *shown, "fastest"], rows, "\n".join(notes))
 
 
 def measure(
@@ -268,7 +273,7 @@ def summarize(ranks: Sequence[Sequence[Mapping[str, Any]]], world_size: int, sha
     return cells
 
 
-def print_result(result: Mapping[str, Any]) -> None:
+def link_table(result: Mapping[str, Any]) -> report.Table:
     arms = result["arguments"]["arms"]
     shown = [arm for arm in arms if arm != AUTO]
     rows = []
@@ -297,7 +302,7 @@ def print_result(result: Mapping[str, Any]) -> None:
         if rate == "none"
         else "bytes as the kernel counts them, headers included: " + overhead(result["cells"])
     )
-    report.print_table(title, columns, rows, "\n".join(notes))
+    return report.Table(title, columns, rows, "\n".join(notes))
 
 
 def overhead(cells: Sequence[Mapping[str, Any]]) -> str:

@@ -8,19 +8,20 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from . import allreduce, codecs, gpu, links, step, train
+from . import allreduce, codecs, gpu, links, publish, step, train
 
 COMMANDS = {
     "codecs": (codecs, "time every codec beside the memory roofline and what one would write in torch"),
     "allreduce": (allreduce, "compare the algorithms of sparse all-reduce on links of known speed"),
     "step": (step, "time a DDP step on links of a known speed, beside PyTorch's own hooks"),
     "train": (train, "train with each way of exchanging gradients, and find the time to equal loss at each bandwidth"),
+    "publish": (publish, "make every published figure anew"),
     "gpu": (gpu, "test, check and time the CUDA kernels on this machine's GPU"),
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one benchmark. Returns the exit status: 0, or 2 with one sentence when it cannot be run here."""
+def make_parser() -> argparse.ArgumentParser:
+    """Of all subcommands and their options."""
     parser = argparse.ArgumentParser(prog="gradwire-bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, (module, summary) in COMMANDS.items():
@@ -28,7 +29,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             name, help=summary, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         module.add_arguments(command)
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one benchmark. Returns the exit status: 0, or 2 with one sentence when it cannot be run here."""
+    options = make_parser().parse_args(arguments)
     if importlib.util.find_spec("rich") is None:
         return _fail("the benchmarks need a few more packages: pip install 'gradwire[bench]'")
     before = signal.signal(signal.SIGTERM, _terminate)  # so that whoever ends us still gets everything cleaned up

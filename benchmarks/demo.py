@@ -40,7 +40,7 @@ from .language_model import (
     validation_starts,
     windows,
 )
-from .report import document, print_table, write_json
+from .report import Table, document, write_json
 
 #: Small, so that even this model has several buckets, as large ones do.
 BUCKET_MB = 1
@@ -348,7 +348,7 @@ def report(runs: Sequence[Run], content: dict[str, Any], output: str, recipe: Re
     summaries = summarize(runs)
     seeds, ranks = len({run.seed for run in runs}), content["ranks"]
     model = f"{content['parameters'] / 1e6:.2f} M parameters, {recipe.steps} steps, {ranks} ranks"
-    print_table(f"A byte-level language model, {model}", *table(summaries))
+    Table(f"A byte-level language model, {model}", *table(summaries)).print()
     notes = limits(seeds, ranks, os.cpu_count())
     print("\n".join(f"- {note}" for note in notes))
     plot(runs, Path(f"{output}.png"), f"{model}, {seeds} seed{'s' * (seeds > 1)} (band: range over seeds)")

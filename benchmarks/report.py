@@ -10,7 +10,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -144,17 +145,35 @@ class Progress:
             print(f"{self.title}: {self.done / self.total:.0%}  {note}", file=sys.stderr, flush=True)
 
 
-def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> None:
-    """Print a table; the first column is text, the others are figures. Needs rich."""
-    from rich.console import Console
-    from rich.table import Table
+@dataclass(frozen=True)
+class Table:
+    """Figures for people. The first column is text; each line of the caption is a note."""
 
-    table = Table(title=title, caption=caption or None, title_justify="left", caption_justify="left")
-    for place, column in enumerate(columns):
-        table.add_column(column, justify="right" if place else "left", no_wrap=not place)
-    for row in rows:
-        table.add_row(*row)
-    console = Console()
-    # A pipe has no width: there a table is as wide as it needs to be.
-    console = console if console.is_terminal else Console(width=160)
-    console.print(table)
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
+
+    def print(self) -> None:
+        """Needs rich."""
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(title=self.title, caption=self.caption or None, title_justify="left", caption_justify="left")
+        for place, column in enumerate(self.columns):
+            table.add_column(column, justify="right" if place else "left", no_wrap=not place)
+        for row in self.rows:
+            table.add_row(*row)
+        console = Console()
+        # A pipe has no width: there a table is as wide as it needs to be.
+        console = console if console.is_terminal else Console(width=160)
+        console.print(table)
+
+
+def print_tables(tables: Iterable[Table]) -> None:
+    for table in tables:
+        table.print()
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> None:
+    Table(title, columns, rows, caption).print()

@@ -25,6 +25,7 @@ from . import links, report, train_report
 from .arms import ARMS, DENSE, FLOOR, OPPONENT, Arm, Attached
 from .demo import require_equal_replicas
 from .tasks import TASKS, Task, validate
+from .train_report import tables
 
 #: Marks rank 0's lines about how far it is.
 PROGRESS = "progress "
@@ -70,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
     for world_size in options.world:
         result["worlds"].append(measure_world(task, world_size, arms, rates, options))
     train_report.join(result)
-    train_report.print_result(result)
+    report.print_tables(tables(result))
     if options.json:
         report.write_json(options.json, result)
     if options.plot:

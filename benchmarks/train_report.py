@@ -146,14 +146,13 @@ def spoken(rate: str) -> str:
     return f"{bits / 1e9:g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:g} Mbit/s"
 
 
-def print_result(result: Mapping[str, Any]) -> None:
-    for world in result["worlds"]:
-        report.print_table(*learning_table(result, world))
-        report.print_table(*time_table(result, world))
+def tables(result: Mapping[str, Any]) -> list[report.Table]:
+    """Two for each number of ranks."""
+    return [table for world in result["worlds"] for table in (learning_table(result, world), time_table(result, world))]
 
 
-def learning_table(result: Mapping[str, Any], world: Mapping[str, Any]) -> tuple[str, list[str], list[list[str]], str]:
-    """Title, columns, rows and caption of what each arm learned."""
+def learning_table(result: Mapping[str, Any], world: Mapping[str, Any]) -> report.Table:
+    """What each arm learned."""
     task, seeds = result["task"], result["arguments"]["seeds"]
     accurate = any(learned["accuracy"][0] is not None for learned in world["learning"].values())
     columns = ["arm", "bits an element", "times fewer", f"final loss, {task['loss_unit']}", "against float32, paired"]
@@ -180,7 +179,7 @@ def learning_table(result: Mapping[str, Any], world: Mapping[str, Any]) -> tuple
         f"{task['steps'] / result['steps_per_epoch']:.2g} epochs; one recipe for all arms, its learning rate found for "
         "float32",
     ]
-    return title, columns, rows, "\n".join(notes)
+    return report.Table(title, columns, rows, "\n".join(notes))
 
 
 def percent(interval: Mapping[str, float], seeds: int) -> str:
@@ -188,8 +187,8 @@ def percent(interval: Mapping[str, float], seeds: int) -> str:
     return mean if seeds == 1 else f"{mean} [{interval['low']:+.1%}, {interval['high']:+.1%}]"
 
 
-def time_table(result: Mapping[str, Any], world: Mapping[str, Any]) -> tuple[str, list[str], list[list[str]], str]:
-    """Title, columns, rows and caption of when each arm reached the target."""
+def time_table(result: Mapping[str, Any], world: Mapping[str, Any]) -> report.Table:
+    """When each arm reached the target."""
     rates, seeds = list(world["joined"]), result["arguments"]["seeds"]
     columns = ["arm", *(f"{spoken(rate)}:\nstep ms, to target s" for rate in rates)]
     columns += [f"times sooner than\nfp16, {spoken(rates[0])}", "faster than float32\nand fp16 up to"]
@@ -220,7 +219,7 @@ def time_table(result: Mapping[str, Any], world: Mapping[str, Any]) -> tuple[str
         notes.append(
             f"OVERSUBSCRIBED: {world['world']} ranks share {cores} cores, so computing takes longer than it would"
         )
-    return title, columns, rows, "\n".join(notes)
+    return report.Table(title, columns, rows, "\n".join(notes))
 
 
 def times(interval: Mapping[str, float], seeds: int) -> str:

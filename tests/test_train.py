@@ -130,7 +130,7 @@ def test_curves_and_step_times_are_joined(tmp_path: Path, capsys: pytest.Capture
     # From 4 times faster to 2 times slower over two decades: the lines cross two thirds of the way.
     assert world["crossover"]["topk"]["rate"] == pytest.approx(10 ** (8 + 4 / 3))
     assert world["crossover"]["onebit"]["words"] == "target not reached"
-    train_report.print_result(result)
+    report.print_tables(train_report.tables(result))
     printed = capsys.readouterr().out
     assert "not finite" in printed
     assert "(dense)" in printed

@@ -1,0 +1,175 @@
+"""Make every published figure anew: run the whole set, then write its tables into docs/benchmarks.md.
+
+Each entry of the set is one `gradwire-bench` command, which writes its JSON file to benchmarks/results/ and its picture
+to docs/. Those that need shaped links are left out where links cannot be had, and said to be; their older figures stay.
+Run it in a clone, on a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import links, report
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS, DOCS = Path("benchmarks/results"), Path("docs")
+PAGE = DOCS / "benchmarks.md"
+
+
+@dataclass(frozen=True)
+class Publication:
+    """One command of the set.
+
+    Attributes:
+        name: of its JSON file, without the ending, and of its place in the page.
+        command: the subcommand and its options, without `--json` and `--plot`.
+        plot: whether it draws docs/`name`.png.
+    """
+
+    name: str
+    command: str
+    plot: bool = True
+
+    @property
+    def json(self) -> Path:
+        return RESULTS / f"{self.name}.json"
+
+    @property
+    def arguments(self) -> list[str]:
+        picture = ["--plot", str(DOCS / f"{self.name}.png")] if self.plot else []
+        return [*shlex.split(self.command), "--json", str(self.json), *picture]
+
+    @property
+    def shaped(self) -> bool:
+        """Whether it needs shaped links."""
+        options = cli_options(self.arguments)
+        if getattr(options, "simulate", None):
+            return False
+        rates = getattr(options, "rates", None) or [getattr(options, "rate", None)]
+        return any(rate not in (None, "none") for rate in rates) or getattr(options, "check", False)
+
+
+SET = (
+    Publication("codecs-cpu", "codecs"),
+    Publication("exchange", "exchange"),
+    Publication(
+        "step-1gbit",
+        "step --rate 1gbit --rounds 4 --arms fp32 fp16 powersgd onebit topk auto hvd-none hvd-onebit hvd-topk",
+        plot=False,
+    ),
+    Publication("allreduce-1gbit", "allreduce --world 8 --repeats 3"),
+    Publication(
+        "allreduce-simulated",
+        "allreduce --simulate 16 256 1024 --numel 1048576 --density 0.001 --overlap 0 "
+        "--arms gather split split-k dense --rate 10gbit",
+        plot=False,
+    ),
+    Publication("train-digits", "train --task digits --world 2 4"),
+    Publication("train-small", "train --task small --world 2 4"),
+    Publication("train-large", "train --task large --world 2"),
+    Publication("advise-check", "advise --check", plot=False),
+    Publication("profile", "profile --rate 1gbit"),
+)
+
+
+def cli_options(arguments: Sequence[str]) -> argparse.Namespace:
+    from .cli import make_parser  # which imports this module
+
+    return make_parser().parse_args(arguments)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    names = [publication.name for publication in SET]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--tables", action="store_true", help="run nothing, write the tables from what is there")
+
+
+def run(options: argparse.Namespace) -> int:
+    """`gradwire-bench publish`."""
+    if not (ROOT / PAGE).exists():
+        raise ValueError(f"{ROOT} has no {PAGE}: publishing takes a clone of the repository, installed with pip -e")
+    if not options.tables:
+        chosen = [publication for publication in SET if publication.name in options.only]
+        make(chosen, links.missing())
+    write_page()
+    return 0
+
+
+def make(publications: Sequence[Publication], no_links: str | None) -> None:
+    """Run one after the other, from the root of the clone.
+
+    Raises:
+        ValueError: one failed; those after it have run nevertheless.
+    """
+    begin, failed = time.monotonic(), []
+    for publication in publications:
+        if publication.shaped and no_links:
+            print(f"\n{publication.name}: left out, as {no_links}", flush=True)
+            continue
+        print(f"\n$ gradwire-bench {shlex.join(publication.arguments)}", flush=True)
+        started = time.monotonic()
+        command = [sys.executable, "-m", "gradwire.benchmarks.cli", *publication.arguments]
+        if subprocess.run(command, cwd=ROOT, check=False).returncode:
+            failed.append(publication.name)
+        print(f"{publication.name}: {time.monotonic() - started:.0f} s", flush=True)
+    print(f"\n{(time.monotonic() - begin) / 60:.0f} minutes for all", flush=True)
+    if failed:
+        raise ValueError(f"{', '.join(failed)} failed; their figures are the older ones")
+
+
+def write_page() -> None:
+    """Write every table of the page anew, from the JSON files."""
+    page = ROOT / PAGE
+    page.write_text(filled(page.read_text()))
+
+
+def filled(text: str) -> str:
+    """A page whose tables are those of the JSON files.
+
+    Between `<!-- NAME:begin -->` and `<!-- NAME:end -->` stand the command and the tables of the publication NAME.
+
+    Raises:
+        ValueError: a publication has no place in the page.
+    """
+    for publication in SET:
+        begin, end = (f"<!-- {publication.name}:{side} -->" for side in ("begin", "end"))
+        if begin not in text or end not in text:
+            raise ValueError(f"{PAGE} has no place for {publication.name}: it needs lines {begin} and {end}")
+        result = json.loads((ROOT / publication.json).read_text())
+        block = "\n\n".join(section(publication, result))
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}\n{block}\n{end}{rest.partition(end)[2]}"
+    return text
+
+
+def section(publication: Publication, result: Mapping[str, Any]) -> Iterable[str]:
+    """The command, its tables, and its picture, in Markdown."""
+    from .cli import COMMANDS
+
+    yield f"```sh\ngradwire-bench {publication.command}\n```"
+    module, _ = COMMANDS[shlex.split(publication.command)[0]]
+    for table in module.tables(result):
+        yield markdown(table)
+    if publication.plot:
+        yield f"![{publication.name}]({publication.name}.png)"
+
+
+def markdown(table: report.Table) -> str:
+    """A table as GitHub shows it, its title above and its caption below."""
+    lines = [table.columns, ["---"] + ["--:"] * (len(table.columns) - 1), *table.rows]
+    cells = "\n".join(f"| {' | '.join(escaped(cell) for cell in line)} |" for line in lines)
+    notes = "\n".join(f"- {escaped(note)}" for note in table.caption.splitlines())
+    return f"**{table.title}**\n\n{cells}\n\n{notes}"
+
+
+def escaped(cell: str) -> str:
+    return " ".join(cell.split()).replace("|", "\\|")
