@@ -75,6 +75,7 @@ SET = (
     ),
     Publication("train-digits", "train --task digits --world 2 4"),
     Publication("train-small", "train --task small --world 2 4"),
+    Publication("train-small-adamw", "train --task small --optimizer adamw --rates 100mbit 1gbit"),
     Publication("train-large", "train --task large --world 2"),
     Publication("advise-check", "advise --check", plot=False),
     Publication("profile", "profile --rate 1gbit"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -33,16 +33,15 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """Something to learn: a model, its data, and stochastic gradient descent under a warm-up and a cosine decay.
-
-    SGD with momentum, as it learns these tasks faster than AdamW does, and feels compressed gradients less.
+    """Something to learn: a model, its data, and an optimizer under a warm-up and a cosine decay.
 
     Attributes:
         steps: optimizer steps of a whole run.
         batch: samples of all ranks together, in each step.
-        learning_rate: at the end of the warm-up, which takes a tenth of the steps; found for float32.
+        learning_rates: for each optimizer, the one found for float32; reached after a tenth of the steps.
         bucket_mb: DDP's `bucket_cap_mb`, smaller for small models, so that they too have several buckets.
         margin: equal loss is within this share of what float32 ends at with the same seed.
+        optimizer: "sgd", with a momentum of 0.9, or "adamw".
         clip: largest norm of the averaged gradient.
     """
 
@@ -52,11 +51,11 @@ class Task(ABC):
     title: str
     steps: int
     batch: int
-    learning_rate: float
+    learning_rates: Mapping[str, float]
     bucket_mb: float
     margin: float = 0.01
+    optimizer: str = "sgd"
     clip: float = 1.0
-    momentum: float = 0.9
 
     @abstractmethod
     def model(self) -> nn.Module:
@@ -77,15 +76,17 @@ class Task(ABC):
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=self.learning_rate, momentum=self.momentum)
+    def new_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(model.parameters(), momentum=0.9)
+        return torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0.01, fused=True)
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
-        rise = max(1, self.steps // 10)
+        rise, highest = max(1, self.steps // 10), self.learning_rates[self.optimizer]
         if step < rise:
-            return self.learning_rate * (step + 1) / rise
-        return self.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, self.steps - rise)))
+            return highest * (step + 1) / rise
+        return highest * 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, self.steps - rise)))
 
     def train_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, batch: Batch) -> None:
         """Forward, backward, clip, update; `model` is DDP's."""
@@ -210,17 +211,24 @@ DIGITS = Digits(
     "convolutional network on handwritten digits, 0.15 M parameters",
     steps=220,
     batch=64,
-    learning_rate=0.1,
+    learning_rates={"sgd": 0.1, "adamw": 2e-3},
     bucket_mb=0.25,
     margin=0.1,  # of a loss near zero
 )
-SMALL = Text("small", "byte-level transformer, 0.85 M parameters", steps=300, batch=8, learning_rate=0.3, bucket_mb=1)
+SMALL = Text(
+    "small",
+    "byte-level transformer, 0.85 M parameters",
+    steps=300,
+    batch=8,
+    learning_rates={"sgd": 0.3, "adamw": 4e-3},
+    bucket_mb=1,
+)
 LARGE = Text(
     "large",
     "byte-level transformer, 10 M parameters",
-    steps=120,
+    steps=150,
     batch=8,
-    learning_rate=0.3,
+    learning_rates={"sgd": 0.2, "adamw": 2e-3},
     bucket_mb=8,
     width=320,
     layers=8,

@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="what to compare (default: all)")
     parser.add_argument("--seeds", type=int, default=3, help="train with seeds 0 to N-1 (default: %(default)s)")
+    parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd", help="default: %(default)s")
     parser.add_argument("--steps", type=int, help="optimizer steps; by default the task's own")
     parser.add_argument("--readings", type=int, default=12, help="of the validation loss, in a run (%(default)s)")
     parser.add_argument("--timed", type=int, default=6, help="timed steps of each arm at each rate (%(default)s)")
@@ -53,11 +54,10 @@ def run(options: argparse.Namespace) -> int:
     for name in ("seeds", "readings", "timed"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name} {getattr(options, name)}: expected at least 1")
-    task = TASKS[options.task]
-    if options.steps is not None:
-        if options.steps < 1:
-            raise ValueError(f"--steps {options.steps}: expected at least 1")
-        task = dataclasses.replace(task, steps=options.steps)
+    steps = TASKS[options.task].steps if options.steps is None else options.steps
+    if steps < 1:
+        raise ValueError(f"--steps {steps}: expected at least 1")
+    task = resolve(options.task, options.optimizer, steps)
     for world_size in options.world:
         task.share(world_size)
     rates = {text: links.parse_rate(text) for text in options.rates}
@@ -84,7 +84,7 @@ def measure_world(
 ) -> dict[str, Any]:
     """Learning curves, then step times at each rate, for one number of ranks."""
     learners = [name for name in arms if name != FLOOR and ARMS[name].learns_as is None]
-    common = {"task": task.name, "steps": task.steps}
+    common = {"task": task.name, "optimizer": task.optimizer, "steps": task.steps}
     with report.Progress(f"{task.name}, {world_size} ranks", len(learners) * options.seeds * task.steps) as progress:
         learned = links.Loopback(world_size).run(
             learn,
@@ -124,14 +124,17 @@ def say(steps: int, note: str) -> None:
         print(PROGRESS + json.dumps([steps, note]), flush=True)
 
 
-def resolve(task: str, steps: int) -> Task:
-    return dataclasses.replace(TASKS[task], steps=steps)
+def resolve(task: str, optimizer: str, steps: int) -> Task:
+    return dataclasses.replace(TASKS[task], optimizer=optimizer, steps=steps)
 
 
-def learn(task: str, steps: int, arms: Sequence[str], seeds: int, readings: int) -> list[dict[str, Any]]:
+def learn(
+    task: str, optimizer: str, steps: int, arms: Sequence[str], seeds: int, readings: int
+) -> list[dict[str, Any]]:
     """What every rank does: train each arm with each seed. Returns the curves."""
+    job = resolve(task, optimizer, steps)
     return [
-        train(resolve(task, steps), ARMS[arm], seed, readings) for seed in range(seeds) for arm in arms
+        train(job, ARMS[arm], seed, readings) for seed in range(seeds) for arm in arms
     ]  # seeds outside: what the machine does meanwhile hits all arms alike
 
 
@@ -169,7 +172,7 @@ def prepared(task: Task, arm: Arm, seed: int) -> tuple[Attached, torch.optim.Opt
     torch.manual_seed(seed)
     gc.collect()  # DDP lives in reference cycles, with gradients of the arm before
     attached = arm.wrap(task.model(), task.bucket_mb, seed)
-    return attached, task.optimizer(attached.model), task.batches(seed, dist.get_rank(), dist.get_world_size())
+    return attached, task.new_optimizer(attached.model), task.batches(seed, dist.get_rank(), dist.get_world_size())
 
 
 def finite(value: float) -> float | None:
@@ -177,19 +180,21 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def time_steps(task: str, steps: int, arms: Sequence[str], timed: int, warmup: int) -> dict[str, dict[str, Any]]:
+def time_steps(
+    task: str, optimizer: str, steps: int, arms: Sequence[str], timed: int, warmup: int
+) -> dict[str, dict[str, Any]]:
     """What every rank does on links: time steps of every arm, in turns. Returns seconds and what the arm decided."""
-    job = resolve(task, steps)
+    job = resolve(task, optimizer, steps)
     runners = {name: prepared(job, ARMS[name], 0) for name in arms}
     times: dict[str, list[float]] = {name: [] for name in arms}
     for turn in range(warmup + timed):
         for place in range(len(arms)):
             name = arms[(place + turn) % len(arms)]
-            attached, optimizer, data = runners[name]
+            attached, updates, data = runners[name]
             batch = next(data)
             dist.barrier()
             begin = time.perf_counter()
-            job.train_step(attached.model, optimizer, turn, batch)
+            job.train_step(attached.model, updates, turn, batch)
             spent = time.perf_counter() - begin
             if turn >= warmup:
                 times[name].append(spent)

@@ -171,7 +171,8 @@ def learning_table(result: Mapping[str, Any], world: Mapping[str, Any]) -> repor
                 "not reached" if None in steps else f"{fmean(steps):.0f}",
             ]
         )
-    title = f"Learning: {task['title']}, {world['world']} ranks, {task['steps']} steps, {seeds} seed(s)"
+    run = f"{task['optimizer']}, {task['steps']} steps, {seeds} seed(s)"
+    title = f"Learning: {task['title']}, {world['world']} ranks, {run}"
     notes = [
         report.describe(result["environment"]),
         f"target: within {task['margin']:.0%} of where float32 ends with the same seed; in brackets: 95 % interval of "
@@ -209,7 +210,7 @@ def time_table(result: Mapping[str, Any], world: Mapping[str, Any]) -> report.Ta
                 world["crossover"].get(name, {}).get("words", ""),
             ]
         )
-    title = f"Time to equal loss: {result['task']['title']}, {world['world']} ranks"
+    title = f"Time to equal loss: {result['task']['title']}, {result['task']['optimizer']}, {world['world']} ranks"
     notes = [
         "learning curves by seed, joined with the median step at each rate; -: target not reached by every seed",
         *(f"{spoken(rate)}: {links.caption(timing['proof'])}" for rate, timing in world["timings"].items()),
@@ -248,7 +249,10 @@ def plot(result: Mapping[str, Any], path: str) -> None:
     handles, labels = axes[0][2].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
     seeds = result["arguments"]["seeds"]
-    figure.suptitle(f"{result['task']['title']}, {seeds} seed{'s' * (seeds > 1)} (bands: range over seeds)")
+    bands = f"{seeds} seed{'s' * (seeds > 1)} (bands: range over seeds)"
+    figure.suptitle(f"{result['task']['title']}, {result['task']['optimizer']}, {bands}")
+        f"{result['task']['title']}, {result['task']['optimizer']}, {seeds} seed{'s' * (seeds > 1)} (bands: range over seeds)"
+    )
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
