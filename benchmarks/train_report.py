@@ -251,8 +251,6 @@ def plot(result: Mapping[str, Any], path: str) -> None:
     seeds = result["arguments"]["seeds"]
     bands = f"{seeds} seed{'s' * (seeds > 1)} (bands: range over seeds)"
     figure.suptitle(f"{result['task']['title']}, {result['task']['optimizer']}, {bands}")
-        f"{result['task']['title']}, {result['task']['optimizer']}, {seeds} seed{'s' * (seeds > 1)} (bands: range over seeds)"
-    )
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
