@@ -16,7 +16,7 @@ INSTALLED := $(VENV)/.installed
 LINK := $(VENV)/mypy/gradwire
 TYPED := $(addprefix $(LINK)/,__init__.py benchmarks compress csrc hooks) tests
 
-.PHONY: help demo test test-all lint bench gpu-report clean
+.PHONY: help demo test test-all lint bench benchmarks gpu-report clean
 
 help:
 	@echo 'make demo      train a small model on two processes with every codec (SEEDS=$(SEEDS))'
@@ -24,6 +24,7 @@ help:
 	@echo 'make test-all  the slow tests too'
 	@echo 'make lint      ruff and mypy alone'
 	@echo 'make bench     gradwire-bench $(BENCH_ARGS)'
+	@echo 'make benchmarks  every published figure anew: an hour, on a machine that does nothing else'
 	@echo 'make gpu-report  test, check and time the CUDA kernels on this machine’s GPU'
 	@echo 'make clean     remove .venv and everything that was built'
 
@@ -44,6 +45,9 @@ lint: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/gradwire-bench $(BENCH_ARGS)
+
+benchmarks: $(INSTALLED)
+	$(BIN)/gradwire-bench publish
 
 # Installs nothing: takes the Python whose torch and CuPy are set up for the GPU, and the package through a link.
 gpu-report:

@@ -75,8 +75,11 @@ SET = (
     ),
     Publication("train-digits", "train --task digits --world 2 4"),
     Publication("train-small", "train --task small --world 2 4"),
-    Publication("train-small-adamw", "train --task small --optimizer adamw --rates 100mbit 1gbit"),
-    Publication("train-large", "train --task large --world 2"),
+    Publication(
+        "train-small-adamw",
+        "train --task small --optimizer adamw --rates 100mbit 1gbit --arms powersgd onebit topk topk8 qsgd",
+    ),
+    Publication("train-large", "train --task large --arms powersgd qsgd terngrad onebit topk topk8 auto --readings 8"),
     Publication("advise-check", "advise --check", plot=False),
     Publication("profile", "profile --rate 1gbit"),
 )

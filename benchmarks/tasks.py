@@ -218,7 +218,7 @@ DIGITS = Digits(
 SMALL = Text(
     "small",
     "byte-level transformer, 0.85 M parameters",
-    steps=300,
+    steps=200,
     batch=8,
     learning_rates={"sgd": 0.3, "adamw": 4e-3},
     bucket_mb=1,
@@ -226,14 +226,14 @@ SMALL = Text(
 LARGE = Text(
     "large",
     "byte-level transformer, 10 M parameters",
-    steps=150,
+    steps=120,
     batch=8,
     learning_rates={"sgd": 0.2, "adamw": 2e-3},
     bucket_mb=8,
     width=320,
     layers=8,
     heads=5,
-    validation_windows=128,
+    validation_windows=64,
 )
 TASKS: dict[str, Task] = {task.name: task for task in (DIGITS, SMALL, LARGE)}
 
