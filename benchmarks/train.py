@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from . import links, report, train_report
-from .arms import ARMS, DENSE, FLOOR, OPPONENT, Arm, Attached
+from .train_arms import ARMS, DENSE, FLOOR, OPPONENT, Arm, Attached
 from .demo import require_equal_replicas
 from .tasks import TASKS, Task, validate
 from .train_report import tables

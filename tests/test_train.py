@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from gradwire.benchmarks import report, train_report
-from gradwire.benchmarks.arms import ARMS
+from gradwire.benchmarks.train_arms import ARMS
 from gradwire.benchmarks.tasks import DIGITS, SMALL, TASKS, Task
 
 
