@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 from . import links, report, train_report
-from .train_arms import ARMS, DENSE, FLOOR, OPPONENT, Arm, Attached
 from .demo import require_equal_replicas
 from .tasks import TASKS, Task, validate
+from .train_arms import ARMS, DENSE, FLOOR, OPPONENT, Arm, Attached
 from .train_report import tables
 
 #: Marks rank 0's lines about how far it is.
@@ -65,7 +65,8 @@ def run(options: argparse.Namespace) -> int:
     if reason is not None:
         raise links.LinkError(f"{reason}; --rates none trains and times over loopback alone")
     arms = list(dict.fromkeys([FLOOR, DENSE, OPPONENT, *options.arms]))
-    result = report.document("train", vars(options) | {"arms": arms})
+    names = ("task", "world", "rates", "seeds", "optimizer", "steps", "readings", "timed", "warmup")
+    result = report.document("train", {name: getattr(options, name) for name in names} | {"arms": arms})
     result["environment"]["threads"] = 1
     result |= {"task": task.describe(), "steps_per_epoch": task.steps_per_epoch, "worlds": []}
     for world_size in options.world:

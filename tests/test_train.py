@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from gradwire.benchmarks import report, train_report
-from gradwire.benchmarks.train_arms import ARMS
 from gradwire.benchmarks.tasks import DIGITS, SMALL, TASKS, Task
+from gradwire.benchmarks.train_arms import ARMS
 
 
 @pytest.mark.parametrize("task", [DIGITS, SMALL], ids=lambda task: task.name)
