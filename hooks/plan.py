@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ..compress.cast import Cast
 from ..compress.codec import Codec
 from ..compress.topk import TopK
-from . import cost
+from . import cost, probe
 from .allreduce import EXCHANGES, possible_exchanges
 from .exchange import Exchange
 from .group import Group
@@ -182,14 +182,14 @@ class Planner:
     def calibrate(self) -> None:
         """Probe the groups: a collective, at most once."""
         if self._flat is None and self.topology.all.size > 1:
-            self._flat = cost.calibration(self.topology.all, self.device)
+            self._flat = probe.calibration(self.topology.all, self.device)
             if self.topology.inside is not None and self.topology.between is not None:
-                inside = cost.calibration(self.topology.inside, self.device)
-                between = cost.calibration(self.topology.between, self.device)
+                inside = probe.calibration(self.topology.inside, self.device)
+                between = probe.calibration(self.topology.between, self.device)
                 everyone = self.topology.all
                 self._nodes = (
-                    cost.slowest(inside, everyone, self.device),
-                    cost.slowest(between, everyone, self.device),
+                    probe.slowest(inside, everyone, self.device),
+                    probe.slowest(between, everyone, self.device),
                 )
 
     def knows(self, choice: Choice) -> bool:
@@ -200,9 +200,9 @@ class Planner:
         """Measure what `plan` needs to know of a codec. A collective."""
         codec, feedback = self._key(choice)
         group, device = self.topology.all, self.device
-        self._speeds[codec, feedback] = cost.codec_speed(codec, feedback, numel, group, device)
+        self._speeds[codec, feedback] = probe.codec_speed(codec, feedback, numel, group, device)
         if self.fallback == torch.bfloat16 and (BF16, True) not in self._speeds:
-            self._speeds[BF16, True] = cost.codec_speed(BF16, True, numel, group, device)
+            self._speeds[BF16, True] = probe.codec_speed(BF16, True, numel, group, device)
 
     def plan(self, choice: Choice, numel: int, union: int) -> tuple[Plan, str]:
         """What serves a bucket of `numel` elements, and why.
