@@ -6,6 +6,7 @@ is done to entries and elements takes so many seconds for each.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -14,8 +15,12 @@ import torch
 
 from ..compress.codec import Codec
 from ..compress.entries import index_bytes, value_bytes
+from ..compress.topk import TopK
 from .entries import CENSUS_BYTES, census_is_shared
 from .group import SMALL_GATHER
+
+#: What precedes the name of an exchange between nodes.
+HIERARCHICAL = "hierarchical"
 
 
 @dataclass(frozen=True)
@@ -61,15 +66,23 @@ class Estimate:
 
     Attributes:
         name: of the exchange.
-        received: bytes that each rank receives.
-        latency, transfer, work: seconds waiting, moving bytes, and computing.
+        received: bytes that each rank receives; of a hierarchical exchange, from other nodes.
+        latency, transfer: seconds waiting and moving bytes.
+        encode, decode: seconds computing, before the bytes move and after.
+        inside: bytes that each rank receives from its own node besides.
     """
 
     name: str
     received: float
     latency: float
     transfer: float
-    work: float
+    encode: float
+    decode: float
+    inside: float = 0.0
+
+    @property
+    def work(self) -> float:
+        return self.encode + self.decode
 
     @property
     def seconds(self) -> float:
@@ -93,10 +106,11 @@ class Decision:
 
 @dataclass(frozen=True)
 class CodecSpeed:
-    """Seconds an element: to encode, and to decode one rank's wire."""
+    """Seconds an element: to encode, to decode one rank's wire, and, once for all ranks, to write their mean."""
 
     encode: float
     decode: float
+    mean: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -135,17 +149,16 @@ class Calibration:
 
     def gather(self, shape: Shape) -> Estimate:
         p, k, work = shape.world_size, shape.k, self.work
-        spent = work.pack * k + (work.unpack + work.merge) * p * k + work.sweep * shape.numel
-        spent += work.scatter * shape.union
+        decode = (work.unpack + work.merge) * p * k + work.sweep * shape.numel + work.scatter * shape.union
         moves = [self._gather(shape.entry_bytes(shape.numel, k), p)]
-        return self._estimate("gather", moves, spent, self.latency.gather)
+        return self._estimate("gather", moves, work.pack * k, decode, self.latency.gather)
 
     def union(self, shape: Shape) -> Estimate:
         p, k, u, work = shape.world_size, shape.k, shape.union, self.work
-        spent = work.pack * k + (work.unpack + work.merge) * p * k + work.merge * (u + k) + 2 * work.sweep * shape.numel
-        spent += work.scatter * u
+        decode = (work.unpack + work.merge) * p * k + work.merge * (u + k) + 2 * work.sweep * shape.numel
+        decode += work.scatter * u
         moves = [self._gather(index_bytes(shape.numel, k), p), (self.all_reduce, 8 * u * (p - 1) / p)]
-        return self._estimate("union", moves, spent, self.latency.union)
+        return self._estimate("union", moves, work.pack * k, decode, self.latency.union)
 
     def split(self, shape: Shape) -> Estimate:
         """With everything that the union has."""
@@ -168,35 +181,40 @@ class Calibration:
             (self.all_to_all, (p - 1) * shape.entry_bytes(span, own)),
             (self.all_to_all, (p - 1) * shape.entry_bytes(span, mine)),
         ]
-        spent = work.pack * (k + mine) + (work.unpack + work.merge) * k + work.unpack * kept + work.sweep * span
-        spent += work.scatter * kept
-        return self._estimate("split", moves, spent, self.latency.split)
+        decode = work.pack * mine + (work.unpack + work.merge) * k + work.unpack * kept + work.sweep * span
+        decode += work.scatter * kept
+        return self._estimate("split", moves, work.pack * k, decode, self.latency.split)
 
     def dense(self, shape: Shape) -> Estimate:
         moves = [(self.all_reduce, 8 * shape.numel * (shape.world_size - 1) / shape.world_size)]
-        return self._estimate("dense", moves, self.work.dense * shape.numel + self.work.scatter * shape.k)
+        return self._estimate("dense", moves, self.work.scatter * shape.k, self.work.dense * shape.numel)
 
     # -- wires of codecs -----------------------------------------------------------------------------------------------
 
     def wires(self, codec: Codec, speed: CodecSpeed, numel: int, world_size: int) -> Estimate:
         """Every rank's wire to all."""
-        spent = (speed.encode + speed.decode * world_size) * numel
-        return self._estimate("gather", [self._gather(codec.wire_bytes(numel), world_size)], spent)
+        decode = (speed.decode * world_size + speed.mean) * numel
+        return self._estimate(
+            "gather", [self._gather(codec.wire_bytes(numel), world_size)], speed.encode * numel, decode
+        )
 
     def two_pass(self, codec: Codec, speed: CodecSpeed, numel: int, world_size: int) -> Estimate:
         slice_bytes = codec.wire_bytes(-(-numel // world_size))
         moves = [(self.all_to_all, (world_size - 1) * slice_bytes), self._gather(slice_bytes, world_size)]
-        spent = speed.encode * (numel + numel / world_size) + speed.decode * 2 * numel
-        return self._estimate("two_pass", moves, spent)
+        own = numel / world_size
+        decode = speed.decode * 2 * numel + speed.mean * (own + numel)
+        return self._estimate("two_pass", moves, speed.encode * (numel + own), decode)
 
     def around(self, inner: Estimate, name: str, numel: int, local_size: int) -> Estimate:
         """`inner` between nodes, and this calibration's collectives inside one, before and after it."""
         share = 4 * -(-numel // local_size)
         moves = [(self.all_to_all, (local_size - 1) * share), self._gather(share, local_size)]
-        whole = self._estimate(name, moves, inner.work + 3 * self.work.dense * numel)
+        before, after = inner.encode + 2 * self.work.dense * numel, inner.decode + self.work.dense * numel
+        whole = self._estimate(name, moves, before, after)
         return replace(
             whole,
             received=inner.received,
+            inside=whole.received,
             latency=whole.latency + inner.latency,
             transfer=whole.transfer + inner.transfer,
         )
@@ -208,11 +226,57 @@ class Calibration:
         return (self.all_to_all if row * world_size <= SMALL_GATHER else self.all_gather), (world_size - 1) * row
 
     @staticmethod
-    def _estimate(name: str, moves: list[tuple[Line, float]], work: float, latency: float | None = None) -> Estimate:
+    def _estimate(
+        name: str, moves: list[tuple[Line, float]], encode: float, decode: float, latency: float | None = None
+    ) -> Estimate:
         if latency is None:
             latency = sum(line.alpha for line, _ in moves)
         transfer = sum(line.transfer(size) for line, size in moves)
-        return Estimate(name, sum(size for _, size in moves), latency, transfer, work)
+        return Estimate(name, sum(size for _, size in moves), latency, transfer, encode, decode)
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Ranks that lie on nodes, `local_size` on each: what is known inside a node, and between ranks of all nodes."""
+
+    inside: Calibration
+    between: Calibration
+    local_size: int
+
+
+def compressed(
+    codec: Codec, speed: CodecSpeed, numel: int, world_size: int, flat: Calibration, nodes: Nodes | None, union: int = 0
+) -> list[Estimate]:
+    """Every exchange that can carry a bucket of `numel` elements in a codec's wire: among all ranks, and where they lie
+    on nodes, between those.
+
+    Args:
+        union: how many elements any rank has selected, of a sparse codec's; 0: not known.
+    """
+    estimates = _exchanges(flat, codec, speed, numel, world_size, union)
+    if nodes is not None:
+        local = nodes.local_size
+        between = _exchanges(nodes.between, codec, speed, -(-numel // local), world_size // local, union // local)
+        estimates += [nodes.inside.around(inner, f"{HIERARCHICAL} {inner.name}", numel, local) for inner in between]
+    return estimates
+
+
+def _exchanges(
+    calibration: Calibration, codec: Codec, speed: CodecSpeed, numel: int, world_size: int, union: int
+) -> list[Estimate]:
+    estimates = [calibration.wires(codec, speed, numel, world_size)]
+    if not isinstance(codec, TopK):
+        if codec.block_size is not None:
+            estimates.append(calibration.two_pass(codec, speed, numel, world_size))
+        return estimates
+    k = codec.k(numel)
+    # Where nothing is known of the overlap: as if ranks selected independently of each other.
+    union = union or round(numel * -math.expm1(world_size * math.log1p(-min(k / numel, 1 - 1e-9))))
+    shape = Shape(numel, k, world_size, min(max(union, k), numel), codec.values)
+    for estimate in (calibration.union(shape), calibration.split_k(shape)):
+        encode = estimate.encode + speed.encode * numel
+        estimates.append(replace(estimate, encode=encode, decode=estimate.decode + calibration.work.dense * numel))
+    return estimates
 
 
 def decide(candidates: Iterable[Estimate]) -> Decision:

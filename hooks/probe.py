@@ -27,6 +27,8 @@ SHORT, PAUSE = 64, 1e-3
 PROBE_ENTRIES, PROBE_SPACING = 1 << 15, 64
 #: Elements that a codec's probe compresses.
 PROBE_ELEMENTS = 1 << 19
+#: Wires that it decodes at once, to see what each of them takes.
+MANY = 3
 
 _known: dict[tuple[tuple[int, ...], str], Calibration] = {}
 
@@ -43,7 +45,7 @@ def calibration(group: Group, device: torch.device, everywhere: bool | None = No
         everywhere: whether it is known on every rank, where that has been found out.
     """
     if everywhere is None:
-        everywhere = not any(_agreed(group, device, [float(not known(group, device))]))
+        everywhere = not any(agreed(group, device, [float(not known(group, device))]))
     key = group.ranks, device.type
     if not everywhere:
         _known[key] = calibrate(group, device)
@@ -66,16 +68,18 @@ def calibrate(group: Group, device: torch.device) -> Calibration:
         group.all_reduce(torch.zeros(max(1, size * p // 8), device=device)).wait()
 
     first, second, third = (_line(run, group, device) for run in (all_gather, all_to_all, all_reduce))
-    return Calibration(first, second, third, _work(group, device), _latency(group, device))
+    return Calibration(first, second, third, work(group, device), _latency(group, device))
 
 
 def slowest(calibration: Calibration, group: Group, device: torch.device) -> Calibration:
     """What subgroups have measured by themselves, as the slowest of `group` has it: every rank must decide alike."""
-    group_of = calibration.all_gather, calibration.all_to_all, calibration.all_reduce
-    agreed = iter(_agreed(group, device, [number for line in group_of for number in (line.alpha, line.beta)]))
-    first, second, third = (Line(next(agreed), next(agreed)) for _ in group_of)
-    work = Work(*_agreed(group, device, list(astuple(calibration.work))))
-    return Calibration(first, second, third, work, Latency(*_agreed(group, device, list(astuple(calibration.latency)))))
+    lines = calibration.all_gather, calibration.all_to_all, calibration.all_reduce
+    numbers = iter(agreed(group, device, [number for line in lines for number in (line.alpha, line.beta)]))
+    first, second, third = (Line(next(numbers), next(numbers)) for _ in lines)
+    entries = Work(*agreed(group, device, list(astuple(calibration.work))))
+    return Calibration(
+        first, second, third, entries, Latency(*agreed(group, device, list(astuple(calibration.latency))))
+    )
 
 
 def _line(run: Callable[[int], None], group: Group, device: torch.device) -> Line:
@@ -83,10 +87,10 @@ def _line(run: Callable[[int], None], group: Group, device: torch.device) -> Lin
     others = max(1, group.size - 1)
     for _ in range(3):
         run(SHORT)  # opens connections
-    (alpha,) = _agreed(group, device, [_median([_timed(run, SHORT, device, PAUSE) for _ in range(9)])])
+    (alpha,) = agreed(group, device, [_median([timed(run, SHORT, device, PAUSE) for _ in range(9)])])
     size, points = 1 << 14, [(0.0, alpha)]
     while points[-1][1] < PROBE_SECONDS and size * group.size <= PROBE_BYTES:
-        (seconds,) = _agreed(group, device, [_median([_timed(run, size, device) for _ in range(3)])])
+        (seconds,) = agreed(group, device, [_median([timed(run, size, device) for _ in range(3)])])
         points.append((float(others * size), max(seconds, alpha)))
         size *= 4
     betas = [max(seconds - alpha, 1e-9) / received for received, seconds in points[-2:] if received]
@@ -105,11 +109,11 @@ def _latency(group: Group, device: torch.device) -> Latency:
     seconds = []
     for run in runs:
         run(0)
-        seconds.append(_median([_timed(run, 0, device, PAUSE) for _ in range(7)]))
-    return Latency(*_agreed(group, device, seconds))
+        seconds.append(_median([timed(run, 0, device, PAUSE) for _ in range(7)]))
+    return Latency(*agreed(group, device, seconds))
 
 
-def _work(group: Group, device: torch.device) -> Work:
+def work(group: Group, device: torch.device) -> Work:
     n, numel = PROBE_ENTRIES, PROBE_ENTRIES * PROBE_SPACING
     kernels = entries_for(device)
     indices = torch.arange(0, numel, PROBE_SPACING, dtype=torch.int32, device=device)
@@ -144,22 +148,24 @@ def _work(group: Group, device: torch.device) -> Work:
     seconds = []
     for run in (pack, unpack, merge, scatter, sweep, dense):
         run()
-        _agreed(group, device, [0.0])  # all ranks at once, as they will be
-        seconds.append(_median([_timed(lambda _, run=run: run(), 0, device) for _ in range(5)]))  # type: ignore[misc]
-    packing, unpacking, merging, writing, sweeping, filling = _agreed(group, device, seconds)
+        agreed(group, device, [0.0])  # all ranks at once, as they will be
+        seconds.append(_median([timed(lambda _, run=run: run(), 0, device) for _ in range(5)]))  # type: ignore[misc]
+    packing, unpacking, merging, writing, sweeping, filling = agreed(group, device, seconds)
     merging = max(merging - sweeping, 0.0)
     return Work(packing / n, unpacking / n, merging / n, writing / n, sweeping / numel, filling / numel)
 
 
-def codec_speed(codec: Codec, feedback: bool, numel: int, group: Group, device: torch.device) -> CodecSpeed:
-    """How fast a codec is on gradients of about `numel` elements, with all ranks at work. A collective."""
-    n = max(1, min(numel, PROBE_ELEMENTS))
+def codec_speed(
+    codec: Codec, feedback: bool, numel: int, group: Group, device: torch.device, most: int = PROBE_ELEMENTS
+) -> CodecSpeed:
+    """How fast a codec is on gradients of `numel` elements, or `most`, with all ranks at work. A collective."""
+    n = max(1, min(numel, most))
     workspace = codec.workspace(n, device)
     generator = torch.Generator().manual_seed(0)
     grad = torch.randn(n, generator=generator).to(device)
     residual, out = torch.zeros_like(grad), torch.empty_like(grad)
     wire = torch.zeros(codec.wire_bytes(n), dtype=torch.uint8, device=device)
-    parts = [part[None] for part in wire.split(codec.part_bytes(n))]
+    one = [part[None] for part in wire.split(codec.part_bytes(n))]
     draw = new_draw(0, device=device)
 
     def encode(_: int) -> None:
@@ -168,19 +174,23 @@ def codec_speed(codec: Codec, feedback: bool, numel: int, group: Group, device: 
         else:
             codec.encode(grad, wire, draw, workspace)
 
-    def decode(_: int) -> None:
-        codec.decode_mean(parts, out, workspace)
-
+    encode(0)
+    several = [part.repeat(MANY, 1) for part in one]
     seconds = []
-    for run in (encode, decode):
+    for run in (
+        encode,
+        lambda _: codec.decode_mean(one, out, workspace),
+        lambda _: codec.decode_mean(several, out, workspace),
+    ):
         run(0)
-        _agreed(group, device, [0.0])
-        seconds.append(_median([_timed(run, 0, device) for _ in range(3)]))
-    encoding, decoding = _agreed(group, device, seconds)
-    return CodecSpeed(encoding / n, decoding / n)
+        agreed(group, device, [0.0])
+        seconds.append(_median([timed(run, 0, device) for _ in range(3)]))
+    encoding, single, many = agreed(group, device, seconds)
+    each = min(max(many - single, 0.0) / (MANY - 1), single)
+    return CodecSpeed(encoding / n, each / n, (single - each) / n)
 
 
-def _timed(run: Callable[[int], object], size: int, device: torch.device, pause: float = 0.0) -> float:
+def timed(run: Callable[[int], object], size: int, device: torch.device, pause: float = 0.0) -> float:
     time.sleep(pause)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -195,7 +205,7 @@ def _median(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
-def _agreed(group: Group, device: torch.device, seconds: list[float]) -> list[float]:
+def agreed(group: Group, device: torch.device, seconds: list[float]) -> list[float]:
     """The slowest rank's, on every rank."""
     mine = torch.tensor(seconds, dtype=torch.float64).to(device)
     rows = torch.zeros(group.size, len(seconds), dtype=torch.float64, device=device)
