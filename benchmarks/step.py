@@ -105,10 +105,7 @@ class Arm:
 
     def __init__(self, name: str, density: float, width: int, layers: int, batch: int) -> None:
         torch.manual_seed(0)
-        modules: list[nn.Module] = []
-        for _ in range(layers):
-            modules += [nn.Linear(width, width), nn.ReLU()]
-        self.model: nn.Module = nn.Sequential(*modules[:-1])
+        self.model: nn.Module = linear_layers(width, layers)
         if not name.startswith(HOROVOD):
             # PowerSGD's hook dies on Gloo when several of its buckets are in flight.
             self.model = DistributedDataParallel(self.model, bucket_cap_mb=10_000 if name == "powersgd" else None)
@@ -187,6 +184,14 @@ class Arm:
     def result(self) -> dict[str, Any]:
         counted = {name: report.median([count[name] for count in self.counts]) for name in self.counts[0]}
         return {"times": self.times, "sent_bytes": self.sent / len(self.counts), "counted": counted}
+
+
+def linear_layers(width: int, layers: int) -> nn.Module:
+    """The model: square linear layers with ReLU between them."""
+    modules: list[nn.Module] = []
+    for _ in range(layers):
+        modules += [nn.Linear(width, width), nn.ReLU()]
+    return nn.Sequential(*modules[:-1])
 
 
 def without_communication(arm: Arm, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -1,33 +1,26 @@
-"""What an exchange will take: latency, bytes and work, by a model that a short probe of the group calibrates.
+"""What an exchange will take: latency, bytes and work, by a model that `probe` calibrates.
 
 A collective of b received bytes takes α + β·b (Hockney 1994), with α and β of its own for each kind of collective; what
-is done to entries and elements takes so many seconds for each. All of it is measured once for a group, with all ranks
-at work together as they will be, and the slowest rank counts: so every rank has the same numbers and decides alike.
+is done to entries and elements takes so many seconds for each.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
-from dataclasses import astuple, dataclass, replace
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 
-from ..compress.backends.sparse import entries_for
-from ..compress.codec import Codec, new_draw
+from ..compress.codec import Codec
 from ..compress.entries import index_bytes, value_bytes
-from .entries import CENSUS_BYTES, Carrier, Entries, census_is_shared
-from .group import SMALL_GATHER, Group
+from ..compress.topk import TopK
+from .entries import CENSUS_BYTES, census_is_shared
+from .group import SMALL_GATHER
 
-#: A probe's messages grow until one has taken this long, or all ranks' have so many bytes.
-PROBE_SECONDS, PROBE_BYTES = 0.15, 1 << 26
-#: Its shortest messages, and the pause before each: ranks do other things between collectives, and have to wake up.
-SHORT, PAUSE = 64, 1e-3
-#: Entries that the probe packs, one in so many elements.
-PROBE_ENTRIES, PROBE_SPACING = 1 << 15, 64
-#: Elements that a codec's probe compresses.
-PROBE_ELEMENTS = 1 << 19
+#: What precedes the name of an exchange between nodes.
+HIERARCHICAL = "hierarchical"
 
 
 @dataclass(frozen=True)
@@ -73,15 +66,23 @@ class Estimate:
 
     Attributes:
         name: of the exchange.
-        received: bytes that each rank receives.
-        latency, transfer, work: seconds waiting, moving bytes, and computing.
+        received: bytes that each rank receives; of a hierarchical exchange, from other nodes.
+        latency, transfer: seconds waiting and moving bytes.
+        encode, decode: seconds computing, before the bytes move and after.
+        inside: bytes that each rank receives from its own node besides.
     """
 
     name: str
     received: float
     latency: float
     transfer: float
-    work: float
+    encode: float
+    decode: float
+    inside: float = 0.0
+
+    @property
+    def work(self) -> float:
+        return self.encode + self.decode
 
     @property
     def seconds(self) -> float:
@@ -105,10 +106,11 @@ class Decision:
 
 @dataclass(frozen=True)
 class CodecSpeed:
-    """Seconds an element: to encode, and to decode one rank's wire."""
+    """Seconds an element: to encode, to decode one rank's wire, and, once for all ranks, to write their mean."""
 
     encode: float
     decode: float
+    mean: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -147,17 +149,16 @@ class Calibration:
 
     def gather(self, shape: Shape) -> Estimate:
         p, k, work = shape.world_size, shape.k, self.work
-        spent = work.pack * k + (work.unpack + work.merge) * p * k + work.sweep * shape.numel
-        spent += work.scatter * shape.union
+        decode = (work.unpack + work.merge) * p * k + work.sweep * shape.numel + work.scatter * shape.union
         moves = [self._gather(shape.entry_bytes(shape.numel, k), p)]
-        return self._estimate("gather", moves, spent, self.latency.gather)
+        return self._estimate("gather", moves, work.pack * k, decode, self.latency.gather)
 
     def union(self, shape: Shape) -> Estimate:
         p, k, u, work = shape.world_size, shape.k, shape.union, self.work
-        spent = work.pack * k + (work.unpack + work.merge) * p * k + work.merge * (u + k) + 2 * work.sweep * shape.numel
-        spent += work.scatter * u
+        decode = (work.unpack + work.merge) * p * k + work.merge * (u + k) + 2 * work.sweep * shape.numel
+        decode += work.scatter * u
         moves = [self._gather(index_bytes(shape.numel, k), p), (self.all_reduce, 8 * u * (p - 1) / p)]
-        return self._estimate("union", moves, spent, self.latency.union)
+        return self._estimate("union", moves, work.pack * k, decode, self.latency.union)
 
     def split(self, shape: Shape) -> Estimate:
         """With everything that the union has."""
@@ -180,35 +181,40 @@ class Calibration:
             (self.all_to_all, (p - 1) * shape.entry_bytes(span, own)),
             (self.all_to_all, (p - 1) * shape.entry_bytes(span, mine)),
         ]
-        spent = work.pack * (k + mine) + (work.unpack + work.merge) * k + work.unpack * kept + work.sweep * span
-        spent += work.scatter * kept
-        return self._estimate("split", moves, spent, self.latency.split)
+        decode = work.pack * mine + (work.unpack + work.merge) * k + work.unpack * kept + work.sweep * span
+        decode += work.scatter * kept
+        return self._estimate("split", moves, work.pack * k, decode, self.latency.split)
 
     def dense(self, shape: Shape) -> Estimate:
         moves = [(self.all_reduce, 8 * shape.numel * (shape.world_size - 1) / shape.world_size)]
-        return self._estimate("dense", moves, self.work.dense * shape.numel + self.work.scatter * shape.k)
+        return self._estimate("dense", moves, self.work.scatter * shape.k, self.work.dense * shape.numel)
 
     # -- wires of codecs -----------------------------------------------------------------------------------------------
 
     def wires(self, codec: Codec, speed: CodecSpeed, numel: int, world_size: int) -> Estimate:
         """Every rank's wire to all."""
-        spent = (speed.encode + speed.decode * world_size) * numel
-        return self._estimate("gather", [self._gather(codec.wire_bytes(numel), world_size)], spent)
+        decode = (speed.decode * world_size + speed.mean) * numel
+        return self._estimate(
+            "gather", [self._gather(codec.wire_bytes(numel), world_size)], speed.encode * numel, decode
+        )
 
     def two_pass(self, codec: Codec, speed: CodecSpeed, numel: int, world_size: int) -> Estimate:
         slice_bytes = codec.wire_bytes(-(-numel // world_size))
         moves = [(self.all_to_all, (world_size - 1) * slice_bytes), self._gather(slice_bytes, world_size)]
-        spent = speed.encode * (numel + numel / world_size) + speed.decode * 2 * numel
-        return self._estimate("two_pass", moves, spent)
+        own = numel / world_size
+        decode = speed.decode * 2 * numel + speed.mean * (own + numel)
+        return self._estimate("two_pass", moves, speed.encode * (numel + own), decode)
 
     def around(self, inner: Estimate, name: str, numel: int, local_size: int) -> Estimate:
         """`inner` between nodes, and this calibration's collectives inside one, before and after it."""
         share = 4 * -(-numel // local_size)
         moves = [(self.all_to_all, (local_size - 1) * share), self._gather(share, local_size)]
-        whole = self._estimate(name, moves, inner.work + 3 * self.work.dense * numel)
+        before, after = inner.encode + 2 * self.work.dense * numel, inner.decode + self.work.dense * numel
+        whole = self._estimate(name, moves, before, after)
         return replace(
             whole,
             received=inner.received,
+            inside=whole.received,
             latency=whole.latency + inner.latency,
             transfer=whole.transfer + inner.transfer,
         )
@@ -220,192 +226,60 @@ class Calibration:
         return (self.all_to_all if row * world_size <= SMALL_GATHER else self.all_gather), (world_size - 1) * row
 
     @staticmethod
-    def _estimate(name: str, moves: list[tuple[Line, float]], work: float, latency: float | None = None) -> Estimate:
+    def _estimate(
+        name: str, moves: list[tuple[Line, float]], encode: float, decode: float, latency: float | None = None
+    ) -> Estimate:
         if latency is None:
             latency = sum(line.alpha for line, _ in moves)
         transfer = sum(line.transfer(size) for line, size in moves)
-        return Estimate(name, sum(size for _, size in moves), latency, transfer, work)
+        return Estimate(name, sum(size for _, size in moves), latency, transfer, encode, decode)
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Ranks that lie on nodes, `local_size` on each: what is known inside a node, and between ranks of all nodes."""
+
+    inside: Calibration
+    between: Calibration
+    local_size: int
+
+
+def compressed(
+    codec: Codec, speed: CodecSpeed, numel: int, world_size: int, flat: Calibration, nodes: Nodes | None, union: int = 0
+) -> list[Estimate]:
+    """Every exchange that can carry a bucket of `numel` elements in a codec's wire: among all ranks, and where they lie
+    on nodes, between those.
+
+    Args:
+        union: how many elements any rank has selected, of a sparse codec's; 0: not known.
+    """
+    estimates = _exchanges(flat, codec, speed, numel, world_size, union)
+    if nodes is not None:
+        local = nodes.local_size
+        between = _exchanges(nodes.between, codec, speed, -(-numel // local), world_size // local, union // local)
+        estimates += [nodes.inside.around(inner, f"{HIERARCHICAL} {inner.name}", numel, local) for inner in between]
+    return estimates
+
+
+def _exchanges(
+    calibration: Calibration, codec: Codec, speed: CodecSpeed, numel: int, world_size: int, union: int
+) -> list[Estimate]:
+    estimates = [calibration.wires(codec, speed, numel, world_size)]
+    if not isinstance(codec, TopK):
+        if codec.block_size is not None:
+            estimates.append(calibration.two_pass(codec, speed, numel, world_size))
+        return estimates
+    k = codec.k(numel)
+    # Where nothing is known of the overlap: as if ranks selected independently of each other.
+    union = union or round(numel * -math.expm1(world_size * math.log1p(-min(k / numel, 1 - 1e-9))))
+    shape = Shape(numel, k, world_size, min(max(union, k), numel), codec.values)
+    for estimate in (calibration.union(shape), calibration.split_k(shape)):
+        encode = estimate.encode + speed.encode * numel
+        estimates.append(replace(estimate, encode=encode, decode=estimate.decode + calibration.work.dense * numel))
+    return estimates
 
 
 def decide(candidates: Iterable[Estimate]) -> Decision:
     """The fastest; of equals, the first."""
     estimates = tuple(candidates)
     return Decision(min(estimates, key=lambda estimate: estimate.seconds).name, estimates)
-
-
-# -- measuring ---------------------------------------------------------------------------------------------------------
-
-_known: dict[tuple[tuple[int, ...], str], Calibration] = {}
-
-
-def known(group: Group, device: torch.device) -> bool:
-    """Whether this rank has met the group before: others may not have, as processes come and go."""
-    return (group.ranks, device.type) in _known
-
-
-def calibration(group: Group, device: torch.device, everywhere: bool | None = None) -> Calibration:
-    """The calibration of a group for tensors on `device`. A collective; it probes at the first call alone.
-
-    Args:
-        everywhere: whether it is known on every rank, where that has been found out.
-    """
-    if everywhere is None:
-        everywhere = not any(_agreed(group, device, [float(not known(group, device))]))
-    key = group.ranks, device.type
-    if not everywhere:
-        _known[key] = calibrate(group, device)
-    return _known[key]
-
-
-def calibrate(group: Group, device: torch.device) -> Calibration:
-    """Probe a group: a collective. Takes a second or two, and more where the network is slow or cores are few."""
-    p = group.size
-
-    def all_gather(size: int) -> None:
-        rows = torch.zeros(p, size, dtype=torch.uint8, device=device)
-        group.ring_all_gather(rows, rows[0].clone()).wait()
-
-    def all_to_all(size: int) -> None:
-        rows = torch.zeros(p, size, dtype=torch.uint8, device=device)
-        group.all_to_all(torch.empty_like(rows), rows).wait()
-
-    def all_reduce(size: int) -> None:  # as many bytes received as in the others
-        group.all_reduce(torch.zeros(max(1, size * p // 8), device=device)).wait()
-
-    first, second, third = (_line(run, group, device) for run in (all_gather, all_to_all, all_reduce))
-    return Calibration(first, second, third, _work(group, device), _latency(group, device))
-
-
-def slowest(calibration: Calibration, group: Group, device: torch.device) -> Calibration:
-    """What subgroups have measured by themselves, as the slowest of `group` has it: every rank must decide alike."""
-    group_of = calibration.all_gather, calibration.all_to_all, calibration.all_reduce
-    agreed = iter(_agreed(group, device, [number for line in group_of for number in (line.alpha, line.beta)]))
-    first, second, third = (Line(next(agreed), next(agreed)) for _ in group_of)
-    work = Work(*_agreed(group, device, list(astuple(calibration.work))))
-    return Calibration(first, second, third, work, Latency(*_agreed(group, device, list(astuple(calibration.latency)))))
-
-
-def _line(run: Callable[[int], None], group: Group, device: torch.device) -> Line:
-    """α from the shortest messages; β from long ones, the better of the last two: some sizes suit a backend badly."""
-    others = max(1, group.size - 1)
-    for _ in range(3):
-        run(SHORT)  # opens connections
-    (alpha,) = _agreed(group, device, [_median([_timed(run, SHORT, device, PAUSE) for _ in range(9)])])
-    size, points = 1 << 14, [(0.0, alpha)]
-    while points[-1][1] < PROBE_SECONDS and size * group.size <= PROBE_BYTES:
-        (seconds,) = _agreed(group, device, [_median([_timed(run, size, device) for _ in range(3)])])
-        points.append((float(others * size), max(seconds, alpha)))
-        size *= 4
-    betas = [max(seconds - alpha, 1e-9) / received for received, seconds in points[-2:] if received]
-    return Line(alpha, min(betas), tuple(points[1:-1]))
-
-
-def _latency(group: Group, device: torch.device) -> Latency:
-    carrier = Carrier(1024, torch.float32, device, group)
-    entries = Entries(torch.arange(8, dtype=torch.int32, device=device) * 128, torch.ones(8, device=device))
-    bounds = [1024 * owner // group.size for owner in range(group.size + 1)]
-    runs: tuple[Callable[[int], object], ...] = (
-        lambda _: carrier.gather(entries, 8),
-        lambda _: carrier.union(entries, 8),
-        lambda _: carrier.split(entries, bounds),
-    )
-    seconds = []
-    for run in runs:
-        run(0)
-        seconds.append(_median([_timed(run, 0, device, PAUSE) for _ in range(7)]))
-    return Latency(*_agreed(group, device, seconds))
-
-
-def _work(group: Group, device: torch.device) -> Work:
-    n, numel = PROBE_ENTRIES, PROBE_ENTRIES * PROBE_SPACING
-    kernels = entries_for(device)
-    indices = torch.arange(0, numel, PROBE_SPACING, dtype=torch.int32, device=device)
-    values = torch.ones(n, device=device)
-    index_wire = torch.empty(index_bytes(numel, n), dtype=torch.uint8, device=device)
-    value_wire = torch.empty(value_bytes(n, torch.bfloat16), dtype=torch.uint8, device=device)
-    out_indices, out_values = torch.empty_like(indices), torch.empty_like(values)
-    vector = torch.empty(numel, device=device)
-
-    def pack() -> None:
-        kernels.pack_indices(indices, None, 0, numel, index_wire)
-        kernels.pack_values(values, torch.bfloat16, value_wire)
-
-    def unpack() -> None:
-        kernels.unpack_indices(index_wire[None], 0, numel, None, out_indices[None])
-        kernels.unpack_values(value_wire[None], torch.bfloat16, out_values[None])
-
-    def merge() -> None:
-        kernels.merge(indices, values, (0, n), 0, numel, out_indices, out_values)
-
-    def scatter() -> None:
-        vector[indices.long()] = values
-
-    def sweep() -> None:  # no entries: what the elements alone take
-        kernels.merge(indices[:0], values[:0], (0, 0), 0, numel, out_indices, out_values)
-
-    def dense() -> None:
-        vector.zero_()
-        vector.mul_(0.5)
-        vector.clone()
-
-    seconds = []
-    for run in (pack, unpack, merge, scatter, sweep, dense):
-        run()
-        _agreed(group, device, [0.0])  # all ranks at once, as they will be
-        seconds.append(_median([_timed(lambda _, run=run: run(), 0, device) for _ in range(5)]))  # type: ignore[misc]
-    packing, unpacking, merging, writing, sweeping, filling = _agreed(group, device, seconds)
-    merging = max(merging - sweeping, 0.0)
-    return Work(packing / n, unpacking / n, merging / n, writing / n, sweeping / numel, filling / numel)
-
-
-def codec_speed(codec: Codec, feedback: bool, numel: int, group: Group, device: torch.device) -> CodecSpeed:
-    """How fast a codec is on gradients of about `numel` elements, with all ranks at work. A collective."""
-    n = max(1, min(numel, PROBE_ELEMENTS))
-    workspace = codec.workspace(n, device)
-    generator = torch.Generator().manual_seed(0)
-    grad = torch.randn(n, generator=generator).to(device)
-    residual, out = torch.zeros_like(grad), torch.empty_like(grad)
-    wire = torch.zeros(codec.wire_bytes(n), dtype=torch.uint8, device=device)
-    parts = [part[None] for part in wire.split(codec.part_bytes(n))]
-    draw = new_draw(0, device=device)
-
-    def encode(_: int) -> None:
-        if feedback:
-            codec.encode_feedback(grad, residual, wire, draw, workspace)
-        else:
-            codec.encode(grad, wire, draw, workspace)
-
-    def decode(_: int) -> None:
-        codec.decode_mean(parts, out, workspace)
-
-    seconds = []
-    for run in (encode, decode):
-        run(0)
-        _agreed(group, device, [0.0])
-        seconds.append(_median([_timed(run, 0, device) for _ in range(3)]))
-    encoding, decoding = _agreed(group, device, seconds)
-    return CodecSpeed(encoding / n, decoding / n)
-
-
-def _timed(run: Callable[[int], object], size: int, device: torch.device, pause: float = 0.0) -> float:
-    time.sleep(pause)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    begin = time.perf_counter()
-    run(size)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - begin
-
-
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
-
-
-def _agreed(group: Group, device: torch.device, seconds: list[float]) -> list[float]:
-    """The slowest rank's, on every rank."""
-    mine = torch.tensor(seconds, dtype=torch.float64).to(device)
-    rows = torch.zeros(group.size, len(seconds), dtype=torch.float64, device=device)
-    group.all_gather(rows, mine).wait()
-    slowest: list[float] = rows.amax(0).tolist()
-    return slowest

@@ -15,14 +15,13 @@ import torch.distributed as dist
 from ..compress.cast import Cast
 from ..compress.codec import Codec
 from ..compress.topk import TopK
-from . import cost
+from . import cost, probe
 from .allreduce import EXCHANGES, possible_exchanges
+from .cost import HIERARCHICAL
 from .exchange import Exchange
 from .group import Group
 from .hierarchical import Hierarchical
 
-#: What precedes the name of an exchange between nodes.
-HIERARCHICAL = "hierarchical"
 FALLBACKS = (torch.float32, torch.bfloat16, None)
 #: Steps after which "auto" looks again at how much the ranks' selections overlap.
 REVIEW_EVERY = 256
@@ -176,20 +175,21 @@ class Planner:
     device: torch.device
     fallback: torch.dtype | None
     _flat: cost.Calibration | None = None
-    _nodes: tuple[cost.Calibration, cost.Calibration] | None = None
+    _nodes: cost.Nodes | None = None
     _speeds: dict[tuple[Codec, bool], cost.CodecSpeed] = field(default_factory=dict)
 
     def calibrate(self) -> None:
         """Probe the groups: a collective, at most once."""
         if self._flat is None and self.topology.all.size > 1:
-            self._flat = cost.calibration(self.topology.all, self.device)
+            self._flat = probe.calibration(self.topology.all, self.device)
             if self.topology.inside is not None and self.topology.between is not None:
-                inside = cost.calibration(self.topology.inside, self.device)
-                between = cost.calibration(self.topology.between, self.device)
+                inside = probe.calibration(self.topology.inside, self.device)
+                between = probe.calibration(self.topology.between, self.device)
                 everyone = self.topology.all
-                self._nodes = (
-                    cost.slowest(inside, everyone, self.device),
-                    cost.slowest(between, everyone, self.device),
+                self._nodes = cost.Nodes(
+                    probe.slowest(inside, everyone, self.device),
+                    probe.slowest(between, everyone, self.device),
+                    self.topology.inside.size,
                 )
 
     def knows(self, choice: Choice) -> bool:
@@ -200,9 +200,9 @@ class Planner:
         """Measure what `plan` needs to know of a codec. A collective."""
         codec, feedback = self._key(choice)
         group, device = self.topology.all, self.device
-        self._speeds[codec, feedback] = cost.codec_speed(codec, feedback, numel, group, device)
+        self._speeds[codec, feedback] = probe.codec_speed(codec, feedback, numel, group, device)
         if self.fallback == torch.bfloat16 and (BF16, True) not in self._speeds:
-            self._speeds[BF16, True] = cost.codec_speed(BF16, True, numel, group, device)
+            self._speeds[BF16, True] = probe.codec_speed(BF16, True, numel, group, device)
 
     def plan(self, choice: Choice, numel: int, union: int) -> tuple[Plan, str]:
         """What serves a bucket of `numel` elements, and why.
@@ -230,16 +230,9 @@ class Planner:
             plans[estimate.name] = plan, estimate
 
         if not codec.lossless:
-            for estimate in self._estimates(self._flat, choice, numel, size, union):
+            speed = self._speeds[self._key(choice)]
+            for estimate in cost.compressed(codec, speed, numel, size, self._flat, self._nodes, union):
                 add(Plan(codec, estimate.name, feedback), estimate)
-            if self._nodes is not None:
-                assert self.topology.inside is not None
-                assert self.topology.between is not None
-                inside, between = self._nodes
-                local, nodes = self.topology.inside.size, self.topology.between.size
-                for inner in self._estimates(between, choice, -(-numel // local), nodes, union // local):
-                    estimate = inside.around(inner, f"{HIERARCHICAL} {inner.name}", numel, local)
-                    add(Plan(codec, estimate.name, feedback), estimate)
         if codec.lossless or self.fallback == torch.float32:
             add(Plan(codec, "dense", False), self._flat.dense(cost.Shape(numel, 0, size, 0)))
         if self.fallback == torch.bfloat16:
@@ -248,27 +241,6 @@ class Planner:
             add(Plan(BF16, "two_pass", True), estimate)
         decision = cost.decide(estimate for _, estimate in plans.values())
         return plans[decision.name][0], str(decision)
-
-    def _estimates(
-        self, calibration: cost.Calibration, choice: Choice, numel: int, size: int, union: int
-    ) -> list[cost.Estimate]:
-        codec, speed = choice.codec, self._speeds[self._key(choice)]
-        if not isinstance(codec, TopK):
-            estimates = [calibration.wires(codec, speed, numel, size)]
-            if codec.block_size is not None:
-                estimates.append(calibration.two_pass(codec, speed, numel, size))
-            return estimates
-        k = codec.k(numel)
-        # Where nothing is known of the overlap: as if ranks selected independently of each other.
-        union = union or round(numel * -math.expm1(size * math.log1p(-min(k / numel, 1 - 1e-9))))
-        shape = cost.Shape(numel, k, size, min(max(union, k), numel), codec.values)
-        select = speed.encode * numel
-        fill = calibration.work.dense * numel
-        return [
-            calibration.wires(codec, speed, numel, size),
-            replace(calibration.union(shape), work=calibration.union(shape).work + select + fill),
-            replace(calibration.split_k(shape), work=calibration.split_k(shape).work + select + fill),
-        ]
 
     @staticmethod
     def _key(choice: Choice) -> tuple[Codec, bool]:

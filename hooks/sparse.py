@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import cost
+from . import cost, probe
 from .entries import Carrier, Entries, Room, bounds_of, range_samples
 from .group import Group
 
@@ -135,7 +135,7 @@ def prepare(
     decision = cost.Decision(algorithm, ())
     if algorithm == "auto":
         shape = cost.Shape(numel, max(sides.counts), ranks.size, _estimate_union(sides, numel), travel)
-        decision = choose(cost.calibration(ranks, here, sides.calibrated), shape)
+        decision = choose(probe.calibration(ranks, here, sides.calibrated), shape)
     entries = Entries(indices.to(here, torch.int32), values.to(here, torch.float32))
     bounds = bounds_of(sides.samples, numel) if decision.name == "split" else []
     scale = 1.0 / ranks.size if op == "mean" else 1.0
@@ -272,7 +272,7 @@ def _compare(
 ) -> Sides:
     """One all-gather: raises on every rank alike if one cannot go on, or two want different things."""
     fault, number, error = problem
-    facts = [fault, number, int(cost.known(group, device)), *[0] * 5]
+    facts = [fault, number, int(probe.known(group, device)), *[0] * 5]
     sketch = torch.zeros(max(16, WINDOWS // group.size), dtype=torch.int64, device=device)
     samples = torch.zeros(0, dtype=torch.int32, device=device)
     if not fault:

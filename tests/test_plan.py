@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire import QSGD, Cast, Codec, CompressState, Identity, OneBit, TernGrad, TopK, compress_hook
-from gradwire.hooks import cost, plan
+from gradwire.hooks import cost, plan, probe
 from gradwire.hooks.group import Group
 from ranks import Pool
 from torch import nn
@@ -76,9 +76,9 @@ def pretend(outside: float, inside: float | None = None) -> Any:
 
 
 def decide(rank: int, codec: Codec, beta: float, options: dict[str, Any], inside: float | None = None) -> Any:
-    real = cost.calibration, cost.codec_speed
-    cost.calibration = pretend(beta, inside)
-    cost.codec_speed = lambda codec, *_: cost.CodecSpeed(*[1e-10 if isinstance(codec, Cast) else 1e-9] * 2)
+    real = probe.calibration, probe.codec_speed
+    probe.calibration = pretend(beta, inside)
+    probe.codec_speed = lambda codec, *_: cost.CodecSpeed(*[1e-10 if isinstance(codec, Cast) else 1e-9] * 2)
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300), nn.Linear(300, 2))
     ledger = Ledger(model)
@@ -88,7 +88,7 @@ def decide(rank: int, codec: Codec, beta: float, options: dict[str, Any], inside
         ddp.register_comm_hook(state, compress_hook)
         digests = train(rank, ddp, range(4), ledger)
     finally:
-        cost.calibration, cost.codec_speed = real
+        probe.calibration, probe.codec_speed = real
     error, done = ledger.error(state), state.statistics()
     state.close()
     return digests, error, done.decisions, done.payload_bytes / done.dense_bytes

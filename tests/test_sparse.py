@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire import sparse_all_reduce
-from gradwire.hooks import cost, sparse
+from gradwire.hooks import cost, probe, sparse
 from gradwire.hooks.entries import Carrier, Entries
 from gradwire.hooks.group import Group
 from hypothesis import HealthCheck, given, settings
@@ -308,11 +308,11 @@ def test_a_result_outlives_the_next_call(ranks: Ranks) -> None:
 def half_known(rank: int) -> bool:
     """Rank 0 has met the group before, rank 1 has not: both must probe, or one waits for ever."""
     group = Group(dist.group.WORLD)
-    cost.calibration(group, torch.device("cpu"))
+    probe.calibration(group, torch.device("cpu"))
     if rank == 1:
-        cost._known.clear()
+        probe._known.clear()
     sparse_all_reduce(torch.tensor([rank]), torch.ones(1), 10)
-    return cost.known(group, torch.device("cpu"))
+    return probe.known(group, torch.device("cpu"))
 
 
 def test_a_newcomer_makes_all_probe(ranks: Ranks) -> None:
@@ -338,15 +338,15 @@ def test_owners_get_equal_shares(ranks: Ranks, pattern: str) -> None:
     assert int(shares.max()) <= 1.1 * float(shares.float().mean())
 
 
-def probe(rank: int) -> Any:
+def probed(rank: int) -> Any:
     group = Group(dist.group.WORLD)
-    found = cost.calibration(group, torch.device("cpu"))
-    again = cost.calibration(group, torch.device("cpu"))
+    found = probe.calibration(group, torch.device("cpu"))
+    again = probe.calibration(group, torch.device("cpu"))
     return found, found is again
 
 
 def test_a_calibration_is_the_same_on_all_ranks_and_measured_once(ranks: Ranks) -> None:
-    results = ranks(2).run(probe)
+    results = ranks(2).run(probed)
     assert results[0] == results[1]
     found, cached = results[0]
     assert cached

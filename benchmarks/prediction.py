@@ -1,0 +1,197 @@
+"""How long a training step takes when gradients travel: a simulation of what waits for what.
+
+Backward makes one bucket ready after the other. Each then goes through a job: it is encoded, waits for the network's
+latency, moves, and is decoded. A lane, as gradwire has it, takes the jobs one by one; PyTorch's own all-reduces queue
+for the link alone, so that one bucket is decoded while the next one moves. When backward is done, DDP copies the
+buckets back into the gradients, each as soon as it has arrived, and the optimizer steps.
+
+Whatever computes at the same time shares the rank's processors fairly: where there are enough, communication hides
+behind backward; where there are not, the codec's work and the network stack's adds to it. On a GPU the kernels of a
+side stream share it with those of backward in the same way, as one processor.
+
+Nothing here is measured, and nothing depends on a machine: `measurement` and `advise` bring the numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+#: A step that communication lengthens by less than this share waits for the model.
+NEGLIGIBLE = 0.05
+
+#: What can be the bottleneck, and the fields of a job that belong to it.
+PARTS = {
+    "latency": ("latency",),
+    "transfer": ("transfer", "processor"),
+    "encode": ("inline", "encode"),
+    "decode": ("decode",),
+}
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One training step without communication, in seconds.
+
+    Attributes:
+        numels: elements of each of DDP's buckets, in the order in which they become ready.
+        forward: up to the start of backward.
+        ready: when each bucket is, counted from there; the last ends backward.
+        copy_back: what DDP takes to copy each bucket back into the gradients.
+        optimizer: the optimizer's step.
+    """
+
+    numels: tuple[int, ...]
+    forward: float
+    ready: tuple[float, ...]
+    copy_back: tuple[float, ...]
+    optimizer: float
+
+    @property
+    def floor(self) -> float:
+        """The step without communication."""
+        return self.forward + self.ready[-1] + sum(self.copy_back) + self.optimizer
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one bucket takes, in seconds.
+
+    Attributes:
+        inline: on backward's own thread, as soon as the bucket is ready.
+        encode, decode: of a processor, before and after the bytes move.
+        latency: waiting.
+        transfer: of the link.
+        processor: what moving the bytes takes of a processor, meanwhile.
+    """
+
+    inline: float = 0.0
+    encode: float = 0.0
+    latency: float = 0.0
+    transfer: float = 0.0
+    processor: float = 0.0
+    decode: float = 0.0
+
+    @property
+    def moving(self) -> float:
+        return max(self.transfer, self.processor)
+
+    @property
+    def seconds(self) -> float:
+        return self.inline + self.encode + self.latency + self.moving + self.decode
+
+
+@dataclass(frozen=True)
+class Processors:
+    """What a rank computes with: so many cores, and so many threads in whatever computes. A GPU counts as one."""
+
+    cores: float = 1.0
+    threads: int = 1
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one way to exchange gradients.
+
+    Attributes:
+        step, floor: seconds of a step, and of one without communication.
+        communication: seconds that all jobs take one after the other.
+        bottleneck: a key of `PARTS`, or "backward": what would have to be faster.
+    """
+
+    step: float
+    floor: float
+    communication: float
+    bottleneck: str
+
+    @property
+    def tax(self) -> float:
+        return self.step - self.floor
+
+    @property
+    def hidden(self) -> float:
+        """The share of communication that hides behind the model's own work."""
+        return 1.0 - min(1.0, self.tax / self.communication) if self.communication else 1.0
+
+
+def predict(profile: Profile, jobs: Sequence[Job], processors: Processors, lane: bool) -> Prediction:
+    """Simulate one step.
+
+    Args:
+        jobs: one for each bucket of the profile.
+        lane: whether a job ends before the next one begins.
+    """
+    step = simulate(profile, jobs, processors, lane)
+    bottleneck = "backward"
+    if step - profile.floor > NEGLIGIBLE * step:
+        without = {
+            part: simulate(profile, [replace(job, **dict.fromkeys(fields, 0.0)) for job in jobs], processors, lane)
+            for part, fields in PARTS.items()
+        }
+        bottleneck = min(without, key=without.__getitem__)
+    return Prediction(step, profile.floor, sum(job.seconds for job in jobs), bottleneck)
+
+
+@dataclass(frozen=True)
+class Task:
+    """`seconds` of work for `load` cores, once the tasks `after` have ended."""
+
+    seconds: float
+    load: float
+    after: tuple[int, ...]
+
+
+def simulate(profile: Profile, jobs: Sequence[Job], processors: Processors, lane: bool) -> float:
+    """Seconds of one step."""
+    tasks: list[Task] = []
+
+    def add(seconds: float, load: float, *after: int | None) -> int:
+        tasks.append(Task(seconds, load, tuple(task for task in after if task is not None)))
+        return len(tasks) - 1
+
+    busy = float(processors.threads)
+    main = add(profile.forward, busy)
+    done, free = [], None  # each job's last task, and the task after which the lane or the link is free
+    for job, (before, ready) in zip(jobs, pairwise((0.0, *profile.ready)), strict=True):
+        main = add(ready - before, busy, main)
+        main = add(job.inline, busy, main)
+        start = add(job.encode, busy, main, free if lane else None)
+        waited = add(job.latency, 0.0, start)
+        load = min(1.0, job.processor / job.moving) if job.moving else 0.0
+        moved = add(job.moving, load, waited, free)
+        done.append(add(job.decode, busy, moved))
+        free = done[-1] if lane else moved
+    for arrived, copying in zip(done, profile.copy_back, strict=True):
+        main = add(copying, busy, main, arrived)
+    main = add(profile.optimizer, busy, main)
+    return run(tasks, processors.cores)[main]
+
+
+def run(tasks: Sequence[Task], cores: float) -> list[float]:
+    """When each task ends, if those that run at the same time share the cores fairly."""
+    left = [task.seconds for task in tasks]
+    ends: dict[int, float] = {}
+    now = 0.0
+    while len(ends) < len(tasks):
+        active = [i for i, task in enumerate(tasks) if i not in ends and all(j in ends for j in task.after)]
+        rates = share([tasks[i].load for i in active], cores)
+        first = min(left[i] / rate for i, rate in zip(active, rates, strict=True))
+        now += first
+        for i, rate in zip(active, rates, strict=True):
+            left[i] -= first * rate
+            if left[i] <= 1e-12:
+                ends[i] = now
+    return [ends[i] for i in range(len(tasks))]
+
+
+def share(loads: Sequence[float], cores: float) -> list[float]:
+    """How fast each task runs, 1 being full speed: who asks for little gets it, the others equal parts of the rest."""
+    rates = [1.0] * len(loads)
+    waiting = sorted(range(len(loads)), key=loads.__getitem__)
+    for place, i in enumerate(waiting):
+        fair = cores / (len(waiting) - place)
+        if loads[i] > fair:
+            rates[i] = fair / loads[i]
+        cores -= loads[i] * rates[i]
+    return rates

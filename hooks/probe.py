@@ -1,0 +1,214 @@
+"""A short probe of a group: what its collectives and the ranks' kernels take, for the model in `cost`.
+
+All of it is measured once for a group, with all ranks at work together as they will be, and the slowest rank counts: so
+every rank has the same numbers and decides alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import astuple
+
+import torch
+
+from ..compress.backends.sparse import entries_for
+from ..compress.codec import Codec, new_draw
+from ..compress.entries import index_bytes, value_bytes
+from .cost import Calibration, CodecSpeed, Latency, Line, Work
+from .entries import Carrier, Entries
+from .group import Group
+
+#: A probe's messages grow until one has taken this long, or all ranks' have so many bytes.
+PROBE_SECONDS, PROBE_BYTES = 0.15, 1 << 26
+#: Its shortest messages, and the pause before each: ranks do other things between collectives, and have to wake up.
+SHORT, PAUSE = 64, 1e-3
+#: Entries that the probe packs, one in so many elements.
+PROBE_ENTRIES, PROBE_SPACING = 1 << 15, 64
+#: Elements that a codec's probe compresses.
+PROBE_ELEMENTS = 1 << 19
+#: Wires that it decodes at once, to see what each of them takes.
+MANY = 3
+
+_known: dict[tuple[tuple[int, ...], str], Calibration] = {}
+
+
+def known(group: Group, device: torch.device) -> bool:
+    """Whether this rank has met the group before: others may not have, as processes come and go."""
+    return (group.ranks, device.type) in _known
+
+
+def calibration(group: Group, device: torch.device, everywhere: bool | None = None) -> Calibration:
+    """The calibration of a group for tensors on `device`. A collective; it probes at the first call alone.
+
+    Args:
+        everywhere: whether it is known on every rank, where that has been found out.
+    """
+    if everywhere is None:
+        everywhere = not any(agreed(group, device, [float(not known(group, device))]))
+    key = group.ranks, device.type
+    if not everywhere:
+        _known[key] = calibrate(group, device)
+    return _known[key]
+
+
+def calibrate(group: Group, device: torch.device) -> Calibration:
+    """Probe a group: a collective. Takes a second or two, and more where the network is slow or cores are few."""
+    p = group.size
+
+    def all_gather(size: int) -> None:
+        rows = torch.zeros(p, size, dtype=torch.uint8, device=device)
+        group.ring_all_gather(rows, rows[0].clone()).wait()
+
+    def all_to_all(size: int) -> None:
+        rows = torch.zeros(p, size, dtype=torch.uint8, device=device)
+        group.all_to_all(torch.empty_like(rows), rows).wait()
+
+    def all_reduce(size: int) -> None:  # as many bytes received as in the others
+        group.all_reduce(torch.zeros(max(1, size * p // 8), device=device)).wait()
+
+    first, second, third = (_line(run, group, device) for run in (all_gather, all_to_all, all_reduce))
+    return Calibration(first, second, third, work(group, device), _latency(group, device))
+
+
+def slowest(calibration: Calibration, group: Group, device: torch.device) -> Calibration:
+    """What subgroups have measured by themselves, as the slowest of `group` has it: every rank must decide alike."""
+    lines = calibration.all_gather, calibration.all_to_all, calibration.all_reduce
+    numbers = iter(agreed(group, device, [number for line in lines for number in (line.alpha, line.beta)]))
+    first, second, third = (Line(next(numbers), next(numbers)) for _ in lines)
+    entries = Work(*agreed(group, device, list(astuple(calibration.work))))
+    return Calibration(
+        first, second, third, entries, Latency(*agreed(group, device, list(astuple(calibration.latency))))
+    )
+
+
+def _line(run: Callable[[int], None], group: Group, device: torch.device) -> Line:
+    """α from the shortest messages; β from long ones, the better of the last two: some sizes suit a backend badly."""
+    others = max(1, group.size - 1)
+    for _ in range(3):
+        run(SHORT)  # opens connections
+    (alpha,) = agreed(group, device, [_median([timed(run, SHORT, device, PAUSE) for _ in range(9)])])
+    size, points = 1 << 14, [(0.0, alpha)]
+    while points[-1][1] < PROBE_SECONDS and size * group.size <= PROBE_BYTES:
+        (seconds,) = agreed(group, device, [_median([timed(run, size, device) for _ in range(3)])])
+        points.append((float(others * size), max(seconds, alpha)))
+        size *= 4
+    betas = [max(seconds - alpha, 1e-9) / received for received, seconds in points[-2:] if received]
+    return Line(alpha, min(betas), tuple(points[1:-1]))
+
+
+def _latency(group: Group, device: torch.device) -> Latency:
+    carrier = Carrier(1024, torch.float32, device, group)
+    entries = Entries(torch.arange(8, dtype=torch.int32, device=device) * 128, torch.ones(8, device=device))
+    bounds = [1024 * owner // group.size for owner in range(group.size + 1)]
+    runs: tuple[Callable[[int], object], ...] = (
+        lambda _: carrier.gather(entries, 8),
+        lambda _: carrier.union(entries, 8),
+        lambda _: carrier.split(entries, bounds),
+    )
+    seconds = []
+    for run in runs:
+        run(0)
+        seconds.append(_median([timed(run, 0, device, PAUSE) for _ in range(7)]))
+    return Latency(*agreed(group, device, seconds))
+
+
+def work(group: Group, device: torch.device) -> Work:
+    n, numel = PROBE_ENTRIES, PROBE_ENTRIES * PROBE_SPACING
+    kernels = entries_for(device)
+    indices = torch.arange(0, numel, PROBE_SPACING, dtype=torch.int32, device=device)
+    values = torch.ones(n, device=device)
+    index_wire = torch.empty(index_bytes(numel, n), dtype=torch.uint8, device=device)
+    value_wire = torch.empty(value_bytes(n, torch.bfloat16), dtype=torch.uint8, device=device)
+    out_indices, out_values = torch.empty_like(indices), torch.empty_like(values)
+    vector = torch.empty(numel, device=device)
+
+    def pack() -> None:
+        kernels.pack_indices(indices, None, 0, numel, index_wire)
+        kernels.pack_values(values, torch.bfloat16, value_wire)
+
+    def unpack() -> None:
+        kernels.unpack_indices(index_wire[None], 0, numel, None, out_indices[None])
+        kernels.unpack_values(value_wire[None], torch.bfloat16, out_values[None])
+
+    def merge() -> None:
+        kernels.merge(indices, values, (0, n), 0, numel, out_indices, out_values)
+
+    def scatter() -> None:
+        vector[indices.long()] = values
+
+    def sweep() -> None:  # no entries: what the elements alone take
+        kernels.merge(indices[:0], values[:0], (0, 0), 0, numel, out_indices, out_values)
+
+    def dense() -> None:
+        vector.zero_()
+        vector.mul_(0.5)
+        vector.clone()
+
+    seconds = []
+    for run in (pack, unpack, merge, scatter, sweep, dense):
+        run()
+        agreed(group, device, [0.0])  # all ranks at once, as they will be
+        seconds.append(_median([timed(lambda _, run=run: run(), 0, device) for _ in range(5)]))  # type: ignore[misc]
+    packing, unpacking, merging, writing, sweeping, filling = agreed(group, device, seconds)
+    merging = max(merging - sweeping, 0.0)
+    return Work(packing / n, unpacking / n, merging / n, writing / n, sweeping / numel, filling / numel)
+
+
+def codec_speed(
+    codec: Codec, feedback: bool, numel: int, group: Group, device: torch.device, most: int = PROBE_ELEMENTS
+) -> CodecSpeed:
+    """How fast a codec is on gradients of `numel` elements, or `most`, with all ranks at work. A collective."""
+    n = max(1, min(numel, most))
+    workspace = codec.workspace(n, device)
+    generator = torch.Generator().manual_seed(0)
+    grad = torch.randn(n, generator=generator).to(device)
+    residual, out = torch.zeros_like(grad), torch.empty_like(grad)
+    wire = torch.zeros(codec.wire_bytes(n), dtype=torch.uint8, device=device)
+    one = [part[None] for part in wire.split(codec.part_bytes(n))]
+    draw = new_draw(0, device=device)
+
+    def encode(_: int) -> None:
+        if feedback:
+            codec.encode_feedback(grad, residual, wire, draw, workspace)
+        else:
+            codec.encode(grad, wire, draw, workspace)
+
+    encode(0)
+    several = [part.repeat(MANY, 1) for part in one]
+    seconds = []
+    for run in (
+        encode,
+        lambda _: codec.decode_mean(one, out, workspace),
+        lambda _: codec.decode_mean(several, out, workspace),
+    ):
+        run(0)
+        agreed(group, device, [0.0])
+        seconds.append(_median([timed(run, 0, device) for _ in range(3)]))
+    encoding, single, many = agreed(group, device, seconds)
+    each = min(max(many - single, 0.0) / (MANY - 1), single)
+    return CodecSpeed(encoding / n, each / n, (single - each) / n)
+
+
+def timed(run: Callable[[int], object], size: int, device: torch.device, pause: float = 0.0) -> float:
+    time.sleep(pause)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    run(size)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begin
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def agreed(group: Group, device: torch.device, seconds: list[float]) -> list[float]:
+    """The slowest rank's, on every rank."""
+    mine = torch.tensor(seconds, dtype=torch.float64).to(device)
+    rows = torch.zeros(group.size, len(seconds), dtype=torch.float64, device=device)
+    group.all_gather(rows, mine).wait()
+    slowest: list[float] = rows.amax(0).tolist()
+    return slowest
