@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,28 @@ from torch import Tensor
 #: How long ranks wait for each other when a state is made.
 HANDSHAKE_TIMEOUT = timedelta(seconds=60)
 
-#: Bytes that an all-gather may return and still be sent all at once, from each rank to each.
-SMALL_GATHER = 1 << 20
-
 _made: Counter[tuple[int, ...]] = Counter()
+
+
+class Work(Protocol):
+    """Something under way, as `dist.Work` is."""
+
+    def wait(self) -> Any: ...
+
+
+class Messages:
+    """Messages between this rank and the others: under way together, and waited for together.
+
+    Where all ranks send and receive at once, each link carries both ways at its full rate; Gloo's own all-to-all and
+    all-gather reach that on no more than every other call, and else take up to twice as long.
+    """
+
+    def __init__(self, works: Iterable[dist.Work], timeout: timedelta | None) -> None:
+        self._works, self._timeout = list(works), timeout
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait() if self._timeout is None else work.wait(self._timeout)
 
 
 class Group:
@@ -38,6 +56,8 @@ class Group:
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
         self._ranks = ranks
+        self._timeout: timedelta | None = None
+        self._messages = 0
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -69,40 +89,56 @@ class Group:
         with contextlib.suppress(RuntimeError, AttributeError):  # a backend that does not tell
             timeout = other._get_backend(other._device_types[0]).options._timeout
             self._group._set_default_timeout(timeout)
+            self._timeout = timeout  # that of single messages is fixed when a group is made
 
     def gathered(self, *shape: int, dtype: torch.dtype = torch.uint8, device: torch.device | str = "cpu") -> Tensor:
         """Memory for what an all-gather returns, which is the same on every rank."""
         return torch.zeros(*shape, dtype=dtype, device=device)
 
-    def all_gather(self, output: Tensor, row: Tensor) -> dist.Work:
+    def all_gather(self, output: Tensor, row: Tensor) -> Work:
         """Start: `output` = the ranks' rows, end to end."""
-        if not row.is_cuda and row.numel() * row.element_size() * self.size <= SMALL_GATHER:
-            # Gloo's all-gather goes round a ring, which takes size - 1 latencies; to send all at once takes one.
-            return self.all_to_all(output, row.expand(self.size, *row.shape).contiguous())
-        return self.ring_all_gather(output, row)
+        if row.is_cuda:
+            work: Work = self._group._allgather_base(output.view(-1), row)
+            return work
+        return self._pairwise(output.view(-1).chunk(self.size), [row.view(-1)] * self.size)
 
-    def ring_all_gather(self, output: Tensor, row: Tensor) -> dist.Work:
-        """Start: the backend's own all-gather, whatever the size."""
-        work: dist.Work = self._group._allgather_base(output.view(-1), row)
-        return work
-
-    def all_gather_v(self, output: Tensor, row: Tensor, sizes: Sequence[int]) -> dist.Work:
+    def all_gather_v(self, output: Tensor, row: Tensor, sizes: Sequence[int]) -> Work:
         """Start: `output` = the ranks' rows, end to end, `sizes[r]` elements from rank r."""
-        return self.all_to_all_v(output, row.repeat(self.size), sizes, [row.numel()] * self.size)
+        if row.is_cuda:
+            return self.all_to_all_v(output, row.repeat(self.size), sizes, [row.numel()] * self.size)
+        return self._pairwise(output.split(list(sizes)), [row] * self.size)
 
-    def all_to_all(self, output: Tensor, rows: Tensor) -> dist.Work:
+    def all_to_all(self, output: Tensor, rows: Tensor) -> Work:
         """Start: row r of `rows` goes to rank r; row r of `output` comes from it."""
-        work: dist.Work = self._group.alltoall_base(output.view(-1), rows.view(-1), [], [])
-        return work
+        if rows.is_cuda:
+            work: Work = self._group.alltoall_base(output.view(-1), rows.view(-1), [], [])
+            return work
+        return self._pairwise(output.view(-1).chunk(self.size), rows.view(-1).chunk(self.size))
 
-    def all_to_all_v(self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int]) -> dist.Work:
+    def all_to_all_v(self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int]) -> Work:
         """Start: as `all_to_all` for rows of different lengths: `sent[r]` elements go to rank r, `received[r]` come."""
-        work: dist.Work = self._group.alltoall_base(output, rows, list(received), list(sent))
-        return work
+        if rows.is_cuda:
+            work: Work = self._group.alltoall_base(output, rows, list(received), list(sent))
+            return work
+        return self._pairwise(output.split(list(received)), rows.split(list(sent)))
 
-    def all_reduce(self, tensor: Tensor) -> dist.Work:
+    def _pairwise(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Work:
+        """Start: `sent[r]` goes to rank r and `received[r]` comes from it, all at once; what is empty goes nowhere."""
+        self._messages += 1  # alike on all ranks, which call the same collectives in the same order
+        tag = self._messages & 0x7FFFFFFF
+        received[self.rank].copy_(sent[self.rank])
+        works = []
+        for distance in range(1, self.size):
+            source, target = (self.rank - distance) % self.size, (self.rank + distance) % self.size
+            if received[source].numel():
+                works.append(self._group.recv([received[source]], source, tag))
+            if sent[target].numel():
+                works.append(self._group.send([sent[target]], target, tag))
+        return Messages(works, self._timeout)
+
+    def all_reduce(self, tensor: Tensor) -> Work:
         """Start: `tensor` = sum over the ranks, in the backend's order."""
-        work: dist.Work = self._group.allreduce([tensor])
+        work: Work = self._group.allreduce([tensor])
         return work
 
     def objects(self, value: Any) -> list[Any]:
