@@ -12,6 +12,8 @@ from . import report
 
 #: A codec that gains less over the best of PyTorch's own ways is not worth what it leaves out.
 WORTHWHILE = 0.05
+#: Of codecs whose steps differ by less, the one that sends the most is recommended: it leaves out least.
+ALIKE = 0.15
 #: Of the picture, in bits a second.
 BANDWIDTHS = [10 ** (8 + exponent / 8) for exponent in range(25)]
 #: Of Okabe and Ito's palette, which colour-blind readers can tell apart.
@@ -41,10 +43,18 @@ def waiting(what: str) -> Iterator[None]:
 
 
 def recommend(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What to do, in plain words, of rows that have `codec` (None for PyTorch's own), `what` and `step_s`."""
+    """What to do, in plain words.
+
+    Args:
+        rows: with `codec` (None for PyTorch's own, plain DDP first), `what`, `step_s`, `received_bytes`.
+    """
     own = [row for row in rows if row["codec"] is None]
     plain, best = own[0], min(own, key=_step)
-    codec = min((row for row in rows if row["codec"] is not None), key=_step)
+    codecs = [row for row in rows if row["codec"] is not None]
+    fastest = min(map(_step, codecs))
+    codec = max((row for row in codecs if _step(row) <= fastest * (1 + ALIKE)), key=lambda row: row["received_bytes"])
+    if best["step_s"] < (1 + WORTHWHILE) * codec["step_s"]:
+        codec = min(codecs, key=_step)
     gain = best["step_s"] / codec["step_s"]
     if gain < 1 + WORTHWHILE:
         why = f"the best codec, {codec['what']}, makes a step {gain:.2f} times as fast as {best['what']}"

@@ -184,13 +184,18 @@ def test_advice_follows_the_network() -> None:
     assert slow.startswith("Compress: with gradwire, TopK(density=0.001)")
     assert "CompressState(model, TopK(density=0.001))" in slow
     rows: list[dict[str, Any]] = [
-        {"what": "plain", "codec": None, "step_s": 2.0},
-        {"what": "half", "codec": None, "step_s": 1.0},
-        {"what": "bits", "codec": "OneBit()", "step_s": 0.99},
+        {"what": "plain", "codec": None, "step_s": 2.0, "received_bytes": 4},
+        {"what": "half", "codec": None, "step_s": 1.0, "received_bytes": 2},
+        {"what": "bits", "codec": "OneBit()", "step_s": 0.99, "received_bytes": 1},
     ]
     text = advice.recommend(rows)
     assert text.startswith("Do not compress")
     assert "half is 2.00 times as fast as plain DDP" in text
+    rows[2]["step_s"] = 0.88
+    rows.append({"what": "few", "codec": "TopK()", "step_s": 0.8, "received_bytes": 0.1})
+    assert advice.recommend(rows).startswith("Compress: with bits"), "what is nearly as fast and leaves out less"
+    rows[3]["step_s"] = 0.7
+    assert advice.recommend(rows).startswith("Compress: with few")
 
 
 @pytest.mark.parametrize(("world", "local"), [(2, 1), (16, 1), (16, 8), (8, 8)])
