@@ -5,6 +5,7 @@ What they return can travel as JSON.
 """
 
 # Annotations stay evaluated here: DDP compares those of a hook with its own.
+import gc
 import importlib
 import time
 import traceback
@@ -20,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..compress import QSGD, Codec, OneBit, TernGrad, TopK
 from ..compress.codec import DTYPES
 from ..hooks import probe
-from ..hooks.group import Group
+from ..hooks.group import Group, Work
 from . import models
 from .report import median
 
@@ -102,7 +103,7 @@ def _check(here: str, model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> 
             found = "a tensor without a gradient"
         raise ModelError(f"{here}: loss(model) returned {found}: expected a scalar to call backward() on")
     if not bool(torch.isfinite(value)):
-        raise ModelError(f"{here}: loss(model) is {float(value)}: it must be finite; look at the batch and the weights")
+        raise ModelError(f"{here}: loss(model) is {value.item()}: it must be finite; look at the batch and the weights")
     value.backward()
     for name, parameter in trained.items():
         if parameter.grad is None:
@@ -146,7 +147,7 @@ def measure_model(model: str, threads: int) -> dict[str, Any]:
         name: asdict(probe.codec_speed(codec, codec.default_feedback, numel, group, steps.device, most=numel))
         for name, codec in CODECS.items()
     }
-    return {
+    result = {
         "parameters": sum(p.numel() for p in built.parameters() if p.requires_grad),
         "device": str(steps.device),
         "element_bytes": steps.element_bytes,
@@ -155,6 +156,10 @@ def measure_model(model: str, threads: int) -> dict[str, Any]:
         "casts": _casts(numel, group, steps.device),
         "work": asdict(probe.work(group, steps.device)),
     }
+    # Models in reference cycles keep the group, and with it Gloo's threads, until the interpreter ends, which aborts.
+    del steps, loss
+    gc.collect()
+    return result
 
 
 class Marks:
@@ -185,7 +190,7 @@ class Steps:
     def __init__(self, model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> None:
         trained = [p for p in model.parameters() if p.requires_grad]
         self.device, self.loss = trained[0].device, loss
-        self.model = DistributedDataParallel(model, broadcast_buffers=False)
+        self.model = DistributedDataParallel(model)
         self.model.register_comm_hook(self, note)
         # The cheapest optimizer; it must not change what the next step takes.
         self.optimizer = torch.optim.SGD(trained, lr=0.0)
@@ -210,8 +215,11 @@ class Steps:
         first = [self.step()[-1] for _ in range(WARM_UP)][-1]
         (typical,) = probe.agreed(group, torch.device("cpu"), [first])
         count = max(FEWEST, min(MOST, round(SECONDS / typical)))
-        rows = [self.step() for _ in range(count)]
-        slowest = [probe.agreed(group, torch.device("cpu"), durations(row)) for row in rows]
+        rows = [durations(self.step()) for _ in range(count)]
+        everyone: list[Any] = [None] * group.size
+        dist.all_gather_object(everyone, rows)
+        # A step lasts until the slowest rank is done: of each step, that rank's.
+        slowest = [max(ranks, key=total) for ranks in zip(*everyone, strict=True)]
         forward, *ready, copying, optimizer = (median(column) for column in zip(*slowest, strict=True))
         share = copying / sum(self.numels)
         return {
@@ -239,6 +247,11 @@ def durations(row: Sequence[float]) -> list[float]:
     """Of `Steps.step`'s moments: forward, then the buckets' since backward began, then what came after each other."""
     forward, *ready, backward, end = row
     return [forward, *(moment - forward for moment in ready), backward - ready[-1], end - backward]
+
+
+def total(row: Sequence[float]) -> float:
+    """A whole step, of `durations`."""
+    return row[0] + sum(row[-3:])
 
 
 def _casts(numel: int, group: Group, device: torch.device) -> list[float]:
@@ -274,7 +287,7 @@ def measure_network(threads: int) -> dict[str, Any]:
     received = torch.empty_like(rows)
     reduced = MESSAGE * group.size // (2 * max(1, group.size - 1))
     floats, halves = torch.zeros(reduced // 4), torch.zeros(reduced // 2, dtype=torch.float16)
-    collectives: dict[str, Callable[[], dist.Work]] = {
+    collectives: dict[str, Callable[[], Work]] = {
         "exchange": lambda: group.all_to_all(received, rows),
         "float32": lambda: group.all_reduce(floats),
         "float16": lambda: group.all_reduce(halves),
@@ -288,7 +301,7 @@ def measure_network(threads: int) -> dict[str, Any]:
     }
 
 
-def _processor(run: Callable[[], dist.Work]) -> float:
+def _processor(run: Callable[[], Work]) -> float:
     """Seconds that this process's threads work, the kernel's part included."""
     run().wait()
     dist.barrier()

@@ -161,6 +161,18 @@ class Plan:
         return Hierarchical(inner, self.codec, numel, extra, device, *groups)
 
 
+def calibrated(topology: Topology, device: torch.device) -> tuple[cost.Calibration, cost.Nodes | None]:
+    """What all ranks' exchanges take, and those inside and between nodes. A collective; groups are probed once."""
+    flat = probe.calibration(topology.all, device)
+    if topology.inside is None or topology.between is None:
+        return flat, None
+    inside, between = (
+        probe.slowest(probe.calibration(group, device), topology.all, device)
+        for group in (topology.inside, topology.between)
+    )
+    return flat, cost.Nodes(inside, between, topology.inside.size)
+
+
 @dataclass
 class Planner:
     """Turns choices into plans, the same on every rank.
@@ -181,16 +193,7 @@ class Planner:
     def calibrate(self) -> None:
         """Probe the groups: a collective, at most once."""
         if self._flat is None and self.topology.all.size > 1:
-            self._flat = probe.calibration(self.topology.all, self.device)
-            if self.topology.inside is not None and self.topology.between is not None:
-                inside = probe.calibration(self.topology.inside, self.device)
-                between = probe.calibration(self.topology.between, self.device)
-                everyone = self.topology.all
-                self._nodes = cost.Nodes(
-                    probe.slowest(inside, everyone, self.device),
-                    probe.slowest(between, everyone, self.device),
-                    self.topology.inside.size,
-                )
+            self._flat, self._nodes = calibrated(self.topology, self.device)
 
     def knows(self, choice: Choice) -> bool:
         """Whether `plan` needs no other rank any more."""

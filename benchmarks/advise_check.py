@@ -1,0 +1,125 @@
+"""Predictions beside measurements: `gradwire-bench advise --check`.
+
+For each rate, the rig of `gradwire-bench step` measures every arm on shaped links between two ranks of one core each;
+the prediction knows the rate, and what was measured on processes without those links. Both are told to keep memory
+that was freed: whether a process returns a step's gradients to the system, and pays for fresh pages at the next one,
+depends on how many models share it, and the rig's arms do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from . import advice, links, report, step
+from .forecast import Here, measure, predictions
+
+WORLD = 2
+#: Arms that both have, under the same names.
+CHECKED = ("fp32", "fp16", "onebit", "topk", "qsgd", "terngrad")
+ROUNDS, WARM_UP = 3, 3
+#: Seconds that the timed steps of one round may take, and how many steps there are at most.
+ROUND_SECONDS, MOST_STEPS = 10.0, 6
+#: A prediction should be as close.
+TARGET = 0.2
+#: glibc's: never return memory, and take all of it from the heap.
+KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure and predict at each of `options.rates`."""
+    rates = {text: links.parse_rate(text) for text in options.rates}
+    if None in rates.values():
+        raise ValueError("--rates none: a prediction needs the speed of the links")
+    result = report.document("advise --check", {"rates": options.rates, "world": WORLD, "model": "linear"})
+    result["environment"]["threads"] = 1
+    result["checks"] = []
+    with keeping_memory():
+        for text, rate in rates.items():
+            assert rate is not None
+            with advice.waiting(f"measuring here, and then the rig at {text}"):
+                here = measure("linear", WORLD, 1.0)
+                checked = {"rate": text, "measured_here": asdict(here), **check(here, rate)}
+            result["checks"].append(checked)
+            print_check(checked, result["environment"])
+    if options.json:
+        report.write_json(options.json, result)
+    return 0
+
+
+@contextmanager
+def keeping_memory() -> Iterator[None]:
+    """Processes that start meanwhile keep what they free."""
+    before = {name: os.environ.get(name) for name in KEEP_MEMORY}
+    os.environ.update(KEEP_MEMORY)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def check(here: Here, rate: int) -> dict[str, Any]:
+    """Predict and then measure every arm at one rate."""
+    predicted = {row["arm"]: row for row in predictions(here, here.network(WORLD, 1, rate, 0.0, None))}
+    longest = sum(predicted[arm]["step_s"] for arm in CHECKED)
+    steps = max(1, min(MOST_STEPS, round(ROUND_SECONDS / longest)))
+    arguments = {"arms": [step.FLOOR, *CHECKED], "density": 0.01, "steps": steps, "rounds": ROUNDS, "warmup": WARM_UP}
+    arguments |= {"width": 2048, "layers": 6, "batch": 8}
+    with links.ShapedLinks(WORLD, rate) as connection:
+        proof = connection.prove()
+        ranks = connection.run(step.measure, arguments, timeout=900)
+    rows = step.summarize([rank["arms"] for rank in ranks], shaped=True)
+    floor = {"arm": step.FLOOR, "step_s": here.profile.floor, "what": step.ARMS[step.FLOOR]}
+    return {
+        "proof": proof,
+        "rig": arguments,
+        "arms": compare(rows, {step.FLOOR: floor, **predicted}),
+    }
+
+
+def compare(measured: Sequence[Mapping[str, Any]], predicted: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """For each arm of the rig, what was predicted for it, and predicted / measured."""
+    return [
+        {
+            "arm": row["arm"],
+            "what": row["what"],
+            "measured_s": row["step_s"],
+            "measured_quartiles_s": row["step_quartiles_s"],
+            "predicted_s": predicted[row["arm"]]["step_s"],
+            "ratio": predicted[row["arm"]]["step_s"] / row["step_s"],
+            "prediction": dict(predicted[row["arm"]]),
+            "measurement": {key: row[key] for key in ("sent_bytes", "encode_s", "exchange_s", "decode_s", "times_s")},
+        }
+        for row in measured
+    ]
+
+
+def print_check(checked: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
+    rows = [
+        [
+            row["what"],
+            f"{row['predicted_s'] * 1e3:.1f}",
+            f"{row['measured_s'] * 1e3:.1f}",
+            " to ".join(f"{quartile * 1e3:.1f}" for quartile in row["measured_quartiles_s"]),
+            f"{row['ratio']:.2f}",
+        ]
+        for row in checked["arms"]
+    ]
+    columns = ("arm", "predicted ms", "measured ms", "quartiles", "predicted / measured")
+    far = [row["what"] for row in checked["arms"] if abs(row["ratio"] - 1) > TARGET]
+    rig, proof = checked["rig"], checked["proof"]
+    notes = [
+        report.describe(environment),
+        f"{WORLD} ranks of one core each, {rig['rounds']} rounds of {rig['steps']} steps; links proven: what "
+        f"needs {proof['expected_s'] * 1e3:.1f} ms took {proof['median_s'] * 1e3:.1f}",
+        f"further off than {TARGET:.0%}: {', '.join(far)}" if far else f"all within {TARGET:.0%}",
+    ]
+    report.print_table(f"Prediction and measurement at {checked['rate']}", columns, rows, "\n".join(notes))

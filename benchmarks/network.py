@@ -1,0 +1,107 @@
+"""The network that `gradwire-bench advise` predicts for: from flags, or from a probe of the running group.
+
+Ranks are numbered node by node, and those of one node share its network card. Gloo's and NCCL's all-gather and
+all-reduce go round a ring, of which one link leaves each node: the card carries what one rank receives. In an
+all-to-all every rank of a node talks to every rank outside: the card carries that for all of them. In a hierarchical
+exchange each rank of a node has a ring of its own through the card, with a share of the data.
+
+What software adds to a network's latency (waking threads, Gloo's own rounds) is measured here, over loopback. What
+Gloo's collectives make of a link is not visible there: `GLOO_TURNS` comes from shaped links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..hooks.cost import Calibration, Latency, Line, Nodes, Work
+
+#: What TCP leaves of Ethernet's rate: 1448 bytes of 1538, with headers, preamble and the gap between frames.
+PAYLOAD = 1448 / 1538
+#: How often Gloo's messages wait for the other direction of a link: alone on shaped links of 100 Mbit/s and 1 Gbit/s
+#: between two ranks, all-reduces of megabytes take 1.0 times what their bytes need beside headers, all-gathers 1.5
+#: times, all-to-alls 2 times (medians; at best 1), unless a message is short enough for the sockets' buffers.
+GLOO_TURNS = {"all_gather": 1.5, "all_to_all": 2.0, "all_reduce": 1.0}
+SHORT = 1 << 17
+
+
+@dataclass(frozen=True)
+class Network:
+    """What exchanges will take.
+
+    Attributes:
+        world_size, local_size: ranks, and those on each node.
+        flat: among all ranks.
+        nodes: inside nodes and between them, where there are several with several ranks.
+        processor: seconds of a processor for each byte received: of an exchange of wires ("exchange"), and of PyTorch's
+            all-reduces ("float32", "float16").
+    """
+
+    world_size: int
+    local_size: int
+    flat: Calibration
+    nodes: Nodes | None
+    processor: Mapping[str, float]
+
+
+def from_flags(
+    here: Mapping[str, Any], work: Work, world_size: int, local_size: int, rate: float, latency: float, inside: float
+) -> Network:
+    """A network of given speed.
+
+    Args:
+        here: what `measurement.measure_network` found between two processes of this machine, and `turns`, such as
+            `GLOO_TURNS`.
+        work: of `measurement.measure_model`.
+        world_size, local_size: ranks, and those on each node.
+        rate: bits a second of each node's card, in each direction.
+        latency: seconds from node to node, one way.
+        inside: bits a second that each rank can receive from ranks of its own node.
+    """
+    card, memory = 8 / (rate * PAYLOAD), 8 / inside if local_size > 1 else 0.0
+    outside = world_size - local_size
+    if not outside:
+        flat = _calibration(here, work, world_size, 0.0, memory, memory)
+        return Network(world_size, local_size, flat, None, here["processor"])
+    crowded = card * local_size * outside / (world_size - 1)
+    flat = _calibration(here, work, world_size, latency, max(card, memory), max(crowded, memory))
+    nodes = None
+    if local_size > 1:
+        between = _calibration(here, work, world_size // local_size, latency, card * local_size, card * local_size)
+        nodes = Nodes(_calibration(here, work, local_size, 0.0, memory, memory), between, local_size)
+    return Network(world_size, local_size, flat, nodes, here["processor"])
+
+
+def _calibration(
+    here: Mapping[str, Any], work: Work, size: int, latency: float, ring: float, all_to_all: float
+) -> Calibration:
+    """Of a group.
+
+    Args:
+        latency: seconds that the network adds to each round.
+        ring, all_to_all: seconds for each byte received.
+    """
+    alphas = {name: line["alpha"] for name, line in here["lines"].items()}
+    software = Latency(**here["latency"])
+    others = max(1, size - 1)  # of two processes, one: what was measured
+    reduce = 2 * others  # rounds
+
+    def line(name: str, alpha: float, beta: float) -> Line:
+        turns = here["turns"][name]
+        if turns == 1:
+            return Line(alpha, beta)
+        points = [(messages * others * SHORT, factor) for messages, factor in ((1, 1.0), (2, turns))]
+        return Line(alpha, turns * beta, tuple((n, alpha + factor * beta * n) for n, factor in points))
+
+    return Calibration(
+        line("all_gather", others * (alphas["all_gather"] + latency), ring),
+        line("all_to_all", alphas["all_to_all"] + latency, all_to_all),
+        line("all_reduce", others * alphas["all_reduce"] + reduce * latency, ring),
+        work,
+        Latency(
+            software.gather + latency,
+            software.union + latency * (1 + reduce),
+            software.split + latency * 5,
+        ),
+    )
