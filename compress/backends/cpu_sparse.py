@@ -28,10 +28,8 @@ from .cpu_blocks import (
     copy,
     end_sum,
     finite,
-    read_ahead,
     read_block,
     residual_block,
-    width,
 )
 from .simd import (
     as_i32,
@@ -123,14 +121,10 @@ def append(index: int, value: int, count: int, a: int, start: int, j: int) -> No
 
 
 @compiled
-def gather(index: int, value: int, count: int, a: int, start: int, masks: int, x: int, size: int, old: int) -> int:
+def gather(index: int, value: int, count: int, a: int, start: int, masks: int) -> int:
     """Append a tile's candidates. A word has one or two as a rule: those take no branch, which would be mispredicted,
-    but an entry that is none is written over by the next. Meanwhile memory fetches the next tiles: `x` and `old`, or 0.
-    """
+    but an entry that is none is written over by the next."""
     for i in range(0, TILE, 64):
-        read_ahead(x + i * size)
-        if old:
-            read_ahead(old + 4 * i)
         bits = get_i64(masks + (i >> 3))
         for _ in range(2):
             append(index, value, count, a, start, i + lowest_bit(bits | (-1 << 63)))
@@ -154,7 +148,7 @@ def collect(x: Source, residual: int, span: Span, k: int, threshold: int, likely
     kind, source = x
     numel, first, last = span
     index, value, capacity, histogram, scratch = room
-    size, count = width(kind), 0
+    count = 0
     for start in range(first * TILE, min(last * TILE, numel), TILE):
         n = min(TILE, numel - start)
         if count + TILE > capacity:
@@ -164,8 +158,7 @@ def collect(x: Source, residual: int, span: Span, k: int, threshold: int, likely
             count = keep(index, value, count, key, ties, likely, residual, scratch)
             threshold, likely = key + 1, 0  # those kept are 0 in the residual, whatever their key
         a = accumulate(kind, source, residual, start, n, threshold, max(threshold, likely), scratch)
-        ahead, old = source + size * (start + 2 * TILE), residual + 4 * (start + 2 * TILE) if residual else 0
-        count = gather(index, value, count, a, start, scratch + SUMS, ahead, size, old)
+        count = gather(index, value, count, a, start, scratch + SUMS)
     return count, likely
 
 
