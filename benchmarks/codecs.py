@@ -179,8 +179,8 @@ def print_result(result: Mapping[str, Any]) -> None:
     if result["codecs"]:
         print(
             f"Times are medians of {arguments['repeats']} in turns, in units of torch.add(grad, residual, out=residual)"
-            " in the same run; (10⁹ elements a second). The share is of encode_feedback's least traffic: gradient and wire"
-            " once, residual twice."
+            " in the same run; (10⁹ elements a second). The share is of encode_feedback's least traffic: gradient and"
+            " wire once, residual twice."
         )
     if result["quality"]:
         print(
@@ -237,10 +237,14 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
         panels.setdefault(tuple(row[name] for name in facts), []).append(row)
     if not panels:
         raise ValueError("--plot draws speed, and nothing was timed: --tables must include speed")
-    size = (6 * len(panels), 1.6 + 0.55 * max(map(len, panels.values())))
-    figure, all_axes = pyplot.subplots(1, len(panels), figsize=size, sharey=True, squeeze=False, layout="constrained")
-    for axes, (condition, rows) in zip(all_axes[0], panels.items(), strict=True):
-        _, dtype, numel, _, threads = condition
+    columns = min(2, len(panels))
+    lines = -(-len(panels) // columns)
+    size = (6.5 * columns, (1.2 + 0.55 * max(map(len, panels.values()))) * lines + 0.6)
+    figure, grid = pyplot.subplots(lines, columns, figsize=size, sharey=True, squeeze=False, layout="constrained")
+    for spare in grid.flat[len(panels) :]:
+        spare.set_visible(False)
+    for axes, (condition, rows) in zip(grid.flat, panels.items(), strict=False):
+        backend, dtype, numel, gradients, threads = condition
         for place, (name, colour) in enumerate(COLOURS.items()):
             values = [row["ratio_to_add"][name] for row in rows]
             where = [i + 0.38 * (place - 0.5) for i in range(len(rows))]
@@ -250,15 +254,17 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
         axes.set_yticks(range(len(rows)), [row["label"] for row in rows])
         add = report.median([row["gelem_per_s"]["add"] for row in rows])
         axes.set_title(
-            f"{threads} thread{'s' * (threads > 1)}; torch.add: {add:.1f}·10⁹ elements a second", fontsize=10
+            f"{threads} thread{'s' * (threads > 1)}, {numel:,} {dtype}, {gradients}, backend {backend}\n"
+            f"torch.add: {add:.2f}·10⁹ elements a second",
+            fontsize=9,
         )
-        axes.set_xlabel("time, in units of torch.add(grad, residual, out=residual)")
+        axes.set_xlabel("time, in units of torch.add(grad, residual, out=residual)", fontsize=9)
         axes.grid(axis="x", alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         axes.margins(x=0.12)
-        figure.suptitle(f"What codecs cost on {numel:,} {dtype} elements: shorter is faster")
-    all_axes[0][0].invert_yaxis()
-    handles, labels = all_axes[0][0].get_legend_handles_labels()
+    figure.suptitle("What codecs cost beside the least that error feedback must do: shorter is faster")
+    grid[0][0].invert_yaxis()
+    handles, labels = grid[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
     figure.text(0.995, 0.002, result["environment"]["cpu"], ha="right", va="bottom", fontsize=7, color="grey")
     path.parent.mkdir(parents=True, exist_ok=True)

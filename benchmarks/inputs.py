@@ -85,7 +85,7 @@ def captured(file: Path | None) -> Tensor:
 
 def gradient(name: str, numel: int, seed: int, recorded: Tensor | None = None) -> Tensor:
     """A float32 gradient of `numel` elements. Captured ones, from `recorded`, repeat where they are too short,
-    and lend their middle where they are too long: they begin with the embedding of bytes, of which many do not occur."""
+    and lend their middle where they are too long: they begin with the embedding of bytes, many of which never occur."""
     if name == "captured":
         if recorded is None:
             raise ValueError("captured gradients have to be captured first")
