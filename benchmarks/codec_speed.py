@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle
@@ -19,8 +19,9 @@ from . import report
 from .codec_rivals import Operation, Rival, torch_chain
 
 #: Seconds between two timings on several threads. OpenMP's threads, which serve torch's operations, wait for more work
-#: for some milliseconds, each keeping a core busy: what is timed next would have to share it.
-PAUSE = 0.02
+#: for some milliseconds, each keeping a core busy: what is timed next would have to share it. This thread's own core
+#: stays awake meanwhile.
+PAUSE = 0.01
 #: A chain of torch operations takes 50 times as long as what it is compared with: fewer timings will do.
 CHAIN_REPEATS = 3
 
@@ -142,17 +143,18 @@ def timed(
     repeats: int,
     threads: int,
     draw: Tensor | None = None,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Seconds of every operation, `repeats` times, in turns."""
+    clock = time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in operations}
     for turn in range(repeats + 1):
         if draw is not None:
             draw[1] = turn
         for place, (name, operation) in enumerate(operations.items()):
             grad = gradients[(turn + place) % len(gradients)]  # never what the operation before left in the cache
-            if threads > 1:
-                time.sleep(PAUSE)
+            begin = clock()
+            while threads > 1 and clock() - begin < PAUSE:
+                pass
             begin = clock()
             operation(grad)
             spent = clock() - begin
