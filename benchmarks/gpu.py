@@ -32,7 +32,8 @@ from ..compress.backends.cuda_sparse import Union, gather_at, scatter_to
 from ..compress.backends.sparse import entries_for
 from ..compress.entries import VALUE_DTYPES, index_layout, value_bytes
 from . import report
-from .codecs import label, torch_chain
+from .codec_rivals import torch_chain
+from .codec_speed import label
 
 ROOT = Path(__file__).resolve().parent.parent
 CODECS: tuple[Codec, ...] = (OneBit(), QSGD(bits=4), TernGrad(), TopK(0.01), TopK(0.001), Cast(torch.float16))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
+import math
 import os
 import re
 import subprocess
@@ -11,22 +13,34 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from emulated import CSRC, EmulatedDevice, emulated_gpu
-from gradwire.benchmarks import allreduce, cli, codecs, gpu, links, report, step
-from gradwire.compress import CODECS, OneBit, TopK
+from gradwire.benchmarks import (
+    allreduce,
+    cli,
+    codec_quality,
+    codec_rivals,
+    codec_speed,
+    gpu,
+    inputs,
+    links,
+    report,
+    step,
+)
+from gradwire.compress import CODECS, QSGD, Cast, Codec, OneBit, TernGrad, TopK
 from gradwire.compress.backends import use_backend
 from strategies import GPU
 
 NO_LINKS = links.missing()
 
 
-def check_document(document: dict[str, Any], benchmark: str) -> None:
+def check_document(document: dict[str, Any], benchmark: str, threads: int = 1) -> None:
     assert document["schema"] == report.SCHEMA
     assert document["benchmark"] == benchmark
     facts = document["environment"]
-    assert facts["threads"] == 1
+    assert facts["threads"] == threads
     assert all(facts[name] for name in ("date", "cpu", "cores", "system", "python", "torch", "numpy", "numba"))
     assert facts["cpu"] in report.describe(facts)
 
@@ -35,46 +49,153 @@ def check_document(document: dict[str, Any], benchmark: str) -> None:
 
 
 def test_codecs_in_miniature(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "deep" / "codecs.json"
-    line = "codecs --numel 20000 --repeats 2 --warmup 1 --ranks 3 --density 0.01 0.1 --json"
-    with use_backend("reference"):
-        assert cli.main([*line.split(), str(file)]) == 0
+    file, picture = tmp_path / "deep" / "codecs.json", tmp_path / "pictures" / "codecs.png"
+    line = "codecs --tables speed --numel 20000 --repeats 2 --warmup 1 --ranks 3 --density 0.01 0.1 --threads 1 2"
+    line += " --dtypes float32 bfloat16 --speed-inputs gaussian ties"
+    assert cli.main([*line.split(), "--json", str(file), "--plot", str(picture)]) == 0
     document = json.loads(file.read_text())
-    check_document(document, "codecs")
+    check_document(document, "codecs", threads=2)
     assert document["arguments"]["ranks"] == 3
-    assert [row["codec"] for row in document["codecs"]] == [
-        repr(c) for codec in CODECS for c in ([TopK(0.01), TopK(0.1)] if isinstance(codec, TopK) else [codec])
+    chosen = [c for codec in CODECS for c in ([TopK(0.01), TopK(0.1)] if isinstance(codec, TopK) else [codec])]
+    cells = [(d, g, t) for d in ("float32", "bfloat16") for g in ("gaussian", "ties") for t in (1, 2)]
+    rows = document["codecs"]
+    assert [(row["codec"], row["dtype"], row["gradients"], row["threads"]) for row in rows] == [
+        (repr(codec), *cell) for cell in cells for codec in chosen
     ]
     printed = capsys.readouterr().out
-    for row in document["codecs"]:
+    for row in rows:
         assert row["label"] in printed
         operations = {"add", "copy", "encode_feedback", "encode", "decode_mean"}
-        assert set(row["times_s"]) == operations | ({"torch"} if row["name"] in ("topk", "onebit") else set())
+        assert operations <= set(row["times_s"]) <= operations | {"torch"}
         assert all(len(times) == 2 for times in row["times_s"].values())
-        assert row["ratio_to_add"]["add"] == 1
+        assert row["ratio_to_add"]["add"] == row["share_of_add"]["add"] == 1
         assert 0 <= row["relative_error"] < 1.5
-        assert row["wire_bytes_per_element"] <= 4
+        size, wire = (4 if row["dtype"] == "float32" else 2), row["wire_bytes_per_element"]
+        assert row["bytes_per_element"]["encode_feedback"] == pytest.approx(size + 8 + wire)
+        assert row["bytes_per_element"]["decode_mean"] == pytest.approx(size + 3 * wire)
+    assert {row["name"] for row in rows if "torch" in row["times_s"]} == {"topk", "onebit", "qsgd", "terngrad"}
+    rivals = [(row["name"], row["gradients"], row["threads"]) for row in document["rivals"]]
+    names = ("torch-fp16", "torch-bf16", "torch-powersgd")
+    assert rivals == [(name, *cell) for cell in [c[1:] for c in cells[:4]] for name in names]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_quality_in_miniature(tmp_path: Path) -> None:
+    file, kept = tmp_path / "codecs.json", tmp_path / "gradients.npy"
+    np.save(kept, torch.randn(2, 5000, generator=torch.Generator().manual_seed(5)).numpy() ** 3)
+    line = "codecs --tables quality --quality-numel 10001 --seeds 32 --captured"
+    assert cli.main([*line.split(), str(kept), "--json", str(file)]) == 0
+    document = json.loads(file.read_text())
+    assert document["codecs"] == document["rivals"] == []
+    rows = {(row["name"], row["codec"], row["gradients"]): row for row in document["quality"]}
+    assert len(rows) == len(CODECS) * len(inputs.INPUTS)
+    for (name, _, gradients), row in rows.items():
+        assert 0 <= row["entropy_bits_per_element"] <= row["bits_per_element"] + 1e-9
+        assert 0 < row["cosine"] <= 1 + 1e-12
+        if name == "identity":
+            assert (row["relative_error"], row["bias"], row["cosine"]) == (0, 0, pytest.approx(1))
+        unbiased = {"qsgd": "bias_in_standard_errors", "terngrad": "bias_of_clipped_in_standard_errors"}
+        if name in unbiased:
+            assert row[unbiased[name]] < 1.1
+        else:
+            assert row["bias_in_standard_errors"] is None
+        if (name, gradients) == ("terngrad", "captured"):  # cubes of Gaussians: the tail is clipped away
+            assert row["bias_in_standard_errors"] > 1.5
+
+
+def test_bias_is_seen() -> None:
+    """What is one standard error of every element away gives 1, and what is off by more than chance gives more."""
+    exact, variance = torch.full((1000,), 2.0).double(), torch.full((1000,), 0.01).double()
+    chance = 0.1 * torch.randn(1000, generator=torch.Generator().manual_seed(0)).double()
+    assert codec_quality.standard_errors(chance, exact, variance) == pytest.approx(1, abs=0.1)
+    assert codec_quality.standard_errors(chance + 0.2, exact, variance) > 2
+    assert codec_quality.standard_errors(0 * exact, 0 * exact, 0 * exact) == 0
+
+
+def test_entropy_is_of_the_codes_alone() -> None:
+    """A gradient whose codes are known: half of the signs set, and of four codes one in four each."""
+    x = torch.tensor([-1.0, 1.0]).repeat(5120)
+    assert wire_entropy(OneBit(), x) == pytest.approx(1 + 64 / 1024)
+    x = torch.tensor([-3.0, -1.0, 1.0, 3.0]).repeat(2560)
+    assert wire_entropy(QSGD(bits=3, rounding="nearest"), x) == pytest.approx(2 + 32 / 512)
+    x = torch.tensor([-1.0, 0.0, 0.0, 1.0]).repeat(2560)
+    assert wire_entropy(TernGrad(rounding="nearest"), x) == pytest.approx(1.5 + 32 / 1280)
+    for codec in (TopK(0.01), TopK(0.01, indices="plain")):  # two entries of 200: 19900 pairs
+        x = torch.arange(200.0)
+        assert wire_entropy(codec, x) == pytest.approx((math.log2(19900) + 64) / 200)
+    assert wire_entropy(Cast(torch.float16), torch.tensor([1.0, 2.0]).repeat(50)) == pytest.approx(1)
+
+
+def wire_entropy(codec: Codec, x: torch.Tensor) -> float:
+    wire = torch.empty(codec.wire_bytes(len(x)), dtype=torch.uint8)
+    with use_backend("reference"):
+        codec.encode(x, wire, None, codec.workspace(len(x)))
+    return codec_quality.entropy(codec, wire.numpy(), len(x))
+
+
+def test_gradients_are_captured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "CAPTURED_STEPS", (0, 2))
+    monkeypatch.setattr(inputs, "LanguageModel", functools.partial(inputs.LanguageModel, width=16, layers=1, heads=2))
+    file = tmp_path / "deep" / "gradients.npy"
+    first = inputs.captured(file)
+    assert first.shape[0] == 2
+    assert first.isfinite().all()
+    assert not torch.equal(first[0], first[1])
+    monkeypatch.setattr(inputs, "capture", None)
+    assert torch.equal(inputs.captured(file), first)
+    long = first.shape[1] + 3
+    assert torch.equal(inputs.gradient("captured", long, 3, first), torch.cat((first[1], first[1][:3])))
+    middle = inputs.gradient("captured", long - 5, 0, first)
+    assert torch.equal(middle, first[0][1 : 1 + long - 5])
+    np.save(file, np.zeros(3))
+    with pytest.raises(ValueError, match="float64"):
+        inputs.captured(file)
+
+
+@pytest.mark.parametrize("wrong", ["--numel 0", "--seeds 1", "--threads 1 0"])
+def test_codecs_refuse_what_cannot_be_measured(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["codecs", *wrong.split()]) == 2
+    assert wrong.split()[0] in capsys.readouterr().err
 
 
 def test_ratios_are_of_medians() -> None:
-    result = codecs.ratios({"add": [2.0, 1.0, 9.0], "encode": [3.0, 3.0, 100.0]}, 6_000_000_000)
+    result = codec_speed.ratios({"add": [2.0, 1.0, 9.0], "encode": [3.0, 3.0, 100.0]}, 6_000_000_000)
     assert result["median_s"] == {"add": 2.0, "encode": 3.0}
     assert result["ratio_to_add"] == {"add": 1.0, "encode": 1.5}
     assert result["gelem_per_s"] == {"add": 3.0, "encode": 2.0}
 
 
-@pytest.mark.parametrize("codec", [TopK(density=0.05), OneBit()], ids=lambda codec: codec.name)
-def test_the_torch_chains_do_what_the_codec_does(codec: TopK | OneBit) -> None:
-    residual = torch.randn(4096, generator=torch.Generator().manual_seed(0))
-    grad = torch.randn(4096, generator=torch.Generator().manual_seed(1))
+@pytest.mark.parametrize(
+    "codec", [TopK(density=0.05), OneBit(), QSGD(), QSGD(bits=2), TernGrad()], ids=lambda codec: codec.name
+)
+def test_the_torch_chains_do_what_the_codec_does(codec: Codec) -> None:
+    codec, numel = codec.with_feedback(), 5120
+    residual = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    grad = torch.randn(numel, generator=torch.Generator().manual_seed(1))
     expected, theirs = residual.clone(), residual.clone()
-    chain = codecs.torch_chain(codec, theirs)
+    chain = codec_rivals.torch_chain(codec, theirs)
     assert chain is not None
-    chain(grad)
-    wire = torch.empty(codec.wire_bytes(4096), dtype=torch.uint8)
+    sent = chain(grad)
+    wire = torch.empty(codec.wire_bytes(numel), dtype=torch.uint8)
     with use_backend("reference"):
-        codec.encode_feedback(grad, expected, wire, None, codec.workspace(4096))
+        codec.encode_feedback(grad, expected, wire, None, codec.workspace(numel))
+    if not isinstance(codec, TopK):  # whose chain sends unsorted, unpacked entries
+        assert isinstance(sent, tuple)
+        codes = codec.parts(numel)[0].view(wire.numpy())[codec.parts(numel)[0].fields[-1].name]
+        assert torch.equal(sent[-1], torch.from_numpy(codes.reshape(-1).copy()))
     torch.testing.assert_close(theirs, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_powersgd_keeps_what_it_leaves_out() -> None:
+    like = torch.empty(10_001)
+    grad = torch.randn(10_001, generator=torch.Generator().manual_seed(1))
+    round_trip = codec_rivals.power_sgd(like, 2)
+    residual = round_trip(grad)
+    assert isinstance(residual, torch.Tensor)
+    output = grad - residual
+    rows, columns = codec_rivals.square(10_001)
+    assert torch.linalg.matrix_rank(output[: rows * columns].view(rows, columns), rtol=1e-4) == 2
+    assert 0 < residual.norm() < grad.norm()
 
 
 # -- step -----------------------------------------------------------------------------------------------------------

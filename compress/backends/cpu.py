@@ -8,11 +8,11 @@ and ranks.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,8 @@ from .sparse import SparseKernels, typed_rows
 KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 #: Fewer elements than this are not worth another thread.
 ELEMENTS_PER_THREAD = 1 << 18
+#: How many elements are about as much work as an entry that is unpacked.
+ENTRY_COST = 8
 
 
 @cache
@@ -231,10 +233,14 @@ class Entries(EntryKernels):
         k = indices.shape[1]
         layout = _layout(numel, k)
         wire, pitch, index, row = wires.data_ptr(), wires.stride(0), indices.data_ptr(), 4 * indices.stride(0)
-        for i in range(len(wires)):
-            found = cpu_entries.unpack_indices(wire + i * pitch, base, numel, layout, k, index + i * row)
-            if counts is not None:
-                counts[i] = found
+
+        def job(first: int, last: int, piece: int) -> None:
+            for i in range(first, last):
+                found = cpu_entries.unpack_indices(wire + i * pitch, base, numel, layout, k, index + i * row)
+                if counts is not None:
+                    counts[i] = found
+
+        _run(job, len(wires), _pieces(ENTRY_COST * k * len(wires), len(wires)))
 
     def pack_values(
         self,
@@ -333,47 +339,108 @@ class TopK(SparseKernels, _CpuKernels):
     """Exact selection among the candidates of one pass, whose threshold is predicted from the last call's."""
 
     entries = Entries()
-    #: How many candidates to aim at, as a multiple of k: fewer than one means a second pass.
-    aim = 1.3
-    #: The distance below the k-th key in which to expect them, before that is known: a 16th of a binade.
-    first_margin = 1 << 19
+    #: The distance below the k-th key in which to expect candidates: at least this far, and no farther. A binade of
+    #: keys is 2^23; too near means a second pass, too far means candidates that are not sent.
+    margins = 1 << 14, 1 << 23
+    #: What the k-th key is taken to move by from one call to the next before that is known: a 32nd of a binade.
+    first_drift = float(1 << 18)
 
     def workspace(self, codec: Any, numel: int, device: torch.device) -> Workspace:
         workspace = Workspace.on(device)
-        self._scratch(codec, numel, workspace)
+        self._rooms(codec, numel, workspace)
         return workspace
 
-    def _scratch(self, codec: Any, numel: int, workspace: Workspace) -> tuple[int, int, int, int, int]:
-        capacity = min(4 * codec.k(numel), numel) + TILE
-        scratch = _room(workspace, "scratch", _pieces(numel, numel) * scratch_bytes(TILE))
-        # One more than fits may be written, before it is known to be none.
-        index, value = (_room(workspace, name, 4 * capacity + 64) for name in ("index", "value"))
-        return index, value, capacity, _room(workspace, "histogram", 4 << 11), scratch
+    def _rooms(self, codec: Any, numel: int, workspace: Workspace) -> list[tuple[int, int, int, int, int]]:
+        """For each piece, memory to select in: it may come to hold all that is sent."""
+        k, tiles = codec.k(numel), -(-numel // TILE)
+        pieces = _pieces(numel, tiles)
+        capacity = min(k + 3 * k // pieces, -(-tiles // pieces) * TILE) + TILE
+        # The last 64 may be read, and one more written, before it is known whether there are as many.
+        list_size, histogram_size, scratch_size = 4 * (capacity + 64), 4 << 11, -(-scratch_bytes(TILE) // 64) * 64
+        size = 2 * list_size + histogram_size + scratch_size
+        memory = _room(workspace, "rooms", pieces * size)
+        rooms = []
+        for index in range(memory, memory + pieces * size, size):
+            value, histogram = index + list_size, index + 2 * list_size
+            rooms.append((index, value, capacity, histogram, histogram + histogram_size))
+        if len(workspace.buffers.get("lists", ())) < pieces:
+            workspace.buffers["lists"] = np.empty((pieces, 2), np.int64)
+        return rooms
 
     def encode_plain(
         self, codec: Any, x: Tensor, residual: Tensor | None, row: Tensor, values: Tensor, workspace: Workspace
     ) -> None:
-        numel = x.numel()
-        k, room = codec.k(numel), self._scratch(codec, numel, workspace)
+        numel, rooms = x.numel(), self._rooms(codec, x.numel(), workspace)
+        k, pieces, tiles = codec.k(numel), len(rooms), -(-numel // TILE)
         threshold = workspace.buffers.get("threshold", 1)
+        likely = max(threshold, workspace.buffers.get("key", 1))
         source = KINDS[x.dtype], x.data_ptr()
         kept = 0 if residual is None else residual.data_ptr()
-        target = row.data_ptr(), values.data_ptr()
-        found, key = cpu_sparse.topk_encode(source, kept, target, numel, k, threshold, room)
-        workspace.buffers["threshold"] = self.predict(threshold, found, key, k)
+        indices, numbers = row[1:].data_ptr(), values.data_ptr()
 
-    def predict(self, threshold: int, found: int, key: int, k: int) -> int:
-        """The next threshold, from how many candidates this one gave and where the k-th key lay above it.
+        def collect(first: int, last: int, piece: int) -> Any:
+            return cpu_sparse.collect(source, kept, (numel, first, last), k, threshold, likely, rooms[piece])
 
-        The bits of a float are about its logarithm, and the tail of a distribution about a power of it: so the
-        logarithm of the count is linear in the key.
+        found = _run(collect, tiles, pieces)
+        counts = [count for count, _ in found]
+        if sum(counts) < k and threshold > 1:
+            # The prediction was too high. The target, not written yet, has room for what this has to set aside.
+            before = list(accumulate(counts, initial=0))
+
+            def again(first: int, last: int, piece: int) -> Any:
+                spare = indices + 4 * before[piece], numbers + 4 * before[piece]
+                span = numel, first, last
+                return cpu_sparse.collect_again(source, kept, span, k, counts[piece], spare, rooms[piece])
+
+            found = _run(again, tiles, pieces)
+        key, shares = self._select(rooms, [count for count, _ in found], k, workspace)
+        places = list(accumulate((sent for _, sent in shares), initial=0))
+
+        def send(first: int, last: int, piece: int) -> None:
+            target = indices + 4 * places[piece], numbers + 4 * places[piece]
+            cpu_sparse.send(rooms[piece], found[piece], key, shares[piece][0], kept, target)
+
+        _run(send, pieces, pieces)
+        row[0] = places[-1]
+        row[1 + places[-1] :].zero_()
+        values[places[-1] :].zero_()
+        self._predict(key, workspace)
+
+    @staticmethod
+    def _select(
+        rooms: Sequence[tuple[int, int, int, int, int]], counts: Sequence[int], k: int, workspace: Workspace
+    ) -> tuple[int, list[tuple[int, int]]]:
+        """The k-th largest key, 0 if there are fewer, and for each piece how many ties and how many in all it sends.
+
+        Among equal keys the lower index goes first, and so does the earlier piece.
         """
+        if sum(counts) < k:
+            return 0, [(0, count) for count in counts]
+        lists: np.ndarray = workspace.buffers["lists"]
+        for row, room, count in zip(lists, rooms, counts, strict=False):
+            row[:] = room[1], count
+        key, left = cpu_sparse.kth_largest(lists.ctypes.data, len(rooms), k, rooms[0][3])
+        shares = []
+        for room, count in zip(rooms, counts, strict=True):
+            above, equal = cpu_sparse.tally(room[1], count, key)
+            ties = min(equal, left)
+            left -= ties
+            shares.append((ties, above + ties))
+        return int(key), shares
+
+    def _predict(self, key: int, workspace: Workspace) -> None:
+        """The next threshold: somewhat farther below the k-th key than that moved from one call to the next lately.
+
+        The bits of a float are about its logarithm, so this does not depend on the scale of the gradients.
+        """
+        memory = workspace.buffers
         if not 0 < key < 0x7F800000:
-            return 1
-        margin = float(self.first_margin)
-        if 1 < threshold < key and 1.02 * k < found:
-            margin = (key - threshold) * math.log(self.aim) / math.log(found / k)
-        return max(1, key - round(min(max(margin, 1 << 12), 1 << 23)))
+            memory["threshold"] = 1
+            return
+        drift = max(abs(key - memory.get("key", key)), 0.95 * memory.get("drift", self.first_drift))
+        least, most = self.margins
+        memory["key"], memory["drift"] = key, drift
+        memory["threshold"] = max(1, key - round(min(max(1.25 * drift, least), most)))
 
     def add_plain(
         self, codec: Any, row: Tensor, values: Tensor, out: Tensor, alpha: float, workspace: Workspace

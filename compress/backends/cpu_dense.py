@@ -90,8 +90,8 @@ Draw = tuple[int, int, int, int]  # whether to draw, seed, step, stream
 
 
 @compiled
-def onebit_levels(x: int, old: int, a: int, n: int, block: int, sided: int, signs: int, sums: int) -> tuple[Any, Any]:
-    """The two levels of a = x, or x + old unless `old` is 0; writes a, and the signs."""
+def onebit_levels(x: int, old: int, n: int, block: int, sided: int, signs: int, sums: int) -> tuple[Any, Any]:
+    """The two levels of a = x, or x + old unless `old` is 0; writes the signs."""
     ahead = block + (block >> 1)
     for lane in range(0, 256, 64):
         minus = plus = splat_f32(ZERO)
@@ -99,7 +99,6 @@ def onebit_levels(x: int, old: int, a: int, n: int, block: int, sided: int, sign
             v = load_f32(x + 4 * i)
             if old:
                 v = v + load_f32(old + 4 * i)
-                store(a + 4 * i, v)
             below = v < ZERO
             store(signs + (i >> 3), bits_of(below))
             if sided:
@@ -133,12 +132,10 @@ def onebit_encode(x: Source, residual: int, wire: int, span: Span, block: int, s
         record = wire + b * (8 + (block >> 3))
         signs, sums = record + 8, scratch + SUMS
         if kind == FLOAT32 and n == block:
-            v, old = source + 4 * start, residual + 4 * start if residual else 0
-            a = scratch + A if residual else v
+            a, old = source + 4 * start, residual + 4 * start if residual else 0
         else:
-            v = a = read_block(kind, source, residual, start, n, block, scratch)
-            old = 0
-        negative, positive = onebit_levels(v, old, a, n, block, sided, signs, sums)
+            a, old = read_block(kind, source, residual, start, n, block, scratch), 0
+        negative, positive = onebit_levels(a, old, n, block, sided, signs, sums)
         if not (np.isfinite(negative) and np.isfinite(positive)):
             store(record, NAN_BITS)
             store(record + 4, NAN_BITS)
@@ -152,7 +149,10 @@ def onebit_encode(x: Source, residual: int, wire: int, span: Span, block: int, s
             ahead = start + block
             for i in range(0, block, 64):
                 decoded = select(mask_of(get_i64(signs + (i >> 3))), splat_f32(negative), positive)
-                store(e + 4 * i, load_f32(a + 4 * i) - decoded)
+                v = load_f32(a + 4 * i)
+                if old:
+                    v = v + load_f32(old + 4 * i)  # once more: less work than to have kept it
+                store(e + 4 * i, v - decoded)
                 # A second time: a processor that is busy fetching drops what it is merely advised to fetch.
                 read_ahead(source + width(kind) * (ahead + i))
                 read_ahead(residual + 4 * (ahead + i))

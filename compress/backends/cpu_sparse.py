@@ -1,8 +1,10 @@
 """The numba kernels of TopK: selection in one pass over the gradient, and sums of sparse wires.
 
 The pass collects candidates, every element at or above a threshold, and an exact selection looks at those alone.
-`Room` is the memory for them: the indices and values of `capacity` candidates, in ascending order of index, a histogram
-of 2048 counts, and scratch for a tile. A *key* is a magnitude as an integer: the bits of the float without its sign.
+Threads share the tiles of a gradient: each collects from its own into a `Room` of its own, one finds the k-th largest
+of all candidates, and each sends its own. `Room` is memory: the indices and values of `capacity` candidates, in
+ascending order of index, a histogram of 2048 counts, and scratch for a tile. A *key* is a magnitude as an integer: the
+bits of the float without its sign.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from .simd import (
     as_i32,
     bits_of,
     compiled,
+    count_ones,
     get_f32,
     get_i32,
     get_i64,
@@ -40,6 +43,7 @@ from .simd import (
     inlined,
     load_f32,
     lowest_bit,
+    prefetch,
     select,
     store,
 )
@@ -47,6 +51,11 @@ from .simd import (
 Source = tuple[int, int]  # kind, address
 Room = tuple[int, int, int, int, int]  # index, value, capacity, histogram, scratch
 Rows = tuple[int, int]  # address, bytes from one rank's to the next
+Entries = tuple[int, int]  # where indices are, and where values are
+Span = tuple[int, int, int]  # elements, first tile, last tile
+
+#: How many candidates ahead to fetch the residual of those that are not sent.
+AHEAD = 32
 
 
 @inlined
@@ -61,19 +70,22 @@ def key_at(address: int) -> Any:
 
 
 @inlined
-def candidates(v: Any, threshold: int, masks: int, i: int) -> Any:
-    """Which of 64 elements from `i` on are at or above the threshold; also as a word among the tile's masks."""
-    chosen = (as_i32(v) & MAGNITUDE) >= threshold
-    store(masks + (i >> 3), bits_of(chosen))
-    return chosen
+def candidates(v: Any, threshold: int, masks: int, i: int) -> None:
+    """Which of 64 elements from `i` on are at or above the threshold, as a word among the tile's masks."""
+    store(masks + (i >> 3), bits_of((as_i32(v) & MAGNITUDE) >= threshold))
+
+
+@inlined
+def unlikely(v: Any, likely: int) -> Any:
+    return select((as_i32(v) & MAGNITUDE) >= likely, ZERO, v)
 
 
 @compiled
-def accumulate(kind: int, x: int, residual: int, start: int, n: int, threshold: int, scratch: int) -> int:
+def accumulate(kind: int, x: int, residual: int, start: int, n: int, threshold: int, likely: int, scratch: int) -> int:
     """Where a lies, a tile from `start` on, with the masks of its candidates in scratch.
 
-    The residual becomes a where that is finite, and 0 where it is a candidate: most candidates are sent, and putting
-    back the others, one by one, is less work. If x is 0, the residual holds a already.
+    The residual becomes a where that is finite, and 0 where the key is `likely` or more, which most likely is sent: to
+    mend the others later, one by one and far apart, is less work. If x is 0, the residual holds a already.
     """
     a, masks = scratch + A, scratch + SUMS
     if x and residual and kind == FLOAT32 and n == TILE:
@@ -82,8 +94,8 @@ def accumulate(kind: int, x: int, residual: int, start: int, n: int, threshold: 
             e = load_f32(old + 4 * i)
             v = load_f32(source + 4 * i) + e
             store(a + 4 * i, v)
-            rest = select(candidates(v, threshold, masks, i), ZERO, v)
-            store(old + 4 * i, select(finite(v), rest, e))
+            candidates(v, threshold, masks, i)
+            store(old + 4 * i, select(finite(v), unlikely(v, likely), e))
         return a
     if x:
         a = read_block(kind, x, residual, start, n, TILE, scratch)
@@ -93,9 +105,9 @@ def accumulate(kind: int, x: int, residual: int, start: int, n: int, threshold: 
     e = residual_block(residual, start, n, TILE, scratch)
     for i in range(0, TILE, 64):
         v = load_f32(a + 4 * i)
-        rest = select(candidates(v, threshold, masks, i), ZERO, v)
+        candidates(v, threshold, masks, i)
         if residual:
-            store(e + 4 * i, select(finite(v), rest, load_f32(e + 4 * i)))
+            store(e + 4 * i, select(finite(v), unlikely(v, likely), load_f32(e + 4 * i)))
     if residual and n < TILE:
         copy(residual + 4 * start, e, 4 * n)
     return a
@@ -126,30 +138,51 @@ def gather(index: int, value: int, count: int, a: int, start: int, masks: int) -
 
 
 @compiled
-def collect(x: Source, residual: int, numel: int, k: int, threshold: int, room: Room) -> int:
-    """One pass: every element whose key is `threshold` or more becomes a candidate; returns how many there are.
+def collect(x: Source, residual: int, span: Span, k: int, threshold: int, likely: int, room: Room) -> tuple[int, int]:
+    """One pass: every element whose key is `threshold` or more becomes a candidate. Returns how many there are, and
+    from which key on they are 0 in the residual.
 
     When the candidates no longer fit, all but the k largest go, and from then on only what is above them is collected:
     among equals the earlier stay. So the k largest are always found, if there are k at or above the first threshold.
     """
     kind, source = x
+    numel, first, last = span
     index, value, capacity, histogram, scratch = room
     count = 0
-    for start in range(0, numel, TILE):
+    for start in range(first * TILE, min(last * TILE, numel), TILE):
         n = min(TILE, numel - start)
         if count + TILE > capacity:
-            key, ties = kth_largest(value, count, k, histogram)
-            count = keep(index, value, count, key, ties, residual, scratch)
-            threshold = key + 1
-        a = accumulate(kind, source, residual, start, n, threshold, scratch)
+            store(scratch, np.int64(value))
+            store(scratch + 8, np.int64(count))
+            key, ties = kth_largest(scratch, 1, k, histogram)
+            count = keep(index, value, count, key, ties, likely, residual, scratch)
+            threshold, likely = key + 1, 0  # those kept are 0 in the residual, whatever their key
+        a = accumulate(kind, source, residual, start, n, threshold, max(threshold, likely), scratch)
         count = gather(index, value, count, a, start, scratch + SUMS)
-    return count
+    return count, likely
+
+
+@compiled
+def collect_again(
+    x: Source, residual: int, span: Span, k: int, count: int, spare: Entries, room: Room
+) -> tuple[int, int]:
+    """Once more, for all there is, after a threshold that was too high; `spare` has room for `count` entries."""
+    index, value = room[0], room[1]
+    kept_index, kept_value = spare
+    kept = 0
+    if residual:
+        # With every candidate put back, the residual holds a.
+        kept = put_back(residual, index, value, count, kept_index, kept_value)
+        x = (FLOAT32, 0)
+    result = collect(x, residual, span, k, 1, 1, room)
+    for i in range(0, 4 * kept, 4):
+        store(residual + 4 * int_at(kept_index + i), get_i32(kept_value + i))
+    return result
 
 
 @compiled
 def count_digits(value: int, count: int, prefix: int, shift: int, bits: int, histogram: int) -> None:
-    """How often each value of a digit of the keys occurs, among the keys that begin with `prefix`."""
-    clear(histogram, 4 << bits)
+    """Add how often each value of a digit of the keys occurs, among the keys that begin with `prefix`."""
     for i in range(0, 4 * count, 4):
         key = key_at(value + i)
         if key >> (shift + bits) == prefix:
@@ -158,12 +191,17 @@ def count_digits(value: int, count: int, prefix: int, shift: int, bits: int, his
 
 
 @compiled
-def kth_largest(value: int, count: int, k: int, histogram: int) -> tuple[int, int]:
-    """The k-th largest of `count` ≥ k keys, digit by digit, and how many of those equal to it are among the k."""
+def kth_largest(lists: int, pieces: int, k: int, histogram: int) -> tuple[int, int]:
+    """The k-th largest of at least k keys, digit by digit, and how many of those equal to it are among the k.
+
+    `lists` holds, for each piece, where its values are, and how many.
+    """
     key, left = 0, k
     for digit in range(3):
         bits, shift = 11 if digit == 0 else 10, 20 - 10 * digit
-        count_digits(value, count, key, shift, bits, histogram)
+        clear(histogram, 4 << bits)
+        for row in range(lists, lists + 16 * pieces, 16):
+            count_digits(get_i64(row), get_i64(row + 8), key, shift, bits, histogram)
         d = (1 << bits) - 1
         while d > 0 and int_at(histogram + 4 * d) < left:
             left -= int_at(histogram + 4 * d)
@@ -173,17 +211,36 @@ def kth_largest(value: int, count: int, k: int, histogram: int) -> tuple[int, in
 
 
 @compiled
-def keep(index: int, value: int, count: int, key: int, ties: int, residual: int, spare: int) -> int:
-    """Drop the candidates below `key`, and all but the first `ties` that are equal to it, back into the residual."""
+def tally(value: int, count: int, key: int) -> tuple[int, int]:
+    """How many keys are above `key`, and how many equal to it. May read 63 values beyond the last."""
+    above = equal = 0
+    for i in range(0, count, 64):
+        inside = -1 if count - i >= 64 else (1 << (count - i)) - 1
+        keys = as_i32(load_f32(value + 4 * i)) & MAGNITUDE
+        above += count_ones(bits_of(keys > key) & inside)
+        equal += count_ones(bits_of(keys == key) & inside)
+    return above, equal
+
+
+@compiled
+def keep(index: int, value: int, count: int, key: int, ties: int, likely: int, residual: int, spare: int) -> int:
+    """Drop the candidates below `key`, and all but the first `ties` that are equal to it. In the residual, which has 0
+    for those from `likely` on, what is dropped comes back, and what stays becomes 0."""
     kept: Any = 0
     left: Any = ties
     for i in range(0, 4 * count, 4):
+        # What has to be mended lies far apart in memory: asked for in time, it is there. Beyond the last is anything.
+        later = i + 4 * AHEAD
+        next_key = key_at(value + later)
+        mend = residual != 0 and (next_key >= key) != (next_key >= likely)
+        prefetch(residual + 4 * int_at(index + later) if mend else spare)
         at, word = int_at(index + i), get_i32(value + i)
         this = np.int64(word) & MAGNITUDE
         equal = this == key
         good = this > key or (equal and left > 0)
         left -= int(equal)
-        store(residual + 4 * at if residual and not good and this < INF_BITS else spare, word)
+        mend = residual != 0 and good != (this >= likely) and this < INF_BITS
+        store(residual + 4 * at if mend else spare, np.int32(0) if good else word)
         store(index + kept, np.int32(at))
         store(value + kept, word)
         kept += 4 * int(good)
@@ -206,35 +263,14 @@ def put_back(residual: int, index: int, value: int, count: int, kept_index: int,
 
 
 @compiled
-def topk_encode(
-    x: Source, residual: int, target: tuple[int, int], numel: int, k: int, threshold: int, room: Room
-) -> tuple[int, int]:
-    """`target`: where the count and k indices go, and where k values. Returns how many candidates there were, and the
-    k-th largest key, 0 if there are fewer."""
-    index, value, _, histogram, scratch = room
-    row, values = target
-    indices = row + 4
-    count = collect(x, residual, numel, k, threshold, room)
-    if count < k and threshold > 1:
-        # The prediction was too high: once more, for all there is. With every candidate put back, the residual holds
-        # a. The target, not written yet, has room for the residuals that must stay.
-        kept = 0
-        if residual:
-            kept = put_back(residual, index, value, count, indices, values)
-            x = (FLOAT32, 0)
-        count = collect(x, residual, numel, k, 1, room)
-        for i in range(0, 4 * kept, 4):
-            store(residual + 4 * int_at(indices + i), get_i32(values + i))
-    found, key = count, 0
-    if count >= k:
-        key, ties = kth_largest(value, count, k, histogram)
-        count = keep(index, value, count, key, ties, residual, scratch)
-    store(row, np.int32(count))
-    copy(indices, index, 4 * count)
-    copy(values, value, 4 * count)
-    clear(indices + 4 * count, 4 * (k - count))
-    clear(values + 4 * count, 4 * (k - count))
-    return found, key
+def send(room: Room, found: tuple[int, int], key: int, ties: int, residual: int, target: Entries) -> None:
+    """Write the candidates above `key` and the first `ties` equal to it: indices and values to `target`. `found` is
+    what `collect` returned."""
+    index, value, _, _, scratch = room
+    count, likely = found
+    count = keep(index, value, count, key, ties, likely, residual, scratch)
+    copy(target[0], index, 4 * count)
+    copy(target[1], value, 4 * count)
 
 
 @compiled
@@ -261,7 +297,7 @@ def topk_mean(
     indices: Rows,
     values: Rows,
     ranks: int,
-    span: tuple[int, int, int],
+    span: Span,
     k: int,
     scale: float,
     cursors: int,
