@@ -77,7 +77,8 @@ def _step(row: Mapping[str, Any]) -> float:
     return step
 
 
-def print_result(result: Mapping[str, Any]) -> None:
+def table(result: Mapping[str, Any]) -> report.Table:
+    """What was predicted, and from what."""
     best = min(row["step_s"] for row in result["arms"] if row["codec"] is None)
     rows = [
         [
@@ -106,8 +107,7 @@ def print_result(result: Mapping[str, Any]) -> None:
         "codec included, behind the model's own work; speed-up: over the faster of PyTorch's two; "
         "all but the model's own step is predicted",
     ]
-    report.print_table(f"Predicted step, {subtitle(result)}", columns, rows, "\n".join(notes))
-    print(result["recommendation"])
+    return report.Table(f"Predicted step, {subtitle(result)}", columns, rows, "\n".join(notes))
 
 
 def subtitle(result: Mapping[str, Any]) -> str:

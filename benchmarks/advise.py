@@ -26,6 +26,7 @@ import argparse
 import gc
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -114,10 +115,18 @@ def advise(options: argparse.Namespace, here: Here, network: Network) -> dict[st
     rows = predictions(here, network)
     result |= {"measured": asdict(here), "network": asdict(network), "arms": rows}
     result["recommendation"] = advice.recommend(rows)
-    advice.print_result(result)
+    report.print_tables(tables(result))
+    print(result["recommendation"])
     if options.json:
         report.write_json(options.json, result)
     return result
+
+
+def tables(result: Mapping[str, Any]) -> list[report.Table]:
+    """The prediction, or with `--check` one table for each rate."""
+    if "checks" in result:
+        return [advise_check.table(checked, result["environment"]) for checked in result["checks"]]
+    return [advice.table(result)]
 
 
 def cores_of(options: argparse.Namespace, local: int) -> float:

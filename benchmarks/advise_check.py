@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
                 here = measure("linear", WORLD, 1.0)
                 checked = {"rate": text, "measured_here": asdict(here), **check(here, rate)}
             result["checks"].append(checked)
-            print_check(checked, result["environment"])
+            table(checked, result["environment"]).print()
     if options.json:
         report.write_json(options.json, result)
     return 0
@@ -102,7 +102,8 @@ def compare(measured: Sequence[Mapping[str, Any]], predicted: Mapping[str, Mappi
     ]
 
 
-def print_check(checked: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
+def table(checked: Mapping[str, Any], environment: Mapping[str, Any]) -> report.Table:
+    """Prediction and measurement at one rate."""
     rows = [
         [
             row["what"],
@@ -122,4 +123,4 @@ def print_check(checked: Mapping[str, Any], environment: Mapping[str, Any]) -> N
         f"needs {proof['expected_s'] * 1e3:.1f} ms took {proof['median_s'] * 1e3:.1f}",
         f"further off than {TARGET:.0%}: {', '.join(far)}" if far else f"all within {TARGET:.0%}",
     ]
-    report.print_table(f"Prediction and measurement at {checked['rate']}", columns, rows, "\n".join(notes))
+    return report.Table(f"Prediction and measurement at {checked['rate']}", columns, rows, "\n".join(notes))

@@ -95,18 +95,18 @@ def run(options: argparse.Namespace) -> int:
     recorded = inputs.captured(options.captured) if "captured" in wants else None
     crossed = conditions(options) if "speed" in options.tables else []
     checked = options.inputs if "quality" in options.tables else []
-    with Progress(len(crossed) * (len(codecs) + 1) + len(checked) * len(codecs)) as progress:
+    with Progress("codecs", len(crossed) * (len(codecs) + 1) + len(checked) * len(codecs)) as progress:
         for condition in crossed:
             add_speed(result, condition, codecs, options, recorded, progress)
         for name in checked:
             gradient = inputs.gradient(name, options.quality_numel, 0, recorded)
             with torch_threads(1):
                 for codec in codecs:
-                    progress.step(f"{label(codec)} on {name} gradients")
+                    progress.advance(1, f"{label(codec)} on {name} gradients")
                     result["quality"].append(
                         {"label": label(codec), "gradients": name, **quality(codec, gradient, options.seeds)}
                     )
-    print_result(result)
+    report.print_tables(tables(result))
     if options.json:
         report.write_json(options.json, result)
     if options.plot:
@@ -148,45 +148,43 @@ def add_speed(
     repeats, warmup = (min(REFERENCE_REPEATS, options.repeats), 1) if slow else (options.repeats, options.warmup)
     where = f"{condition.threads} thread(s)"
     for codec in codecs:
-        progress.step(f"{label(codec)}, {where}")
+        progress.advance(1, f"{label(codec)}, {where}")
         result["codecs"].append(measure(codec, gradients, condition, options.ranks, repeats, warmup))
-    progress.step(f"PyTorch's own, {where}")
+    progress.advance(1, f"PyTorch's own, {where}")
     if not slow and condition.dtype == torch.float32:
         rivals = pytorch_rivals(gradients[0], options.ranks)
         result["rivals"] += measure_rivals(rivals, gradients, condition, repeats)
 
 
-def print_result(result: Mapping[str, Any]) -> None:
+def tables(result: Mapping[str, Any]) -> list[report.Table]:
+    """Times under each condition, then what each codec does to each kind of gradient."""
     facts = ("backend", "dtype", "numel", "gradients", "threads")
     arguments = result["arguments"]
     rows = [*result["codecs"], *result["rivals"]]
+    where = report.describe(result["environment"])
+    notes = (
+        f"{where}\nmedians of {arguments['repeats']} in turns, in units of torch.add(grad, residual, out=residual) in "
+        "the same run; (10⁹ elements a second)\nof add's GB/s: encode_feedback's least traffic, gradient and wire once, "
+        "residual twice"
+    )
+    found = []
     for condition in dict.fromkeys(tuple(row[name] for name in facts) for row in rows):
         group = [row for row in rows if tuple(row[name] for name in facts) == condition]
         backend, dtype, numel, gradients, threads = condition
         title = f"Codecs on {numel:,} {dtype}, {gradients}, backend {backend}, {threads} thread(s)"
         columns = ["codec", "bytes/elem", "add Gelem/s", "copy", "encode_feedback", "encode"]
         columns += [f"decode_mean P={arguments['ranks']}", "of add's GB/s", "torch chain", "round trip"]
-        report.print_table(title, columns, [speed_row(row) for row in group])
+        found.append(report.Table(title, columns, [speed_row(row) for row in group], notes))
     if result["quality"]:
         columns = ["codec", "gradients", "rel. error", "cosine", "bias", "bias / std. error", "of clipped"]
         columns += ["bits spent", "entropy"]
-        report.print_table(
-            f"Quality on {arguments['quality_numel']:,} float32",
-            columns,
-            [quality_row(row) for row in result["quality"]],
+        title = f"Quality on {arguments['quality_numel']:,} float32"
+        notes = (
+            f"{where}\nbias: mean signed error / mean magnitude; over {arguments['seeds']} draws: the mean's distance "
+            "from the gradient in standard errors, about 1 where unbiased; TernGrad's beside what it clips to"
         )
-    print(report.describe(result["environment"]))
-    if result["codecs"]:
-        print(
-            f"Times are medians of {arguments['repeats']} in turns, in units of torch.add(grad, residual, out=residual)"
-            " in the same run; (10⁹ elements a second). The share is of encode_feedback's least traffic: gradient and"
-            " wire once, residual twice."
-        )
-    if result["quality"]:
-        print(
-            f"bias: mean signed error / mean magnitude. Over {arguments['seeds']} draws: the mean's distance from the "
-            "gradient in standard errors, about 1 where unbiased; TernGrad's beside what it clips to."
-        )
+        found.append(report.Table(title, columns, [quality_row(row) for row in result["quality"]], notes))
+    return found
 
 
 def speed_row(row: Mapping[str, Any]) -> list[str]:

@@ -2,39 +2,45 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from typing import Any
 
 #: Seconds between two lines where there is no terminal.
 QUIET = 15.0
 
 
 class Progress:
-    """A bar over `total` steps; elsewhere than on a terminal, a line every `QUIET` seconds. Needs rich."""
+    """How far something long is: a bar on a terminal, now and then a line elsewhere. A context manager; needs rich.
 
-    def __init__(self, total: int) -> None:
+    Args:
+        title: what is under way.
+        total: how many units of work it has.
+    """
+
+    def __init__(self, title: str, total: float) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-        from rich.progress import Progress as Bars
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+        self.title, self.total, self.done, self.spoke = title, total, 0.0, time.monotonic()
         console = Console(stderr=True)
-        self.total, self.done, self.spoke = total, 0, time.monotonic()
         self.lines = not console.is_terminal
-        columns: list[Any] = [TextColumn("{task.description:36}"), BarColumn(), TimeElapsedColumn()]
-        self.bars = Bars(*columns, TimeRemainingColumn(), console=console, disable=self.lines, transient=True)
-        self.task = self.bars.add_task("", total=total)
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"))
+        self.bar = Progress(
+            *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=self.lines, transient=True
+        )
+        self.task = self.bar.add_task(title, total=total, note="")
 
     def __enter__(self) -> Progress:
-        self.bars.start()
+        self.bar.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.bars.stop()
+        self.bar.stop()
 
-    def step(self, what: str) -> None:
-        """`what` begins; whatever began before is done."""
-        self.bars.update(self.task, description=what, completed=self.done)
-        self.done += 1
+    def advance(self, units: float, note: str = "") -> None:
+        """So many more units are done; `note` says what came of them."""
+        self.done += units
+        self.bar.update(self.task, advance=units, note=note)
         if self.lines and time.monotonic() - self.spoke > QUIET:
             self.spoke = time.monotonic()
-            print(f"[{self.done}/{self.total}] {what}", flush=True)
+            print(f"{self.title}: {self.done / self.total:.0%}  {note}", file=sys.stderr, flush=True)

@@ -8,8 +8,6 @@ import os
 import platform
 import statistics
 import subprocess
-import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -105,46 +103,6 @@ def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
     Path(path).write_text(json.dumps(content, indent=1) + "\n")
 
 
-class Progress:
-    """How far something long is: a bar on a terminal, now and then a line elsewhere. A context manager; needs rich.
-
-    Args:
-        title: what is under way.
-        total: how many units of work it has.
-    """
-
-    #: Seconds between lines where the output is no terminal.
-    QUIET = 15.0
-
-    def __init__(self, title: str, total: float) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-        self.title, self.total, self.done, self.spoke = title, total, 0.0, time.monotonic()
-        console = Console(stderr=True)
-        self.lines = not console.is_terminal
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"))
-        self.bar = Progress(
-            *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=self.lines, transient=True
-        )
-        self.task = self.bar.add_task(title, total=total, note="")
-
-    def __enter__(self) -> Progress:
-        self.bar.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.bar.stop()
-
-    def advance(self, units: float, note: str = "") -> None:
-        """So many more units are done; `note` says what came of them."""
-        self.done += units
-        self.bar.update(self.task, advance=units, note=note)
-        if self.lines and time.monotonic() - self.spoke > self.QUIET:
-            self.spoke = time.monotonic()
-            print(f"{self.title}: {self.done / self.total:.0%}  {note}", file=sys.stderr, flush=True)
-
-
 @dataclass(frozen=True)
 class Table:
     """Figures for people. The first column is text; each line of the caption is a note."""
@@ -173,7 +131,3 @@ class Table:
 def print_tables(tables: Iterable[Table]) -> None:
     for table in tables:
         table.print()
-
-
-def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> None:
-    Table(title, columns, rows, caption).print()

@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
         "model": {"parameters": ranks[0]["parameters"], "buckets": ranks[0]["buckets"]},
         "arms": summarize([rank["arms"] for rank in ranks], shaped=rate is not None),
     }
-    print_result(result)
+    report.print_tables(tables(result))
     if options.json:
         report.write_json(options.json, result)
     return 0
@@ -248,7 +248,8 @@ def taxes_of(arm: Sequence[Sequence[float]], floor: Sequence[Sequence[float]]) -
     return [everything, *(report.median(a) - report.median(b) for a, b in zip(arm, floor, strict=True))]
 
 
-def print_result(result: Mapping[str, Any]) -> None:
+def tables(result: Mapping[str, Any]) -> list[report.Table]:
+    """One row for each arm."""
     model, arguments = result["model"], result["arguments"]
     phases = ("encode_s", "exchange_s", "decode_s")
     rows = []
@@ -277,4 +278,4 @@ def print_result(result: Mapping[str, Any]) -> None:
         "encode, exchange, decode: ms a step beside the backward pass",
         links.caption(result["proof"]),
     ]
-    report.print_table(title, (*columns, "encode", "exchange", "decode"), rows, "\n".join(notes))
+    return [report.Table(title, (*columns, "encode", "exchange", "decode"), rows, "\n".join(notes))]

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from . import links, report, train_report
 from .demo import require_equal_replicas
+from .progress import Progress
 from .tasks import TASKS, Task, validate
 from .train_arms import ARMS, DENSE, FLOOR, OPPONENT, Arm, Attached
 from .train_report import tables
@@ -86,7 +87,7 @@ def measure_world(
     """Learning curves, then step times at each rate, for one number of ranks."""
     learners = [name for name in arms if name != FLOOR and ARMS[name].learns_as is None]
     common = {"task": task.name, "optimizer": task.optimizer, "steps": task.steps}
-    with report.Progress(f"{task.name}, {world_size} ranks", len(learners) * options.seeds * task.steps) as progress:
+    with Progress(f"{task.name}, {world_size} ranks", len(learners) * options.seeds * task.steps) as progress:
         learned = links.Loopback(world_size).run(
             learn,
             {**common, "arms": learners, "seeds": options.seeds, "readings": options.readings},
@@ -98,7 +99,7 @@ def measure_world(
         with links.open_links(world_size, rate) as connection:
             proof = connection.prove(strict=False)
             steps = (options.warmup + options.timed) * len(arms)
-            with report.Progress(f"{task.name}, {world_size} ranks, {text}", steps) as progress:
+            with Progress(f"{task.name}, {world_size} ranks, {text}", steps) as progress:
                 timed = connection.run(
                     time_steps,
                     {**common, "arms": list(arms), "timed": options.timed, "warmup": options.warmup},
@@ -109,7 +110,7 @@ def measure_world(
     return {"world": world_size, "runs": learned[0], "timings": timings}
 
 
-def follower(progress: report.Progress) -> Callable[[str], None]:
+def follower(progress: Progress) -> Callable[[str], None]:
     """Shows what rank 0 says of how far it is."""
 
     def follow(line: str) -> None:
