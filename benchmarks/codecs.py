@@ -238,7 +238,9 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
     columns = min(2, len(panels))
     lines = -(-len(panels) // columns)
     size = (6.5 * columns, (1.2 + 0.55 * max(map(len, panels.values()))) * lines + 0.6)
-    figure, grid = pyplot.subplots(lines, columns, figsize=size, sharey=True, squeeze=False, layout="constrained")
+    figure, grid = pyplot.subplots(
+        lines, columns, figsize=size, sharex=True, sharey=True, squeeze=False, layout="constrained"
+    )
     for spare in grid.flat[len(panels) :]:
         spare.set_visible(False)
     for axes, (condition, rows) in zip(grid.flat, panels.items(), strict=False):
@@ -247,7 +249,8 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
             values = [row["ratio_to_add"][name] for row in rows]
             where = [i + 0.38 * (place - 0.5) for i in range(len(rows))]
             bars = axes.barh(where, values, height=0.36, color=colour, label=bar_label(name, result))
-            axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+            axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=8, bbox=box)
         axes.axvline(1, color="black", linewidth=1.2, linestyle="--", label="torch.add: the roofline")
         axes.set_yticks(range(len(rows)), [row["label"] for row in rows])
         add = report.median([row["gelem_per_s"]["add"] for row in rows])

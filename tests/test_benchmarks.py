@@ -182,7 +182,7 @@ def test_the_torch_chains_do_what_the_codec_does(codec: Codec) -> None:
     if not isinstance(codec, TopK):  # whose chain sends unsorted, unpacked entries
         assert isinstance(sent, tuple)
         codes = codec.parts(numel)[0].view(wire.numpy())[codec.parts(numel)[0].fields[-1].name]
-        assert torch.equal(sent[-1], torch.from_numpy(codes.reshape(-1).copy()))
+        assert torch.equal(sent[-1].flatten(), torch.from_numpy(codes.reshape(-1).copy()))
     torch.testing.assert_close(theirs, expected, rtol=1e-5, atol=1e-5)
 
 
