@@ -8,12 +8,13 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from . import allreduce, codecs, gpu, links, step
+from . import allreduce, codecs, gpu, links, step, timeline
 
 COMMANDS = {
     "codecs": (codecs, "time every codec beside the memory roofline and what one would write in torch"),
     "allreduce": (allreduce, "compare the algorithms of sparse all-reduce on links of known speed"),
     "step": (step, "time a DDP step on links of a known speed, beside PyTorch's own hooks"),
+    "profile": (timeline, "draw one bucket's way through a real step"),
     "gpu": (gpu, "test, check and time the CUDA kernels on this machine's GPU"),
 }
 
