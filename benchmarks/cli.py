@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from . import advise, allreduce, codecs, gpu, links, publish, step, train
+from . import advise, allreduce, codecs, gpu, links, publish, step, timeline, train
 
 COMMANDS = {
     "codecs": (codecs, "time every codec beside the memory roofline and what one would write in torch"),
@@ -17,6 +17,7 @@ COMMANDS = {
     "train": (train, "train with each way of exchanging gradients, and find the time to equal loss at each bandwidth"),
     "publish": (publish, "make every published figure anew"),
     "advise": (advise, "predict from measurements here whether compression pays on a given network"),
+    "profile": (timeline, "draw one bucket's way through a real step"),
     "gpu": (gpu, "test, check and time the CUDA kernels on this machine's GPU"),
 }
 

@@ -164,8 +164,8 @@ def tables(result: Mapping[str, Any]) -> list[report.Table]:
     where = report.describe(result["environment"])
     notes = (
         f"{where}\nmedians of {arguments['repeats']} in turns, in units of torch.add(grad, residual, out=residual) in "
-        "the same run; (10⁹ elements a second)\nof add's GB/s: encode_feedback's least traffic, gradient and wire once, "
-        "residual twice"
+        "the same run; (10⁹ elements a second)\nof add's GB/s: encode_feedback's least traffic, gradient and wire "
+        "once, residual twice"
     )
     found = []
     for condition in dict.fromkeys(tuple(row[name] for name in facts) for row in rows):

@@ -16,7 +16,7 @@ from ..hooks.group import Group
 from ..hooks.plan import calibrated, make_topology
 from . import links, measurement
 from .codecs import label
-from .network import GLOO_TURNS, Network, from_flags
+from .network import Network, from_flags
 from .prediction import Job, Prediction, Processors, Profile, predict
 
 #: Seconds for one measuring run.
@@ -114,9 +114,8 @@ def read(found: Mapping[str, Any], messages: Mapping[str, Any], cores: float, th
     latency that flags give."""
     profile = found["profile"]
     processors = Processors(cores, threads)
-    messages = {**messages, "turns": GLOO_TURNS}
+    messages = dict(messages)
     if found["device"].startswith("cuda"):
-        messages["turns"] = dict.fromkeys(GLOO_TURNS, 1.0)
         processors = Processors()
         messages["lines"] = {name: {**line, "alpha": 0.0} for name, line in messages["lines"].items()}
         messages["latency"] = dict.fromkeys(messages["latency"], 0.0)

@@ -5,8 +5,7 @@ all-reduce go round a ring, of which one link leaves each node: the card carries
 all-to-all every rank of a node talks to every rank outside: the card carries that for all of them. In a hierarchical
 exchange each rank of a node has a ring of its own through the card, with a share of the data.
 
-What software adds to a network's latency (waking threads, Gloo's own rounds) is measured here, over loopback. What
-Gloo's collectives make of a link is not visible there: `GLOO_TURNS` comes from shaped links.
+What software adds to a network's latency (waking threads, Gloo's own rounds) is measured here, over loopback.
 """
 
 from __future__ import annotations
@@ -19,11 +18,6 @@ from ..hooks.cost import Calibration, Latency, Line, Nodes, Work
 
 #: What TCP leaves of Ethernet's rate: 1448 bytes of 1538, with headers, preamble and the gap between frames.
 PAYLOAD = 1448 / 1538
-#: How often Gloo's messages wait for the other direction of a link: alone on shaped links of 100 Mbit/s and 1 Gbit/s
-#: between two ranks, all-reduces of megabytes take 1.0 times what their bytes need beside headers, all-gathers 1.5
-#: times, all-to-alls 2 times (medians; at best 1), unless a message is short enough for the sockets' buffers.
-GLOO_TURNS = {"all_gather": 1.5, "all_to_all": 2.0, "all_reduce": 1.0}
-SHORT = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -51,8 +45,7 @@ def from_flags(
     """A network of given speed.
 
     Args:
-        here: what `measurement.measure_network` found between two processes of this machine, and `turns`, such as
-            `GLOO_TURNS`.
+        here: what `measurement.measure_network` found between two processes of this machine.
         work: of `measurement.measure_model`.
         world_size, local_size: ranks, and those on each node.
         rate: bits a second of each node's card, in each direction.
@@ -87,17 +80,10 @@ def _calibration(
     others = max(1, size - 1)  # of two processes, one: what was measured
     reduce = 2 * others  # rounds
 
-    def line(name: str, alpha: float, beta: float) -> Line:
-        turns = here["turns"][name]
-        if turns == 1:
-            return Line(alpha, beta)
-        points = [(messages * others * SHORT, factor) for messages, factor in ((1, 1.0), (2, turns))]
-        return Line(alpha, turns * beta, tuple((n, alpha + factor * beta * n) for n, factor in points))
-
     return Calibration(
-        line("all_gather", others * (alphas["all_gather"] + latency), ring),
-        line("all_to_all", alphas["all_to_all"] + latency, all_to_all),
-        line("all_reduce", others * alphas["all_reduce"] + reduce * latency, ring),
+        Line(others * (alphas["all_gather"] + latency), ring),
+        Line(alphas["all_to_all"] + latency, all_to_all),
+        Line(others * alphas["all_reduce"] + reduce * latency, ring),
         work,
         Latency(
             software.gather + latency,

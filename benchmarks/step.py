@@ -6,39 +6,31 @@ so there is little work to hide behind. Every arm has its own model, and the arm
 the machine does meanwhile hits them alike.
 """
 
-# Annotations stay evaluated here: DDP compares those of a hook with its own.
+from __future__ import annotations
+
 import argparse
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ..compress import QSGD, Codec, OneBit, TernGrad, TopK
 from . import links, report
+from .arms import FLOOR, HOOKS, OPPONENT, Floor, bucket_cap, codec_of, hook_of, in_turns, slowest
 
+HOROVOD = "hvd-"
 #: What each arm is; `--arms` takes these names.
 ARMS = {
-    "none": "no communication",
-    "fp32": "PyTorch DDP, float32",
-    "fp16": "PyTorch's fp16 hook",
-    "powersgd": "PyTorch's PowerSGD hook, rank 2, one bucket",
-    "onebit": "gradwire, OneBit",
-    "topk": "gradwire, TopK",
-    "qsgd": "gradwire, QSGD",
-    "terngrad": "gradwire, TernGrad",
-    "auto": "gradwire, OneBit by auto",
+    **HOOKS,
     "hvd-none": "Horovod interface, float32",
     "hvd-onebit": "Horovod interface, OneBit",
     "hvd-topk": "Horovod interface, TopK",
 }
-HOROVOD = "hvd-"
-FLOOR, OPPONENT = "none", "fp16"
 DEFAULT_ARMS = (FLOOR, "fp32", OPPONENT, "onebit", "topk")
 
 
@@ -89,31 +81,32 @@ def measure(
     for arm in runners.values():
         for _ in range(warmup):
             arm.step()
-    for round_ in range(rounds):
-        # Another order each round: nobody always comes after the arm that heats the machine most.
-        for place in range(len(arms)):
-            runners[arms[(place + round_) % len(arms)]].round(steps)
+    in_turns({name: partial(arm.round, steps) for name, arm in runners.items()}, rounds)
     return {
         "parameters": sum(p.numel() for p in runners[FLOOR].model.parameters()),
-        "buckets": runners[FLOOR].buckets,
+        "buckets": runners[FLOOR].state.buckets,
         "arms": {name: arm.result() for name, arm in runners.items()},
     }
+
+
+def perceptron(width: int, layers: int, batch: int) -> tuple[nn.Module, Tensor, Tensor]:
+    """A model, the same on every rank, and this rank's input and target."""
+    torch.manual_seed(0)
+    model = linear_layers(width, layers)
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    x, y = (torch.randn(batch, width, generator=generator) for _ in range(2))
+    return model, x, y
 
 
 class Arm:
     """One way to exchange gradients, with a model of its own."""
 
     def __init__(self, name: str, density: float, width: int, layers: int, batch: int) -> None:
-        torch.manual_seed(0)
-        self.model: nn.Module = linear_layers(width, layers)
+        self.model: nn.Module
+        self.model, self.x, self.y = perceptron(width, layers, batch)
         if not name.startswith(HOROVOD):
-            # PowerSGD's hook dies on Gloo when several of its buckets are in flight.
-            self.model = DistributedDataParallel(self.model, bucket_cap_mb=10_000 if name == "powersgd" else None)
+            self.model = DistributedDataParallel(self.model, bucket_cap_mb=bucket_cap(name))
         self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
-        generator = torch.Generator().manual_seed(1 + dist.get_rank())
-        self.x = torch.randn(batch, width, generator=generator)
-        self.y = torch.randn(batch, width, generator=generator)
-        self.buckets = 0
         self.times: list[list[float]] = []
         self.counts: list[dict[str, float]] = []
         self.sent = 0
@@ -121,42 +114,29 @@ class Arm:
         self._register(name, density)
 
     def _register(self, name: str, density: float) -> None:
-        codecs: dict[str, Codec] = {
-            "onebit": OneBit(),
-            "topk": TopK(density=density),
-            "qsgd": QSGD(),
-            "terngrad": TernGrad(),
-        }
         if name.startswith(HOROVOD):
             import gradwire.hooks.horovod as hvd
 
             hvd.init()
+            codec = name.removeprefix(HOROVOD)
             self.optimizer = hvd.DistributedOptimizer(
                 self.optimizer,
                 named_parameters=self.model.named_parameters(),
-                compression=codecs.get(name.removeprefix(HOROVOD), hvd.Compression.none),
+                compression=hvd.Compression.none if codec == "none" else codec_of(codec, density),
             )
             return
         assert isinstance(self.model, DistributedDataParallel)
-        if name == FLOOR:
-            self.model.register_comm_hook(self, without_communication)
-        elif name == "fp16":
-            self.model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        elif name == "powersgd":
-            power = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
-            self.model.register_comm_hook(power, powerSGD_hook.powerSGD_hook)
-        elif name != "fp32":
-            from .. import CompressState, compress_hook
-
-            options: dict[str, Any] = {} if name == "auto" else {"fallback": None}
-            self.state = CompressState(self.model, codecs.get(name, OneBit()), **options)
-            self.model.register_comm_hook(self.state, compress_hook)
+        hook = hook_of(name, self.model, density)
+        self.state = hook.state
+        if hook.function is not None:
+            self.model.register_comm_hook(hook.state, hook.function)
 
     def step(self) -> float:
         """Seconds of one training step, started on all ranks together."""
         dist.barrier()
         begin = time.perf_counter()
-        self.buckets = 0
+        if isinstance(self.state, Floor):
+            self.state.buckets = 0
         self.optimizer.zero_grad()
         F.mse_loss(self.model(self.x), self.y).backward()
         self.optimizer.step()
@@ -175,7 +155,7 @@ class Arm:
 
     def counted(self) -> dict[str, float]:
         """What gradwire has counted so far; nothing for the other arms."""
-        if self.state is None:
+        if not hasattr(self.state, "statistics"):
             return {}
         statistics = self.state.statistics()
         seconds = {f"{phase}_s": spent for phase, spent in statistics.seconds.items()}
@@ -194,14 +174,6 @@ def linear_layers(width: int, layers: int) -> nn.Module:
     return nn.Sequential(*modules[:-1])
 
 
-def without_communication(arm: Arm, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """A hook that gives every rank its own gradients back: the floor."""
-    arm.buckets += 1
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
-
-
 def summarize(ranks: Sequence[Mapping[str, Any]], shaped: bool) -> list[dict[str, Any]]:
     """One row for each arm: medians over all steps (a step lasts until its slowest rank is done), and what follows.
 
@@ -209,13 +181,7 @@ def summarize(ranks: Sequence[Mapping[str, Any]], shaped: bool) -> list[dict[str
         ranks: for each rank, for each arm: `times` [rounds][steps] in seconds, `sent_bytes` and `counted` a step.
         shaped: whether the interface's count is this rank's alone.
     """
-    rounds = {
-        name: [
-            [max(step) for step in zip(*turns, strict=True)]
-            for turns in zip(*(rank[name]["times"] for rank in ranks), strict=True)
-        ]
-        for name in ranks[0]
-    }
+    rounds = {name: slowest([rank[name]["times"] for rank in ranks]) for name in ranks[0]}
     rows: list[dict[str, Any]] = []
     for name, turns in rounds.items():
         times = [step for turn in turns for step in turn]

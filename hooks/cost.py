@@ -17,6 +17,7 @@ from ..compress.codec import Codec
 from ..compress.entries import index_bytes, value_bytes
 from ..compress.topk import TopK
 from .entries import CENSUS_BYTES, census_is_shared
+from .group import SMALL_GATHER
 
 #: What precedes the name of an exchange between nodes.
 HIERARCHICAL = "hierarchical"
@@ -221,7 +222,8 @@ class Calibration:
     # ------------------------------------------------------------------------------------------------------------------
 
     def _gather(self, row: int, world_size: int) -> tuple[Line, float]:
-        return self.all_gather, (world_size - 1) * row
+        """An all-gather, as `Group` does it."""
+        return (self.all_to_all if row * world_size <= SMALL_GATHER else self.all_gather), (world_size - 1) * row
 
     @staticmethod
     def _estimate(

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..compress.backends.entry_kernels import Pieces
 from ..compress.backends.sparse import entries_for
 from ..compress.entries import index_bytes, value_bytes
-from .group import Group, Work
+from .group import SMALL_GATHER, Group, Work
 
 #: Samples of the index lists that balance owners' ranges, over all ranks.
 RANGE_SAMPLES = 1024
@@ -25,14 +25,12 @@ KEY_BITS, KEPT_BITS, COARSE_BITS = 31, 21, 11
 BINS = 1 << COARSE_BITS
 #: What an owner tells the others of its sums: how many lie below a window, in each bin, and above.
 CENSUS_BYTES = 4 * (BINS + 2)
-#: What all owners' may take together, to be sent from each to each.
-CENSUS_LIMIT = 1 << 20
 
 
 def census_is_shared(k: int, world_size: int) -> bool:
     """Whether every owner hears each other's census, in one round, rather than their sum, in two: where that is little
     beside the entries themselves."""
-    return CENSUS_BYTES * world_size <= min(CENSUS_LIMIT, 4 * k)
+    return CENSUS_BYTES * world_size <= min(SMALL_GATHER, 4 * k)
 
 
 def range_samples(indices: Tensor, numel: int, rank: int, world_size: int) -> Tensor:

@@ -16,6 +16,9 @@ from torch import Tensor
 #: How long ranks wait for each other when a state is made.
 HANDSHAKE_TIMEOUT = timedelta(seconds=60)
 
+#: Bytes that an all-gather may return and still be sent all at once, from each rank to each.
+SMALL_GATHER = 1 << 20
+
 _made: Counter[tuple[int, ...]] = Counter()
 
 
@@ -97,10 +100,17 @@ class Group:
 
     def all_gather(self, output: Tensor, row: Tensor) -> Work:
         """Start: `output` = the ranks' rows, end to end."""
-        if row.is_cuda:
-            work: Work = self._group._allgather_base(output.view(-1), row)
-            return work
+        if row.is_cuda or row.numel() * row.element_size() * self.size > SMALL_GATHER:
+            return self.large_all_gather(output, row)
         return self._pairwise(output.view(-1).chunk(self.size), [row.view(-1)] * self.size)
+
+    def large_all_gather(self, output: Tensor, row: Tensor) -> Work:
+        """Start: as `all_gather` does it for large rows, whatever the size: round the backend's ring, which takes
+        size - 1 latencies, and of which one link alone leaves each node."""
+        if self.size == 2 and not row.is_cuda:
+            return self._pairwise(output.view(-1).chunk(2), [row.view(-1)] * 2)
+        work: Work = self._group._allgather_base(output.view(-1), row)
+        return work
 
     def all_gather_v(self, output: Tensor, row: Tensor, sizes: Sequence[int]) -> Work:
         """Start: `output` = the ranks' rows, end to end, `sizes[r]` elements from rank r."""

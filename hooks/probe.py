@@ -58,7 +58,7 @@ def calibrate(group: Group, device: torch.device) -> Calibration:
 
     def all_gather(size: int) -> None:
         rows = torch.zeros(p, size, dtype=torch.uint8, device=device)
-        group.all_gather(rows, rows[0].clone()).wait()
+        group.large_all_gather(rows, rows[0].clone()).wait()
 
     def all_to_all(size: int) -> None:
         rows = torch.zeros(p, size, dtype=torch.uint8, device=device)

@@ -185,7 +185,7 @@ class CompressState:
             handshake.compare(self._control.objects({**mine, "error_feedback": choice.feedback}))
 
     def _reduce(self, place: Bucket, buffer: Tensor, step: int, choice: Choice, first: bool) -> None:
-        clock = self._statistics.clock
+        clock = self._statistics.clock(place.index, buffer.device)
         compared = not first
         if not self._planner.knows(choice):
             # Measuring takes all ranks: first make sure that they all mean this codec.

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch.profiler import record_function
+
+#: How profilers show a bucket's phase.
+RANGE = "gradwire:{phase} bucket {bucket}"
 
 
 @dataclass
@@ -21,7 +28,8 @@ class Statistics:
         skipped_entries: indices or codes that cannot occur in a sound wire and were left out.
         nonfinite_steps: steps whose mean had a NaN or an infinity.
         decisions: for each bucket, by index, which exchange serves it, and why.
-        seconds: wall time in "encode", "exchange" and "decode", on the lane: it overlaps with backward.
+        seconds: wall time in "encode", "exchange" and "decode", on the lane: it overlaps with backward. Profilers show
+            the same times as ranges named `RANGE`.
     """
 
     steps: int = 0
@@ -34,11 +42,23 @@ class Statistics:
     decisions: dict[int, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=lambda: {"encode": 0.0, "exchange": 0.0, "decode": 0.0})
 
+    def clock(self, bucket: int, device: torch.device) -> Callable[[str], AbstractContextManager[None]]:
+        """What times the phases of a bucket: a context manager for each, which also names the time spent inside for
+        whoever profiles.
+
+        Args:
+            bucket: its index.
+            device: where its gradients are.
+        """
+        return partial(self._timed, bucket=bucket, nvtx=device.type == "cuda")
+
     @contextmanager
-    def clock(self, phase: str) -> Iterator[None]:
-        """Add the time spent inside to `seconds[phase]`."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[phase] += time.perf_counter() - start
+    def _timed(self, phase: str, bucket: int, nvtx: bool) -> Iterator[None]:
+        name = RANGE.format(phase=phase, bucket=bucket)
+        # torch.profiler's range becomes one of NVTX only under `emit_nvtx`; Nsight Systems needs no change of a script.
+        with record_function(name), torch.cuda.nvtx.range(name) if nvtx else nullcontext():
+            start = time.perf_counter()
+            try:
+                yield
+            finally:
+                self.seconds[phase] += time.perf_counter() - start

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from gradwire.benchmarks import advice, advise, advise_check, cli, forecast, measurement
 from gradwire.benchmarks.forecast import Here
-from gradwire.benchmarks.network import GLOO_TURNS, PAYLOAD
+from gradwire.benchmarks.network import PAYLOAD
 from gradwire.benchmarks.prediction import Job, Processors, Profile, Task, predict, run, share, simulate
 from gradwire.hooks.cost import CodecSpeed, Work
 from hypothesis import given
@@ -159,10 +159,9 @@ def test_cores_are_shared_fairly() -> None:
 def here(**changes: Any) -> Here:
     """A machine on which a 25 M model takes 100 ms, and codecs 1 ns an element."""
     messages = {
-        "lines": {name: {"alpha": 1e-4, "beta": 1e-9} for name in GLOO_TURNS},
+        "lines": {name: {"alpha": 1e-4, "beta": 1e-9} for name in ("all_gather", "all_to_all", "all_reduce")},
         "latency": {"gather": 1e-4, "union": 2e-4, "split": 5e-4},
         "processor": dict.fromkeys(("exchange", "float32", "float16"), 1e-9),
-        "turns": GLOO_TURNS,
     }
     profile = Profile((5_000_000, 20_000_000), 0.03, (0.02, 0.06), (0.0, 0.0), 0.01)
     speeds = dict.fromkeys(measurement.CODECS, CodecSpeed(1e-9, 2e-10, 2e-10))

@@ -28,6 +28,7 @@ from gradwire.benchmarks import (
     links,
     report,
     step,
+    timeline,
 )
 from gradwire.compress import CODECS, QSGD, Cast, Codec, OneBit, TernGrad, TopK
 from gradwire.compress.backends import use_backend
@@ -244,6 +245,42 @@ def test_the_tax_is_what_a_step_costs_beyond_the_floor() -> None:
 def test_without_the_opponent_there_is_no_ratio() -> None:
     row = {"times": [[1.0]], "sent_bytes": 0.0, "counted": {}}
     assert [r["tax_ratio"] for r in step.summarize([{"none": row, "topk": row}], shaped=True)] == [None, None]
+
+
+# -- profile --------------------------------------------------------------------------------------------------------
+
+
+def test_profile_in_miniature(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, picture, trace = tmp_path / "profile.json", tmp_path / "deep" / "profile.png", tmp_path / "trace.json"
+    line = "profile --rate none --width 64 --layers 3 --steps 3 --warmup 3 --json"
+    assert cli.main([*line.split(), str(file), "--plot", str(picture), "--trace", str(trace)]) == 0
+    document = json.loads(file.read_text())
+    check_document(document, "profile")
+    for side in document["ranks"]:
+        assert len(side["steps"]) == 3
+        for phase in timeline.PHASES:
+            assert side["counted_s"][phase] > 0
+            assert side["trace_s"][phase] > side["counted_s"][phase] - 0.001
+    times = sorted(step["seconds"] for step in document["ranks"][0]["steps"])
+    assert document["drawn"]["seconds"] == times[1]
+    spans = document["drawn"]["spans"]
+    whats = list(dict.fromkeys(span["what"] for span in spans if span["bucket"] == 0))
+    assert whats == [timeline.READY, *timeline.PHASES]
+    assert picture.stat().st_size > 10_000
+    assert "gradwire:encode bucket 0" in trace.read_text()
+    assert "NOT SHAPED" in capsys.readouterr().out
+
+
+def test_backward_ends_where_the_main_thread_begins_to_wait() -> None:
+    computing = timeline.COMPUTING + ": AddmmBackward0"
+    events = [("step", 10.0, 20.0), ("forward", 10.0, 12.0), ("backward", 12.0, 18.0), ("optimizer", 18.0, 20.0)]
+    events += [(computing, 12.0, 14.0), (computing, 14.0, 15.0), ("aten::mm", 12.0, 13.0)]
+    events += [("ready bucket 0", 14.0, 14.5), ("gradwire:encode bucket 0", 14.5, 16.0)]
+    (step_,) = timeline.split(timeline.spans_of(events))
+    assert step_["seconds"] == 10.0
+    found = {(span["what"], span["start"], span["end"]) for span in step_["spans"]}
+    assert {("backward", 2.0, 5.0), ("waits for the buckets", 5.0, 8.0), ("encode", 4.5, 6.0)} < found
+    assert len(found) == 6
 
 
 # -- gpu ------------------------------------------------------------------------------------------------------------

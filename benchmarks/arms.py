@@ -1,0 +1,90 @@
+"""The ways to exchange gradients that benchmarks compare, and how they take turns."""
+
+# Annotations stay evaluated here: DDP compares those of a hook with its own.
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from ..compress import QSGD, Codec, OneBit, TernGrad, TopK
+
+#: What each arm is.
+HOOKS = {
+    "none": "no communication",
+    "fp32": "PyTorch DDP, float32",
+    "fp16": "PyTorch's fp16 hook",
+    "powersgd": "PyTorch's PowerSGD hook, rank 2, one bucket",
+    "onebit": "gradwire, OneBit",
+    "topk": "gradwire, TopK",
+    "qsgd": "gradwire, QSGD",
+    "terngrad": "gradwire, TernGrad",
+    "auto": "gradwire, OneBit by auto",
+}
+COMPRESSING = ("onebit", "topk", "qsgd", "terngrad")
+FLOOR, OPPONENT = "none", "fp16"
+
+
+class Hook(NamedTuple):
+    """What `register_comm_hook` takes; no function: DDP's own all-reduce."""
+
+    state: Any
+    function: Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]] | None
+
+
+class Floor:
+    """The state of `without_communication`: how many buckets it has seen."""
+
+    buckets = 0
+
+
+def without_communication(floor: Floor, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """A hook that gives every rank its own gradients back: the floor."""
+    floor.buckets += 1
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def bucket_cap(name: str) -> float | None:
+    """DDP's `bucket_cap_mb` for an arm: PowerSGD's hook dies on Gloo when several of its buckets are in flight."""
+    return 10_000 if name == "powersgd" else None
+
+
+def codec_of(name: str, density: float) -> Codec:
+    """The codec of one of gradwire's arms; "auto" has OneBit's."""
+    codecs: dict[str, Codec] = {"topk": TopK(density=density), "qsgd": QSGD(), "terngrad": TernGrad()}
+    return codecs.get(name, OneBit())
+
+
+def hook_of(name: str, model: DistributedDataParallel, density: float) -> Hook:
+    """The hook of an arm and its state, for a model; codecs that are named compress always."""
+    if name == FLOOR:
+        return Hook(Floor(), without_communication)
+    if name == "fp32":
+        return Hook(None, None)
+    if name == "fp16":
+        return Hook(None, default_hooks.fp16_compress_hook)
+    if name == "powersgd":
+        power = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+        return Hook(power, powerSGD_hook.powerSGD_hook)
+    from .. import CompressState, compress_hook
+
+    options: dict[str, Any] = {} if name == "auto" else {"fallback": None}
+    return Hook(CompressState(model, codec_of(name, density), **options), compress_hook)
+
+
+def in_turns(turns: Mapping[str, Callable[[], None]], rounds: int) -> None:
+    """Give every arm its turn in every round, in another order each: nobody always follows the one that heats most."""
+    names = list(turns)
+    for round_ in range(rounds):
+        for place in range(len(names)):
+            turns[names[(place + round_) % len(names)]]()
+
+
+def slowest(ranks: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
+    """Times [rounds][steps] of which each lasts until its slowest rank is done."""
+    return [[max(step) for step in zip(*turns, strict=True)] for turns in zip(*ranks, strict=True)]

@@ -1,0 +1,152 @@
+"""What a profiler shows of a step: the phases of each bucket, and that the statistics count the same."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gradwire import Codec, OneBit, TopK
+from gradwire.hooks import Statistics
+from ranks import Pool
+from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
+from training import batch, convnet, wrap
+
+Ranks = Callable[[int], Pool]
+
+RECIPE = Path(__file__).parents[1] / "docs" / "profiling.md"
+RANGE = re.compile(r"gradwire:(\w+) bucket (\d+)")
+STEPS = 3
+#: By how much the second rank is late in every step; the first one waits for it in its exchange.
+LATE = 0.05
+
+
+def every_thread() -> profile:
+    config = _ExperimentalConfig(profile_all_threads=True)
+    return profile(activities=[ProfilerActivity.CPU], experimental_config=config)
+
+
+def profiled_steps(rank: int, codec: Codec, exchange: str) -> dict[str, Any]:
+    """Ranges as (phase, bucket, thread, start, end) in order, and what the state counted meanwhile, in seconds."""
+    model, state = wrap(convnet(), codec, exchange=exchange)
+
+    def step(number: int) -> None:
+        loss = model(batch(rank, number, model.module)).square().mean()
+        time.sleep(LATE * rank)
+        loss.backward()
+
+    for number in range(2):  # after the first one DDP builds its buckets anew
+        step(number)
+    before = state.statistics().seconds
+    with every_thread() as profiler:
+        for number in range(2, 2 + STEPS):
+            step(number)
+        after = state.statistics().seconds
+    buckets = len(state._buckets)
+    state.close()
+    ranges = []
+    for event in profiler.events():
+        if found := RANGE.fullmatch(event.name):
+            span = event.time_range
+            ranges.append((found[1], int(found[2]), event.thread, span.start * 1e-6, span.end * 1e-6))
+    return {
+        "buckets": buckets,
+        "ranges": sorted(ranges, key=lambda found: found[3]),
+        "seconds": {phase: after[phase] - before[phase] for phase in after},
+    }
+
+
+@pytest.mark.parametrize(
+    ("codec", "exchange", "way"),
+    [
+        (TopK(0.05), "gather", ["encode", "exchange", "decode"]),
+        (OneBit(), "two_pass", ["encode", "exchange", "decode", "encode", "exchange", "decode"]),
+    ],
+    ids=str,
+)
+def test_a_profiler_shows_each_bucket_s_phases_and_statistics_agree(
+    ranks: Ranks, codec: Codec, exchange: str, way: list[str]
+) -> None:
+    sides = ranks(2).run(profiled_steps, codec, exchange)
+    for rank, side in enumerate(sides):
+        ranges, buckets = side["ranges"], side["buckets"]
+        assert buckets >= 3
+        assert len({thread for _, _, thread, _, _ in ranges}) == 1, "one lane"
+        assert all(end <= start for (*_, end), (*_, start, _) in pairwise(ranges)), "one after the other"
+        # The first bucket has two exchanges: ranks compare their steps in one of its own.
+        shown = [(bucket, phase) for phase, bucket, *_ in ranges]
+        if rank == 0 or exchange == "gather":  # of a bucket as short as a block, only the first rank owns something
+            assert without_repeats(shown) == [(b, phase) for b in range(buckets) for phase in way] * STEPS
+        spans: dict[str, float] = defaultdict(float)
+        for phase, _, _, start, end in ranges:
+            spans[phase] += end - start
+        assert spans.keys() == side["seconds"].keys()
+        for phase, counted in side["seconds"].items():
+            # A range encloses what is counted, and the lane may lose the processor between the two clocks.
+            assert counted - 0.001 < spans[phase] < 1.2 * counted + 0.4 * STEPS * LATE
+    waited = sides[0]["seconds"]
+    assert waited["exchange"] > 0.7 * STEPS * LATE > waited["encode"] + waited["decode"]
+
+
+def without_repeats(names: list[tuple[int, str]]) -> list[tuple[int, str]]:
+    return names[:1] + [b for a, b in pairwise(names) if a != b]
+
+
+def test_phases_on_the_profiled_thread_need_no_option() -> None:
+    """Over NCCL buckets have no thread of their own."""
+    statistics = Statistics()
+    clock = statistics.clock(7, torch.device("cpu"))
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, clock("decode"):
+        time.sleep(0.01)
+    (event,) = (event for event in profiler.events() if RANGE.fullmatch(event.name))
+    assert event.name == "gradwire:decode bucket 7"
+    assert statistics.seconds["decode"] >= 0.01
+    assert event.time_range.elapsed_us() >= 1e4
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_nvtx_names_phases_of_buckets_on_a_gpu(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    @contextmanager
+    def nvtx(name: str) -> Iterator[None]:
+        seen.append(f"push {name}")
+        yield
+        seen.append("pop")
+
+    monkeypatch.setattr(torch.cuda.nvtx, "range", nvtx)
+    with Statistics().clock(3, torch.device(device))("encode"):
+        seen.append("inside")
+    assert seen == (["push gradwire:encode bucket 3", "inside", "pop"] if device == "cuda" else ["inside"])
+
+
+def test_the_recipe_runs(tmp_path: Path) -> None:
+    (script,) = re.findall(r"^```python\n(.*?)^```$", RECIPE.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    (tmp_path / "profile_steps.py").write_text(script, "utf-8")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, "profile_steps.py"], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    for phase in ("encode", "exchange", "decode"):
+        assert re.search(rf"^{phase}\s+\d+\.\d+ ms in the trace, \d+\.\d+ ms counted$", done.stdout, re.MULTILINE)
+    for rank in range(2):
+        trace = json.loads((tmp_path / f"trace-{rank}.json").read_text())
+        names = {event.get("name") for event in trace["traceEvents"]}
+        assert {f"gradwire:{phase} bucket 0" for phase in ("encode", "exchange", "decode")} <= names
+
+
+def test_the_recipe_s_links_lead_somewhere() -> None:
+    targets = re.findall(r"\]\((?!https:)([^)#]+)\)", RECIPE.read_text("utf-8"))
+    assert targets == ["profiling.png"]
+    assert all((RECIPE.parent / target).is_file() for target in targets)
