@@ -26,6 +26,8 @@ HOOKS = {
 }
 COMPRESSING = ("onebit", "topk", "qsgd", "terngrad")
 FLOOR, OPPONENT = "none", "fp16"
+#: Steps that PowerSGD's hook leaves dense: the fewest that it takes. Its default of 1000 is longer than our runs.
+POWERSGD_DENSE_STEPS = 2
 
 
 class Hook(NamedTuple):
@@ -60,8 +62,8 @@ def codec_of(name: str, density: float) -> Codec:
     return codecs.get(name, OneBit())
 
 
-def hook_of(name: str, model: DistributedDataParallel, density: float) -> Hook:
-    """The hook of an arm and its state, for a model; codecs that are named compress always."""
+def hook_of(name: str, model: DistributedDataParallel, density: float = 0.01, rank: int = 2) -> Hook:
+    """The hook of an arm and its state, for a model; codecs that are named compress always. `rank`: PowerSGD's."""
     if name == FLOOR:
         return Hook(Floor(), without_communication)
     if name == "fp32":
@@ -69,7 +71,13 @@ def hook_of(name: str, model: DistributedDataParallel, density: float) -> Hook:
     if name == "fp16":
         return Hook(None, default_hooks.fp16_compress_hook)
     if name == "powersgd":
-        power = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+        power = powerSGD_hook.PowerSGDState(
+            None,
+            matrix_approximation_rank=rank,
+            start_powerSGD_iter=POWERSGD_DENSE_STEPS,
+            orthogonalization_epsilon=1e-8,  # without it, columns of zeros become NaN
+            compression_stats_logging_frequency=10**9,
+        )
         return Hook(power, powerSGD_hook.powerSGD_hook)
     from .. import CompressState, compress_hook
 

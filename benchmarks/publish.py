@@ -59,14 +59,14 @@ class Publication:
 
 
 SET = (
-    Publication("codecs-cpu", "codecs"),
+    Publication("codecs", "codecs"),
     Publication("exchange", "exchange"),
     Publication(
-        "step-1gbit",
+        "step",
         "step --rate 1gbit --rounds 4 --arms fp32 fp16 powersgd onebit topk auto hvd-none hvd-onebit hvd-topk",
         plot=False,
     ),
-    Publication("allreduce-1gbit", "allreduce --world 8 --repeats 3"),
+    Publication("allreduce", "allreduce --world 8 --repeats 3"),
     Publication(
         "allreduce-simulated",
         "allreduce --simulate 16 256 1024 --numel 1048576 --density 0.001 --overlap 0 "
@@ -81,7 +81,7 @@ SET = (
     ),
     Publication("train-large", "train --task large --arms powersgd qsgd terngrad onebit topk topk8 auto --readings 8"),
     Publication("advise-check", "advise --check", plot=False),
-    Publication("profile", "profile --rate 1gbit"),
+    Publication("profiling", "profile --rate 1gbit"),
 )
 
 

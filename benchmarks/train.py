@@ -22,10 +22,11 @@ import torch
 import torch.distributed as dist
 
 from . import links, report, train_report
+from .arms import FLOOR, OPPONENT
 from .demo import require_equal_replicas
 from .progress import Progress
 from .tasks import TASKS, Task, validate
-from .train_arms import ARMS, DENSE, FLOOR, OPPONENT, Arm, Attached
+from .train_arms import ARMS, DENSE, Arm, Attached
 from .train_report import tables
 
 #: Marks rank 0's lines about how far it is.

@@ -1,19 +1,18 @@
 """The ways of exchanging gradients that the training benchmark compares."""
 
-# Annotations stay evaluated here: DDP compares those of a hook with its own.
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import QSGD, Cast, Codec, CompressState, OneBit, TernGrad, TopK, compress_hook
+from .arms import FLOOR, OPPONENT, POWERSGD_DENSE_STEPS, bucket_cap, hook_of
 
-FLOOR, DENSE, OPPONENT = "none", "fp32", "fp16"
-#: Steps that PowerSGD's hook leaves dense: the fewest that it takes. Its default of 1000 is longer than our runs.
-POWERSGD_DENSE_STEPS = 2
+DENSE = "fp32"
 
 
 @dataclass(frozen=True)
@@ -40,34 +39,18 @@ class Arm:
         """Steps at the start that cost what float32 costs."""
         return POWERSGD_DENSE_STEPS if self.name == "powersgd" else 0
 
-    @property
-    def ours(self) -> bool:
-        return self.codec is not None
-
-    def wrap(self, model: nn.Module, bucket_mb: float, seed: int) -> "Attached":
+    def wrap(self, model: nn.Module, bucket_mb: float, seed: int) -> Attached:
         """DDP around `model`, with this arm's hook. A collective."""
-        # PowerSGD starts collectives from callbacks; on Gloo, several buckets of it in flight take each other's data.
-        ddp = DistributedDataParallel(model, bucket_cap_mb=10_000 if self.name == "powersgd" else bucket_mb)
-        if self.name == FLOOR:
-            ddp.register_comm_hook(None, without_communication)
-        elif self.name == OPPONENT:
-            ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        elif self.name == "powersgd":
-            power = powerSGD_hook.PowerSGDState(
-                None,
-                matrix_approximation_rank=4,
-                start_powerSGD_iter=POWERSGD_DENSE_STEPS,
-                orthogonalization_epsilon=1e-8,  # without it, columns of zeros become NaN
-                compression_stats_logging_frequency=10**9,
-            )
-            ddp.register_comm_hook(power, powerSGD_hook.powerSGD_hook)
-            return Attached(ddp, power=power)
-        elif self.codec is not None:
+        ddp = DistributedDataParallel(model, bucket_cap_mb=bucket_cap(self.name) or bucket_mb)
+        if self.codec is not None:
             # Named, so that what learns is what is timed: "auto" decides by measurements, which differ between runs.
             state = CompressState(ddp, self.codec, seed=seed, exchange="auto" if self.decides else "gather")
             ddp.register_comm_hook(state, compress_hook)
             return Attached(ddp, state=state)
-        return Attached(ddp)
+        hook = hook_of(self.name, ddp, rank=4)
+        if hook.function is not None:
+            ddp.register_comm_hook(hook.state, hook.function)
+        return Attached(ddp, power=hook.state if self.name == "powersgd" else None)
 
 
 @dataclass(frozen=True)
@@ -76,7 +59,7 @@ class Attached:
 
     model: DistributedDataParallel
     state: CompressState | None = None
-    power: powerSGD_hook.PowerSGDState | None = None
+    power: PowerSGDState | None = None
 
     def bits_per_element(self, arm: Arm) -> float:
         """What stands for a gradient element on its way, at the end of the run; 0 where nothing is sent."""
@@ -97,13 +80,6 @@ class Attached:
     def close(self) -> None:
         if self.state is not None:
             self.state.close()
-
-
-def without_communication(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """A hook that gives every rank its own gradients back: the floor."""
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
 
 
 #: A density at which int8 values and packed indices still take 29 times fewer bytes than float32, and error feedback's

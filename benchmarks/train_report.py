@@ -10,7 +10,8 @@ from statistics import fmean
 from typing import Any
 
 from . import links, report
-from .train_arms import ARMS, DENSE, FLOOR, OPPONENT
+from .arms import FLOOR, OPPONENT
+from .train_arms import ARMS, DENSE
 
 #: PyTorch's own ways that need no tuning; a codec pays where it beats the faster of them.
 PLAIN = (DENSE, OPPONENT)
