@@ -68,6 +68,11 @@ SET = (
     ),
     Publication("allreduce", "allreduce --world 8 --repeats 3"),
     Publication(
+        "allreduce-bytes",
+        "allreduce --world 8 --numel 25600000 --density 0.01 --overlap 0 --arms gather split-k --repeats 2",
+        plot=False,
+    ),
+    Publication(
         "allreduce-simulated",
         "allreduce --simulate 16 256 1024 --numel 1048576 --density 0.001 --overlap 0 "
         "--arms gather split split-k dense --rate 10gbit",
