@@ -8,16 +8,17 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from . import advise, allreduce, codecs, gpu, links, publish, step, timeline, train
+from . import advise, allreduce, codecs, exchange, gpu, links, publish, step, timeline, train
 
 COMMANDS = {
     "codecs": (codecs, "time every codec beside the memory roofline and what one would write in torch"),
     "allreduce": (allreduce, "compare the algorithms of sparse all-reduce on links of known speed"),
     "step": (step, "time a DDP step on links of a known speed, beside PyTorch's own hooks"),
+    "exchange": (exchange, "time the exchange of one gradient on links of several speeds, beside PyTorch's hooks"),
     "train": (train, "train with each way of exchanging gradients, and find the time to equal loss at each bandwidth"),
-    "publish": (publish, "make every published figure anew"),
     "advise": (advise, "predict from measurements here whether compression pays on a given network"),
     "profile": (timeline, "draw one bucket's way through a real step"),
+    "publish": (publish, "make every published figure anew"),
     "gpu": (gpu, "test, check and time the CUDA kernels on this machine's GPU"),
 }
 

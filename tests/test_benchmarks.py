@@ -23,6 +23,7 @@ from gradwire.benchmarks import (
     codec_quality,
     codec_rivals,
     codec_speed,
+    exchange,
     gpu,
     inputs,
     links,
@@ -245,6 +246,53 @@ def test_the_tax_is_what_a_step_costs_beyond_the_floor() -> None:
 def test_without_the_opponent_there_is_no_ratio() -> None:
     row = {"times": [[1.0]], "sent_bytes": 0.0, "counted": {}}
     assert [r["tax_ratio"] for r in step.summarize([{"none": row, "topk": row}], shaped=True)] == [None, None]
+
+
+# -- exchange -------------------------------------------------------------------------------------------------------
+
+
+def test_exchange_in_miniature(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "exchange.json"
+    line = "exchange --rates none --numel 20001 --arms fp32 topk auto --rounds 2 --steps 2 --warmup 3 --json"
+    assert cli.main([*line.split(), str(file)]) == 0
+    document = json.loads(file.read_text())
+    check_document(document, "exchange")
+    (found,) = document["rates"]
+    assert (found["rate"], found["bits_per_s"], found["proof"]) == ("none", None, None)
+    assert found["buckets"] >= 1
+    assert [row["arm"] for row in found["arms"]] == ["none", "fp16", "fp32", "topk", "auto"]
+    for row in found["arms"]:
+        assert [len(turn) for turn in row["times_s"]] == [2, 2]
+        assert row["sent_bytes"] is None
+        assert bool(row["phases_s"]) == bool(row["decisions"]) == (row["arm"] in ("topk", "auto"))
+    assert "NOT SHAPED" in capsys.readouterr().out
+
+
+def test_exchanges_are_compared_with_and_without_the_floor(tmp_path: Path) -> None:
+    def rank(**times: float) -> dict[str, Any]:
+        facts = {"sent_bytes": 8.0, "phases_s": {}, "decisions": {}}
+        return {name: {"times": [[seconds, seconds], [seconds, 0.0]], **facts} for name, seconds in times.items()}
+
+    ranks = [rank(none=1.0, fp16=11.0, topk=2.0), rank(none=0.5, fp16=9.0, topk=3.0)]
+    floor, fp16, topk = exchange.summarize(ranks, shaped=True)
+    assert floor["times_s"] == [[1.0, 1.0], [1.0, 0.0]], "an exchange lasts until its slowest rank is done"
+    assert (fp16["seconds"], fp16["above_floor_s"], fp16["times_faster_above_floor"]) == (11.0, 10.0, 1.0)
+    assert (topk["seconds"], topk["above_floor_s"], topk["times_faster_above_floor"]) == (3.0, 2.0, 5.0)
+    assert topk["times_faster"] == pytest.approx(11 / 3)
+    assert exchange.summarize([rank(none=1.0, fp16=2.0, topk=1.0)], True)[2]["times_faster_above_floor"] is None
+    proof = {"reached": False}
+    rates = [
+        {"rate": f"{n}gbit", "bits_per_s": n * 10**9, "arms": [floor, fp16, topk], "proof": proof} for n in (1, 10)
+    ]
+    arguments = {"arms": ["none", "fp16", "topk"], "density": 0.01, "numel": 1, "world": 2}
+    picture = tmp_path / "exchange.png"
+    exchange.plot({"rates": rates, "arguments": arguments}, picture)
+    assert picture.stat().st_size > 10_000
+
+
+def test_a_gradient_too_short_to_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["exchange", "--numel", "3"]) == 2
+    assert "at least 8" in capsys.readouterr().err
 
 
 # -- profile --------------------------------------------------------------------------------------------------------
