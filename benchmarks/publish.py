@@ -59,13 +59,25 @@ class Publication:
 
 
 SET = (
-    Publication("codecs", "codecs"),
     Publication("exchange", "exchange"),
+    Publication(
+        "train-large",
+        "train --task large --arms powersgd qsgd terngrad onebit topk topk8 auto --readings 8 --timed 4",
+    ),
+    Publication("codecs", "codecs"),
     Publication(
         "step",
         "step --rate 1gbit --rounds 4 --arms fp32 fp16 powersgd onebit topk auto hvd-none hvd-onebit hvd-topk",
         plot=False,
     ),
+    Publication("train-digits", "train --task digits --world 2 4"),
+    Publication("train-small", "train --task small --world 2 4 --timed 4"),
+    Publication(
+        "train-small-adamw",
+        "train --task small --optimizer adamw --rates 100mbit 1gbit --arms powersgd onebit topk topk8 qsgd",
+    ),
+    Publication("advise-check", "advise --check", plot=False),
+    Publication("profiling", "profile --rate 1gbit"),
     Publication("allreduce", "allreduce --world 8 --repeats 3"),
     Publication(
         "allreduce-bytes",
@@ -78,15 +90,6 @@ SET = (
         "--arms gather split split-k dense --rate 10gbit",
         plot=False,
     ),
-    Publication("train-digits", "train --task digits --world 2 4"),
-    Publication("train-small", "train --task small --world 2 4"),
-    Publication(
-        "train-small-adamw",
-        "train --task small --optimizer adamw --rates 100mbit 1gbit --arms powersgd onebit topk topk8 qsgd",
-    ),
-    Publication("train-large", "train --task large --arms powersgd qsgd terngrad onebit topk topk8 auto --readings 8"),
-    Publication("advise-check", "advise --check", plot=False),
-    Publication("profiling", "profile --rate 1gbit"),
 )
 
 

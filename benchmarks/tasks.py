@@ -226,7 +226,7 @@ SMALL = Text(
 LARGE = Text(
     "large",
     "byte-level transformer, 10 M parameters",
-    steps=120,
+    steps=100,
     batch=8,
     learning_rates={"sgd": 0.2, "adamw": 2e-3},
     bucket_mb=8,
