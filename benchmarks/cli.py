@@ -23,8 +23,8 @@ COMMANDS = {
 }
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Of all subcommands and their options."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one benchmark. Returns the exit status: 0, or 2 with one sentence when it cannot be run here."""
     parser = argparse.ArgumentParser(prog="gradwire-bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, (module, summary) in COMMANDS.items():
@@ -32,12 +32,7 @@ def make_parser() -> argparse.ArgumentParser:
             name, help=summary, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         module.add_arguments(command)
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one benchmark. Returns the exit status: 0, or 2 with one sentence when it cannot be run here."""
-    options = make_parser().parse_args(arguments)
+    options = parser.parse_args(arguments)
     if importlib.util.find_spec("rich") is None:
         return _fail("the benchmarks need a few more packages: pip install 'gradwire[bench]'")
     before = signal.signal(signal.SIGTERM, _terminate)  # so that whoever ends us still gets everything cleaned up

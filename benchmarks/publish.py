@@ -16,13 +16,23 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from . import links, report
+from . import advise, allreduce, codecs, exchange, links, report, step, timeline, train
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, DOCS = Path("benchmarks/results"), Path("docs")
 PAGE = DOCS / "benchmarks.md"
+COMMANDS: dict[str, ModuleType] = {
+    "advise": advise,
+    "allreduce": allreduce,
+    "codecs": codecs,
+    "exchange": exchange,
+    "profile": timeline,
+    "step": step,
+    "train": train,
+}
 
 
 @dataclass(frozen=True)
@@ -51,7 +61,7 @@ class Publication:
     @property
     def shaped(self) -> bool:
         """Whether it needs shaped links."""
-        options = cli_options(self.arguments)
+        options = parsed(self.arguments)
         if getattr(options, "simulate", None):
             return False
         rates = getattr(options, "rates", None) or [getattr(options, "rate", None)]
@@ -93,10 +103,11 @@ SET = (
 )
 
 
-def cli_options(arguments: Sequence[str]) -> argparse.Namespace:
-    from .cli import make_parser  # which imports this module
-
-    return make_parser().parse_args(arguments)
+def parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options of a subcommand and its arguments."""
+    parser = argparse.ArgumentParser()
+    COMMANDS[arguments[0]].add_arguments(parser)
+    return parser.parse_args(arguments[1:])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -165,11 +176,8 @@ def filled(text: str) -> str:
 
 def section(publication: Publication, result: Mapping[str, Any]) -> Iterable[str]:
     """The command, its tables, and its picture, in Markdown."""
-    from .cli import COMMANDS
-
     yield f"```sh\ngradwire-bench {publication.command}\n```"
-    module, _ = COMMANDS[shlex.split(publication.command)[0]]
-    for table in module.tables(result):
+    for table in COMMANDS[publication.arguments[0]].tables(result):
         yield markdown(table)
     if publication.plot:
         yield f"![{publication.name}]({publication.name}.png)"

@@ -218,7 +218,7 @@ DIGITS = Digits(
 SMALL = Text(
     "small",
     "byte-level transformer, 0.85 M parameters",
-    steps=200,
+    steps=150,
     batch=8,
     learning_rates={"sgd": 0.3, "adamw": 4e-3},
     bucket_mb=1,

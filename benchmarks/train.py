@@ -66,7 +66,8 @@ def run(options: argparse.Namespace) -> int:
     reason = links.missing() if any(rates.values()) else None
     if reason is not None:
         raise links.LinkError(f"{reason}; --rates none trains and times over loopback alone")
-    arms = list(dict.fromkeys([FLOOR, DENSE, OPPONENT, *options.arms]))
+    teachers = [arm.learns_as for arm in map(ARMS.__getitem__, options.arms) if arm.learns_as is not None]
+    arms = list(dict.fromkeys([FLOOR, DENSE, OPPONENT, *teachers, *options.arms]))
     names = ("task", "world", "rates", "seeds", "optimizer", "steps", "readings", "timed", "warmup")
     result = report.document("train", {name: getattr(options, name) for name in names} | {"arms": arms})
     result["environment"]["threads"] = 1

@@ -34,7 +34,7 @@ def test_published_figures_name_the_machine_and_the_command() -> None:
         result = json.loads((ROOT / publication.json).read_text())
         facts = result["environment"]
         assert all(facts[name] for name in ("date", "cpu", "cores", "torch", "numba", "revision"))
-        options = vars(publish.cli_options(publication.arguments))
+        options = vars(publish.parsed(publication.arguments))
         for name in ("rate", "rates", "seeds", "world", "numel", "task", "optimizer"):
             if name in result["arguments"] and name in options:
                 assert result["arguments"][name] == options[name], f"{publication.name} was made with other options"
