@@ -247,8 +247,11 @@ def plot(result: Mapping[str, Any], path: str) -> None:
         for panel in (by_epoch, by_time, by_rate):
             panel.grid(alpha=0.25)
             panel.spines[["top", "right"]].set_visible(False)
-    handles, labels = axes[0][2].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
+    named: dict[str, Any] = {}
+    for panel in (*axes[0][2:], axes[0][0]):  # some arms never reach the target, one has no curve of its own
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
+            named.setdefault(label, handle)
+    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=5, frameon=False)
     seeds = result["arguments"]["seeds"]
     bands = f"{seeds} seed{'s' * (seeds > 1)} (bands: range over seeds)"
     figure.suptitle(f"{result['task']['title']}, {result['task']['optimizer']}, {bands}")
@@ -288,6 +291,8 @@ def draw_curves(by_epoch: Any, by_time: Any, result: Mapping[str, Any], world: M
 
 def draw_rates(panel: Any, world: Mapping[str, Any]) -> None:
     """Time to the target against bandwidth; a ring where an arm stops being faster than float32 and fp16."""
+    from matplotlib.ticker import LogLocator
+
     rates = list(world["joined"])
     shaped = [links.parse_rate(rate) for rate in rates]
     fastest = max((rate for rate in shaped if rate is not None), default=10**9)
@@ -307,6 +312,8 @@ def draw_rates(panel: Any, world: Mapping[str, Any]) -> None:
     panel.set(xscale="log", yscale="log", ylabel="seconds to the target", xlabel="bandwidth of a rank's link")
     panel.set_xticks(places, [spoken(rate) for rate in rates])
     panel.minorticks_off()
+    panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    panel.yaxis.set_major_formatter("{x:g}")
     panel.set_title("time to equal loss; ring: crossover")
 
 
