@@ -122,7 +122,7 @@ class Text(Task):
     layers: int = 4
     heads: int = 4
     context: int = 64
-    validation_windows: int = 512
+    validation_windows: int = 128
 
     @cached_property
     def corpus(self) -> Corpus:
