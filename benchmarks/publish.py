@@ -82,13 +82,9 @@ SET = (
     ),
     Publication("train-digits", "train --task digits --world 2 4"),
     Publication("train-small", "train --task small --world 2 4 --timed 4"),
-    Publication(
-        "train-small-adamw",
-        "train --task small --optimizer adamw --rates 100mbit 1gbit --arms powersgd onebit topk topk8 qsgd",
-    ),
     Publication("advise-check", "advise --check", plot=False),
     Publication("profiling", "profile --rate 1gbit"),
-    Publication("allreduce", "allreduce --world 8 --repeats 3"),
+    Publication("allreduce", "allreduce --world 8"),
     Publication(
         "allreduce-bytes",
         "allreduce --world 8 --numel 25600000 --density 0.01 --overlap 0 --arms gather split-k --repeats 2",
