@@ -67,11 +67,7 @@ def run(options: argparse.Namespace) -> int:
             result["links"][str(world_size)] = network.prove(strict=False)
             ranks = network.run(measure, arguments, options.timeout)
         result["cells"] += summarize(ranks, world_size, shaped=rate is not None)
-    report.print_tables(tables(result))
-    if options.json:
-        report.write_json(options.json, result)
-    if options.plot:
-        plot(result, options.plot)
+    report.deliver(result, tables(result), options, plot)
     return 0
 
 
@@ -92,11 +88,7 @@ def run_simulation(options: argparse.Namespace, rate: int | None) -> int:
         result["cells"] = [simulated_cell(options, *cell, network) for cell in cells]
     finally:
         torch.set_num_threads(threads)
-    report.print_tables(tables(result))
-    if options.json:
-        report.write_json(options.json, result)
-    if options.plot:
-        plot(result, options.plot)
+    report.deliver(result, tables(result), options, plot)
     return 0
 
 

@@ -106,11 +106,7 @@ def run(options: argparse.Namespace) -> int:
                     result["quality"].append(
                         {"label": label(codec), "gradients": name, **quality(codec, gradient, options.seeds)}
                     )
-    report.print_tables(tables(result))
-    if options.json:
-        report.write_json(options.json, result)
-    if options.plot:
-        plot(result, options.plot)
+    report.deliver(result, tables(result), options, plot)
     return 0
 
 

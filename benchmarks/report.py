@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -131,3 +132,17 @@ class Table:
 def print_tables(tables: Iterable[Table]) -> None:
     for table in tables:
         table.print()
+
+
+def deliver(
+    result: Mapping[str, Any],
+    tables: Iterable[Table],
+    options: argparse.Namespace,
+    plot: Callable[[Any, Any], None] | None = None,
+) -> None:
+    """Print the tables, and write what `--json` and `--plot` ask for; `plot` takes the result and the file."""
+    print_tables(tables)
+    if options.json:
+        write_json(options.json, result)
+    if plot is not None and options.plot:
+        plot(result, options.plot)

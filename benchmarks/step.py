@@ -67,9 +67,7 @@ def run(options: argparse.Namespace) -> int:
         "model": {"parameters": ranks[0]["parameters"], "buckets": ranks[0]["buckets"]},
         "arms": summarize([rank["arms"] for rank in ranks], shaped=rate is not None),
     }
-    report.print_tables(tables(result))
-    if options.json:
-        report.write_json(options.json, result)
+    report.deliver(result, tables(result), options)
     return 0
 
 

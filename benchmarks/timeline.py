@@ -73,11 +73,7 @@ def run(options: argparse.Namespace) -> int:
         result["links"] = str(connection)
     steps = sorted(ranks[0]["steps"], key=lambda step: float(step["seconds"]))
     result |= {"ranks": ranks, "drawn": steps[len(steps) // 2]}
-    report.print_tables(tables(result))
-    if options.json:
-        report.write_json(options.json, result)
-    if options.plot:
-        plot(result, options.plot)
+    report.deliver(result, tables(result), options, plot)
     return 0
 
 

@@ -16,13 +16,14 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from . import links, report, train_report
-from .arms import FLOOR, OPPONENT
+from .arms import FLOOR, OPPONENT, in_turns
 from .demo import require_equal_replicas
 from .progress import Progress
 from .tasks import TASKS, Task, validate
@@ -75,11 +76,7 @@ def run(options: argparse.Namespace) -> int:
     for world_size in options.world:
         result["worlds"].append(measure_world(task, world_size, arms, rates, options))
     train_report.join(result)
-    report.print_tables(tables(result))
-    if options.json:
-        report.write_json(options.json, result)
-    if options.plot:
-        train_report.plot(result, options.plot)
+    report.deliver(result, tables(result), options, train_report.plot)
     return 0
 
 
@@ -191,19 +188,18 @@ def time_steps(
     job = resolve(task, optimizer, steps)
     runners = {name: prepared(job, ARMS[name], 0) for name in arms}
     times: dict[str, list[float]] = {name: [] for name in arms}
-    for turn in range(warmup + timed):
-        for place in range(len(arms)):
-            name = arms[(place + turn) % len(arms)]
-            attached, updates, data = runners[name]
-            batch = next(data)
-            dist.barrier()
-            begin = time.perf_counter()
-            job.train_step(attached.model, updates, turn, batch)
-            spent = time.perf_counter() - begin
-            if turn >= warmup:
-                times[name].append(spent)
-            say(1, ARMS[name].title)
-    result = {name: {"times_s": times[name], "compresses": runners[name][0].compresses()} for name in arms}
+
+    def turn(name: str) -> None:
+        attached, updates, data = runners[name]
+        batch = next(data)
+        dist.barrier()
+        begin = time.perf_counter()
+        job.train_step(attached.model, updates, len(times[name]), batch)
+        times[name].append(time.perf_counter() - begin)
+        say(1, ARMS[name].title)
+
+    in_turns({name: partial(turn, name) for name in arms}, warmup + timed)
+    result = {name: {"times_s": times[name][warmup:], "compresses": runners[name][0].compresses()} for name in arms}
     for attached, *_ in runners.values():
         attached.close()
     return result

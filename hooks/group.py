@@ -102,15 +102,18 @@ class Group:
         """Start: `output` = the ranks' rows, end to end."""
         if row.is_cuda or row.numel() * row.element_size() * self.size > SMALL_GATHER:
             return self.large_all_gather(output, row)
-        return self._pairwise(output.view(-1).chunk(self.size), [row.view(-1)] * self.size)
+        return self._direct_all_gather(output, row)
 
     def large_all_gather(self, output: Tensor, row: Tensor) -> Work:
         """Start: as `all_gather` does it for large rows, whatever the size: round the backend's ring, which takes
         size - 1 latencies, and of which one link alone leaves each node."""
         if self.size == 2 and not row.is_cuda:
-            return self._pairwise(output.view(-1).chunk(2), [row.view(-1)] * 2)
+            return self._direct_all_gather(output, row)
         work: Work = self._group._allgather_base(output.view(-1), row)
         return work
+
+    def _direct_all_gather(self, output: Tensor, row: Tensor) -> Work:
+        return self._pairwise(output.view(-1).chunk(self.size), [row.view(-1)] * self.size)
 
     def all_gather_v(self, output: Tensor, row: Tensor, sizes: Sequence[int]) -> Work:
         """Start: `output` = the ranks' rows, end to end, `sizes[r]` elements from rank r."""
