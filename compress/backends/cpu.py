@@ -8,9 +8,11 @@ and ranks.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from typing import Any
@@ -335,15 +337,29 @@ def _layout(numel: int, k: int) -> tuple[int, int, int]:
     return layout.low_bits, layout.upper_words, layout.low_words
 
 
+@dataclass(frozen=True)
+class _Estimate:
+    """Keys that a sample foretells: every element from `threshold` on is a candidate, the k-th largest is about
+    `likely`, and surely below `high`. The first two are 1 if there is no telling."""
+
+    threshold: int = 1
+    likely: int = 1
+    high: int = 1 << 31
+
+
 class TopK(SparseKernels, _CpuKernels):
-    """Exact selection among the candidates of one pass, whose threshold is predicted from the last call's."""
+    """Exact selection among the candidates of one pass, whose threshold is foretold by a sample of the gradient."""
 
     entries = Entries()
-    #: The distance below the k-th key in which to expect candidates: at least this far, and no farther. A binade of
-    #: keys is 2^23; too near means a second pass, too far means candidates that are not sent.
-    margins = 1 << 14, 1 << 23
-    #: What the k-th key is taken to move by from one call to the next before that is known: a 32nd of a binade.
-    first_drift = float(1 << 18)
+    #: One run of 64 elements in so many is sampled, at most, and at least. In between, some 64 of the k are seen.
+    strides = 8, 64
+    #: Standard deviations (of a count of so many, if they fell anywhere) to allow for. Elements that lie together are
+    #: alike, so there may be more: the allowance widens when it was too narrow, and comes back slowly.
+    allowance = 3.5
+    widen, narrow = 1.5, 0.99
+    #: How far below the last threshold to look in a sample at first, and if too few are found there, in keys: an
+    #: eighth of a binade, and a binade. Residuals crowd just below.
+    outlooks = 1 << 20, 1 << 23
 
     def workspace(self, codec: Any, numel: int, device: torch.device) -> Workspace:
         workspace = Workspace.on(device)
@@ -365,6 +381,7 @@ class TopK(SparseKernels, _CpuKernels):
             rooms.append((index, value, capacity, histogram, histogram + histogram_size))
         if len(workspace.buffers.get("lists", ())) < pieces:
             workspace.buffers["lists"] = np.empty((pieces, 2), np.int64)
+            workspace.buffers["sample"] = np.empty(numel // self._stride(k) + 64, np.int32)
         return rooms
 
     def encode_plain(
@@ -372,19 +389,20 @@ class TopK(SparseKernels, _CpuKernels):
     ) -> None:
         numel, rooms = x.numel(), self._rooms(codec, x.numel(), workspace)
         k, pieces, tiles = codec.k(numel), len(rooms), -(-numel // TILE)
-        threshold = workspace.buffers.get("threshold", 1)
-        likely = max(threshold, workspace.buffers.get("key", 1))
         source = KINDS[x.dtype], x.data_ptr()
         kept = 0 if residual is None else residual.data_ptr()
-        indices, numbers = row[1:].data_ptr(), values.data_ptr()
+        target = indices, numbers = row[1:].data_ptr(), values.data_ptr()
+        guess = self._estimate(source, kept, numel, k, rooms, workspace)
 
         def collect(first: int, last: int, piece: int) -> Any:
-            return cpu_sparse.collect(source, kept, (numel, first, last), k, threshold, likely, rooms[piece])
+            span = numel, first, last
+            return cpu_sparse.collect(source, kept, span, k, guess.threshold, guess.likely, rooms[piece])
 
         found = _run(collect, tiles, pieces)
         counts = [count for count, _ in found]
-        if sum(counts) < k and threshold > 1:
-            # The prediction was too high. The target, not written yet, has room for what this has to set aside.
+        failed = sum(counts) < k and guess.threshold > 1
+        if failed:
+            # The target, not written yet, has room for what this has to set aside.
             before = list(accumulate(counts, initial=0))
 
             def again(first: int, last: int, piece: int) -> Any:
@@ -393,33 +411,91 @@ class TopK(SparseKernels, _CpuKernels):
                 return cpu_sparse.collect_again(source, kept, span, k, counts[piece], spare, rooms[piece])
 
             found = _run(again, tiles, pieces)
-        key, shares = self._select(rooms, [count for count, _ in found], k, workspace)
+            counts = [count for count, _ in found]
+        spread = workspace.buffers.get("spread", self.allowance)
+        workspace.buffers["spread"] = spread * self.widen if failed else max(spread * self.narrow, self.allowance)
+        key, shares = self._select(rooms, counts, k, guess.high, numbers, workspace)
         places = list(accumulate((sent for _, sent in shares), initial=0))
 
         def send(first: int, last: int, piece: int) -> None:
-            target = indices + 4 * places[piece], numbers + 4 * places[piece]
-            cpu_sparse.send(rooms[piece], found[piece], key, shares[piece][0], kept, target)
+            (index, value, *_), (count, likely) = rooms[piece], found[piece]
+            place = 4 * places[piece]
+            there = target[0] + place, target[1] + place
+            cpu_sparse.keep(index, value, count, key, shares[piece][0], likely, kept, there)
 
         _run(send, pieces, pieces)
         row[0] = places[-1]
         row[1 + places[-1] :].zero_()
         values[places[-1] :].zero_()
-        self._predict(key, workspace)
+
+    def _stride(self, k: int) -> int:
+        least, most = self.strides
+        return max(least, min(k // 64, most))
+
+    def _estimate(
+        self,
+        source: tuple[int, int],
+        residual: int,
+        numel: int,
+        k: int,
+        rooms: Sequence[tuple[int, int, int, int, int]],
+        workspace: Workspace,
+    ) -> _Estimate:
+        memory, stride = workspace.buffers, self._stride(k)
+        strata = numel // (64 * stride)
+        expected = k * 64 * strata / numel
+        spread = memory.get("spread", self.allowance) * math.sqrt(expected) + 2
+        wanted = round(expected + spread)
+        keys: np.ndarray = memory["sample"]
+        last = memory.get("threshold", 1)
+        for lowest in (*(max(1, last - outlook) for outlook in self.outlooks), 1):
+
+            def sample(first: int, last: int, piece: int, lowest: int = lowest) -> tuple[int, int]:
+                where, scratch = keys.ctypes.data + 4 * 64 * first, rooms[piece][4]
+                return 64 * first, cpu_sparse.sample(source, residual, (stride, first, last), lowest, where, scratch)
+
+            count = 0
+            for begin, found in _run(sample, strata, len(rooms)):
+                keys[count : count + found] = keys[begin : begin + found]
+                count += found
+            if count >= wanted:
+                ranks = wanted, max(1, round(expected)), max(1, round(expected - spread))
+                places = [count - rank for rank in ranks]
+                keys[:count].partition(places)
+                threshold, likely, high = keys[places].tolist()
+                memory["threshold"] = threshold
+                return _Estimate(threshold, likely, high)
+        return _Estimate()
 
     @staticmethod
     def _select(
-        rooms: Sequence[tuple[int, int, int, int, int]], counts: Sequence[int], k: int, workspace: Workspace
+        rooms: Sequence[tuple[int, int, int, int, int]],
+        counts: Sequence[int],
+        k: int,
+        high: int,
+        spare: int,
+        workspace: Workspace,
     ) -> tuple[int, list[tuple[int, int]]]:
         """The k-th largest key, 0 if there are fewer, and for each piece how many ties and how many in all it sends.
 
-        Among equal keys the lower index goes first, and so does the earlier piece.
+        Among equal keys the lower index goes first, and so does the earlier piece. `spare` is room for k keys.
         """
         if sum(counts) < k:
             return 0, [(0, count) for count in counts]
+        above = inside = 0
+        for room, count in zip(rooms, counts, strict=True):
+            more, fewer = cpu_sparse.near(room[1], count, high, spare + 4 * inside, k - inside)
+            above, inside = above + more, inside + fewer
+            if inside > k:
+                break
         lists: np.ndarray = workspace.buffers["lists"]
-        for row, room, count in zip(lists, rooms, counts, strict=False):
-            row[:] = room[1], count
-        key, left = cpu_sparse.kth_largest(lists.ctypes.data, len(rooms), k, rooms[0][3])
+        if above < k <= above + inside and inside <= k:
+            lists[0] = spare, inside
+            key, left = cpu_sparse.kth_largest(lists.ctypes.data, 1, k - above, rooms[0][3])
+        else:
+            for row, room, count in zip(lists, rooms, counts, strict=False):
+                row[:] = room[1], count
+            key, left = cpu_sparse.kth_largest(lists.ctypes.data, len(rooms), k, rooms[0][3])
         shares = []
         for room, count in zip(rooms, counts, strict=True):
             above, equal = cpu_sparse.tally(room[1], count, key)
@@ -427,20 +503,6 @@ class TopK(SparseKernels, _CpuKernels):
             left -= ties
             shares.append((ties, above + ties))
         return int(key), shares
-
-    def _predict(self, key: int, workspace: Workspace) -> None:
-        """The next threshold: somewhat farther below the k-th key than that moved from one call to the next lately.
-
-        The bits of a float are about its logarithm, so this does not depend on the scale of the gradients.
-        """
-        memory = workspace.buffers
-        if not 0 < key < 0x7F800000:
-            memory["threshold"] = 1
-            return
-        drift = max(abs(key - memory.get("key", key)), 0.95 * memory.get("drift", self.first_drift))
-        least, most = self.margins
-        memory["key"], memory["drift"] = key, drift
-        memory["threshold"] = max(1, key - round(min(max(1.25 * drift, least), most)))
 
     def add_plain(
         self, codec: Any, row: Tensor, values: Tensor, out: Tensor, alpha: float, workspace: Workspace

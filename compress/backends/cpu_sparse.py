@@ -17,19 +17,21 @@ from .cpu_blocks import (
     F32,
     FLOAT32,
     INF_BITS,
+    LOW,
     MAGNITUDE,
     NAN_BITS,
     SPARE,
     SUMS,
     TILE,
-    ZERO,
     A,
     clear,
     copy,
     end_sum,
     finite,
+    read_ahead,
     read_block,
     residual_block,
+    width,
 )
 from .simd import (
     as_i32,
@@ -43,7 +45,6 @@ from .simd import (
     inlined,
     load_f32,
     lowest_bit,
-    prefetch,
     select,
     store,
 )
@@ -54,8 +55,8 @@ Rows = tuple[int, int]  # address, bytes from one rank's to the next
 Entries = tuple[int, int]  # where indices are, and where values are
 Span = tuple[int, int, int]  # elements, first tile, last tile
 
-#: How many candidates ahead to fetch the residual of those that are not sent.
-AHEAD = 32
+#: How many sampled runs ahead to ask for what they hold, which lies too far apart for the hardware to foresee.
+RUNS_AHEAD = 8
 
 
 @inlined
@@ -76,62 +77,96 @@ def candidates(v: Any, threshold: int, masks: int, i: int) -> None:
 
 
 @inlined
-def unlikely(v: Any, likely: int) -> Any:
-    return select((as_i32(v) & MAGNITUDE) >= likely, ZERO, v)
+def sampled_run(stratum: int, stride: int) -> Any:
+    """The first element of the run of 64 that stands for a stratum: any of its `stride` runs, since always the same
+    one would be the same columns of many a matrix. Multiplicative hashing (Knuth, The Art of Computer Programming,
+    volume 3, section 6.4)."""
+    mixed = ((stratum * 0x9E3779B1) & LOW) >> 8
+    return 64 * (stratum * stride + mixed % stride)
 
 
 @compiled
-def accumulate(kind: int, x: int, residual: int, start: int, n: int, threshold: int, likely: int, scratch: int) -> int:
-    """Where a lies, a tile from `start` on, with the masks of its candidates in scratch.
+def sample(x: Source, residual: int, strata: Span, threshold: int, keys: int, scratch: int) -> int:
+    """The keys at or above `threshold` in one run of 64 elements of each stratum; returns how many. Changes nothing."""
+    kind, source = x
+    stride, first, last = strata
+    count = 0
+    for stratum in range(first, last):
+        later = sampled_run(stratum + RUNS_AHEAD, stride)
+        read_ahead(source + later * width(kind))
+        if residual:
+            read_ahead(residual + 4 * later)
+        a = read_block(kind, source, residual, sampled_run(stratum, stride), 64, 64, scratch)
+        bits = bits_of((as_i32(load_f32(a)) & MAGNITUDE) >= threshold)
+        while bits:
+            store(keys + 4 * count, np.int32(key_at(a + 4 * lowest_bit(bits))))
+            count += 1
+            bits &= bits - 1
+    return count
 
-    The residual becomes a where that is finite, and 0 where the key is `likely` or more, which most likely is sent: to
-    mend the others later, one by one and far apart, is less work. If x is 0, the residual holds a already.
-    """
-    a, masks = scratch + A, scratch + SUMS
+
+@compiled
+def accumulate(kind: int, x: int, residual: int, start: int, n: int, threshold: int, scratch: int) -> tuple[int, int]:
+    """Where a lies, a tile from `start` on, and where the residual does, which becomes a where that is finite. The
+    masks of the candidates are in scratch. If x is 0, the residual holds a already."""
+    a, masks, old = scratch + A, scratch + SUMS, residual + 4 * start
     if x and residual and kind == FLOAT32 and n == TILE:
-        source, old = x + 4 * start, residual + 4 * start
+        source, kept = x + 4 * start, 0
         for i in range(0, TILE, 64):
             e = load_f32(old + 4 * i)
             v = load_f32(source + 4 * i) + e
-            store(a + 4 * i, v)
             candidates(v, threshold, masks, i)
-            store(old + 4 * i, select(finite(v), unlikely(v, likely), e))
-        return a
+            good = finite(v)
+            if bits_of(good) == -1:
+                store(old + 4 * i, v)
+            else:  # a and the residual differ: a in scratch then, all of it
+                store(old + 4 * i, select(good, v, e))
+                store(a + 4 * i, v)
+                kept |= 1 << (i >> 6)
+        if not kept:
+            return old, old
+        for i in range(0, TILE, 64):
+            if not (kept >> (i >> 6)) & 1:
+                store(a + 4 * i, load_f32(old + 4 * i))
+        return a, old
     if x:
         a = read_block(kind, x, residual, start, n, TILE, scratch)
     else:
         clear(a, 4 * TILE)
-        copy(a, residual + 4 * start, 4 * n)
-    e = residual_block(residual, start, n, TILE, scratch)
+        copy(a, old, 4 * n)
+    e_block = residual_block(residual, start, n, TILE, scratch)
     for i in range(0, TILE, 64):
         v = load_f32(a + 4 * i)
         candidates(v, threshold, masks, i)
         if residual:
-            store(e + 4 * i, select(finite(v), unlikely(v, likely), load_f32(e + 4 * i)))
-    if residual and n < TILE:
-        copy(residual + 4 * start, e, 4 * n)
-    return a
+            store(e_block + 4 * i, select(finite(v), v, load_f32(e_block + 4 * i)))
+    return a, e_block
 
 
 @inlined
-def append(index: int, value: int, count: int, a: int, start: int, j: int) -> None:
+def append(index: int, value: int, count: int, a: int, e: int, start: int, j: int, likely: int) -> None:
     word = get_i32(a + 4 * j)
+    key = np.int64(word) & MAGNITUDE
     store(index + 4 * count, np.int32(start + j))
-    store(value + 4 * count, NAN_BITS if word & MAGNITUDE > INF_BITS else word)
+    store(value + 4 * count, NAN_BITS if key > INF_BITS else word)
+    store(e + 4 * j, np.int32(0) if likely <= key < INF_BITS else get_i32(e + 4 * j))
 
 
 @compiled
-def gather(index: int, value: int, count: int, a: int, start: int, masks: int) -> int:
-    """Append a tile's candidates. A word has one or two as a rule: those take no branch, which would be mispredicted,
-    but an entry that is none is written over by the next."""
+def gather(index: int, value: int, count: int, a: int, e: int, start: int, likely: int, masks: int) -> int:
+    """Append a tile's candidates. The residual becomes 0 where the key is `likely` or more, which most likely is sent:
+    to mend the others later, one by one and far apart, is less work.
+
+    A word has one or two candidates as a rule: those take no branch, which would be mispredicted, but an entry that is
+    none is written over by the next."""
     for i in range(0, TILE, 64):
         bits = get_i64(masks + (i >> 3))
         for _ in range(2):
-            append(index, value, count, a, start, i + lowest_bit(bits | (-1 << 63)))
+            append(index, value, count, a, e, start, i + lowest_bit(bits | (-1 << 63)), likely)
             count += bits != 0
             bits &= bits - 1
         while bits:
-            append(index, value, count, a, start, i + lowest_bit(bits))
+            append(index, value, count, a, e, start, i + lowest_bit(bits), likely)
             count += 1
             bits &= bits - 1
     return count
@@ -155,10 +190,12 @@ def collect(x: Source, residual: int, span: Span, k: int, threshold: int, likely
             store(scratch, np.int64(value))
             store(scratch + 8, np.int64(count))
             key, ties = kth_largest(scratch, 1, k, histogram)
-            count = keep(index, value, count, key, ties, likely, residual, scratch)
+            count = keep(index, value, count, key, ties, likely, residual, (index, value))
             threshold, likely = key + 1, 0  # those kept are 0 in the residual, whatever their key
-        a = accumulate(kind, source, residual, start, n, threshold, max(threshold, likely), scratch)
-        count = gather(index, value, count, a, start, scratch + SUMS)
+        a, e = accumulate(kind, source, residual, start, n, threshold, scratch)
+        count = gather(index, value, count, a, e, start, max(threshold, likely), scratch + SUMS)
+        if residual and n < TILE:
+            copy(residual + 4 * start, e, 4 * n)
     return count, likely
 
 
@@ -215,35 +252,75 @@ def tally(value: int, count: int, key: int) -> tuple[int, int]:
     """How many keys are above `key`, and how many equal to it. May read 63 values beyond the last."""
     above = equal = 0
     for i in range(0, count, 64):
-        inside = -1 if count - i >= 64 else (1 << (count - i)) - 1
+        inside = word_of(count, i)
         keys = as_i32(load_f32(value + 4 * i)) & MAGNITUDE
         above += count_ones(bits_of(keys > key) & inside)
         equal += count_ones(bits_of(keys == key) & inside)
     return above, equal
 
 
+@inlined
+def word_of(count: int, i: int) -> Any:
+    """Which of 64 candidates from `i` on there are."""
+    return -1 if count - i >= 64 else (1 << (count - i)) - 1
+
+
 @compiled
-def keep(index: int, value: int, count: int, key: int, ties: int, likely: int, residual: int, spare: int) -> int:
-    """Drop the candidates below `key`, and all but the first `ties` that are equal to it. In the residual, which has 0
-    for those from `likely` on, what is dropped comes back, and what stays becomes 0."""
+def near(value: int, count: int, high: int, target: int, capacity: int) -> tuple[int, int]:
+    """How many keys are `high` or more, and how many are not, of which the first `capacity` go to `target`. May read
+    63 values beyond the last."""
+    inside = 0
+    for i in range(0, count, 64):
+        bits = bits_of((as_i32(load_f32(value + 4 * i)) & MAGNITUDE) < high) & word_of(count, i)
+        while bits and inside < capacity:
+            store(target + 4 * inside, get_i32(value + 4 * (i + lowest_bit(bits))))
+            inside += 1
+            bits &= bits - 1
+        if bits:
+            return 0, count
+    return count - inside, inside
+
+
+@compiled
+def first_of(bits: int, n: int) -> int:
+    """The lowest n of the bits that are set, or all."""
+    rest: Any = bits
+    for _ in range(n):
+        rest &= rest - 1
+        if not rest:
+            break
+    return bits ^ rest
+
+
+@compiled
+def keep(
+    index: int, value: int, count: int, key: int, ties: int, likely: int, residual: int, target: Entries
+) -> int:
+    """Copy the candidates above `key`, and the first `ties` equal to it, to `target`, which may be where they are. In
+    the residual, which has 0 for those from `likely` on, what is dropped comes back, and what stays becomes 0."""
     kept: Any = 0
     left: Any = ties
-    for i in range(0, 4 * count, 4):
-        # What has to be mended lies far apart in memory: asked for in time, it is there. Beyond the last is anything.
-        later = i + 4 * AHEAD
-        next_key = key_at(value + later)
-        mend = residual != 0 and (next_key >= key) != (next_key >= likely)
-        prefetch(residual + 4 * int_at(index + later) if mend else spare)
-        at, word = int_at(index + i), get_i32(value + i)
-        this = np.int64(word) & MAGNITUDE
-        equal = this == key
-        good = this > key or (equal and left > 0)
-        left -= int(equal)
-        mend = residual != 0 and good != (this >= likely) and this < INF_BITS
-        store(residual + 4 * at if mend else spare, np.int32(0) if good else word)
-        store(index + kept, np.int32(at))
-        store(value + kept, word)
-        kept += 4 * int(good)
+    for i in range(0, count, 64):
+        keys, inside = as_i32(load_f32(value + 4 * i)) & MAGNITUDE, word_of(count, i)
+        good, equal = bits_of(keys > key) & inside, bits_of(keys == key) & inside
+        if equal:
+            equal = first_of(equal, left)
+            left -= count_ones(equal)
+            good |= equal
+        if residual:
+            mend = (good ^ bits_of(keys >= likely)) & bits_of(keys < INF_BITS) & inside
+            while mend:
+                j = lowest_bit(mend)
+                at = 4 * (i + j)
+                word = np.int32(0) if (good >> j) & 1 else get_i32(value + at)
+                store(residual + 4 * int_at(index + at), word)
+                mend &= mend - 1
+        while good:
+            at = 4 * (i + lowest_bit(good))
+            store(target[0] + kept, get_i32(index + at))
+            store(target[1] + kept, get_i32(value + at))
+            kept += 4
+            good &= good - 1
     return kept >> 2
 
 
@@ -260,17 +337,6 @@ def put_back(residual: int, index: int, value: int, count: int, kept_index: int,
             kept += 4
         store(place, get_i32(value + i))
     return kept >> 2
-
-
-@compiled
-def send(room: Room, found: tuple[int, int], key: int, ties: int, residual: int, target: Entries) -> None:
-    """Write the candidates above `key` and the first `ties` equal to it: indices and values to `target`. `found` is
-    what `collect` returned."""
-    index, value, _, _, scratch = room
-    count, likely = found
-    count = keep(index, value, count, key, ties, likely, residual, scratch)
-    copy(target[0], index, 4 * count)
-    copy(target[1], value, 4 * count)
 
 
 @compiled
