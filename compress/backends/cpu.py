@@ -28,8 +28,8 @@ from .entry_kernels import EntryKernels, Pieces
 from .sparse import SparseKernels, typed_rows
 
 KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
-#: Fewer elements than this are not worth another thread.
-ELEMENTS_PER_THREAD = 1 << 18
+#: Fewer elements than this are not worth another thread: to wake one takes some 0.1 ms.
+ELEMENTS_PER_THREAD = 1 << 20
 #: How many elements are about as much work as an entry that is unpacked.
 ENTRY_COST = 8
 
@@ -352,7 +352,7 @@ class TopK(SparseKernels, _CpuKernels):
 
     entries = Entries()
     #: One run of 64 elements in so many is sampled, at most, and at least. In between, some 64 of the k are seen.
-    strides = 8, 64
+    strides = 8, 128
     #: Standard deviations (of a count of so many, if they fell anywhere) to allow for. Elements that lie together are
     #: alike, so there may be more: the allowance widens when it was too narrow, and comes back slowly.
     allowance = 3.5
@@ -391,8 +391,8 @@ class TopK(SparseKernels, _CpuKernels):
         k, pieces, tiles = codec.k(numel), len(rooms), -(-numel // TILE)
         source = KINDS[x.dtype], x.data_ptr()
         kept = 0 if residual is None else residual.data_ptr()
-        target = indices, numbers = row[1:].data_ptr(), values.data_ptr()
-        guess = self._estimate(source, kept, numel, k, rooms, workspace)
+        indices, numbers = row[1:].data_ptr(), values.data_ptr()
+        guess = self._estimate(source, kept, numel, k, rooms[0][4], workspace)
 
         def collect(first: int, last: int, piece: int) -> Any:
             span = numel, first, last
@@ -417,13 +417,13 @@ class TopK(SparseKernels, _CpuKernels):
         key, shares = self._select(rooms, counts, k, guess.high, numbers, workspace)
         places = list(accumulate((sent for _, sent in shares), initial=0))
 
-        def send(first: int, last: int, piece: int) -> None:
-            (index, value, *_), (count, likely) = rooms[piece], found[piece]
-            place = 4 * places[piece]
-            there = target[0] + place, target[1] + place
-            cpu_sparse.keep(index, value, count, key, shares[piece][0], likely, kept, there)
+        def send(first: int, last: int, _: int) -> None:
+            for i in range(first, last):
+                (index, value, *_), (count, likely), place = rooms[i], found[i], 4 * places[i]
+                target = indices + place, numbers + place
+                cpu_sparse.keep(index, value, count, key, shares[i][0], likely, kept, target)
 
-        _run(send, pieces, pieces)
+        _run(send, pieces, _pieces(ENTRY_COST * k, pieces))
         row[0] = places[-1]
         row[1 + places[-1] :].zero_()
         values[places[-1] :].zero_()
@@ -438,7 +438,7 @@ class TopK(SparseKernels, _CpuKernels):
         residual: int,
         numel: int,
         k: int,
-        rooms: Sequence[tuple[int, int, int, int, int]],
+        scratch: int,
         workspace: Workspace,
     ) -> _Estimate:
         memory, stride = workspace.buffers, self._stride(k)
@@ -449,15 +449,7 @@ class TopK(SparseKernels, _CpuKernels):
         keys: np.ndarray = memory["sample"]
         last = memory.get("threshold", 1)
         for lowest in (*(max(1, last - outlook) for outlook in self.outlooks), 1):
-
-            def sample(first: int, last: int, piece: int, lowest: int = lowest) -> tuple[int, int]:
-                where, scratch = keys.ctypes.data + 4 * 64 * first, rooms[piece][4]
-                return 64 * first, cpu_sparse.sample(source, residual, (stride, first, last), lowest, where, scratch)
-
-            count = 0
-            for begin, found in _run(sample, strata, len(rooms)):
-                keys[count : count + found] = keys[begin : begin + found]
-                count += found
+            count = cpu_sparse.sample(source, residual, (strata, stride), lowest, keys.ctypes.data, scratch)
             if count >= wanted:
                 ranks = wanted, max(1, round(expected)), max(1, round(expected - spread))
                 places = [count - rank for rank in ranks]

@@ -86,12 +86,13 @@ def sampled_run(stratum: int, stride: int) -> Any:
 
 
 @compiled
-def sample(x: Source, residual: int, strata: Span, threshold: int, keys: int, scratch: int) -> int:
-    """The keys at or above `threshold` in one run of 64 elements of each stratum; returns how many. Changes nothing."""
+def sample(x: Source, residual: int, strata: tuple[int, int], threshold: int, keys: int, scratch: int) -> int:
+    """The keys at or above `threshold` in one run of 64 elements of each stratum, of which there are so many, of so
+    many runs each, as if nothing were above infinity; returns how many. Changes nothing."""
     kind, source = x
-    stride, first, last = strata
+    strata_count, stride = strata
     count = 0
-    for stratum in range(first, last):
+    for stratum in range(strata_count):
         later = sampled_run(stratum + RUNS_AHEAD, stride)
         read_ahead(source + later * width(kind))
         if residual:
@@ -99,7 +100,7 @@ def sample(x: Source, residual: int, strata: Span, threshold: int, keys: int, sc
         a = read_block(kind, source, residual, sampled_run(stratum, stride), 64, 64, scratch)
         bits = bits_of((as_i32(load_f32(a)) & MAGNITUDE) >= threshold)
         while bits:
-            store(keys + 4 * count, np.int32(key_at(a + 4 * lowest_bit(bits))))
+            store(keys + 4 * count, np.int32(min(key_at(a + 4 * lowest_bit(bits)), INF_BITS)))
             count += 1
             bits &= bits - 1
     return count
@@ -293,9 +294,7 @@ def first_of(bits: int, n: int) -> int:
 
 
 @compiled
-def keep(
-    index: int, value: int, count: int, key: int, ties: int, likely: int, residual: int, target: Entries
-) -> int:
+def keep(index: int, value: int, count: int, key: int, ties: int, likely: int, residual: int, target: Entries) -> int:
     """Copy the candidates above `key`, and the first `ties` equal to it, to `target`, which may be where they are. In
     the residual, which has 0 for those from `likely` on, what is dropped comes back, and what stays becomes 0."""
     kept: Any = 0
