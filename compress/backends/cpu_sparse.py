@@ -71,9 +71,12 @@ def key_at(address: int) -> Any:
 
 
 @inlined
-def candidates(v: Any, threshold: int, masks: int, i: int) -> None:
-    """Which of 64 elements from `i` on are at or above the threshold, as a word among the tile's masks."""
-    store(masks + (i >> 3), bits_of((as_i32(v) & MAGNITUDE) >= threshold))
+def candidates(v: Any, threshold: int, masks: int, i: int) -> Any:
+    """Which of 64 elements from `i` on are at or above the threshold, as a word among the tile's masks. Returns that
+    word's own bit if there are any."""
+    bits = bits_of((as_i32(v) & MAGNITUDE) >= threshold)
+    store(masks + (i >> 3), bits)
+    return np.int64(bits != 0) << (i >> 6)
 
 
 @inlined
@@ -107,16 +110,20 @@ def sample(x: Source, residual: int, strata: tuple[int, int], threshold: int, ke
 
 
 @compiled
-def accumulate(kind: int, x: int, residual: int, start: int, n: int, threshold: int, scratch: int) -> tuple[int, int]:
+def accumulate(
+    kind: int, x: int, residual: int, start: int, n: int, threshold: int, scratch: int
+) -> tuple[int, int, int]:
     """Where a lies, a tile from `start` on, and where the residual does, which becomes a where that is finite. The
-    masks of the candidates are in scratch. If x is 0, the residual holds a already."""
+    masks of the candidates are in scratch: a word for 64 elements; and which words are not 0 is returned too. If x is
+    0, the residual holds a already."""
     a, masks, old = scratch + A, scratch + SUMS, residual + 4 * start
+    words: Any = 0
     if x and residual and kind == FLOAT32 and n == TILE:
         source, kept = x + 4 * start, 0
         for i in range(0, TILE, 64):
             e = load_f32(old + 4 * i)
             v = load_f32(source + 4 * i) + e
-            candidates(v, threshold, masks, i)
+            words |= candidates(v, threshold, masks, i)
             good = finite(v)
             if bits_of(good) == -1:
                 store(old + 4 * i, v)
@@ -125,11 +132,11 @@ def accumulate(kind: int, x: int, residual: int, start: int, n: int, threshold: 
                 store(a + 4 * i, v)
                 kept |= 1 << (i >> 6)
         if not kept:
-            return old, old
+            return old, old, words
         for i in range(0, TILE, 64):
             if not (kept >> (i >> 6)) & 1:
                 store(a + 4 * i, load_f32(old + 4 * i))
-        return a, old
+        return a, old, words
     if x:
         a = read_block(kind, x, residual, start, n, TILE, scratch)
     else:
@@ -138,10 +145,10 @@ def accumulate(kind: int, x: int, residual: int, start: int, n: int, threshold: 
     e_block = residual_block(residual, start, n, TILE, scratch)
     for i in range(0, TILE, 64):
         v = load_f32(a + 4 * i)
-        candidates(v, threshold, masks, i)
+        words |= candidates(v, threshold, masks, i)
         if residual:
             store(e_block + 4 * i, select(finite(v), v, load_f32(e_block + 4 * i)))
-    return a, e_block
+    return a, e_block, words
 
 
 @inlined
@@ -154,13 +161,16 @@ def append(index: int, value: int, count: int, a: int, e: int, start: int, j: in
 
 
 @compiled
-def gather(index: int, value: int, count: int, a: int, e: int, start: int, likely: int, masks: int) -> int:
+def gather(index: int, value: int, count: int, a: int, e: int, start: int, likely: int, masks: int, words: int) -> int:
     """Append a tile's candidates. The residual becomes 0 where the key is `likely` or more, which most likely is sent:
     to mend the others later, one by one and far apart, is less work.
 
     A word has one or two candidates as a rule: those take no branch, which would be mispredicted, but an entry that is
     none is written over by the next."""
-    for i in range(0, TILE, 64):
+    rest: Any = words
+    while rest:
+        i = lowest_bit(rest) << 6
+        rest &= rest - 1
         bits = get_i64(masks + (i >> 3))
         for _ in range(2):
             append(index, value, count, a, e, start, i + lowest_bit(bits | (-1 << 63)), likely)
@@ -193,8 +203,8 @@ def collect(x: Source, residual: int, span: Span, k: int, threshold: int, likely
             key, ties = kth_largest(scratch, 1, k, histogram)
             count = keep(index, value, count, key, ties, likely, residual, (index, value))
             threshold, likely = key + 1, 0  # those kept are 0 in the residual, whatever their key
-        a, e = accumulate(kind, source, residual, start, n, threshold, scratch)
-        count = gather(index, value, count, a, e, start, max(threshold, likely), scratch + SUMS)
+        a, e, words = accumulate(kind, source, residual, start, n, threshold, scratch)
+        count = gather(index, value, count, a, e, start, max(threshold, likely), scratch + SUMS, words)
         if residual and n < TILE:
             copy(residual + 4 * start, e, 4 * n)
     return count, likely
