@@ -92,7 +92,7 @@ Draw = tuple[int, int, int, int]  # whether to draw, seed, step, stream
 @compiled
 def onebit_levels(x: int, old: int, n: int, block: int, sided: int, signs: int, sums: int) -> tuple[Any, Any]:
     """The two levels of a = x, or x + old unless `old` is 0; writes the signs."""
-    ahead = block + (block >> 1)
+    ahead = 2 * block
     for lane in range(0, 256, 64):
         minus = plus = splat_f32(ZERO)
         for i in range(lane, block, 256):
@@ -146,7 +146,7 @@ def onebit_encode(x: Source, residual: int, wire: int, span: Span, block: int, s
         if residual:
             # Finite levels mean that every element is finite.
             e = residual_block(residual, start, n, block, scratch)
-            ahead = start + block
+            ahead = start + 2 * block
             for i in range(0, block, 64):
                 decoded = select(mask_of(get_i64(signs + (i >> 3))), splat_f32(negative), positive)
                 v = load_f32(a + 4 * i)
