@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     speed.add_argument("--threads", type=int, nargs="+", default=threads, help="for torch and gradwire (1 and all)")
     speed.add_argument("--speed-inputs", nargs="+", choices=inputs.INPUTS, default=["gaussian"], help="gradients")
     speed.add_argument("--ranks", type=int, default=4, help="wires that decode_mean reads (default: %(default)s)")
-    speed.add_argument("--repeats", type=int, default=15, help="timings of each operation (default: %(default)s)")
+    speed.add_argument("--repeats", type=int, default=31, help="timings of each operation (default: %(default)s)")
     speed.add_argument("--warmup", type=int, default=100, help="untimed encodes first (default: %(default)s)")
     more = parser.add_argument_group("quality")
     more.add_argument("--inputs", nargs="+", choices=inputs.INPUTS, default=list(inputs.INPUTS), help="default: all")

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--density", type=float, default=0.001, help="of the topk arm (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="each runs every arm once (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=2, help="timed in each round (default: %(default)s)")
-    parser.add_argument("--warmup", type=int, default=8, help="untimed steps of gradwire's arms (default: %(default)s)")
+    parser.add_argument("--warmup", type=int, default=5, help="untimed steps of gradwire's arms (default: %(default)s)")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for each rate (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write arguments, environment and every timing there")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw time against the links' rate")

@@ -72,19 +72,19 @@ SET = (
     Publication("exchange", "exchange"),
     Publication(
         "train-large",
-        "train --task large --arms powersgd qsgd terngrad onebit topk topk8 auto --readings 8 --timed 4",
+        "train --task large --arms powersgd qsgd terngrad onebit topk topk8 auto --readings 8 --timed 4 --warmup 2",
     ),
     Publication("codecs", "codecs"),
     Publication(
         "step",
-        "step --rate 1gbit --rounds 4 --arms fp32 fp16 powersgd onebit topk auto hvd-none hvd-onebit hvd-topk",
+        "step --rate 1gbit --rounds 4 --warmup 4 --arms fp32 fp16 powersgd onebit topk auto hvd-none hvd-onebit hvd-topk",
         plot=False,
     ),
     Publication("train-digits", "train --task digits --world 2 4"),
-    Publication("train-small", "train --task small --world 2 4 --timed 4"),
+    Publication("train-small", "train --task small --world 2 4 --readings 8 --timed 4"),
     Publication("advise-check", "advise --check", plot=False),
     Publication("profiling", "profile --rate 1gbit"),
-    Publication("allreduce", "allreduce --world 8"),
+    Publication("allreduce", "allreduce --world 8 --repeats 3"),
     Publication(
         "allreduce-bytes",
         "allreduce --world 8 --numel 25600000 --density 0.01 --overlap 0 --arms gather split-k --repeats 2",
