@@ -77,7 +77,8 @@ SET = (
     Publication("codecs", "codecs"),
     Publication(
         "step",
-        "step --rate 1gbit --rounds 4 --warmup 4 --arms fp32 fp16 powersgd onebit topk auto hvd-none hvd-onebit hvd-topk",
+        "step --rate 1gbit --rounds 4 --warmup 4 "
+        "--arms fp32 fp16 powersgd onebit topk auto hvd-none hvd-onebit hvd-topk",
         plot=False,
     ),
     Publication("train-digits", "train --task digits --world 2 4"),
