@@ -74,8 +74,7 @@ def check(here: Here, rate: int) -> dict[str, Any]:
     arguments = {"arms": [step.FLOOR, *CHECKED], "density": 0.01, "steps": steps, "rounds": ROUNDS, "warmup": WARM_UP}
     arguments |= {"width": 2048, "layers": 6, "batch": 8}
     with links.ShapedLinks(WORLD, rate) as connection:
-        proof = connection.prove()
-        ranks = connection.run(step.measure, arguments, timeout=900)
+        proof, ranks = connection.run_proven(step.measure, arguments, timeout=900, strict=True)
     rows = step.summarize([rank["arms"] for rank in ranks], shaped=True)
     floor = {"arm": step.FLOOR, "step_s": here.profile.floor, "what": step.ARMS[step.FLOOR]}
     return {

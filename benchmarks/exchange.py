@@ -73,8 +73,7 @@ def run(options: argparse.Namespace) -> int:
     result["rates"] = []
     for text, rate in rates.items():
         with links.open_links(options.world, rate) as connection:
-            proof = connection.prove(strict=False)
-            ranks = connection.run(measure, arguments, options.timeout)
+            proof, ranks = connection.run_proven(measure, arguments, options.timeout)
         rows = summarize([rank["arms"] for rank in ranks], shaped=rate is not None)
         found = {"rate": text, "bits_per_s": rate, "links": str(connection), "proof": proof}
         result["rates"].append({**found, "buckets": ranks[0]["buckets"], "arms": rows})

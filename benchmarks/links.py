@@ -4,9 +4,9 @@
 too, so nothing outside is touched), and limits what each rank sends with a token bucket:
 
     with ShapedLinks(world_size=2, rate=parse_rate("1gbit")) as links:
-        links.prove()                                   # refuses to go on unless an all-reduce takes as long as it must
-        links.prove(strict=False)                       # … or, where links are slower than that, says so: `caption`
         results = links.run(function, {"argument": 1}, timeout=60)    # function runs on every rank, joined by Gloo
+        proof, results = links.run_proven(function, {"argument": 1}, timeout=60)    # after an all-reduce that shows
+                                                                                    # at which rate the links run
 
 It needs root and iproute2. `Loopback` has the same interface without any of that, and without shaping.
 """
@@ -137,7 +137,7 @@ class Loopback:
             stack.callback(_end, processes)
             for rank in range(self.world_size):
                 job = {
-                    "function": f"{function.__module__}:{function.__qualname__}",
+                    "function": _path(function),
                     "arguments": dict(arguments),
                     "result": str(folder / f"{rank}.json"),
                     "timeout": timeout,
@@ -178,9 +178,16 @@ class Loopback:
                 raise LinkError(f"{function.__qualname__} was not done after {timeout:.0f} s on {self}")
             return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(self.world_size)]
 
-    def prove(self, timeout: float = 60, strict: bool = True) -> Proof | None:
-        """Nothing can be shown of a loopback's rate: None."""
-        return None
+    def run_proven(
+        self,
+        function: Callable[..., Any],
+        arguments: Mapping[str, Any],
+        timeout: float,
+        follow: Callable[[str], None] | None = None,
+        strict: bool = False,
+    ) -> tuple[Proof | None, list[Any]]:
+        """As `run`, after a proof that the links run at their rate. Nothing can be shown of a loopback's: None."""
+        return None, self.run(function, arguments, timeout, follow)
 
     def __str__(self) -> str:
         return f"unshaped loopback between {self.world_size} ranks"
@@ -236,13 +243,19 @@ class ShapedLinks(Loopback):
     def __str__(self) -> str:
         return f"links of {self.rate / 10**6:g} Mbit/s between {self.world_size} ranks"
 
-    def prove(self, timeout: float = 60, strict: bool = True) -> Proof:
-        """Show that the links run at their rate: an all-reduce whose bytes need 20 ms takes 20 ms.
+    def run_proven(
+        self,
+        function: Callable[..., Any],
+        arguments: Mapping[str, Any],
+        timeout: float,
+        follow: Callable[[str], None] | None = None,
+        strict: bool = False,
+    ) -> tuple[Proof, list[Any]]:
+        """As `run`, after a proof by the same processes: an all-reduce whose bytes need 20 ms takes 20 ms.
 
         All-reduce, because Gloo's keeps a link full; its all-gather of megabytes wavers between 1 and 1.5 times that.
 
         Args:
-            timeout: seconds.
             strict: refuse links that are slower than their rate, as where the processors cannot send that fast;
                 else the proof says so (`reached`, and `caption`).
 
@@ -251,8 +264,9 @@ class ShapedLinks(Loopback):
         """
         numel = max(self.world_size, round(self.rate / 8 * 0.02 / 8 * self.world_size / (self.world_size - 1)))
         sent = 2 * (self.world_size - 1) * 4 * numel / self.world_size
-        times = self.run(timed_all_reduce, {"numel": numel, "repeats": 15}, timeout)
-        slowest_rank = [max(step) for step in zip(*times, strict=True)]
+        job = {"numel": numel, "repeats": 15, "function": _path(function), "arguments": dict(arguments)}
+        ranks = self.run(proven, job, timeout, follow)
+        slowest_rank = [max(step) for step in zip(*(rank["times"] for rank in ranks), strict=True)]
         expected, typical = sent * 8 / self.rate, median(slowest_rank)
         proof = Proof(
             bytes_sent=sent,
@@ -262,7 +276,7 @@ class ShapedLinks(Loopback):
             reached=typical <= TOLERANCE * expected,
         )
         check_proof(proof, str(self), strict)
-        return proof
+        return proof, [rank["result"] for rank in ranks]
 
     def _name(self, member: int | str) -> str:
         return f"{PREFIX}-{os.getpid()}-{member}"
@@ -370,6 +384,21 @@ def timed_all_reduce(numel: int, repeats: int) -> list[float]:
     return times[5:]
 
 
+def proven(numel: int, repeats: int, function: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What every rank does for `run_proven`."""
+    return {"times": timed_all_reduce(numel, repeats), "result": _function(function)(**arguments)}
+
+
+def _path(function: Callable[..., Any]) -> str:
+    return f"{function.__module__}:{function.__qualname__}"
+
+
+def _function(path: str) -> Callable[..., Any]:
+    module, _, name = path.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return found
+
+
 def _which(tool: str) -> str:
     return shutil.which(tool, path=_SEARCH) or tool
 
@@ -412,8 +441,7 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 def _worker(job: Mapping[str, Any]) -> None:
     """What each process does: join the others, call the function, leave its result behind."""
     torch.set_num_threads(1)
-    module, _, name = job["function"].partition(":")
-    function = getattr(importlib.import_module(module), name)
+    function = _function(job["function"])
     dist.init_process_group("gloo", timeout=timedelta(seconds=job["timeout"]))
     try:
         result = function(**job["arguments"])

@@ -58,8 +58,7 @@ def run(options: argparse.Namespace) -> int:
     result = report.document("step", {"rate": options.rate, "world": options.world, **arguments})
     result["environment"]["threads"] = 1
     with links.open_links(options.world, rate) as connection:
-        proof = connection.prove(strict=False)
-        ranks = connection.run(measure, arguments, options.timeout)
+        proof, ranks = connection.run_proven(measure, arguments, options.timeout)
     result |= {
         "shaped": rate is not None,
         "links": str(connection),

@@ -68,8 +68,7 @@ def run(options: argparse.Namespace) -> int:
     result["environment"]["threads"] = 1
     trace = None if options.trace is None else str(options.trace.absolute())
     with links.open_links(options.world, rate) as connection:
-        result["proof"] = connection.prove(strict=False)
-        ranks = connection.run(measure, {**arguments, "trace": trace}, options.timeout)
+        result["proof"], ranks = connection.run_proven(measure, {**arguments, "trace": trace}, options.timeout)
         result["links"] = str(connection)
     steps = sorted(ranks[0]["steps"], key=lambda step: float(step["seconds"]))
     result |= {"ranks": ranks, "drawn": steps[len(steps) // 2]}

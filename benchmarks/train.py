@@ -96,10 +96,9 @@ def measure_world(
     timings = {}
     for text, rate in rates.items():
         with links.open_links(world_size, rate) as connection:
-            proof = connection.prove(strict=False)
             steps = (options.warmup + options.timed) * len(arms)
             with Progress(f"{task.name}, {world_size} ranks, {text}", steps) as progress:
-                timed = connection.run(
+                proof, timed = connection.run_proven(
                     time_steps,
                     {**common, "arms": list(arms), "timed": options.timed, "warmup": options.warmup},
                     options.timeout,

@@ -15,10 +15,11 @@ from gradwire.compress.backends import (
     Kernels,
     Workspace,
     backend_kernels,
-    cpu,
     cpu_dense,
     cpu_entries,
+    cpu_kernels,
     cpu_sparse,
+    cpu_topk,
     reference,
 )
 from gradwire.compress.backends.cpu_blocks import random_bits
@@ -211,10 +212,10 @@ def test_threads_do_not_change_a_byte(codec: Codec, monkeypatch: pytest.MonkeyPa
     x, wires = gradient("wide", numel, 3), hostile_wires(codec, numel, 4, 8)
     with threads(1):
         expected = outcome(codec, x, wires)
-    monkeypatch.setattr(cpu, "ELEMENTS_PER_THREAD", 1 << 12)
+    monkeypatch.setattr(cpu_kernels, "ELEMENTS_PER_THREAD", 1 << 12)
     submitted: list[int] = []
-    pool = cpu._pool()
-    monkeypatch.setattr(cpu, "_pool", lambda: Counting(pool, submitted))
+    pool = cpu_kernels.pool()
+    monkeypatch.setattr(cpu_kernels, "pool", lambda: Counting(pool, submitted))
     with threads(3):
         results = outcome(codec, x, wires)
     assert submitted, "nothing ran on a second thread"
@@ -259,7 +260,7 @@ def test_a_prediction_never_changes_the_bytes(
 ) -> None:
     """TopK foretells a threshold: right, too high or too low, the k largest are the k largest."""
     codec, numel = TopK(density=density), 20_000
-    monkeypatch.setattr(cpu, "_pieces", lambda elements, count: min(pieces, count))
+    monkeypatch.setattr(cpu_kernels, "pieces_of", lambda elements, count: min(pieces, count))
     kernels, specification = backend_kernels("cpu")["topk"], backend_kernels("reference")["topk"]
     workspace = kernels.workspace(codec, numel, torch.device("cpu"))
     residuals = [torch.zeros(numel), torch.zeros(numel)]
@@ -286,7 +287,7 @@ def test_a_prediction_never_changes_the_bytes(
     for threshold in (1, 2, 0x3F800000, 0x40400000, 0x7F7FFFFF):
         for kind in story:
             residuals[1].copy_(residuals[0])
-            guess = cpu._Estimate(threshold, threshold + 20_000 * (threshold % 3), threshold + 100_000)
+            guess = cpu_topk.Estimate(threshold, threshold + 20_000 * (threshold % 3), threshold + 100_000)
             monkeypatch.setattr(kernels, "_estimate", lambda *_, guess=guess: guess)
             grad = gradient(kind, numel, threshold, dtype)
             kept = residuals[0].clone()

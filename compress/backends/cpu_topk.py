@@ -1,0 +1,332 @@
+"""TopK and lists of entries on the CPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..entries import index_layout
+from . import Workspace, cpu_entries, cpu_kernels, cpu_sparse
+from .cpu_blocks import TILE, scratch_bytes
+from .cpu_kernels import KINDS, CpuKernels, inverse, note, reserved, run
+from .entry_kernels import EntryKernels, Pieces
+from .sparse import SparseKernels, typed_rows
+
+#: How many elements are about as much work as an entry that is unpacked.
+ENTRY_COST = 8
+
+PACK = {
+    torch.float32: cpu_entries.pack_floats,
+    torch.bfloat16: cpu_entries.pack_bfloat,
+    torch.int8: cpu_entries.pack_bytes,
+}
+VALUE_KINDS = {
+    torch.float32: cpu_entries.FLOAT32_VALUES,
+    torch.bfloat16: cpu_entries.BFLOAT16_VALUES,
+    torch.int8: cpu_entries.INT8_VALUES,
+}
+
+
+class Entries(EntryKernels):
+    def pack_indices(self, indices: Tensor, count: Tensor | None, base: int, numel: int, wire: Tensor) -> None:
+        used = len(indices) if count is None else int(count)
+        layout = _layout(numel, len(indices))
+        cpu_entries.pack_indices(indices.data_ptr(), used, base, layout, wire.data_ptr())
+
+    def unpack_indices(self, wires: Tensor, base: int, numel: int, counts: Tensor | None, indices: Tensor) -> None:
+        k = indices.shape[1]
+        layout = _layout(numel, k)
+        wire, pitch, index, row = wires.data_ptr(), wires.stride(0), indices.data_ptr(), 4 * indices.stride(0)
+
+        def job(first: int, last: int, piece: int) -> None:
+            for i in range(first, last):
+                found = cpu_entries.unpack_indices(wire + i * pitch, base, numel, layout, k, index + i * row)
+                if counts is not None:
+                    counts[i] = found
+
+        run(job, len(wires), cpu_kernels.pieces_of(ENTRY_COST * k * len(wires), len(wires)))
+
+    def pack_values(
+        self,
+        values: Tensor,
+        dtype: torch.dtype,
+        wire: Tensor,
+        indices: Tensor | None = None,
+        count: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> None:
+        pack = PACK[dtype]
+        used = len(values) if count is None else int(count)
+        rest = (0, 0, 0)
+        if residual is not None and indices is not None:
+            rest = indices.data_ptr(), used, residual.data_ptr()
+        pack(values.data_ptr(), len(values), wire.data_ptr(), *rest)
+
+    def unpack_values(self, wires: Tensor, dtype: torch.dtype, values: Tensor) -> None:
+        if dtype == torch.float32:
+            values.copy_(typed_rows(wires, dtype))
+            return
+        unpack = cpu_entries.unpack_bfloat if dtype == torch.bfloat16 else cpu_entries.unpack_bytes
+        for wire, row in zip(wires, values, strict=True):
+            unpack(wire.data_ptr(), len(row), row.data_ptr())
+
+    def pack_index_pieces(self, indices: Tensor, pieces: Pieces, wire: Tensor) -> None:
+        table = _table(pieces, pieces.index_sizes())
+        cpu_entries.pack_index_pieces(table.ctypes.data, len(table), indices.data_ptr(), wire.data_ptr())
+
+    def unpack_index_pieces(self, wire: Tensor, pieces: Pieces, indices: Tensor) -> None:
+        table = _table(pieces, pieces.index_sizes())
+        cpu_entries.unpack_index_pieces(table.ctypes.data, len(table), wire.data_ptr(), indices.data_ptr())
+
+    def pack_value_pieces(
+        self,
+        values: Tensor,
+        pieces: Pieces,
+        dtype: torch.dtype,
+        wire: Tensor,
+        indices: Tensor,
+        residual: Tensor | None = None,
+    ) -> None:
+        table = _table(pieces, pieces.value_sizes(dtype))
+        rest = indices.data_ptr(), 0 if residual is None else residual.data_ptr()
+        where = table.ctypes.data, len(table), values.data_ptr(), wire.data_ptr()
+        cpu_entries.pack_value_pieces(VALUE_KINDS[dtype], *where, *rest)
+
+    def unpack_value_pieces(self, wire: Tensor, pieces: Pieces, dtype: torch.dtype, values: Tensor) -> None:
+        table = _table(pieces, pieces.value_sizes(dtype))
+        where = table.ctypes.data, len(table), wire.data_ptr(), values.data_ptr()
+        cpu_entries.unpack_value_pieces(VALUE_KINDS[dtype], *where)
+
+    def put_back(self, entries: tuple[Tensor, Tensor], kept: Tensor, residual: Tensor) -> None:
+        indices, values = entries
+        where = indices.data_ptr(), values.data_ptr(), len(indices)
+        cpu_entries.put_back(*where, kept.data_ptr(), len(kept), residual.data_ptr())
+
+    def merge(
+        self,
+        indices: Tensor,
+        values: Tensor,
+        offsets: Sequence[int],
+        start: int,
+        stop: int,
+        out_indices: Tensor,
+        out_values: Tensor,
+    ) -> tuple[int, int]:
+        lists = len(offsets) - 1
+        bounds = np.asarray(offsets, np.int64)
+        cursors = np.empty(2 * lists, np.int64)
+        scratch = np.empty(cpu_entries.MERGE_SCRATCH, np.uint8)
+        result: tuple[int, int] = cpu_entries.merge(
+            indices.data_ptr(),
+            values.data_ptr(),
+            bounds.ctypes.data,
+            lists,
+            (start, stop),
+            out_indices.data_ptr(),
+            out_values.data_ptr(),
+            cursors.ctypes.data,
+            scratch.ctypes.data,
+        )
+        return result
+
+
+def _table(pieces: Pieces, sizes: Sequence[int]) -> np.ndarray:
+    return np.array([pieces.counts, pieces.bases, pieces.ranges, sizes], np.int64).T.copy()
+
+
+def _layout(numel: int, k: int) -> tuple[int, int, int]:
+    layout = index_layout(numel, k)
+    return layout.low_bits, layout.upper_words, layout.low_words
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Keys that a sample foretells: every element from `threshold` on is a candidate, the k-th largest is about
+    `likely`, and surely below `high`. The first two are 1 if there is no telling."""
+
+    threshold: int = 1
+    likely: int = 1
+    high: int = 1 << 31
+
+
+class TopK(SparseKernels, CpuKernels):
+    """Exact selection among the candidates of one pass, whose threshold is foretold by a sample of the gradient."""
+
+    entries = Entries()
+    #: One run of 64 elements in so many is sampled, at most, and at least. In between, some 64 of the k are seen.
+    strides = 8, 128
+    #: Standard deviations (of a count of so many, if they fell anywhere) to allow for. Elements that lie together are
+    #: alike, so there may be more: the allowance widens when it was too narrow, and comes back slowly.
+    allowance = 3.5
+    widen, narrow = 1.5, 0.99
+    #: How far below the last threshold to look in a sample, in keys: an eighth of a binade, as residuals crowd just
+    #: below, and then a binade.
+    outlooks = 1 << 20, 1 << 23
+
+    def workspace(self, codec: Any, numel: int, device: torch.device) -> Workspace:
+        workspace = Workspace.on(device)
+        self._rooms(codec, numel, workspace)
+        return workspace
+
+    def _rooms(self, codec: Any, numel: int, workspace: Workspace) -> list[tuple[int, int, int, int, int]]:
+        """For each piece, memory to select in: it may come to hold all that is sent."""
+        k, tiles = codec.k(numel), -(-numel // TILE)
+        pieces = cpu_kernels.pieces_of(numel, tiles)
+        capacity = min(k + 3 * k // pieces, -(-tiles // pieces) * TILE) + TILE
+        # The last 64 may be read, and one more written, before it is known whether there are as many.
+        list_size, histogram_size, scratch_size = 4 * (capacity + 64), 4 << 11, -(-scratch_bytes(TILE) // 64) * 64
+        size = 2 * list_size + histogram_size + scratch_size
+        memory = reserved(workspace, "rooms", pieces * size)
+        rooms = []
+        for index in range(memory, memory + pieces * size, size):
+            value, histogram = index + list_size, index + 2 * list_size
+            rooms.append((index, value, capacity, histogram, histogram + histogram_size))
+        if len(workspace.buffers.get("lists", ())) < pieces:
+            workspace.buffers["lists"] = np.empty((pieces, 2), np.int64)
+        if "sample" not in workspace.buffers:
+            workspace.buffers["sample"] = np.empty(numel // self._stride(k), np.int32)
+        return rooms
+
+    def encode_plain(
+        self, codec: Any, x: Tensor, residual: Tensor | None, row: Tensor, values: Tensor, workspace: Workspace
+    ) -> None:
+        numel, rooms = x.numel(), self._rooms(codec, x.numel(), workspace)
+        k, pieces, tiles = codec.k(numel), len(rooms), -(-numel // TILE)
+        source = KINDS[x.dtype], x.data_ptr()
+        kept = 0 if residual is None else residual.data_ptr()
+        indices, numbers = row[1:].data_ptr(), values.data_ptr()
+        guess = self._estimate(source, kept, numel, k, rooms[0][4], workspace)
+
+        def collect(first: int, last: int, piece: int) -> Any:
+            span = numel, first, last
+            return cpu_sparse.collect(source, kept, span, k, guess.threshold, guess.likely, rooms[piece])
+
+        found = run(collect, tiles, pieces)
+        counts = [count for count, _ in found]
+        failed = sum(counts) < k and guess.threshold > 1
+        if failed:
+            # The target, not written yet, has room for what this has to set aside.
+            before = list(accumulate(counts, initial=0))
+
+            def again(first: int, last: int, piece: int) -> Any:
+                spare = indices + 4 * before[piece], numbers + 4 * before[piece]
+                span = numel, first, last
+                return cpu_sparse.collect_again(source, kept, span, k, counts[piece], spare, rooms[piece])
+
+            found = run(again, tiles, pieces)
+            counts = [count for count, _ in found]
+        spread = workspace.buffers.get("spread", self.allowance)
+        workspace.buffers["spread"] = spread * self.widen if failed else max(spread * self.narrow, self.allowance)
+        key, shares = self._select(rooms, counts, k, guess.high, numbers, workspace)
+        places = list(accumulate((sent for _, sent in shares), initial=0))
+
+        def send(first: int, last: int, _: int) -> None:
+            for i in range(first, last):
+                (index, value, *_), (count, likely), place = rooms[i], found[i], 4 * places[i]
+                target = indices + place, numbers + place
+                cpu_sparse.keep(index, value, count, key, shares[i][0], likely, kept, target)
+
+        run(send, pieces, cpu_kernels.pieces_of(ENTRY_COST * k, pieces))
+        row[0] = places[-1]
+        row[1 + places[-1] :].zero_()
+        values[places[-1] :].zero_()
+
+    def _stride(self, k: int) -> int:
+        least, most = self.strides
+        return max(least, min(k // 64, most))
+
+    def _estimate(
+        self, source: tuple[int, int], residual: int, numel: int, k: int, scratch: int, workspace: Workspace
+    ) -> Estimate:
+        """Where the k-th largest key lies, by what is found among a sample's: so many as are expected of k, plus and
+        minus what chance may add and take."""
+        memory, stride = workspace.buffers, self._stride(k)
+        strata = numel // (64 * stride)
+        expected = k * 64 * strata / numel
+        spread = memory.get("spread", self.allowance) * math.sqrt(expected) + 2
+        wanted = round(expected + spread)
+        keys: np.ndarray = memory["sample"]
+        last = memory.get("threshold", 1)
+        # First a little below the last threshold; where too few are found, farther down.
+        for lowest in dict.fromkeys((*(max(1, last - outlook) for outlook in self.outlooks), 1)):
+            count = cpu_sparse.sample(source, residual, (strata, stride), lowest, keys.ctypes.data, scratch)
+            if count >= wanted:
+                ranks = wanted, max(1, round(expected)), max(1, round(expected - spread))
+                places = [count - rank for rank in ranks]
+                keys[:count].partition(places)
+                threshold, likely, high = keys[places].tolist()
+                memory["threshold"] = threshold
+                return Estimate(threshold, likely, high)
+        memory["threshold"] = 1
+        return Estimate()
+
+    @staticmethod
+    def _select(
+        rooms: Sequence[tuple[int, int, int, int, int]],
+        counts: Sequence[int],
+        k: int,
+        high: int,
+        spare: int,
+        workspace: Workspace,
+    ) -> tuple[int, list[tuple[int, int]]]:
+        """The k-th largest key, 0 if there are fewer, and for each piece how many ties and how many in all it sends.
+
+        Among equal keys the lower index goes first, and so does the earlier piece. `spare` is room for k keys.
+        """
+        if sum(counts) < k:
+            return 0, [(0, count) for count in counts]
+        above = inside = 0
+        for place, count in zip(rooms, counts, strict=True):
+            more, fewer = cpu_sparse.near(place[1], count, high, spare + 4 * inside, k - inside)
+            above, inside = above + more, inside + fewer
+            if inside > k:
+                break
+        lists: np.ndarray = workspace.buffers["lists"]
+        if above < k <= above + inside and inside <= k:
+            lists[0] = spare, inside
+            key, left = cpu_sparse.kth_largest(lists.ctypes.data, 1, k - above, rooms[0][3])
+        else:
+            for row, place, count in zip(lists, rooms, counts, strict=False):
+                row[:] = place[1], count
+            key, left = cpu_sparse.kth_largest(lists.ctypes.data, len(rooms), k, rooms[0][3])
+        shares = []
+        for place, count in zip(rooms, counts, strict=True):
+            above, equal = cpu_sparse.tally(place[1], count, key)
+            ties = min(equal, left)
+            left -= ties
+            shares.append((ties, above + ties))
+        return int(key), shares
+
+    def add_plain(
+        self, codec: Any, row: Tensor, values: Tensor, out: Tensor, alpha: float, workspace: Workspace
+    ) -> None:
+        k, numel = codec.k(out.numel()), out.numel()
+        where = row.data_ptr(), values.data_ptr(), out.data_ptr()
+        note(workspace, [cpu_sparse.topk_add(*where, numel, k, float(alpha))])
+
+    def mean_plain(self, codec: Any, rows: Tensor, values: Tensor, out: Tensor, workspace: Workspace) -> None:
+        numel, ranks = out.numel(), len(rows)
+        count = -(-numel // TILE)
+        pieces = cpu_kernels.pieces_of(numel, count)
+        size = scratch_bytes(TILE)
+        scratch = reserved(workspace, "scratch", pieces * size)
+        cursors = reserved(workspace, "cursors", pieces * ranks * 16)
+        target = KINDS[out.dtype], out.data_ptr()
+        lists = (rows.data_ptr(), 4 * rows.stride(0)), (values.data_ptr(), 4 * values.stride(0))
+        k, scale = codec.k(numel), inverse(ranks)
+
+        def job(first: int, last: int, piece: int) -> tuple[int, int]:
+            memory = cursors + piece * ranks * 16, scratch + piece * size
+            result: tuple[int, int] = cpu_sparse.topk_mean(
+                target, *lists, ranks, (numel, first, last), k, scale, *memory
+            )
+            return result
+
+        note(workspace, run(job, count, pieces))
