@@ -227,11 +227,11 @@ class TopK(SparseKernels, CpuKernels):
         key, shares = self._select(rooms, counts, k, guess.high, numbers, workspace)
         places = list(accumulate((sent for _, sent in shares), initial=0))
 
-        def send(first: int, last: int, _: int) -> None:
+        def send(first: int, last: int, piece: int) -> None:
             for i in range(first, last):
                 (index, value, *_), (count, likely), place = rooms[i], found[i], 4 * places[i]
-                target = indices + place, numbers + place
-                cpu_sparse.keep(index, value, count, key, shares[i][0], likely, kept, target)
+                there = indices + place, numbers + place
+                cpu_sparse.keep(index, value, count, key, shares[i][0], likely, kept, there)
 
         run(send, pieces, cpu_kernels.pieces_of(ENTRY_COST * k, pieces))
         row[0] = places[-1]
