@@ -21,7 +21,7 @@ from .forecast import Here, measure, predictions
 WORLD = 2
 #: Arms that both have, under the same names.
 CHECKED = ("fp32", "fp16", "onebit", "topk", "qsgd", "terngrad")
-ROUNDS, WARM_UP = 3, 3
+ROUNDS, WARM_UP = 3, 2
 #: Seconds that the timed steps of one round may take, and how many steps there are at most.
 ROUND_SECONDS, MOST_STEPS = 10.0, 6
 #: A prediction should be as close.
