@@ -13,6 +13,7 @@ It needs root and iproute2. `Loopback` has the same interface without any of tha
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -446,6 +447,8 @@ def _worker(job: Mapping[str, Any]) -> None:
     try:
         result = function(**job["arguments"])
     finally:
+        # DDP lives in reference cycles, which would keep the group's threads until the interpreter ends, and abort it.
+        gc.collect()
         dist.destroy_process_group()
     Path(job["result"]).write_text(json.dumps(result))
 

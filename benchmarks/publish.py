@@ -82,7 +82,7 @@ SET = (
         plot=False,
     ),
     Publication("train-digits", "train --task digits --world 2 4"),
-    Publication("train-small", "train --task small --world 2 4 --readings 8 --timed 4"),
+    Publication("train-small", "train --task small --readings 8 --timed 4"),
     Publication("advise-check", "advise --check", plot=False),
     Publication("profiling", "profile --rate 1gbit"),
     Publication("allreduce", "allreduce --world 8 --repeats 3"),
