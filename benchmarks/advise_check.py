@@ -1,9 +1,10 @@
 """Predictions beside measurements: `gradwire-bench advise --check`.
 
-For each rate, the rig of `gradwire-bench step` measures every arm on shaped links between two ranks of one core each;
-the prediction knows the rate, and what was measured on processes without those links. Both are told to keep memory
-that was freed: whether a process returns a step's gradients to the system, and pays for fresh pages at the next one,
-depends on how many models share it, and the rig's arms do.
+For each rate, the rig of `gradwire-bench step` measures every arm on shaped links between two ranks of one core each.
+The prediction knows the rate, and what was measured on processes without those links, before the rig and again after
+it: a machine that others share is not equally fast for two minutes together, so the mean of both predictions counts.
+Both are told to keep memory that was freed: whether a process returns a step's gradients to the system, and pays for
+fresh pages at the next one, depends on how many models share it, and the rig's arms do.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from statistics import fmean
 from typing import Any
 
 from . import advice, links, report, step
@@ -21,8 +23,9 @@ from .forecast import Here, measure, predictions
 WORLD = 2
 #: Arms that both have, under the same names.
 CHECKED = ("fp32", "fp16", "onebit", "topk", "qsgd", "terngrad")
-ROUNDS, WARM_UP = 3, 2
-#: Seconds that the timed steps of one round may take, and how many steps there are at most.
+ROUNDS = 3
+#: Seconds that the timed steps of one round may take, and how many steps there are at most; so many warm up, but two
+#: at least, as DDP rebuilds its buckets after the first.
 ROUND_SECONDS, MOST_STEPS = 10.0, 6
 #: A prediction should be as close.
 TARGET = 0.2
@@ -41,9 +44,8 @@ def run(options: argparse.Namespace) -> int:
     with keeping_memory():
         for text, rate in rates.items():
             assert rate is not None
-            with advice.waiting(f"measuring here, and then the rig at {text}"):
-                here = measure("linear", WORLD, 1.0)
-                checked = {"rate": text, "measured_here": asdict(here), **check(here, rate)}
+            with advice.waiting(f"measuring here, the rig at {text}, and here again"):
+                checked = {"rate": text, **check(rate)}
             result["checks"].append(checked)
             table(checked, result["environment"]).print()
     if options.json:
@@ -66,39 +68,60 @@ def keeping_memory() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def check(here: Here, rate: int) -> dict[str, Any]:
-    """Predict and then measure every arm at one rate."""
-    predicted = {row["arm"]: row for row in predictions(here, here.network(WORLD, 1, rate, 0.0, None))}
-    longest = sum(predicted[arm]["step_s"] for arm in CHECKED)
+def check(rate: int) -> dict[str, Any]:
+    """Predict and measure every arm at one rate."""
+    before = measure("linear", WORLD, 1.0)
+    longest = sum(row["step_s"] for row in predicted(before, rate).values())
     steps = max(1, min(MOST_STEPS, round(ROUND_SECONDS / longest)))
-    arguments = {"arms": [step.FLOOR, *CHECKED], "density": 0.01, "steps": steps, "rounds": ROUNDS, "warmup": WARM_UP}
-    arguments |= {"width": 2048, "layers": 6, "batch": 8}
+    arguments = {"arms": [step.FLOOR, *CHECKED], "density": 0.01, "steps": steps, "rounds": ROUNDS}
+    arguments |= {"warmup": max(2, steps), "width": 2048, "layers": 6, "batch": 8}
     with links.ShapedLinks(WORLD, rate) as connection:
         proof, ranks = connection.run_proven(step.measure, arguments, timeout=900, strict=True)
     rows = step.summarize([rank["arms"] for rank in ranks], shaped=True)
-    floor = {"arm": step.FLOOR, "step_s": here.profile.floor, "what": step.ARMS[step.FLOOR]}
+    after = measure("linear", WORLD, 1.0)
     return {
+        "measured_here": [asdict(before), asdict(after)],
         "proof": proof,
         "rig": arguments,
-        "arms": compare(rows, {step.FLOOR: floor, **predicted}),
+        "arms": compare(rows, [predicted(here, rate) for here in (before, after)]),
     }
 
 
-def compare(measured: Sequence[Mapping[str, Any]], predicted: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """For each arm of the rig, what was predicted for it, and predicted / measured."""
-    return [
-        {
-            "arm": row["arm"],
-            "what": row["what"],
-            "measured_s": row["step_s"],
-            "measured_quartiles_s": row["step_quartiles_s"],
-            "predicted_s": predicted[row["arm"]]["step_s"],
-            "ratio": predicted[row["arm"]]["step_s"] / row["step_s"],
-            "prediction": dict(predicted[row["arm"]]),
-            "measurement": {key: row[key] for key in ("sent_bytes", "encode_s", "exchange_s", "decode_s", "times_s")},
-        }
-        for row in measured
-    ]
+def predicted(here: Here, rate: int) -> dict[str, dict[str, Any]]:
+    """By the name of an arm, its prediction at `rate`; the step without communication is the profile's."""
+    rows = predictions(here, here.network(WORLD, 1, rate, 0.0, None))
+    floor = {"arm": step.FLOOR, "step_s": here.profile.floor, "what": step.ARMS[step.FLOOR]}
+    return {row["arm"]: row for row in (floor, *rows) if row["arm"] in (step.FLOOR, *CHECKED)}
+
+
+def compare(
+    measured: Sequence[Mapping[str, Any]], predictions: Sequence[Mapping[str, Mapping[str, Any]]]
+) -> list[dict[str, Any]]:
+    """For each arm of the rig, the mean of what was predicted for it, and that / measured.
+
+    Args:
+        measured: `step.summarize`'s rows.
+        predictions: of each measuring here, by the name of an arm.
+    """
+    rows = []
+    for row in measured:
+        of_arm = [dict(by_arm[row["arm"]]) for by_arm in predictions]
+        expected = fmean(prediction["step_s"] for prediction in of_arm)
+        rows.append(
+            {
+                "arm": row["arm"],
+                "what": row["what"],
+                "measured_s": row["step_s"],
+                "measured_quartiles_s": row["step_quartiles_s"],
+                "predicted_s": expected,
+                "ratio": expected / row["step_s"],
+                "predictions": of_arm,
+                "measurement": {
+                    key: row[key] for key in ("sent_bytes", "encode_s", "exchange_s", "decode_s", "times_s")
+                },
+            }
+        )
+    return rows
 
 
 def table(checked: Mapping[str, Any], environment: Mapping[str, Any]) -> report.Table:
@@ -107,13 +130,14 @@ def table(checked: Mapping[str, Any], environment: Mapping[str, Any]) -> report.
         [
             row["what"],
             f"{row['predicted_s'] * 1e3:.1f}",
+            " and ".join(f"{prediction['step_s'] * 1e3:.1f}" for prediction in row["predictions"]),
             f"{row['measured_s'] * 1e3:.1f}",
             " to ".join(f"{quartile * 1e3:.1f}" for quartile in row["measured_quartiles_s"]),
             f"{row['ratio']:.2f}",
         ]
         for row in checked["arms"]
     ]
-    columns = ("arm", "predicted ms", "measured ms", "quartiles", "predicted / measured")
+    columns = ("arm", "predicted ms", "before and after", "measured ms", "quartiles", "predicted / measured")
     far = [row["what"] for row in checked["arms"] if abs(row["ratio"] - 1) > TARGET]
     rig, proof = checked["rig"], checked["proof"]
     notes = [

@@ -113,7 +113,7 @@ def read(found: Mapping[str, Any], messages: Mapping[str, Any], cores: float, th
     """What `measurement`'s functions returned. On a GPU, nothing of a network's software is counted: NCCL's is in the
     latency that flags give."""
     profile = found["profile"]
-    processors = Processors(cores, threads)
+    processors = Processors(cores, threads, messages["waking"])
     messages = dict(messages)
     if found["device"].startswith("cuda"):
         processors = Processors()

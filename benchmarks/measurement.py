@@ -7,10 +7,13 @@ What they return can travel as JSON.
 # Annotations stay evaluated here: DDP compares those of a hook with its own.
 import gc
 import importlib
+import os
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -40,6 +43,8 @@ WARM_UP = 4
 SECONDS, FEWEST, MOST = 4.0, 5, 25
 #: Bytes of the messages whose work is measured, and how often.
 MESSAGE, MESSAGES = 1 << 23, 8
+#: Short messages whose delay on busy cores is measured. Some wait for a core and some do not, so the mean counts.
+SHORT_MESSAGES = 60
 
 
 class ModelError(ValueError):
@@ -278,7 +283,7 @@ def measure_network(threads: int) -> dict[str, Any]:
 
     Returns:
         `lines` (a `Line` for each collective), `latency` (`hooks.cost.Latency`), `processor` (seconds of all threads of
-        a rank for each byte received).
+        a rank for each byte received), `waking` (seconds more that a short message takes where every core computes).
     """
     torch.set_num_threads(threads)
     group, cpu = Group(dist.group.WORLD), torch.device("cpu")
@@ -298,6 +303,7 @@ def measure_network(threads: int) -> dict[str, Any]:
         "lines": {name: {"alpha": line["alpha"], "beta": line["beta"]} for name, line in lines.items()},
         "latency": asdict(found.latency),
         "processor": dict(zip(collectives, spent, strict=True)),
+        "waking": _waking(group, max(1, min(threads, (os.cpu_count() or 1) // group.size))),
     }
 
 
@@ -309,3 +315,35 @@ def _processor(run: Callable[[], Work]) -> float:
     for _ in range(MESSAGES):
         run().wait()
     return (time.process_time() - begin) / MESSAGES
+
+
+def _waking(group: Group, threads: int) -> float:
+    """Seconds that a short exchange takes longer while so many threads of every rank compute: the scheduler lets a
+    thread that wakes up wait until another one's slice is over."""
+    cpu, rows = torch.device("cpu"), torch.zeros(group.size, probe.SHORT, dtype=torch.uint8)
+    received, stop = torch.empty_like(rows), threading.Event()
+
+    def compute() -> None:
+        torch.set_num_threads(threads)
+        batch, weights = torch.zeros(8, 1024), torch.zeros(1024, 1024)
+        while not stop.is_set():
+            torch.mm(batch, weights)
+
+    def exchange(_: int) -> None:
+        group.all_to_all(received, rows).wait()
+
+    def seconds() -> float:
+        exchange(0)
+        probe.agreed(group, cpu, [0.0])
+        return probe.agreed(
+            group, cpu, [fmean(probe.timed(exchange, 0, cpu, probe.PAUSE) for _ in range(SHORT_MESSAGES))]
+        )[0]
+
+    idle = seconds()
+    busy = threading.Thread(target=compute)
+    busy.start()
+    try:
+        return max(0.0, seconds() - idle)
+    finally:
+        stop.set()
+        busy.join()

@@ -84,10 +84,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Processors:
-    """What a rank computes with: so many cores, and so many threads in whatever computes. A GPU counts as one."""
+    """What a rank computes with: so many cores, and so many threads in whatever computes. A GPU counts as one.
+
+    Attributes:
+        waking: seconds that a message waits, besides its latency, for a core on which others compute.
+    """
 
     cores: float = 1.0
     threads: int = 1
+    waking: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -135,19 +140,20 @@ def predict(profile: Profile, jobs: Sequence[Job], processors: Processors, lane:
 
 @dataclass(frozen=True)
 class Task:
-    """`seconds` of work for `load` cores, once the tasks `after` have ended."""
+    """`seconds` of work for `load` cores, once the tasks `after` have ended; `waking` more if no core is free then."""
 
     seconds: float
     load: float
     after: tuple[int, ...]
+    waking: float = 0.0
 
 
 def simulate(profile: Profile, jobs: Sequence[Job], processors: Processors, lane: bool) -> float:
     """Seconds of one step."""
     tasks: list[Task] = []
 
-    def add(seconds: float, load: float, *after: int | None) -> int:
-        tasks.append(Task(seconds, load, tuple(task for task in after if task is not None)))
+    def add(seconds: float, load: float, *after: int | None, waking: float = 0.0) -> int:
+        tasks.append(Task(seconds, load, tuple(task for task in after if task is not None), waking))
         return len(tasks) - 1
 
     busy = float(processors.threads)
@@ -157,7 +163,7 @@ def simulate(profile: Profile, jobs: Sequence[Job], processors: Processors, lane
         main = add(ready - before, busy, main)
         main = add(job.inline, busy, main)
         start = add(job.encode, busy, main, free if lane else None)
-        waited = add(job.latency, 0.0, start)
+        waited = add(job.latency, 0.0, start, waking=processors.waking if job.moving else 0.0)
         load = min(1.0, job.processor / job.moving) if job.moving else 0.0
         moved = add(job.moving, load, waited, free)
         done.append(add(job.decode, busy, moved))
@@ -172,9 +178,14 @@ def run(tasks: Sequence[Task], cores: float) -> list[float]:
     """When each task ends, if those that run at the same time share the cores fairly."""
     left = [task.seconds for task in tasks]
     ends: dict[int, float] = {}
+    started: set[int] = set()
     now = 0.0
     while len(ends) < len(tasks):
         active = [i for i, task in enumerate(tasks) if i not in ends and all(j in ends for j in task.after)]
+        if sum(tasks[i].load for i in active) >= cores:
+            for i in set(active) - started:
+                left[i] += tasks[i].waking
+        started.update(active)
         rates = share([tasks[i].load for i in active], cores)
         first = min(left[i] / rate for i, rate in zip(active, rates, strict=True))
         now += first

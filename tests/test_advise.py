@@ -146,6 +146,20 @@ def test_two_buckets_overlap_as_far_as_cores_reach() -> None:
     assert predict(profile, decoding, many, lane=True).bottleneck == "transfer"
 
 
+def test_a_message_waits_for_a_busy_core() -> None:
+    profile = Profile((1, 1), 0.0, (1.0, 3.0), (0.0, 0.0), 0.0)
+    jobs, many = [Job(latency=0.5, transfer=1.0)] * 2, Processors(8.0, 1, waking=0.25)
+    assert simulate(profile, jobs, many, lane=True) == pytest.approx(4.5), "one is free"
+    assert simulate(profile, jobs, Processors(1.0, 1, waking=0.25), lane=True) == pytest.approx(4.5), (
+        "none computes then"
+    )
+    long = [Job(latency=0.5, transfer=2.5), Job(transfer=1.0)]
+    assert simulate(profile, long, Processors(1.0, 1, waking=0.25), lane=True) == pytest.approx(5.25)
+    assert simulate(profile, [Job()] * 2, Processors(1.0, 1, waking=0.25), lane=True) == pytest.approx(3.0), (
+        "no message"
+    )
+
+
 def test_cores_are_shared_fairly() -> None:
     assert share([1.0, 1.0], 1.0) == [0.5, 0.5]
     assert share([1.0, 0.25], 1.0) == [0.75, 1.0]
@@ -162,6 +176,7 @@ def here(**changes: Any) -> Here:
         "lines": {name: {"alpha": 1e-4, "beta": 1e-9} for name in ("all_gather", "all_to_all", "all_reduce")},
         "latency": {"gather": 1e-4, "union": 2e-4, "split": 5e-4},
         "processor": dict.fromkeys(("exchange", "float32", "float16"), 1e-9),
+        "waking": 0.0,
     }
     profile = Profile((5_000_000, 20_000_000), 0.03, (0.02, 0.06), (0.0, 0.0), 0.01)
     speeds = dict.fromkeys(measurement.CODECS, CodecSpeed(1e-9, 2e-10, 2e-10))
@@ -259,9 +274,10 @@ def test_a_check_compares() -> None:
         {"arm": "none", "what": "floor", "step_s": 2.0, "step_quartiles_s": (1.0, 3.0), "times_s": [[2.0]]}
         | dict.fromkeys(("sent_bytes", "encode_s", "exchange_s", "decode_s"))
     ]
-    (row,) = advise_check.compare(measured, {"none": {"step_s": 3.0}})
+    (row,) = advise_check.compare(measured, [{"none": {"step_s": 3.5}}, {"none": {"step_s": 2.5}}])
     assert row["ratio"] == 1.5
     assert (row["predicted_s"], row["measured_s"]) == (3.0, 2.0)
+    assert [prediction["step_s"] for prediction in row["predictions"]] == [3.5, 2.5]
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
