@@ -187,8 +187,36 @@ class Loopback:
         follow: Callable[[str], None] | None = None,
         strict: bool = False,
     ) -> tuple[Proof | None, list[Any]]:
-        """As `run`, after a proof that the links run at their rate. Nothing can be shown of a loopback's: None."""
-        return None, self.run(function, arguments, timeout, follow)
+        """As `run`, after a proof by the same processes that the links run at their rate; a loopback has none: None.
+
+        The proof is an all-reduce whose bytes need 20 ms, and which takes 20 ms. All-reduce, because Gloo's keeps a
+        link full; its all-gather of megabytes wavers between 1 and 1.5 times that.
+
+        Args:
+            strict: refuse links that are slower than their rate, as where the processors cannot send that fast;
+                else the proof says so (`reached`, and `caption`).
+
+        Raises:
+            LinkError: the all-reduce was faster than the rate allows, or, if `strict`, so slow that something else is
+                the limit.
+        """
+        if self.rate is None:
+            return None, self.run(function, arguments, timeout, follow)
+        numel = max(self.world_size, round(self.rate / 8 * 0.02 / 8 * self.world_size / (self.world_size - 1)))
+        sent = 2 * (self.world_size - 1) * 4 * numel / self.world_size
+        job = {"numel": numel, "repeats": 15, "function": _path(function), "arguments": dict(arguments)}
+        ranks = self.run(proven, job, timeout, follow)
+        slowest_rank = [max(step) for step in zip(*(rank["times"] for rank in ranks), strict=True)]
+        expected, typical = sent * 8 / self.rate, median(slowest_rank)
+        proof = Proof(
+            bytes_sent=sent,
+            expected_s=expected,
+            median_s=typical,
+            fastest_s=min(slowest_rank),
+            reached=typical <= TOLERANCE * expected,
+        )
+        check_proof(proof, str(self), strict)
+        return proof, [rank["result"] for rank in ranks]
 
     def __str__(self) -> str:
         return f"unshaped loopback between {self.world_size} ranks"
@@ -243,41 +271,6 @@ class ShapedLinks(Loopback):
 
     def __str__(self) -> str:
         return f"links of {self.rate / 10**6:g} Mbit/s between {self.world_size} ranks"
-
-    def run_proven(
-        self,
-        function: Callable[..., Any],
-        arguments: Mapping[str, Any],
-        timeout: float,
-        follow: Callable[[str], None] | None = None,
-        strict: bool = False,
-    ) -> tuple[Proof, list[Any]]:
-        """As `run`, after a proof by the same processes: an all-reduce whose bytes need 20 ms takes 20 ms.
-
-        All-reduce, because Gloo's keeps a link full; its all-gather of megabytes wavers between 1 and 1.5 times that.
-
-        Args:
-            strict: refuse links that are slower than their rate, as where the processors cannot send that fast;
-                else the proof says so (`reached`, and `caption`).
-
-        Raises:
-            LinkError: it was faster than the rate allows, or, if `strict`, so slow that something else is the limit.
-        """
-        numel = max(self.world_size, round(self.rate / 8 * 0.02 / 8 * self.world_size / (self.world_size - 1)))
-        sent = 2 * (self.world_size - 1) * 4 * numel / self.world_size
-        job = {"numel": numel, "repeats": 15, "function": _path(function), "arguments": dict(arguments)}
-        ranks = self.run(proven, job, timeout, follow)
-        slowest_rank = [max(step) for step in zip(*(rank["times"] for rank in ranks), strict=True)]
-        expected, typical = sent * 8 / self.rate, median(slowest_rank)
-        proof = Proof(
-            bytes_sent=sent,
-            expected_s=expected,
-            median_s=typical,
-            fastest_s=min(slowest_rank),
-            reached=typical <= TOLERANCE * expected,
-        )
-        check_proof(proof, str(self), strict)
-        return proof, [rank["result"] for rank in ranks]
 
     def _name(self, member: int | str) -> str:
         return f"{PREFIX}-{os.getpid()}-{member}"

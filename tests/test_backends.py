@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -302,20 +302,38 @@ def test_a_prediction_never_changes_the_bytes(
 @pytest.mark.parametrize(("density", "most"), [(0.001, 1.8), (0.01, 1.6), (0.1, 1.3)])
 def test_a_sample_foretells_little_more_than_k(run: int, density: float, most: float) -> None:
     """And no fewer, whatever the scale: a second pass is rare, even where elements that lie together are alike."""
-    codec, numel = TopK(density=density), 1 << 20
-    kernels = backend_kernels("cpu")["topk"]
-    workspace = kernels.workspace(codec, numel, torch.device("cpu"))
-    wire = torch.empty(codec.wire_bytes(numel), dtype=torch.uint8)
-    found = []
+    numel, gradients = 1 << 20, []
     for step in range(40):
         generator = torch.Generator().manual_seed(step)
         scales = torch.randn(numel // run, 1, generator=generator).exp() if run > 1 else torch.ones(numel, 1)
-        x = (torch.randn(numel // run, run, generator=generator) * scales).flatten() * 10.0 ** (step % 5)
+        gradients.append((torch.randn(numel // run, run, generator=generator) * scales).flatten() * 10.0 ** (step % 5))
+    found = candidates(TopK(density=density), gradients)
+    assert sum(ratio < 1 for ratio in found) <= (0 if run == 1 else 4), found
+    assert sorted(found)[len(found) // 2] < (most if run == 1 else 2 * most), found
+
+
+@pytest.mark.parametrize("scale", [0.01, 100.0])
+def test_a_sample_sees_every_column_of_a_matrix(scale: float) -> None:
+    gradients = []
+    for step in range(10):
+        x = torch.randn(128, 8192, generator=torch.Generator().manual_seed(step))
+        x[:, :64] *= scale
+        gradients.append(x.flatten())
+    found = candidates(TopK(density=0.01), gradients)
+    assert all(1 <= ratio < 2 for ratio in found[1:]), found
+
+
+def candidates(codec: TopK, gradients: Sequence[Tensor]) -> list[float]:
+    """Of each of several gradients, how many elements are at or above the foretold threshold, over k."""
+    numel, kernels = len(gradients[0]), backend_kernels("cpu")["topk"]
+    workspace = kernels.workspace(codec, numel, torch.device("cpu"))
+    wire = torch.empty(codec.wire_bytes(numel), dtype=torch.uint8)
+    found = []
+    for x in gradients:
         kernels.encode(codec, x, wire, None, workspace)
         keys = x.view(torch.int32) & 0x7FFFFFFF
         found.append(int((keys >= workspace.buffers["threshold"]).sum()) / codec.k(numel))
-    assert sum(ratio < 1 for ratio in found) <= (0 if run == 1 else 4), found
-    assert sorted(found)[len(found) // 2] < (most if run == 1 else 2 * most), found
+    return found
 
 
 @pytest.mark.parametrize("codec", [*CODECS, TopK(values=torch.bfloat16), TopK(values=torch.int8)], ids=str)

@@ -518,6 +518,7 @@ def test_shaped_links_run_at_their_rate_and_leave_nothing_behind() -> None:
         except links.LinkError as busy:  # other work on this machine can slow the links, but never speed them up
             assert "the machine is busy" in str(busy)  # noqa: PT017
         else:
+            assert proof is not None
             assert proof["fastest_s"] >= 0.95 * proof["expected_s"]
             assert proof["reached"]
     assert links._namespaces(os.getpid()) == []

@@ -45,6 +45,14 @@ class _Blocks(CpuKernels):
         size = -(-scratch_bytes(self.block(codec)) // 64) * 64
         return count, pieces, reserved(workspace, "scratch", pieces * size), size
 
+    def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
+        self._encode(codec, x, 0, wire, draw, workspace)
+
+    def encode_feedback(
+        self, codec: Any, grad: Tensor, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
+    ) -> None:
+        self._encode(codec, grad, residual.data_ptr(), wire, draw, workspace)
+
     def _encode(
         self, codec: Any, x: Tensor, residual: int, wire: Tensor, draw: Tensor | None, workspace: Workspace
     ) -> None:

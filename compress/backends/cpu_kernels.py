@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from . import Kernels, Workspace
 from .cpu_blocks import BFLOAT16, FLOAT16, FLOAT32
@@ -65,6 +64,8 @@ def inverse(world_size: int) -> float:
 
 
 class CpuKernels(Kernels):
+    """Kernels that numba compiles."""
+
     def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
         """Compile, or load from the cache, everything that this codec runs."""
         workspace = self.workspace(codec, 1, device)
@@ -75,16 +76,3 @@ class CpuKernels(Kernels):
         self.encode_feedback(codec, x, residual, wire, draw, workspace)
         self.decode_add(codec, wire, residual, 1.0, workspace)
         self.decode_mean(codec, [part[None] for part in wire.split(codec.part_bytes(1))], x, workspace)
-
-    def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
-        self._encode(codec, x, 0, wire, draw, workspace)
-
-    def encode_feedback(
-        self, codec: Any, grad: Tensor, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
-    ) -> None:
-        self._encode(codec, grad, residual.data_ptr(), wire, draw, workspace)
-
-    def _encode(
-        self, codec: Any, x: Tensor, residual: int, wire: Tensor, draw: Tensor | None, workspace: Workspace
-    ) -> None:
-        raise NotImplementedError

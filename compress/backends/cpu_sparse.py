@@ -278,8 +278,8 @@ def word_of(count: int, i: int) -> Any:
 
 @compiled
 def near(value: int, count: int, high: int, target: int, capacity: int) -> tuple[int, int]:
-    """How many keys are `high` or more, and how many are not, of which the first `capacity` go to `target`. May read
-    63 values beyond the last."""
+    """How many keys are `high` or more, and how many are not, which go to `target`; if there is no room for all of
+    those, (0, `count`). May read 63 values beyond the last."""
     inside = 0
     for i in range(0, count, 64):
         bits = bits_of((as_i32(load_f32(value + 4 * i)) & MAGNITUDE) < high) & word_of(count, i)

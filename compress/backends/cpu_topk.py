@@ -149,7 +149,7 @@ def _layout(numel: int, k: int) -> tuple[int, int, int]:
 @dataclass(frozen=True)
 class Estimate:
     """Keys that a sample foretells: every element from `threshold` on is a candidate, the k-th largest is about
-    `likely`, and surely below `high`. The first two are 1 if there is no telling."""
+    `likely`, and hardly above `high`. The first two are 1 if there is no telling."""
 
     threshold: int = 1
     likely: int = 1
@@ -160,7 +160,7 @@ class TopK(SparseKernels, CpuKernels):
     """Exact selection among the candidates of one pass, whose threshold is foretold by a sample of the gradient."""
 
     entries = Entries()
-    #: One run of 64 elements in so many is sampled, at most, and at least. In between, some 64 of the k are seen.
+    #: One run of 64 elements in 8 is sampled at most, and one in 128 at least. In between, some 64 of the k are seen.
     strides = 8, 128
     #: Standard deviations (of a count of so many, if they fell anywhere) to allow for. Elements that lie together are
     #: alike, so there may be more: the allowance widens when it was too narrow, and comes back slowly.
@@ -180,7 +180,7 @@ class TopK(SparseKernels, CpuKernels):
         k, tiles = codec.k(numel), -(-numel // TILE)
         pieces = cpu_kernels.pieces_of(numel, tiles)
         capacity = min(k + 3 * k // pieces, -(-tiles // pieces) * TILE) + TILE
-        # The last 64 may be read, and one more written, before it is known whether there are as many.
+        # Past the last entry, 64 are read and one is written before it is known that it was the last.
         list_size, histogram_size, scratch_size = 4 * (capacity + 64), 4 << 11, -(-scratch_bytes(TILE) // 64) * 64
         size = 2 * list_size + histogram_size + scratch_size
         memory = reserved(workspace, "rooms", pieces * size)
