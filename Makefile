@@ -24,7 +24,7 @@ help:
 	@echo 'make test-all  the slow tests too'
 	@echo 'make lint      ruff and mypy alone'
 	@echo 'make bench     gradwire-bench $(BENCH_ARGS)'
-	@echo 'make benchmarks  every published figure anew: an hour, on a machine that does nothing else'
+	@echo 'make benchmarks  every figure of docs/benchmarks.md anew: an hour, on a machine that does nothing else'
 	@echo 'make gpu-report  test, check and time the CUDA kernels on this machine’s GPU'
 	@echo 'make clean     remove .venv and everything that was built'
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from . import report
+from .arms import COLOURS
 
 #: A codec that gains less over the best of PyTorch's own ways is not worth what it leaves out.
 WORTHWHILE = 0.05
@@ -16,16 +17,6 @@ WORTHWHILE = 0.05
 ALIKE = 0.15
 #: Of the picture, in bits a second.
 BANDWIDTHS = [10 ** (8 + exponent / 8) for exponent in range(25)]
-#: Of Okabe and Ito's palette, which colour-blind readers can tell apart.
-COLOURS = {
-    "fp32": "#000000",
-    "fp16": "#999999",
-    "onebit": "#D55E00",
-    "topk": "#CC79A7",
-    "topk-0.1": "#E69F00",
-    "qsgd": "#0072B2",
-    "terngrad": "#009E73",
-}
 
 
 @contextmanager

@@ -23,10 +23,11 @@ from .forecast import Here, measure, predictions
 WORLD = 2
 #: Arms that both have, under the same names.
 CHECKED = ("fp32", "fp16", "onebit", "topk", "qsgd", "terngrad")
-ROUNDS = 3
-#: Seconds that the timed steps of one round may take, and how many steps there are at most; so many warm up, but two
-#: at least, as DDP rebuilds its buckets after the first.
-ROUND_SECONDS, MOST_STEPS = 10.0, 6
+ROUNDS = 2
+#: Untimed steps: DDP rebuilds its buckets after the first.
+WARM_UP = 2
+#: Seconds that the timed steps of one round should take, and how many steps there are at least and at most.
+ROUND_SECONDS, FEWEST_STEPS, MOST_STEPS = 15.0, 3, 6
 #: A prediction should be as close.
 TARGET = 0.2
 #: glibc's: never return memory, and take all of it from the heap.
@@ -72,9 +73,9 @@ def check(rate: int) -> dict[str, Any]:
     """Predict and measure every arm at one rate."""
     before = measure("linear", WORLD, 1.0)
     longest = sum(row["step_s"] for row in predicted(before, rate).values())
-    steps = max(1, min(MOST_STEPS, round(ROUND_SECONDS / longest)))
+    steps = max(FEWEST_STEPS, min(MOST_STEPS, round(ROUND_SECONDS / longest)))
     arguments = {"arms": [step.FLOOR, *CHECKED], "density": 0.01, "steps": steps, "rounds": ROUNDS}
-    arguments |= {"warmup": max(2, steps), "width": 2048, "layers": 6, "batch": 8}
+    arguments |= {"warmup": WARM_UP, "width": 2048, "layers": 6, "batch": 8}
     with links.ShapedLinks(WORLD, rate) as connection:
         proof, ranks = connection.run_proven(step.measure, arguments, timeout=900, strict=True)
     rows = step.summarize([rank["arms"] for rank in ranks], shaped=True)

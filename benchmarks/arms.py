@@ -24,6 +24,21 @@ HOOKS = {
     "terngrad": "gradwire, TernGrad",
     "auto": "gradwire, OneBit by auto",
 }
+#: In every picture of arms; mostly Okabe and Ito's palette, which colour-blind readers can tell apart.
+COLOURS = {
+    "none": "#BBBBBB",
+    "fp32": "#000000",
+    "fp16": "#999999",
+    "bf16": "#AA7744",
+    "powersgd": "#56B4E9",
+    "onebit": "#D55E00",
+    "topk": "#CC79A7",
+    "topk-0.1": "#E69F00",
+    "topk8": "#E69F00",
+    "qsgd": "#0072B2",
+    "terngrad": "#009E73",
+    "auto": "#B5A900",
+}
 COMPRESSING = ("onebit", "topk", "qsgd", "terngrad")
 FLOOR, OPPONENT = "none", "fp16"
 #: Steps that PowerSGD's hook leaves dense: the fewest that it takes. Its default of 1000 is longer than our runs.

@@ -18,7 +18,7 @@ COMMANDS = {
     "train": (train, "train with each way of exchanging gradients, and find the time to equal loss at each bandwidth"),
     "advise": (advise, "predict from measurements here whether compression pays on a given network"),
     "profile": (timeline, "draw one bucket's way through a real step"),
-    "publish": (publish, "make every published figure anew"),
+    "publish": (publish, "make every figure of docs/benchmarks.md anew"),
     "gpu": (gpu, "test, check and time the CUDA kernels on this machine's GPU"),
 }
 

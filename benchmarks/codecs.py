@@ -3,8 +3,7 @@
 Speed: beside each codec, in turns with it, runs the roofline, `torch.add(grad, residual, out=residual)`. With float32
 it moves 12 bytes an element, and an encode with error feedback cannot move less. Codecs also meet what one would write
 in torch, and the work of PyTorch's own hooks. Gradients change a little from call to call, as they do in training, and
-a codec has run for a while before it is timed: TopK foresees its threshold from the last call, and its residual takes
-some 1/density calls to fill.
+a codec has run for a while before it is timed: TopK's residual takes some 1/density calls to fill.
 
 Quality: relative error, cosine, bias over many draws, and the bits spent beside the entropy of the codes, on gradients
 that are made or captured from the demo's model while it learns.

@@ -28,6 +28,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import QSGD, Codec, CompressState, OneBit, TernGrad, TopK, compress_hook
+from .arms import COLOURS
 from .language_model import (
     Corpus,
     LanguageModel,
@@ -66,14 +67,12 @@ class Arm:
 
     Attributes:
         name, title: for the command line, and for people.
-        colour: in the plot; of Okabe and Ito's palette, which colour-blind readers can tell apart.
         codec: as `CompressState` takes it, given the number of steps; None for PyTorch's own.
         element_bytes: what PyTorch's own send for each element, which nobody counts for us.
     """
 
     name: str
     title: str
-    colour: str
     codec: Callable[[int], Codec | Callable[[int], Codec]] | None = None
     element_bytes: int = 0
 
@@ -89,12 +88,12 @@ class Arm:
 
 
 ARMS = (
-    Arm("fp32", "fp32 (plain DDP)", "#000000", element_bytes=4),
-    Arm("fp16", "fp16 (PyTorch's hook)", "#999999", element_bytes=2),
-    Arm("qsgd", "QSGD, 4 bits", "#0072B2", lambda steps: QSGD(bits=4)),
-    Arm("terngrad", "TernGrad", "#009E73", lambda steps: TernGrad()),
-    Arm("onebit", "1-bit", "#D55E00", lambda steps: OneBit()),
-    Arm("topk", "top-k, 1 %", "#CC79A7", lambda steps: lambda step: falling_density(step, steps)),
+    Arm("fp32", "fp32 (plain DDP)", element_bytes=4),
+    Arm("fp16", "fp16 (PyTorch's hook)", element_bytes=2),
+    Arm("qsgd", "QSGD, 4 bits", lambda steps: QSGD(bits=4)),
+    Arm("terngrad", "TernGrad", lambda steps: TernGrad()),
+    Arm("onebit", "1-bit", lambda steps: OneBit()),
+    Arm("topk", "top-k, 1 %", lambda steps: lambda step: falling_density(step, steps)),
 )
 
 
@@ -322,14 +321,15 @@ def plot(runs: Sequence[Run], path: Path, caption: str) -> None:
         curves = [run.curve for run in runs if run.arm == arm.name]
         if not curves:
             continue
+        colour = COLOURS[arm.name]
         readings = list(zip(*curves, strict=True))
         losses = [[point.bits_per_byte for point in reading] for reading in readings]
         mean = [statistics.mean(loss) for loss in losses]
         steps = [reading[0].step for reading in readings]
         megabytes = [statistics.mean(point.sent_bytes for point in reading) / 1e6 for reading in readings]
         for axes, x in ((by_step, steps), (by_bytes, megabytes)):
-            axes.plot(x, mean, color=arm.colour, marker="o", markersize=3, linewidth=1.8, label=arm.title)
-            axes.fill_between(x, [min(v) for v in losses], [max(v) for v in losses], color=arm.colour, alpha=0.15, lw=0)
+            axes.plot(x, mean, color=colour, marker="o", markersize=3, linewidth=1.8, label=arm.title)
+            axes.fill_between(x, [min(v) for v in losses], [max(v) for v in losses], color=colour, alpha=0.15, lw=0)
     by_step.set(xlabel="steps", ylabel="validation loss, bits per byte", title="Learning: the same steps")
     by_bytes.set(xlabel="megabytes sent per rank", xscale="log", title="Price: the bytes it took")
     by_step.set_xlim(left=0)
@@ -391,7 +391,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     recipe = Recipe(steps=options.steps, learning_rate=options.learning_rate)
     corpus = standard_library()
     names = [arm.name for arm in options.arms]
-    content = document("demo", {**vars(options), "arms": names}) | {
+    content = document(
+        "demo", {name: value for name, value in vars(options).items() if name != "output"} | {"arms": names}
+    ) | {
         "ranks": dist.get_world_size(),
         "recipe": dataclasses.asdict(recipe),
         "bucket_mb": BUCKET_MB,

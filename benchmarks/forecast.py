@@ -52,7 +52,7 @@ class Here:
         speeds: by the name of a codec's arm.
         casts: seconds an element, to float16 and back.
         work: on entries and elements.
-        messages: `measurement.measure_network`'s, and `turns`, as `network.from_flags` wants them.
+        messages: `measurement.measure_network`'s, as `network.from_flags` wants them.
         processors: what each rank computes with.
     """
 

@@ -206,10 +206,7 @@ class Recipe:
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
-        rise = max(1, round(self.warmup * self.steps))
-        if step < rise:
-            return self.learning_rate * (step + 1) / rise
-        return self.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, self.steps - rise)))
+        return warm_up_and_decay(step, self.steps, self.learning_rate, self.warmup)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(
@@ -224,16 +221,27 @@ def train_step(
     step: int,
     inputs: Tensor,
     targets: Tensor,
-) -> float:
-    """One step: forward (the model, or DDP around it), backward, clip, update. Returns the batch's loss in nats."""
-    loss = F.cross_entropy(forward(inputs).flatten(0, 1), targets.flatten())
-    loss.backward()
+) -> None:
+    """One step: forward (the model, or DDP around it), backward, clip, update."""
+    F.cross_entropy(forward(inputs).flatten(0, 1), targets.flatten()).backward()
+    update(optimizer, recipe.rate(step), recipe.clip)
+
+
+def warm_up_and_decay(step: int, steps: int, highest: float, warmup: float) -> float:
+    """The learning rate of a step, counted from 0: it rises for a share of the steps, then a cosine falls to 0."""
+    rise = max(1, round(warmup * steps))
+    if step < rise:
+        return highest * (step + 1) / rise
+    return highest * 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
+
+
+def update(optimizer: torch.optim.Optimizer, rate: float, clip: float) -> None:
+    """Clip the gradients' norm, step, and forget them."""
     for group in optimizer.param_groups:
-        group["lr"] = recipe.rate(step)
-        nn.utils.clip_grad_norm_(group["params"], recipe.clip)
+        group["lr"] = rate
+        nn.utils.clip_grad_norm_(group["params"], clip)
     optimizer.step()
     optimizer.zero_grad()
-    return loss.item()
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ Whatever computes at the same time shares the rank's processors fairly: where th
 behind backward; where there are not, the codec's work and the network stack's adds to it. On a GPU the kernels of a
 side stream share it with those of backward in the same way, as one processor.
 
-Nothing here is measured, and nothing depends on a machine: `measurement` and `advise` bring the numbers.
+Nothing here is measured, and nothing depends on a machine: `measurement` and `forecast` bring the numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Make every published figure anew: run the whole set, then write its tables into docs/benchmarks.md.
+"""Make every figure of docs/benchmarks.md anew: run the whole set, then write its tables into the page.
 
 Each entry of the set is one `gradwire-bench` command, which writes its JSON file to benchmarks/results/ and its picture
 to docs/. Those that need shaped links are left out where links cannot be had, and said to be; their older figures stay.
@@ -83,6 +83,11 @@ SET = (
     ),
     Publication("train-digits", "train --task digits --world 2 4"),
     Publication("train-small", "train --task small --readings 8 --timed 4"),
+    Publication(
+        "train-small-adamw",
+        "train --task small --optimizer adamw --rates 100mbit 1gbit --arms powersgd onebit topk topk8 --readings 8 "
+        "--timed 4",
+    ),
     Publication("advise-check", "advise --check", plot=False),
     Publication("profiling", "profile --rate 1gbit"),
     Publication("allreduce", "allreduce --world 8 --repeats 3"),

@@ -6,7 +6,6 @@ A task's global batch does not depend on the number of ranks, so its float32 cur
 from __future__ import annotations
 
 import dataclasses
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,11 +23,15 @@ from .language_model import (
     bits_per_byte,
     standard_library,
     total_loss,
+    update,
     validation_starts,
+    warm_up_and_decay,
     windows,
 )
 
 Batch = tuple[Tensor, Tensor]
+#: Share of the steps over which the learning rate rises.
+WARM_UP = 0.1
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Task(ABC):
     Attributes:
         steps: optimizer steps of a whole run.
         batch: samples of all ranks together, in each step.
-        learning_rates: for each optimizer, the one found for float32; reached after a tenth of the steps.
+        learning_rates: for each optimizer, the one found for float32; reached at the end of the warm-up.
         bucket_mb: DDP's `bucket_cap_mb`, smaller for small models, so that they too have several buckets.
         margin: equal loss is within this share of what float32 ends at with the same seed.
         optimizer: "sgd", with a momentum of 0.9, or "adamw".
@@ -83,20 +86,13 @@ class Task(ABC):
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
-        rise, highest = max(1, self.steps // 10), self.learning_rates[self.optimizer]
-        if step < rise:
-            return highest * (step + 1) / rise
-        return highest * 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, self.steps - rise)))
+        return warm_up_and_decay(step, self.steps, self.learning_rates[self.optimizer], WARM_UP)
 
     def train_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, batch: Batch) -> None:
         """Forward, backward, clip, update; `model` is DDP's."""
         inputs, targets = batch
         self.loss(model(inputs), targets).backward()
-        for group in optimizer.param_groups:
-            group["lr"] = self.rate(step)
-            nn.utils.clip_grad_norm_(group["params"], self.clip)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer, self.rate(step), self.clip)
 
     def share(self, world_size: int) -> int:
         """Samples of one rank in each step.
@@ -220,7 +216,7 @@ SMALL = Text(
     "byte-level transformer, 0.85 M parameters",
     steps=150,
     batch=8,
-    learning_rates={"sgd": 0.3, "adamw": 4e-3},
+    learning_rates={"sgd": 0.3, "adamw": 2e-3},
     bucket_mb=1,
 )
 LARGE = Text(

@@ -21,7 +21,6 @@ class Arm:
 
     Attributes:
         name, title: for the command line, and for people.
-        colour: in plots; of Okabe and Ito's palette, which colour-blind readers can tell apart.
         codec: gradwire's; None for PyTorch's own ways and for none at all.
         learns_as: the arm whose learning curve holds for this one too; itself by default.
         decides: whether `exchange="auto"` may choose not to compress.
@@ -29,7 +28,6 @@ class Arm:
 
     name: str
     title: str
-    colour: str
     codec: Codec | None = None
     learns_as: str | None = None
     decides: bool = False
@@ -62,14 +60,14 @@ class Attached:
     power: PowerSGDState | None = None
 
     def bits_per_element(self, arm: Arm) -> float:
-        """What stands for a gradient element on its way, at the end of the run; 0 where nothing is sent."""
+        """What stands for a gradient element on its way, at the end of the run."""
         if self.state is not None:
             done = self.state.statistics()
             return 32 * done.payload_bytes / done.dense_bytes
         if self.power is not None:
             _, before, after = self.power.compression_stats()
             return 32 * after / before if before else 32.0
-        return {FLOOR: 0.0, OPPONENT: 16.0}.get(arm.name, 32.0)
+        return 16.0 if arm.name == OPPONENT else 32.0
 
     def compresses(self) -> bool:
         """Whether anything but float32 travels."""
@@ -89,16 +87,16 @@ DENSER = TopK(density=0.08, values=torch.int8)
 ARMS = {
     arm.name: arm
     for arm in (
-        Arm(FLOOR, "no communication", "#BBBBBB"),
-        Arm(DENSE, "DDP, float32", "#000000"),
-        Arm(OPPONENT, "DDP, fp16 hook", "#777777"),
-        Arm("bf16", "Cast(bfloat16), for PyTorch's bf16 hook", "#AA7744", Cast(torch.bfloat16)),
-        Arm("powersgd", "DDP, PowerSGD hook, rank 4", "#56B4E9"),
-        Arm("qsgd", "QSGD, 4 bits", "#0072B2", QSGD(bits=4)),
-        Arm("terngrad", "TernGrad", "#009E73", TernGrad()),
-        Arm("onebit", "OneBit", "#D55E00", OneBit()),
-        Arm("topk", "TopK, 1 %", "#CC79A7", TopK(density=0.01)),
-        Arm("topk8", "TopK, 8 %, int8", "#E69F00", DENSER),
-        Arm("auto", "auto: TopK, 8 %, int8, or dense", "#F0E442", DENSER, learns_as="topk8", decides=True),
+        Arm(FLOOR, "no communication"),
+        Arm(DENSE, "DDP, float32"),
+        Arm(OPPONENT, "DDP, fp16 hook"),
+        Arm("bf16", "Cast(bfloat16), for PyTorch's bf16 hook", Cast(torch.bfloat16)),
+        Arm("powersgd", "DDP, PowerSGD hook, rank 4"),
+        Arm("qsgd", "QSGD, 4 bits", QSGD(bits=4)),
+        Arm("terngrad", "TernGrad", TernGrad()),
+        Arm("onebit", "OneBit", OneBit()),
+        Arm("topk", "TopK, 1 %", TopK(density=0.01)),
+        Arm("topk8", "TopK, 8 %, int8", DENSER),
+        Arm("auto", "auto: TopK, 8 %, int8, or dense", DENSER, learns_as="topk8", decides=True),
     )
 }

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from . import links, report
-from .arms import FLOOR, OPPONENT
+from .arms import COLOURS, FLOOR, OPPONENT
 from .train_arms import ARMS, DENSE
 
 #: PyTorch's own ways that need no tuning; a codec pays where it beats the faster of them.
@@ -213,6 +213,7 @@ def time_table(result: Mapping[str, Any], world: Mapping[str, Any]) -> report.Ta
         )
     title = f"Time to equal loss: {result['task']['title']}, {result['task']['optimizer']}, {world['world']} ranks"
     notes = [
+        report.describe(result["environment"]),
         "learning curves by seed, joined with the median step at each rate; -: target not reached by every seed",
         *(f"{spoken(rate)}: {links.caption(timing['proof'])}" for rate, timing in world["timings"].items()),
     ]
@@ -274,11 +275,10 @@ def draw_curves(by_epoch: Any, by_time: Any, result: Mapping[str, Any], world: M
             dense = world["joined"][slowest][DENSE]["step_s"]
             begin = arm.dense_steps
             panels.append((by_time, [min(s, begin) * dense + max(0, s - begin) * row["step_s"] for s in steps]))
+        colour = COLOURS[arm.name]
         for panel, x in panels:
-            panel.plot(x, [fmean(loss) for loss in losses], color=arm.colour, linewidth=1.8, label=arm.title)
-            panel.fill_between(
-                x, [min(v) for v in losses], [max(v) for v in losses], color=arm.colour, alpha=0.15, lw=0
-            )
+            panel.plot(x, [fmean(loss) for loss in losses], color=colour, linewidth=1.8, label=arm.title)
+            panel.fill_between(x, [min(v) for v in losses], [max(v) for v in losses], color=colour, alpha=0.15, lw=0)
     start = by_arm(world["runs"])[DENSE][0]["curve"]
     for panel in (by_epoch, by_time):
         panel.axhline(target, color="#000000", linewidth=0.8, linestyle=":")
@@ -301,14 +301,14 @@ def draw_rates(panel: Any, world: Mapping[str, Any]) -> None:
         found = [mean_time(world["joined"][rate][name]) for rate in rates]
         if name == FLOOR or None in found:
             continue
-        arm = ARMS[name]
+        arm, colour = ARMS[name], COLOURS[name]
         style = "--" if arm.decides else "-"
-        panel.plot(places, found, style, color=arm.colour, marker="o", markersize=4, linewidth=1.8, label=arm.title)
+        panel.plot(places, found, style, color=colour, marker="o", markersize=4, linewidth=1.8, label=arm.title)
         crossing = world["crossover"].get(name, {}).get("rate")
         if crossing is not None:
             height = [math.log(t) for t in found if t is not None]
             order = sorted(zip(places, height, strict=True))
-            panel.plot(crossing, math.exp(between(order, crossing)), "o", color=arm.colour, ms=11, mfc="none", mew=2)
+            panel.plot(crossing, math.exp(between(order, crossing)), "o", color=colour, ms=11, mfc="none", mew=2)
     panel.set(xscale="log", yscale="log", ylabel="seconds to the target", xlabel="bandwidth of a rank's link")
     panel.set_xticks(places, [spoken(rate) for rate in rates])
     panel.minorticks_off()

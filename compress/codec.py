@@ -269,6 +269,6 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 def check_number(name: str, value: float, low: float, high: float) -> None:
-    """Raises ValueError unless `value` is a finite number with low < value <= high."""
+    """Raises ValueError unless `value` is a number with low < value <= high."""
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value) or not low < value <= high:
         raise ValueError(f"{name}={value!r}: expected a number in ({low}, {high}]")

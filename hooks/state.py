@@ -46,7 +46,8 @@ class CompressState:
         fallback: what "auto" sends where compression does not pay (a fast network, a small bucket): torch.float32,
             torch.bfloat16 (with error feedback), or None: it compresses always.
         topology: how ranks lie on nodes, for "auto" and "hierarchical", which compress between nodes only: ranks on
-            each node, a two-dimensional DeviceMesh (nodes × ranks inside), "auto" (what torchrun says), or None.
+            each node, a two-dimensional DeviceMesh (nodes × ranks inside), "auto" (what torchrun says, over Gloo), or
+            None.
         grad_scaler: the GradScaler in use, if any: residuals follow its scale, and those of a step that it skips
             because of an overflow are put back.
         process_group: used for the exchanges and nothing else. By default a Gloo group of the model's ranks is made;

@@ -23,8 +23,9 @@ class Statistics:
         steps: synchronised backward passes.
         elements: gradient elements reduced.
         dense_bytes: what they would be as float32.
-        payload_bytes: bytes this rank handed to collectives for other ranks, everything counted.
-        transfer_bytes: bytes this rank received from others, by what the collectives move.
+        payload_bytes: bytes this rank handed to collectives for other ranks, but for the few that compare steps.
+        transfer_bytes: bytes this rank received from others, by what the collectives move; of a hierarchical exchange,
+            from other nodes.
         skipped_entries: indices or codes that cannot occur in a sound wire and were left out.
         nonfinite_steps: steps whose mean had a NaN or an infinity.
         decisions: for each bucket, by index, which exchange serves it, and why.

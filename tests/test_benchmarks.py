@@ -262,7 +262,7 @@ def test_exchange_in_miniature(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert found["buckets"] >= 1
     assert [row["arm"] for row in found["arms"]] == ["none", "fp16", "fp32", "topk", "auto"]
     for row in found["arms"]:
-        assert [len(turn) for turn in row["times_s"]] == [2, 2]
+        assert [len(turn) for turn in row["times_s"]] == [4, 4]
         assert row["sent_bytes"] is None
         assert bool(row["phases_s"]) == bool(row["decisions"]) == (row["arm"] in ("topk", "auto"))
     assert "NOT SHAPED" in capsys.readouterr().out

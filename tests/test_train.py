@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from gradwire.benchmarks import report, train_report
+from gradwire.benchmarks.arms import COLOURS
 from gradwire.benchmarks.tasks import DIGITS, SMALL, TASKS, Task
 from gradwire.benchmarks.train_arms import ARMS
 
@@ -191,4 +192,4 @@ def test_a_small_run_of_the_real_thing(tmp_path: Path) -> None:
 
 
 def test_arms_are_told_apart() -> None:
-    assert len({arm.colour for arm in ARMS.values()}) == len({arm.title for arm in ARMS.values()}) == len(ARMS)
+    assert len({COLOURS[name] for name in ARMS}) == len({arm.title for arm in ARMS.values()}) == len(ARMS)
