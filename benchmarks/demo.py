@@ -391,9 +391,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     recipe = Recipe(steps=options.steps, learning_rate=options.learning_rate)
     corpus = standard_library()
     names = [arm.name for arm in options.arms]
-    content = document(
-        "demo", {name: value for name, value in vars(options).items() if name != "output"} | {"arms": names}
-    ) | {
+    asked = {"seeds": options.seeds, "steps": options.steps, "learning_rate": options.learning_rate, "arms": names}
+    content = document("demo", asked) | {
         "ranks": dist.get_world_size(),
         "recipe": dataclasses.asdict(recipe),
         "bucket_mb": BUCKET_MB,

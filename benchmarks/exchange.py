@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--density", type=float, default=0.001, help="of the topk arm (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="each runs every arm once (default: %(default)s)")
     parser.add_argument(
-        "--steps", type=int, default=2, help="timed in each round, from 1 Gbit/s on twice (%(default)s)"
+        "--steps", type=int, default=2, help="timed in each round, twice from 1 Gbit/s on (%(default)s)"
     )
     parser.add_argument("--warmup", type=int, default=5, help="untimed steps of gradwire's arms (default: %(default)s)")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for each rate (default: %(default)s)")
@@ -64,9 +64,8 @@ def run(options: argparse.Namespace) -> int:
     result["environment"]["threads"] = 1
     result["rates"] = []
     for text, rate in rates.items():
-        steps = options.steps * (
-            2 if rate is None or rate >= 10**9 else 1
-        )  # short ones, which the machine's moods move
+        short = rate is None or rate >= 10**9
+        steps = 2 * options.steps if short else options.steps
         with links.open_links(options.world, rate) as connection:
             proof, ranks = connection.run_proven(measure, {**arguments, "steps": steps}, options.timeout)
         rows = summarize([rank["arms"] for rank in ranks], shaped=rate is not None)
