@@ -255,7 +255,9 @@ def test_a_gpu_has_no_network_stack() -> None:
         "casts": [0.0, 0.0],
         "work": dict.fromkeys(("pack", "unpack", "merge", "scatter", "sweep", "dense"), 0.0),
     }
-    machine = forecast.read(found, here().messages, 8.0, 8)
+    messages = {**here().messages, "waking": 1e-3}
+    assert forecast.read({**found, "device": "cpu"}, messages, 8.0, 8).processors == Processors(8.0, 8, 1e-3)
+    machine = forecast.read(found, messages, 8.0, 8)
     assert machine.processors == Processors()
     network = machine.network(2, 1, 1e9, 1e-3, None)
     assert network.flat.all_to_all.alpha == 1e-3

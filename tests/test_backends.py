@@ -323,6 +323,18 @@ def test_a_sample_sees_every_column_of_a_matrix(scale: float) -> None:
     assert all(1 <= ratio < 2 for ratio in found[1:]), found
 
 
+def test_a_workspace_grows_with_the_codec_that_uses_it() -> None:
+    """A lower density samples more: as much as its own workspace has room for, and nothing beyond."""
+    numel, kernels = 1 << 18, backend_kernels("cpu")["topk"]
+    codec, x = TopK(density=0.001), torch.randn(1 << 18, generator=torch.Generator().manual_seed(0))
+    own, other = (kernels.workspace(c, numel, torch.device("cpu")) for c in (codec, TopK(density=0.5)))
+    wires = [torch.zeros(codec.wire_bytes(numel), dtype=torch.uint8) for _ in range(2)]
+    for workspace, wire in zip((own, other), wires, strict=True):
+        kernels.encode(codec, x, wire, None, workspace)
+    assert len(other.buffers["sample"]) == len(own.buffers["sample"])
+    assert torch.equal(*wires)
+
+
 def candidates(codec: TopK, gradients: Sequence[Tensor]) -> list[float]:
     """Of each of several gradients, how many elements are at or above the foretold threshold, over k."""
     numel, kernels = len(gradients[0]), backend_kernels("cpu")["topk"]

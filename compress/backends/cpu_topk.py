@@ -190,8 +190,9 @@ class TopK(SparseKernels, CpuKernels):
             rooms.append((index, value, capacity, histogram, histogram + histogram_size))
         if len(workspace.buffers.get("lists", ())) < pieces:
             workspace.buffers["lists"] = np.empty((pieces, 2), np.int64)
-        if "sample" not in workspace.buffers:
-            workspace.buffers["sample"] = np.empty(numel // self._stride(k), np.int32)
+        sampled = max(1, numel // self._stride(k))
+        if len(workspace.buffers.get("sample", ())) < sampled:
+            workspace.buffers["sample"] = np.empty(sampled, np.int32)
         return rooms
 
     def encode_plain(
