@@ -19,6 +19,7 @@ uncompressed beside the codec's wire, in the same messages.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -28,7 +29,7 @@ from ..compress.codec import Codec
 from ..compress.feedback import OwnedSlice
 from ..compress.topk import TopK
 from .exchange import Clock, Exchange
-from .group import Group
+from .group import Group, Work
 from .sparse_exchanges import Split, Union
 
 
@@ -148,34 +149,71 @@ class TwoPass(Exchange):
 
 
 class Dense(Exchange):
-    """float32 all-reduce; the codec only waits."""
+    """float32 all-reduce; the codec only waits. In place where the gradient is float32 and nothing travels beside it.
+
+    Attributes:
+        settled: whether the last mean was finite, so that no rank can have kept anything back. Not known on GPUs, as
+            the host would have to wait for them.
+    """
 
     def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
         super().__init__(codec, numel, extra, device, group)
-        self.total = torch.zeros(numel + extra, dtype=torch.float32, device=device)
+        self.memory: Tensor | None = None  # where the sum cannot be made in place
+        self.total: Tensor | None = None
+        self.work: Work | None = None
         self.not_finite = torch.zeros(2, dtype=torch.int64, device=device)
+        self.settled = False
+
+    @property
+    def under_way(self) -> bool:  # type: ignore[override]
+        return self.work is not None
 
     @property
     def payload_bytes(self) -> int:
-        return 4 * self.total.numel() if self.world_size > 1 else 0
+        return 4 * (self.numel + self.extra) if self.world_size > 1 else 0
 
     @property
     def transfer_bytes(self) -> int:
-        return 2 * 4 * self.total.numel() * (self.world_size - 1) // self.world_size
+        return 2 * 4 * (self.numel + self.extra) * (self.world_size - 1) // self.world_size
+
+    def start(self, grad: Tensor, group: Group) -> None:
+        """Begin at once, on the caller's thread and a group of its own; `encode` falls away, `exchange` then waits.
+
+        Args:
+            grad: float32, alone: nothing travels beside it.
+        """
+        self.total, self.work = grad, group.all_reduce(grad)
 
     def encode(self, grad: Tensor, extra: Tensor, residual: Tensor | None, draw: Tensor) -> None:
+        if grad.dtype == torch.float32 and not self.extra:
+            self.total = grad
+            return
+        if self.memory is None:
+            self.memory = torch.zeros(self.numel + self.extra, dtype=torch.float32, device=self.device)
+        self.total = self.memory
         self.total[: self.numel].copy_(grad)
         self.total[self.numel :].copy_(extra)
 
     def exchange(self, owned: Sequence[Tensor], owner_draw: Tensor, clock: Clock) -> None:
+        assert self.total is not None
         with clock("exchange"):
-            self.group.all_reduce(self.total).wait()
+            work, self.work = self.work or self.group.all_reduce(self.total), None
+            work.wait()
 
     def decode(self, out: Tensor, extra_out: Tensor) -> None:
-        self.total.mul_(1.0 / self.world_size)
-        self.not_finite[1] += (~self.total.isfinite()).sum()
-        out.copy_(self.total[: self.numel])
-        extra_out.copy_(self.total[self.numel :])
+        total, self.total = self.total, None  # DDP's memory must not be kept
+        assert total is not None
+        total.mul_(1.0 / self.world_size)
+        if total.numel():  # least and largest are NaN or infinite where any element is: one pass, and no memory
+            least, largest = torch.aminmax(total)
+            if total.is_cuda:
+                self.not_finite[1] += ~(least.isfinite() & largest.isfinite())
+            else:
+                self.settled = math.isfinite(least) and math.isfinite(largest)
+                self.not_finite[1] += not self.settled
+        if total is not out:
+            out.copy_(total[: self.numel])
+            extra_out.copy_(total[self.numel :])
 
     def status(self) -> Tensor:
         return self.not_finite

@@ -7,7 +7,9 @@ from torch import Tensor
 
 from ..compress.codec import new_draw
 from ..compress.feedback import Layout, Slot, layout_numel, pack
+from .allreduce import Dense
 from .exchange import Exchange
+from .group import Group
 from .plan import Choice, Plan, Topology
 
 
@@ -50,6 +52,13 @@ class Bucket:
             self.copied: torch.cuda.Event | None = None
             self.plan = plan
         return self.exchange
+
+    def start(self, buffer: Tensor, group: Group) -> None:
+        """Let its exchange begin on the calling thread, where that needs nothing but DDP's buffer. All ranks do it, or
+        none."""
+        alone = self.packed is None and buffer.dtype == torch.float32
+        if alone and self.plan is not None and isinstance(self.exchange, Dense) and self.exchange.settled:
+            self.exchange.start(buffer, group)
 
     def gather(self, buffer: Tensor) -> Tensor:
         """What is to be compressed, flat; fills `extra` with what is not."""

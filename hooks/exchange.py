@@ -30,6 +30,9 @@ class Exchange(ABC):
         group: the ranks.
     """
 
+    #: Whether it has begun already, before the three phases: then nothing is left to encode.
+    under_way = False
+
     def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
         self.codec, self.numel, self.extra, self.device, self.group = codec, numel, extra, device, group
         self.rank, self.world_size = group.rank, group.size

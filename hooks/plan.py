@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class Choice:
     exchange: str
     feedback: bool
 
-    @property
+    @cached_property
     def digest(self) -> int:
         return int.from_bytes(hashlib.blake2b(repr(self).encode(), digest_size=7).digest(), "big")
 

@@ -26,7 +26,19 @@ from .statistics import Statistics
 CHECKPOINT_FORMAT = 1
 
 #: What belongs to a process and is left out of copies of a state.
-CONNECTION = ("_lane", "_group", "_planner", "_control", "_buckets", "_names", "_tag", "_tags", "_tags_work")
+CONNECTION = (
+    "_lane",
+    "_group",
+    "_dense_group",
+    "_planner",
+    "_control",
+    "_buckets",
+    "_names",
+    "_tag",
+    "_tags",
+    "_tags_work",
+    "_current",
+)
 
 
 class CompressState:
@@ -50,8 +62,9 @@ class CompressState:
             None.
         grad_scaler: the GradScaler in use, if any: residuals follow its scale, and those of a step that it skips
             because of an overflow are put back.
-        process_group: used for the exchanges and nothing else. By default a Gloo group of the model's ranks is made;
-            for a model on GPUs whose own group is NCCL's, that one serves.
+        process_group: used for the exchanges and nothing else. By default a Gloo group of the model's ranks is made,
+            and dense buckets go in the model's own, as without a hook; for a model on GPUs whose own group is NCCL's,
+            that one serves.
         seed: of stochastic rounding.
 
     Raises:
@@ -60,11 +73,13 @@ class CompressState:
     """
 
     _lane: Lane | None
-    _group: Group  # for gradients
+    _group: Group  # for gradients, on the lane
+    _dense_group: Group | None  # for gradients that need none
     _control: Group  # for what the host has to know
     _planner: Planner
     _buckets: dict[int, Bucket]
     _names: dict[int, str]
+    _current: Choice  # this step's
 
     def __init__(
         self,
@@ -146,11 +161,16 @@ class CompressState:
         lane = self._lane or self._connect(None)  # none after `close`, or in a copy
         first, last, step = bucket.index() == 0, bucket.is_last(), self._step
         place = self._place(bucket, buffer)
-        choice = self._choice(step)
+        if first:
+            self._current = self._choice(step)
+        choice = self._current
         scale = self._read_scale() if first else None
         if last:
             self._step += 1
             self._buckets = {index: b for index, b in self._buckets.items() if index <= place.index}
+        # As DDP would: the lane's thread may have to wait for a core that backward is using.
+        if self._dense_group is not None and not self._is_due(place, choice, step):
+            place.start(buffer, self._dense_group)
 
         def job() -> Tensor:
             if buffer.is_cuda:
@@ -175,8 +195,7 @@ class CompressState:
         self._scale = scale
         # Every rank sends its step and choice, and gets the others' while it encodes: sizes that differ would abort, or
         # hang. From host to host, so that no GPU is waited for.
-        self._tag = torch.tensor([step, choice.digest], dtype=torch.int64)
-        self._tags = torch.zeros(2 * self._group.size, dtype=torch.int64)
+        self._tag[0], self._tag[1] = step, choice.digest
         self._tags_work = self._control.all_gather(self._tags, self._tag)
 
     def _compare_step(self, choice: Choice) -> None:
@@ -200,7 +219,9 @@ class CompressState:
             place.draw[1] = place.owner_draw[1] = step
             grad = place.gather(buffer)
             residual, owned = None, []
-            if place.plan.feedback and exchange.numel:
+            if exchange.under_way:
+                pass
+            elif place.plan.feedback and exchange.numel:
                 residual = self._feedback.residual(place.layout, grad.device)
                 owned = self._feedback.owned(place.layout, exchange.owned_slices)
                 self._feedback.remember(place.layout)
@@ -218,9 +239,14 @@ class CompressState:
             place.scatter(buffer)
         self._count(place, exchange)
 
+    @staticmethod
+    def _is_due(place: Bucket, choice: Choice, step: int) -> bool:
+        """Whether it is time to decide what serves a bucket: when its codec changes, and now and then."""
+        return place.choice != choice or (choice.exchange == "auto" and step % REVIEW_EVERY == 0)
+
     def _prepare(self, place: Bucket, choice: Choice, step: int) -> Exchange:
-        """The exchange that serves a bucket: decided when its codec changes, and from time to time."""
-        if place.choice != choice or (choice.exchange == "auto" and step % REVIEW_EVERY == 0):
+        """The exchange that serves a bucket."""
+        if self._is_due(place, choice, step):
             plan, why = self._planner.plan(choice, layout_numel(place.layout), place.union)
             place.choice = choice
             self._statistics.decisions[place.index] = f"{plan.exchange} of {plan.codec}: {why}"
@@ -402,9 +428,13 @@ class CompressState:
         for part in (topology.inside, topology.between):
             if part is not None and blocking:
                 part.follow_timeout(model_group)
+        # Where the user has named a group, nothing goes elsewhere; and a step that may be undone has to be remembered.
+        direct = blocking and group is None and self.grad_scaler is None and self._group.size > 1
+        self._dense_group = Group(model_group) if direct else None
         self._planner = Planner(topology, self._device, self.fallback)
         if self.exchange == "auto":
             self._planner.calibrate()
+        self._tag, self._tags = torch.zeros(2, dtype=torch.int64), torch.zeros(2 * self._group.size, dtype=torch.int64)
         self._lane = Lane(f"gradwire-{self._group.rank}", self._device, threaded=blocking)
         return self._lane
 

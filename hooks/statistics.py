@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -51,15 +51,29 @@ class Statistics:
             bucket: its index.
             device: where its gradients are.
         """
-        return partial(self._timed, bucket=bucket, nvtx=device.type == "cuda")
+        return partial(_Phase, self.seconds, bucket, device.type == "cuda")
 
-    @contextmanager
-    def _timed(self, phase: str, bucket: int, nvtx: bool) -> Iterator[None]:
-        name = RANGE.format(phase=phase, bucket=bucket)
-        # torch.profiler's range becomes one of NVTX only under `emit_nvtx`; Nsight Systems needs no change of a script.
-        with record_function(name), torch.cuda.nvtx.range(name) if nvtx else nullcontext():
-            start = time.perf_counter()
-            try:
-                yield
-            finally:
-                self.seconds[phase] += time.perf_counter() - start
+
+class _Phase:
+    """Adds the time spent inside to `seconds`. One of these opens several times a bucket, on small models for less than
+    entering a profiler's range takes: hence no range while nobody profiles."""
+
+    __slots__ = ("_phase", "_ranges", "_seconds", "_start")
+
+    def __init__(self, seconds: dict[str, float], bucket: int, nvtx: bool, phase: str) -> None:
+        self._seconds, self._phase = seconds, phase
+        self._ranges: ExitStack | None = None
+        if nvtx or getattr(torch.autograd.profiler, "_is_profiler_enabled", True):
+            self._ranges = ExitStack()
+            name = RANGE.format(phase=phase, bucket=bucket)
+            self._ranges.enter_context(record_function(name))
+            if nvtx:  # torch.profiler's range becomes one of NVTX only under `emit_nvtx`
+                self._ranges.enter_context(torch.cuda.nvtx.range(name))
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *exception: object) -> None:
+        self._seconds[self._phase] += time.perf_counter() - self._start
+        if self._ranges is not None:
+            self._ranges.close()

@@ -170,21 +170,22 @@ def test_ranks_that_disagree_all_say_so(ranks: Ranks, case: str, words: tuple[st
             assert word in text
 
 
-def diverging_schedule(rank: int) -> tuple[str, list[str]]:
-    """The ranks' schedules part at step 2, where the wires have other sizes."""
-    ddp, state = wrap(perceptron(), lambda step: TopK(0.5) if step < 2 or rank == 0 else OneBit())
-    train(rank, ddp, range(2))
-    first = message(lambda: train(rank, ddp, range(2, 3)))
-    again = message(lambda: train(rank, ddp, range(3, 4)))
+def diverging_schedule(rank: int, codec: Codec) -> tuple[str, list[str]]:
+    """The ranks' schedules part at step 4, where the wires have other sizes, or one rank's go ahead of its lane."""
+    ddp, state = wrap(perceptron(), lambda step: codec if step < 4 or rank == 0 else OneBit())
+    train(rank, ddp, range(4))
+    first = message(lambda: train(rank, ddp, range(4, 5)))
+    again = message(lambda: train(rank, ddp, range(5, 6)))
     residuals = state.state_dict()["residuals"]
     return first, [again, str(all(bool(t.isfinite().all()) for t in residuals.values()))]
 
 
-def test_schedules_that_part_stop_every_rank_and_name_both_sides() -> None:
+@pytest.mark.parametrize("codec", [TopK(0.5), Identity()], ids=str)
+def test_schedules_that_part_stop_every_rank_and_name_both_sides(codec: Codec) -> None:
     pool = Pool(2)
     try:
-        for first, (again, finite) in pool.run(diverging_schedule):
-            assert f"ranks disagree on codec: rank 0 has {TopK(0.5)}, rank 1 has OneBit" in first
+        for first, (again, finite) in pool.run(diverging_schedule, codec):
+            assert f"ranks disagree on codec: rank 0 has {codec}, rank 1 has OneBit" in first
             assert "stopped after an earlier error" in again
             assert finite == "True"
     finally:
@@ -211,10 +212,10 @@ def test_checkpoints_of_different_steps_are_noticed() -> None:
         pool.close()
 
 
-def die(rank: int) -> Any:
+def die(rank: int, exchange: str) -> Any:
     """Rank 1 saves a checkpoint and dies in the next step; the others must hear of it."""
     model = convnet()
-    ddp, state = wrap(model, OneBit(), exchange="two_pass")
+    ddp, state = wrap(model, OneBit(), exchange=exchange)
     train(rank, ddp, range(3))
     saved = state.state_dict()
     if rank == 1:
@@ -227,11 +228,12 @@ def die(rank: int) -> Any:
     return text, seconds, intact
 
 
-def test_a_rank_that_dies_leaves_the_others_with_an_error() -> None:
+@pytest.mark.parametrize("exchange", ["two_pass", "dense"])
+def test_a_rank_that_dies_leaves_the_others_with_an_error(exchange: str) -> None:
     timeout = timedelta(seconds=15)
     pool = Pool(3, timeout)
     try:
-        results = pool.run(die, may_die=(1,))
+        results = pool.run(die, exchange, may_die=(1,))
         for rank in (0, 2):
             text, seconds, intact = results[rank]
             assert "gradwire" in text or "Gloo" in text or "gloo" in text, text

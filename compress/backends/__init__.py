@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -104,6 +105,7 @@ def backend_kernels(name: str) -> dict[str, Kernels]:
     return table
 
 
+@cache
 def _backend(name: str) -> Any:
     if name not in BACKENDS:
         raise ValueError(f"gradwire has no kernels for device {name!r}: move the tensors to one of {BACKENDS[1:]}")

@@ -1,0 +1,161 @@
+"""Dense buckets: in place, and ahead of the lane once every rank can tell that nothing is held back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from gradwire import Codec, Identity, OneBit, TopK
+from gradwire.hooks.allreduce import Dense
+from ranks import Pool
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from training import Ledger, batch, convnet, digest, perceptron, train, wrap
+
+Ranks = Callable[[int], Pool]
+
+
+class Counted:
+    """How many dense exchanges went ahead, by step."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self._now = 0
+
+    def __enter__(self) -> Counted:
+        start = Dense.start
+
+        def counting(exchange: Dense, *arguments: Any) -> None:
+            self._now += 1
+            start(exchange, *arguments)
+
+        self._patch = patch.object(Dense, "start", counting)
+        self._patch.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._patch.stop()
+
+    def train(self, rank: int, ddp: Any, steps: range, ledger: Ledger | None = None) -> list[str]:
+        digests = []
+        for step in steps:
+            self._now = 0
+            digests += train(rank, ddp, range(step, step + 1), ledger)
+            self.steps.append(self._now)
+        return digests
+
+
+def beside_ddp(rank: int, options: dict[str, Any]) -> Any:
+    """Digests of every step's gradients, with the hook and without, and how many buckets went ahead in each."""
+    plain = DistributedDataParallel(convnet(), bucket_cap_mb=0.02)
+    expected = train(rank, plain, range(6))
+    ddp, state = wrap(convnet(), OneBit(), exchange="dense", **options)
+    with Counted() as ahead:
+        digests = ahead.train(rank, ddp, range(6))
+    buckets, counted = len(state._buckets), state.statistics()
+    state.close()
+    return digests, expected, ahead.steps, buckets, counted.dense_bytes, counted.payload_bytes
+
+
+def test_dense_buckets_go_ahead_and_equal_ddp(ranks: Ranks) -> None:
+    for digests, expected, ahead, buckets, dense, payload in ranks(2).run(beside_ddp, {}):
+        assert digests == expected
+        # The first step builds the buckets, and DDP builds them anew after it.
+        assert ahead == [0, 0, *[buckets] * 4]
+        assert buckets >= 3
+        assert dense == payload
+
+
+def no_bias(name: str, parameter: nn.Parameter) -> bool:
+    return parameter.dim() == 1
+
+
+@pytest.mark.parametrize("options", [{"grad_scaler": torch.amp.GradScaler("cpu")}, {"exclude": no_bias}], ids=str)
+def test_what_a_step_has_to_remember_or_to_move_stays_on_the_lane(ranks: Ranks, options: dict[str, Any]) -> None:
+    for digests, expected, ahead, *_ in ranks(2).run(beside_ddp, options):
+        assert digests == expected
+        assert set(ahead) == {0}
+
+
+def there_and_back(rank: int) -> Any:
+    """Compressed, dense, compressed, dense: all that was held back arrives, whichever thread sends it."""
+
+    def schedule(step: int) -> Codec:
+        return [TopK(0.05), Identity()][step // 4 % 2]
+
+    model = convnet()
+    ledger = Ledger(model)
+    ddp, state = wrap(model, schedule)
+    errors = []
+    with Counted() as ahead:
+        digests = []
+        for first in range(0, 16, 4):
+            digests += ahead.train(rank, ddp, range(first, first + 4), ledger)
+            errors.append(ledger.error(state))
+    left = [float(t.abs().max()) for t in state.state_dict()["residuals"].values()]
+    buckets = len(state._buckets)
+    state.close()
+    return digests, errors, ahead.steps, buckets, left
+
+
+def test_nothing_is_lost_where_dense_steps_follow_compressed_ones(ranks: Ranks) -> None:
+    results = ranks(3).run(there_and_back)
+    assert all(result[0] == results[0][0] for result in results)
+    for _, errors, ahead, buckets, left in results:
+        assert max(errors) < 1e-5
+        # The first dense step takes what was held back.
+        assert ahead == [*[0] * 4, 0, *[buckets] * 3] * 2
+        assert max(left) == 0.0
+
+
+def broken_gradient(rank: int) -> Any:
+    """Rank 1 has a NaN in the first step that is dense, and what it held back there must wait for the next."""
+    model = perceptron()
+    ddp, state = wrap(model, lambda step: TopK(0.05) if step < 3 else Identity())
+    train(rank, ddp, range(3))
+    with Counted() as ahead:
+        model.zero_grad()
+        loss = ddp(batch(rank, 3, model)).square().mean()
+        (loss * (float("nan") if rank == 1 else 1.0)).backward()
+        stayed = sum(float(t.abs().sum()) for t in state.state_dict()["residuals"].values())
+        steps = state.statistics().nonfinite_steps
+        ahead.train(rank, ddp, range(4, 7))
+    left = sum(float(t.abs().sum()) for t in state.state_dict()["residuals"].values())
+    buckets = len(state._buckets)
+    finite = digest(p.grad for p in model.parameters())
+    state.close()
+    return stayed, steps, left, ahead.steps, buckets, finite
+
+
+def test_what_stayed_beside_a_nan_goes_with_the_next_step(ranks: Ranks) -> None:
+    (sent, *first), (stayed, *second) = ranks(2).run(broken_gradient)
+    assert sent == 0.0
+    assert stayed > 0.0
+    assert first == second
+    steps, left, ahead, buckets, _ = first
+    assert steps == 1
+    assert left == 0.0
+    assert ahead == [0, buckets, buckets]
+
+
+def in_other_hands(rank: int) -> Any:
+    """A model's checkpoint with residuals, loaded by rank 1 alone while dense buckets go ahead."""
+    ddp, state = wrap(perceptron(), lambda step: TopK(0.05) if step < 3 else Identity())
+    train(rank, ddp, range(3))
+    saved = state.state_dict()
+    state.load_state_dict({**saved, "residuals": saved["residuals"] if rank else {}})
+    with Counted() as ahead:
+        digests = ahead.train(rank, ddp, range(3, 6))
+    left = sum(float(t.abs().sum()) for t in state.state_dict()["residuals"].values())
+    state.close()
+    return digests, ahead.steps, left
+
+
+def test_residuals_on_one_rank_alone(ranks: Ranks) -> None:
+    first, second = ranks(2).run(in_other_hands)
+    assert first == second
+    assert first[2] == 0.0
+    assert first[1][0] == 0
