@@ -108,6 +108,12 @@ def in_turns(turns: Mapping[str, Callable[[], None]], rounds: int) -> None:
             turns[names[(place + round_) % len(names)]]()
 
 
+def settle(state: Any, step: Callable[[], Any]) -> None:
+    """Take steps until a hook's state has decided what to do, if it is one that decides. Alike on all ranks."""
+    while getattr(state, "deciding", False):
+        step()
+
+
 def slowest(ranks: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
     """Times [rounds][steps] of which each lasts until its slowest rank is done."""
     return [[max(step) for step in zip(*turns, strict=True)] for turns in zip(*ranks, strict=True)]

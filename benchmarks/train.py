@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from . import links, report, train_report
-from .arms import FLOOR, OPPONENT, in_turns
+from .arms import FLOOR, OPPONENT, in_turns, settle
 from .demo import require_equal_replicas
 from .progress import Progress
 from .tasks import TASKS, Task, validate
@@ -197,6 +197,8 @@ def time_steps(
         times[name].append(time.perf_counter() - begin)
         say(1, ARMS[name].title)
 
+    for attached, updates, data in runners.values():
+        settle(attached.state, lambda a=attached, u=updates, d=data: job.train_step(a.model, u, 0, next(d)))  # type: ignore[misc]
     in_turns({name: partial(turn, name) for name in arms}, warmup + timed)
     result = {name: {"times_s": times[name][warmup:], "compresses": runners[name][0].compresses()} for name in arms}
     for attached, *_ in runners.values():

@@ -43,7 +43,7 @@ class Lane:
         self._devices: list[int | str | torch.device] | None = None if self._stream is None else [device]
         jobs: queue.SimpleQueue[Settle | None] = queue.SimpleQueue()
         self._jobs, self._failure = jobs, _Failure()
-        self._threaded = threaded
+        self.threaded = threaded
         if threaded:
             thread = threading.Thread(target=_run, args=(jobs, self._failure), name=name, daemon=True)
             thread.start()
@@ -60,7 +60,7 @@ class Lane:
         if self._stream is not None:
             ready = torch.cuda.current_stream(self._stream.device).record_event()
             settle = partial(_on_stream, stream=self._stream, ready=ready, settle=settle)
-        if self._threaded:
+        if self.threaded:
             self._jobs.put(settle)
         else:
             settle(self._failure)
@@ -68,7 +68,7 @@ class Lane:
 
     def flush(self) -> None:
         """Wait until every job submitted so far has ended, well or not."""
-        if self._threaded:
+        if self.threaded:
             done = threading.Event()
             self._jobs.put(lambda failure: done.set())
             done.wait()

@@ -22,6 +22,7 @@ from .cost import HIERARCHICAL
 from .exchange import Exchange
 from .group import Group
 from .hierarchical import Hierarchical
+from .trial import COMPRESSED, FALLBACK, PLANNED
 
 FALLBACKS = (torch.float32, torch.bfloat16, None)
 #: Steps after which "auto" looks again at how much the ranks' selections overlap.
@@ -208,11 +209,12 @@ class Planner:
         if self.fallback == torch.bfloat16 and (BF16, True) not in self._speeds:
             self._speeds[BF16, True] = probe.codec_speed(BF16, True, numel, group, device)
 
-    def plan(self, choice: Choice, numel: int, union: int) -> tuple[Plan, str]:
+    def plan(self, choice: Choice, numel: int, union: int, way: str = PLANNED) -> tuple[Plan, str]:
         """What serves a bucket of `numel` elements, and why.
 
         Args:
             union: how many elements any rank has selected, of a sparse codec's, as seen before; 0: not known.
+            way: of `trial`, what "auto" may choose from.
         """
         codec, feedback, size = choice.codec, choice.feedback, self.topology.all.size
         if choice.exchange == HIERARCHICAL and self.topology.between is not None:
@@ -223,9 +225,38 @@ class Planner:
         if self._flat is None or numel == 0 or choice.exchange == HIERARCHICAL:
             name = default_exchange(codec, size)
             return Plan(codec, name, feedback and name != "dense"), "nothing to choose from"
-        return self._decide(choice, numel, union)
+        plans = self._candidates(choice, numel, union, way)
+        decision = cost.decide(estimate for _, estimate in plans.values())
+        return plans[decision.name][0], str(decision)
 
-    def _decide(self, choice: Choice, numel: int, union: int) -> tuple[Plan, str]:
+    def undecided(self, choice: Choice) -> bool:
+        """Whether the cost model chooses between compression and something else."""
+        return (
+            choice.exchange == "auto"
+            and self._flat is not None
+            and self.fallback is not None
+            and not choice.codec.lossless
+        )
+
+    def rival(self, choice: Choice, buckets: Sequence[tuple[int, int, Plan]]) -> tuple[str, float]:
+        """What a trial should hold against what is planned, and the seconds in which the network can carry it.
+
+        Args:
+            choice: an `undecided` one.
+            buckets: of each, elements, union, and what serves it now.
+        """
+        planned = [plan for numel, _, plan in buckets if numel]
+        way = (
+            FALLBACK if any(plan.codec == choice.codec and plan.exchange != "dense" for plan in planned) else COMPRESSED
+        )
+        least = 0.0
+        for numel, union, _ in buckets:
+            if numel:
+                estimates = [estimate for _, estimate in self._candidates(choice, numel, union, way).values()]
+                least += min(estimate.transfer for estimate in estimates)
+        return way, least
+
+    def _candidates(self, choice: Choice, numel: int, union: int, way: str) -> dict[str, tuple[Plan, cost.Estimate]]:
         codec, feedback, size = choice.codec, choice.feedback, self.topology.all.size
         assert self._flat is not None
         plans: dict[str, tuple[Plan, cost.Estimate]] = {}
@@ -233,18 +264,19 @@ class Planner:
         def add(plan: Plan, estimate: cost.Estimate) -> None:
             plans[estimate.name] = plan, estimate
 
-        if not codec.lossless:
+        if not codec.lossless and way != FALLBACK:
             speed = self._speeds[self._key(choice)]
             for estimate in cost.compressed(codec, speed, numel, size, self._flat, self._nodes, union):
                 add(Plan(codec, estimate.name, feedback), estimate)
+        if way == COMPRESSED and not codec.lossless:
+            return plans
         if codec.lossless or self.fallback == torch.float32:
             add(Plan(codec, "dense", False), self._flat.dense(cost.Shape(numel, 0, size, 0)))
         if self.fallback == torch.bfloat16:
             speed = self._speeds[BF16, True]
             estimate = replace(self._flat.two_pass(BF16, speed, numel, size), name="bfloat16")
             add(Plan(BF16, "two_pass", True), estimate)
-        decision = cost.decide(estimate for _, estimate in plans.values())
-        return plans[decision.name][0], str(decision)
+        return plans
 
     @staticmethod
     def _key(choice: Choice) -> tuple[Codec, bool]:

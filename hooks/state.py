@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,13 +16,14 @@ from .. import __version__
 from ..compress.codec import DTYPES, Codec
 from ..compress.feedback import ErrorFeedback, Slot, layout_numel
 from ..compress.wire import WIRE_VERSION
-from . import handshake
+from . import handshake, probe
 from .bucket import Bucket, strides_in_bucket
 from .exchange import Exchange
 from .group import HANDSHAKE_TIMEOUT, Group
 from .lane import Lane
 from .plan import REVIEW_EVERY, Choice, Planner, check_exchange, check_fallback, make_topology, node_size
 from .statistics import Statistics
+from .trial import PLANNED, Trial
 
 CHECKPOINT_FORMAT = 1
 
@@ -38,6 +40,8 @@ CONNECTION = (
     "_tags",
     "_tags_work",
     "_current",
+    "_trial",
+    "_began",
 )
 
 
@@ -49,8 +53,9 @@ class CompressState:
         model: the `DistributedDataParallel` model, or what `torch.compile` made of it.
         codec: a codec, or a function of the step (counted from 0) that returns one, equal on all ranks.
         exchange: "gather", "two_pass", "union", "split", "dense", "hierarchical", or "auto": what is fastest for each
-            bucket by `hooks.cost`, whose probe of the group takes a second or two when the first state is made.
-            Measured times differ between runs, and so may decisions: name an exchange where runs must be repeatable.
+            bucket by `hooks.cost`, whose probe of the group takes a second or two when the first state is made; over
+            Gloo some steps are then trained each way (`hooks.trial`). Measured times differ between runs, and so may
+            decisions: name an exchange where runs must be repeatable.
         error_feedback: whether to keep what compression leaves out and add it to the next gradient. "auto" does so for
             codecs that contract (the deterministic ones); True makes stochastic codecs round to nearest.
         warmup_steps: this many first steps are dense.
@@ -80,6 +85,8 @@ class CompressState:
     _buckets: dict[int, Bucket]
     _names: dict[int, str]
     _current: Choice  # this step's
+    _trial: Trial | None  # of that choice
+    _began: float  # when its first bucket was ready
 
     def __init__(
         self,
@@ -139,6 +146,12 @@ class CompressState:
         """Synchronised backward passes so far."""
         return self._step
 
+    @property
+    def deciding(self) -> bool:
+        """Whether "auto" still tries which is faster, to compress or not: over Gloo it does for some twenty steps."""
+        self._flush()
+        return self._trial is not None and self._trial.verdict is None
+
     def statistics(self) -> Statistics:
         """What this rank has done so far, as of now; call it between steps."""
         self._flush()
@@ -162,14 +175,14 @@ class CompressState:
         first, last, step = bucket.index() == 0, bucket.is_last(), self._step
         place = self._place(bucket, buffer)
         if first:
-            self._current = self._choice(step)
-        choice = self._current
+            self._follow(self._choice(step))
+        choice, way, began = self._current, PLANNED if self._trial is None else self._trial.way, time.perf_counter()
         scale = self._read_scale() if first else None
         if last:
             self._step += 1
             self._buckets = {index: b for index, b in self._buckets.items() if index <= place.index}
         # As DDP would: the lane's thread may have to wait for a core that backward is using.
-        if self._dense_group is not None and not self._is_due(place, choice, step):
+        if self._dense_group is not None and not self._is_due(place, choice, way, step):
             place.start(buffer, self._dense_group)
 
         def job() -> Tensor:
@@ -177,10 +190,11 @@ class CompressState:
                 buffer.record_stream(torch.cuda.current_stream(buffer.device))
             try:
                 if first:
+                    self._began = began
                     self._begin(step, choice, scale)
-                self._reduce(place, buffer, step, choice, first)
+                self._reduce(place, buffer, step, choice, way, first)
                 if last:
-                    self._end()
+                    self._end(choice)
             except Exception as error:
                 where = f"step {step}, bucket {place.index}, rank {self._group.rank} of {self._group.size}"
                 name = place.plan.exchange if place.plan is not None else choice.exchange
@@ -204,7 +218,7 @@ class CompressState:
             mine = {"step": int(self._tag[0]), "codec": str(choice.codec), "exchange": choice.exchange}
             handshake.compare(self._control.objects({**mine, "error_feedback": choice.feedback}))
 
-    def _reduce(self, place: Bucket, buffer: Tensor, step: int, choice: Choice, first: bool) -> None:
+    def _reduce(self, place: Bucket, buffer: Tensor, step: int, choice: Choice, way: str, first: bool) -> None:
         clock = self._statistics.clock(place.index, buffer.device)
         compared = not first
         if not self._planner.knows(choice):
@@ -214,7 +228,7 @@ class CompressState:
                 compared = True
             self._planner.learn(choice, place.numel)
         with clock("encode"):
-            exchange = self._prepare(place, choice, step)
+            exchange = self._prepare(place, choice, way, step)
             assert place.plan is not None
             place.draw[1] = place.owner_draw[1] = step
             grad = place.gather(buffer)
@@ -240,16 +254,17 @@ class CompressState:
         self._count(place, exchange)
 
     @staticmethod
-    def _is_due(place: Bucket, choice: Choice, step: int) -> bool:
+    def _is_due(place: Bucket, choice: Choice, way: str, step: int) -> bool:
         """Whether it is time to decide what serves a bucket: when its codec changes, and now and then."""
-        return place.choice != choice or (choice.exchange == "auto" and step % REVIEW_EVERY == 0)
+        return (place.choice, place.way) != (choice, way) or (choice.exchange == "auto" and step % REVIEW_EVERY == 0)
 
-    def _prepare(self, place: Bucket, choice: Choice, step: int) -> Exchange:
+    def _prepare(self, place: Bucket, choice: Choice, way: str, step: int) -> Exchange:
         """The exchange that serves a bucket."""
-        if self._is_due(place, choice, step):
-            plan, why = self._planner.plan(choice, layout_numel(place.layout), place.union)
-            place.choice = choice
-            self._statistics.decisions[place.index] = f"{plan.exchange} of {plan.codec}: {why}"
+        if self._is_due(place, choice, way, step):
+            plan, why = self._planner.plan(choice, layout_numel(place.layout), place.union, way)
+            place.choice, place.way = choice, way
+            trial = "" if self._trial is None else str(self._trial)
+            self._statistics.decisions[place.index] = f"{plan.exchange} of {plan.codec}: {why}{trial}"
             return place.prepare(plan, self._planner.topology, self.seed)
         assert place.plan is not None
         return place.prepare(place.plan, self._planner.topology, self.seed)
@@ -261,7 +276,8 @@ class CompressState:
         statistics.payload_bytes += exchange.payload_bytes
         statistics.transfer_bytes += exchange.transfer_bytes
 
-    def _end(self) -> None:
+    def _end(self, choice: Choice) -> None:
+        self._judge(choice, time.perf_counter() - self._began)
         self._statistics.steps += 1
         # A GradScaler waits for the GPU at every step anyway, and residuals must be put back before the next one.
         counts = [place.new_status(wait=self.grad_scaler is not None) for place in list(self._buckets.values())]
@@ -270,6 +286,21 @@ class CompressState:
             self._statistics.nonfinite_steps += 1
             if self.grad_scaler is not None:
                 self._feedback.undo()
+
+    def _judge(self, choice: Choice, span: float) -> None:
+        """Tell the trial what the step took. A collective at the end of its turns."""
+        trial, places = self._trial, list(self._buckets.values())
+        if trial is None or trial.verdict is not None:
+            return
+        served = [(layout_numel(place.layout), place.union, place.plan) for place in places if place.plan is not None]
+        trial.end_step(
+            span,
+            lambda: self._planner.rival(choice, served),
+            lambda seconds: probe.agreed(self._control, torch.device("cpu"), seconds),
+        )
+        if trial.verdict is not None:
+            for place in places:
+                place.choice = None  # decide anew, by the verdict
 
     def _place(self, bucket: dist.GradBucket, buffer: Tensor) -> Bucket:
         index, parameters = bucket.index(), bucket.parameters()
@@ -287,6 +318,13 @@ class CompressState:
                 slots.append(Slot(name, start, tuple(parameter.shape), strides_in_bucket(parameter)))
             place = self._buckets[index] = Bucket(index, parameters, tuple(slots), self._excluded, buffer)
         return place
+
+    def _follow(self, choice: Choice) -> None:
+        """From now on steps are of this choice."""
+        if choice != self.__dict__.get("_current"):
+            lane = self._lane
+            self._current = choice
+            self._trial = Trial() if lane is not None and lane.threaded and self._planner.undecided(choice) else None
 
     def _choice(self, step: int) -> Choice:
         codec = self.codec_at(step)
@@ -435,8 +473,9 @@ class CompressState:
         if self.exchange == "auto":
             self._planner.calibrate()
         self._tag, self._tags = torch.zeros(2, dtype=torch.int64), torch.zeros(2 * self._group.size, dtype=torch.int64)
-        self._lane = Lane(f"gradwire-{self._group.rank}", self._device, threaded=blocking)
-        return self._lane
+        self._lane = lane = Lane(f"gradwire-{self._group.rank}", self._device, threaded=blocking)
+        self._follow(self._choice(self._step))
+        return lane
 
     def _description(self, problem: Exception | None) -> dict[str, Any]:
         if problem is not None:

@@ -25,7 +25,10 @@ LAYERS = (
     ("codecs", r"compress\.(?!feedback$).+"),
     ("feedback", r"compress\.feedback"),
     ("compress", r"compress"),
-    ("exchanges", r"hooks\.(group|entries|cost|probe|sparse|exchange|sparse_exchanges|hierarchical|allreduce|plan)"),
+    (
+        "exchanges",
+        r"hooks\.(group|entries|cost|probe|sparse|exchange|sparse_exchanges|hierarchical|allreduce|trial|plan)",
+    ),
     ("state", r"hooks\.(?!ddp$|horovod(\.|$)).+"),
     ("hooks", r"hooks\.(ddp|horovod(\..+)?)"),
     ("public hooks", r"hooks"),

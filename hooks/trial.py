@@ -1,0 +1,90 @@
+"""Whether compression pays for a whole step, found out by trying where arithmetic cannot tell.
+
+`cost` knows what each bucket takes by itself. How much of that hides behind backward, and what backward, the codecs and
+the network's own threads take from each other on shared cores, shows in steps alone. So "auto" trains a few steps each
+way, what it has planned for every bucket by itself and the other extreme, in turns, and stays with the faster. What
+could not win if all else took no time is not tried.
+
+A step's *span* lasts from when its first bucket is ready until its last one holds the mean; of the ranks' spans the
+longest counts. Over NCCL the host does not wait for the network and knows no spans: there the plan is what counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+
+#: As the cost model says for each bucket; the fallback in every bucket; compression in every bucket.
+PLANNED, FALLBACK, COMPRESSED = "planned", "fallback", "compressed"
+#: Steps before the first is timed: DDP builds its buckets anew after the first one.
+SETTLING = 3
+#: Steps of a turn, of which so many at its begin do not count: residuals are delivered, and memory is new.
+TURN, UNCOUNTED = 5, 2
+#: Turns, alternately of both ways.
+TURNS = 4
+#: How much faster the network may be than it was when it was probed, and how much slower one way may be than the other
+#: in its first turn and still get a second one.
+DOUBT, HOPELESS = 1.25, 1.5
+
+
+class Trial:
+    """The trial of one choice. It moves step by step, so it is where it is on all ranks alike.
+
+    Attributes:
+        verdict: the way that won, or None while it is not known.
+        spans: seconds, as the slowest rank had them, of both ways, as far as they are known.
+    """
+
+    def __init__(self) -> None:
+        self.verdict: str | None = None
+        self.spans: dict[str, float] = {}
+        self._other = PLANNED
+        self._steps = 0
+        self._mine: dict[str, list[float]] = {}
+
+    @property
+    def way(self) -> str:
+        """Which way the step goes that comes next."""
+        if self.verdict is not None:
+            return self.verdict
+        turn = max(0, self._steps - SETTLING) // TURN
+        return self._other if turn % 2 else PLANNED
+
+    def end_step(
+        self,
+        span: float,
+        rival: Callable[[], tuple[str, float]],
+        agreed: Callable[[list[float]], list[float]],
+    ) -> None:
+        """A step has ended.
+
+        Args:
+            span: its seconds, on this rank.
+            rival: the way to try besides what is planned, and the seconds in which the network can carry it.
+            agreed: a collective: the slowest rank's, of the numbers that each hands in.
+        """
+        way, place = self.way, (self._steps - SETTLING) % TURN
+        self._steps += 1
+        if self._steps <= SETTLING or self.verdict is not None:
+            return
+        if place >= UNCOUNTED:
+            self._mine.setdefault(way, []).append(span)
+        if place < TURN - 1:
+            return
+        (self.spans[way],) = agreed([median(self._mine[way])])
+        turns = (self._steps - SETTLING) // TURN
+        if turns == 1:
+            self._other, least = rival()
+            if least > DOUBT * self.spans[PLANNED]:
+                self.verdict = PLANNED
+            return
+        faster, slower = sorted((PLANNED, self._other), key=self.spans.__getitem__)
+        if turns == TURNS or self.spans[slower] > HOPELESS * self.spans[faster]:
+            self.verdict = faster
+
+    def __str__(self) -> str:
+        """What came of it, for people; nothing while that is not known."""
+        if self.verdict is None:
+            return ""
+        tried = ", ".join(f"{way} {span * 1e3:.3g} ms" for way, span in self.spans.items())
+        return f"; from the first bucket to the last, {tried}"

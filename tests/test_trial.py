@@ -1,0 +1,131 @@
+"""The trial of "auto": it takes both ways, and stays with the faster, on every rank, with nothing lost meanwhile."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from gradwire import CompressState, OneBit, compress_hook
+from gradwire.hooks import cost, probe
+from gradwire.hooks.allreduce import Dense, Gather
+from gradwire.hooks.trial import COMPRESSED, FALLBACK, HOPELESS, PLANNED, SETTLING, TURN, TURNS, UNCOUNTED, Trial
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import Pool
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from training import Ledger, train
+
+Ranks = Callable[[int], Pool]
+
+ALL = SETTLING + TURNS * TURN
+LATE = 0.02
+
+
+def take(trial: Trial, spans: dict[str, float], least: float, other: str = FALLBACK) -> list[str]:
+    """Steps that take `spans` each, until there is a verdict; the ways they went."""
+    ways = []
+    while trial.verdict is None:
+        ways.append(trial.way)
+        trial.end_step(spans[trial.way], lambda: (other, least), lambda numbers: numbers)
+        assert len(ways) <= ALL
+    return ways
+
+
+def test_both_ways_get_turns_and_the_faster_wins() -> None:
+    trial = Trial()
+    ways = take(trial, {PLANNED: 1.0, FALLBACK: 0.9}, least=0.5)
+    assert ways == [PLANNED] * SETTLING + ([PLANNED] * TURN + [FALLBACK] * TURN) * (TURNS // 2)
+    assert trial.verdict == trial.way == FALLBACK
+    trial.end_step(9.9, lambda: (FALLBACK, 0.0), lambda numbers: numbers)
+    assert trial.verdict == FALLBACK
+    assert "planned 1e+03 ms, fallback 900 ms" in str(trial)
+
+
+def test_what_the_network_cannot_carry_is_not_tried() -> None:
+    trial = Trial()
+    assert take(trial, {PLANNED: 1.0}, least=2.0) == [PLANNED] * (SETTLING + TURN)
+    assert trial.verdict == PLANNED
+
+
+def test_what_is_far_slower_gets_no_second_turn() -> None:
+    trial = Trial()
+    ways = take(trial, {PLANNED: 1.0, COMPRESSED: 1.1 * HOPELESS}, 0.0, COMPRESSED)
+    assert ways[SETTLING:] == [PLANNED] * TURN + [COMPRESSED] * TURN
+    assert trial.verdict == PLANNED
+
+
+@given(st.lists(st.floats(0.01, 100.0), min_size=ALL, max_size=ALL), st.floats(0.0, 200.0))
+def test_steps_at_the_begin_of_a_turn_do_not_count(spans: list[float], least: float) -> None:
+    """Whatever they take, the verdict stays."""
+
+    def verdict(first: float) -> str | None:
+        trial = Trial()
+        for step, span in enumerate(spans):
+            counts = step >= SETTLING and (step - SETTLING) % TURN >= UNCOUNTED
+            trial.end_step(span if counts else first, lambda: (FALLBACK, least), lambda numbers: numbers)
+        return trial.verdict
+
+    assert verdict(1e-9) == verdict(1e9) is not None
+
+
+def tried(rank: int, beta: float, slow: str) -> Any:
+    """Train on a network that is said to move a byte in `beta` seconds, and where rank 1 is late in what is slow."""
+
+    def calibration(*_: Any, **__: Any) -> cost.Calibration:
+        line = cost.Line(1e-5, beta)
+        work, latency = cost.Work(2e-9, 2e-9, 2e-9, 2e-9, 5e-11, 5e-10), cost.Latency(1e-5, 3e-5, 4e-5)
+        return cost.Calibration(line, line, line, work, latency)
+
+    target = {"compressed": Gather, "dense": Dense}[slow]
+    decode = target.decode
+
+    def late(exchange: Any, *arguments: Any) -> None:
+        time.sleep(LATE * rank)
+        decode(exchange, *arguments)
+
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300), nn.Linear(300, 2))
+    ledger = Ledger(model)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.3)
+    speed = cost.CodecSpeed(1e-9, 1e-9)
+    with patch.object(probe, "calibration", calibration), patch.object(probe, "codec_speed", lambda *_: speed):
+        state = CompressState(ddp, OneBit())
+        ddp.register_comm_hook(state, compress_hook)
+        assert state.deciding
+        steps, digests = 0, []
+        with patch.object(target, "decode", late):
+            while state.deciding:
+                digests += train(rank, ddp, range(steps, steps + 1), ledger)
+                steps += 1
+        digests += train(rank, ddp, range(steps, steps + 3), ledger)
+    error, decisions = ledger.error(state), state.statistics().decisions
+    state.close()
+    return digests, steps, decisions, error
+
+
+@pytest.mark.parametrize(
+    ("beta", "slow", "expected", "steps"),
+    [
+        (1e-9, "compressed", "dense of OneBit", None),
+        (1e-9, "dense", "gather of OneBit", None),
+        (1e-13, "dense", "gather of OneBit", None),
+        (1e-13, "compressed", "dense of OneBit", None),
+        (1e-5, "compressed", "gather of OneBit", SETTLING + TURN),
+    ],
+)
+def test_all_ranks_stay_with_what_was_faster(
+    ranks: Ranks, beta: float, slow: str, expected: str, steps: int | None
+) -> None:
+    results = ranks(2).run(tried, beta, slow)
+    assert results[0][:3] == results[1][:3]
+    _, taken, decisions, error = results[0]
+    assert taken == steps or (steps is None and taken in (SETTLING + 2 * TURN, ALL))
+    for text in decisions.values():
+        assert text.startswith(expected)
+        assert "; from the first bucket to the last, planned" in text
+    assert error < 1e-5
