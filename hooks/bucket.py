@@ -27,7 +27,6 @@ class Bucket:
         # Where some parameters stay dense, the others have to move together first.
         self.packed = torch.zeros(layout_numel(kept), dtype=like.dtype, device=like.device) if rest else None
         self.choice: Choice | None = None
-        self.way = ""
         self.plan: Plan | None = None
         #: How many elements any rank has selected, where a sparse codec's exchange has seen that; else 0.
         self.union = 0

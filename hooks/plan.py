@@ -31,11 +31,13 @@ REVIEW_EVERY = 256
 
 @dataclass(frozen=True)
 class Choice:
-    """How a step is compressed: what ranks compare. `exchange` may still be "auto" or "hierarchical"."""
+    """How a step is compressed: what ranks compare. `exchange` may still be "auto" or "hierarchical"; `way` is what a
+    trial lets "auto" choose from."""
 
     codec: Codec
     exchange: str
     feedback: bool
+    way: str = PLANNED
 
     @cached_property
     def digest(self) -> int:
@@ -209,12 +211,11 @@ class Planner:
         if self.fallback == torch.bfloat16 and (BF16, True) not in self._speeds:
             self._speeds[BF16, True] = probe.codec_speed(BF16, True, numel, group, device)
 
-    def plan(self, choice: Choice, numel: int, union: int, way: str = PLANNED) -> tuple[Plan, str]:
+    def plan(self, choice: Choice, numel: int, union: int) -> tuple[Plan, str]:
         """What serves a bucket of `numel` elements, and why.
 
         Args:
             union: how many elements any rank has selected, of a sparse codec's, as seen before; 0: not known.
-            way: of `trial`, what "auto" may choose from.
         """
         codec, feedback, size = choice.codec, choice.feedback, self.topology.all.size
         if choice.exchange == HIERARCHICAL and self.topology.between is not None:
@@ -225,7 +226,7 @@ class Planner:
         if self._flat is None or numel == 0 or choice.exchange == HIERARCHICAL:
             name = default_exchange(codec, size)
             return Plan(codec, name, feedback and name != "dense"), "nothing to choose from"
-        plans = self._candidates(choice, numel, union, way)
+        plans = self._candidates(choice, numel, union)
         decision = cost.decide(estimate for _, estimate in plans.values())
         return plans[decision.name][0], str(decision)
 
@@ -242,21 +243,15 @@ class Planner:
         """What a trial should hold against what is planned, and the seconds in which the network can carry it.
 
         Args:
-            choice: an `undecided` one.
+            choice: an `undecided` one, as planned.
             buckets: of each, elements, union, and what serves it now.
         """
-        planned = [plan for numel, _, plan in buckets if numel]
-        way = (
-            FALLBACK if any(plan.codec == choice.codec and plan.exchange != "dense" for plan in planned) else COMPRESSED
-        )
-        least = 0.0
-        for numel, union, _ in buckets:
-            if numel:
-                estimates = [estimate for _, estimate in self._candidates(choice, numel, union, way).values()]
-                least += min(estimate.transfer for estimate in estimates)
-        return way, least
+        compresses = any(plan.codec == choice.codec and plan.exchange != "dense" for numel, _, plan in buckets if numel)
+        rival = replace(choice, way=FALLBACK if compresses else COMPRESSED)
+        candidates = [self._candidates(rival, numel, union).values() for numel, union, _ in buckets if numel]
+        return rival.way, sum(min(estimate.transfer for _, estimate in plans) for plans in candidates)
 
-    def _candidates(self, choice: Choice, numel: int, union: int, way: str) -> dict[str, tuple[Plan, cost.Estimate]]:
+    def _candidates(self, choice: Choice, numel: int, union: int) -> dict[str, tuple[Plan, cost.Estimate]]:
         codec, feedback, size = choice.codec, choice.feedback, self.topology.all.size
         assert self._flat is not None
         plans: dict[str, tuple[Plan, cost.Estimate]] = {}
@@ -264,11 +259,11 @@ class Planner:
         def add(plan: Plan, estimate: cost.Estimate) -> None:
             plans[estimate.name] = plan, estimate
 
-        if not codec.lossless and way != FALLBACK:
+        if not codec.lossless and choice.way != FALLBACK:
             speed = self._speeds[self._key(choice)]
             for estimate in cost.compressed(codec, speed, numel, size, self._flat, self._nodes, union):
                 add(Plan(codec, estimate.name, feedback), estimate)
-        if way == COMPRESSED and not codec.lossless:
+        if choice.way == COMPRESSED:
             return plans
         if codec.lossless or self.fallback == torch.float32:
             add(Plan(codec, "dense", False), self._flat.dense(cost.Shape(numel, 0, size, 0)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from .group import HANDSHAKE_TIMEOUT, Group
 from .lane import Lane
 from .plan import REVIEW_EVERY, Choice, Planner, check_exchange, check_fallback, make_topology, node_size
 from .statistics import Statistics
-from .trial import PLANNED, Trial
+from .trial import Trial
 
 CHECKPOINT_FORMAT = 1
 
@@ -39,6 +40,7 @@ CONNECTION = (
     "_tag",
     "_tags",
     "_tags_work",
+    "_asked",
     "_current",
     "_trial",
     "_began",
@@ -84,8 +86,9 @@ class CompressState:
     _planner: Planner
     _buckets: dict[int, Bucket]
     _names: dict[int, str]
-    _current: Choice  # this step's
-    _trial: Trial | None  # of that choice
+    _asked: Choice | None  # this step's, as the user wants it
+    _current: Choice  # and as a trial of it does
+    _trial: Trial | None
     _began: float  # when its first bucket was ready
 
     def __init__(
@@ -176,13 +179,13 @@ class CompressState:
         place = self._place(bucket, buffer)
         if first:
             self._follow(self._choice(step))
-        choice, way, began = self._current, PLANNED if self._trial is None else self._trial.way, time.perf_counter()
+        choice, began = self._current, time.perf_counter()
         scale = self._read_scale() if first else None
         if last:
             self._step += 1
             self._buckets = {index: b for index, b in self._buckets.items() if index <= place.index}
         # As DDP would: the lane's thread may have to wait for a core that backward is using.
-        if self._dense_group is not None and not self._is_due(place, choice, way, step):
+        if self._dense_group is not None and not self._is_due(place, choice, step):
             place.start(buffer, self._dense_group)
 
         def job() -> Tensor:
@@ -192,9 +195,9 @@ class CompressState:
                 if first:
                     self._began = began
                     self._begin(step, choice, scale)
-                self._reduce(place, buffer, step, choice, way, first)
+                self._reduce(place, buffer, step, choice, first)
                 if last:
-                    self._end(choice)
+                    self._end()
             except Exception as error:
                 where = f"step {step}, bucket {place.index}, rank {self._group.rank} of {self._group.size}"
                 name = place.plan.exchange if place.plan is not None else choice.exchange
@@ -216,9 +219,9 @@ class CompressState:
         self._tags_work.wait()
         if not (self._tags.view(-1, 2) == self._tag).all():
             mine = {"step": int(self._tag[0]), "codec": str(choice.codec), "exchange": choice.exchange}
-            handshake.compare(self._control.objects({**mine, "error_feedback": choice.feedback}))
+            handshake.compare(self._control.objects({**mine, "error_feedback": choice.feedback, "way": choice.way}))
 
-    def _reduce(self, place: Bucket, buffer: Tensor, step: int, choice: Choice, way: str, first: bool) -> None:
+    def _reduce(self, place: Bucket, buffer: Tensor, step: int, choice: Choice, first: bool) -> None:
         clock = self._statistics.clock(place.index, buffer.device)
         compared = not first
         if not self._planner.knows(choice):
@@ -228,20 +231,10 @@ class CompressState:
                 compared = True
             self._planner.learn(choice, place.numel)
         with clock("encode"):
-            exchange = self._prepare(place, choice, way, step)
-            assert place.plan is not None
+            exchange = self._prepare(place, choice, step)
             place.draw[1] = place.owner_draw[1] = step
             grad = place.gather(buffer)
-            residual, owned = None, []
-            if exchange.under_way:
-                pass
-            elif place.plan.feedback and exchange.numel:
-                residual = self._feedback.residual(place.layout, grad.device)
-                owned = self._feedback.owned(place.layout, exchange.owned_slices)
-                self._feedback.remember(place.layout)
-                exchange.encode(grad, place.extra, residual, place.draw)
-            else:
-                exchange.encode(self._feedback.take(place.layout, grad), place.extra, None, place.draw)
+            owned = [] if exchange.under_way else self._encode(place, exchange, grad)
         if not compared:
             with clock("exchange"):
                 self._compare_step(choice)
@@ -253,16 +246,28 @@ class CompressState:
             place.scatter(buffer)
         self._count(place, exchange)
 
-    @staticmethod
-    def _is_due(place: Bucket, choice: Choice, way: str, step: int) -> bool:
-        """Whether it is time to decide what serves a bucket: when its codec changes, and now and then."""
-        return (place.choice, place.way) != (choice, way) or (choice.exchange == "auto" and step % REVIEW_EVERY == 0)
+    def _encode(self, place: Bucket, exchange: Exchange, grad: Tensor) -> list[Tensor]:
+        """Returns the residuals of what this rank encodes for others."""
+        assert place.plan is not None
+        if not (place.plan.feedback and exchange.numel):
+            exchange.encode(self._feedback.take(place.layout, grad), place.extra, None, place.draw)
+            return []
+        residual = self._feedback.residual(place.layout, grad.device)
+        owned = self._feedback.owned(place.layout, exchange.owned_slices)
+        self._feedback.remember(place.layout)
+        exchange.encode(grad, place.extra, residual, place.draw)
+        return owned
 
-    def _prepare(self, place: Bucket, choice: Choice, way: str, step: int) -> Exchange:
+    @staticmethod
+    def _is_due(place: Bucket, choice: Choice, step: int) -> bool:
+        """Whether it is time to decide what serves a bucket: when its codec changes, and now and then."""
+        return place.choice != choice or (choice.exchange == "auto" and step % REVIEW_EVERY == 0)
+
+    def _prepare(self, place: Bucket, choice: Choice, step: int) -> Exchange:
         """The exchange that serves a bucket."""
-        if self._is_due(place, choice, way, step):
-            plan, why = self._planner.plan(choice, layout_numel(place.layout), place.union, way)
-            place.choice, place.way = choice, way
+        if self._is_due(place, choice, step):
+            plan, why = self._planner.plan(choice, layout_numel(place.layout), place.union)
+            place.choice = choice
             trial = "" if self._trial is None else str(self._trial)
             self._statistics.decisions[place.index] = f"{plan.exchange} of {plan.codec}: {why}{trial}"
             return place.prepare(plan, self._planner.topology, self.seed)
@@ -276,8 +281,8 @@ class CompressState:
         statistics.payload_bytes += exchange.payload_bytes
         statistics.transfer_bytes += exchange.transfer_bytes
 
-    def _end(self, choice: Choice) -> None:
-        self._judge(choice, time.perf_counter() - self._began)
+    def _end(self) -> None:
+        self._judge(time.perf_counter() - self._began)
         self._statistics.steps += 1
         # A GradScaler waits for the GPU at every step anyway, and residuals must be put back before the next one.
         counts = [place.new_status(wait=self.grad_scaler is not None) for place in list(self._buckets.values())]
@@ -287,15 +292,15 @@ class CompressState:
             if self.grad_scaler is not None:
                 self._feedback.undo()
 
-    def _judge(self, choice: Choice, span: float) -> None:
+    def _judge(self, span: float) -> None:
         """Tell the trial what the step took. A collective at the end of its turns."""
-        trial, places = self._trial, list(self._buckets.values())
-        if trial is None or trial.verdict is not None:
+        trial, asked, places = self._trial, self._asked, list(self._buckets.values())
+        if trial is None or asked is None or trial.verdict is not None:
             return
         served = [(layout_numel(place.layout), place.union, place.plan) for place in places if place.plan is not None]
         trial.end_step(
             span,
-            lambda: self._planner.rival(choice, served),
+            lambda: self._planner.rival(asked, served),
             lambda seconds: probe.agreed(self._control, torch.device("cpu"), seconds),
         )
         if trial.verdict is not None:
@@ -320,11 +325,13 @@ class CompressState:
         return place
 
     def _follow(self, choice: Choice) -> None:
-        """From now on steps are of this choice."""
-        if choice != self.__dict__.get("_current"):
-            lane = self._lane
-            self._current = choice
-            self._trial = Trial() if lane is not None and lane.threaded and self._planner.undecided(choice) else None
+        """The next step is of this choice, and goes the way that a trial wants."""
+        if choice != self._asked:
+            self._asked = self._current = choice
+            threaded = self._lane is not None and self._lane.threaded
+            self._trial = Trial() if threaded and self._planner.undecided(choice) else None
+        if self._trial is not None and self._trial.way != self._current.way:
+            self._current = replace(choice, way=self._trial.way)
 
     def _choice(self, step: int) -> Choice:
         codec = self.codec_at(step)
@@ -432,7 +439,7 @@ class CompressState:
     def _disconnect(self) -> None:
         for name in CONNECTION:
             self.__dict__.pop(name, None)
-        self._lane = None
+        self._lane = self._asked = self._trial = None
         self._buckets = {}
         self._names = {id(p): name for name, p in self._parameters.items()}
 
