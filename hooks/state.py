@@ -17,34 +17,18 @@ from .. import __version__
 from ..compress.codec import DTYPES, Codec
 from ..compress.feedback import ErrorFeedback, Slot, layout_numel
 from ..compress.wire import WIRE_VERSION
-from . import handshake, probe
+from . import handshake
 from .bucket import Bucket, strides_in_bucket
+from .connection import Connection
 from .exchange import Exchange
-from .group import HANDSHAKE_TIMEOUT, Group
-from .lane import Lane
-from .plan import REVIEW_EVERY, Choice, Planner, check_exchange, check_fallback, make_topology, node_size
+from .plan import REVIEW_EVERY, Choice, check_exchange, check_fallback, node_size
 from .statistics import Statistics
 from .trial import Trial
 
 CHECKPOINT_FORMAT = 1
 
 #: What belongs to a process and is left out of copies of a state.
-CONNECTION = (
-    "_lane",
-    "_group",
-    "_dense_group",
-    "_planner",
-    "_control",
-    "_buckets",
-    "_names",
-    "_tag",
-    "_tags",
-    "_tags_work",
-    "_asked",
-    "_current",
-    "_trial",
-    "_began",
-)
+OF_PROCESS = ("_connection", "_buckets", "_names", "_asked", "_current", "_trial", "_began")
 
 
 class CompressState:
@@ -79,11 +63,7 @@ class CompressState:
         RuntimeError: torch.distributed is not initialised, or a rank did not arrive within 60 s.
     """
 
-    _lane: Lane | None
-    _group: Group  # for gradients, on the lane
-    _dense_group: Group | None  # for gradients that need none
-    _control: Group  # for what the host has to know
-    _planner: Planner
+    _connection: Connection | None
     _buckets: dict[int, Bucket]
     _names: dict[int, str]
     _asked: Choice | None  # this step's, as the user wants it
@@ -174,19 +154,19 @@ class CompressState:
         buffer = bucket.buffer()
         if buffer.layout != torch.strided:
             raise TypeError("gradwire cannot compress sparse gradients: build the embedding with sparse=False")
-        lane = self._lane or self._connect(None)  # none after `close`, or in a copy
+        connection = self._connection or self._connect(None)  # none after `close`, or in a copy
         first, last, step = bucket.index() == 0, bucket.is_last(), self._step
         place = self._place(bucket, buffer)
         if first:
-            self._follow(self._choice(step))
+            self._follow(self._choice(step), connection)
         choice, began = self._current, time.perf_counter()
         scale = self._read_scale() if first else None
         if last:
             self._step += 1
             self._buckets = {index: b for index, b in self._buckets.items() if index <= place.index}
         # As DDP would: the lane's thread may have to wait for a core that backward is using.
-        if self._dense_group is not None and not self._is_due(place, choice, step):
-            place.start(buffer, self._dense_group)
+        if connection.dense_group is not None and not self._is_due(place, choice, step):
+            place.start(buffer, connection.dense_group)
 
         def job() -> Tensor:
             if buffer.is_cuda:
@@ -194,50 +174,44 @@ class CompressState:
             try:
                 if first:
                     self._began = began
-                    self._begin(step, choice, scale)
-                self._reduce(place, buffer, step, choice, first)
+                    self._rescale(scale)
+                    connection.announce(step, choice)
+                self._reduce(connection, place, buffer, step, choice, first)
                 if last:
-                    self._end()
+                    self._end(connection)
             except Exception as error:
-                where = f"step {step}, bucket {place.index}, rank {self._group.rank} of {self._group.size}"
+                where = f"step {step}, bucket {place.index}, rank {connection.group.rank} of {connection.group.size}"
                 name = place.plan.exchange if place.plan is not None else choice.exchange
                 raise RuntimeError(f"gradwire: {error} [{where}, {choice.codec}, {name}]") from error
             return buffer
 
-        return lane.submit(job)
+        return connection.lane.submit(job)
 
-    def _begin(self, step: int, choice: Choice, scale: float | None) -> None:
+    def _rescale(self, scale: float | None) -> None:
         if scale is not None and self._scale is not None and scale != self._scale:
             self._feedback.rescale(scale / self._scale)
         self._scale = scale
-        # Every rank sends its step and choice, and gets the others' while it encodes: sizes that differ would abort, or
-        # hang. From host to host, so that no GPU is waited for.
-        self._tag[0], self._tag[1] = step, choice.digest
-        self._tags_work = self._control.all_gather(self._tags, self._tag)
 
-    def _compare_step(self, choice: Choice) -> None:
-        self._tags_work.wait()
-        if not (self._tags.view(-1, 2) == self._tag).all():
-            mine = {"step": int(self._tag[0]), "codec": str(choice.codec), "exchange": choice.exchange}
-            handshake.compare(self._control.objects({**mine, "error_feedback": choice.feedback, "way": choice.way}))
-
-    def _reduce(self, place: Bucket, buffer: Tensor, step: int, choice: Choice, first: bool) -> None:
+    def _reduce(
+        self, connection: Connection, place: Bucket, buffer: Tensor, step: int, choice: Choice, first: bool
+    ) -> None:
         clock = self._statistics.clock(place.index, buffer.device)
         compared = not first
-        if not self._planner.knows(choice):
+        if not connection.planner.knows(choice):
             # Measuring takes all ranks: first make sure that they all mean this codec.
             if first:
-                self._compare_step(choice)
+                connection.compare(choice)
                 compared = True
-            self._planner.learn(choice, place.numel)
+            connection.planner.learn(choice, place.numel)
         with clock("encode"):
-            exchange = self._prepare(place, choice, step)
+            exchange = self._prepare(connection, place, choice, step)
             place.draw[1] = place.owner_draw[1] = step
             grad = place.gather(buffer)
             owned = [] if exchange.under_way else self._encode(place, exchange, grad)
         if not compared:
+            # Only now, as the others' announcements came meanwhile: sizes that differ would abort, or hang.
             with clock("exchange"):
-                self._compare_step(choice)
+                connection.compare(choice)
         exchange.exchange(owned, place.owner_draw, clock)
         with clock("decode"):
             exchange.decode(grad, place.extra)
@@ -263,16 +237,15 @@ class CompressState:
         """Whether it is time to decide what serves a bucket: when its codec changes, and now and then."""
         return place.choice != choice or (choice.exchange == "auto" and step % REVIEW_EVERY == 0)
 
-    def _prepare(self, place: Bucket, choice: Choice, step: int) -> Exchange:
+    def _prepare(self, connection: Connection, place: Bucket, choice: Choice, step: int) -> Exchange:
         """The exchange that serves a bucket."""
-        if self._is_due(place, choice, step):
-            plan, why = self._planner.plan(choice, layout_numel(place.layout), place.union)
+        plan = place.plan
+        if plan is None or self._is_due(place, choice, step):
+            plan, why = connection.planner.plan(choice, layout_numel(place.layout), place.union)
             place.choice = choice
             trial = "" if self._trial is None else str(self._trial)
             self._statistics.decisions[place.index] = f"{plan.exchange} of {plan.codec}: {why}{trial}"
-            return place.prepare(plan, self._planner.topology, self.seed)
-        assert place.plan is not None
-        return place.prepare(place.plan, self._planner.topology, self.seed)
+        return place.prepare(plan, connection.planner.topology, self.seed)
 
     def _count(self, place: Bucket, exchange: Exchange) -> None:
         statistics = self._statistics
@@ -281,8 +254,8 @@ class CompressState:
         statistics.payload_bytes += exchange.payload_bytes
         statistics.transfer_bytes += exchange.transfer_bytes
 
-    def _end(self) -> None:
-        self._judge(time.perf_counter() - self._began)
+    def _end(self, connection: Connection) -> None:
+        self._judge(connection, time.perf_counter() - self._began)
         self._statistics.steps += 1
         # A GradScaler waits for the GPU at every step anyway, and residuals must be put back before the next one.
         counts = [place.new_status(wait=self.grad_scaler is not None) for place in list(self._buckets.values())]
@@ -292,17 +265,13 @@ class CompressState:
             if self.grad_scaler is not None:
                 self._feedback.undo()
 
-    def _judge(self, span: float) -> None:
+    def _judge(self, connection: Connection, span: float) -> None:
         """Tell the trial what the step took. A collective at the end of its turns."""
         trial, asked, places = self._trial, self._asked, list(self._buckets.values())
         if trial is None or asked is None or trial.verdict is not None:
             return
         served = [(layout_numel(place.layout), place.union, place.plan) for place in places if place.plan is not None]
-        trial.end_step(
-            span,
-            lambda: self._planner.rival(asked, served),
-            lambda seconds: probe.agreed(self._control, torch.device("cpu"), seconds),
-        )
+        trial.end_step(span, lambda: connection.planner.rival(asked, served), connection.agreed)
         if trial.verdict is not None:
             for place in places:
                 place.choice = None  # decide anew, by the verdict
@@ -324,12 +293,12 @@ class CompressState:
             place = self._buckets[index] = Bucket(index, parameters, tuple(slots), self._excluded, buffer)
         return place
 
-    def _follow(self, choice: Choice) -> None:
+    def _follow(self, choice: Choice, connection: Connection) -> None:
         """The next step is of this choice, and goes the way that a trial wants."""
         if choice != self._asked:
             self._asked = self._current = choice
-            threaded = self._lane is not None and self._lane.threaded
-            self._trial = Trial() if threaded and self._planner.undecided(choice) else None
+            tried = connection.lane.threaded and connection.planner.undecided(choice)
+            self._trial = Trial() if tried else None
         if self._trial is not None and self._trial.way != self._current.way:
             self._current = replace(choice, way=self._trial.way)
 
@@ -353,7 +322,7 @@ class CompressState:
         """
         self._flush()
         self._feedback.fold()
-        return self._export(self._feedback.by_name(), self._group.rank, self._group.size)
+        return self._export(self._feedback.by_name(), *self._world())
 
     def consolidated_state_dict(self) -> dict[str, Any]:
         """The mean of the residuals over the ranks, equal on all: loads on any number of ranks, and nothing is lost.
@@ -361,11 +330,12 @@ class CompressState:
         A collective: every rank must call it.
         """
         self._flush()
+        group = (self._connection or self._connect(None)).group
         self._feedback.fold()
         residuals = self._feedback.by_name()
         for name in sorted(residuals):
-            self._group.all_reduce(residuals[name]).wait()
-            residuals[name] /= self._group.size
+            group.all_reduce(residuals[name]).wait()
+            residuals[name] /= group.size
         return self._export(residuals, -1, -1)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -374,7 +344,7 @@ class CompressState:
         Raises:
             ValueError: it is of another format, rank, world size, codec or model. Nothing has changed then.
         """
-        expected = self._export({}, self._group.rank, self._group.size)
+        expected = self._export({}, *self._world())
         missing = expected.keys() - state_dict.keys()
         if missing:
             raise ValueError(f"this is not a checkpoint of CompressState: it lacks {', '.join(sorted(missing))}")
@@ -419,7 +389,7 @@ class CompressState:
     def __getstate__(self) -> dict[str, Any]:
         self._flush()
         kept = self.__dict__.copy()
-        for name in CONNECTION:
+        for name in OF_PROCESS:
             kept.pop(name, None)
         # As in DDP's own copies, which are of the default group.
         kept["_model_group"] = kept["_given_group"] = None
@@ -437,56 +407,34 @@ class CompressState:
         self._disconnect()
 
     def _disconnect(self) -> None:
-        for name in CONNECTION:
+        for name in OF_PROCESS:
             self.__dict__.pop(name, None)
-        self._lane = self._asked = self._trial = None
+        self._connection = self._asked = self._trial = None
         self._buckets = {}
         self._names = {id(p): name for name, p in self._parameters.items()}
 
-    def _connect(self, problem: Exception | None) -> Lane:
-        """Meet the other ranks: make a group, compare, open the lane."""
-        model_group: Any = self._model_group or dist.group.WORLD
-        group = self._given_group
-        ranks = dist.get_process_group_ranks(model_group)
-        if group is not None and dist.get_process_group_ranks(group) != ranks:
-            raise ValueError(
-                f"process_group has other ranks than the model's group {ranks}: make one of the same ranks"
-            )
-        carrier = model_group if group is None else group
-        blocking = Group.blocks(carrier, self._device)
-        try:
-            # NCCL's collectives order themselves on streams, so the model's own group serves; Gloo needs one apart.
-            self._control = Group(group) if group is not None and blocking else Group.of_ranks(ranks)
-            self._group = self._control if blocking else Group(carrier)
-            sides = self._control.objects(self._description(problem))
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"gradwire could not reach all ranks within {HANDSHAKE_TIMEOUT.total_seconds():.0f} s: every rank must "
-                f"construct CompressState. {error}"
-            ) from error
-        if problem is not None:
-            raise problem
-        handshake.compare(sides)
-        if group is None:
-            self._control.follow_timeout(model_group)
-        topology = make_topology(self._topology, ranks, self._group, carrier, blocking)
-        for part in (topology.inside, topology.between):
-            if part is not None and blocking:
-                part.follow_timeout(model_group)
-        # Where the user has named a group, nothing goes elsewhere; and a step that may be undone has to be remembered.
-        direct = blocking and group is None and self.grad_scaler is None and self._group.size > 1
-        self._dense_group = Group(model_group) if direct else None
-        self._planner = Planner(topology, self._device, self.fallback)
-        if self.exchange == "auto":
-            self._planner.calibrate()
-        self._tag, self._tags = torch.zeros(2, dtype=torch.int64), torch.zeros(2 * self._group.size, dtype=torch.int64)
-        self._lane = lane = Lane(f"gradwire-{self._group.rank}", self._device, threaded=blocking)
-        self._follow(self._choice(self._step))
-        return lane
+    def _connect(self, problem: Exception | None) -> Connection:
+        """Meet the other ranks, who hear of the problem that this one has, if it has any. A collective."""
+        self._connection = connection = Connection(
+            self._model_group or dist.group.WORLD,
+            self._given_group,
+            self._device,
+            {} if problem is not None else self._description(),
+            problem,
+            self._topology,
+            self.fallback,
+            probes=self.exchange == "auto",
+            ahead=self.grad_scaler is None,  # a step that may be undone has to be remembered
+        )
+        self._follow(self._choice(self._step), connection)
+        return connection
 
-    def _description(self, problem: Exception | None) -> dict[str, Any]:
-        if problem is not None:
-            return {"error": f"{type(problem).__name__}: {problem}"}
+    def _world(self) -> tuple[int, int]:
+        """This rank, and how many there are."""
+        group: Any = self._model_group or dist.group.WORLD
+        return dist.get_rank(group), dist.get_world_size(group)
+
+    def _description(self) -> dict[str, Any]:
         return {
             "version": __version__,
             "wire format": WIRE_VERSION,
@@ -495,7 +443,7 @@ class CompressState:
             "error_feedback": self.error_feedback,
             "warmup_steps": self.warmup_steps,
             "fallback": str(self.fallback),
-            "ranks a node": node_size(self._topology, self._group.size),
+            "ranks a node": node_size(self._topology, self._world()[1]),
             "seed": self.seed,
             "grad_scaler": self.grad_scaler is not None,
             "step": self._step,
@@ -528,8 +476,8 @@ class CompressState:
                 raise TypeError(f"module {name!r} makes sparse gradients: build it with sparse=False")
 
     def _flush(self) -> None:
-        if self._lane is not None:
-            self._lane.flush()
+        if self._connection is not None:
+            self._connection.lane.flush()
 
     def _read_scale(self) -> float | None:
         return None if self.grad_scaler is None else float(self.grad_scaler.get_scale())
