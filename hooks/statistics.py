@@ -55,22 +55,21 @@ class Statistics:
 
 
 class _Phase:
-    """Adds the time spent inside to `seconds`. One of these opens several times a bucket, on small models for less than
-    entering a profiler's range takes: hence no range while nobody profiles."""
+    """Adds the time spent inside to `seconds`. While nobody profiles it opens no range: on small models to enter one
+    takes as long as the phase."""
 
-    __slots__ = ("_phase", "_ranges", "_seconds", "_start")
+    __slots__ = ("_bucket", "_nvtx", "_phase", "_ranges", "_seconds", "_start")
 
     def __init__(self, seconds: dict[str, float], bucket: int, nvtx: bool, phase: str) -> None:
-        self._seconds, self._phase = seconds, phase
+        self._seconds, self._bucket, self._nvtx, self._phase = seconds, bucket, nvtx, phase
         self._ranges: ExitStack | None = None
-        if nvtx or getattr(torch.autograd.profiler, "_is_profiler_enabled", True):
-            self._ranges = ExitStack()
-            name = RANGE.format(phase=phase, bucket=bucket)
-            self._ranges.enter_context(record_function(name))
-            if nvtx:  # torch.profiler's range becomes one of NVTX only under `emit_nvtx`
-                self._ranges.enter_context(torch.cuda.nvtx.range(name))
 
     def __enter__(self) -> None:
+        if self._nvtx or getattr(torch.autograd.profiler, "_is_profiler_enabled", True):
+            name, self._ranges = RANGE.format(phase=self._phase, bucket=self._bucket), ExitStack()
+            self._ranges.enter_context(record_function(name))
+            if self._nvtx:  # torch.profiler's range becomes one of NVTX only under `emit_nvtx`
+                self._ranges.enter_context(torch.cuda.nvtx.range(name))
         self._start = time.perf_counter()
 
     def __exit__(self, *exception: object) -> None:
