@@ -240,7 +240,7 @@ class Planner:
         )
 
     def rival(self, choice: Choice, buckets: Sequence[tuple[int, int, Plan]]) -> tuple[str, float]:
-        """What a trial should hold against what is planned, and the seconds in which the network can carry it.
+        """What a trial should hold against what is planned, and the seconds in which the network carries its bytes.
 
         Args:
             choice: an `undecided` one, as planned.
@@ -249,7 +249,10 @@ class Planner:
         compresses = any(plan.codec == choice.codec and plan.exchange != "dense" for numel, _, plan in buckets if numel)
         rival = replace(choice, way=FALLBACK if compresses else COMPRESSED)
         candidates = [self._candidates(rival, numel, union).values() for numel, union, _ in buckets if numel]
-        return rival.way, sum(min(estimate.transfer for _, estimate in plans) for plans in candidates)
+        received = sum(min(estimate.received for _, estimate in plans) for plans in candidates)
+        assert self._flat is not None
+        lines = self._flat.all_gather, self._flat.all_to_all, self._flat.all_reduce
+        return rival.way, received * min(line.beta for line in lines)
 
     def _candidates(self, choice: Choice, numel: int, union: int) -> dict[str, tuple[Plan, cost.Estimate]]:
         codec, feedback, size = choice.codec, choice.feedback, self.topology.all.size

@@ -60,7 +60,7 @@ class Trial:
 
         Args:
             span: its seconds, on this rank.
-            rival: the way to try besides what is planned, and the seconds in which the network can carry it.
+            rival: the way to try besides what is planned, and the seconds in which the network carries its bytes.
             agreed: a collective: the slowest rank's, of the numbers that each hands in.
         """
         way, place = self.way, (self._steps - SETTLING) % TURN
