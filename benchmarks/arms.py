@@ -108,10 +108,9 @@ def in_turns(turns: Mapping[str, Callable[[], None]], rounds: int) -> None:
             turns[names[(place + round_) % len(names)]]()
 
 
-def settle(state: Any, step: Callable[[], Any]) -> None:
-    """Take steps until a hook's state has decided what to do, if it is one that decides. Alike on all ranks."""
-    while getattr(state, "deciding", False):
-        step()
+def deciding(state: Any) -> bool:
+    """Whether a hook's state still tries what to do, if it is one that decides. Alike on all ranks."""
+    return bool(getattr(state, "deciding", False))
 
 
 def slowest(ranks: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:

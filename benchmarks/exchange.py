@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from . import links, report
-from .arms import COLOURS, FLOOR, HOOKS, OPPONENT, hook_of, in_turns, settle, slowest
+from .arms import COLOURS, FLOOR, HOOKS, OPPONENT, deciding, hook_of, in_turns, slowest
 
 ARMS = tuple(name for name in HOOKS if name != "powersgd")  # which needs matrices
 #: PyTorch's arms need one step for DDP to build its buckets; codecs some more to fill their residuals.
@@ -140,7 +140,8 @@ def measure(arms: Sequence[str], numel: int, density: float, rounds: int, steps:
     for name, arm in runners.items():
         for _ in range(PLAIN_WARMUP if name in PLAIN else max(PLAIN_WARMUP, warmup)):
             arm.step()
-        settle(arm.state, arm.step)
+        while deciding(arm.state):
+            arm.step()
     runners[FLOOR].state.buckets = 0
     runners[FLOOR].step()
     buckets = runners[FLOOR].state.buckets

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from . import links, report
-from .arms import FLOOR, HOOKS, OPPONENT, Floor, bucket_cap, codec_of, hook_of, in_turns, settle, slowest
+from .arms import FLOOR, HOOKS, OPPONENT, Floor, bucket_cap, codec_of, deciding, hook_of, in_turns, slowest
 
 HOROVOD = "hvd-"
 #: What each arm is; `--arms` takes these names.
@@ -78,7 +78,8 @@ def measure(
     for arm in runners.values():
         for _ in range(warmup):
             arm.step()
-        settle(arm.state, arm.step)
+        while deciding(arm.state):
+            arm.step()
     in_turns({name: partial(arm.round, steps) for name, arm in runners.items()}, rounds)
     return {
         "parameters": sum(p.numel() for p in runners[FLOOR].model.parameters()),

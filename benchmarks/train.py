@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from . import links, report, train_report
-from .arms import FLOOR, OPPONENT, in_turns, settle
+from .arms import FLOOR, OPPONENT, deciding, in_turns
 from .demo import require_equal_replicas
 from .progress import Progress
 from .tasks import TASKS, Task, validate
@@ -198,7 +198,8 @@ def time_steps(
         say(1, ARMS[name].title)
 
     for attached, updates, data in runners.values():
-        settle(attached.state, lambda a=attached, u=updates, d=data: job.train_step(a.model, u, 0, next(d)))  # type: ignore[misc]
+        while deciding(attached.state):
+            job.train_step(attached.model, updates, 0, next(data))
     in_turns({name: partial(turn, name) for name in arms}, warmup + timed)
     result = {name: {"times_s": times[name][warmup:], "compresses": runners[name][0].compresses()} for name in arms}
     for attached, *_ in runners.values():

@@ -48,11 +48,11 @@ class Counted:
         return digests
 
 
-def beside_ddp(rank: int, options: dict[str, Any]) -> Any:
+def beside_ddp(rank: int, options: dict[str, Any], way: dict[str, Any] | None = None) -> Any:
     """Digests of every step's gradients, with the hook and without, and how many buckets went ahead in each."""
-    plain = DistributedDataParallel(convnet(), bucket_cap_mb=0.02)
+    plain = DistributedDataParallel(convnet(), bucket_cap_mb=0.02, **(way or {}))
     expected = train(rank, plain, range(6))
-    ddp, state = wrap(convnet(), OneBit(), exchange="dense", **options)
+    ddp, state = wrap(convnet(), OneBit(), exchange="dense", ddp=way, **options)
     with Counted() as ahead:
         digests = ahead.train(rank, ddp, range(6))
     buckets, counted = len(state._buckets), state.statistics()
@@ -67,6 +67,13 @@ def test_dense_buckets_go_ahead_and_equal_ddp(ranks: Ranks) -> None:
         assert ahead == [0, 0, *[buckets] * 4]
         assert buckets >= 3
         assert dense == payload
+
+
+@pytest.mark.parametrize("way", ["find_unused_parameters", "static_graph", "gradient_as_bucket_view"])
+def test_ddp_may_use_the_same_group_meanwhile(ranks: Ranks, way: str) -> None:
+    for digests, expected, ahead, buckets, *_ in ranks(2).run(beside_ddp, {}, {way: True}):
+        assert digests == expected
+        assert ahead[-1] == buckets >= 3
 
 
 def no_bias(name: str, parameter: nn.Parameter) -> bool:
@@ -142,20 +149,25 @@ def test_what_stayed_beside_a_nan_goes_with_the_next_step(ranks: Ranks) -> None:
 
 
 def in_other_hands(rank: int) -> Any:
-    """A model's checkpoint with residuals, loaded by rank 1 alone while dense buckets go ahead."""
+    """While dense buckets go ahead, a checkpoint is loaded whose residuals only rank 1 has."""
     ddp, state = wrap(perceptron(), lambda step: TopK(0.05) if step < 3 else Identity())
     train(rank, ddp, range(3))
     saved = state.state_dict()
-    state.load_state_dict({**saved, "residuals": saved["residuals"] if rank else {}})
     with Counted() as ahead:
         digests = ahead.train(rank, ddp, range(3, 6))
+        state.load_state_dict({**saved, "residuals": saved["residuals"] if rank else {}})
+        before = sum(float(t.abs().sum()) for t in state.state_dict()["residuals"].values())
+        digests += ahead.train(rank, ddp, range(3, 6))
     left = sum(float(t.abs().sum()) for t in state.state_dict()["residuals"].values())
+    buckets = len(state._buckets)
     state.close()
-    return digests, ahead.steps, left
+    return before, digests, ahead.steps, buckets, left
 
 
-def test_residuals_on_one_rank_alone(ranks: Ranks) -> None:
-    first, second = ranks(2).run(in_other_hands)
+def test_residuals_that_are_loaded_by_one_rank_go_with_the_next_step(ranks: Ranks) -> None:
+    (none, *first), (loaded, *second) = ranks(2).run(in_other_hands)
+    assert none == 0.0 < loaded
     assert first == second
-    assert first[2] == 0.0
-    assert first[1][0] == 0
+    _, ahead, buckets, left = first
+    assert ahead == [0, buckets, buckets] * 2
+    assert left == 0.0

@@ -16,7 +16,7 @@ from gradwire.hooks.group import Group
 from ranks import Pool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from training import Ledger, convnet, train, wrap
+from training import LATENCY, WORK, Ledger, convnet, pretend, train, two_large_layers, wrap
 
 Ranks = Callable[[int], Pool]
 
@@ -59,30 +59,12 @@ def test_four_nodes_between_which_two_passes_go(ranks: Ranks, codec: Codec) -> N
     assert all(text.startswith(f"hierarchical {inner}") for text in results[0][2])
 
 
-WORK, LATENCY = cost.Work(2e-9, 2e-9, 2e-9, 2e-9, 5e-11, 5e-10), cost.Latency(1e-5, 3e-5, 4e-5)
-
-
-def pretend(outside: float, inside: float | None = None) -> Any:
-    """A calibration as of a network that moves a byte in `outside` seconds, and inside a node in `inside`."""
-
-    def calibration(group: Group, device: torch.device, everywhere: bool | None = None) -> cost.Calibration:
-        beta = inside if inside is not None and group.size == 2 and group.ranks[1] == group.ranks[0] + 1 else outside
-        line = cost.Line(1e-5, beta)
-        return cost.Calibration(
-            line, line, line, cost.Work(2e-9, 2e-9, 2e-9, 2e-9, 5e-11, 5e-10), cost.Latency(1e-5, 3e-5, 4e-5)
-        )
-
-    return calibration
-
-
 def decide(rank: int, codec: Codec, beta: float, options: dict[str, Any], inside: float | None = None) -> Any:
     real = probe.calibration, probe.codec_speed
     probe.calibration = pretend(beta, inside)
     probe.codec_speed = lambda codec, *_: cost.CodecSpeed(*[1e-10 if isinstance(codec, Cast) else 1e-9] * 2)
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300), nn.Linear(300, 2))
+    model, ddp = two_large_layers()
     ledger = Ledger(model)
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.3)
     try:
         state = CompressState(ddp, codec, **options)
         ddp.register_comm_hook(state, compress_hook)

@@ -8,7 +8,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 from gradwire import CompressState, OneBit, compress_hook
 from gradwire.hooks import cost, probe
 from gradwire.hooks.allreduce import Dense, Gather
@@ -16,9 +15,7 @@ from gradwire.hooks.trial import COMPRESSED, FALLBACK, HOPELESS, PLANNED, SETTLI
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import Pool
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from training import Ledger, train
+from training import Ledger, pretend, train, two_large_layers
 
 Ranks = Callable[[int], Pool]
 
@@ -76,11 +73,6 @@ def test_steps_at_the_begin_of_a_turn_do_not_count(spans: list[float], least: fl
 def tried(rank: int, beta: float, slow: str) -> Any:
     """Train on a network that is said to move a byte in `beta` seconds, and where rank 1 is late in what is slow."""
 
-    def calibration(*_: Any, **__: Any) -> cost.Calibration:
-        line = cost.Line(1e-5, beta)
-        work, latency = cost.Work(2e-9, 2e-9, 2e-9, 2e-9, 5e-11, 5e-10), cost.Latency(1e-5, 3e-5, 4e-5)
-        return cost.Calibration(line, line, line, work, latency)
-
     target = {"compressed": Gather, "dense": Dense}[slow]
     decode = target.decode
 
@@ -88,12 +80,10 @@ def tried(rank: int, beta: float, slow: str) -> Any:
         time.sleep(LATE * rank)
         decode(exchange, *arguments)
 
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300), nn.Linear(300, 2))
+    model, ddp = two_large_layers()
     ledger = Ledger(model)
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.3)
     speed = cost.CodecSpeed(1e-9, 1e-9)
-    with patch.object(probe, "calibration", calibration), patch.object(probe, "codec_speed", lambda *_: speed):
+    with patch.object(probe, "calibration", pretend(beta)), patch.object(probe, "codec_speed", lambda *_: speed):
         state = CompressState(ddp, OneBit())
         ddp.register_comm_hook(state, compress_hook)
         assert state.deciding

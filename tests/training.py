@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gradwire import CompressState, compress_hook
+from gradwire.hooks import cost
+from gradwire.hooks.group import Group
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -48,6 +50,27 @@ def wrap(
     state = CompressState(wrapped, codec, **{"fallback": None, **options})
     wrapped.register_comm_hook(state, compress_hook)
     return wrapped, state
+
+
+WORK, LATENCY = cost.Work(2e-9, 2e-9, 2e-9, 2e-9, 5e-11, 5e-10), cost.Latency(1e-5, 3e-5, 4e-5)
+
+
+def pretend(outside: float, inside: float | None = None) -> Any:
+    """A calibration as of a network that moves a byte in `outside` seconds, and inside a node in `inside`."""
+
+    def calibration(group: Group, device: torch.device, everywhere: bool | None = None) -> cost.Calibration:
+        beta = inside if inside is not None and group.size == 2 and group.ranks[1] == group.ranks[0] + 1 else outside
+        line = cost.Line(1e-5, beta)
+        return cost.Calibration(line, line, line, WORK, LATENCY)
+
+    return calibration
+
+
+def two_large_layers() -> tuple[nn.Module, Any]:
+    """A model whose buckets are large enough to compress, and DDP around it."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300), nn.Linear(300, 2))
+    return model, DistributedDataParallel(model, bucket_cap_mb=0.3)
 
 
 class Ledger:
