@@ -16,12 +16,13 @@ INSTALLED := $(VENV)/.installed
 LINK := $(VENV)/mypy/gradwire
 TYPED := $(addprefix $(LINK)/,__init__.py benchmarks compress csrc hooks) tests
 
-.PHONY: help demo test test-all lint bench benchmarks gpu-report clean
+.PHONY: help demo test test-all soak lint bench benchmarks gpu-report clean
 
 help:
 	@echo 'make demo      train a small model on two processes with every codec (SEEDS=$(SEEDS))'
 	@echo 'make test      lint, types and the quick tests (PYTEST_ARGS="-k topk")'
 	@echo 'make test-all  the slow tests too'
+	@echo 'make soak      ranks killed, stopped and delayed, processes ended by the hundred: an hour or so'
 	@echo 'make lint      ruff and mypy alone'
 	@echo 'make bench     gradwire-bench $(BENCH_ARGS)'
 	@echo 'make benchmarks  every figure of docs/benchmarks.md anew: an hour, on a machine that does nothing else'
@@ -33,10 +34,13 @@ demo: $(INSTALLED)
 		-m gradwire.benchmarks.demo --seeds $(SEEDS) $(DEMO_ARGS)
 
 test: lint
-	$(BIN)/python -m pytest -q -m 'not slow and not cuda' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -m 'not slow and not soak and not cuda' $(PYTEST_ARGS)
 
 test-all: lint
-	$(BIN)/python -m pytest -q -m 'not cuda' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -m 'not soak and not cuda' $(PYTEST_ARGS)
+
+soak: $(INSTALLED)
+	$(BIN)/python -m pytest -q -m soak $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
