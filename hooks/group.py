@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -18,8 +17,6 @@ HANDSHAKE_TIMEOUT = timedelta(seconds=60)
 
 #: Bytes that an all-gather may return and still be sent all at once, from each rank to each.
 SMALL_GATHER = 1 << 20
-
-_made: Counter[tuple[int, ...]] = Counter()
 
 
 class Work(Protocol):
@@ -67,20 +64,27 @@ class Group:
         """The global ranks."""
         return tuple(dist.get_process_group_ranks(self._group) if self._ranks is None else self._ranks)
 
+    @property
+    def generation(self) -> Any:
+        """What the ranks' numbers refer to, for as long as they do: the default group, or where there is none the
+        process group itself. Whatever is remembered by rank is remembered for this object, weakly."""
+        default = dist.group.WORLD
+        return self._group if default is None else default
+
     @classmethod
     def of_ranks(cls, ranks: list[int]) -> Group:
         """A new Gloo group of these global ranks. A collective; ranks wait `HANDSHAKE_TIMEOUT` for each other.
 
         `dist.new_group(use_local_synchronization=True)` would derive its name from the number of groups a rank is in:
         it differs between ranks that are in different groups, and comes again when a group is destroyed. Here the
-        name counts the groups made of the same ranks, which these ranks agree on.
+        name counts the groups that have been made of the same ranks. The store counts, for each rank: a process that
+        outlives its default group then counts from the start with the new ones it meets, and where the store outlives
+        the process, the next one goes on where it stopped.
         """
-        members = tuple(ranks)
-        _made[members] += 1
-        name = f"gradwire/{'-'.join(map(str, members))}/{_made[members]}"
-        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
-        rank = members.index(dist.get_rank())
-        return cls(dist.ProcessGroupGloo(store, rank, len(members), HANDSHAKE_TIMEOUT), members)
+        members, rank = tuple(ranks), dist.get_rank()
+        store = dist.PrefixStore(f"gradwire/{'-'.join(map(str, members))}", dist.distributed_c10d._get_default_store())
+        store = dist.PrefixStore(str(store.add(f"made by {rank}", 1)), store)
+        return cls(dist.ProcessGroupGloo(store, members.index(rank), len(members), HANDSHAKE_TIMEOUT), members)
 
     @staticmethod
     def blocks(process_group: Any, device: torch.device) -> bool:

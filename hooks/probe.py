@@ -7,8 +7,10 @@ every rank has the same numbers and decides alike.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import astuple
+from typing import Any
 
 import torch
 
@@ -30,12 +32,13 @@ PROBE_ELEMENTS = 1 << 19
 #: Wires that it decodes at once, to see what each of them takes.
 MANY = 3
 
-_known: dict[tuple[tuple[int, ...], str], Calibration] = {}
+#: By global ranks and type of device, for as long as these numbers mean the same processes.
+_known: weakref.WeakKeyDictionary[Any, dict[tuple[tuple[int, ...], str], Calibration]] = weakref.WeakKeyDictionary()
 
 
 def known(group: Group, device: torch.device) -> bool:
-    """Whether this rank has met the group before: others may not have, as processes come and go."""
-    return (group.ranks, device.type) in _known
+    """Whether this rank has a calibration of the group: others may not, where the last probe failed."""
+    return (group.ranks, device.type) in _known.get(group.generation, {})
 
 
 def calibration(group: Group, device: torch.device, everywhere: bool | None = None) -> Calibration:
@@ -46,10 +49,10 @@ def calibration(group: Group, device: torch.device, everywhere: bool | None = No
     """
     if everywhere is None:
         everywhere = not any(agreed(group, device, [float(not known(group, device))]))
-    key = group.ranks, device.type
+    key, found = (group.ranks, device.type), _known.setdefault(group.generation, {})
     if not everywhere:
-        _known[key] = calibrate(group, device)
-    return _known[key]
+        found[key] = calibrate(group, device)
+    return found[key]
 
 
 def calibrate(group: Group, device: torch.device) -> Calibration:
