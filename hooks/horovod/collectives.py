@@ -52,7 +52,7 @@ class Channel:
         """`tensor` = reduction over the ranks."""
         options = dist.AllreduceOptions()
         options.reduceOp = op
-        self._run(tensor.view(-1), lambda backend, flat: backend.allreduce([flat], options))
+        self._run(flat_memory(tensor), lambda backend, flat: backend.allreduce([flat], options))
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """`tensor` = that of the member at index `root`."""
@@ -125,7 +125,17 @@ class Channel:
             start(backend, flat).wait()
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the memory of a tensor is its elements, one after the other."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def flat_memory(tensor: Tensor) -> Tensor:
+    """The memory of a plain tensor. A dimension of size 1 may have any stride, and `view` would keep it."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor, flat."""
-    flat = tensor.view(-1)
+    """The memory of a plain tensor, as bytes."""
+    flat = flat_memory(tensor)
     return flat if tensor.dtype == torch.uint8 else flat.view(torch.uint8)

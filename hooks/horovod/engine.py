@@ -182,6 +182,7 @@ class Engine:
             self._fail(f"Horovod has been shut down: {why}")
         self._queue.put(None)
 
+    @torch.no_grad()
     def _execute(self) -> None:
         while (message := self._queue.get()) is not None:
             if message["do"] == "stop":

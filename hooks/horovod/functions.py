@@ -15,7 +15,16 @@ from torch import Tensor, nn
 from .basics import world
 from .operations import Broadcast
 from .process_sets import ProcessSet, global_process_set
-from .submission import allgather_operation, broadcast_operation, first, key_of, submit, synchronize
+from .submission import (
+    allgather_operation,
+    broadcast_operation,
+    check,
+    first,
+    key_of,
+    overlaps,
+    submit,
+    synchronize,
+)
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
@@ -38,13 +47,20 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
         )
     if root_rank not in global_process_set.ranks:
         raise ValueError(f"root_rank={root_rank!r}: expected a rank below size() = {world().size}")
+    named = [(name, tensor) for name, tensor in pairs if isinstance(tensor, Tensor)]
+    for name, tensor in named:
+        # Any strides: parameters may be channels-last, and are no less worth it.
+        check(tensor, "broadcast_parameters", contiguous=False)
+        if overlaps(tensor):
+            raise ValueError(
+                f"parameter {name or tuple(tensor.shape)} is expanded: several of its elements share one place in "
+                "memory, and cannot be set; pass tensor.contiguous()"
+            )
     handles = []
-    for name, tensor in pairs:
-        if isinstance(tensor, Tensor):
-            # Any strides: parameters may be channels-last, and are no less worth it.
-            place = [tensor.detach()]
-            key = key_of("broadcast", name and f"parameter.{name}", global_process_set)
-            handles.append(submit(Broadcast(*key, place, root_rank, place)))
+    for name, tensor in named:
+        place = [tensor.detach()]
+        key = key_of("broadcast", name and f"parameter.{name}", global_process_set)
+        handles.append(submit(Broadcast(*key, place, root_rank, place)))
     for handle in handles:
         synchronize(handle)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .adasum import adasum
-from .collectives import Channel
+from .collectives import Channel, flat_memory, is_plain
 from .negotiation import Request
 from .residuals import CompressionState, layout_of
 
@@ -127,11 +127,11 @@ def run_fused(operations: Sequence[AllReduce], channel: Channel) -> list[list[Te
     ]
     for dtype in dict.fromkeys(source.dtype for source, _ in pairs):
         chosen = [(source, target) for source, target in pairs if source.dtype == dtype]
-        if len(chosen) == 1 and chosen[0][1].is_contiguous():
+        if len(chosen) == 1 and is_plain(chosen[0][1]):
             source, target = chosen[0]
             if source.data_ptr() != target.data_ptr():
                 target.copy_(source)
-            buffer = target.view(-1)
+            buffer = flat_memory(target)
         else:
             buffer = channel.scratch(sum(source.numel() for source, _ in chosen), dtype, chosen[0][0].device)
             torch.cat([source.reshape(-1) for source, _ in chosen], out=buffer)
@@ -240,10 +240,10 @@ class Broadcast(Operation):
         for source, target in zip(self.tensors, self.outputs, strict=True):
             if source.data_ptr() != target.data_ptr() and channel.rank == root:
                 target.copy_(source)
-            if target.is_contiguous():
+            if is_plain(target):
                 channel.broadcast(target, root)
             else:
-                whole = target.contiguous()
+                whole = target.resolve_conj().resolve_neg().contiguous()
                 channel.broadcast(whole, root)
                 target.copy_(whole)
         return list(self.outputs)

@@ -22,7 +22,7 @@ from .functions import allgather_object
 from .operations import Average
 from .process_sets import ProcessSet
 from .residuals import CompressionState
-from .submission import allreduce_operation, key_of, sparse_operation
+from .submission import allreduce_operation, key_of, overlaps, sparse_operation
 
 #: Bytes of a bucket that a codec compresses as one; what DDP's are.
 BUCKET_BYTES = 25 << 20
@@ -214,9 +214,11 @@ class GradientReducer:
                 p.grad = _empty_rows(p) if p in self._sparse else torch.zeros_like(p)
             elif p.grad.is_sparse and self.options.sparse_as_dense:
                 p.grad = p.grad.to_dense()
+            elif not p.grad.is_sparse and overlaps(p.grad):  # an expanded one that the script has put there
+                p.grad = p.grad.contiguous()
         names = [self.names[p] for p in unit.parameters]
         key = key_of("gradient", names[0], self.options.process_set)
-        grads: list[Any] = [p.grad for p in unit.parameters]
+        grads: list[Any] = [None if p.grad is None else p.grad.detach() for p in unit.parameters]
         if any(grad.is_sparse for grad in grads):
             if len(grads) > 1:
                 raise ValueError(
@@ -258,7 +260,7 @@ class GradientReducer:
             if p.grad.is_sparse:
                 p.grad = dense
             elif dense.data_ptr() != p.grad.data_ptr() or dense.dtype != p.grad.dtype:
-                p.grad.copy_(dense)
+                p.grad.detach().copy_(dense)
 
 
 def _weak(reducer: GradientReducer) -> Callable[[Tensor], None]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .basics import world
 from .engine import Pending
@@ -119,6 +120,29 @@ def reduction(op: int | None, average: bool | None) -> int:
     return op
 
 
+def unusual(tensor: Tensor) -> str | None:
+    """What keeps the engine from the memory of a tensor, if anything does."""
+    if tensor.device.type == "meta":
+        return "a tensor on the meta device"
+    if tensor.is_quantized or tensor.is_nested:
+        return "a quantized tensor" if tensor.is_quantized else "a nested tensor"
+    if is_traceable_wrapper_subclass(tensor):
+        return f"a {type(tensor).__name__}: pass the tensor that it wraps"
+    return None
+
+
+def overlaps(tensor: Tensor) -> bool:
+    """Whether elements share a place in memory, as in an expanded tensor, which nothing can be written to."""
+    return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def check_dtype(tensor: Tensor, kind: str, dtypes: Sequence[torch.dtype]) -> None:
+    """Raises ValueError if the tensor's dtype is none of these."""
+    if tensor.dtype not in dtypes:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"Tensor type {tensor.dtype} is not supported by {kind}: convert it to one of {names}")
+
+
 def check(tensor: Any, kind: str, dtypes: Sequence[torch.dtype] | None = None, contiguous: bool = True) -> None:
     """Raises ValueError unless an operation can take the tensor."""
     if not isinstance(tensor, Tensor):
@@ -127,11 +151,19 @@ def check(tensor: Any, kind: str, dtypes: Sequence[torch.dtype] | None = None, c
         raise ValueError(
             f"{kind} takes dense tensors, not {tensor.layout}: use sparse_allreduce_async, or tensor.to_dense()"
         )
-    if dtypes is not None and tensor.dtype not in dtypes:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise ValueError(f"Tensor type {tensor.dtype} is not supported by {kind}: convert it to one of {names}")
+    what = unusual(tensor)
+    if what is not None:
+        raise ValueError(f"{kind} takes tensors with elements in memory, not {what}")
+    if dtypes is not None:
+        check_dtype(tensor, kind, dtypes)
     if contiguous and not tensor.is_contiguous():
         raise ValueError(f"Tensor is required to be contiguous by {kind}: pass tensor.contiguous()")
+
+
+def elements(tensor: Tensor) -> Tensor:
+    """What an operation sends: the tensor without its history, and what it is a conjugate or negative view of made so
+    in memory."""
+    return tensor.detach().resolve_conj().resolve_neg()
 
 
 def allreduce_operation(
@@ -151,7 +183,7 @@ def allreduce_operation(
         check(tensor, f"allreduce with op={OP_NAMES[op]}", kinds if codec is None else COMPRESSIBLE, contiguous)
     if len({t.device for t in tensors}) > 1:
         raise ValueError("the tensors of a grouped allreduce must be on one device")
-    arguments = (*key, [t.detach() for t in tensors], op, prescale, postscale)
+    arguments = (*key, [elements(t) for t in tensors], op, prescale, postscale)
     if op == Adasum:
         size = len(world().engine.members(key[1]))
         if size & (size - 1):
@@ -176,7 +208,7 @@ def allgather_operation(key: tuple[str, int], tensors: Sequence[Tensor]) -> AllG
         check(tensor, "allgather")
         if tensor.dim() == 0:
             raise ValueError("allgather joins tensors along their first dimension, and a scalar has none: unsqueeze it")
-    return AllGather(*key, [t.detach() for t in tensors])
+    return AllGather(*key, [elements(t) for t in tensors])
 
 
 def sparse_operation(key: tuple[str, int], tensor: Tensor, op: int) -> AllGather:
@@ -189,6 +221,7 @@ def sparse_operation(key: tuple[str, int], tensor: Tensor, op: int) -> AllGather
         raise ValueError("sparse_allreduce_async takes a sparse COO tensor: use allreduce_async for dense ones")
     if op not in (Average, Sum):
         raise ValueError(f"op={OP_NAMES[op]}: sparse tensors can be summed or averaged")
+    check_dtype(tensor, "sparse_allreduce_async", SUMMABLE)
     tensor = tensor.detach().coalesce()
     parts = [tensor.indices().t().contiguous(), tensor.values().contiguous()]
     return AllGather(*key, parts, sparse=list(tensor.shape), average=op == Average)
@@ -199,7 +232,7 @@ def broadcast_operation(key: tuple[str, int], tensor: Tensor, output: Tensor, ro
     check(tensor, "broadcast")
     if root not in ps.ranks:
         raise ValueError(f"root_rank={root!r}: expected a global rank among {ps.ranks}")
-    return Broadcast(*key, [tensor.detach()], root, [output.detach()])
+    return Broadcast(*key, [elements(tensor)], root, [output.detach()])
 
 
 def alltoall_operation(key: tuple[str, int], tensor: Tensor, splits: Any, size: int) -> AllToAll:
@@ -210,7 +243,7 @@ def alltoall_operation(key: tuple[str, int], tensor: Tensor, splits: Any, size: 
     if splits is None:
         if len(tensor) % size:
             raise ValueError(f"{len(tensor)} rows cannot be split equally among {size} ranks: pass splits")
-        return AllToAll(*key, tensor.detach(), [len(tensor) // size] * size)
+        return AllToAll(*key, elements(tensor), [len(tensor) // size] * size)
     if isinstance(splits, Tensor):
         if splits.dtype != torch.int32 or splits.dim() != 1:
             raise ValueError(f"splits is {splits.dtype} with {splits.dim()} dimensions: expected int32 with one")
@@ -218,7 +251,7 @@ def alltoall_operation(key: tuple[str, int], tensor: Tensor, splits: Any, size: 
     splits = [int(count) for count in splits]
     if len(splits) != size or min(splits) < 0 or sum(splits) != len(tensor):
         raise ValueError(f"splits={splits}: expected {size} numbers, none negative, that add up to {len(tensor)} rows")
-    return AllToAll(*key, tensor.detach(), splits)
+    return AllToAll(*key, elements(tensor), splits)
 
 
 def reducescatter_operation(
@@ -231,4 +264,4 @@ def reducescatter_operation(
         check(tensor, "reducescatter", SUMMABLE)
         if tensor.dim() == 0:
             raise ValueError("reducescatter splits tensors along their first dimension, and a scalar has none")
-    return ReduceScatter(*key, [t.detach() for t in tensors], op, prescale, postscale)
+    return ReduceScatter(*key, [elements(t) for t in tensors], op, prescale, postscale)
