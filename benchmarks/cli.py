@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from . import advise, allreduce, codecs, exchange, gpu, links, publish, step, timeline, train
+from . import advise, allreduce, codecs, exchange, gpu, links, publish, step, timeline, train, warm
 
 COMMANDS = {
     "codecs": (codecs, "time every codec beside the memory roofline and what one would write in torch"),
@@ -19,6 +19,7 @@ COMMANDS = {
     "advise": (advise, "predict from measurements here whether compression pays on a given network"),
     "profile": (timeline, "draw one bucket's way through a real step"),
     "publish": (publish, "make every figure of docs/benchmarks.md anew"),
+    "warm": (warm, "compile kernels ahead, so that no training begins with it"),
     "gpu": (gpu, "test, check and time the CUDA kernels on this machine's GPU"),
 }
 
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         module.add_arguments(command)
     options = parser.parse_args(arguments)
-    if importlib.util.find_spec("rich") is None:
+    if options.command != "warm" and importlib.util.find_spec("rich") is None:
         return _fail("the benchmarks need a few more packages: pip install 'gradwire[bench]'")
     before = signal.signal(signal.SIGTERM, _terminate)  # so that whoever ends us still gets everything cleaned up
     try:

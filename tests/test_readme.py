@@ -99,7 +99,8 @@ def test_examples_run(tmp_path: Path) -> None:
     assert "20 steps, " in done.stdout
     # The one message in the table that is PyTorch's.
     assert re.search(as_pattern(ERRORS[-1]), done.stdout)
-    assert done.stderr == ""
+    # All that may be said: that kernels are compiled.
+    assert [line for line in done.stderr.splitlines() if not line.startswith("gradwire: compiling kernels")] == []
 
 
 #: The messages in the troubleshooting table, PyTorch's last.

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import Kernels, Workspace
+from . import Kernels, Workspace, kept
 from .cpu_blocks import BFLOAT16, FLOAT16, FLOAT32
 
 KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
@@ -72,7 +72,8 @@ class CpuKernels(Kernels):
         x, residual = torch.ones(1, dtype=dtype), torch.zeros(1)
         wire = torch.zeros(codec.wire_bytes(1), dtype=torch.uint8)
         draw = torch.zeros(3, dtype=torch.int64)
-        self.encode(codec, x, wire, draw, workspace)
-        self.encode_feedback(codec, x, residual, wire, draw, workspace)
-        self.decode_add(codec, wire, residual, 1.0, workspace)
-        self.decode_mean(codec, [part[None] for part in wire.split(codec.part_bytes(1))], x, workspace)
+        with kept.task(type(codec).__name__):
+            self.encode(codec, x, wire, draw, workspace)
+            self.encode_feedback(codec, x, residual, wire, draw, workspace)
+            self.decode_add(codec, wire, residual, 1.0, workspace)
+            self.decode_mean(codec, [part[None] for part in wire.split(codec.part_bytes(1))], x, workspace)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..entries import index_layout
-from . import Workspace, cpu_entries, cpu_kernels, cpu_sparse
+from . import Workspace, cpu_entries, cpu_kernels, cpu_sparse, kept
 from .cpu_blocks import TILE, scratch_bytes
 from .cpu_kernels import KINDS, CpuKernels, inverse, note, reserved, run
 from .entry_kernels import EntryKernels, Pieces
@@ -35,6 +35,23 @@ VALUE_KINDS = {
 
 
 class Entries(EntryKernels):
+    def prepare(self, device: torch.device) -> None:
+        indices, values, residual = torch.zeros(1, dtype=torch.int32), torch.ones(1), torch.zeros(1)
+        pieces, wire = Pieces([1], [0], [1]), torch.zeros(64, dtype=torch.uint8)
+        counts = torch.zeros(1, dtype=torch.int32)
+        self.pack_indices(indices, None, 0, 1, wire)
+        self.unpack_indices(wire[None], 0, 1, counts, indices[None])
+        self.pack_index_pieces(indices, pieces, wire)
+        self.unpack_index_pieces(wire, pieces, indices)
+        for dtype in VALUE_KINDS:
+            self.pack_values(values, dtype, wire, indices, None, residual)
+            self.pack_value_pieces(values, pieces, dtype, wire, indices, residual)
+            self.unpack_value_pieces(wire, pieces, dtype, values)
+            if dtype != torch.float32:
+                self.unpack_values(wire[None], dtype, values[None])
+        self.put_back((indices, values), indices, residual)
+        self.merge(indices, values, [0, 1], 0, 1, torch.zeros_like(indices), torch.zeros_like(values))
+
     def pack_indices(self, indices: Tensor, count: Tensor | None, base: int, numel: int, wire: Tensor) -> None:
         used = len(indices) if count is None else int(count)
         layout = _layout(numel, len(indices))
@@ -160,6 +177,18 @@ class TopK(SparseKernels, CpuKernels):
     """Exact selection among the candidates of one pass, whose threshold is foretold by a sample of the gradient."""
 
     entries = Entries()
+
+    def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
+        with kept.task(type(codec).__name__):
+            super().prepare(codec, dtype, device)
+            self.entries.prepare(device)  # exchanges pack and merge entries even where the codec does not
+            # A second pass is rare.
+            x, residual, workspace = torch.ones(1), torch.zeros(1), Workspace.on(device)
+            source, spare = (KINDS[x.dtype], x.data_ptr()), torch.zeros(2)
+            places = spare.data_ptr(), spare.data_ptr() + 4
+            (room,) = self._rooms(codec, 1, workspace)
+            cpu_sparse.collect_again(source, residual.data_ptr(), (1, 0, 1), 1, 0, places, room)
+
     #: One run of 64 elements in 8 is sampled at most, and one in 128 at least. In between, some 64 of the k are seen.
     strides = 8, 128
     #: Standard deviations (of a count of so many, if they fell anywhere) to allow for. Elements that lie together are

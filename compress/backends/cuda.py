@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import Kernels, Workspace
+from . import Kernels, Workspace, kept
 from .cuda_device import SHARES, THREADS, Argument, Device, device_for
 from .cuda_entries import Entries
 from .cuda_sparse import SUFFIXES, TopK
@@ -52,8 +52,9 @@ class _Blocks(Kernels):
         raise NotImplementedError
 
     def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
-        for operation, kind in (("encode", dtype), ("decode", dtype), ("decode", torch.float32)):
-            device_for(device).function(self.file, f"{self.family}_{operation}_{SUFFIXES[kind]}")
+        with kept.task(type(codec).__name__):
+            for operation, kind in (("encode", dtype), ("decode", dtype), ("decode", torch.float32)):
+                device_for(device).function(self.file, f"{self.family}_{operation}_{SUFFIXES[kind]}")
 
     def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
         self._encode(codec, x, None, wire, draw)

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from . import kept
+
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 #: Canonical bytes: no multiply-add in one rounding, subnormals kept, division and square root rounded as IEEE says.
 OPTIONS = ("--std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true", f"--include-path={CSRC}")
@@ -137,31 +139,34 @@ def _text(bindings: Any, program: Any, what: str) -> bytes:
 def cached_cubin(file: str, architecture: int) -> Path:
     """A file that holds the machine code of csrc/`file` for sm_`architecture`; compiled when it is not there yet.
 
-    Processes may ask at the same time: each writes a file of its own and renames it, so none reads half a file.
+    Processes may ask at the same time: one compiles, and the others wait for it.
     """
     parts = [f"NVRTC {version()} sm_{architecture}", *OPTIONS[:-1], (CSRC / file).read_text("utf-8")]
     parts += [header.read_text("utf-8") for header in sorted(CSRC.glob("*.cuh"))]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
     name = f"{Path(file).stem}-sm_{architecture}-{digest}.cubin"
-    path = _elsewhere.get(name, cache_folder() / name)
-    if not os.path.exists(path):
+    places = [folder / name for folder in kept.folders()]
+    for path in (*places, _elsewhere.get(name)):
+        if path is not None and os.path.exists(path):
+            return path
+    target = places[-1] if places else None
+    with kept.turn(target and target.parent, lambda: target is not None and os.path.exists(target)):
+        if target is not None and os.path.exists(target):
+            return target
         cubin = compile_file(file, architecture).cubin
-        try:
-            _write(path, cubin)
-        except OSError:  # a full or read-only disk
-            path = _elsewhere[name] = _own_folder() / name
-            _write(path, cubin)
-    return path
+        if target is not None:
+            try:
+                kept.write(target, cubin)
+                return target
+            except OSError:  # a full disk
+                kept.nothing_kept()
+        path = _elsewhere[name] = _own_folder() / name
+        kept.write(path, cubin)
+        return path
 
 
 #: What this process could not write to the cache, by file name.
 _elsewhere: dict[str, Path] = {}
-
-
-def cache_folder() -> Path:
-    """$GRADWIRE_CACHE, or ~/.cache/gradwire."""
-    chosen = os.environ.get("GRADWIRE_CACHE")
-    return Path(chosen) if chosen else Path("~/.cache/gradwire").expanduser()
 
 
 @functools.cache
@@ -170,15 +175,3 @@ def _own_folder() -> Path:
     folder = tempfile.mkdtemp(prefix="gradwire-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
-
-
-def _write(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        Path(draft).replace(path)
-    except OSError:
-        Path(draft).unlink(missing_ok=True)
-        raise

@@ -21,7 +21,6 @@ UNPACKING_THREADS, UNPACKING_SHARES = 512, 32
 
 class Entries(EntryKernels):
     def prepare(self, device: torch.device) -> None:
-        """Compile, so that no later call has to."""
         device_for(device).function(FILE, "entries_pack_indices")
 
     def pack_indices(self, indices: Tensor, count: Tensor | None, base: int, numel: int, wire: Tensor) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import Workspace
+from . import Workspace, kept
 from .cuda_device import SHARES, THREADS, Argument, Device, device_for, grid_for
 from .cuda_entries import Entries
 from .sparse import SparseKernels, whole_rows
@@ -56,9 +56,9 @@ class TopK(SparseKernels):
         return workspace
 
     def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
-        device_for(device).function(FILE, f"topk_collect_{SUFFIXES[dtype]}")
-        if not codec.plain:
-            self.entries.prepare(device)
+        with kept.task(type(codec).__name__):
+            device_for(device).function(FILE, f"topk_collect_{SUFFIXES[dtype]}")
+            self.entries.prepare(device)  # exchanges pack entries even where the codec does not
 
     def encode_plain(
         self, codec: Any, x: Tensor, residual: Tensor | None, row: Tensor, values: Tensor, workspace: Workspace

@@ -38,6 +38,9 @@ class Pieces:
 class EntryKernels(ABC):
     """What a backend does with entries. Indices on the wire are relative to `base` and below `numel`."""
 
+    def prepare(self, device: torch.device) -> None:  # noqa: B027 - may be nothing
+        """Compile all of this for tensors on `device`, so that no later call has to."""
+
     @abstractmethod
     def pack_indices(self, indices: Tensor, count: Tensor | None, base: int, numel: int, wire: Tensor) -> None:
         """Write `indices`, int32 [k], of which the first `count` (int32 [1] on the device; None: all) are used."""

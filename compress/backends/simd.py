@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from llvmlite import ir
@@ -21,31 +20,18 @@ from numba.core.typing import signature
 from numba.core.typing.templates import AbstractTemplate, infer_global
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
+from . import numba_cache
+
 LANES = 64
 
 #: For mypy, which would otherwise see the signature that numba hides.
 _intrinsic: Any = intrinsic
 
 
-def _sources() -> tuple[tuple[str, float, int], ...]:
-    files = [path for pattern in ("simd.py", "cpu_*.py") for path in sorted(Path(__file__).parent.glob(pattern))]
-    return tuple((file.name, file.stat().st_mtime, file.stat().st_size) for file in files)
-
-
-_SOURCES = _sources()
-
-
 def compiled(function: Callable, **options: Any) -> Any:
     """numba's njit as every kernel needs it: without the GIL, without fast-math, and kept on disk."""
-    options |= {"nogil": True, "error_model": "numpy"}
-    try:
-        dispatcher = njit(cache=True, **options)(function)
-    except RuntimeError:  # nowhere to keep it: neither beside the source nor in the home directory
-        return njit(**options)(function)
-    # numba takes what it kept for stale when the function's own file changes; ours are built from several.
-    file: Any = getattr(getattr(dispatcher, "_cache", None), "_cache_file", None)
-    if hasattr(file, "_source_stamp"):
-        file._source_stamp = _SOURCES
+    dispatcher = njit(nogil=True, error_model="numpy", **options)(function)
+    numba_cache.use(dispatcher)
     return dispatcher
 
 
