@@ -83,7 +83,8 @@ class Room:
     def __call__(self, name: str, size: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         memory = self._memory.get(name)
         if memory is None or memory.numel() < size:
-            memory = self._memory[name] = torch.zeros(size + size // 8, dtype=dtype, device=self.device)
+            with torch.inference_mode(False):  # what is made in inference mode cannot be written to outside
+                memory = self._memory[name] = torch.zeros(size + size // 8, dtype=dtype, device=self.device)
         return memory[:size]
 
     def entries(self, name: str, size: int) -> Entries:

@@ -158,14 +158,14 @@ class Group:
         work: Work = self._group.allreduce([tensor])
         return work
 
-    def objects(self, value: Any) -> list[Any]:
-        """What each rank passes, in rank order: anything that JSON can carry."""
-        data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
-        lengths = torch.zeros(self.size, dtype=torch.int64)
-        self.all_gather(lengths, torch.tensor([data.numel()])).wait()
+    def objects(self, value: Any, device: torch.device | str = "cpu") -> list[Any]:
+        """What each rank passes, in rank order: anything that JSON can carry. It travels on `device`."""
+        data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+        lengths = self.gathered(self.size, dtype=torch.int64, device=device)
+        self.all_gather(lengths, torch.tensor([data.numel()]).to(device)).wait()
         longest = int(lengths.max())
-        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded = torch.zeros(longest, dtype=torch.uint8, device=device)
         padded[: data.numel()] = data
-        rows = torch.zeros(self.size, longest, dtype=torch.uint8)
+        rows = self.gathered(self.size, longest, device=device)
         self.all_gather(rows, padded).wait()
-        return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, lengths.tolist(), strict=True)]
+        return [json.loads(bytes(row[:n])) for row, n in zip(rows.tolist(), lengths.tolist(), strict=True)]

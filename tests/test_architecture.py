@@ -27,7 +27,7 @@ LAYERS = (
     ("compress", r"compress"),
     (
         "exchanges",
-        r"hooks\.(group|entries|cost|probe|sparse|exchange|sparse_exchanges|hierarchical|allreduce|trial|plan)",
+        r"hooks\.(group|entries|cost|probe|sparse|sparse_arguments|exchange|sparse_exchanges|hierarchical|allreduce|trial|plan)",
     ),
     ("state", r"hooks\.(?!ddp$|horovod(\.|$)).+"),
     ("hooks", r"hooks\.(ddp|horovod(\..+)?)"),
