@@ -59,7 +59,7 @@ gpu-report:
 	PYTHONPATH="$(CURDIR)/.gpu:$$PYTHONPATH" $(PYTHON) -m gradwire.benchmarks.cli gpu $(GPU_ARGS)
 
 clean:
-	rm -rf $(VENV) .gpu build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .editable .gpu build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One environment for everything: demo, tests and benchmarks. Installed again when the dependencies change.

@@ -38,23 +38,29 @@ def run(*args: object, cwd: Path) -> str:
 
 
 def build(kind: str, source: Path, target: Path) -> Path:
-    """Build the "wheel" or "sdist" of `source`, with the setuptools that is installed."""
+    """Build the "wheel", "sdist" or "editable" of `source` by its own backend and the setuptools that is installed."""
     target.mkdir()
-    hook = f"import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
+    hook = f"import sys; sys.path.insert(0, '.ci'); import backend; backend.build_{kind}(sys.argv[1])"
     run("-c", hook, target, cwd=source)
     (built,) = target.iterdir()
     return built
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from the sdist of a copy of the repository that also holds kernels."""
-    folder = tmp_path_factory.mktemp("packaging")
-    copy = folder / "some-clone.1"
-    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*", "build", "dist")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the repository that also holds kernels."""
+    copy = tmp_path_factory.mktemp("packaging") / "some-clone.1"
+    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info", ".[!c]*", "build", "dist")
     shutil.copytree(ROOT, copy, ignore=ignore)
     (copy / "csrc" / "probe.cu").write_text("// a kernel\n")
     (copy / "csrc" / "probe.cuh").write_text("// its header\n")
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from the sdist of a clone."""
+    folder, copy = tmp_path_factory.mktemp("wheel"), clone
     with tarfile.open(build("sdist", copy, folder / "sdist")) as archive:
         archive.extractall(folder / "unpacked", filter="data")
     (unpacked,) = (folder / "unpacked").iterdir()
@@ -105,6 +111,32 @@ def test_wheel_imports_silently_and_lightly(wheel: Path, tmp_path: Path) -> None
         assert not unknown, unknown
     """
     assert run("-I", "-c", "if True:" + script, tmp_path, cwd=tmp_path) == ""
+
+
+def test_type_checkers_see_an_editable_installation(clone: Path, tmp_path: Path) -> None:
+    wheel = build("editable", clone, tmp_path / "built")
+    run("-m", "venv", "--without-pip", "--symlinks", tmp_path / "venv", cwd=tmp_path)
+    (packages,) = (tmp_path / "venv").glob("lib/python3*/site-packages")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(packages)
+        (record,) = (name for name in archive.namelist() if name.endswith("/RECORD"))
+        recorded = {line.split(",")[0] for line in archive.read(record).decode().splitlines()}
+        assert recorded == set(archive.namelist())
+    new = clone / "hooks" / "new.py"
+    new.write_text("ANSWER: int = 42\n")  # seen without another installation
+    (tmp_path / "use.py").write_text(
+        "from gradwire import TopK\n"
+        "from gradwire.hooks.new import ANSWER\n"
+        "reveal_type(TopK(density=0.01).k(ANSWER))\n"
+        "reveal_type(ANSWER)\n"
+    )
+    python = tmp_path / "venv" / "bin" / "python"
+    said = run("-m", "mypy", "--python-executable", python, "use.py", cwd=tmp_path)  # any complaint would fail it
+    new.unlink()
+    assert said.count('Revealed type is "int"') == 2, said
+    script = "import importlib.util; print(importlib.util.find_spec('gradwire').origin)"
+    found = subprocess.run([python, "-I", "-c", script], capture_output=True, text=True, check=True).stdout.strip()
+    assert Path(found).samefile(clone / "__init__.py")
 
 
 def test_compress_imports_no_part_of_torch_distributed(tmp_path: Path) -> None:
