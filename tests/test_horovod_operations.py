@@ -650,3 +650,23 @@ def test_the_timeline_is_a_chrome_trace(ranks: Ranks, tmp_path: Path) -> None:
     assert ("allgather.rows", "ALLGATHER") in named
     assert any(event["name"] == "CYCLE_START" for event in events)
     assert json.loads(Path(f"{path}.second").read_text()) == []
+
+
+def traced_later(rank: int, folder: str) -> None:
+    hvd.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("HOROVOD_TIMELINE", "DYNAMIC")
+        hvd.init()
+        hvd.barrier()
+        found = list(Path(folder).iterdir())
+        hvd.barrier()
+        assert not found
+        hvd.start_timeline("trace.json")
+        hvd.barrier()
+        hvd.stop_timeline()
+
+
+def test_a_dynamic_timeline_is_started_later(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(traced_later, str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]

@@ -110,7 +110,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     if _owner is None:
         atexit.register(_at_exit)
     _owner = os.getpid()
-    if os.environ.get("HOROVOD_TIMELINE"):
+    # "DYNAMIC" is no file: `start_timeline` will say which, and when.
+    if os.environ.get("HOROVOD_TIMELINE", "DYNAMIC") not in ("", "DYNAMIC"):
         start_timeline(os.environ["HOROVOD_TIMELINE"], os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES") == "1")
     for follow_up in started:
         follow_up(() if process_sets is None or isinstance(process_sets, str) else tuple(process_sets))
