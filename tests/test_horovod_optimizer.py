@@ -256,6 +256,61 @@ def test_sparse_gradients_are_averaged(ranks: Ranks, world: int) -> None:
     ranks(world).run(sparse)
 
 
+def sparse_adam(rank: int, options: dict[str, Any]) -> None:
+    hvd.init()
+    embeddings = [nn.Embedding(6, 2, sparse=True) for _ in range(3)]
+    copies = copy.deepcopy(embeddings)
+    optimizer: Any = torch.optim.SparseAdam([e.weight for e in embeddings], lr=0.1)
+    optimizer = hvd.DistributedOptimizer(optimizer, **options)
+    plain = torch.optim.SparseAdam([e.weight for e in copies], lr=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        turn = step % 2  # by turns: one of them no rank uses, and the last nobody ever does
+        (embeddings[turn](torch.tensor([rank, 4])) * (rank + 1)).sum().backward()
+        for other in range(2):
+            (copies[turn](torch.tensor([other, 4])) * (other + 1) / 2).sum().backward()
+        for each in copies:  # a gradient that no rank has counts as one without rows
+            if each.weight.grad is None:
+                each.weight.grad = torch.zeros(6, 2).to_sparse(1)
+        optimizer.step()
+        plain.step()
+    for ours, expected in zip(embeddings, copies, strict=True):
+        close(ours.weight.detach(), expected.weight.detach())
+    assert "dense" in raised(ValueError, lambda: hvd.DistributedOptimizer(plain, sparse_as_dense=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"groups": 1}, {"compression": TopK(0.1)}], ids=str)
+def test_sparse_adam_gets_sparse_gradients(ranks: Ranks, options: dict[str, Any]) -> None:
+    ranks(2).run(sparse_adam, options)
+
+
+def sparse_too_late(rank: int, options: dict[str, Any]) -> None:
+    hvd.init()
+    embedding, head = nn.Embedding(6, 2, sparse=True), nn.Linear(2, 1)
+    parameters = [*embedding.parameters(), *head.parameters()]
+    before = embedding.weight.detach().clone()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), **options)
+    head(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            optimizer.zero_grad()
+            if rank == 0:
+                embedding(torch.tensor([1])).sum().backward()
+            optimizer.step()
+    assert len(caught) == (rank == 0)
+    expected = torch.zeros(6, 2)
+    expected[1] = 1.0
+    close(before - embedding.weight.detach(), expected)
+
+
+@pytest.mark.parametrize("options", [{"groups": 1}, {"compression": TopK(1.0)}], ids=str)
+def test_a_gradient_that_becomes_sparse_is_reduced_all_the_same(ranks: Ranks, options: dict[str, Any]) -> None:
+    ranks(2).run(sparse_too_late, options)
+
+
 def rounded(rank: int) -> None:
     hvd.init()
     for compression, exact in ((hvd.Compression.fp16, 2.0**-12), (hvd.Compression.bf16, 2.0**-9)):

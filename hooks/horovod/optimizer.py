@@ -70,12 +70,14 @@ def DistributedOptimizer(
     if num_groups:
         warnings.warn("Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
+    codec_of(compression)
     named = _names(optimizer, named_parameters)
     options = Options(
         compression, backward_passes_per_step, op, gradient_predivide_factor, _groups(groups, named), sparse_as_dense,
-        process_set,
+        process_set, isinstance(optimizer, torch.optim.SparseAdam),
     )  # fmt: skip
-    codec_of(compression)
+    if options.only_sparse and sparse_as_dense:
+        raise ValueError("torch.optim.SparseAdam takes no dense gradients: leave sparse_as_dense=False")
     return _wrap(optimizer, [name for name, _ in named], options)
 
 

@@ -7,6 +7,7 @@ run, for its choice and its residuals depend on them: about 25 MB of parameters,
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +36,8 @@ _owners: weakref.WeakValueDictionary[int, GradientReducer] = weakref.WeakValueDi
 
 @dataclass
 class Options:
-    """What `DistributedOptimizer` was asked for. `groups` are positions in the optimizer's list of parameters."""
+    """What `DistributedOptimizer` was asked for. `groups` are positions in the optimizer's list of parameters; with
+    `only_sparse` the optimizer takes no dense gradient."""
 
     compression: Any
     backward_passes_per_step: int
@@ -44,6 +46,7 @@ class Options:
     groups: list[list[int]] | None
     sparse_as_dense: bool
     process_set: ProcessSet
+    only_sparse: bool = False
 
 
 @dataclass(eq=False)
@@ -73,13 +76,16 @@ class GradientReducer:
         self._delay: dict[Tensor, int] = {}
         self._unit_of: dict[Tensor, _Unit] = {}
         self._units: list[_Unit] = []
-        self._sparse: set[Tensor] = set()
+        #: Parameters with sparse gradients, and how many dimensions of these are sparse.
+        self._sparse: dict[Tensor, int] = {}
+        self._late: set[Tensor] = set()
         grouped: set[Tensor] = set()
-        for group in options.groups or []:
+        for group in [] if options.only_sparse else options.groups or []:
             chosen = [named[i][1] for i in group if named[i][1].requires_grad]
             grouped.update(chosen)
             self._add_units(chosen, joined=True)
-        self._add_units([p for _, p in named if p.requires_grad and p not in grouped], joined=codec is not None)
+        rest = [p for _, p in named if p.requires_grad and p not in grouped]
+        self._add_units(rest, joined=codec is not None and not options.only_sparse)
         # Which gradients are sparse nobody knows before the first ones; units of several must not hold any.
         self._settled = all(len(unit.parameters) == 1 for unit in self._units)
 
@@ -178,6 +184,8 @@ class GradientReducer:
         unit = _Unit(parameters)
         self._units.append(unit)
         for p in parameters:
+            if self.options.only_sparse:
+                self._sparse[p] = 1  # as an embedding makes them; until there is one that says otherwise
             if p not in self._delay:
                 p.register_post_accumulate_grad_hook(_weak(self))
                 _owners[id(p)] = self
@@ -188,10 +196,11 @@ class GradientReducer:
         if self._settled:
             return
         self._settled = True
-        mine = sorted(self.names[p] for p in self._delay if self._is_sparse(p))
-        every = allgather_object(mine, process_set=self.options.process_set)
-        found = {name for names in every for name in names}
-        self._sparse.update(p for p in self._delay if self.names[p] in found)
+        mine = {self.names[p]: grad.sparse_dim() for p in self._delay if (grad := self._sparse_grad(p)) is not None}
+        found: dict[str, int] = {}
+        for names in allgather_object(mine, process_set=self.options.process_set):
+            found.update(names)
+        self._sparse.update({p: found[self.names[p]] for p in self._delay if self.names[p] in found})
         for unit in list(self._units):
             alone = {p for p in unit.parameters if self.names[p] in found}
             if alone and len(unit.parameters) > 1:
@@ -202,8 +211,8 @@ class GradientReducer:
                     self._add_unit([p] if p in alone else [])
                 self._delay.update(delays)
 
-    def _is_sparse(self, p: Tensor) -> bool:
-        return p.grad is not None and p.grad.is_sparse and not self.options.sparse_as_dense
+    def _sparse_grad(self, p: Tensor) -> Tensor | None:
+        return p.grad if p.grad is not None and p.grad.is_sparse and not self.options.sparse_as_dense else None
 
     # -- one unit ----------------------------------------------------------------------------------------------------
 
@@ -211,8 +220,9 @@ class GradientReducer:
         fill = all(p.grad is None for p in unit.parameters)
         for p in unit.parameters:
             if p.grad is None:
-                p.grad = _empty_rows(p) if p in self._sparse else torch.zeros_like(p)
-            elif p.grad.is_sparse and self.options.sparse_as_dense:
+                p.grad = _empty_rows(p, self._sparse[p]) if p in self._sparse else torch.zeros_like(p)
+            elif p.grad.is_sparse and (self.options.sparse_as_dense or len(unit.parameters) > 1):
+                self._warn_of_late_rows(p)
                 p.grad = p.grad.to_dense()
             elif not p.grad.is_sparse and overlaps(p.grad):  # an expanded one that the script has put there
                 p.grad = p.grad.contiguous()
@@ -220,18 +230,24 @@ class GradientReducer:
         key = key_of("gradient", names[0], self.options.process_set)
         grads: list[Any] = [None if p.grad is None else p.grad.detach() for p in unit.parameters]
         if any(grad.is_sparse for grad in grads):
-            if len(grads) > 1:
-                raise ValueError(
-                    f"a gradient among those of {names} has become sparse: pass sparse_as_dense=True, or leave it out "
-                    "of the groups"
-                )
-            self._sparse.update(unit.parameters)
+            self._sparse[unit.parameters[0]] = grads[0].sparse_dim()
             operation: Any = sparse_operation(key, grads[0], self.options.op)
             operation.fill = fill
             unit.contexts = [None]
         else:
             operation = self._dense(key, grads, names, fill, unit)
         unit.pending = world().engine.submit(operation)
+
+    def _warn_of_late_rows(self, p: Tensor) -> None:
+        """The other ranks are about to reduce it densely with others, and cannot be told to do otherwise."""
+        if not self.options.sparse_as_dense and p not in self._late:
+            self._late.add(p)
+            warnings.warn(
+                f"the gradient of {self.names[p]} has become sparse after the first step, in which no rank had one: it "
+                "is made dense; leave it out of the groups, let the first step have it on some rank, or pass "
+                "sparse_as_dense=True",
+                stacklevel=2,
+            )
 
     def _dense(self, key: tuple[str, int], grads: list[Tensor], names: list[str], fill: bool, unit: _Unit) -> Any:
         options = self.options
@@ -252,7 +268,7 @@ class GradientReducer:
         results = unit.pending.wait()
         for p, result, context in zip(unit.parameters, results, unit.contexts, strict=True):
             if result.is_sparse:
-                self._sparse.add(p)
+                self._sparse[p] = result.sparse_dim()
                 p.grad = result
                 continue
             dense = result if self.state is not None else self.options.compression.decompress(result, context)
@@ -279,7 +295,7 @@ def _bytes(p: Tensor) -> int:
     return p.numel() * p.element_size()
 
 
-def _empty_rows(p: Tensor) -> Tensor:
-    indices = torch.zeros((1, 0), dtype=torch.int64, device=p.device)
-    values = torch.zeros((0, *p.shape[1:]), dtype=p.dtype, device=p.device)
+def _empty_rows(p: Tensor, dimensions: int) -> Tensor:
+    indices = torch.zeros((dimensions, 0), dtype=torch.int64, device=p.device)
+    values = torch.zeros((0, *p.shape[dimensions:]), dtype=p.dtype, device=p.device)
     return torch.sparse_coo_tensor(indices, values, p.shape, check_invariants=True)
