@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from cuda_on_cpu import Module
+from gradwire.compress.backends.addresses import address
 from gradwire.compress.backends.cuda_device import DEVICES, Argument, Device, Function
+from torch import Tensor
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 CPU = torch.device("cpu")
@@ -40,6 +42,9 @@ class EmulatedDevice(Device):
             kernel = _module(self.csrc / file, self.check).get_function(name, ftz=False)
 
             def launch(grid: int, block: int, args: Sequence[Argument]) -> None:
+                for given in args:
+                    if isinstance(given, Tensor):
+                        address(given)  # refuses what a GPU would be refused
                 self.launches.append(name)
                 kernel((grid,), (block,), args, **self.options)
 

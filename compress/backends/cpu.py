@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import Kernels, Workspace, cpu_dense, cpu_kernels
+from .addresses import address, rows_at
 from .cpu_blocks import TILE, scratch_bytes
 from .cpu_kernels import KINDS, CpuKernels, inverse, note, reserved, run
 from .cpu_topk import Entries, TopK
@@ -51,13 +52,13 @@ class _Blocks(CpuKernels):
     def encode_feedback(
         self, codec: Any, grad: Tensor, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
     ) -> None:
-        self._encode(codec, grad, residual.data_ptr(), wire, draw, workspace)
+        self._encode(codec, grad, address(residual, torch.float32), wire, draw, workspace)
 
     def _encode(
         self, codec: Any, x: Tensor, residual: int, wire: Tensor, draw: Tensor | None, workspace: Workspace
     ) -> None:
         kernel, rest = self.encode_block(codec, draw)
-        numel, source, target = x.numel(), (KINDS[x.dtype], x.data_ptr()), wire.data_ptr()
+        numel, source, target = x.numel(), (KINDS[x.dtype], address(x)), address(wire, torch.uint8)
         count, pieces, scratch, size = self._split(codec, numel, workspace)
 
         def job(first: int, last: int, piece: int) -> None:
@@ -75,8 +76,8 @@ class _Blocks(CpuKernels):
         self, codec: Any, wires: Tensor, out: Tensor, how: tuple[float, int, float], workspace: Workspace
     ) -> None:
         kernel, rest = self.decode_block(codec)
-        numel, target = out.numel(), (KINDS[out.dtype], out.data_ptr())
-        sources = wires.data_ptr(), wires.stride(0), wires.shape[0]
+        numel, target = out.numel(), (KINDS[out.dtype], address(out))
+        sources = *rows_at(wires, torch.uint8), wires.shape[0]
         count, pieces, scratch, size = self._split(codec, numel, workspace)
 
         def job(first: int, last: int, piece: int) -> tuple[int, int]:

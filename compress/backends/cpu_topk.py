@@ -14,11 +14,13 @@ from torch import Tensor
 
 from ..entries import index_layout
 from . import Workspace, cpu_entries, cpu_kernels, cpu_sparse, kept
+from .addresses import address, rows_at
 from .cpu_blocks import TILE, scratch_bytes
 from .cpu_kernels import KINDS, CpuKernels, inverse, note, reserved, run
 from .entry_kernels import EntryKernels, Pieces
 from .sparse import SparseKernels, typed_rows
 
+I32, F32, BYTES = torch.int32, torch.float32, torch.uint8
 #: How many elements are about as much work as an entry that is unpacked.
 ENTRY_COST = 8
 
@@ -55,12 +57,12 @@ class Entries(EntryKernels):
     def pack_indices(self, indices: Tensor, count: Tensor | None, base: int, numel: int, wire: Tensor) -> None:
         used = len(indices) if count is None else int(count)
         layout = _layout(numel, len(indices))
-        cpu_entries.pack_indices(indices.data_ptr(), used, base, layout, wire.data_ptr())
+        cpu_entries.pack_indices(address(indices, I32), used, base, layout, address(wire, BYTES))
 
     def unpack_indices(self, wires: Tensor, base: int, numel: int, counts: Tensor | None, indices: Tensor) -> None:
         k = indices.shape[1]
         layout = _layout(numel, k)
-        wire, pitch, index, row = wires.data_ptr(), wires.stride(0), indices.data_ptr(), 4 * indices.stride(0)
+        (wire, pitch), (index, row) = rows_at(wires, BYTES), rows_at(indices, I32)
 
         def job(first: int, last: int, piece: int) -> None:
             for i in range(first, last):
@@ -83,8 +85,8 @@ class Entries(EntryKernels):
         used = len(values) if count is None else int(count)
         rest = (0, 0, 0)
         if residual is not None and indices is not None:
-            rest = indices.data_ptr(), used, residual.data_ptr()
-        pack(values.data_ptr(), len(values), wire.data_ptr(), *rest)
+            rest = address(indices, I32), used, address(residual, F32)
+        pack(address(values, F32), len(values), address(wire, BYTES), *rest)
 
     def unpack_values(self, wires: Tensor, dtype: torch.dtype, values: Tensor) -> None:
         if dtype == torch.float32:
@@ -92,15 +94,15 @@ class Entries(EntryKernels):
             return
         unpack = cpu_entries.unpack_bfloat if dtype == torch.bfloat16 else cpu_entries.unpack_bytes
         for wire, row in zip(wires, values, strict=True):
-            unpack(wire.data_ptr(), len(row), row.data_ptr())
+            unpack(address(wire, BYTES), len(row), address(row, F32))
 
     def pack_index_pieces(self, indices: Tensor, pieces: Pieces, wire: Tensor) -> None:
         table = _table(pieces, pieces.index_sizes())
-        cpu_entries.pack_index_pieces(table.ctypes.data, len(table), indices.data_ptr(), wire.data_ptr())
+        cpu_entries.pack_index_pieces(table.ctypes.data, len(table), address(indices, I32), address(wire, BYTES))
 
     def unpack_index_pieces(self, wire: Tensor, pieces: Pieces, indices: Tensor) -> None:
         table = _table(pieces, pieces.index_sizes())
-        cpu_entries.unpack_index_pieces(table.ctypes.data, len(table), wire.data_ptr(), indices.data_ptr())
+        cpu_entries.unpack_index_pieces(table.ctypes.data, len(table), address(wire, BYTES), address(indices, I32))
 
     def pack_value_pieces(
         self,
@@ -112,19 +114,19 @@ class Entries(EntryKernels):
         residual: Tensor | None = None,
     ) -> None:
         table = _table(pieces, pieces.value_sizes(dtype))
-        rest = indices.data_ptr(), 0 if residual is None else residual.data_ptr()
-        where = table.ctypes.data, len(table), values.data_ptr(), wire.data_ptr()
+        rest = address(indices, I32), 0 if residual is None else address(residual, F32)
+        where = table.ctypes.data, len(table), address(values, F32), address(wire, BYTES)
         cpu_entries.pack_value_pieces(VALUE_KINDS[dtype], *where, *rest)
 
     def unpack_value_pieces(self, wire: Tensor, pieces: Pieces, dtype: torch.dtype, values: Tensor) -> None:
         table = _table(pieces, pieces.value_sizes(dtype))
-        where = table.ctypes.data, len(table), wire.data_ptr(), values.data_ptr()
+        where = table.ctypes.data, len(table), address(wire, BYTES), address(values, F32)
         cpu_entries.unpack_value_pieces(VALUE_KINDS[dtype], *where)
 
     def put_back(self, entries: tuple[Tensor, Tensor], kept: Tensor, residual: Tensor) -> None:
         indices, values = entries
-        where = indices.data_ptr(), values.data_ptr(), len(indices)
-        cpu_entries.put_back(*where, kept.data_ptr(), len(kept), residual.data_ptr())
+        where = address(indices, I32), address(values, F32), len(indices)
+        cpu_entries.put_back(*where, address(kept, I32), len(kept), address(residual, F32))
 
     def merge(
         self,
@@ -141,13 +143,13 @@ class Entries(EntryKernels):
         cursors = np.empty(2 * lists, np.int64)
         scratch = np.empty(cpu_entries.MERGE_SCRATCH, np.uint8)
         result: tuple[int, int] = cpu_entries.merge(
-            indices.data_ptr(),
-            values.data_ptr(),
+            address(indices, I32),
+            address(values, F32),
             bounds.ctypes.data,
             lists,
             (start, stop),
-            out_indices.data_ptr(),
-            out_values.data_ptr(),
+            address(out_indices, I32),
+            address(out_values, F32),
             cursors.ctypes.data,
             scratch.ctypes.data,
         )
@@ -184,10 +186,10 @@ class TopK(SparseKernels, CpuKernels):
             self.entries.prepare(device)  # exchanges pack and merge entries even where the codec does not
             # A second pass is rare.
             x, residual, workspace = torch.ones(1), torch.zeros(1), Workspace.on(device)
-            source, spare = (KINDS[x.dtype], x.data_ptr()), torch.zeros(2)
-            places = spare.data_ptr(), spare.data_ptr() + 4
+            source, spare = (KINDS[x.dtype], address(x)), torch.zeros(2)
+            places = address(spare), address(spare) + 4
             (room,) = self._rooms(codec, 1, workspace)
-            cpu_sparse.collect_again(source, residual.data_ptr(), (1, 0, 1), 1, 0, places, room)
+            cpu_sparse.collect_again(source, address(residual, F32), (1, 0, 1), 1, 0, places, room)
 
     #: One run of 64 elements in 8 is sampled at most, and one in 128 at least. In between, some 64 of the k are seen.
     strides = 8, 128
@@ -229,9 +231,9 @@ class TopK(SparseKernels, CpuKernels):
     ) -> None:
         numel, rooms = x.numel(), self._rooms(codec, x.numel(), workspace)
         k, pieces, tiles = codec.k(numel), len(rooms), -(-numel // TILE)
-        source = KINDS[x.dtype], x.data_ptr()
-        kept = 0 if residual is None else residual.data_ptr()
-        indices, numbers = row[1:].data_ptr(), values.data_ptr()
+        source = KINDS[x.dtype], address(x)
+        kept = 0 if residual is None else address(residual, F32)
+        indices, numbers = address(row[1:], I32), address(values, F32)
         guess = self._estimate(source, kept, numel, k, rooms[0][4], workspace)
 
         def collect(first: int, last: int, piece: int) -> Any:
@@ -338,7 +340,7 @@ class TopK(SparseKernels, CpuKernels):
         self, codec: Any, row: Tensor, values: Tensor, out: Tensor, alpha: float, workspace: Workspace
     ) -> None:
         k, numel = codec.k(out.numel()), out.numel()
-        where = row.data_ptr(), values.data_ptr(), out.data_ptr()
+        where = address(row, I32), address(values, F32), address(out, F32)
         note(workspace, [cpu_sparse.topk_add(*where, numel, k, float(alpha))])
 
     def mean_plain(self, codec: Any, rows: Tensor, values: Tensor, out: Tensor, workspace: Workspace) -> None:
@@ -348,8 +350,8 @@ class TopK(SparseKernels, CpuKernels):
         size = scratch_bytes(TILE)
         scratch = reserved(workspace, "scratch", pieces * size)
         cursors = reserved(workspace, "cursors", pieces * ranks * 16)
-        target = KINDS[out.dtype], out.data_ptr()
-        lists = (rows.data_ptr(), 4 * rows.stride(0)), (values.data_ptr(), 4 * values.stride(0))
+        target = KINDS[out.dtype], address(out)
+        lists = rows_at(rows, I32), rows_at(values, F32)
         k, scale = codec.k(numel), inverse(ranks)
 
         def job(first: int, last: int, piece: int) -> tuple[int, int]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import cuda_compiler
+from .addresses import address
 
 #: Threads of a block, unless a kernel says otherwise.
 THREADS = 256
@@ -19,8 +20,8 @@ THREADS = 256
 #: the last ones find it half empty.
 SHARES = 64
 
-#: What a kernel takes: a tensor is passed as the address of its first element, None as a null pointer, an int as an
-#: integer of up to 64 bits, a NumPy scalar as the bytes it is. A Python float would be ambiguous and is refused.
+#: What a kernel takes: a tensor without gaps is passed as the address of its first element, None as a null pointer, an
+#: int as an integer of up to 64 bits, a NumPy scalar as the bytes it is. A Python float is refused: it is ambiguous.
 Argument = Tensor | np.generic | int | None
 
 
@@ -139,7 +140,7 @@ class Gpu(Device):
                     launch(grid, block, args)
                 return
             # Python integers are what CuPy converts fastest.
-            values = tuple([a.data_ptr() if isinstance(a, Tensor) else 0 if a is None else a for a in args])
+            values = tuple([address(a) if isinstance(a, Tensor) else 0 if a is None else a for a in args])
             kernel((grid,), (block,), values, 0, stream_for(torch.cuda.current_stream(index).cuda_stream))
 
         return launch

@@ -39,8 +39,8 @@ class Entries(EntryKernels):
         shares = max(1, min(-(-layout.upper_words // UNPACKING_THREADS), UNPACKING_SHARES))
         source = whole_rows(wires), np.int64(wires.stride(0)), np.int32(rows), np.int32(shares)
         form = np.int64(base), np.int64(numel), np.int32(layout.low_bits), np.int64(layout.upper_words)
-        counted = counts, np.int64(0 if counts is None else counts.stride(0))
-        target = *counted, indices, np.int64(indices.stride(0)), np.int64(k)
+        counted = (None, np.int64(0)) if counts is None else (whole_rows(counts[:, None]), np.int64(counts.stride(0)))
+        target = *counted, whole_rows(indices), np.int64(indices.stride(0)), np.int64(k)
         grid = min(rows * shares, SHARES * device.sm_count)
         device.function(FILE, "entries_unpack_indices")(grid, UNPACKING_THREADS, (*source, *form, *target))
 
@@ -69,5 +69,5 @@ class Entries(EntryKernels):
         if k == 0:
             return
         source = whole_rows(wires), np.int64(wires.stride(0)), np.int32(rows)
-        arguments = *source, values, np.int64(values.stride(0)), np.int64(k)
+        arguments = *source, whole_rows(values), np.int64(values.stride(0)), np.int64(k)
         device.function(FILE, UNPACK[dtype])(grid_for(k, device), THREADS, arguments)

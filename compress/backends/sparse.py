@@ -112,4 +112,8 @@ def typed_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 def whole_rows(rows: Tensor) -> Tensor:
     """All the memory from the first row's begin to the last row's end, as a flat tensor."""
+    if rows.shape[1] > 1 and rows.stride(1) != 1:
+        raise ValueError(
+            f"rows of shape {tuple(rows.shape)} and strides {rows.stride()} have gaps: make them contiguous"
+        )
     return rows.as_strided(((rows.shape[0] - 1) * rows.stride(0) + rows.shape[1],), (1,))
