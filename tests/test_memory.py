@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-import mmap
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -14,30 +12,24 @@ from gradwire import QSGD, Codec, TernGrad, TopK
 from gradwire.compress import new_draw
 from gradwire.compress.backends import BACKENDS, reference, use_backend
 from gradwire.compress.codec import DTYPES
+from guarded import Room
 from strategies import VARIANTS, gradient, same
 from torch import Tensor
 
 
 @pytest.fixture
-def room() -> Iterator[np.ndarray]:
-    """Pages between two that nobody may touch: reading or writing past either end kills the process."""
-    pages, size = 16, mmap.PAGESIZE
-    memory = np.frombuffer(mmap.mmap(-1, (pages + 2) * size), np.uint8)
-    protect = ctypes.CDLL(None).mprotect
-    guards = [(ctypes.c_void_p(memory.ctypes.data + at * size), ctypes.c_size_t(size)) for at in (0, pages + 1)]
-    assert all(protect(*guard, 0) == 0 for guard in guards)
-    yield memory[size : (pages + 1) * size]
-    assert all(protect(*guard, mmap.PROT_READ | mmap.PROT_WRITE) == 0 for guard in guards)
+def room() -> Iterator[Room]:
+    room = Room()
+    yield room
+    room.close()
 
 
 @pytest.mark.parametrize("end", ["front", "back"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("codec", VARIANTS, ids=str)
-def test_nothing_is_touched_outside_the_arguments(codec: Codec, backend: str, end: str, room: np.ndarray) -> None:
+def test_nothing_is_touched_outside_the_arguments(codec: Codec, backend: str, end: str, room: Room) -> None:
     def guarded(tensor: Tensor) -> Tensor:
-        size = tensor.numel() * tensor.element_size()
-        memory = room[-size:] if end == "back" else room[:size]
-        return torch.from_numpy(memory).view(tensor.dtype).copy_(tensor)
+        return room.put(tensor, end)
 
     for numel, dtype in ((1, DTYPES[0]), (3, DTYPES[1]), (65, DTYPES[2]), (1281, DTYPES[0]), (3001, DTYPES[1])):
         x, draw = gradient("normal", numel, numel, dtype), new_draw(11, 3, 5)
@@ -56,6 +48,7 @@ def test_nothing_is_touched_outside_the_arguments(codec: Codec, backend: str, en
             codec.decode_mean(parts, guarded(target), workspace)
             for i, part in enumerate(parts):
                 codec.decode_mean([*parts[:i], guarded(part[0])[None], *parts[i + 1 :]], target, workspace)
+            assert room.untouched()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
