@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 import time
 import warnings
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 import gradwire.hooks.horovod as hvd
 import pytest
 import torch
+from gradwire import QSGD, TopK
 from ranks import Pool
 from torch import Tensor
 
@@ -201,6 +203,56 @@ def grouped(rank: int) -> None:
 @WORLDS
 def test_grouped_operations(ranks: Ranks, world: int) -> None:
     ranks(world).run(grouped)
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def nameless(rank: int) -> None:
+    hvd.init()
+    n = hvd.size()
+    x = torch.arange(1.0, 301.0)
+    codecs = hvd.Compression.topk(density=0.01), hvd.Compression.onebit(), hvd.Compression.codec(QSGD(), True)
+    for codec in codecs:
+        # What they leave out could never be told apart, so never arrive.
+        assert "name=" in raised(ValueError, lambda c=codec: hvd.allreduce(x, compression=c))  # type: ignore[misc]
+        assert "name=" in raised(ValueError, lambda c=codec: hvd.grouped_allreduce([x], compression=c))  # type: ignore[misc]
+    # Without anything to keep, or told not to, it works, each time anew.
+    lossy = hvd.Compression.codec(TopK(0.01), error_feedback=False)
+    for _ in range(2):
+        assert (hvd.allreduce(x, compression=lossy) != 0).nonzero().view(-1).tolist() == [297, 298, 299]
+    equal(hvd.allreduce(x, op=hvd.Sum, compression=hvd.Compression.codec(TopK(0.01), exchange="dense")), n * x)
+    means = [hvd.allreduce(x, compression=hvd.Compression.qsgd(bits=2)) for _ in range(200)]
+    assert not torch.equal(means[0], means[1])  # of independent draws
+    assert (torch.stack(means).mean(0) - x).abs().max() < 60
+    # And nothing grows.
+    large = torch.ones(500_000)
+    for call in range(30):
+        hvd.allreduce(large, compression=hvd.Compression.qsgd(bits=8))
+        if call == 5:
+            before = resident_bytes()
+    assert resident_bytes() - before < 50e6
+
+
+def test_nameless_tensors_are_compressed_only_where_nothing_stays_behind(ranks: Ranks) -> None:
+    ranks(2).run(nameless)
+
+
+def renamed(rank: int) -> None:
+    hvd.init()
+    codec = hvd.Compression.topk(density=0.5)
+    hvd.allreduce(torch.ones(6), compression=codec, name="reshaped")
+    assert "(6,)" in raised(ValueError, lambda: hvd.allreduce(torch.ones(4), compression=codec, name="reshaped"))
+    equal(hvd.allreduce(torch.ones(6), compression=codec, name="reshaped")[-1], 2.0)
+    unbiased = hvd.Compression.qsgd(bits=8)
+    for numel in (300, 200, 300):
+        assert hvd.allreduce(torch.ones(numel), compression=unbiased, name="reshaped").shape == (numel,)
+
+
+def test_a_name_with_a_residual_keeps_its_shape(ranks: Ranks) -> None:
+    ranks(2).run(renamed)
 
 
 def pairwise(vectors: list[Tensor]) -> Tensor:
@@ -535,6 +587,21 @@ def refusals(rank: int) -> None:
     assert "bool" in raised(ValueError, lambda: hvd.allreduce(one > 0))
     assert "float64" in raised(ValueError, lambda: hvd.allreduce(one.double(), compression=hvd.Compression.onebit()))
     assert "class" in raised(ValueError, lambda: hvd.allreduce(one, compression=hvd.Compression.topk))
+    for spoken, remedy in (
+        (hvd.Compression.topk, "topk(density="),
+        (TopK, "topk(density="),
+        (hvd.Compression.onebit, "onebit()"),
+        (hvd.Compression.codec, "Compression.codec("),
+        ("topk", "Compression.topk(density="),
+        (None, "Compression.none"),
+    ):
+        assert remedy in raised(ValueError, lambda c=spoken: hvd.allreduce(one, compression=c))  # type: ignore[misc]
+    assert "TopK is a class" in raised(TypeError, lambda: hvd.Compression.codec(TopK))  # type: ignore[arg-type]
+    message = raised(ValueError, lambda: hvd.Compression.codec(TopK(0.1), exchange="two_pas"))
+    assert all(word in message for word in ("'two_pas'", "'gather'", "'split'"))
+    assert "'gather'" in raised(ValueError, lambda: hvd.Compression.codec(TopK(0.1), exchange="two_pass"))
+    assert "error_feedback='yes'" in raised(ValueError, lambda: hvd.Compression.codec(TopK(0.1), error_feedback="yes"))
+    assert "seed=0.5" in raised(ValueError, lambda: hvd.Compression.codec(TopK(0.1), seed=0.5))  # type: ignore[arg-type]
     assert "'fp16'" in raised(ValueError, lambda: hvd.allreduce(one, compression="fp16"))
     assert "Max" in raised(ValueError, lambda: hvd.allreduce(one, op=hvd.Max, compression=hvd.Compression.onebit()))
     assert "sparse_allreduce_async" in raised(ValueError, lambda: hvd.allreduce(one.to_sparse()))

@@ -85,6 +85,15 @@ class Compression:
     codec = CodecCompression
 
 
+_EXAMPLES = {
+    "TopK": "Compression.topk(density=0.01)",
+    "OneBit": "Compression.onebit()",
+    "QSGD": "Compression.qsgd(bits=4)",
+    "TernGrad": "Compression.terngrad()",
+    "CodecCompression": "Compression.codec(TopK(density=0.01), exchange='auto')",
+}
+
+
 def codec_of(compression: Any) -> CodecCompression | None:
     """How to use the codec that was asked for; None for compressors.
 
@@ -96,8 +105,8 @@ def codec_of(compression: Any) -> CodecCompression | None:
     if isinstance(compression, CodecCompression):
         return compression
     if isinstance(compression, type) and issubclass(compression, Codec | CodecCompression):
-        name = compression.__name__
-        raise ValueError(f"compression={name} is a class: make a codec of it, such as {name}(…)")
+        name, example = compression.__name__, _EXAMPLES.get(compression.__name__, f"{compression.__name__}()")
+        raise ValueError(f"compression={name} is a class: make a codec of it, such as {example}")
     if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
         raise ValueError(
             f"compression={compression!r}: expected Compression.none, .fp16, .bf16, a codec such as "

@@ -47,7 +47,8 @@ class AllReduceFunction(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:  # fmt: skip
         ctx.arguments = (name, op, prescale, postscale, ps, kind)
         key = key_of(kind, name, ps)
-        return tuple(_now(allreduce_operation(key, tensors, op, prescale, postscale, codec=codec)))
+        operation = allreduce_operation(key, tensors, op, prescale, postscale, codec=codec, nameless=name is None)
+        return tuple(_now(operation))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:

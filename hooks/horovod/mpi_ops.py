@@ -87,7 +87,8 @@ def allreduce(
     reduced without compression.
 
     Raises:
-        ValueError: both `op` and `average` were given; or a codec with another op than Average and Sum.
+        ValueError: both `op` and `average` were given; a codec with another op than Average and Sum; or one that leaves
+            something out, without a name, or with that of a tensor of another shape.
     """
     return _reduce_all([tensor], "allreduce", average, name, compression, op, prescale_factor, postscale_factor,
                        process_set)[0]  # fmt: skip

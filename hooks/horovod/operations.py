@@ -163,20 +163,23 @@ class CompressedReduce(Scaled):
     Args:
         names: of the tensors, by which their residuals are kept.
         state: those residuals.
+        keep: whether tensors of these names will come again.
     """
 
     kind = "exchange"
 
-    def __init__(self, *args: Any, names: Sequence[str], state: CompressionState, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, names: Sequence[str], state: CompressionState, keep: bool = True, **options: Any
+    ) -> None:
         super().__init__(*args, **options)
-        self.names, self.state = list(names), state
+        self.names, self.state, self.keep = list(names), state, keep
         self.contributes = True
 
     def same(self) -> dict[str, Any]:
         return {**super().same(), "compression": repr(self.state.compression)}
 
     def own(self) -> dict[str, Any]:
-        return {"names": self.names}
+        return {"names": self.names, "keep": self.keep}
 
     def run(self, channel: Channel, info: dict[str, Any]) -> list[Tensor]:
         results = self.results()
@@ -185,7 +188,7 @@ class CompressedReduce(Scaled):
         buffer = channel.scratch(sum(t.numel() for t in self.tensors), first.dtype, first.device)
         torch.cat([t.reshape(-1) for t in self.tensors], out=buffer)
         scale(buffer, self.prescale)
-        self.state.reduce(layout, buffer, channel, self.contributes)
+        self.state.reduce(layout, buffer, channel, self.contributes, self.keep)
         scale(buffer, self.postscale * (channel.size if self.op == Sum else 1))
         for slot, target in zip(layout, results, strict=True):
             target.copy_(slot.view(buffer))
@@ -323,7 +326,7 @@ def stand_in(reference: Request, states: dict[str, CompressionState]) -> Operati
                 f"{reference['key']} is compressed by {same['compression']}, which this rank has not used before it "
                 "joined: use it once on every rank first"
             )
-        zeros = CompressedReduce(*place, tensors, *scales, names=reference["own"]["names"], state=state)
+        zeros = CompressedReduce(*place, tensors, *scales, state=state, **reference["own"])
         zeros.contributes = False
         return zeros
     return {"allreduce": AllReduce, "adasum": AdasumReduce}[kind](*place, tensors, *scales)

@@ -37,22 +37,34 @@ class CodecCompression:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if isinstance(self.codec, type) and issubclass(self.codec, Codec):
+            raise TypeError(
+                f"codec={self.codec.__name__} is a class: make a codec of it, such as {self.codec.__name__}()"
+            )
         if not isinstance(self.codec, Codec):
             raise TypeError(f"codec={self.codec!r}: expected a codec, such as gradwire.TopK(density=0.01)")
         if not (isinstance(self.error_feedback, bool) or self.error_feedback == "auto"):
             raise ValueError(f"error_feedback={self.error_feedback!r}: expected True, False or 'auto'")
         check_exchange(self.exchange, self.codec, besides=("auto",))
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not -(1 << 63) <= self.seed < 1 << 63:
+            raise ValueError(f"seed={self.seed!r}: expected a whole number of 64 bits, equal on all ranks")
 
     @property
     def feedback(self) -> bool:
         wanted = self.codec.default_feedback if self.error_feedback == "auto" else bool(self.error_feedback)
         return wanted and not self.codec.lossless
 
+    @property
+    def keeps(self) -> bool:
+        """Whether anything is left to be sent later."""
+        return self.feedback and self.exchange != "dense"
+
 
 @dataclass
 class _Place:
-    """What serves one layout: the exchange with its buffers, and the draws of the stochastic codecs."""
+    """What serves tensors of one name: the exchange with its buffers, and the draws of the stochastic codecs."""
 
+    where: tuple[Layout, torch.dtype, torch.device]
     exchange: Exchange
     channel: Channel
     draw: Tensor
@@ -72,25 +84,39 @@ class CompressionState:
     def __init__(self, compression: CodecCompression) -> None:
         self.compression = compression
         self.feedback = ErrorFeedback()
-        self._places: dict[tuple[Layout, torch.dtype, torch.device], _Place] = {}
+        self._places: dict[str, _Place] = {}
+        self._shapes: dict[str, list[tuple[int, ...]]] = {}
         self._steps: dict[str, int] = {}
         self._scale: float | None = None
         #: Whether the residuals are the mean over all ranks, just loaded.
         self.consolidated = False
 
-    def reduce(self, layout: Layout, flat: Tensor, channel: Channel, contribute: bool = True) -> None:
+    def check_shapes(self, name: str, shapes: Sequence[Sequence[int]]) -> None:
+        """Raises ValueError if tensors whose first is called `name` have had other shapes, in which residuals are."""
+        before, now = self._shapes.get(name), [tuple(shape) for shape in shapes]
+        if self.compression.keeps and before is not None and before != now:
+            raise ValueError(
+                f"{name} had shapes {before} before, not {now}, and what {self.compression.codec} has left out of it "
+                "is still to be sent: pass another name"
+            )
+
+    def reduce(
+        self, layout: Layout, flat: Tensor, channel: Channel, contribute: bool = True, keep: bool = True
+    ) -> None:
         """Replace `flat` by its mean over the ranks. Without `contribute` this rank sends what is in `flat` without a
-        residual, and keeps nothing: for zeros in a joined rank's place."""
+        residual, and keeps nothing: for zeros in a joined rank's place. Without `keep` nothing but the step counter
+        stays: for tensors without a name."""
         if not layout_numel(layout):
             return
         self.consolidated = False
+        self._shapes[layout[0].name] = [slot.shape for slot in layout]
         place = self._place(layout, flat, channel)
         exchange, key = place.exchange, layout[0].name
         step = self._steps.get(key, max(self._steps.values(), default=1) - 1)
         place.draw[1] = place.owner_draw[1] = step
         residual: Tensor | None = None
         owned: list[Tensor] = []
-        if contribute and self.compression.feedback and self.compression.exchange != "dense":
+        if contribute and self.compression.keeps:
             residual = self.feedback.residual(layout, flat.device)
             owned = self.feedback.owned(layout, exchange.owned_slices)
             self.feedback.remember(layout)
@@ -101,6 +127,8 @@ class CompressionState:
         exchange.decode(flat, place.nothing)
         if contribute:
             self._steps[key] = step + 1
+        if not keep:
+            del self._places[key], self._shapes[key]
 
     def keep_previous(self) -> None:
         """From now on keep the residuals as they were before each step, for `undo`."""
@@ -156,8 +184,8 @@ class CompressionState:
 
     def _place(self, layout: Layout, flat: Tensor, channel: Channel) -> _Place:
         where = (layout, flat.dtype, flat.device)
-        place = self._places.get(where)
-        if place is None or place.channel is not channel:
+        place = self._places.get(layout[0].name)
+        if place is None or place.where != where or place.channel is not channel:
             codec = self.compression.codec
             codec = codec.with_feedback() if self.compression.feedback else codec
             name = self.compression.exchange
@@ -167,14 +195,14 @@ class CompressionState:
             exchange = EXCHANGES[name](codec, layout_numel(layout), 0, flat.device, group)
             # Named by what it carries, so that neither the order of operations nor a restart changes the draws.
             stream = 2 * group.rank << 32 | zlib.crc32(layout[0].name.encode())
-            place = _Place(
+            place = self._places[layout[0].name] = _Place(
+                where,
                 exchange,
                 channel,
                 new_draw(self.compression.seed, 0, stream, flat.device),
                 new_draw(self.compression.seed, 0, stream | 1 << 32, flat.device),
                 torch.zeros(0, dtype=torch.float32, device=flat.device),
             )
-            self._places[where] = place
         return place
 
 

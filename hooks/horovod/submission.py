@@ -170,11 +170,13 @@ def allreduce_operation(
     key: tuple[str, int], tensors: Sequence[Tensor], op: int, prescale: float, postscale: float,
     outputs: Sequence[Tensor] | None = None, contiguous: bool = True, fill: bool = False,
     codec: CodecCompression | None = None, state: CompressionState | None = None, names: Sequence[str] = (),
+    nameless: bool = False,
 ) -> Scaled:  # fmt: skip
-    """The allreduce that `op` and `codec` ask for.
+    """The allreduce that `op` and `codec` ask for. With a codec, either `state` and `names`, by which it keeps what the
+    codec leaves out, or that is kept by the name of the operation, unless it is `nameless`: its key is then a number.
 
     Raises:
-        ValueError: it cannot be done with these tensors.
+        ValueError: it cannot be done with these tensors, or there would be something to keep, but no name for it.
     """
     if not tensors:
         raise ValueError("allreduce needs at least one tensor")
@@ -198,8 +200,17 @@ def allreduce_operation(
     if len({t.dtype for t in tensors}) > 1:
         raise ValueError(f"tensors that {codec.codec} compresses together must have one dtype")
     if state is None:
-        state, names = world().engine.state_of(codec), [f"{key[0]}.{i}" for i in range(len(tensors))]
-    return CompressedReduce(*arguments, outputs=outputs, fill=fill, names=names, state=state)
+        if nameless and codec.keeps:
+            raise ValueError(
+                f"an allreduce by {codec.codec} needs a name: what it leaves out is kept by that and added the next "
+                "time, and else would never arrive; pass name=…, the same each time, or "
+                "compression=Compression.codec(…, error_feedback=False) to do without"
+            )
+        state = world().engine.state_of(codec)
+        name = f"noname in process set {key[1]}" if nameless else key[0]
+        names = [f"{name}.{i}" for i in range(len(tensors))]
+        state.check_shapes(names[0], [t.shape for t in tensors])
+    return CompressedReduce(*arguments, outputs=outputs, fill=fill, names=names, state=state, keep=not nameless)
 
 
 def allgather_operation(key: tuple[str, int], tensors: Sequence[Tensor]) -> AllGather:
