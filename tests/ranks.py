@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import math
 import multiprocessing
 import os
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +54,19 @@ class Pool:
         self.broken = False
 
     def run(
-        self, function: Callable[..., Any], *args: Any, within: float = 120.0, may_die: tuple[int, ...] = ()
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        within: float = 120.0,
+        may_die: tuple[int, ...] = (),
+        after_failure: float = math.inf,
     ) -> Any:
         """Call `function(rank, *args)` on every rank; the results in rank order, None for ranks that died and may.
+
+        Args:
+            within: seconds that it may take.
+            may_die: these ranks.
+            after_failure: seconds that the others have once one has failed; at most what is left of `within`.
 
         Raises:
             RankError: it raised, hung for longer than `within` seconds, or a rank died that may not.
@@ -62,26 +74,28 @@ class Pool:
         task = (inspect.getfile(function), function.__name__, args)
         for pipe in self._pipes:
             pipe.send(task)
-        results: list[Any] = []
-        problems: list[str] = []
-        for rank, pipe in enumerate(self._pipes):
-            try:
-                if not pipe.poll(within):
-                    problems.append(f"rank {rank}: no answer within {within:.0f} s")
-                    continue
-                failed, value = pipe.recv()
-            except (EOFError, ConnectionResetError):
-                if rank not in may_die:
-                    problems.append(f"rank {rank}: the process died")
-                results.append(None)
-                self.broken = True
-                continue
-            if failed:
-                problems.append(f"rank {rank}: {value}")
-            results.append(value)
+        results: list[Any] = [None] * self.world_size
+        problems: dict[int, str] = {}
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        end = time.monotonic() + within
+        while waiting and (ready := wait(list(waiting), max(0.0, end - time.monotonic()))):
+            for answered in ready:
+                assert isinstance(answered, Connection)
+                rank = waiting.pop(answered)
+                try:
+                    failed, results[rank] = answered.recv()
+                    if failed:
+                        problems[rank] = results[rank]
+                except (EOFError, ConnectionResetError):
+                    self.broken = True
+                    if rank not in may_die:
+                        problems[rank] = "the process died"
+            if problems:
+                end = min(end, time.monotonic() + after_failure)
+        problems |= dict.fromkeys(waiting.values(), f"no answer within {within:.0f} s")
         if problems:
             self.close()
-            raise RankError("\n".join(problems))
+            raise RankError("\n".join(f"rank {rank}: {problems[rank]}" for rank in sorted(problems)))
         return results
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -109,6 +109,36 @@ class Ledger:
         return float((off / total).sqrt())
 
 
+def mean_residuals(state: CompressState) -> dict[str, Tensor]:
+    """What the ranks keep, by parameter: the mean, in float64, in units of a loss that is not scaled. A collective."""
+    saved = state.consolidated_state_dict()
+    scale = 1.0 if saved["scale"] is None else saved["scale"]
+    return {name: residual.double() / scale for name, residual in saved["residuals"].items()}
+
+
+def law(
+    wanted: dict[str, Tensor],
+    received: dict[str, Tensor],
+    residuals: dict[str, Tensor],
+    abandoned: Sequence[Sequence[dict[str, Tensor]]] = (),
+) -> dict[str, float]:
+    """By parameter, the norm of what is off in "what was applied + mean residual = what was to be applied".
+
+    Args:
+        wanted: sums of mean gradients, of the steps that were applied.
+        received: sums of what the optimizer applied.
+        residuals: means over the ranks; parameters without one may be left out.
+        abandoned: for each backward pass that raised, what may have been kept of it; or nothing at all.
+    """
+    result = {}
+    for name, total in wanted.items():
+        off = total - received[name] - residuals.get(name, torch.zeros((), dtype=torch.float64))
+        nothing = torch.zeros_like(off)
+        kept = itertools.product(*((nothing, *(choice[name] for choice in choices)) for choices in abandoned))
+        result[name] = min(float((off + sum(some, start=nothing)).norm()) for some in kept)
+    return result
+
+
 def train(rank: int, model: Any, steps: range, ledger: Ledger | None = None, lr: float = 0.01) -> list[str]:
     """Plain gradient descent; a digest of all gradients after each step, which must be equal on all ranks."""
     inner = model.module
@@ -133,5 +163,5 @@ def digest(tensors: Iterable[Tensor | None]) -> str:
     """Equal for tensors that are equal bit for bit."""
     found = hashlib.sha256()
     for tensor in tensors:
-        found.update(b"-" if tensor is None else tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        found.update(b"-" if tensor is None else tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()

@@ -1,0 +1,222 @@
+"""Training that is drawn: a configuration, and what happens while it trains. `drawn_machine` plays it.
+
+`verdict` compares what the ranks saw; `script` writes it down so that it can be played again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+import torch
+from gradwire import Codec, TopK
+from torch import nn
+
+
+class Short:
+    """A dataclass that leaves out of its text what is as always, so that the text is short and can be pasted."""
+
+    def __repr__(self) -> str:
+        shown = []
+        for field in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if field.default is MISSING or value != field.default:
+                shown.append(f"{field.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+# -- configurations ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A codec as a function of the step."""
+
+    codecs: tuple[Codec, ...]
+
+    def __call__(self, step: int) -> Codec:
+        return self.codecs[step % len(self.codecs)]
+
+
+@dataclass(frozen=True, repr=False)
+class Parameter(Short):
+    """One parameter of the model.
+
+    Attributes:
+        use: "always", "tied" (in two places), "never", "turns" (in every other backward pass), "some" (on every other
+            rank, by turns), or "frozen".
+    """
+
+    shape: tuple[int, ...]
+    use: str = "always"
+    dtype: torch.dtype = torch.float32
+    channels_last: bool = False
+
+    def used(self, rank: int, number: int) -> bool:
+        """Whether a rank uses it in the backward pass of that number."""
+        return {
+            "always": True,
+            "tied": True,
+            "never": False,
+            "turns": number % 2 == 0,
+            "some": (number + rank) % 2 == 0,
+            "frozen": False,
+        }[self.use]
+
+
+TENTH = TopK(0.1)
+
+
+@dataclass(frozen=True, repr=False)
+class Configuration(Short):
+    """How a model is trained. `codec` None is DDP as it is.
+
+    Attributes:
+        network: seconds a byte, as "auto" is told.
+        exclude: "nothing", "vectors" (fewer than two dimensions) or "first", the first parameter by its name.
+        scaler: "none", "enabled" or "disabled".
+        cap: bytes of a bucket.
+        set_to_none: whether gradients are forgotten between steps, or zero.
+    """
+
+    world_size: int = 2
+    codec: Codec | Schedule | None = TENTH
+    exchange: str = "gather"
+    error_feedback: bool | str = "auto"
+    fallback: torch.dtype | None = None
+    network: float = 1e-7
+    topology: int | None = None
+    warmup_steps: int = 0
+    exclude: str = "nothing"
+    scaler: str = "none"
+    parameters: tuple[Parameter, ...] = (Parameter((40, 20)), Parameter((300,)))
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    gradient_as_bucket_view: bool = False
+    skip_all_reduce_unused_params: bool = False
+    cap: int = 2048
+    set_to_none: bool = True
+
+    @property
+    def codecs(self) -> tuple[Codec, ...]:
+        if self.codec is None:
+            return ()
+        return self.codec.codecs if isinstance(self.codec, Schedule) else (self.codec,)
+
+    def keeps(self, codec: Codec) -> bool:
+        """Whether a step of this codec keeps what it leaves out."""
+        return codec.default_feedback if self.error_feedback == "auto" else bool(self.error_feedback)
+
+    @property
+    def nothing_is_lost(self) -> bool:
+        return all(codec.lossless or self.keeps(codec) for codec in self.codecs)
+
+    @property
+    def scales(self) -> bool:
+        return self.scaler == "enabled"
+
+    def excludes(self, name: str, parameter: nn.Parameter) -> bool:
+        if self.exclude == "vectors":
+            return parameter.dim() < 2
+        return self.exclude == "first" and name == "p0"
+
+
+# -- what happens ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, repr=False)
+class Overflow(Short):
+    """An infinity in one gradient of one rank, in one of a step's backward passes."""
+
+    rank: int = 0
+    parameter: int = 0
+    backward: int = 0
+
+
+@dataclass(frozen=True, repr=False)
+class Step(Short):
+    """A step of the optimizer, after `backwards` synchronised backward passes, each behind `no_sync` others."""
+
+    backwards: int = 1
+    no_sync: int = 0
+    overflow: Overflow | None = None
+    unscale: bool = False
+
+
+@dataclass(frozen=True, repr=False)
+class Raise(Short):
+    """A backward pass that ends in an exception, on all ranks, when a parameter's gradient is there; before it,
+    `backwards` others went well."""
+
+    parameter: int = 0
+    backwards: int = 0
+
+
+@dataclass(frozen=True, repr=False)
+class Rescale(Short):
+    """Another loss scale."""
+
+    factor: float = 0.5
+
+
+@dataclass(frozen=True, repr=False)
+class Join(Short):
+    """Uneven inputs under DDP.join(): so many steps on each rank, the last of the longest with an overflow or not."""
+
+    steps: tuple[int, ...]
+    overflow: Overflow | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class Close(Short):
+    """The state gives back its connections, and makes new ones."""
+
+
+@dataclass(frozen=True, repr=False)
+class Resume(Short):
+    """A checkpoint, loaded into a fresh model and state, or into the running one."""
+
+    consolidated: bool = False
+    fresh: bool = True
+
+
+@dataclass(frozen=True, repr=False)
+class Resize(Short):
+    """A consolidated checkpoint, loaded by another number of ranks."""
+
+    world_size: int
+
+
+@dataclass(frozen=True, repr=False)
+class Copy(Short):
+    """Training goes on with a copy of the model and its state."""
+
+    how: str = "deepcopy"
+
+
+Event = Step | Raise | Rescale | Join | Close | Resume | Resize | Copy
+
+
+def ranks_needed(configuration: Configuration, events: Sequence[Event]) -> int:
+    return max([configuration.world_size, *(event.world_size for event in events if isinstance(event, Resize))])
+
+
+# -- the ranks together ------------------------------------------------------------------------------------------------
+
+
+def verdict(results: Sequence[dict[str, Any]]) -> list[str]:
+    """All that is wrong, from what the ranks saw."""
+    found = [f"rank {rank}: {text}" for rank, result in enumerate(results) for text in result["violations"]]
+    for what in ("digests", "statistics"):
+        for key in dict.fromkeys(key for result in results for key in result[what]):
+            seen = {rank: result[what][key] for rank, result in enumerate(results) if key in result[what]}
+            if len({repr(value) for value in seen.values()}) > 1:
+                found.append(f"ranks differ in {what} ({key}): {seen}")
+    return found
+
+
+def script(configuration: Configuration, events: Sequence[Event]) -> str:
+    """What can be pasted into a test to see it again."""
+    lines = ",\n        ".join(map(repr, events))
+    return f"replay(\n    {configuration!r},\n    [\n        {lines},\n    ],\n)"
