@@ -9,6 +9,8 @@ DEMO_ARGS ?=
 GPU_ARGS ?=
 # How many seeds the demo trains with.
 SEEDS ?= 1
+# How long `make drawn` looks for a configuration that breaks a law.
+DRAWN_SECONDS ?= 1800
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -16,13 +18,14 @@ INSTALLED := $(VENV)/.installed
 LINK := $(VENV)/mypy/gradwire
 TYPED := $(addprefix $(LINK)/,__init__.py benchmarks compress csrc hooks) tests
 
-.PHONY: help demo test test-all soak lint bench benchmarks gpu-report clean
+.PHONY: help demo test test-all soak drawn lint bench benchmarks gpu-report clean
 
 help:
 	@echo 'make demo      train a small model on two processes with every codec (SEEDS=$(SEEDS))'
 	@echo 'make test      lint, types and the quick tests (PYTEST_ARGS="-k topk")'
 	@echo 'make test-all  the slow tests too'
 	@echo 'make soak      ranks killed, stopped and delayed, processes ended by the hundred: an hour or so'
+	@echo 'make drawn     training scripts drawn for $(DRAWN_SECONDS) seconds (DRAWN_SECONDS=7200), and what breaks a law'
 	@echo 'make lint      ruff and mypy alone'
 	@echo 'make bench     gradwire-bench $(BENCH_ARGS)'
 	@echo 'make benchmarks  every figure of docs/benchmarks.md anew: an hour, on a machine that does nothing else'
@@ -41,6 +44,9 @@ test-all: lint
 
 soak: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m soak $(PYTEST_ARGS)
+
+drawn: $(INSTALLED)
+	GRADWIRE_DRAWN_SECONDS=$(DRAWN_SECONDS) $(BIN)/python -m pytest -q -s tests/test_drawn.py $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
