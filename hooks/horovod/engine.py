@@ -27,7 +27,7 @@ from .errors import HorovodInternalError
 from .launch import START_SECONDS
 from .negotiation import Negotiator
 from .operations import AllReduce, CompressedReduce, Operation, run_fused, stand_in
-from .residuals import CodecCompression, CompressionState
+from .residuals import States
 from .timeline import Timeline
 
 #: How long the ranks wait for each other at an orderly end.
@@ -80,7 +80,8 @@ class Engine:
         self._lock = threading.Lock()
         self._pending: dict[str, Pending] = {}
         self._stopped: str | None = None
-        self._states: dict[str, CompressionState] = {}
+        #: Of the compressions that this rank uses.
+        self.states = States()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._coordinator: Coordinator | None = None
         if rank == 0:
@@ -113,6 +114,8 @@ class Engine:
             ValueError: one of this key has not ended yet.
             HorovodInternalError: the engine has stopped.
         """
+        if isinstance(operation, CompressedReduce):
+            operation.label = self.states.label(operation.state)
         pending = Pending(operation)
         with self._lock:
             if self._stopped is not None:
@@ -123,17 +126,11 @@ class Engine:
                     "synchronize the first one, or pass another name"
                 )
             self._pending[operation.key] = pending
-        if isinstance(operation, CompressedReduce):
-            self._states[repr(operation.state.compression)] = operation.state
         if self.timeline is not None:
             pending.submitted = self.timeline.now()
         with contextlib.suppress(OSError):  # the listener hears of it too, and says so to every operation
             self._connection.send(operation.request())
         return pending
-
-    def state_of(self, compression: CodecCompression) -> CompressionState:
-        """The residuals of operations that are compressed by name, outside of an optimizer."""
-        return self._states.setdefault(f"by name: {compression}", CompressionState(compression))
 
     def members(self, set_id: int) -> tuple[int, ...]:
         """The global ranks of a process set that this rank is in."""
@@ -198,7 +195,7 @@ class Engine:
                 with contextlib.suppress(OSError):
                     self._connection.send({"failed": f"{type(error).__name__}: {error}"})
                 break
-        for state in list(self._states.values()):
+        for state in self.states:
             state.disconnect()
         # Ranks that wait for this one inside of a collective are woken by this.
         for channel in self._channels.values():
@@ -228,10 +225,10 @@ class Engine:
         """This rank's part: what it submitted, or what stands in for it."""
         pending, reference = self._pending.get(item["key"]), item["info"].get("reference")
         if pending is None:
-            return stand_in(reference, self._states)
+            return stand_in(reference, self.states)
         operation = pending.operation
         if reference is not None and reference["kind"] != operation.kind:
-            return stand_in(reference, self._states)
+            return stand_in(reference, self.states)
         return operation
 
     @contextlib.contextmanager

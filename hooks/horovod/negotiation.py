@@ -226,6 +226,8 @@ def describe(reference: Request, requests: dict[int, Request], members: Iterable
         ]
     elif reference["kind"] == "alltoall":
         info["splits"] = [requests[rank]["own"]["splits"] for rank in members]
+    elif reference["kind"] == "exchange":
+        info["restart"] = any(request["own"].get("restart") for request in requests.values())
     if any(rank not in requests or requests[rank]["kind"] != reference["kind"] for rank in members):
         info["reference"] = reference
     return info

@@ -13,7 +13,7 @@ from torch import Tensor
 from .adasum import adasum
 from .collectives import Channel, flat_memory, is_plain
 from .negotiation import Request
-from .residuals import CompressionState, layout_of
+from .residuals import CompressionState, States, layout_of
 
 Average, Sum, Adasum, Min, Max, Product = range(6)
 #: Larger allreduces are not fused: copying them costs more than the message that it saves.
@@ -164,6 +164,9 @@ class CompressedReduce(Scaled):
         names: of the tensors, by which their residuals are kept.
         state: those residuals.
         keep: whether tensors of these names will come again.
+
+    Attributes:
+        label: of the state, the same on all ranks (`States`).
     """
 
     kind = "exchange"
@@ -173,13 +176,18 @@ class CompressedReduce(Scaled):
     ) -> None:
         super().__init__(*args, **options)
         self.names, self.state, self.keep = list(names), state, keep
-        self.contributes = True
+        self.label: int | None = None
 
     def same(self) -> dict[str, Any]:
         return {**super().same(), "compression": repr(self.state.compression)}
 
     def own(self) -> dict[str, Any]:
-        return {"names": self.names, "keep": self.keep}
+        return {
+            "names": self.names,
+            "keep": self.keep,
+            "label": self.label,
+            "restart": self.state.is_new(self.names[0]),
+        }
 
     def run(self, channel: Channel, info: dict[str, Any]) -> list[Tensor]:
         results = self.results()
@@ -188,7 +196,9 @@ class CompressedReduce(Scaled):
         buffer = channel.scratch(sum(t.numel() for t in self.tensors), first.dtype, first.device)
         torch.cat([t.reshape(-1) for t in self.tensors], out=buffer)
         scale(buffer, self.prescale)
-        self.state.reduce(layout, buffer, channel, self.contributes, self.keep)
+        if info["restart"]:
+            self.state.restart(self.names[0])
+        self.state.reduce(layout, buffer, channel, self.keep)
         scale(buffer, self.postscale * (channel.size if self.op == Sum else 1))
         for slot, target in zip(layout, results, strict=True):
             target.copy_(slot.view(buffer))
@@ -303,12 +313,13 @@ class Join(Operation):
         return int(info["last"])
 
 
-def stand_in(reference: Request, states: dict[str, CompressionState]) -> Operation:
-    """What a rank runs that takes part without a tensor of its own: zeros, or no rows.
+def stand_in(reference: Request, states: States) -> Operation:
+    """What a rank runs that takes part without a tensor of its own: zeros, or no rows. What a codec has left out on
+    this rank is still sent, and this rank keeps what it owes to all for the slices that it owns.
 
     Args:
         reference: what the other ranks announced.
-        states: compressions that this rank has seen, by their text.
+        states: of the compressions that this rank knows.
     """
     kind, same = reference["kind"], reference["same"]
     tensors = [torch.zeros(shape, dtype=getattr(torch, dtype)) for dtype, shape in reference["tensors"]]
@@ -320,15 +331,9 @@ def stand_in(reference: Request, states: dict[str, CompressionState]) -> Operati
         return AllGather(*place, empty, same.get("sparse shape"), same.get("average", False))
     scales = (OP_NAMES.index(same["op"]), same["prescale factor"], same["postscale factor"])
     if kind == "exchange":
-        state = states.get(same["compression"])
-        if state is None:
-            raise RuntimeError(
-                f"{reference['key']} is compressed by {same['compression']}, which this rank has not used before it "
-                "joined: use it once on every rank first"
-            )
-        zeros = CompressedReduce(*place, tensors, *scales, state=state, **reference["own"])
-        zeros.contributes = False
-        return zeros
+        own = reference["own"]
+        state = states.find(same["compression"], own["label"])
+        return CompressedReduce(*place, tensors, *scales, state=state, names=own["names"], keep=own["keep"])
     return {"allreduce": AllReduce, "adasum": AdasumReduce}[kind](*place, tensors, *scales)
 
 

@@ -70,6 +70,8 @@ class GradientReducer:
         self.names = {p: name for name, p in named}
         codec = codec_of(options.compression)
         self.state = None if codec is None else CompressionState(codec)
+        if self.state is not None:
+            world().engine.states.expect(self.state)
         self.scaler: torch.amp.GradScaler | None = None
         #: Whether backward has been here since the last synchronization, and whether that was the last thing.
         self.started = self.synchronized = False

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 import zlib
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,12 +102,8 @@ class CompressionState:
                 "is still to be sent: pass another name"
             )
 
-    def reduce(
-        self, layout: Layout, flat: Tensor, channel: Channel, contribute: bool = True, keep: bool = True
-    ) -> None:
-        """Replace `flat` by its mean over the ranks. Without `contribute` this rank sends what is in `flat` without a
-        residual, and keeps nothing: for zeros in a joined rank's place. Without `keep` nothing but the step counter
-        stays: for tensors without a name."""
+    def reduce(self, layout: Layout, flat: Tensor, channel: Channel, keep: bool = True) -> None:
+        """Replace `flat` by its mean over the ranks; without `keep` nothing but the step counter stays."""
         if not layout_numel(layout):
             return
         self.consolidated = False
@@ -116,19 +114,27 @@ class CompressionState:
         place.draw[1] = place.owner_draw[1] = step
         residual: Tensor | None = None
         owned: list[Tensor] = []
-        if contribute and self.compression.keeps:
+        if self.compression.keeps:
             residual = self.feedback.residual(layout, flat.device)
             owned = self.feedback.owned(layout, exchange.owned_slices)
             self.feedback.remember(layout)
-        elif contribute:
+        else:
             flat.copy_(self.feedback.take(layout, flat))
         exchange.encode(flat, place.nothing, residual, place.draw)
         exchange.exchange(owned, place.owner_draw, lambda phase: contextlib.nullcontext())
         exchange.decode(flat, place.nothing)
-        if contribute:
-            self._steps[key] = step + 1
+        self._steps[key] = step + 1
         if not keep:
             del self._places[key], self._shapes[key]
+
+    def is_new(self, name: str) -> bool:
+        """Whether nothing is kept of the exchanges of tensors whose first is called `name`: what an exchange remembers
+        of earlier steps must be equal on all ranks."""
+        return name not in self._places
+
+    def restart(self, name: str) -> None:
+        """Let that be so."""
+        self._places.pop(name, None)
 
     def keep_previous(self) -> None:
         """From now on keep the residuals as they were before each step, for `undo`."""
@@ -204,6 +210,80 @@ class CompressionState:
                 torch.zeros(0, dtype=torch.float32, device=flat.device),
             )
         return place
+
+
+class States:
+    """The states of one engine, under labels that are equal on all ranks: that of the operations that are compressed by
+    name, and those of optimizers, numbered in the order of their first use. A rank that has joined finds by them what
+    stands in for the gradients that it has no more: zeros, and its residuals, which others may depend on.
+    """
+
+    #: Optimizers whose state is kept although nobody else does: until it joins, a script may have dropped them.
+    KEPT = 2
+
+    def __init__(self) -> None:
+        self._compressions: dict[str, CodecCompression] = {}
+        self._by_name: dict[str, CompressionState] = {}
+        self._unused: weakref.WeakValueDictionary[int, CompressionState] = weakref.WeakValueDictionary()
+        self._used: weakref.WeakValueDictionary[tuple[str, int], CompressionState] = weakref.WeakValueDictionary()
+        self._labels: weakref.WeakKeyDictionary[CompressionState, int] = weakref.WeakKeyDictionary()
+        self._counts: Counter[str] = Counter()
+        self._recent: deque[CompressionState] = deque(maxlen=self.KEPT)
+
+    def __iter__(self) -> Iterator[CompressionState]:
+        return iter([*self._by_name.values(), *self._used.values()])
+
+    def by_name(self, compression: CodecCompression) -> CompressionState:
+        """Of the operations that are compressed by name."""
+        key = repr(compression)
+        self._compressions[key] = compression
+        return self._by_name.setdefault(key, CompressionState(compression))
+
+    def expect(self, state: CompressionState) -> None:
+        """An optimizer's, to be used later."""
+        self._compressions[repr(state.compression)] = state.compression
+        self._unused[max(self._unused, default=0) + 1] = state
+
+    def label(self, state: CompressionState) -> int | None:
+        """The optimizer's number; None: it is used by name."""
+        key = repr(state.compression)
+        if self._by_name.get(key) is state:
+            return None
+        number = self._labels.get(state)
+        if number is None:
+            number = self._counts[key]
+            self._use(key, number, state)
+        if state not in self._recent:
+            self._recent.append(state)
+        return number
+
+    def find(self, key: str, label: int | None) -> CompressionState:
+        """What other ranks call by this label, of the compression whose text is `key`.
+
+        Raises:
+            RuntimeError: this rank knows of no such compression.
+        """
+        if key not in self._compressions:
+            raise RuntimeError(
+                f"other ranks go on with {key}, which this rank did not know before it joined: make the "
+                "DistributedOptimizer, or call the operation once, on every rank first"
+            )
+        if label is None:
+            return self.by_name(self._compressions[key])
+        state = self._used.get((key, label))
+        if state is None:
+            unused = (state for _, state in sorted(self._unused.items()) if repr(state.compression) == key)
+            state = next(unused, None) or CompressionState(self._compressions[key])
+            self._use(key, label, state)
+            self._recent.append(state)
+        return state
+
+    def _use(self, key: str, number: int, state: CompressionState) -> None:
+        self._used[key, number] = state
+        self._labels[state] = number
+        self._counts[key] = max(self._counts[key], number + 1)
+        for place in [place for place, other in self._unused.items() if other is state]:
+            del self._unused[place]
 
 
 def layout_of(names: Sequence[str], shapes: Sequence[Sequence[int]]) -> Layout:

@@ -206,7 +206,7 @@ def allreduce_operation(
                 "time, and else would never arrive; pass name=…, the same each time, or "
                 "compression=Compression.codec(…, error_feedback=False) to do without"
             )
-        state = world().engine.state_of(codec)
+        state = world().engine.states.by_name(codec)
         name = f"noname in process set {key[1]}" if nameless else key[0]
         names = [f"{name}.{i}" for i in range(len(tensors))]
         state.check_shapes(names[0], [t.shape for t in tensors])

@@ -1,0 +1,114 @@
+"""Ranks that have joined: what they still owe to the others, and the others to them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import gradwire.hooks.horovod as hvd
+import pytest
+import torch
+from gradwire import QSGD, Codec, OneBit, TopK
+from ranks import Pool
+from torch import Tensor, nn
+
+Ranks = Callable[[int], Pool]
+
+NUMEL = 1500
+
+
+def gradient(rank: int, step: int) -> Tensor:
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+def applied(p: Tensor, optimizer: Any, rank: int, steps: range) -> Tensor:
+    total = torch.zeros(NUMEL, dtype=torch.float64)
+    for step in steps:
+        optimizer.zero_grad()
+        (p * gradient(rank, step)).sum().backward()
+        optimizer.step()
+        assert p.grad is not None
+        total += p.grad
+    return total
+
+
+def mean_residual(optimizer: Any) -> Tensor:
+    residuals = optimizer.state_dict()["gradwire"]["residuals"]
+    return hvd.allreduce(residuals["p"].double()) if residuals else torch.zeros(NUMEL, dtype=torch.float64)
+
+
+def ends_early(rank: int, codec: Codec, exchange: str, first: int, zero_batches: bool) -> tuple[float, float]:
+    """Rank `first` has few batches or none, twice. What was applied, and what is missing of the gradients, relative."""
+    hvd.init()
+    n = hvd.size()
+    p = nn.Parameter(torch.zeros(NUMEL))
+    compression = hvd.Compression.codec(codec, error_feedback=True, exchange=exchange)
+    other = nn.Parameter(torch.zeros(NUMEL))
+    made = [torch.optim.SGD([p], lr=0.1), torch.optim.SGD([other], lr=0.1)]
+    # The second has the same names and the same compression: it must not get what belongs to the first.
+    optimizer, second = (hvd.DistributedOptimizer(o, [("p", *o.param_groups[0]["params"])], compression) for o in made)
+    whole, gradients = torch.zeros(NUMEL, dtype=torch.float64), torch.zeros(NUMEL, dtype=torch.float64)
+    start = 0
+    for few, many in ((0 if zero_batches else 3, 9), (2, 6)):
+        for step in range(start, start + (few if rank == first else many)):
+            whole += applied(p, optimizer, rank, range(step, step + 1))
+            applied(other, second, rank + 10, range(step, step + 1))
+        for r in range(n):
+            for step in range(start, start + (few if r == first else many)):
+                gradients += gradient(r, step).double() / n
+        start += many
+        assert hvd.join() >= 0
+    left = mean_residual(optimizer)
+    # The whole is what the ranks saw that were there all the time.
+    whole = hvd.broadcast(whole, (first + 1) % n)
+    missing = (whole + left - gradients).norm() / gradients.norm()
+    return float(whole.norm()), float(missing)
+
+
+CASES = [
+    *itertools.product((OneBit(), QSGD(bits=2, block=256)), ("gather", "two_pass", "dense")),
+    *((TopK(0.02), exchange) for exchange in ("gather", "union", "split")),
+    (TopK(0.02, values=torch.int8), "split"),
+]
+
+
+@pytest.mark.parametrize(("codec", "exchange"), CASES, ids=str)
+def test_nothing_is_lost_while_a_rank_has_joined(ranks: Ranks, codec: Codec, exchange: str) -> None:
+    for first, zero_batches in ((1, False), (0, True)):
+        for size, missing in ranks(3).run(ends_early, codec, exchange, first, zero_batches):
+            assert size > 0
+            assert missing < 1e-5
+
+
+def dropped(rank: int) -> None:
+    """The optimizer of the rank that joins first is gone by then."""
+    hvd.init()
+
+    def train(steps: int) -> Any:
+        p = nn.Parameter(torch.zeros(NUMEL))
+        compression = hvd.Compression.codec(TopK(0.1), exchange="split")
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=0.1), compression=compression)
+        return applied(p, optimizer, rank, range(steps))
+
+    train(3 if rank else 12)
+    hvd.join()
+
+
+def test_an_optimizer_may_be_gone_when_its_rank_joins(ranks: Ranks) -> None:
+    ranks(3).run(dropped)
+
+
+def loaded_here_only(rank: int) -> None:
+    hvd.init()
+    p = nn.Parameter(torch.zeros(NUMEL))
+    compression = hvd.Compression.codec(TopK(0.1), exchange="split")
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=0.1), compression=compression)
+    applied(p, optimizer, rank, range(3))
+    if rank == 0:
+        optimizer.load_state_dict(optimizer.state_dict())
+    applied(p, optimizer, rank, range(3))
+
+
+def test_one_rank_may_load_a_checkpoint(ranks: Ranks) -> None:
+    ranks(3).run(loaded_here_only, within=20.0)
