@@ -38,7 +38,9 @@ def run(options: argparse.Namespace) -> int:
     work = [(codec, dtype, device) for device in options.devices for codec in codecs for dtype in options.dtypes]
     folders = kept.folders()
     if not folders:
-        raise ValueError(f"nothing can be kept: {kept.cache_folder()} must be a folder that you alone can write to")
+        raise ValueError(
+            f"nothing can be kept: {kept.cache_folder()} must be a folder that you, and you alone, can write to"
+        )
     print(f"kernels are kept in {folders[-1]}", flush=True)
     silence, kept.SILENCE = kept.SILENCE, math.inf  # the lines below say it
     try:

@@ -35,7 +35,11 @@ with kept.turn(pathlib.Path(sys.argv[2]), lambda: False):
 """
 #: Two kernels, one within the other, and how many of them the process had to compile, and to load.
 KERNELS = """
-import sys, time
+import sys, time, types
+# The packages without what they import: torch takes seconds.
+for name, folder in zip(("gradwire", "gradwire.compress", "gradwire.compress.backends"), sys.argv[1:]):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [folder]
 from gradwire.compress.backends import numba_cache
 from gradwire.compress.backends.simd import compiled
 
@@ -114,11 +118,19 @@ def test_it_is_the_users_alone(folder: Path, umask: int) -> None:
     assert len(files(folder)) == 1
 
 
-def test_a_folder_that_others_may_write_to_is_closed_to_them(folder: Path) -> None:
+@pytest.mark.parametrize("unsafe", [0o777, 0o1777, 0o775])
+def test_a_folder_that_others_may_write_to_is_not_used_and_left_as_it_is(
+    folder: Path, unsafe: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(kept, "SILENCE", 0.0)
     folder.mkdir()
-    folder.chmod(0o777)
-    assert kept.folders() == [folder]
-    assert mode(folder) == 0o700
+    folder.chmod(unsafe)
+    spare = tmp_path / f"gradwire-{os.geteuid()}"
+    with kept.task("TopK"):
+        assert kernel(2)(3) == 6
+    assert (len(files(folder)), len(files(spare)), mode(folder)) == (0, 1, unsafe)
+    remedy = f"as {folder} must be a folder that you, and you alone, can write to\n"
+    assert re.fullmatch(f"gradwire: compiling .*{re.escape(str(spare))}.*{re.escape(remedy)}", capfd.readouterr().err)
     folder.chmod(0o755)  # others may look
     assert kept.folders() == [folder]
     assert mode(folder) == 0o755
@@ -306,7 +318,8 @@ def test_the_lock_is_given_back_whatever_happens(folder: Path) -> None:
 
 
 def test_one_of_two_processes_compiles(folder: Path) -> None:
-    command = [sys.executable, "-c", KERNELS]
+    packages = reversed(Path(str(kept.__file__)).parents[:3])
+    command = [sys.executable, "-c", KERNELS, *map(str, packages)]
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     both: list[Any] = [subprocess.Popen(command, **pipes) for _ in range(2)]
     for process in both:
@@ -366,4 +379,7 @@ def test_warm_says_what_it_cannot_do(
     assert "unknown codec 'zip': expected one of onebit, qsgd" in capfd.readouterr().err
     monkeypatch.setattr(kept, "folders", list)
     assert cli.main(["warm"]) == 2
-    assert f"nothing can be kept: {folder} must be a folder that you alone can write to" in capfd.readouterr().err
+    assert (
+        f"nothing can be kept: {folder} must be a folder that you, and you alone, can write to"
+        in capfd.readouterr().err
+    )

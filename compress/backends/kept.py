@@ -59,15 +59,11 @@ def _spare_folder() -> Path:
 
 
 def private(folder: Path) -> bool:
-    """Make the folder, for this user alone, unless it is there. Whether what is in it can only be this user's doing, or
-    root's: what an image of a container brings along is often root's."""
+    """Make the folder, for this user alone, unless it is there: then its mode is left as it is. Whether what it holds
+    can only be this user's doing, or root's: what an image of a container brings along is often root's."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         facts = folder.stat()
-        if facts.st_uid == os.geteuid() and facts.st_mode & 0o022:
-            with suppress(OSError):  # a file system that can only be read may be as it is
-                folder.chmod(0o700)
-            facts = folder.stat()
     except OSError:
         return False
     return facts.st_uid in (os.geteuid(), 0) and not facts.st_mode & 0o022
@@ -167,10 +163,14 @@ def nothing_kept() -> None:
 
 
 def _tell_compiling(folder: Path | None, began: float) -> None:
+    chosen = cache_folder()
+    remedy = f"{chosen} must be a folder that you, and you alone, can write to"
     if folder is None:
-        _task.tell(began, f"which cannot be kept: {cache_folder()} must be a folder that you alone can write to")
-    else:
+        _task.tell(began, f"which cannot be kept: {remedy}")
+    elif chosen in (folder, *folder.parents):
         _task.tell(began, f"once; kept in {folder}")
+    else:
+        _task.tell(began, f"once; kept in {folder}, as {remedy}")
 
 
 def _locked(folder: Path, ready: Callable[[], bool], began: float) -> int | None:
