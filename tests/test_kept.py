@@ -99,6 +99,8 @@ def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert kept.cache_folder() == tmp_path / ".cache" / "gradwire"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     assert kept.cache_folder() == tmp_path / ".cache" / "gradwire"
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # without a home
+    assert kept.cache_folder() == Path(tempfile.gettempdir(), f"gradwire-{os.geteuid()}")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert kept.cache_folder() == Path("/somewhere/gradwire")
     monkeypatch.setenv("GRADWIRE_CACHE", "/elsewhere")

@@ -33,11 +33,12 @@ GLANCE = 0.02
 
 def cache_folder() -> Path:
     """$GRADWIRE_CACHE, or "gradwire" in $XDG_CACHE_HOME, or ~/.cache/gradwire."""
-    chosen, base = os.environ.get("GRADWIRE_CACHE"), os.environ.get("XDG_CACHE_HOME", "")
+    chosen, base, home = os.environ.get("GRADWIRE_CACHE"), os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~")
     if chosen:
-        return Path(chosen)
-    # By the XDG specification a relative path counts for nothing.
-    return (Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~"), ".cache")) / "gradwire"
+        return Path(chosen).absolute()
+    if os.path.isabs(base):  # by the XDG specification a relative path counts for nothing
+        return Path(base, "gradwire")
+    return Path(home, ".cache", "gradwire") if os.path.isabs(home) else _spare_folder()  # some users have no home
 
 
 def folders() -> list[Path]:
