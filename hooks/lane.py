@@ -10,8 +10,10 @@ block the host, so there the jobs need no thread either: they are launched where
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +23,9 @@ import torch
 from torch import Tensor
 
 Job = Callable[[], Tensor]
+
+#: The threads that run, and their jobs. None is held longer than it runs.
+_threads: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue[Any]] = weakref.WeakKeyDictionary()
 
 #: How long to wait for a lane that ends: a job that hangs in the network must not keep the process.
 STOP_SECONDS = 10.0
@@ -47,8 +52,8 @@ class Lane:
         if threaded:
             thread = threading.Thread(target=_run, args=(jobs, self._failure), name=name, daemon=True)
             thread.start()
-            # At exit too, before the interpreter goes: a thread that is still inside torch then aborts the process.
-            weakref.finalize(self, _stop, jobs, thread)
+            _threads[thread] = jobs
+            weakref.finalize(self, _stop, jobs, thread).atexit = False  # `_stop_all` sees to it
 
     def submit(self, job: Job) -> torch.futures.Future[Tensor]:
         """Queue a job; the future gets what it returns, or its exception.
@@ -96,6 +101,20 @@ def _stop(jobs: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
     jobs.put(None)
     if thread is not threading.current_thread():  # the last job may hold the last reference
         thread.join(STOP_SECONDS)
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Let the threads of all lanes end before the interpreter does: one that is inside torch then aborts the process.
+
+    A lane may be gone by now and its thread not: where the last job holds the last reference, nobody has waited.
+    """
+    deadline = time.monotonic() + STOP_SECONDS
+    threads = list(_threads.items())
+    for _, jobs in threads:
+        jobs.put(None)
+    for thread, _ in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 #: Runs a job, or does not because an earlier one failed, and gives its future what came of it.

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 import weakref
@@ -73,3 +76,35 @@ def test_the_thread_ends_with_the_lane_and_holds_no_owner() -> None:
         time.sleep(0.01)
     assert remembered() is None
     assert all(thread.name != "mortal" for thread in threading.enumerate())
+
+
+def test_the_process_ends_in_order_while_the_last_job_holds_the_lane() -> None:
+    """The main thread ends while the lane's lets go of what its job has held, for which it is inside torch."""
+    script = """
+        import threading
+        from datetime import timedelta
+
+        import torch
+        import torch.distributed as dist
+        from gradwire.hooks.lane import Lane
+
+        class Connections:
+            def __del__(self) -> None:
+                going.set()
+                try:
+                    dist.HashStore().wait(["nothing"], timedelta(seconds=1))
+                except dist.DistStoreError:
+                    print("gone", flush=True)
+
+        going, dropped = threading.Event(), threading.Event()
+        held = [Connections(), Lane("test")]  # a list lets go of its last first
+        held[1].submit(lambda held=held: dropped.wait(10) and torch.zeros(1))
+        del held
+        dropped.set()
+        going.wait(10)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "gone\n"
