@@ -1,0 +1,294 @@
+"""`sparse_all_reduce` under calls that nobody would think of: layouts, types, modes, graphs, outputs, and faults.
+
+The law: what comes out is the sum in float64 within rounding, bit for bit the same on all ranks; or every rank raises
+the same error, outputs are as they were, and the next call works.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gradwire import sparse_all_reduce
+from gradwire.hooks import probe, sparse
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from ranks import Pool
+from torch import Tensor
+from training import pretend
+
+Ranks = Callable[[int], Pool]
+
+PATTERNS = ("none", "few", "some", "all", "the first", "the last", "as others")
+INDEX_LAYOUTS = ("plain", "a column", "from the middle")
+VALUE_LAYOUTS = (*INDEX_LAYOUTS, "one number", "negated")
+NUMBERS = ("normal", "wide", "not finite", "zeros")
+GRAPHS = ("none", "leaf", "inner")
+OUTPUTS = ("none", "plain", "a column", "from the middle", "leaf", "inner", "values", "float32", "bfloat16")
+MODES = ("grad", "no grad", "inference", "made in inference")
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one rank brings to a call."""
+
+    pattern: str = "some"
+    index_dtype: str = "int64"
+    indices: str = "plain"
+    values: str = "plain"
+    numbers: str = "normal"
+    graph: str = "none"
+    out: str = "none"
+    mode: str = "grad"
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call on as many ranks as there are sides. `fault`: a rank, and what it does wrong."""
+
+    numel: int
+    dtype: str
+    op: str
+    algorithm: str
+    beta: float
+    sides: tuple[Side, ...]
+    fault: tuple[int, str] | None = None
+    seed: int = 0
+
+
+#: What a rank may do wrong, as arguments that it gives instead, and what is said of it.
+FAULTS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
+    "twice": (lambda _: {"indices": torch.tensor([0, 0]), "values": torch.ones(2)}, "ascending"),
+    "beyond": (lambda a: {"indices": torch.tensor([a["numel"]]), "values": torch.ones(1)}, "out of range"),
+    "negative": (lambda _: {"indices": torch.tensor([-1]), "values": torch.ones(1)}, "out of range"),
+    "one value more": (lambda a: {"values": torch.ones(len(a["indices"]) + 1)}, "one for each"),
+    "float64": (lambda a: {"values": a["values"].double()}, "values must be"),
+    "meta": (lambda a: {"values": a["values"].to("meta")}, "values must be"),
+    "matrix": (lambda a: {"values": a["values"][None]}, "values must be"),
+    "sparse": (lambda a: {"indices": torch.eye(2, dtype=torch.int64).to_sparse()}, "indices must be"),
+    "nothing": (lambda _: {"indices": None}, "indices must be"),
+    "other numel": (lambda a: {"numel": a["numel"] + 1, "out": None}, "disagree on numel"),
+    "other op": (lambda a: {"op": "sum" if a["op"] == "mean" else "mean"}, "disagree on op"),
+    "unknown op": (lambda _: {"op": ["mean"]}, "op=['mean']"),
+    "other algorithm": (
+        lambda a: {"algorithm": "gather" if a["algorithm"] != "gather" else "union"},
+        "disagree on algo",
+    ),
+    "other dtype": (
+        lambda a: {"values": a["values"].to(torch.bfloat16 if a["values"].dtype != torch.bfloat16 else torch.float16)},
+        "disagree on dtype",
+    ),
+    "meta out": (lambda a: {"out": torch.zeros(a["numel"], device="meta")}, "out must be"),
+    "short out": (lambda a: {"out": torch.zeros(a["numel"] - 1)}, "out must be"),
+    "out of one address": (lambda a: {"numel": 7, "out": torch.zeros(1).expand(7)}, ""),
+}
+
+
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    """The same numbers, but for those of "one number"."""
+    if layout == "a column":
+        return torch.stack([x, torch.full_like(x, 77)], dim=1)[:, 0]
+    if layout == "from the middle":
+        return torch.cat([torch.full_like(x[:1], 77), x, x])[min(1, len(x)) : min(1, len(x)) + len(x)]
+    if layout == "one number":
+        return x[:1].expand(len(x)) if len(x) else x
+    if layout == "negated" and x.dtype == torch.float32:
+        return torch.complex(x, -x).conj().imag
+    return x
+
+
+def numbers(kind: str, k: int, generator: torch.Generator) -> Tensor:
+    if kind == "zeros":
+        return torch.tensor([0.0, -0.0]).repeat(k)[:k]
+    x = torch.randn(k, generator=generator)
+    if kind == "wide":
+        x *= 10.0 ** torch.randint(-4, 3, (k,), generator=generator)
+    if kind == "not finite":
+        strange = torch.tensor([float("nan"), float("inf"), -float("inf")])
+        x[::3] = strange[torch.randint(0, 3, (len(x[::3]),), generator=generator)]
+    return x
+
+
+def entries(call: Call, rank: int) -> tuple[Tensor, Tensor]:
+    """Indices and values of a rank: any rank can tell what another has."""
+    side, numel = call.sides[rank], call.numel
+    shared, own = (torch.Generator().manual_seed(1000 * call.seed + s) for s in (999, rank))
+    share = {"none": 0.0, "few": 0.01, "all": 1.0}.get(side.pattern, 0.3)
+    if side.pattern in ("the first", "the last"):
+        indices = torch.tensor([0 if side.pattern == "the first" else numel - 1])
+    else:
+        drawn = torch.rand(numel, generator=shared if side.pattern == "as others" else own)
+        indices = (drawn < share).nonzero().view(-1)
+    values = numbers(side.numbers, len(indices), own).to(DTYPES[call.dtype])
+    return indices.to(getattr(torch, side.index_dtype)), laid_out(values, side.values)
+
+
+def output(side: Side, values: Tensor, numel: int) -> Tensor | None:
+    blank = torch.full((numel,), 5.0, dtype=DTYPES.get(side.out, values.dtype))
+    if side.out == "none":
+        return None
+    if side.out == "leaf":
+        return blank.requires_grad_()
+    if side.out == "inner":
+        return blank.requires_grad_() * 1
+    if side.out == "values" and len(values) == numel and values.is_contiguous():
+        return values
+    return laid_out(blank, side.out)
+
+
+def arguments(call: Call, rank: int) -> dict[str, Any]:
+    side = call.sides[rank]
+    with torch.inference_mode(side.mode in ("inference", "made in inference")):
+        indices, values = entries(call, rank)
+        if side.graph != "none" and not torch.is_inference_mode_enabled():
+            values = values.detach().requires_grad_()
+        if side.graph == "inner":
+            values = laid_out(values * 1, side.values)
+    with torch.inference_mode(side.mode == "inference"):
+        out = output(
+            side, values if not values.requires_grad and side.mode != "made in inference" else values[:0], call.numel
+        )
+    found = {
+        "indices": laid_out(indices, side.indices),
+        "values": values,
+        "numel": call.numel,
+        "op": call.op,
+        "algorithm": call.algorithm,
+        "out": out,
+    }
+    if call.fault is not None and call.fault[0] == rank:
+        found |= FAULTS[call.fault[1]][0](found)
+    return found
+
+
+def reference(call: Call) -> tuple[Tensor, Tensor]:
+    """In float64: the result, and the sum of magnitudes."""
+    total, magnitude = torch.zeros(2, call.numel, dtype=torch.float64)
+    for rank in range(len(call.sides)):
+        indices, values = entries(call, rank)
+        total[indices.long()] += values.double()
+        magnitude[indices.long()] += values.double().abs()
+    scale = 1.0 / len(call.sides) if call.op == "mean" else 1.0
+    return total * scale, magnitude * scale
+
+
+def perform(rank: int, call: Call) -> tuple[str, str, str]:
+    """An error's text, or the result's type and its bits."""
+    given, mode = arguments(call, rank), call.sides[rank].mode
+    out, before = given["out"], None if given["out"] is None else given["out"].detach().clone()
+    real, probe.calibration = probe.calibration, pretend(call.beta)
+    try:
+        with torch.no_grad() if mode == "no grad" else torch.inference_mode(mode == "inference"):
+            result = sparse_all_reduce(**given)
+    except (TypeError, ValueError) as error:
+        assert out is None or out.is_meta or same(out.detach(), before)
+        return f"{type(error).__name__}: {error}", "", ""
+    finally:
+        probe.calibration = real
+    wanted, magnitude = reference(call)
+    if out is None:
+        indices, values = result
+        assert (indices.dtype, values.dtype) == (given["indices"].dtype, given["values"].dtype)
+        assert not values.requires_grad
+        assert bool((indices[1:] > indices[:-1]).all())
+        got = torch.zeros(call.numel, dtype=values.dtype).index_put_((indices.long(),), values)
+        if call.algorithm not in ("dense", "auto"):
+            union = torch.cat([entries(call, other)[0].long() for other in range(len(call.sides))]).unique()
+            assert torch.equal(indices.long(), union)
+    else:
+        assert result is out
+        got = out.detach()
+    types = torch.finfo(DTYPES[call.dtype]), torch.finfo(got.dtype)
+    bound = magnitude * sum((info.eps for info in types), len(call.sides) * 2.0**-23)
+    bound += sum(info.smallest_normal * info.eps for info in types)
+    close = (got.double() - wanted).abs() <= bound
+    assert bool((close | same_place(got.double(), wanted)).all()), (got, wanted)
+    # Zeros of either sign are not entries of "dense", and torch rounds to NaNs of other bits where memory has gaps.
+    canonical = (got.contiguous() + 0).masked_fill_(got.isnan(), torch.nan)
+    return "", str(got.dtype), hashlib.sha256(canonical.view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def same_place(a: Tensor, b: Tensor) -> Tensor:
+    return (a == b) | (a.isnan() & b.isnan())
+
+
+def same(a: Tensor, b: Tensor | None) -> bool:
+    return b is not None and a.shape == b.shape and bool(same_place(a, b).all())
+
+
+def perform_all(rank: int, calls: list[Call]) -> list[tuple[str, str, str]]:
+    found = [perform(rank, call) for call in calls]
+    for room in sparse._rooms.get(dist.group.WORLD, {}).values():
+        assert not any(memory.requires_grad or memory.is_inference() for memory in room._memory.values())
+    return found
+
+
+sides = st.builds(
+    Side,
+    pattern=st.sampled_from(PATTERNS),
+    index_dtype=st.sampled_from(("int64", "int32")),
+    indices=st.sampled_from(INDEX_LAYOUTS),
+    values=st.sampled_from(VALUE_LAYOUTS),
+    numbers=st.sampled_from(NUMBERS),
+    graph=st.sampled_from(GRAPHS),
+    out=st.sampled_from(OUTPUTS),
+    mode=st.sampled_from(MODES),
+)
+
+
+@st.composite
+def calls(draw: st.DrawFn, world_size: int) -> Call:
+    rank, fault = st.integers(0, world_size - 1), st.sampled_from(tuple(FAULTS))
+    faulty = draw(st.integers(0, 3)) == 3
+    return Call(
+        numel=draw(st.one_of(st.integers(1, 40), st.integers(1, 5000), st.sampled_from([1 << 17, 1 << 20]))),
+        dtype=draw(st.sampled_from(tuple(DTYPES))),
+        op=draw(st.sampled_from(("mean", "sum"))),
+        algorithm=draw(st.sampled_from(("auto", *sparse.ALGORITHMS))),
+        beta=draw(st.sampled_from([1e-11, 1e-9, 1e-7])),
+        sides=tuple(draw(st.lists(sides, min_size=world_size, max_size=world_size))),
+        fault=draw(st.tuples(rank, fault)) if faulty else None,
+        seed=draw(st.integers(0, 99)),
+    )
+
+
+sequences = st.integers(2, 4).flatmap(lambda world_size: st.lists(calls(world_size), min_size=1, max_size=3))
+
+
+def law(ranks: Ranks, sequence: list[Call]) -> None:
+    """Performs calls one after the other on the same processes, and holds the ranks' results against each other."""
+    results = ranks(len(sequence[0].sides)).run(perform_all, sequence)
+    for call, found in zip(sequence, zip(*results, strict=True), strict=True):
+        errors = {error for error, _, _ in found}
+        assert len(errors) == 1, found
+        (error,) = errors
+        if call.fault is None:
+            assert not error
+        else:
+            rank, fault = call.fault
+            assert FAULTS[fault][1] in error
+            assert f"rank {rank}" in error or "disagree" in error
+        bits = {(dtype, digest) for _, dtype, digest in found}
+        assert len(bits) == len({dtype for dtype, _ in bits}), "ranks differ"
+
+
+drawn = settings(deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@settings(drawn, max_examples=60)
+@given(sequence=sequences)
+def test_any_calls(ranks: Ranks, sequence: list[Call]) -> None:
+    law(ranks, sequence)
+
+
+@pytest.mark.slow
+@settings(drawn, max_examples=5000)
+@given(sequence=sequences)
+def test_many_calls(ranks: Ranks, sequence: list[Call]) -> None:
+    law(ranks, sequence)
