@@ -19,7 +19,6 @@ uncompressed beside the codec's wire, in the same messages.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -28,7 +27,7 @@ from torch import Tensor
 from ..compress.codec import Codec
 from ..compress.feedback import OwnedSlice
 from ..compress.topk import TopK
-from .exchange import Clock, Exchange
+from .exchange import Clock, Exchange, all_finite
 from .group import Group, Work
 from .sparse_exchanges import Split, Union
 
@@ -204,13 +203,10 @@ class Dense(Exchange):
         total, self.total = self.total, None  # DDP's memory must not be kept
         assert total is not None
         total.mul_(1.0 / self.world_size)
-        if total.numel():  # least and largest are NaN or infinite where any element is: one pass, and no memory
-            least, largest = torch.aminmax(total)
-            if total.is_cuda:
-                self.not_finite[1] += ~(least.isfinite() & largest.isfinite())
-            else:
-                self.settled = math.isfinite(least) and math.isfinite(largest)
-                self.not_finite[1] += not self.settled
+        finite = all_finite(total)
+        self.not_finite[1] += ~finite
+        if not total.is_cuda:
+            self.settled = bool(finite)
         if total is not out:
             out.copy_(total[: self.numel])
             extra_out.copy_(total[self.numel :])
@@ -232,4 +228,6 @@ def possible_exchanges(codec: Codec) -> tuple[str, ...]:
     """The exchanges that can carry a codec's wire."""
     if codec.lossless:
         return "dense", "gather", "two_pass"
-    return ("gather", "two_pass", "dense") if codec.block_size is not None else ("gather", "union", "split", "dense")
+    if codec.block_size is not None:
+        return "gather", "two_pass", "dense"
+    return ("gather", "union", "split", "dense") if isinstance(codec, TopK) else ("gather", "dense")

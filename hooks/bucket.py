@@ -8,7 +8,7 @@ from torch import Tensor
 from ..compress.codec import new_draw
 from ..compress.feedback import Layout, Slot, layout_numel, pack
 from .allreduce import Dense
-from .exchange import Exchange
+from .exchange import Exchange, all_finite
 from .group import Group
 from .plan import Choice, Plan, Topology
 
@@ -30,6 +30,7 @@ class Bucket:
         self.plan: Plan | None = None
         #: How many elements any rank has selected, where a sparse codec's exchange has seen that; else 0.
         self.union = 0
+        self._overflow: Tensor | bool = False
 
     def serves(self, parameters: list[Tensor], like: Tensor) -> bool:
         """Whether DDP's bucket of these parameters still is this one; after a rebuild it may not be."""
@@ -74,13 +75,19 @@ class Bucket:
             pack(((there, here) for here, there in self.compressed), self.packed, buffer)
             pack(((there, here) for here, there in self.dense), self.extra, buffer)
 
-    def new_status(self, wait: bool) -> tuple[int, int]:
-        """Entries skipped and records not finite since the last call.
+    def look_for_overflow(self, buffer: Tensor) -> None:
+        """Note whether the mean is finite, for `overflowed`: as DDP gets it, so alike on all ranks."""
+        self._overflow = ~all_finite(buffer)
 
-        On a GPU, unless told to wait for it, as of the call before: by then the numbers have long been copied.
-        """
+    def overflowed(self) -> bool:
+        """Whether the last mean that was looked at was not finite. Waits for the device."""
+        return bool(self._overflow)
+
+    def new_status(self) -> tuple[int, int]:
+        """Entries skipped and records not finite since the last call; on a GPU as of the call before, since by then the
+        numbers have long been copied."""
         status = self.exchange.status()
-        if status.is_cuda and not wait:
+        if status.is_cuda:
             if self.copied is not None:
                 self.copied.synchronize()
             counted = self.arrived.tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,8 @@ from . import handshake, probe
 from .group import HANDSHAKE_TIMEOUT, Group
 from .lane import Lane
 from .plan import Choice, Planner, make_topology
+
+CONSTRUCT = "Construct CompressState with equal arguments and models on every rank"
 
 
 class Connection:
@@ -53,16 +56,16 @@ class Connection:
         ahead: bool,
     ) -> None:
         ranks = dist.get_process_group_ranks(model_group)
-        if given is not None and dist.get_process_group_ranks(given) != ranks:
-            raise ValueError(
-                f"process_group has other ranks than the model's group {ranks}: make one of the same ranks"
+        if problem is None and given is not None and dist.get_process_group_ranks(given) != ranks:
+            problem = ValueError(
+                f"process_group has the ranks {dist.get_process_group_ranks(given)}, not those of the model's group, "
+                f"{ranks}: make one of the same ranks"
             )
         carrier = model_group if given is None else given
         blocking = Group.blocks(carrier, device)
         try:
-            # NCCL's collectives order themselves on streams, so the model's own group serves; Gloo needs one apart.
-            self.control = Group(given) if given is not None and blocking else Group.of_ranks(ranks)
-            self.group = self.control if blocking else Group(carrier)
+            # What a user passes may be wrong on some rank, so ranks meet in a group of our own.
+            self.control = Group.of_ranks(ranks)
             error = None if problem is None else {"error": f"{type(problem).__name__}: {problem}"}
             sides = self.control.objects(error or dict(description))
         except RuntimeError as failure:
@@ -72,9 +75,10 @@ class Connection:
             ) from failure
         if problem is not None:
             raise problem
-        handshake.compare(sides)
-        if given is None:
-            self.control.follow_timeout(model_group)
+        handshake.compare(sides, CONSTRUCT)
+        # NCCL's collectives order themselves on streams, so the model's own group serves; Gloo needs one apart.
+        self.group = self.control if blocking and given is None else Group(carrier)
+        self.control.follow_timeout(model_group)
         nodes = make_topology(topology, ranks, self.group, carrier, blocking)
         for part in (nodes.inside, nodes.between):
             if part is not None and blocking:
@@ -84,13 +88,18 @@ class Connection:
         self.planner = Planner(nodes, device, fallback)
         if probes:
             self.planner.calibrate()
-        self._mine, self._all = torch.zeros(2, dtype=torch.int64), torch.zeros(self.group.size, 2, dtype=torch.int64)
+        #: Whether ranks have saved their parts of the state unequally often, as seen by all of them alike.
+        self.uneven_saves = False
+        self._mine, self._all = torch.zeros(3, dtype=torch.int64), torch.zeros(self.group.size, 3, dtype=torch.int64)
         self.lane = Lane(f"gradwire-{self.group.rank}", device, threaded=blocking)
 
-    def announce(self, step: int, choice: Choice) -> None:
-        """Begin to tell the other ranks what comes next here. From host to host, so that no GPU is waited for."""
-        self._mine[0], self._mine[1] = step, choice.digest
-        self._under_way = self.control.all_gather(self._all, self._mine)
+    def announce(self, step: int, choice: Choice, saves: int) -> None:
+        """Begin to tell the other ranks what comes next here. From host to host, so that no GPU is waited for.
+
+        Args:
+            saves: how often this rank has saved its part of the state.
+        """
+        self._announce(step, choice.digest, saves)
 
     def compare(self, choice: Choice) -> None:
         """Wait for what the others have announced.
@@ -98,11 +107,47 @@ class Connection:
         Raises:
             ValueError: they are at another step, or mean something else; on every rank alike.
         """
+        means = {"error_feedback": choice.feedback, "way": choice.way}
+        self._compare("a training step", {"codec": str(choice.codec), "exchange": choice.exchange, **means})
+
+    def agree(self, call: str, step: int) -> None:
+        """Make sure that all ranks are in the same call, at the same step.
+
+        Raises:
+            ValueError: they are not; on every rank alike.
+            RuntimeError: a rank did not come.
+        """
+        self.control.timeout, usual = HANDSHAKE_TIMEOUT, self.control.timeout
+        try:
+            self._announce(step, _digest(call), 0)
+            self._compare(call, {})
+        except RuntimeError as failure:
+            raise RuntimeError(
+                f"gradwire: not every rank called {call}, which each must at this step. {failure}"
+            ) from failure
+        finally:
+            self.control.timeout = usual
+
+    def refuse(self, problem: str) -> None:
+        """Tell ranks that are in a step, or come to one, why this one is not."""
+        self._announce(-1, _digest(problem), 0)
+        self._compare("", {"error": problem})
+
+    def _announce(self, step: int, digest: int, saves: int) -> None:
+        self._mine[0], self._mine[1], self._mine[2] = step, digest, saves
+        self._under_way = self.control.all_gather(self._all, self._mine)
+
+    def _compare(self, call: str, means: dict[str, Any]) -> None:
         self._under_way.wait()
-        if not (self._all == self._mine).all():
-            mine = {"step": int(self._mine[0]), "codec": str(choice.codec), "exchange": choice.exchange}
-            handshake.compare(self.control.objects({**mine, "error_feedback": choice.feedback, "way": choice.way}))
+        if not (self._all[:, :2] == self._mine[:2]).all():
+            remedy = "Every rank must make the same calls with the same arguments"
+            handshake.compare(self.control.objects({"call": call, "step": int(self._mine[0]), **means}), remedy)
+        self.uneven_saves |= bool((self._all[:, 2] != self._mine[2]).any())
 
     def agreed(self, seconds: list[float]) -> list[float]:
         """The slowest rank's. A collective."""
         return probe.agreed(self.control, torch.device("cpu"), seconds)
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")

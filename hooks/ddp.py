@@ -17,6 +17,15 @@ def compress_hook(state: CompressState, bucket: dist.GradBucket) -> torch.future
         bucket: DDP's; float32, float16 or bfloat16.
 
     Returns:
-        A future of `bucket.buffer()`, holding the mean. It carries the exception if compression or a peer fails.
+        A future of `bucket.buffer()`, holding the mean.
+
+    Raises:
+        RuntimeError: compression or a peer has failed; later buckets raise it, or else the end of the backward pass.
+        TypeError: this is no bucket of DDP's own reducer.
     """
+    if not isinstance(bucket, dist.GradBucket):
+        raise TypeError(
+            f"compress_hook got a {type(bucket).__name__}, expected DDP's GradBucket: under torch.compile set "
+            'torch._dynamo.config.optimize_ddp = "ddp_optimizer", as "python_reducer" calls hooks otherwise'
+        )
     return state.submit(bucket)

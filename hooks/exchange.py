@@ -19,6 +19,14 @@ Clock = Callable[[str], AbstractContextManager[None]]
 IDENTITY = Identity()
 
 
+def all_finite(x: Tensor) -> Tensor:
+    """Whether every element is finite, as a tensor of one bool: one pass, and no memory."""
+    if x.numel() == 0:
+        return torch.ones((), dtype=torch.bool, device=x.device)
+    least, largest = torch.aminmax(x)  # either is NaN or infinite where any element is
+    return least.isfinite() & largest.isfinite()
+
+
 class Exchange(ABC):
     """One bucket's way from gradient to mean, as three phases that are called in this order.
 

@@ -56,7 +56,8 @@ class Group:
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
         self._ranks = ranks
-        self._timeout: timedelta | None = None
+        #: Of single messages, where it is not what the group was made with.
+        self.timeout: timedelta | None = None
         self._messages = 0
 
     @property
@@ -96,7 +97,7 @@ class Group:
         with contextlib.suppress(RuntimeError, AttributeError):  # a backend that does not tell
             timeout = other._get_backend(other._device_types[0]).options._timeout
             self._group._set_default_timeout(timeout)
-            self._timeout = timeout  # that of single messages is fixed when a group is made
+            self.timeout = timeout  # that of single messages is fixed when a group is made
 
     def gathered(self, *shape: int, dtype: torch.dtype = torch.uint8, device: torch.device | str = "cpu") -> Tensor:
         """Memory for what an all-gather returns, which is the same on every rank."""
@@ -151,7 +152,7 @@ class Group:
                 works.append(self._group.recv([received[source]], source, tag))
             if sent[target].numel():
                 works.append(self._group.send([sent[target]], target, tag))
-        return Messages(works, self._timeout)
+        return Messages(works, self.timeout)
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """Start: `tensor` = sum over the ranks, in the backend's order."""

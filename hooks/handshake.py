@@ -17,15 +17,19 @@ def describe_model(parameters: Mapping[str, nn.Parameter], excluded: Iterable[st
     ]
 
 
-def compare(sides: list[dict[str, Any]]) -> None:
-    """Compare what the ranks say of themselves. A rank that cannot start says so under "error".
+def compare(sides: list[dict[str, Any]], remedy: str) -> None:
+    """Compare what the ranks say of themselves. A rank that cannot go on says so under "error".
+
+    Args:
+        sides: the ranks'; where a value differs, later keys may too.
+        remedy: a sentence for the user.
 
     Raises:
         ValueError: on every rank alike, naming the first difference and both sides.
     """
     failed = [f"rank {rank}: {side['error']}" for rank, side in enumerate(sides) if "error" in side]
     if failed:
-        raise ValueError("gradwire cannot start on every rank: " + "; ".join(failed))
+        raise ValueError("gradwire cannot go on, on any rank: " + "; ".join(failed))
     for rank, side in enumerate(sides):
         for key, expected in sides[0].items():
             got = side[key]
@@ -33,10 +37,7 @@ def compare(sides: list[dict[str, Any]]) -> None:
                 continue
             if isinstance(expected, list):
                 expected, got = _first_difference(expected, got)
-            raise ValueError(
-                f"ranks disagree on {key}: rank 0 has {expected}, rank {rank} has {got}. "
-                "Construct CompressState with equal arguments and models on every rank"
-            )
+            raise ValueError(f"ranks disagree on {key}: rank 0 has {expected}, rank {rank} has {got}. {remedy}")
 
 
 def _first_difference(left: list[str], right: list[str]) -> tuple[str, str]:

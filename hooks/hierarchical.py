@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..compress.codec import Codec
 from ..compress.feedback import OwnedSlice
-from .exchange import IDENTITY, Clock, Exchange
+from .exchange import IDENTITY, Clock, Exchange, all_finite
 from .group import Group
 
 
@@ -42,6 +42,7 @@ class Hierarchical(Exchange):
         self.mean = torch.zeros(self.slice, dtype=torch.float32, device=device)
         self.extras = torch.zeros(extra, dtype=torch.float32, device=device)
         self.means = torch.zeros(inside.size, self.slice, dtype=torch.float32, device=device)
+        self.counts = torch.zeros(2, dtype=torch.int64, device=device)
         self.draw: Tensor | None = None
 
     @property
@@ -88,8 +89,11 @@ class Hierarchical(Exchange):
             self.group.all_gather(self.means, self.mean).wait()
 
     def decode(self, out: Tensor, extra_out: Tensor) -> None:
-        out.copy_(self.means.view(-1)[: self.numel])
+        means = self.means.view(-1)[: self.numel]
+        out.copy_(means)
         extra_out.copy_(self.extras)
+        # The inner exchange has seen this rank's slice alone.
+        self.counts[1] += ~(all_finite(means) & all_finite(self.extras))
 
     def status(self) -> Tensor:
-        return self.inner.status()
+        return torch.stack([self.inner.status()[0], self.counts[1]])

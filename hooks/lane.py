@@ -50,7 +50,8 @@ class Lane:
         self._jobs, self._failure = jobs, _Failure()
         self.threaded = threaded
         if threaded:
-            thread = threading.Thread(target=_run, args=(jobs, self._failure), name=name, daemon=True)
+            arguments = (jobs, self._failure, device if self._stream is not None else None)
+            thread = threading.Thread(target=_run, args=arguments, name=name, daemon=True)
             thread.start()
             _threads[thread] = jobs
             weakref.finalize(self, _stop, jobs, thread).atexit = False  # `_stop_all` sees to it
@@ -71,12 +72,37 @@ class Lane:
             settle(self._failure)
         return future
 
+    @property
+    def failed(self) -> bool:
+        """Whether a job has failed, and all later ones will."""
+        return self._failure.error is not None
+
+    def check(self) -> None:
+        """Raise what a job has raised; from the second time on as the cause of another error."""
+        error, raised = self._failure.error, self._failure.raised
+        if error is None:
+            return
+        self._failure.raised = True
+        if raised:
+            raise RuntimeError(f"gradwire stopped after an earlier error: {error}") from error
+        raise error
+
+    def wait(self) -> None:
+        """Wait for the jobs submitted so far, where a thread runs them; raises as `check` does."""
+        self.idle()
+        self.check()
+
+    def idle(self, seconds: float | None = None) -> bool:
+        """Wait until the thread, if there is one, has ended every job submitted so far; False if that takes longer."""
+        if not self.threaded:
+            return True
+        done = threading.Event()
+        self._jobs.put(lambda failure: done.set())
+        return done.wait(seconds)
+
     def flush(self) -> None:
         """Wait until every job submitted so far has ended, well or not."""
-        if self.threaded:
-            done = threading.Event()
-            self._jobs.put(lambda failure: done.set())
-            done.wait()
+        self.idle()
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -84,16 +110,18 @@ class Lane:
 class _Failure:
     """What the first job that failed said."""
 
-    cause: str | None = None
+    error: Exception | None = None
+    #: Whether somebody has been told.
+    raised = False
 
     def settle(self, job: Job, future: torch.futures.Future[Any]) -> None:
-        if self.cause is not None:
-            future.set_exception(RuntimeError(f"gradwire stopped after an earlier error: {self.cause}"))
+        if self.error is not None:
+            future.set_exception(RuntimeError(f"gradwire stopped after an earlier error: {self.error}"))
             return
         try:
             future.set_result(job())
         except Exception as error:
-            self.cause = str(error)
+            self.error = error
             future.set_exception(error)
 
 
@@ -127,7 +155,9 @@ def _on_stream(failure: _Failure, stream: torch.cuda.Stream, ready: torch.cuda.E
         settle(failure)
 
 
-def _run(jobs: queue.SimpleQueue[Settle | None], failure: _Failure) -> None:
+def _run(jobs: queue.SimpleQueue[Settle | None], failure: _Failure, device: torch.device | None) -> None:
+    if device is not None:
+        torch.cuda.set_device(device)  # a new thread begins at device 0
     while (settle := jobs.get()) is not None:
         settle(failure)
         # A job holds its state; waiting for the next one must not keep it alive.

@@ -24,7 +24,6 @@ from .group import Group
 from .hierarchical import Hierarchical
 from .trial import COMPRESSED, FALLBACK, PLANNED
 
-FALLBACKS = (torch.float32, torch.bfloat16, None)
 #: Steps after which "auto" looks again at how much the ranks' selections overlap.
 REVIEW_EVERY = 256
 
@@ -55,12 +54,6 @@ def check_exchange(exchange: str, codec: Codec, besides: Sequence[str] = ("auto"
         raise ValueError(
             f"exchange={exchange!r} {why}, and {codec} has none: use one of {', '.join(map(repr, possible))}"
         )
-
-
-def check_fallback(fallback: torch.dtype | None) -> None:
-    """Raises ValueError unless `fallback` is float32, bfloat16 or None."""
-    if fallback not in FALLBACKS:
-        raise ValueError(f"fallback={fallback!r}: expected one of {', '.join(map(str, FALLBACKS))}")
 
 
 @dataclass(frozen=True)

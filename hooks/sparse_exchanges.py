@@ -12,7 +12,7 @@ from torch import Tensor
 from ..compress.codec import Codec
 from ..compress.topk import TopK
 from .entries import Carrier, Entries
-from .exchange import Clock, Exchange
+from .exchange import Clock, Exchange, all_finite
 from .group import Group
 from .sparse import fill
 
@@ -25,7 +25,8 @@ class Sparse(Exchange):
 
     def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
         super().__init__(codec, numel, extra, device, group)
-        assert isinstance(codec, TopK)  # check_exchange saw to it
+        if not isinstance(codec, TopK):
+            raise TypeError(f"{codec} does not select entries, which {type(self).__name__} exchanges")
         self.select = replace(codec, indices="plain", values=torch.float32)
         self.carrier = Carrier(max(1, numel), codec.values, device, group)
         self.k = codec.k(numel) if numel else 0
@@ -80,6 +81,7 @@ class Sparse(Exchange):
         if self.numel:
             fill(out, self.result)
         extra_out.copy_(self.extras.mul_(1.0 / self.world_size))
+        self.counts[1] += ~all_finite(self.extras)
 
     def union_of(self, out: Tensor) -> int:
         return self.union_size

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,21 +17,40 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import __version__
-from ..compress.codec import DTYPES, Codec
+from ..compress.codec import Codec
 from ..compress.feedback import ErrorFeedback, Slot, layout_numel
 from ..compress.wire import WIRE_VERSION
-from . import handshake
+from . import checkpoint, handshake
+from .arguments import ExchangeName, Exclude, check_codec, check_model, check_options, excluded_names
+from .backward import AtEnd, at_end
 from .bucket import Bucket, strides_in_bucket
 from .connection import Connection
 from .exchange import Exchange
-from .plan import REVIEW_EVERY, Choice, check_exchange, check_fallback, node_size
+from .loss_scale import LossScale
+from .plan import REVIEW_EVERY, Choice, check_exchange, node_size
 from .statistics import Statistics
 from .trial import Trial
 
-CHECKPOINT_FORMAT = 1
+#: How long to wait for exchanges that are under way when a backward pass has raised.
+RAISED_SECONDS = 10.0
 
 #: What belongs to a process and is left out of copies of a state.
-OF_PROCESS = ("_connection", "_buckets", "_names", "_asked", "_current", "_trial", "_began")
+OF_PROCESS = ("_connection", "_buckets", "_names", "_asked", "_current", "_trial", "_began", "_open", "_unsettled")
+
+
+@dataclass(eq=False)
+class _Step:
+    """One synchronised backward pass: its number, its choice, and the buckets reduced so far, with DDP's buffers."""
+
+    number: int
+    choice: Choice
+    reduced: list[tuple[Bucket, Tensor]] = field(default_factory=list)
+    #: Whether gradients of this rank go in, and not zeros in the place of a rank that has joined.
+    own: bool = True
+    #: Whether the scaler will skip it, as far as is known.
+    undone: bool = False
+    #: Whether DDP has got all of its means, or never will.
+    settled: bool = False
 
 
 class CompressState:
@@ -45,17 +67,19 @@ class CompressState:
         error_feedback: whether to keep what compression leaves out and add it to the next gradient. "auto" does so for
             codecs that contract (the deterministic ones); True makes stochastic codecs round to nearest.
         warmup_steps: this many first steps are dense.
-        exclude: predicate `(name, parameter)`; parameters it is true of stay float32, inside the same messages.
+        exclude: names of parameters, with "*" for any part ("*.bias"), or a predicate `(name, parameter)`: these stay
+            float32, inside the same messages.
         fallback: what "auto" sends where compression does not pay (a fast network, a small bucket): torch.float32,
             torch.bfloat16 (with error feedback), or None: it compresses always.
         topology: how ranks lie on nodes, for "auto" and "hierarchical", which compress between nodes only: ranks on
             each node, a two-dimensional DeviceMesh (nodes × ranks inside), "auto" (what torchrun says, over Gloo), or
             None.
-        grad_scaler: the GradScaler in use, if any: residuals follow its scale, and those of a step that it skips
-            because of an overflow are put back.
+        grad_scaler: the GradScaler in use, if any: residuals follow its scale, and where it skips a step because of an
+            overflow they are put back as they were after its last `update()`. All of the model's parameters are taken
+            to be in one optimizer's hands.
         process_group: used for the exchanges and nothing else. By default a Gloo group of the model's ranks is made,
             and dense buckets go in the model's own, as without a hook; for a model on GPUs whose own group is NCCL's,
-            that one serves.
+            that one serves. What the host has to know goes in a Gloo group in any case.
         seed: of stochastic rounding.
 
     Raises:
@@ -70,18 +94,20 @@ class CompressState:
     _current: Choice  # and as a trial of it does
     _trial: Trial | None
     _began: float  # when its first bucket was ready
+    _open: _Step | None  # from its first bucket to its last
+    _unsettled: _Step | None  # over, but it is not known what DDP does with its means
 
     def __init__(
         self,
         model: nn.Module,
         codec: Codec | Callable[[int], Codec],
         *,
-        exchange: str = "auto",
-        error_feedback: bool | str = "auto",
+        exchange: ExchangeName = "auto",
+        error_feedback: bool | Literal["auto"] = "auto",
         warmup_steps: int = 0,
         fallback: torch.dtype | None = torch.float32,
         topology: Any = "auto",
-        exclude: Callable[[str, nn.Parameter], bool] | None = None,
+        exclude: Exclude | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         process_group: dist.ProcessGroup | None = None,
         seed: int = 0,
@@ -100,16 +126,24 @@ class CompressState:
         self.exchange = exchange
         self.error_feedback = error_feedback
         self.warmup_steps = warmup_steps
+        self.exclude = exclude
         self.fallback = fallback
         self._topology = topology
         self.grad_scaler = grad_scaler
         self.seed = seed
-        self._parameters = {clean_name(n): p for n, p in model.module.named_parameters() if p.requires_grad}
+        self._parameters = {
+            clean_name(name): p  # in the order in which DDP counts them
+            for name, p in model.module.named_parameters()
+            if p.requires_grad and name not in model.parameters_to_ignore
+        }
         self._device = next((p.device for p in self._parameters.values()), torch.device("cpu"))
-        self._excluded = frozenset(n for n, p in self._parameters.items() if exclude is not None and exclude(n, p))
-        self._step = 0
-        self._scale = self._read_scale()
-        self._feedback = ErrorFeedback(keep_previous=grad_scaler is not None)
+        self._excluded: frozenset[str] = frozenset()
+        self._model: weakref.ref[DistributedDataParallel] | None = weakref.ref(model)
+        self._step = self._saves = 0
+        self._warned = False
+        self._loss_scale = LossScale(None)
+        self._scale: float | None = None
+        self._feedback = ErrorFeedback()
         self._statistics = Statistics()
         self._model_group: dist.ProcessGroup | None = model.process_group
         self._given_group = process_group
@@ -123,6 +157,14 @@ class CompressState:
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = error
         self._connect(problem)
+        _expect_hook(self, model)
+
+    def __repr__(self) -> str:
+        group = "" if self._connection is None else f" on rank {self._world()[0]} of {self._world()[1]}"
+        return (
+            f"<CompressState of {len(self._parameters)} parameters: {self._codec_text()} by {self.exchange!r}, "
+            f"step {self._step}{group}>"
+        )
 
     @property
     def step(self) -> int:
@@ -154,18 +196,23 @@ class CompressState:
         buffer = bucket.buffer()
         if buffer.layout != torch.strided:
             raise TypeError("gradwire cannot compress sparse gradients: build the embedding with sparse=False")
+        if buffer.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "gradwire's exchanges cannot be captured in a CUDA graph: leave backward out of the graph"
+            )
         connection = self._connection or self._connect(None)  # none after `close`, or in a copy
-        first, last, step = bucket.index() == 0, bucket.is_last(), self._step
+        if self._open is not None and bucket.index() == 0:
+            # A pass that raised unnoticed, after one inside it had ended: its means are overwritten by now.
+            self._step, self._open = self._open.number + 1, None
         place = self._place(bucket, buffer)
+        first = self._open is None
+        step = self._open or self._begin(connection)
+        began = time.perf_counter()
+        scale, updated = (self._loss_scale.read(), self._loss_scale.updated()) if first else (None, False)
         if first:
-            self._follow(self._choice(step), connection)
-        choice, began = self._current, time.perf_counter()
-        scale = self._read_scale() if first else None
-        if last:
-            self._step += 1
-            self._buckets = {index: b for index, b in self._buckets.items() if index <= place.index}
+            AtEnd(partial(self._ended, step), partial(self._throw_away, step)).queue()
         # As DDP would: the lane's thread may have to wait for a core that backward is using.
-        if connection.dense_group is not None and not self._is_due(place, choice, step):
+        if connection.dense_group is not None and not self._is_due(place, step.choice, step.number):
             place.start(buffer, connection.dense_group)
 
         def job() -> Tensor:
@@ -174,27 +221,139 @@ class CompressState:
             try:
                 if first:
                     self._began = began
-                    self._rescale(scale)
-                    connection.announce(step, choice)
-                self._reduce(connection, place, buffer, step, choice, first)
-                if last:
-                    self._end(connection)
+                    self._follow_scaler(scale, updated)
+                    connection.announce(step.number, step.choice, self._saves)
+                self._reduce(connection, place, buffer, step, first)
             except Exception as error:
-                where = f"step {step}, bucket {place.index}, rank {connection.group.rank} of {connection.group.size}"
-                name = place.plan.exchange if place.plan is not None else choice.exchange
-                raise RuntimeError(f"gradwire: {error} [{where}, {choice.codec}, {name}]") from error
+                name = place.plan.exchange if place.plan is not None else step.choice.exchange
+                raise self._failure(error, step, f"bucket {place.index}", name) from error
             return buffer
 
-        return connection.lane.submit(job)
+        future = connection.lane.submit(job)
+        if bucket.is_last():
+            self._buckets = {index: b for index, b in self._buckets.items() if index <= place.index}
+            self._close(step, connection)
+            if not AtEnd(partial(self._deliver, step), partial(self._throw_away, step)).queue():
+                self._unsettled, step.own = step, False
+        return future
 
-    def _rescale(self, scale: float | None) -> None:
+    def _begin(self, connection: Connection) -> _Step:
+        self._settle_last()
+        if connection.uneven_saves and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "state_dict() was not called equally often on all ranks: it holds the residuals of its own rank and "
+                "loads there only. Call it on every rank and save each to a file of its own, or let every rank call "
+                "consolidated_state_dict(), which loads anywhere",
+                stacklevel=2,
+            )
+        self._follow(self._choice(self._step), connection)
+        step = self._open = _Step(self._step, self._current)
+        return step
+
+    def _close(self, step: _Step, connection: Connection) -> None:
+        """Every bucket of the step is queued."""
+        self._open = None
+        self._step = step.number + 1
+
+        def job() -> Tensor:
+            try:
+                self._end(connection, step)
+            except Exception as error:
+                raise self._failure(error, step, "at its end", step.choice.exchange) from error
+            return torch.empty(0)
+
+        connection.lane.submit(job)
+
+    def _ended(self, step: _Step) -> None:
+        """The backward pass that had the step's first bucket has ended."""
+        model, connection = self._ddp(), self._connection
+        skips = getattr(model, "skip_all_reduce_unused_params", False)
+        if step is self._open and skips and connection is not None:  # else the last bucket closes it
+            self._close(step, connection)
+            self._deliver(step)
+
+    def _deliver(self, step: _Step) -> None:
+        """The backward pass is over, but for what DDP does with the means: waits for them, as DDP would."""
+        try:
+            if self._connection is not None:
+                self._connection.lane.wait()
+        except Exception:
+            self._throw_away(step)
+            model = self._ddp()
+            if model is not None:  # else DDP would complain of this pass at the next one, and of nothing else
+                model.reducer._reset_state()
+            raise
+        self._unsettled = step
+        if not at_end(self._settle_last):
+            self._settle_last()
+
+    def _settle_last(self) -> None:
+        """Keep the means that DDP has thrown away, of parameters that no rank has used in the last step."""
+        step, self._unsettled = self._unsettled, None
+        if step is None or step.settled:
+            return
+        step.settled = True
+        model, connection = self._ddp(), self._connection
+        if model is None or connection is None or not _tells_unused(model):
+            return
+        used = model.reducer._get_local_used_map().tolist()  # by now it is the sum over the ranks
+        unused = {name for name, count in zip(self._parameters, used, strict=True) if count == 0}
+        if unused:
+            connection.lane.submit(partial(self._keep_unused, step, unused))
+
+    def _throw_away(self, step: _Step) -> None:
+        """The step's means go nowhere: the backward pass raised, here or on the lane."""
+        if step.settled:
+            return
+        step.settled = True
+        if step is self._open:
+            self._open, self._step = None, step.number + 1
+        lane = None if self._connection is None else self._connection.lane
+        if lane is not None and not lane.failed:
+            lane.submit(partial(self._keep_all, step))
+        # Before DDP's buffers change; but the other ranks may be in trouble too.
+        if lane is not None and lane.idle(RAISED_SECONDS) and lane.failed:
+            self._keep_all(step)
+
+    def _keep_all(self, step: _Step) -> Tensor:
+        """Return a step's means to the residuals, and with them the gradients that had gone in."""
+        for place, slot, mean in self._returned(step):
+            self._feedback.give_back(place.layout, slot, mean)
+        return torch.empty(0)
+
+    def _keep_unused(self, step: _Step, names: set[str]) -> Tensor:
+        """Return a step's means of some parameters, where DDP has left their gradients as they were."""
+        for place, slot, mean in self._returned(step):
+            if slot.name in names:
+                grad = self._parameters[slot.name].grad if step.own else None
+                # In DDP's own bucket the mean has replaced the gradient that had gone in. Elsewhere both are there.
+                if grad is None or not _within(grad, mean):
+                    self._feedback.give_back(place.layout, slot, mean, grad)
+        return torch.empty(0)
+
+    def _returned(self, step: _Step) -> Iterator[tuple[Bucket, Slot, Tensor]]:
+        if not step.undone:
+            for place, buffer in step.reduced:
+                if self._feedback.holds(place.layout):
+                    mean = buffer if place.packed is None else place.packed
+                    yield from ((place, slot, mean) for slot in place.layout)
+
+    @staticmethod
+    def _failure(error: Exception, step: _Step, where: str, exchange: str) -> RuntimeError:
+        return RuntimeError(f"gradwire: {error} [step {step.number}, {where}, {step.choice.codec}, {exchange}]")
+
+    def _follow_scaler(self, scale: float | None, updated: bool) -> None:
+        """Before a step: what the scaler has done since the last one."""
+        if updated:
+            self._feedback.commit()
+            self._overflowed = False
         if scale is not None and self._scale is not None and scale != self._scale:
             self._feedback.rescale(scale / self._scale)
         self._scale = scale
 
-    def _reduce(
-        self, connection: Connection, place: Bucket, buffer: Tensor, step: int, choice: Choice, first: bool
-    ) -> None:
+    def _reduce(self, connection: Connection, place: Bucket, buffer: Tensor, step: _Step, first: bool) -> None:
+        choice, number = step.choice, step.number
         clock = self._statistics.clock(place.index, buffer.device)
         compared = not first
         if not connection.planner.knows(choice):
@@ -204,10 +363,14 @@ class CompressState:
                 compared = True
             connection.planner.learn(choice, place.numel)
         with clock("encode"):
-            exchange = self._prepare(connection, place, choice, step)
-            place.draw[1] = place.owner_draw[1] = step
+            exchange = self._prepare(connection, place, choice, number)
+            place.draw[1] = place.owner_draw[1] = number
             grad = place.gather(buffer)
-            owned = [] if exchange.under_way else self._encode(place, exchange, grad)
+            if exchange.under_way:  # as no rank keeps anything
+                self._feedback.let_go(place.layout)
+                owned = []
+            else:
+                owned = self._encode(place, exchange, grad)
         if not compared:
             # Only now, as the others' announcements came meanwhile: sizes that differ would abort, or hang.
             with clock("exchange"):
@@ -215,9 +378,12 @@ class CompressState:
         exchange.exchange(owned, place.owner_draw, clock)
         with clock("decode"):
             exchange.decode(grad, place.extra)
-            if choice.exchange == "auto" and step % REVIEW_EVERY == REVIEW_EVERY - 1:
+            if choice.exchange == "auto" and number % REVIEW_EVERY == REVIEW_EVERY - 1:
                 place.union = exchange.union_of(grad) or place.union
             place.scatter(buffer)
+            if self._loss_scale.skips:
+                place.look_for_overflow(buffer)
+        step.reduced.append((place, buffer))
         self._count(place, exchange)
 
     def _encode(self, place: Bucket, exchange: Exchange, grad: Tensor) -> list[Tensor]:
@@ -254,15 +420,21 @@ class CompressState:
         statistics.payload_bytes += exchange.payload_bytes
         statistics.transfer_bytes += exchange.transfer_bytes
 
-    def _end(self, connection: Connection) -> None:
+    def _end(self, connection: Connection, step: _Step) -> None:
         self._judge(connection, time.perf_counter() - self._began)
         self._statistics.steps += 1
-        # A GradScaler waits for the GPU at every step anyway, and residuals must be put back before the next one.
-        counts = [place.new_status(wait=self.grad_scaler is not None) for place in list(self._buckets.values())]
+        places = [place for place, _ in step.reduced]
+        counts = [place.new_status() for place in places]
         self._statistics.skipped_entries += sum(skipped for skipped, _ in counts)
-        if any(not_finite for _, not_finite in counts):
-            self._statistics.nonfinite_steps += 1
-            if self.grad_scaler is not None:
+        # A GradScaler waits for the GPU at every step anyway. The means are the same on all ranks, and so is this.
+        skips = self._loss_scale.skips
+        not_finite = any(place.overflowed() for place in places) if skips else any(n for _, n in counts)
+        self._statistics.nonfinite_steps += not_finite
+        if skips:
+            # What came before in the same gradients is skipped with it, and so is what will yet be added to them.
+            self._overflowed |= not_finite
+            step.undone = self._overflowed
+            if step.undone:
                 self._feedback.undo()
 
     def _judge(self, connection: Connection, span: float) -> None:
@@ -315,101 +487,114 @@ class CompressState:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state: tensors, numbers and strings only, so `torch.load` reads it with
-        `weights_only=True`. It loads on the same rank of the same number of ranks; save one for each rank.
+        `weights_only=True`. It loads on the same rank of the same number of ranks; save one for each rank, or let
+        `torch.distributed.checkpoint` save them all.
 
         Residuals that an owner keeps for all ranks are folded into its own, here and in the running state, so that
-        going on and loading give the same.
+        going on and loading give the same. Parameters that may have a residual, but have none yet, have zeros.
         """
-        self._flush()
+        self._idle()
+        self._saves += 1
         self._feedback.fold()
-        return self._export(self._feedback.by_name(), *self._world())
+        return self._export(checkpoint.rank_key(*self._world()), self._feedback.by_name())
 
     def consolidated_state_dict(self) -> dict[str, Any]:
         """The mean of the residuals over the ranks, equal on all: loads on any number of ranks, and nothing is lost.
 
-        A collective: every rank must call it.
-        """
-        self._flush()
-        group = (self._connection or self._connect(None)).group
-        self._feedback.fold()
-        residuals = self._feedback.by_name()
-        for name in sorted(residuals):
-            group.all_reduce(residuals[name]).wait()
-            residuals[name] /= group.size
-        return self._export(residuals, -1, -1)
+        A collective: every rank must call it, after the same step.
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        Raises:
+            ValueError: another rank does something else now, or is at another step; on every rank alike.
+            RuntimeError: another rank did not come within 60 s.
+        """
+        self._idle()
+        connection = self._connection or self._connect(None)
+        connection.agree("consolidated_state_dict()", self._step)
+        self._feedback.fold()
+        mine = self._feedback.by_name()
+        residuals = {}
+        for name in sorted({name for names in connection.control.objects(sorted(mine)) for name in names}):
+            parameter = self._parameters[name]
+            residual = mine.get(name, torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device))
+            connection.group.all_reduce(residual).wait()
+            residuals[name] = residual.div_(connection.group.size)
+        return self._export(checkpoint.MEAN, residuals)
+
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Go on from a checkpoint. Every rank must load one of the same step; the next step compares them.
+
+        Args:
+            state_dict: from `state_dict` on this rank of as many, or from `consolidated_state_dict`.
+            strict: with False, a checkpoint that has no residuals for this rank loads too, with a warning: what
+                compression had left out here is then lost.
 
         Raises:
             ValueError: it is of another format, rank, world size, codec or model. Nothing has changed then.
         """
-        expected = self._export({}, *self._world())
-        missing = expected.keys() - state_dict.keys()
-        if missing:
-            raise ValueError(f"this is not a checkpoint of CompressState: it lacks {', '.join(sorted(missing))}")
-        consolidated = state_dict["rank"] == -1
-        for key in ("format", "codec", *(() if consolidated else ("world_size", "rank"))):
-            if state_dict[key] != expected[key]:
-                raise ValueError(
-                    f"the checkpoint has {key} {state_dict[key]}, this state {expected[key]}"
-                    + ("; save consolidated_state_dict() to change ranks" * (key in ("rank", "world_size")))
-                )
-        for name, residual in state_dict["residuals"].items():
-            parameter = self._parameters.get(name)
-            if parameter is None or parameter.shape != residual.shape:
-                mine = "no such parameter" if parameter is None else f"shape {tuple(parameter.shape)}"
-                raise ValueError(
-                    f"the checkpoint is of another model: it has {name!r} of shape {tuple(residual.shape)}, "
-                    f"this model {mine}"
-                )
-        self._flush()
-        self._feedback.load(state_dict["residuals"])
-        self._step = state_dict["step"]
-        scale = 1.0 if state_dict["scale"] is None else state_dict["scale"]
-        self._scale = scale if self.grad_scaler is not None else None
-        if self.grad_scaler is None:
+        key = checkpoint.rank_key(*self._world())
+        expected = self._export(key, {}, fill=False)
+        saved, residuals = checkpoint.read(state_dict, expected, key, self._parameters, strict)
+        self._idle()
+        self._feedback.load(residuals)
+        self._step = saved["step"]
+        self._overflowed = False
+        scale = 1.0 if saved["scale"] is None else saved["scale"]
+        self._scale = scale if self._loss_scale.skips else None
+        if self._scale is None:
             self._feedback.rescale(1 / scale)
-        self.seed = state_dict["seed"]
+        self.seed = saved["seed"]
         for place in self._buckets.values():
-            place.plan = place.choice = None  # draws and predictions start anew
+            place.plan = place.choice = None  # draws and predictions begin again
 
-    def _export(self, residuals: dict[str, Tensor], rank: int, world_size: int) -> dict[str, Any]:
-        return {
-            "format": CHECKPOINT_FORMAT,
-            "rank": rank,
-            "world_size": world_size,
-            "codec": self._codec_text(),
-            "step": self._step,
-            "seed": self.seed,
-            "scale": self._scale,
-            "residuals": residuals,
-        }
+    def _export(self, key: str, residuals: dict[str, Tensor], fill: bool = True) -> dict[str, Any]:
+        if fill and self._may_keep():
+            kept = {name: p for name, p in self._parameters.items() if name not in self._excluded}
+            residuals = checkpoint.filled(residuals, kept)
+        facts = {"codec": self._codec_text(), "step": self._step, "seed": self.seed, "scale": self._scale}
+        return checkpoint.export(key, residuals, **facts)
+
+    def _may_keep(self) -> bool:
+        """Whether there may ever be residuals."""
+        if self.exchange == "auto" and self.fallback == torch.bfloat16:
+            return True
+        return not isinstance(self.codec, Codec) or self._choice(self.warmup_steps).feedback
 
     def __getstate__(self) -> dict[str, Any]:
-        self._flush()
+        self._idle()
         kept = self.__dict__.copy()
         for name in OF_PROCESS:
             kept.pop(name, None)
         # As in DDP's own copies, which are of the default group.
-        kept["_model_group"] = kept["_given_group"] = None
+        kept["_model_group"] = kept["_given_group"] = kept["_model"] = None
         return kept
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._disconnect()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompressState:
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        model = self._ddp()
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        copied = memo.get(id(model))
+        twin._model = None if copied is None else weakref.ref(copied)
+        return twin
+
+    def _ddp(self) -> DistributedDataParallel | None:
+        return None if self._model is None else self._model()
+
     # -- other ranks -------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Wait for what is queued, then give back the thread and the connections. The next use makes new ones."""
-        self._flush()
+        self._idle()
         self._disconnect()
 
     def _disconnect(self) -> None:
         for name in OF_PROCESS:
             self.__dict__.pop(name, None)
-        self._connection = self._asked = self._trial = None
+        self._connection = self._asked = self._trial = self._open = self._unsettled = None
+        self._overflowed = False
         self._buckets = {}
         self._names = {id(p): name for name, p in self._parameters.items()}
 
@@ -424,7 +609,7 @@ class CompressState:
             self._topology,
             self.fallback,
             probes=self.exchange == "auto",
-            ahead=self.grad_scaler is None,  # a step that may be undone has to be remembered
+            ahead=not self._loss_scale.skips,  # a step that may be undone has to be remembered
         )
         self._follow(self._choice(self._step), connection)
         return connection
@@ -445,7 +630,7 @@ class CompressState:
             "fallback": str(self.fallback),
             "ranks a node": node_size(self._topology, self._world()[1]),
             "seed": self.seed,
-            "grad_scaler": self.grad_scaler is not None,
+            "grad_scaler": self._loss_scale.skips,
             "step": self._step,
             "the model's parameters": handshake.describe_model(self._parameters, self._excluded),
         }
@@ -454,35 +639,72 @@ class CompressState:
         return str(self.codec) if isinstance(self.codec, Codec) else f"a function of the step, at 0 {self.codec_at(0)}"
 
     def _check(self, model: DistributedDataParallel) -> None:
-        if not (isinstance(self.codec, Codec) or callable(self.codec)):
-            raise TypeError(
-                f"codec={self.codec!r}: expected a codec, such as TopK(density=0.01), or a function of the step"
+        if getattr(model, "_use_python_reducer", False):
+            raise ValueError(
+                'torch._dynamo.config.optimize_ddp="python_reducer" calls hooks with other arguments: set it to '
+                '"ddp_optimizer"'
             )
-        if not (isinstance(self.error_feedback, bool) or self.error_feedback == "auto"):
-            raise ValueError(f"error_feedback={self.error_feedback!r}: expected True, False or 'auto'")
-        if not isinstance(self.warmup_steps, int) or self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps={self.warmup_steps!r}: expected a number of steps, 0 or more")
-        check_fallback(self.fallback)
+        counted = model.reducer._get_local_used_map() if _tells_unused(model) else None
+        if counted is not None and counted.numel() != len(self._parameters):
+            raise ValueError(
+                f"{len(self._parameters)} of the model's parameters require gradients, and {counted.numel()} did when "
+                "DDP wrapped it: wrap it again"
+            )
+        self._loss_scale = LossScale(self.grad_scaler)
+        self._scale = self._loss_scale.read()
+        self._feedback = ErrorFeedback(keep_previous=self._loss_scale.skips)
+        check_codec(self.codec)
+        check_options(self.error_feedback, self.warmup_steps, self.fallback, self.seed)
         node_size(self._topology, dist.get_world_size(model.process_group))
-        if not isinstance(self.seed, int):
-            raise TypeError(f"seed={self.seed!r}: expected an integer, equal on all ranks")
-        for name, parameter in self._parameters.items():
-            if parameter.dtype not in DTYPES:
-                raise TypeError(
-                    f"parameter {name!r} is {parameter.dtype}: gradwire compresses float32, float16, bfloat16"
-                )
-        for name, module in model.module.named_modules():
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-                raise TypeError(f"module {name!r} makes sparse gradients: build it with sparse=False")
+        check_model(model.module, self._parameters)
+        self._excluded = excluded_names(self.exclude, self._parameters)
 
     def _flush(self) -> None:
         if self._connection is not None:
             self._connection.lane.flush()
 
-    def _read_scale(self) -> float | None:
-        return None if self.grad_scaler is None else float(self.grad_scaler.get_scale())
+    def _idle(self) -> None:
+        """Wait for what is queued, and for what follows from it."""
+        self._flush()
+        if self._unsettled is not None:
+            self._settle_last()
+            self._flush()
 
 
 def clean_name(name: str) -> str:
     """A parameter's name without what DDP and torch.compile put in front."""
     return name.replace("_orig_mod.", "").removeprefix("module.")
+
+
+def _within(tensor: Tensor, buffer: Tensor) -> bool:
+    return tensor.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+
+
+def _tells_unused(model: DistributedDataParallel) -> bool:
+    """Whether DDP leaves the gradients of parameters that no rank has used as they are."""
+    return bool(model.find_unused_parameters or model.static_graph)
+
+
+def _expect_hook(state: CompressState, model: DistributedDataParallel) -> None:
+    """In the model's first synchronised backward pass, say so where no hook is registered: ranks that have theirs wait
+    for this one."""
+    state_of, model_of = weakref.ref(state), weakref.ref(model)
+    handles: list[Any] = []
+
+    def look(grad: Tensor) -> None:
+        state, model = state_of(), model_of()
+        if model is not None and not model.require_backward_grad_sync:
+            return
+        while handles:
+            handles.pop().remove()
+        connection = None if state is None else state._connection
+        if model is None or connection is None or getattr(model, "_comm_hooks", True):
+            return
+        problem = (
+            "backward ran without the hook of the CompressState made for this model: call "
+            "model.register_comm_hook(state, compress_hook) on every rank, or state.close() to train without it"
+        )
+        connection.refuse(problem)
+        raise RuntimeError(f"gradwire: {problem}")
+
+    handles += [p.register_hook(look) for p in state._parameters.values()]

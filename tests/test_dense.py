@@ -13,7 +13,7 @@ from gradwire.hooks.allreduce import Dense
 from ranks import Pool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from training import Ledger, batch, convnet, digest, perceptron, train, wrap
+from training import Ledger, batch, convnet, digest, perceptron, residuals_of, train, wrap
 
 Ranks = Callable[[int], Pool]
 
@@ -102,7 +102,7 @@ def there_and_back(rank: int) -> Any:
         for first in range(0, 16, 4):
             digests += ahead.train(rank, ddp, range(first, first + 4), ledger)
             errors.append(ledger.error(state))
-    left = [float(t.abs().max()) for t in state.state_dict()["residuals"].values()]
+    left = [float(t.abs().max()) for t in residuals_of(state.state_dict()).values()]
     buckets = len(state._buckets)
     state.close()
     return digests, errors, ahead.steps, buckets, left
@@ -127,10 +127,10 @@ def broken_gradient(rank: int) -> Any:
         model.zero_grad()
         loss = ddp(batch(rank, 3, model)).square().mean()
         (loss * (float("nan") if rank == 1 else 1.0)).backward()
-        stayed = sum(float(t.abs().sum()) for t in state.state_dict()["residuals"].values())
+        stayed = sum(float(t.abs().sum()) for t in residuals_of(state.state_dict()).values())
         steps = state.statistics().nonfinite_steps
         ahead.train(rank, ddp, range(4, 7))
-    left = sum(float(t.abs().sum()) for t in state.state_dict()["residuals"].values())
+    left = sum(float(t.abs().sum()) for t in residuals_of(state.state_dict()).values())
     buckets = len(state._buckets)
     finite = digest(p.grad for p in model.parameters())
     state.close()
@@ -155,10 +155,10 @@ def in_other_hands(rank: int) -> Any:
     saved = state.state_dict()
     with Counted() as ahead:
         digests = ahead.train(rank, ddp, range(3, 6))
-        state.load_state_dict({**saved, "residuals": saved["residuals"] if rank else {}})
-        before = sum(float(t.abs().sum()) for t in state.state_dict()["residuals"].values())
+        state.load_state_dict({**saved, "residuals": saved["residuals"] if rank else {"rank 0 of 2": {}}})
+        before = sum(float(t.abs().sum()) for t in residuals_of(state.state_dict()).values())
         digests += ahead.train(rank, ddp, range(3, 6))
-    left = sum(float(t.abs().sum()) for t in state.state_dict()["residuals"].values())
+    left = sum(float(t.abs().sum()) for t in residuals_of(state.state_dict()).values())
     buckets = len(state._buckets)
     state.close()
     return before, digests, ahead.steps, buckets, left

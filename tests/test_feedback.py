@@ -103,6 +103,7 @@ def test_undo_puts_back_both_residuals() -> None:
     flat = feedback.residual(layout)
     (owned,) = feedback.owned(layout, [(2, 5, 2)])
     for step in range(3):  # the copies are made once and reused
+        feedback.commit()
         flat.fill_(1.0 + step)
         owned.fill_(2.0 + step)
         feedback.remember(layout)

@@ -170,7 +170,7 @@ def hurried(rank: int, exchange: str, steps: int) -> Any:
         model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(20)))
         ledger = Ledger(model)
         ddp = DistributedDataParallel(model, bucket_cap_mb=1e-4)
-        state = CompressState(ddp, TopK(0.1), exchange=exchange)
+        state = CompressState(ddp, TopK(0.1), exchange=exchange)  # type: ignore[arg-type]
         ddp.register_comm_hook(state, compress_hook)
         digests = train(rank, ddp, range(10), ledger)
         buckets = len(state._buckets)

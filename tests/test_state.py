@@ -18,7 +18,7 @@ from gradwire.compress.wire import WIRE_VERSION
 from ranks import Pool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from training import Ledger, batch, convnet, digest, perceptron, train, wrap
+from training import Ledger, batch, convnet, digest, perceptron, residuals_of, train, wrap
 
 Ranks = Callable[[int], Pool]
 
@@ -51,10 +51,15 @@ def refusals(rank: int) -> dict[str, str]:
         "plain": message(lambda: CompressState(perceptron(), OneBit())),
         "fsdp": message(lambda: CompressState(_fsdp(), OneBit())),
         "codec": message(lambda: CompressState(ddp, "topk")),  # type: ignore[arg-type]
+        "class": message(lambda: CompressState(ddp, TopK)),
+        "scaler": message(lambda: CompressState(ddp, OneBit(), grad_scaler=True)),  # type: ignore[arg-type]
+        "exclude": message(lambda: CompressState(ddp, OneBit(), exclude=["bias"])),
+        "excludes": message(lambda: CompressState(ddp, OneBit(), exclude="*.bias")),
+        "predicate": message(lambda: CompressState(ddp, OneBit(), exclude=lambda name, p: 1 / 0 > 1)),
         "schedule": message(lambda: CompressState(ddp, lambda step: 0.01)),  # type: ignore[arg-type, return-value]
-        "exchange": message(lambda: CompressState(ddp, OneBit(), exchange="ring")),
+        "exchange": message(lambda: CompressState(ddp, OneBit(), exchange="ring")),  # type: ignore[arg-type]
         "two_pass": message(lambda: CompressState(ddp, TopK(), exchange="two_pass")),
-        "feedback": message(lambda: CompressState(ddp, OneBit(), error_feedback="yes")),
+        "feedback": message(lambda: CompressState(ddp, OneBit(), error_feedback="yes")),  # type: ignore[arg-type]
         "warmup": message(lambda: CompressState(ddp, OneBit(), warmup_steps=-1)),
         "fallback": message(lambda: CompressState(ddp, OneBit(), fallback=torch.float16)),
         "topology": message(lambda: CompressState(ddp, OneBit(), topology=3)),
@@ -79,6 +84,11 @@ def test_bad_arguments_are_named_with_a_remedy(ranks: Ranks) -> None:
         "plain": ("TypeError", "Sequential", "DistributedDataParallel"),
         "fsdp": ("TypeError", "FSDPSequential", "DistributedDataParallel"),
         "codec": ("TypeError", "'topk'", "TopK(density=0.01)"),
+        "class": ("TypeError", "TopK is a class", "TopK()"),
+        "scaler": ("TypeError", "grad_scaler=True", "GradScaler"),
+        "exclude": ("ValueError", "'bias'", "'0.weight'", "'*.bias'"),
+        "excludes": ("TypeError", "'*.bias'", "['*.bias']"),
+        "predicate": ("ZeroDivisionError",),
         "schedule": ("TypeError", "step 0", "0.01"),
         "exchange": ("ValueError", "'ring'", "'two_pass'"),
         "two_pass": ("ValueError", "TopK", "'gather'"),
@@ -176,7 +186,7 @@ def diverging_schedule(rank: int, codec: Codec) -> tuple[str, list[str]]:
     train(rank, ddp, range(4))
     first = message(lambda: train(rank, ddp, range(4, 5)))
     again = message(lambda: train(rank, ddp, range(5, 6)))
-    residuals = state.state_dict()["residuals"]
+    residuals = residuals_of(state.state_dict())
     return first, [again, str(all(bool(t.isfinite().all()) for t in residuals.values()))]
 
 
@@ -224,7 +234,7 @@ def die(rank: int, exchange: str) -> Any:
     text = message(lambda: train(rank, ddp, range(3, 6)))
     seconds = time.monotonic() - start
     state.load_state_dict(saved)
-    intact = digest(state.state_dict()["residuals"].values()) == digest(saved["residuals"].values())
+    intact = digest(residuals_of(state.state_dict()).values()) == digest(residuals_of(saved).values())
     return text, seconds, intact
 
 
@@ -312,25 +322,23 @@ def grow(rank: int, phase: str, carried: Any) -> Any:
         local = state.state_dict()
         return (
             {k: v for k, v in saved.items() if k != "residuals"},
-            {n: t.numpy() for n, t in saved["residuals"].items()},
-            local["world_size"],
+            {n: t.numpy() for n, t in residuals_of(saved).items()},
+            local,
         )
-    rest, residuals = carried
-    saved = {**rest, "residuals": {n: torch.from_numpy(t) for n, t in residuals.items()}}
+    rest, residuals, other = carried
+    saved = {**rest, "residuals": {"mean": {n: torch.from_numpy(t) for n, t in residuals.items()}}}
     state.load_state_dict(saved)
     ledger = Ledger(model)
-    for name, t in saved["residuals"].items():
+    for name, t in residuals_of(saved).items():
         ledger.wanted[name] += t.double()
     train(rank, ddp, range(state.step, state.step + 3), ledger)
-    local = state.state_dict()
-    refused = message(lambda: state.load_state_dict({**local, "world_size": 2}))
+    refused = message(lambda: state.load_state_dict(other))
     return ledger.error(state), refused
 
 
 def test_consolidated_state_loads_on_another_number_of_ranks(ranks: Ranks) -> None:
     saved = ranks(2).run(grow, "save", None)
-    assert saved[0][2] == 2
-    for error, refused in ranks(4).run(grow, "load", saved[0][:2]):
+    for error, refused in ranks(4).run(grow, "load", saved[0]):
         assert error < 1e-5
         assert "consolidated_state_dict()" in refused
 
@@ -339,17 +347,17 @@ def foreign(rank: int) -> dict[str, str]:
     ddp, state = wrap(perceptron(), OneBit())
     train(rank, ddp, range(3))
     good = state.state_dict()
-    before = digest(good["residuals"].values())
-    shapes = {name: torch.zeros(3, 3) for name in good["residuals"]}
+    before = digest(residuals_of(good).values())
+    mine, shapes = f"rank {rank} of 2", {name: torch.zeros(3, 3) for name in residuals_of(good)}
     found = {
         "codec": message(lambda: state.load_state_dict({**good, "codec": "TopK(density=0.01)"})),
-        "rank": message(lambda: state.load_state_dict({**good, "rank": rank + 1})),
+        "rank": message(lambda: state.load_state_dict({**good, "residuals": {"rank 7 of 8": residuals_of(good)}})),
         "format": message(lambda: state.load_state_dict({**good, "format": 99})),
-        "name": message(lambda: state.load_state_dict({**good, "residuals": {"elsewhere": torch.zeros(1)}})),
-        "shape": message(lambda: state.load_state_dict({**good, "residuals": shapes})),
+        "name": message(lambda: state.load_state_dict({**good, "residuals": {mine: {"elsewhere": torch.zeros(1)}}})),
+        "shape": message(lambda: state.load_state_dict({**good, "residuals": {mine: shapes}})),
         "nothing": message(lambda: state.load_state_dict({})),
     }
-    found["intact"] = str(digest(state.state_dict()["residuals"].values()) == before)
+    found["intact"] = str(digest(residuals_of(state.state_dict()).values()) == before)
     return found
 
 
@@ -357,7 +365,8 @@ def test_foreign_checkpoints_are_refused_and_change_nothing(ranks: Ranks) -> Non
     for found in ranks(2).run(foreign):
         assert "TopK(density=0.01)" in found["codec"]
         assert "OneBit" in found["codec"]
-        assert "rank" in found["rank"]
+        assert "rank 7 of 8" in found["rank"]
+        assert "strict=False" in found["rank"]
         assert "format 99" in found["format"]
         assert "'elsewhere'" in found["name"]
         assert "(3, 3)" in found["shape"]
@@ -374,7 +383,7 @@ def plain_types(rank: int) -> set[str]:
         torch.save(state.state_dict(), file)
         file.seek(0)
         loaded = torch.load(file, weights_only=True)
-    assert set(loaded["residuals"]) == {name for name, _ in perceptron().named_parameters()}
+    assert set(residuals_of(loaded)) == {name for name, _ in perceptron().named_parameters()}
     return {type(value).__name__ for value in loaded.values()}
 
 
@@ -429,3 +438,119 @@ def test_corrupted_bytes_are_skipped_and_counted(ranks: Ranks) -> None:
     assert results[0] == results[1]
     assert results[0][0] > 0
     assert results[0][1]
+
+
+# -- collectives that not every rank enters ----------------------------------------------------------------------------
+
+
+def handshake_within(seconds: float) -> None:
+    """Ranks wait for each other no longer than this, in groups that are made from now on."""
+    import gradwire.hooks.connection as connection
+    import gradwire.hooks.group as group
+
+    group.HANDSHAKE_TIMEOUT = connection.HANDSHAKE_TIMEOUT = timedelta(seconds=seconds)
+
+
+def only_here(rank: int, case: str) -> tuple[str, float]:
+    """Rank 0 alone is wrong, or alone in a collective."""
+    handshake_within(5)
+    start = time.monotonic()
+    model = perceptron()
+    ddp = ddp_of(model)
+    if case == "predicate":
+        text = message(lambda: CompressState(ddp, OneBit(), exclude=lambda name, p: rank > 0 or 1 / 0 > 1))
+    elif case == "group":
+        groups = [dist.new_group([0]), dist.new_group([0, 1])]
+        text = message(lambda: CompressState(ddp, OneBit(), process_group=groups[rank]))
+    elif case == "hook":
+        state = CompressState(ddp, OneBit(), fallback=None)
+        if rank == 0:
+            ddp.register_comm_hook(state, compress_hook)
+        text = message(lambda: train(rank, ddp, range(1)))
+    else:
+        ddp, state = wrap(model, OneBit())
+        train(rank, ddp, range(2))
+        if case == "loaded" and rank == 0:
+            state.load_state_dict({**state.state_dict(), "step": 1})
+        if case == "step" and rank:
+            text = message(lambda: train(rank, ddp, range(2, 3)))
+        elif case == "absent" and rank:
+            text = "absent"
+        else:
+            text = message(state.consolidated_state_dict)
+    return text, time.monotonic() - start
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("predicate", ("ZeroDivisionError",)),
+        ("group", ("process_group has the ranks [0], not those of the model's group, [0, 1]",)),
+        ("hook", ("rank 1", "register_comm_hook(state, compress_hook) on every rank")),
+        ("loaded", ("ranks disagree on step: rank 0 has 1, rank 1 has 2",)),
+        ("step", ("rank 0 has consolidated_state_dict(), rank 1 has a training step",)),
+        ("absent", ("not every rank called consolidated_state_dict()",)),
+    ],
+)
+def test_what_one_rank_does_alone_is_told_to_all(case: str, words: tuple[str, ...]) -> None:
+    pool = Pool(2)
+    try:
+        results = pool.run(only_here, case, within=30)
+    finally:
+        pool.close()
+    for text, seconds in results[: 1 if case == "absent" else 2]:
+        assert seconds < 15
+        for word in words:
+            assert word in text or (word == "rank 1" and "backward ran without" in text), text
+
+
+def errors_of_the_hook(rank: int) -> list[tuple[str, str, str]]:
+    """What `backward` raises where an exchange fails, and where its hook is called in other ways."""
+    from gradwire.hooks.allreduce import Gather
+
+    found = []
+    ddp, state = wrap(perceptron(), OneBit(), exchange="gather")
+    train(rank, ddp, range(2))
+    decode = Gather.decode
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("no room for this")
+
+    setattr(Gather, "decode", fail)  # noqa: B010
+    try:
+        for _ in range(2):
+            try:
+                train(rank, ddp, range(2, 3))
+            except Exception as error:
+                found.append((type(error).__name__, str(error), type(error.__cause__).__name__))
+    finally:
+        setattr(Gather, "decode", decode)  # noqa: B010
+    state.close()
+    train(rank, ddp, range(3, 4))  # all is well again
+    return found
+
+
+def test_errors_arrive_as_they_are_with_their_cause(ranks: Ranks) -> None:
+    for first, second in ranks(2).run(errors_of_the_hook):
+        assert first[0] == second[0] == "RuntimeError"
+        assert first[1].startswith("gradwire: no room for this [step 2, bucket 0")
+        assert first[2] == "MemoryError"
+        assert second[1].startswith("gradwire stopped after an earlier error: gradwire: no room for this")
+        assert second[2] == "RuntimeError"
+
+
+def test_other_callers_than_ddps_reducer_are_refused() -> None:
+    with pytest.raises(TypeError, match="got a tuple, expected DDP's GradBucket"):
+        compress_hook(None, (torch.zeros(1), nn.Parameter(torch.zeros(1))))  # type: ignore[arg-type]
+
+
+def described(rank: int) -> str:
+    ddp, state = wrap(perceptron(), OneBit())
+    train(rank, ddp, range(2))
+    return repr(state)
+
+
+def test_a_state_says_what_it_is(ranks: Ranks) -> None:
+    for rank, text in enumerate(ranks(2).run(described)):
+        for word in ("CompressState", "6 parameters", "OneBit(", "'auto'", "step 2", f"rank {rank} of 2"):
+            assert word in text

@@ -73,6 +73,12 @@ def two_large_layers() -> tuple[nn.Module, Any]:
     return model, DistributedDataParallel(model, bucket_cap_mb=0.3)
 
 
+def residuals_of(saved: dict[str, Any]) -> dict[str, Tensor]:
+    """The residuals in a checkpoint of one rank, or in a consolidated one."""
+    [residuals] = saved["residuals"].values()
+    return dict(residuals)
+
+
 class Ledger:
     """Sums what went in and what came out, by parameter: mean(gradient) = output + mean(change of the residual)."""
 
@@ -101,11 +107,13 @@ class Ledger:
 
     def error(self, state: CompressState) -> float:
         """How far the law is off, relative to the norm of all that went in. A collective."""
-        residuals = state.consolidated_state_dict()["residuals"]
-        off = sum(
-            (self.wanted[n] - self.received[n] - residuals.get(n, torch.zeros(()))).square().sum() for n in self.wanted
-        )
-        total = sum(w.square().sum() for w in self.wanted.values())
+        saved = state.consolidated_state_dict()
+        residuals, scale = residuals_of(saved), saved["scale"] or 1.0
+        off, total = torch.zeros(2, dtype=torch.float64)
+        for name, wanted in self.wanted.items():
+            left = residuals.get(name, torch.zeros(())).double() / scale
+            off += (wanted - self.received[name] - left).square().sum()
+            total += wanted.square().sum()
         return float((off / total).sqrt())
 
 

@@ -159,6 +159,7 @@ class GradientReducer:
         if not self.started:
             self.started, self.synchronized = True, False
             if self.state is not None and self.scaler is not None:
+                self.state.feedback.commit()
                 self.state.follow_scale(float(self.scaler.get_scale()))
 
     def _add_units(self, parameters: list[Tensor], joined: bool) -> None:

@@ -1,0 +1,45 @@
+"""Where a backward pass ends, and whether it did: autograd's word, of which DDP's hook hears nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+class AtEnd:
+    """What to do when the backward pass that runs now has ended, and what if it raises instead.
+
+    Autograd calls a callback when a pass has ended, in the order in which callbacks were queued; where the pass raises
+    it drops them, which is when `raised` is called.
+
+    Args:
+        ended, raised: each called once at most, and only one of them.
+    """
+
+    def __init__(self, ended: Callable[[], None], raised: Callable[[], None]) -> None:
+        self._ended, self._raised = ended, raised
+        self._pending = True
+
+    def queue(self) -> bool:
+        """Returns False, and does nothing, where no backward pass runs on this thread, as in `DDP.join`."""
+        self._pending = at_end(self)
+        return self._pending
+
+    def __call__(self) -> None:
+        self._pending = False
+        self._ended()
+
+    def __del__(self) -> None:
+        if self._pending:
+            self._raised()
+
+
+def at_end(callback: Callable[[], None]) -> bool:
+    """Have autograd call `callback` when the backward pass that runs now has ended, after those queued before. Returns
+    False where none runs on this thread."""
+    try:
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+    except RuntimeError:
+        return False
+    return True

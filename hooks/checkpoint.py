@@ -1,0 +1,98 @@
+"""What a state writes down and reads back: tensors, numbers and strings only.
+
+Residuals differ between ranks, so each rank's lie under a key that names the rank: `torch.distributed.checkpoint` keeps
+one value for each key, whichever rank brings it. Their mean is the same on all ranks and lies under `MEAN`. Format 1
+had one rank's residuals without such a key, and "rank" (-1 for the mean) and "world_size" beside them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+FORMAT = 2
+#: The key of residuals that are the mean over the ranks.
+MEAN = "mean"
+
+
+def rank_key(rank: int, world_size: int) -> str:
+    """The key of one rank's residuals."""
+    return f"rank {rank} of {world_size}"
+
+
+def export(key: str, residuals: dict[str, Tensor], **facts: Any) -> dict[str, Any]:
+    """A checkpoint: `facts`, which are the same on all ranks, and residuals by parameter name."""
+    return {"format": FORMAT, **facts, "residuals": {key: residuals}}
+
+
+def upgraded(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A checkpoint in today's format, whichever it had."""
+    if saved.get("format") != 1 or not {"rank", "world_size", "residuals"} <= saved.keys():
+        return saved
+    rest = {key: value for key, value in saved.items() if key not in ("rank", "world_size")}
+    key = MEAN if saved["rank"] == -1 else rank_key(saved["rank"], saved["world_size"])
+    return {**rest, "format": FORMAT, "residuals": {key: saved["residuals"]}}
+
+
+def read(
+    saved: Mapping[str, Any],
+    expected: Mapping[str, Any],
+    key: str,
+    parameters: Mapping[str, nn.Parameter],
+    strict: bool,
+) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
+    """A checkpoint in today's format, and the residuals in it that are this rank's or everybody's.
+
+    Args:
+        saved: what `export` gave, in this or another process.
+        expected: what this state would export.
+        key: this rank's.
+        parameters: the model's, by name.
+        strict: whether to refuse a checkpoint that has no residuals for this rank; else start with none, and warn.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+    saved = upgraded(saved)
+    missing = expected.keys() - saved.keys()
+    if missing:
+        raise ValueError(f"this is not a checkpoint of CompressState: it lacks {', '.join(sorted(missing))}")
+    for fact in ("format", "codec"):
+        if saved[fact] != expected[fact]:
+            raise ValueError(f"the checkpoint has {fact} {saved[fact]}, this state {expected[fact]}")
+    found = saved["residuals"]
+    residuals = found.get(key, found.get(MEAN))
+    if residuals is None:
+        text = (
+            f"the checkpoint has the residuals of {', '.join(found) or 'no rank'}, and this is {key}: save "
+            "state_dict() on every rank, each to a file of its own, or on every rank consolidated_state_dict(), "
+            "which loads on any rank and any number of ranks"
+        )
+        if strict:
+            raise ValueError(f"{text}; load_state_dict(..., strict=False) goes on without residuals")
+        warnings.warn(f"{text}; this rank goes on without residuals", stacklevel=4)
+        residuals = {}
+    for name, residual in residuals.items():
+        parameter = parameters.get(name)
+        if parameter is None or parameter.shape != residual.shape:
+            mine = "no such parameter" if parameter is None else f"shape {tuple(parameter.shape)}"
+            raise ValueError(
+                f"the checkpoint is of another model: it has {name!r} of shape {tuple(residual.shape)}, "
+                f"this model {mine}"
+            )
+    # A checkpoint has zeros where nothing was kept.
+    return saved, {name: residual for name, residual in residuals.items() if bool(residual.any())}
+
+
+def filled(residuals: dict[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Residuals with zeros for the parameters that have none: `torch.distributed.checkpoint` fills what it is shown."""
+    zeros = {
+        name: torch.zeros(p.shape, dtype=torch.float32, device=p.device)
+        for name, p in parameters.items()
+        if name not in residuals
+    }
+    return {**residuals, **zeros}

@@ -1,0 +1,50 @@
+"""A GradScaler, as far as error feedback has to follow it.
+
+A scaler skips the optimizer's step where a gradient is not finite. What was sent for the steps since its last update
+has then not been delivered: `backward()` may run several times before one `scaler.step(optimizer)`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class LossScale:
+    """What a GradScaler does, seen at the first bucket of each step.
+
+    Args:
+        scaler: the GradScaler in use, or None.
+
+    Raises:
+        TypeError: it is something else.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
+        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+            raise TypeError(
+                f"grad_scaler={scaler!r}: expected the torch.amp.GradScaler that training uses, or None without one"
+            )
+        self.scaler = scaler
+        self._seen: Any = None
+
+    @property
+    def skips(self) -> bool:
+        """Whether steps can be skipped: not by a scaler that is disabled."""
+        return self.scaler is not None and self.scaler.is_enabled()
+
+    def read(self) -> float | None:
+        """The scale that gradients have now; None where nothing scales them."""
+        return float(self.scaler.get_scale()) if self.scaler is not None and self.skips else None
+
+    def updated(self) -> bool:
+        """Whether the scaler has been updated since the last call, so that the steps before it are settled."""
+        # `update` replaces what the scaler keeps of each optimizer; a scaler that keeps nothing settles every step.
+        now = getattr(self.scaler, "_per_optimizer_states", None)
+        updated = now is None or now is not self._seen
+        self._seen = now
+        return updated
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"scaler": self.scaler, "_seen": None}

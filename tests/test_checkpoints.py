@@ -1,0 +1,145 @@
+"""Checkpoints as people save them: by rank 0 alone, through torch.distributed.checkpoint, by an older release."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from gradwire import QSGD, CompressState, Identity, OneBit, TopK
+from ranks import Pool
+from torch import Tensor
+from training import Ledger, digest, perceptron, residuals_of, train, wrap
+
+Ranks = Callable[[int], Pool]
+
+
+def trained(rank: int, steps: int = 4, **options: Any) -> tuple[Any, CompressState]:
+    ddp, state = wrap(perceptron(), TopK(0.05), **options)
+    train(rank, ddp, range(steps))
+    return ddp, state
+
+
+def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def through_dcp(rank: int, folder: str, how: str) -> Any:
+    """Save by torch.distributed.checkpoint, and load into a fresh state."""
+    _, state = trained(rank)
+    _, fresh = wrap(perceptron(), TopK(0.05))
+    if how == "state":
+        saved = state.state_dict()
+        dcp.save({"gradwire": state}, checkpoint_id=folder)
+        dcp.load({"gradwire": fresh}, checkpoint_id=folder)
+        return (
+            same(residuals_of(saved), residuals_of(fresh.state_dict())),
+            fresh.step,
+            digest(residuals_of(saved).values()),
+        )
+    saved = state.consolidated_state_dict()
+    dcp.save({"gradwire": saved}, checkpoint_id=folder)
+    offered = fresh.consolidated_state_dict()
+    dcp.load({"gradwire": offered}, checkpoint_id=folder)
+    fresh.load_state_dict(offered)
+    return same(residuals_of(saved), residuals_of(fresh.state_dict())), fresh.step, rank
+
+
+@pytest.mark.parametrize("how", ["state", "consolidated"])
+def test_distributed_checkpoints_fill_a_fresh_state(ranks: Ranks, tmp_path: Path, how: str) -> None:
+    results = ranks(2).run(through_dcp, str(tmp_path), how)
+    assert [result[:2] for result in results] == [(True, 4)] * 2
+    assert results[0][2] != results[1][2], "each rank has residuals of its own"
+
+
+def offered(rank: int) -> list[int]:
+    """How many residuals a fresh state shows."""
+    found = []
+    for codec, options in (
+        (OneBit(), {}),
+        (OneBit(), {"exclude": ["*.bias"]}),
+        (QSGD(), {}),
+        (QSGD(), {"fallback": torch.bfloat16}),
+        (Identity(), {}),
+        (OneBit(), {"warmup_steps": 3}),
+    ):
+        _, state = wrap(perceptron(), codec, **options)
+        found.append(len(residuals_of(state.state_dict())))
+    return found
+
+
+def test_a_fresh_state_shows_what_may_be_filled(ranks: Ranks) -> None:
+    for found in ranks(2).run(offered):
+        assert found == [6, 3, 0, 6, 0, 6]
+
+
+def saved_by_rank_0_alone(rank: int, folder: str) -> Any:
+    """As most scripts save and resume."""
+    path = f"{folder}/checkpoint.pt"
+    ddp, state = trained(rank)
+    if rank == 0:
+        torch.save({"gradwire": state.state_dict()}, path)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        train(rank, ddp, range(4, 7))
+    dist.barrier()
+    saved = torch.load(path, weights_only=True)["gradwire"]
+    ddp, fresh = wrap(perceptron(), TopK(0.05))
+    text = ""
+    try:
+        fresh.load_state_dict(saved)
+    except ValueError as error:
+        text = str(error)
+    with warnings.catch_warnings(record=True) as dropped:
+        warnings.simplefilter("always")
+        fresh.load_state_dict(saved, strict=False)
+    before = float(sum(t.abs().sum() for t in residuals_of(fresh.state_dict()).values()))
+    digests = train(rank, ddp, range(fresh.step, 7))
+    return [str(w.message) for w in seen], text, [str(w.message) for w in dropped], before, digests
+
+
+def test_a_checkpoint_of_rank_0_alone_warns_and_can_be_resumed_from(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks(2).run(saved_by_rank_0_alone, str(tmp_path))
+    for seen, *_ in (first, second):
+        assert len(seen) == 1
+        assert "consolidated_state_dict()" in seen[0]
+    assert (first[1], first[2]) == ("", [])
+    assert "has the residuals of rank 0 of 2, and this is rank 1 of 2" in second[1]
+    assert "strict=False" in second[1]
+    assert len(second[2]) == 1
+    assert first[3] > 0 == second[3]
+    assert first[4] == second[4]
+
+
+def older_format(rank: int) -> Any:
+    """What version 0.1 wrote: one rank's residuals and everybody's mean, with "rank" and "world_size" beside them."""
+    ddp, state = trained(rank)
+    now, mean = state.state_dict(), state.consolidated_state_dict()
+    results = []
+    for saved, of in ((now, rank), (mean, -1)):
+        old = {**saved, "format": 1, "rank": of, "world_size": 2 if of >= 0 else -1, "residuals": residuals_of(saved)}
+        ddp, fresh = wrap(perceptron(), TopK(0.05))
+        fresh.load_state_dict(old)
+        results.append(same(residuals_of(fresh.state_dict()), residuals_of(saved)) and fresh.step == 4)
+    ledger = Ledger(ddp.module)
+    for name, residual in residuals_of(mean).items():
+        ledger.wanted[name] += residual.double()
+    train(rank, ddp, range(4, 7), ledger)
+    wrong = {**old, "rank": 5, "world_size": 8}
+    try:
+        fresh.load_state_dict(wrong)
+    except ValueError as error:
+        return results, ledger.error(fresh), str(error)
+    return results, ledger.error(fresh), ""
+
+
+def test_checkpoints_of_version_0_1_load(ranks: Ranks) -> None:
+    for results, error, text in ranks(2).run(older_format):
+        assert results == [True, True]
+        assert error < 1e-5
+        assert "rank 5 of 8" in text
