@@ -139,6 +139,7 @@ class CompressState:
         self._device = next((p.device for p in self._parameters.values()), torch.device("cpu"))
         self._excluded: frozenset[str] = frozenset()
         self._model: weakref.ref[DistributedDataParallel] | None = weakref.ref(model)
+        self._used: Tensor | None = None  # DDP's: on how many ranks each parameter was used in the last step
         self._step = self._saves = 0
         self._warned = False
         self._loss_scale = LossScale(None)
@@ -284,6 +285,9 @@ class CompressState:
             if model is not None:  # else DDP would complain of this pass at the next one, and of nothing else
                 model.reducer._reset_state()
             raise
+        model = self._ddp()
+        if model is not None:
+            self._look_for_unused(model)
         self._unsettled = step
         if not at_end(self._settle_last):
             self._settle_last()
@@ -294,13 +298,13 @@ class CompressState:
         if step is None or step.settled:
             return
         step.settled = True
-        model, connection = self._ddp(), self._connection
-        if model is None or connection is None or not _tells_unused(model):
+        if self._connection is None or self._used is None:
             return
-        used = model.reducer._get_local_used_map().tolist()  # by now it is the sum over the ranks
+        connection, used = self._connection, self._used.tolist()  # by now it is the sum over the ranks
         unused = {name for name, count in zip(self._parameters, used, strict=True) if count == 0}
         if unused:
-            connection.lane.submit(partial(self._keep_unused, step, unused))
+            # Before anything changes the gradients, or DDP's buckets.
+            connection.lane.submit(partial(self._keep_unused, step, unused)).wait()
 
     def _throw_away(self, step: _Step) -> None:
         """The step's means go nowhere: the backward pass raised, here or on the lane."""
@@ -565,7 +569,7 @@ class CompressState:
         for name in OF_PROCESS:
             kept.pop(name, None)
         # As in DDP's own copies, which are of the default group.
-        kept["_model_group"] = kept["_given_group"] = kept["_model"] = None
+        kept["_model_group"] = kept["_given_group"] = kept["_model"] = kept["_used"] = None
         return kept
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -644,11 +648,11 @@ class CompressState:
                 'torch._dynamo.config.optimize_ddp="python_reducer" calls hooks with other arguments: set it to '
                 '"ddp_optimizer"'
             )
-        counted = model.reducer._get_local_used_map() if _tells_unused(model) else None
-        if counted is not None and counted.numel() != len(self._parameters):
+        self._look_for_unused(model)
+        if self._used is not None and self._used.numel() != len(self._parameters):
             raise ValueError(
-                f"{len(self._parameters)} of the model's parameters require gradients, and {counted.numel()} did when "
-                "DDP wrapped it: wrap it again"
+                f"{len(self._parameters)} of the model's parameters require gradients, and {self._used.numel()} did "
+                "when DDP wrapped it: wrap it again"
             )
         self._loss_scale = LossScale(self.grad_scaler)
         self._scale = self._loss_scale.read()
@@ -658,6 +662,12 @@ class CompressState:
         node_size(self._topology, dist.get_world_size(model.process_group))
         check_model(model.module, self._parameters)
         self._excluded = excluded_names(self.exclude, self._parameters)
+
+    def _look_for_unused(self, model: DistributedDataParallel) -> None:
+        """Where DDP leaves the gradients of parameters that no rank has used as they are, find where it counts."""
+        if self._used is None and (model.find_unused_parameters or model.static_graph):
+            # Not from within the hook, where the reducer's lock is held.
+            self._used = model.reducer._get_local_used_map()
 
     def _flush(self) -> None:
         if self._connection is not None:
@@ -678,11 +688,6 @@ def clean_name(name: str) -> str:
 
 def _within(tensor: Tensor, buffer: Tensor) -> bool:
     return tensor.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
-
-
-def _tells_unused(model: DistributedDataParallel) -> bool:
-    """Whether DDP leaves the gradients of parameters that no rank has used as they are."""
-    return bool(model.find_unused_parameters or model.static_graph)
 
 
 def _expect_hook(state: CompressState, model: DistributedDataParallel) -> None:

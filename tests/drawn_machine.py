@@ -122,8 +122,8 @@ class Machine:
             self.state = CompressState(
                 self.ddp,
                 c.codec,
-                exchange=c.exchange,
-                error_feedback=c.error_feedback,
+                exchange=c.exchange,  # type: ignore[arg-type]
+                error_feedback=c.error_feedback,  # type: ignore[arg-type]
                 warmup_steps=c.warmup_steps,
                 fallback=c.fallback,
                 topology=c.topology,

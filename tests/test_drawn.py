@@ -158,15 +158,7 @@ def areas(configuration: Configuration, events: Sequence[Event]) -> set[str]:
 
 
 #: Where the laws are known not to hold yet. It should be empty.
-KNOWN = {
-    "a parameter that no rank uses",
-    "buckets that never come",
-    "a raised backward pass",
-    "an overflow between nodes",
-    "an overflow of what is excluded",
-    "an overflow in one of several backward passes",
-    "an overflow under join",
-}
+KNOWN: set[str] = set()
 
 
 def found(ranks: Ranks, configuration: Configuration, events: Sequence[Event]) -> list[str]:

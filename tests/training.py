@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -107,21 +108,15 @@ class Ledger:
 
     def error(self, state: CompressState) -> float:
         """How far the law is off, relative to the norm of all that went in. A collective."""
-        saved = state.consolidated_state_dict()
-        residuals, scale = residuals_of(saved), saved["scale"] or 1.0
-        off, total = torch.zeros(2, dtype=torch.float64)
-        for name, wanted in self.wanted.items():
-            left = residuals.get(name, torch.zeros(())).double() / scale
-            off += (wanted - self.received[name] - left).square().sum()
-            total += wanted.square().sum()
-        return float((off / total).sqrt())
+        off = law(self.wanted, self.received, mean_residuals(state))
+        return math.hypot(*off.values()) / math.hypot(*(float(wanted.norm()) for wanted in self.wanted.values()))
 
 
 def mean_residuals(state: CompressState) -> dict[str, Tensor]:
     """What the ranks keep, by parameter: the mean, in float64, in units of a loss that is not scaled. A collective."""
     saved = state.consolidated_state_dict()
     scale = 1.0 if saved["scale"] is None else saved["scale"]
-    return {name: residual.double() / scale for name, residual in saved["residuals"].items()}
+    return {name: residual.double() / scale for name, residual in residuals_of(saved).items()}
 
 
 def law(
