@@ -2,11 +2,51 @@
 
 from __future__ import annotations
 
+import multiprocessing.spawn
+import shutil
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
+import preloaded
 import pytest
 from emulated import EmulatedDevice, emulated_gpu
 from ranks import Pool
+
+PLAIN_PYTHON = sys.executable
+PYTHON = pytest.StashKey[str]()
+SERVER = pytest.StashKey[preloaded.Server]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have one server for the session, of which xdist's workers are told."""
+    config.stash[PYTHON] = sys.executable
+    if hasattr(config, "workerinput"):
+        config.stash[PYTHON] = config.workerinput["python"]
+    elif sys.platform == "linux" and not Path("/dev/nvidiactl").exists():  # CUDA does not survive a fork
+        config.stash[SERVER] = preloaded.Server(Path(tempfile.mkdtemp(prefix="gradwire-")))
+        config.stash[PYTHON] = config.stash[SERVER].python
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["python"] = node.config.stash[PYTHON]
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    server = config.stash.get(SERVER, None)
+    if server is not None:
+        server.close()
+        shutil.rmtree(Path(server.python).parent)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests start processes with `sys.executable`: the server's, or a plain one where they stop and kill them."""
+    python = PLAIN_PYTHON if item.get_closest_marker("soak") else item.config.stash[PYTHON]
+    sys.executable = python
+    multiprocessing.spawn.set_executable(python)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,6 +10,7 @@ import inspect
 import math
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -34,6 +35,10 @@ class Pool:
     Args:
         world_size: number of ranks.
         timeout: of the process group.
+
+    Attributes:
+        pids: of the ranks themselves, which `multiprocessing` need not know (`preloaded.py`).
+        broken: a rank has failed, and new processes are needed.
     """
 
     def __init__(self, world_size: int, timeout: timedelta = GROUP_TIMEOUT) -> None:
@@ -51,6 +56,7 @@ class Pool:
             theirs.close()
             self._pipes.append(mine)
             self._processes.append(process)
+        self.pids: list[int] = [pipe.recv() for pipe in self._pipes]
         self.broken = False
 
     def run(
@@ -100,8 +106,9 @@ class Pool:
 
     def close(self) -> None:
         self.broken = True
-        for process in self._processes:
-            process.kill()
+        for pid, process in zip(self.pids, self._processes, strict=True):
+            if process.is_alive():
+                os.kill(pid, signal.SIGKILL)
             process.join()
         for pipe in self._pipes:
             pipe.close()
@@ -111,6 +118,7 @@ class Pool:
 def _serve(rank: int, world_size: int, store: str, timeout: timedelta, pipe: Connection) -> None:
     import warnings
 
+    pipe.send(os.getpid())
     import torch
     import torch.distributed as dist
 

@@ -1,0 +1,88 @@
+"""A process of the preloading server is what a process of a plain Python is, but sooner."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import PLAIN_PYTHON
+
+SAYS = "import sys; print('torch' in sys.modules)"
+
+
+@pytest.fixture(autouse=True)
+def server() -> None:
+    if sys.executable == PLAIN_PYTHON:
+        pytest.skip("no server on this machine")
+
+
+def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **options)
+
+
+def test_torch_is_there_already() -> None:
+    assert run("-c", SAYS).stdout == "True\n"
+
+
+def test_other_settings_get_a_python_of_their_own() -> None:
+    assert run("-I", "-c", SAYS).stdout == "False\n"
+    assert run("-c", SAYS, env={**os.environ, "MALLOC_ARENA_MAX": "1"}).stdout == "False\n"
+
+
+def test_a_script_sees_what_python_would_show_it(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("""
+import os, sys, warnings
+import beside
+print(__name__, __file__, sys.argv[1:], sys.path[0], os.getcwd(), os.environ["MINE"], sorted(os.sched_getaffinity(0)))
+print(sorted(name for name in globals() if not name.startswith("__")), sorted(os.listdir("/proc/self/fd")))
+import torch
+print(torch.get_num_threads(), sys.stdin.read(), ("ignore", None, UserWarning, None, 0) in warnings.filters)
+""")
+    (tmp_path / "beside.py").write_text("")
+    read, write = os.pipe()
+    env = {**os.environ, "MINE": "3", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore::UserWarning"}
+    options: Any = {"cwd": "/", "pass_fds": [write], "env": env, "input": "in"}
+    answers = []
+    for python in (sys.executable, PLAIN_PYTHON):
+        command = [python, str(script), "x", "-y"]
+        answers.append(subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **options))
+    os.close(read)
+    os.close(write)
+    assert answers[0].stdout == answers[1].stdout
+    assert answers[0].stdout.startswith("__main__ ")
+    assert answers[0].stderr == answers[1].stderr == ""
+
+
+def test_it_ends_as_a_process_ends() -> None:
+    assert run("-c", "import sys; sys.exit(3)").returncode == 3
+    assert run("-c", "import os; os.kill(os.getpid(), 9)").returncode == -signal.SIGKILL
+    assert run("-c", "import os; os.abort()").returncode == -signal.SIGABRT
+    assert run("-c", "import atexit; atexit.register(print, 'bye')").stdout == "bye\n"
+    failed = run("-c", "1 / 0")
+    assert failed.returncode == 1
+    assert failed.stderr.endswith("ZeroDivisionError: division by zero\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_it_can_be_ended(number: int) -> None:
+    script = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    process.send_signal(number)
+    assert process.wait() == -number
+    process.stdout.close()
+    for _ in range(100):
+        if not Path(f"/proc/{child}").exists():
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("it goes on")
