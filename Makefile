@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+# How many processes share the tests; each starts more by itself.
+WORKERS ?= 2
 BENCH_ARGS ?= codecs
 DEMO_ARGS ?=
 GPU_ARGS ?=
@@ -16,6 +18,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # The folders are the package `gradwire` only once they are installed, so mypy reads them through a link of that name.
 LINK := $(VENV)/mypy/gradwire
+PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 TYPED := $(addprefix $(LINK)/,__init__.py benchmarks compress csrc hooks) tests
 
 .PHONY: help demo test test-all soak drawn lint bench benchmarks gpu-report clean
@@ -37,10 +40,10 @@ demo: $(INSTALLED)
 		-m gradwire.benchmarks.demo --seeds $(SEEDS) $(DEMO_ARGS)
 
 test: lint
-	$(BIN)/python -m pytest -q -m 'not slow and not soak and not cuda' $(PYTEST_ARGS)
+	$(PYTEST) -m 'not slow and not soak and not cuda' $(PYTEST_ARGS)
 
 test-all: lint
-	$(BIN)/python -m pytest -q -m 'not soak and not cuda' $(PYTEST_ARGS)
+	$(PYTEST) -m 'not soak and not cuda' $(PYTEST_ARGS)
 
 soak: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m soak $(PYTEST_ARGS)

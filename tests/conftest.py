@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing.spawn
+import os
 import shutil
 import sys
 import tempfile
@@ -12,6 +13,7 @@ from typing import Any
 
 import preloaded
 import pytest
+import torch
 from emulated import EmulatedDevice, emulated_gpu
 from ranks import Pool
 
@@ -21,7 +23,9 @@ SERVER = pytest.StashKey[preloaded.Server]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Have one server for the session, of which xdist's workers are told."""
+    """Have one server for the session, of which xdist's workers are told, and one thread a process."""
+    # Threads of OpenMP wait for each other in a loop: where others run as well, that takes ten times the time.
+    torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
     config.stash[PYTHON] = sys.executable
     if hasattr(config, "workerinput"):
         config.stash[PYTHON] = config.workerinput["python"]
@@ -40,6 +44,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     if server is not None:
         server.close()
         shutil.rmtree(Path(server.python).parent)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """xdist's workers must collect the same tests, so none may be named after an address."""
+    for item in items:
+        if " at 0x" in item.nodeid:
+            raise pytest.UsageError(f"{item.nodeid} has another name in each process: give its parameters `ids`")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import hashlib
 import os
@@ -137,7 +138,10 @@ def _cached(key: tuple[str, ...], suffix: str, make: Callable[[Path], None]) -> 
         raise EmulationError(f"{folder} belongs to another user: what lies there will not be loaded")
     target = folder / f"{digest}{suffix}"
     if not target.exists():
-        draft = folder / f"{digest}.{os.getpid()}{suffix}"
-        make(draft)
-        draft.replace(target)
+        with (folder / f"{digest}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # xdist's workers want the same kernels at once
+            if not target.exists():
+                draft = folder / f"{digest}.{os.getpid()}{suffix}"
+                make(draft)
+                draft.replace(target)
     return target
