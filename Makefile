@@ -71,9 +71,12 @@ clean:
 	rm -rf $(VENV) .editable .gpu build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# One environment for everything: demo, tests and benchmarks. Installed again when the dependencies change.
+# One environment for everything: demo, tests and benchmarks. Installed again when the dependencies change. pip compiles
+# modules on one core; compileall takes them all, and may fail at files that no Python reads.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[bench,test]'
+	$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check $(PIP_ARGS) -c constraints.txt \
+		-e '.[bench,test]'
+	$(BIN)/python -m compileall -qq -j 0 -x '/tests/|/torch/testing/_internal/' $(VENV)/lib || true
 	mkdir -p $(VENV)/mypy && ln -sfn "$(CURDIR)" $(LINK)
 	touch $@

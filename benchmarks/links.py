@@ -17,6 +17,7 @@ import gc
 import importlib
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -222,9 +223,11 @@ class Loopback:
         return f"unshaped loopback between {self.world_size} ranks"
 
     def _port(self) -> int:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port: int = server.getsockname()[1]
-            return port
+        """A free port, below those that connections of other processes might get before rank 0 listens."""
+        for port in random.sample(range(15_000, 32_000), 100):
+            with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+                return port
+        raise LinkError("no free port among 100 between 15000 and 32000 on 127.0.0.1")
 
     def _address(self, port: int) -> dict[str, str]:
         return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
