@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -32,12 +32,13 @@ class Messages:
     all-gather reach that on no more than every other call, and else take up to twice as long.
     """
 
-    def __init__(self, works: Iterable[dist.Work], timeout: timedelta | None) -> None:
-        self._works, self._timeout = list(works), timeout
+    def __init__(self, works: Iterable[tuple[int, dist.Work]], group: Group, timeout: timedelta | None) -> None:
+        self._works, self._group, self._timeout = list(works), group, timeout
 
     def wait(self) -> None:
-        for work in self._works:
-            work.wait() if self._timeout is None else work.wait(self._timeout)
+        for peer, work in self._works:
+            with self._group.naming(peer):
+                work.wait() if self._timeout is None else work.wait(self._timeout)
 
 
 class Group:
@@ -149,10 +150,22 @@ class Group:
         for distance in range(1, self.size):
             source, target = (self.rank - distance) % self.size, (self.rank + distance) % self.size
             if received[source].numel():
-                works.append(self._group.recv([received[source]], source, tag))
+                with self.naming(source):
+                    works.append((source, self._group.recv([received[source]], source, tag)))
             if sent[target].numel():
-                works.append(self._group.send([sent[target]], target, tag))
-        return Messages(works, self.timeout)
+                with self.naming(target):
+                    works.append((target, self._group.send([sent[target]], target, tag)))
+        return Messages(works, self, self.timeout)
+
+    @contextlib.contextmanager
+    def naming(self, peer: int) -> Iterator[None]:
+        """What goes wrong between this rank and a peer says which that is; Gloo has nothing but its address."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self.ranks[peer]} does not answer; what it said last may say why. {error}"
+            ) from error
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """Start: `tensor` = sum over the ranks, in the backend's order."""
