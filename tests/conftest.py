@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing.spawn
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -47,9 +46,11 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         shutil.rmtree(Path(server.python).parent)
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """xdist's workers must collect the same tests, and functions among parameters have other addresses in each."""
-    item._nodeid = re.sub(r" at 0x[0-9a-f]+", "", item.nodeid)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """xdist's workers must collect the same tests."""
+    for item in items:
+        if " at 0x" in item.nodeid:
+            raise pytest.UsageError(f"{item.nodeid} has another name in each process: use ids=ranks.without_address")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -10,6 +10,7 @@ import inspect
 import math
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -23,6 +24,11 @@ from typing import Any
 
 #: The process group's timeout on every rank; what a test must do, it does in less.
 GROUP_TIMEOUT = timedelta(seconds=30)
+
+
+def without_address(parameter: object) -> str:
+    """The `ids` of parameters with functions in them: the same in every process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(parameter))
 
 
 class RankError(AssertionError):

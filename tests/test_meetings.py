@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire import QSGD, Codec, OneBit, TopK
-from ranks import Pool
+from ranks import Pool, without_address
 from torch import Tensor, nn
 from training import Ledger, digest, perceptron, wrap
 
@@ -92,7 +92,7 @@ def one_dimensional(name: str, parameter: nn.Parameter) -> bool:
         (2, TopK(0.1), {"exchange": "split", "exclude": one_dimensional}),
         (2, OneBit(), {"exchange": "two_pass", "exclude": ["*.bias"]}),
     ],
-    ids=str,
+    ids=without_address,
 )
 @pytest.mark.parametrize("name", ["2.weight", "4.bias"])
 def test_a_scaler_skips_a_step_for_one_rank_and_nothing_is_lost(
@@ -146,7 +146,7 @@ def heads_by_turns(rank: int, codec: Codec, options: dict[str, Any], way: dict[s
         (TopK(0.1), {"exchange": "split"}),
         (TopK(0.1), {"exchange": "union", "exclude": one_dimensional}),
     ],
-    ids=str,
+    ids=without_address,
 )
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_parameters_that_no_rank_uses_keep_what_was_left_out(
