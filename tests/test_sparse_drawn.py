@@ -7,6 +7,7 @@ the same error, outputs are as they were, and the next call works.
 from __future__ import annotations
 
 import hashlib
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -223,7 +224,14 @@ def same(a: Tensor, b: Tensor | None) -> bool:
 
 
 def perform_all(rank: int, calls: list[Call]) -> list[tuple[str, str, str]]:
-    found = [perform(rank, call) for call in calls]
+    found = []
+    for call in calls:
+        try:
+            found.append(perform(rank, call))
+        except (
+            AssertionError
+        ):  # after the exchange: the next call is in step, and a failure shrinks on the same processes
+            found.append((traceback.format_exc(limit=-1), "", ""))
     for room in sparse._rooms.get(dist.group.WORLD, {}).values():
         assert not any(memory.requires_grad or memory.is_inference() for memory in room._memory.values())
     return found
