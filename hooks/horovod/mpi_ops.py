@@ -357,7 +357,7 @@ def join(device: int = -1) -> int:
     Returns:
         The last rank to join.
     """
-    last = int(synchronize(submit(Join("join", 0))))
+    last = int(synchronize(submit(Join(world().engine.states))))
     world().joined()
     return last
 

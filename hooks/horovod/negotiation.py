@@ -77,7 +77,7 @@ class Negotiator:
     def announce(self, rank: int, request: Request) -> None:
         """A rank is ready for an operation."""
         if request["kind"] == "join":
-            self._join(rank)
+            self._join(rank, request)
             return
         key, set_id = request["key"], request["set"]
         if rank not in self.sets.get(set_id, ()):
@@ -114,12 +114,13 @@ class Negotiator:
                 missing = [r for r in self.sets[pending.set_id] if r not in waiting and r not in self._joined]
                 yield key, waiting, missing, now - pending.since
 
-    def _join(self, rank: int) -> None:
+    def _join(self, rank: int, request: Request) -> None:
         self._joined.append(rank)
         for key in list(self._pending):
             self._settle(key)
         if len(self._joined) == self.size:
-            self._ready.setdefault(0, []).append(({"key": "join", "fuse": None}, {"last": self._joined[-1]}))
+            info = {"last": rank, **request["own"]}
+            self._ready.setdefault(0, []).append(({"key": "join", "fuse": None}, info))
             self._joined = []
 
     def _settle(self, key: str) -> None:

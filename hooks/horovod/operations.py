@@ -186,6 +186,8 @@ class CompressedReduce(Scaled):
             "names": self.names,
             "keep": self.keep,
             "label": self.label,
+            "scale": self.state.scale,
+            "outcomes": self.state.outcomes,
             "restart": self.state.is_new(self.names[0]),
         }
 
@@ -307,9 +309,19 @@ class Barrier(Operation):
 
 
 class Join(Operation):
+    """All ranks join. The last one tells the others what has become of their part in its steps."""
+
     kind = "join"
 
+    def __init__(self, states: States) -> None:
+        super().__init__("join", 0)
+        self.states = states
+
+    def own(self) -> dict[str, Any]:
+        return {"outcomes": self.states.outcomes()}
+
     def run(self, channel: Channel, info: dict[str, Any]) -> int:
+        self.states.follow_outcomes(info["outcomes"])
         return int(info["last"])
 
 
@@ -333,6 +345,8 @@ def stand_in(reference: Request, states: States) -> Operation:
     if kind == "exchange":
         own = reference["own"]
         state = states.find(same["compression"], own["label"])
+        state.follow_outcomes(own["outcomes"])
+        state.follow_scale(own["scale"])
         return CompressedReduce(*place, tensors, *scales, state=state, names=own["names"], keep=own["keep"])
     return {"allreduce": AllReduce, "adasum": AdasumReduce}[kind](*place, tensors, *scales)
 

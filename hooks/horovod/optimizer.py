@@ -192,10 +192,13 @@ class _Distributed(torch.optim.Optimizer):
 
     def use_grad_scaler(self, scaler: torch.amp.GradScaler) -> None:
         """With a codec that keeps residuals: let these follow the scaler's scale, and put back those of steps that it
-        skips because of an overflow."""
-        self._reducer.scaler = scaler
-        if self._reducer.state is not None:
-            self._reducer.state.keep_previous()
+        skips because of an overflow, also where it was synchronized several times. Not for a copy of this optimizer,
+        which has to be told of its own scaler.
+
+        Raises:
+            TypeError: it is no GradScaler.
+        """
+        self._reducer.use_scaler(scaler)
 
     def synchronize(self) -> None:
         """Wait until all gradients are reduced, for clipping or unscaling; then step inside `skip_synchronize()`."""
@@ -237,7 +240,7 @@ class _Distributed(torch.optim.Optimizer):
             else:
                 positional = (self._with_reduction(closure), *args)
         result = super().step(*positional, **kwargs)
-        reducer.synchronized = False
+        reducer.applied()
         return result
 
     # The hooks that users register on steps run in the user's class; torch must not wrap this one too.

@@ -16,13 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..exchange import all_finite
+from ..loss_scale import LossScale
 from .basics import world
 from .compression import codec_of
 from .engine import Pending
 from .functions import allgather_object
 from .operations import Average
 from .process_sets import ProcessSet
-from .residuals import CompressionState
+from .residuals import state_of_optimizer
 from .submission import allreduce_operation, key_of, overlaps, sparse_operation
 
 #: Bytes of a bucket that a codec compresses as one; what DDP's are.
@@ -69,10 +71,8 @@ class GradientReducer:
         self.options = options
         self.names = {p: name for name, p in named}
         codec = codec_of(options.compression)
-        self.state = None if codec is None else CompressionState(codec)
-        if self.state is not None:
-            world().engine.states.expect(self.state)
-        self.scaler: torch.amp.GradScaler | None = None
+        self.state = None if codec is None else state_of_optimizer(codec)
+        self.loss_scale = LossScale(None)
         #: Whether backward has been here since the last synchronization, and whether that was the last thing.
         self.started = self.synchronized = False
         self._delay: dict[Tensor, int] = {}
@@ -133,9 +133,22 @@ class GradientReducer:
                     self._finish(unit)
             finally:
                 self.reset()
-            if self.state is not None and self.scaler is not None and self.state.found_not_finite():
-                self.state.feedback.undo()
+            if self.state is not None and self.loss_scale.skips and not self._are_finite():
+                # The scaler will skip the step, with all that was synchronized since the last one.
+                self.state.settle(applied=False)
         self.synchronized = True
+
+    def use_scaler(self, scaler: torch.amp.GradScaler) -> None:
+        """Let residuals follow what this scaler does."""
+        self.loss_scale = LossScale(scaler)
+        if self.state is not None and self.loss_scale.skips:
+            self.state.keep_previous()
+
+    def applied(self) -> None:
+        """The optimizer has stepped."""
+        self.synchronized = False
+        if self.state is not None and self.loss_scale.skips:
+            self.state.settle(applied=True)
 
     # -- as backward goes on -----------------------------------------------------------------------------------------
 
@@ -158,9 +171,20 @@ class GradientReducer:
     def _begin(self) -> None:
         if not self.started:
             self.started, self.synchronized = True, False
-            if self.state is not None and self.scaler is not None:
-                self.state.feedback.commit()
-                self.state.follow_scale(float(self.scaler.get_scale()))
+            if self.state is not None:
+                if self.loss_scale.skips and self.loss_scale.updated():
+                    self.state.settle(applied=True)  # or put back already
+                self.state.follow_scale(self.loss_scale.read() or 1.0)
+
+    def _are_finite(self) -> bool:
+        """Whether the reduced gradients are: what the scaler goes by, and the same on all ranks. Waits for the device,
+        as a scaler does."""
+        grads = [p.grad.detach() for p in self.names if p.grad is not None]
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for grad in grads:
+            finite = all_finite(grad._values() if grad.is_sparse else grad)
+            by_device.setdefault(grad.device, []).append(finite)
+        return all(bool(torch.stack(found).all()) for found in by_device.values())
 
     def _add_units(self, parameters: list[Tensor], joined: bool) -> None:
         """Of the given parameters: one unit, or one each, or buckets for a codec."""
@@ -254,14 +278,15 @@ class GradientReducer:
 
     def _dense(self, key: tuple[str, int], grads: list[Tensor], names: list[str], fill: bool, unit: _Unit) -> Any:
         options = self.options
-        predivide = options.predivide if options.op == Average else 1.0
-        scales = (options.op, 1.0 / predivide, predivide)
         if self.state is not None:
             unit.contexts = [None] * len(grads)
+            # Not divided before: what is left out is kept in the gradient's own units, and sums are float32 anyway.
             return allreduce_operation(
-                key, grads, *scales, grads, contiguous=False, codec=self.state.compression, state=self.state,
-                names=names, fill=fill,
+                key, grads, options.op, 1.0, 1.0, grads, contiguous=False, codec=self.state.compression,
+                state=self.state, names=names, fill=fill,
             )  # fmt: skip
+        predivide = options.predivide if options.op == Average else 1.0
+        scales = (options.op, 1.0 / predivide, predivide)
         pairs = [options.compression.compress(grad) for grad in grads]
         sent, unit.contexts = [tensor for tensor, _ in pairs], [context for _, context in pairs]
         return allreduce_operation(key, sent, *scales, sent, contiguous=False, fill=fill)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 import zlib
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +73,6 @@ class _Place:
     draw: Tensor
     owner_draw: Tensor
     nothing: Tensor
-    seen: int = 0
 
 
 class CompressionState:
@@ -89,7 +89,9 @@ class CompressionState:
         self._places: dict[str, _Place] = {}
         self._shapes: dict[str, list[tuple[int, ...]]] = {}
         self._steps: dict[str, int] = {}
-        self._scale: float | None = None
+        self._scale = 1.0
+        #: How often what was sent has been applied, and how often it was thrown away, since this engine began.
+        self.outcomes = [0, 0]
         #: Whether the residuals are the mean over all ranks, just loaded.
         self.consolidated = False
 
@@ -142,20 +144,32 @@ class CompressionState:
         self.feedback = ErrorFeedback(keep_previous=True)
         self.feedback.load(residuals)
 
+    @property
+    def scale(self) -> float:
+        """The loss scale in whose units gradients come; 1 without one."""
+        return self._scale
+
     def follow_scale(self, scale: float) -> None:
         """Gradients come in units of this loss scale from now on."""
-        if self._scale is not None and self._scale != scale:
+        if self._scale != scale:
             self.feedback.rescale(scale / self._scale)
         self._scale = scale
 
-    def found_not_finite(self) -> bool:
-        """Whether a tensor was not finite on some rank since the last call. Waits for the device."""
-        found = False
-        for place in self._places.values():
-            count = int(place.exchange.status()[1])
-            found |= count > place.seen
-            place.seen = count
-        return found
+    def settle(self, applied: bool) -> None:
+        """What was sent since the last call has been applied; or it was thrown away, so put it back."""
+        self.outcomes[not applied] += 1
+        if applied:
+            self.feedback.commit()
+        else:
+            self.feedback.undo()
+
+    def follow_outcomes(self, outcomes: Sequence[int]) -> None:
+        """On a rank that has joined: what has become of its part in the others' steps."""
+        if outcomes[1] != self.outcomes[1]:
+            self.feedback.undo()
+        if list(outcomes) != self.outcomes:
+            self.feedback.commit()
+        self.outcomes = list(outcomes)
 
     def state_dict(self, rank: int, size: int) -> dict[str, Any]:
         """What this rank needs to go on: tensors, numbers and strings only. Folds second residuals into the first."""
@@ -173,7 +187,7 @@ class CompressionState:
         """Go on from what `state_dict` gave."""
         self.feedback.load(state["residuals"])
         self._steps = dict(state["steps"])
-        self._scale = state["scale"]
+        self._scale = state["scale"] or 1.0
         self.consolidated = state["rank"] == -1
         self._places.clear()
 
@@ -185,7 +199,7 @@ class CompressionState:
         """Forget everything."""
         self.feedback.load({})
         self._steps.clear()
-        self._scale = None
+        self._scale = 1.0
         self._places.clear()
 
     def _place(self, layout: Layout, flat: Tensor, channel: Channel) -> _Place:
@@ -212,6 +226,17 @@ class CompressionState:
         return place
 
 
+#: The states that optimizers have made, in their order: one that has not been used yet may be another rank's first.
+_of_optimizers: weakref.WeakValueDictionary[int, CompressionState] = weakref.WeakValueDictionary()
+_made = itertools.count()
+
+
+def state_of_optimizer(compression: CodecCompression) -> CompressionState:
+    """A new state for an optimizer."""
+    state = _of_optimizers[next(_made)] = CompressionState(compression)
+    return state
+
+
 class States:
     """The states of one engine, under labels that are equal on all ranks: that of the operations that are compressed by
     name, and those of optimizers, numbered in the order of their first use. A rank that has joined finds by them what
@@ -224,7 +249,6 @@ class States:
     def __init__(self) -> None:
         self._compressions: dict[str, CodecCompression] = {}
         self._by_name: dict[str, CompressionState] = {}
-        self._unused: weakref.WeakValueDictionary[int, CompressionState] = weakref.WeakValueDictionary()
         self._used: weakref.WeakValueDictionary[tuple[str, int], CompressionState] = weakref.WeakValueDictionary()
         self._labels: weakref.WeakKeyDictionary[CompressionState, int] = weakref.WeakKeyDictionary()
         self._counts: Counter[str] = Counter()
@@ -239,16 +263,12 @@ class States:
         self._compressions[key] = compression
         return self._by_name.setdefault(key, CompressionState(compression))
 
-    def expect(self, state: CompressionState) -> None:
-        """An optimizer's, to be used later."""
-        self._compressions[repr(state.compression)] = state.compression
-        self._unused[max(self._unused, default=0) + 1] = state
-
     def label(self, state: CompressionState) -> int | None:
         """The optimizer's number; None: it is used by name."""
         key = repr(state.compression)
         if self._by_name.get(key) is state:
             return None
+        self._compressions[key] = state.compression
         number = self._labels.get(state)
         if number is None:
             number = self._counts[key]
@@ -263,27 +283,38 @@ class States:
         Raises:
             RuntimeError: this rank knows of no such compression.
         """
-        if key not in self._compressions:
+        made = [state for _, state in sorted(_of_optimizers.items()) if repr(state.compression) == key]
+        compression = made[0].compression if made else self._compressions.get(key)
+        if compression is None:
             raise RuntimeError(
                 f"other ranks go on with {key}, which this rank did not know before it joined: make the "
                 "DistributedOptimizer, or call the operation once, on every rank first"
             )
         if label is None:
-            return self.by_name(self._compressions[key])
+            return self.by_name(compression)
         state = self._used.get((key, label))
         if state is None:
-            unused = (state for _, state in sorted(self._unused.items()) if repr(state.compression) == key)
-            state = next(unused, None) or CompressionState(self._compressions[key])
+            state = next((s for s in made if s not in self._labels), None) or CompressionState(compression)
             self._use(key, label, state)
             self._recent.append(state)
         return state
 
+    def outcomes(self) -> list[tuple[str, int, list[int]]]:
+        """What has become of the optimizers' steps, by their labels."""
+        return [(key, number, state.outcomes) for (key, number), state in sorted(self._used.items())]
+
+    def follow_outcomes(self, told: Iterable[tuple[str, int, list[int]]]) -> None:
+        """As `outcomes` was on the rank that has made the most steps."""
+        for key, number, outcomes in told:
+            state = self._used.get((key, number))
+            if state is not None:
+                state.follow_outcomes(outcomes)
+
     def _use(self, key: str, number: int, state: CompressionState) -> None:
         self._used[key, number] = state
         self._labels[state] = number
+        state.outcomes = [0, 0]
         self._counts[key] = max(self._counts[key], number + 1)
-        for place in [place for place, other in self._unused.items() if other is state]:
-            del self._unused[place]
 
 
 def layout_of(names: Sequence[str], shapes: Sequence[Sequence[int]]) -> Layout:

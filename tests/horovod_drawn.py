@@ -1,0 +1,424 @@
+"""Training with Horovod's interface that is drawn: a configuration, what happens while it trains, and the machine that
+plays it on one rank.
+
+The gradients are known beforehand, so that what the ranks wanted to apply and what their optimizers applied can be told
+apart parameter by parameter: what was applied and the mean residual must add up to what the ranks wanted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import pickle
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import gradwire.hooks.horovod as hvd
+import torch
+from drawn import TENTH, Short
+from gradwire import Codec
+from torch import Tensor, nn
+from training import digest
+
+#: What may be missing, of the largest sum seen.
+TOLERANCE = 1e-5
+#: What may differ between two optimizers of one script, which have equal names.
+STREAMS = 1 << 20
+
+
+@dataclass(frozen=True, repr=False)
+class Parameter(Short):
+    """One parameter of the model.
+
+    Attributes:
+        use: "always", "never", "turns" (in every other backward pass), "some" (on every other rank, by turns) or "once"
+            (on rank 0 alone, from the fourth pass on).
+        sparse: whether its gradients are, of the first dimension.
+    """
+
+    shape: tuple[int, ...]
+    use: str = "always"
+    sparse: bool = False
+
+    def used(self, rank: int, number: int) -> bool:
+        return {
+            "always": True,
+            "never": False,
+            "turns": number % 2 == 0,
+            "some": (number + rank) % 2 == 0,
+            "once": rank == 0 and number > 3,
+        }[self.use]
+
+
+@dataclass(frozen=True, repr=False)
+class Configuration(Short):
+    """How a model is trained.
+
+    Attributes:
+        passes: backward passes before a step.
+        groups: of gradients that travel together; 0: none.
+        scaler: "none", "enabled" or "disabled".
+        optimizers: 1, or 2 with parameters of the same names.
+    """
+
+    world_size: int = 2
+    codec: Codec | None = TENTH
+    exchange: str = "gather"
+    error_feedback: bool | str = "auto"
+    op: str = "Average"
+    predivide: float = 1.0
+    passes: int = 1
+    groups: int = 0
+    scaler: str = "none"
+    sparse_as_dense: bool = False
+    named: bool = True
+    optimizers: int = 1
+    parameters: tuple[Parameter, ...] = (Parameter((300,)), Parameter((40, 20)))
+
+    @property
+    def nothing_is_lost(self) -> bool:
+        if self.codec is None or self.codec.lossless or self.exchange == "dense":
+            return True
+        return self.codec.default_feedback if self.error_feedback == "auto" else bool(self.error_feedback)
+
+    def wrap(self, parameters: Sequence[nn.Parameter]) -> Any:
+        compression: Any = hvd.Compression.none
+        if self.codec is not None:
+            compression = hvd.Compression.codec(self.codec, self.error_feedback, self.exchange)
+        plain = torch.optim.SGD(parameters, lr=2.0**-6)
+        named = [(f"p{i}", p) for i, p in enumerate(parameters)] if self.named else None
+        return hvd.DistributedOptimizer(
+            plain,
+            named,
+            compression,
+            backward_passes_per_step=self.passes,
+            op=getattr(hvd, self.op),
+            gradient_predivide_factor=self.predivide,
+            groups=self.groups or None,
+            sparse_as_dense=self.sparse_as_dense,
+        )
+
+
+# -- what happens ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, repr=False)
+class Overflow(Short):
+    """An infinity in one gradient of one rank, in one of a step's backward passes."""
+
+    rank: int = 0
+    parameter: int = 0
+    backward: int = 0
+
+
+@dataclass(frozen=True, repr=False)
+class Step(Short):
+    """A step of the optimizers, after gradients were synchronized `rounds` times; 0: by the step itself.
+
+    Attributes:
+        shuffled: whether each rank makes its gradients in an order of its own.
+    """
+
+    rounds: int = 0
+    overflow: Overflow | None = None
+    unscale: bool = False
+    shuffled: bool = False
+
+
+@dataclass(frozen=True, repr=False)
+class Join(Short):
+    """So many steps on each rank, the last of the longest with an overflow or not; then all join."""
+
+    steps: tuple[int, ...]
+    overflow: Overflow | None = None
+    late: bool = False  # whether the overflow is in the step before that
+
+
+@dataclass(frozen=True, repr=False)
+class Resume(Short):
+    """A checkpoint, "local", "consolidated" or "broadcast" (by rank 0, which alone loads a consolidated one), loaded by
+    fresh optimizers or the running ones."""
+
+    kind: str = "local"
+    fresh: bool = True
+
+
+@dataclass(frozen=True, repr=False)
+class Copy(Short):
+    """Training goes on with a copy of model and optimizers."""
+
+    how: str = "deepcopy"
+
+
+@dataclass(frozen=True, repr=False)
+class Rescale(Short):
+    """Another loss scale."""
+
+    factor: float = 0.5
+
+
+@dataclass(frozen=True, repr=False)
+class Restart(Short):
+    """All ranks leave and meet again."""
+
+
+@dataclass(frozen=True, repr=False)
+class Accumulate(Short):
+    """Another number of backward passes before a step."""
+
+    passes: int = 2
+
+
+Event = Step | Join | Resume | Copy | Rescale | Restart | Accumulate
+
+
+# -- playing it --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Model:
+    """The parameters of one optimizer, and the account of them: float64 sums by parameter."""
+
+    stream: int
+    parameters: list[nn.Parameter]
+    optimizer: Any
+    wanted: list[Tensor]
+    received: list[Tensor]
+    largest: list[float]
+    window: list[Tensor] = field(default_factory=list)  # since the last step
+
+
+class Machine:
+    """Plays a script on one rank."""
+
+    def __init__(self, rank: int, configuration: Configuration) -> None:
+        self.rank, self.configuration, self.passes = rank, configuration, configuration.passes
+        self.violations: list[str] = []
+        self.at, self.number = "the begin", 0
+        self.scaler: Any = None
+        if configuration.scaler != "none":
+            enabled = configuration.scaler == "enabled"
+            self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1 << 20, enabled=enabled)
+            self.scaler.scale(torch.zeros(()))  # only now it has a scale that can be changed
+        self.models = [self._model(index) for index in range(configuration.optimizers)]
+
+    def _model(self, index: int) -> Model:
+        generator = torch.Generator().manual_seed(index)
+        shapes = [p.shape for p in self.configuration.parameters]
+        parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+        zeros = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
+        sizes = [max(1.0, zero.numel() ** 0.5) for zero in zeros]
+        model = Model(index, parameters, None, zeros, [z.clone() for z in zeros], sizes)
+        self._wrap(model)
+        return model
+
+    def _wrap(self, model: Model) -> None:
+        model.optimizer = self.configuration.wrap(model.parameters)
+        if self.passes != self.configuration.passes:
+            model.optimizer.set_backward_passes_per_step(self.passes)
+        self._follow(model)
+
+    def _follow(self, model: Model) -> None:
+        if self.scaler is not None:
+            model.optimizer.use_grad_scaler(self.scaler)
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    def _factor(self, model: Model, index: int, rank: int, number: int) -> tuple[Tensor | None, Tensor] | None:
+        """What a rank multiplies a parameter with in a backward pass: rows, of a sparse one, and values."""
+        drawn = self.configuration.parameters[index]
+        if not drawn.used(rank, number):
+            return None
+        seed = STREAMS * (index + 10 * model.stream) + 64 * number + rank
+        generator = torch.Generator().manual_seed(seed)
+        if not drawn.sparse:
+            return None, torch.randn(drawn.shape, generator=generator)
+        rows = torch.randint(drawn.shape[0], (1 + seed % 3,), generator=generator)
+        return rows, torch.randn(len(rows), *drawn.shape[1:], generator=generator)
+
+    def _backward(self, model: Model, number: int, overflow: Overflow | None, shuffled: bool) -> None:
+        order = list(range(len(model.parameters)))
+        if shuffled:
+            order = order[self.rank :] + order[: self.rank]
+        for index in order:
+            found = self._factor(model, index, self.rank, number)
+            if found is None:
+                continue
+            rows, values = found
+            if overflow is not None and (overflow.rank, overflow.parameter) == (self.rank, index):
+                values.view(-1)[:1] = torch.inf
+            p = model.parameters[index]
+            loss = ((p if rows is None else nn.functional.embedding(rows, p, sparse=True)) * values).sum()
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def _want(self, model: Model, number: int, present: Sequence[int]) -> None:
+        n = hvd.size()
+        for index, window in enumerate(model.window):
+            for rank in present:
+                found = self._factor(model, index, rank, number)
+                if found is not None:
+                    rows, values = found
+                    values = values.double() / n
+                    window.add_(values) if rows is None else window.index_add_(0, rows, values)
+
+    # -- events --------------------------------------------------------------------------------------------------------
+
+    def play(self, events: Sequence[Event]) -> None:
+        for index, event in enumerate(events):
+            self.at = f"event {index}"
+            action: Callable[[Any], None] = getattr(self, type(event).__name__.lower())
+            action(event)
+            self._check()
+
+    def step(self, event: Step) -> None:
+        self._step(event, range(hvd.size()))
+
+    def _step(self, event: Step, present: Sequence[int]) -> None:
+        rounds = max(event.rounds, 1 if self.scaler is not None else 0)
+        total = max(1, rounds) * self.passes
+        first, self.number = self.number, self.number + total
+        overflow, hit, bad = event.overflow, -1, False
+        if overflow is not None and self.configuration.scaler == "enabled" and overflow.rank in present:
+            hit = overflow.backward % total
+            bad = self.configuration.parameters[overflow.parameter].used(overflow.rank, first + hit)
+        for model in self.models:
+            model.optimizer.zero_grad()
+            model.window = [torch.zeros_like(w) for w in model.wanted]
+            for number in range(total):
+                self._backward(model, first + number, overflow if number == hit else None, event.shuffled)
+                self._want(model, first + number, present)
+                if rounds and (number + 1) % self.passes == 0:
+                    model.optimizer.synchronize()
+            self._apply(model, bool(rounds), event.unscale, bad)
+        if self.scaler is not None:
+            self.scaler.update()
+
+    def _apply(self, model: Model, synchronized: bool, unscale: bool, bad: bool) -> None:
+        steps: list[int] = []
+        handle = model.optimizer.register_step_pre_hook(lambda *_: steps.append(self._receive(model)))
+        with model.optimizer.skip_synchronize() if synchronized else contextlib.nullcontext():
+            if self.scaler is None:
+                model.optimizer.step()
+            else:
+                if unscale:
+                    self.scaler.unscale_(model.optimizer)
+                self.scaler.step(model.optimizer)
+        handle.remove()
+        if bool(steps) == bad:
+            what = "a step with an overflow was applied" if bad else "a step was skipped without an overflow"
+            self.violations.append(f"{self.at}: {what}")
+        if steps:
+            for sums, window in zip(model.wanted, model.window, strict=True):
+                sums.add_(window)
+
+    def _receive(self, model: Model) -> int:
+        for sums, p in zip(model.received, model.parameters, strict=True):
+            assert p.grad is not None
+            grad = p.grad.to_dense() if p.grad.is_sparse else p.grad
+            sums.add_(grad.double() / (hvd.size() if self.configuration.op == "Sum" else 1))
+        return 1
+
+    def join(self, event: Join) -> None:
+        steps = event.steps[: hvd.size()]
+        first = self.number
+        for index in range(steps[self.rank]):
+            overflow = event.overflow if index == max(steps) - 1 - event.late else None
+            self._step(Step(overflow=overflow), [rank for rank, count in enumerate(steps) if count > index])
+        last = hvd.join()
+        if steps[last] != max(steps):
+            last = steps.index(max(steps))
+        self.number = hvd.broadcast_object(self.number, last)
+        assert self.number == first + max(steps) * self.passes
+        for model in self.models:  # who had fewer steps takes what came of the others'
+            hvd.broadcast_parameters([p.data for p in model.parameters], last)
+            hvd.broadcast_parameters(model.wanted + model.received, last)
+        if self.scaler is not None:
+            self.scaler.load_state_dict(hvd.broadcast_object(self.scaler.state_dict(), last))
+
+    def resume(self, event: Resume) -> None:
+        for model in self.models:
+            old = model.optimizer
+            if event.fresh:
+                model.parameters = [nn.Parameter(p.detach().clone()) for p in model.parameters]
+                self._wrap(model)
+            file = io.BytesIO()
+            torch.save(old.state_dict() if event.kind == "local" else old.consolidated_state_dict(), file)
+            file.seek(0)
+            if event.kind != "broadcast" or self.rank == 0:
+                model.optimizer.load_state_dict(torch.load(file, weights_only=True))
+            if event.kind == "broadcast":
+                hvd.broadcast_optimizer_state(model.optimizer, 0)
+
+    def copy(self, event: Copy) -> None:
+        for model in self.models:
+            pair = model.parameters, model.optimizer
+            model.parameters, model.optimizer = (
+                copy.deepcopy(pair) if event.how == "deepcopy" else pickle.loads(pickle.dumps(pair))
+            )
+            self._follow(model)
+
+    def rescale(self, event: Rescale) -> None:
+        if self.configuration.scaler == "enabled":
+            self.scaler.update(self.scaler.get_scale() * event.factor)
+
+    def restart(self, event: Restart) -> None:
+        hvd.shutdown()
+        torch.distributed.barrier()
+        hvd.init()
+
+    def accumulate(self, event: Accumulate) -> None:
+        self.passes = event.passes
+        for model in self.models:
+            model.optimizer.set_backward_passes_per_step(event.passes)
+
+    # -- laws ----------------------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        for model in self.models:
+            where = f"{self.at}, optimizer {model.stream}"
+            if len(set(hvd.allgather_object(digest(model.parameters)))) > 1:
+                self.violations.append(f"{where}: weights differ between ranks")
+            left = self._mean_residuals(model)
+            if not self.configuration.nothing_is_lost:
+                continue
+            for index, (wanted, received) in enumerate(zip(model.wanted, model.received, strict=True)):
+                model.largest[index] = max(model.largest[index], float(wanted.norm()), float(received.norm()))
+                missing = float((received + left[index] - wanted).norm()) / model.largest[index]
+                if not missing < TOLERANCE:
+                    self.violations.append(f"{where}, p{index}: {missing:.1e} of the gradient is missing")
+
+    def _mean_residuals(self, model: Model) -> list[Tensor]:
+        """In units of a loss that is not scaled."""
+        state = model.optimizer._reducer.state
+        own = {} if state is None else state.feedback.by_name()
+        flat = [
+            own[name].double().view(-1) / state.scale if name in own else wanted.new_zeros(wanted.numel())
+            for name, wanted in zip(model.optimizer._names, model.wanted, strict=True)
+        ]
+        mean = hvd.allreduce(torch.cat(flat)).split([wanted.numel() for wanted in model.wanted])
+        return [part.view(wanted.shape) for part, wanted in zip(mean, model.wanted, strict=True)]
+
+
+def play(rank: int, configuration: Configuration, events: Sequence[Event]) -> list[str]:
+    """What is wrong with a script, as far as this rank can see."""
+    hvd.init()
+    machine = None
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*has become sparse.*")
+            machine = Machine(rank, configuration)
+            machine.play(events)
+        return machine.violations
+    except Exception:
+        hvd.shutdown()  # the others must not wait for this rank
+        return [f"{machine.at if machine else 'the begin'}: {traceback.format_exc()}"]
+
+
+def script(configuration: Configuration, events: Sequence[Event]) -> str:
+    """What can be pasted into a test to see it again."""
+    lines = ",\n        ".join(map(repr, events))
+    return f"replay(\n    ranks,\n    {configuration!r},\n    [\n        {lines},\n    ],\n)"

@@ -1,0 +1,221 @@
+"""Horovod's optimizer in configurations that nobody has thought of: drawn, played on all ranks, made small when they
+fail. And those that have failed once."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import gradwire.hooks.horovod as hvd
+import pytest
+import torch
+from gradwire import QSGD, Cast, Codec, Identity, OneBit, TernGrad, TopK
+from gradwire.hooks.allreduce import possible_exchanges
+from horovod_drawn import (
+    Accumulate,
+    Configuration,
+    Copy,
+    Event,
+    Join,
+    Overflow,
+    Parameter,
+    Rescale,
+    Restart,
+    Resume,
+    Step,
+    play,
+    script,
+)
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+from ranks import Pool, RankError
+
+Ranks = Callable[[int], Pool]
+
+CODECS: tuple[Codec | None, ...] = (
+    TopK(0.1), TopK(0.01), TopK(0.5), TopK(0.2, values=torch.bfloat16), TopK(0.2, values=torch.int8),
+    OneBit(), OneBit(block=256, scale="symmetric"), QSGD(), QSGD(bits=2, block=256), QSGD(rounding="nearest"),
+    TernGrad(), Cast(torch.bfloat16), Identity(), None,
+)  # fmt: skip
+DENSE = ((300,), (40, 20), (1500,), (5, 1), (1,), ())
+ROWS = ((30, 4), (7, 1), (300, 2))
+
+
+@st.composite
+def parameters(draw: st.DrawFn) -> Parameter:
+    use = draw(st.sampled_from(["always", "always", "some", "turns", "never", "once"]))
+    if draw(st.integers(0, 4)) == 4:
+        return Parameter(draw(st.sampled_from(ROWS)), use, sparse=True)
+    return Parameter(draw(st.sampled_from(DENSE)), use)
+
+
+@st.composite
+def configurations(draw: st.DrawFn) -> Configuration:
+    codec = draw(st.sampled_from(CODECS))
+    exchanges = ("auto", *(possible_exchanges(codec) if codec is not None else ()))
+    feedback: st.SearchStrategy[bool | str] = st.sampled_from(["auto", True, True, False])
+    op = draw(st.sampled_from(["Average", "Average", "Sum"]))
+    return Configuration(
+        world_size=draw(st.sampled_from([2, 3])),
+        codec=codec,
+        exchange=draw(st.sampled_from(exchanges)),
+        error_feedback=draw(feedback),
+        op=op,
+        predivide=draw(st.sampled_from([1.0, 2.0])) if op == "Average" else 1.0,
+        passes=draw(st.sampled_from([1, 1, 2])),
+        groups=draw(st.sampled_from([0, 0, 1, 2])),
+        scaler=draw(st.sampled_from(["none", "enabled", "enabled", "disabled"])),
+        sparse_as_dense=draw(st.booleans()),
+        named=draw(st.booleans()),
+        optimizers=draw(st.sampled_from([1, 1, 2])),
+        parameters=tuple(draw(st.lists(parameters(), min_size=1, max_size=5))),
+    )
+
+
+@st.composite
+def scripts(draw: st.DrawFn) -> tuple[Configuration, list[Event]]:
+    configuration = draw(configurations())
+    overflow: st.SearchStrategy[Overflow | None] = st.none()
+    if configuration.scaler == "enabled":
+        rank, place = st.integers(0, configuration.world_size - 1), st.integers(0, len(configuration.parameters) - 1)
+        overflow = st.one_of(st.none(), st.none(), st.builds(Overflow, rank, place, st.integers(0, 3)))
+    # A sum that is synchronized twice counts the first part twice.
+    rounds = st.sampled_from([0, 1, 1, 2] if configuration.op == "Average" else [0, 1])
+    steps = st.builds(Step, rounds, overflow, st.booleans(), st.booleans())
+    kinds: list[st.SearchStrategy[Any]] = [
+        *[steps] * 5,
+        *[st.builds(Join, st.tuples(*[st.integers(0, 4)] * configuration.world_size), overflow, st.booleans())] * 2,
+        st.builds(Resume, st.sampled_from(["local", "consolidated", "broadcast"]), st.booleans()),
+        st.builds(Copy, st.sampled_from(["deepcopy", "pickle"])),
+        st.builds(Restart),
+        st.builds(Accumulate, st.sampled_from([1, 2, 3])),
+    ]
+    if configuration.scaler == "enabled":
+        kinds.append(st.builds(Rescale, st.sampled_from([0.5, 4.0])))
+    return configuration, draw(st.lists(st.one_of(kinds), min_size=1, max_size=10))
+
+
+def found(ranks: Ranks, configuration: Configuration, events: Sequence[Event]) -> list[str]:
+    """What is wrong with a script."""
+    pool = ranks(configuration.world_size)
+    try:
+        results = pool.run(play, configuration, events, within=30, after_failure=5)
+    except RankError as error:
+        return [str(error)]
+    return [f"rank {rank}: {text}" for rank, texts in enumerate(results) for text in texts]
+
+
+def replay(ranks: Ranks, configuration: Configuration, events: Sequence[Event]) -> None:
+    """Play a script, as a failing test has printed it."""
+    wrong = found(ranks, configuration, events)
+    assert not wrong, "\n".join([script(configuration, events), *wrong])
+
+
+def draw(ranks: Ranks, number: int, examples: int, until: float = float("inf")) -> int:
+    """Play scripts drawn by a seed; how many. The one that fails is made small for a minute at most."""
+    played, failed_at = 0, float("inf")
+
+    @seed(number)
+    @settings(
+        max_examples=examples, deadline=None, database=None, print_blob=False, suppress_health_check=list(HealthCheck)
+    )
+    @given(scripts())
+    def one(drawn: tuple[Configuration, list[Event]]) -> None:
+        nonlocal played, failed_at
+        if time.monotonic() > min(until, failed_at + 60.0):
+            return
+        played += 1
+        try:
+            replay(ranks, *drawn)
+        except AssertionError:
+            failed_at = min(failed_at, time.monotonic())
+            raise
+
+    one()
+    return played
+
+
+SPARSE = Parameter((30, 4), sparse=True)
+SCALED = Configuration(scaler="enabled")
+SECOND = Step(2, Overflow(1, 0, backward=1))
+#: What has failed once, by what was wrong.
+FAILED: dict[str, tuple[Configuration, list[Event]]] = {
+    "an overflow in the second of two backward passes": (SCALED, [Step(), SECOND, Step()]),
+    "an overflow in a sparse gradient alone": (
+        Configuration(scaler="enabled", parameters=(*SCALED.parameters, SPARSE)),
+        [Step(), Step(overflow=Overflow(1, 2)), Step()],
+    ),
+    "a scale that changes between two backward passes": (SCALED, [Step(), Rescale(4.0), SECOND, Rescale(), Step()]),
+    "a joined rank in steps that are thrown away": (
+        Configuration(world_size=3, codec=OneBit(block=256), exchange="two_pass", scaler="enabled"),
+        [Join((2, 6, 5), Overflow(1, 1)), Join((0, 3, 3), Overflow(2, 0), late=True), Step()],
+    ),
+    "a joined rank that has met the others again": (Configuration(), [Restart(), Join((0, 1))]),
+    "gradients that are divided before": (Configuration(predivide=2.0), [Step(), Step()]),
+    "two optimizers whose parameters have the same names": (
+        Configuration(world_size=3, codec=OneBit(), exchange="two_pass", optimizers=2),
+        [Step(), Join((1, 3, 5)), Step()],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FAILED)
+def test_what_has_failed_once(ranks: Ranks, case: str) -> None:
+    replay(ranks, *FAILED[case])
+
+
+def overflowing_sum(rank: int, scaler: bool) -> tuple[float, bool]:
+    """Every gradient is finite, and so is their mean, but not their sum; without a `scaler` a gradient is not. What is
+    missing of the gradients that were applied, where these are finite, relative; and whether a step was skipped."""
+    hvd.init()
+    p = torch.nn.Parameter(torch.zeros(400))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)], TopK(0.1), op=hvd.Sum)
+    scaler_ = torch.amp.GradScaler("cpu", init_scale=1.0, enabled=scaler)
+    optimizer.use_grad_scaler(scaler_)
+    steps: list[int] = []
+    optimizer.register_step_pre_hook(lambda *_: steps.append(1))
+    wanted, received = torch.zeros(400), torch.zeros(400)
+    for step in range(3):
+        gradient = torch.randn(400, generator=torch.Generator().manual_seed(10 * step + rank))
+        if step == 1:
+            gradient[0] = 3e38 if scaler else torch.inf
+        optimizer.zero_grad()
+        scaler_.scale((p * gradient).sum()).backward()
+        optimizer.synchronize()
+        before = len(steps)
+        with optimizer.skip_synchronize():
+            scaler_.step(optimizer)
+        scaler_.update(1.0 if scaler else None)
+        if len(steps) > before:
+            assert p.grad is not None
+            wanted += hvd.allreduce(gradient, op=hvd.Sum)
+            received += p.grad
+    left = hvd.allreduce(optimizer.state_dict()["gradwire"]["residuals"]["p"], op=hvd.Sum)
+    missing = (wanted - received - left)[1:]
+    return float(missing.norm() / wanted[1:].norm()), len(steps) == 2
+
+
+@pytest.mark.parametrize("scaler", [True, False])
+def test_residuals_are_put_back_where_a_step_is_skipped_and_nowhere_else(ranks: Ranks, scaler: bool) -> None:
+    for missing, skipped in ranks(2).run(overflowing_sum, scaler):
+        assert skipped == scaler
+        assert missing < 1e-5
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_drawn_scripts(ranks: Ranks, number: int) -> None:
+    draw(ranks, number, examples=60)
+
+
+@pytest.mark.slow
+def test_drawn_scripts_for_long(ranks: Ranks) -> None:
+    """`GRADWIRE_DRAWN_SECONDS` says how long."""
+    end, played = time.monotonic() + float(os.environ.get("GRADWIRE_DRAWN_SECONDS", "60")), 0
+    while time.monotonic() < end:
+        number = random.SystemRandom().getrandbits(32)
+        print(f"seed {number}", flush=True)
+        played += draw(ranks, number, examples=200, until=end)
+    print(f"{played} scripts")
