@@ -68,7 +68,7 @@ def calibrate(group: Group, device: torch.device) -> Calibration:
         group.all_to_all(torch.empty_like(rows), rows).wait()
 
     def all_reduce(size: int) -> None:  # as many bytes received as in the others
-        group.all_reduce(torch.zeros(max(1, size * p // 8), device=device)).wait()
+        group.all_reduce(torch.zeros(max(1, size * p // 8), dtype=torch.float32, device=device)).wait()
 
     first, second, third = (_line(run, group, device) for run in (all_gather, all_to_all, all_reduce))
     return Calibration(first, second, third, work(group, device), _latency(group, device))
@@ -102,7 +102,9 @@ def _line(run: Callable[[int], None], group: Group, device: torch.device) -> Lin
 
 def _latency(group: Group, device: torch.device) -> Latency:
     carrier = Carrier(1024, torch.float32, device, group)
-    entries = Entries(torch.arange(8, dtype=torch.int32, device=device) * 128, torch.ones(8, device=device))
+    entries = Entries(
+        torch.arange(8, dtype=torch.int32, device=device) * 128, torch.ones(8, dtype=torch.float32, device=device)
+    )
     bounds = [1024 * owner // group.size for owner in range(group.size + 1)]
     runs: tuple[Callable[[int], object], ...] = (
         lambda _: carrier.gather(entries, 8),
@@ -120,11 +122,11 @@ def work(group: Group, device: torch.device) -> Work:
     n, numel = PROBE_ENTRIES, PROBE_ENTRIES * PROBE_SPACING
     kernels = entries_for(device)
     indices = torch.arange(0, numel, PROBE_SPACING, dtype=torch.int32, device=device)
-    values = torch.ones(n, device=device)
+    values = torch.ones(n, dtype=torch.float32, device=device)
     index_wire = torch.empty(index_bytes(numel, n), dtype=torch.uint8, device=device)
     value_wire = torch.empty(value_bytes(n, torch.bfloat16), dtype=torch.uint8, device=device)
     out_indices, out_values = torch.empty_like(indices), torch.empty_like(values)
-    vector = torch.empty(numel, device=device)
+    vector = torch.empty(numel, dtype=torch.float32, device=device)
 
     def pack() -> None:
         kernels.pack_indices(indices, None, 0, numel, index_wire)
@@ -165,7 +167,7 @@ def codec_speed(
     n = max(1, min(numel, most))
     workspace = codec.workspace(n, device)
     generator = torch.Generator().manual_seed(0)
-    grad = torch.randn(n, generator=generator).to(device)
+    grad = torch.randn(n, dtype=torch.float32, generator=generator).to(device)
     residual, out = torch.zeros_like(grad), torch.empty_like(grad)
     wire = torch.zeros(codec.wire_bytes(n), dtype=torch.uint8, device=device)
     one = [part[None] for part in wire.split(codec.part_bytes(n))]

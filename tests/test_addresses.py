@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from gradwire.compress import backends
+import torch.distributed as dist
+from gradwire.compress import CODECS, Codec, backends, new_draw
 from gradwire.compress.backends import use_backend
 from gradwire.compress.backends.addresses import address, rows_at
 from gradwire.compress.backends.entry_kernels import EntryKernels, Pieces
 from gradwire.compress.backends.sparse import entries_for, whole_rows
 from gradwire.compress.entries import index_bytes
+from gradwire.hooks import probe
+from gradwire.hooks.group import Group
+from ranks import Pool
+from strategies import VARIANTS
 from torch import Tensor
 
 K = 8
@@ -86,6 +92,51 @@ def test_what_has_none_is_refused() -> None:
             rows_at(rows)
         with pytest.raises(ValueError, match=REFUSED):
             whole_rows(rows)
+
+
+@pytest.fixture
+def double_by_default() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("codec", VARIANTS, ids=str)
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_what_is_made_for_kernels_does_not_depend_on_the_default_dtype(
+    backend: str, codec: Codec, double_by_default: None
+) -> None:
+    cpu, n = torch.device("cpu"), 3000
+    grad = torch.randn(n, dtype=torch.float32, generator=torch.Generator().manual_seed(0))
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        torch.set_default_dtype(dtype)
+        with use_backend(backend):
+            codec.kernels(cpu).prepare(codec, torch.float32, cpu)
+            workspace, wire = codec.workspace(n, cpu), torch.zeros(codec.wire_bytes(n), dtype=torch.uint8)
+            residual, out = torch.zeros_like(grad), torch.zeros_like(grad)
+            codec.encode_feedback(grad, residual, wire, new_draw(0), workspace)
+            codec.decode_mean([part[None] for part in wire.split(codec.part_bytes(n))], out, workspace)
+            found.append((wire, residual, out))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def probed(rank: int) -> float:
+    """All that a probe of a group runs, which takes no time that matters here."""
+    real, probe.PROBE_BYTES, probe.PROBE_ENTRIES = (probe.PROBE_BYTES, probe.PROBE_ENTRIES), 1 << 16, 64
+    torch.set_default_dtype(torch.float64)
+    try:
+        group, cpu = Group(dist.group.WORLD), torch.device("cpu")
+        calibration = probe.calibrate(group, cpu)
+        probe.codec_speed(CODECS[0], True, 3000, group, cpu)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        probe.PROBE_BYTES, probe.PROBE_ENTRIES = real
+    return calibration.latency.split
+
+
+def test_a_probe_does_not_depend_on_the_default_dtype(ranks: Callable[[int], Pool]) -> None:
+    assert min(ranks(2).run(probed)) > 0
 
 
 def test_nothing_else_takes_an_address() -> None:

@@ -69,7 +69,7 @@ class CpuKernels(Kernels):
     def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
         """Compile, or load from the cache, everything that this codec runs."""
         workspace = self.workspace(codec, 1, device)
-        x, residual = torch.ones(1, dtype=dtype), torch.zeros(1)
+        x, residual = torch.ones(1, dtype=dtype), torch.zeros(1, dtype=torch.float32)
         wire = torch.zeros(codec.wire_bytes(1), dtype=torch.uint8)
         draw = torch.zeros(3, dtype=torch.int64)
         with kept.task(type(codec).__name__):

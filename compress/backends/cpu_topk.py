@@ -38,7 +38,7 @@ VALUE_KINDS = {
 
 class Entries(EntryKernels):
     def prepare(self, device: torch.device) -> None:
-        indices, values, residual = torch.zeros(1, dtype=torch.int32), torch.ones(1), torch.zeros(1)
+        indices, (values, residual) = torch.zeros(1, dtype=I32), torch.zeros(2, 1, dtype=F32)
         pieces, wire = Pieces([1], [0], [1]), torch.zeros(64, dtype=torch.uint8)
         counts = torch.zeros(1, dtype=torch.int32)
         self.pack_indices(indices, None, 0, 1, wire)
@@ -185,8 +185,8 @@ class TopK(SparseKernels, CpuKernels):
             super().prepare(codec, dtype, device)
             self.entries.prepare(device)  # exchanges pack and merge entries even where the codec does not
             # A second pass is rare.
-            x, residual, workspace = torch.ones(1), torch.zeros(1), Workspace.on(device)
-            source, spare = (KINDS[x.dtype], address(x)), torch.zeros(2)
+            (x, residual), workspace = torch.ones(2, 1, dtype=F32), Workspace.on(device)
+            source, spare = (KINDS[x.dtype], address(x)), torch.zeros(2, dtype=F32)
             places = address(spare), address(spare) + 4
             (room,) = self._rooms(codec, 1, workspace)
             cpu_sparse.collect_again(source, address(residual, F32), (1, 0, 1), 1, 0, places, room)

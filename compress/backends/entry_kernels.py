@@ -139,7 +139,7 @@ class EntryKernels(ABC):
         """
         # In torch, for devices without anything better. No index comes twice in a list, so each sum has one order.
         device = indices.device
-        total = torch.zeros(stop - start, device=device)
+        total = torch.zeros(stop - start, dtype=torch.float32, device=device)
         present = torch.zeros(stop - start, dtype=torch.bool, device=device)
         skipped = torch.zeros((), dtype=torch.int64, device=device)
         for first, last in pairwise(offsets):

@@ -273,7 +273,7 @@ class Entries(EntryKernels):
         if residual is not None:
             assert indices is not None
             used = k if count is None else int(count)
-            decoded = torch.zeros(1, k)
+            decoded = torch.zeros(1, k, dtype=torch.float32)
             self.unpack_values(wire[None], dtype, decoded)
             finite = np.isfinite(v[:used])
             at = indices[:used].numpy().view(np.uint32)[finite]

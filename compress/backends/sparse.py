@@ -93,7 +93,7 @@ class SparseKernels(Kernels):
             k = codec.k(numel)
             room = (
                 torch.zeros(ranks, 1 + k if codec.indices == "packed" else 0, dtype=torch.int32, device=device),
-                torch.zeros(ranks, k if codec.values != torch.float32 else 0, device=device),
+                torch.zeros(ranks, k if codec.values != torch.float32 else 0, dtype=torch.float32, device=device),
             )
             workspace.buffers["plain"] = room
         return room[0][:ranks], room[1][:ranks]
