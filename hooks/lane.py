@@ -29,6 +29,8 @@ _threads: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue[Any]] = 
 
 #: How long to wait for a lane that ends: a job that hangs in the network must not keep the process.
 STOP_SECONDS = 10.0
+#: What every job is told after one has failed.
+STOPPED = "gradwire stopped after an earlier error"
 
 
 class Lane:
@@ -75,17 +77,20 @@ class Lane:
     @property
     def failed(self) -> bool:
         """Whether a job has failed, and all later ones will."""
-        return self._failure.error is not None
+        return self._failure.text is not None
 
     def check(self) -> None:
         """Raise what a job has raised; from the second time on as the cause of another error."""
-        error, raised = self._failure.error, self._failure.raised
-        if error is None:
+        failure, unseen = self._failure, self._failure.unseen
+        if failure.text is None:
             return
-        self._failure.raised = True
-        if raised:
-            raise RuntimeError(f"gradwire stopped after an earlier error: {error}") from error
-        raise error
+        if unseen is None:
+            raise RuntimeError(f"{STOPPED}: {failure.text}") from RuntimeError(failure.text)
+        failure.unseen = None  # it holds the frames that it came through, and with them whoever owns this lane
+        try:
+            raise unseen
+        finally:
+            del unseen
 
     def wait(self) -> None:
         """Wait for the jobs submitted so far, where a thread runs them; raises as `check` does."""
@@ -110,18 +115,18 @@ class Lane:
 class _Failure:
     """What the first job that failed said."""
 
-    error: Exception | None = None
-    #: Whether somebody has been told.
-    raised = False
+    text: str | None = None
+    #: The exception itself, until somebody has been told.
+    unseen: Exception | None = None
 
     def settle(self, job: Job, future: torch.futures.Future[Any]) -> None:
-        if self.error is not None:
-            future.set_exception(RuntimeError(f"gradwire stopped after an earlier error: {self.error}"))
+        if self.text is not None:
+            future.set_exception(RuntimeError(f"{STOPPED}: {self.text}"))
             return
         try:
             future.set_result(job())
         except Exception as error:
-            self.error = error
+            self.text, self.unseen = str(error), error
             future.set_exception(error)
 
 

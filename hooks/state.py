@@ -6,8 +6,8 @@ import copy
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -25,32 +25,16 @@ from .arguments import ExchangeName, Exclude, check_codec, check_model, check_op
 from .backward import AtEnd, at_end
 from .bucket import Bucket, strides_in_bucket
 from .connection import Connection
+from .delivery import Delivery, Step
 from .exchange import Exchange
 from .loss_scale import LossScale
 from .plan import REVIEW_EVERY, Choice, check_exchange, node_size
+from .registration import expect_hook
 from .statistics import Statistics
 from .trial import Trial
 
-#: How long to wait for exchanges that are under way when a backward pass has raised.
-RAISED_SECONDS = 10.0
-
 #: What belongs to a process and is left out of copies of a state.
-OF_PROCESS = ("_connection", "_buckets", "_names", "_asked", "_current", "_trial", "_began", "_open", "_unsettled")
-
-
-@dataclass(eq=False)
-class _Step:
-    """One synchronised backward pass: its number, its choice, and the buckets reduced so far, with DDP's buffers."""
-
-    number: int
-    choice: Choice
-    reduced: list[tuple[Bucket, Tensor]] = field(default_factory=list)
-    #: Whether gradients of this rank go in, and not zeros in the place of a rank that has joined.
-    own: bool = True
-    #: Whether the scaler will skip it, as far as is known.
-    undone: bool = False
-    #: Whether DDP has got all of its means, or never will.
-    settled: bool = False
+OF_PROCESS = ("_connection", "_buckets", "_names", "_asked", "_current", "_trial", "_began", "_open")
 
 
 class CompressState:
@@ -94,8 +78,8 @@ class CompressState:
     _current: Choice  # and as a trial of it does
     _trial: Trial | None
     _began: float  # when its first bucket was ready
-    _open: _Step | None  # from its first bucket to its last
-    _unsettled: _Step | None  # over, but it is not known what DDP does with its means
+    _open: Step | None  # from its first bucket to its last
+    _delivery: Delivery
 
     def __init__(
         self,
@@ -139,12 +123,12 @@ class CompressState:
         self._device = next((p.device for p in self._parameters.values()), torch.device("cpu"))
         self._excluded: frozenset[str] = frozenset()
         self._model: weakref.ref[DistributedDataParallel] | None = weakref.ref(model)
-        self._used: Tensor | None = None  # DDP's: on how many ranks each parameter was used in the last step
         self._step = self._saves = 0
         self._warned = False
         self._loss_scale = LossScale(None)
         self._scale: float | None = None
         self._feedback = ErrorFeedback()
+        self._delivery = Delivery(self._parameters, self._feedback)
         self._statistics = Statistics()
         self._model_group: dist.ProcessGroup | None = model.process_group
         self._given_group = process_group
@@ -158,7 +142,7 @@ class CompressState:
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = error
         self._connect(problem)
-        _expect_hook(self, model)
+        expect_hook(self._parameters.values(), self._model, partial(_refuse, weakref.ref(self)))
 
     def __repr__(self) -> str:
         group = "" if self._connection is None else f" on rank {self._world()[0]} of {self._world()[1]}"
@@ -235,11 +219,12 @@ class CompressState:
             self._buckets = {index: b for index, b in self._buckets.items() if index <= place.index}
             self._close(step, connection)
             if not AtEnd(partial(self._deliver, step), partial(self._throw_away, step)).queue():
-                self._unsettled, step.own = step, False
+                step.own = False
+                self._delivery.expect(step)
         return future
 
-    def _begin(self, connection: Connection) -> _Step:
-        self._settle_last()
+    def _begin(self, connection: Connection) -> Step:
+        self._delivery.settle(connection.lane)
         if connection.uneven_saves and not self._warned:
             self._warned = True
             warnings.warn(
@@ -249,10 +234,10 @@ class CompressState:
                 stacklevel=2,
             )
         self._follow(self._choice(self._step), connection)
-        step = self._open = _Step(self._step, self._current)
+        step = self._open = Step(self._step, self._current)
         return step
 
-    def _close(self, step: _Step, connection: Connection) -> None:
+    def _close(self, step: Step, connection: Connection) -> None:
         """Every bucket of the step is queued."""
         self._open = None
         self._step = step.number + 1
@@ -266,7 +251,7 @@ class CompressState:
 
         connection.lane.submit(job)
 
-    def _ended(self, step: _Step) -> None:
+    def _ended(self, step: Step) -> None:
         """The backward pass that had the step's first bucket has ended."""
         model, connection = self._ddp(), self._connection
         skips = getattr(model, "skip_all_reduce_unused_params", False)
@@ -274,77 +259,32 @@ class CompressState:
             self._close(step, connection)
             self._deliver(step)
 
-    def _deliver(self, step: _Step) -> None:
+    def _deliver(self, step: Step) -> None:
         """The backward pass is over, but for what DDP does with the means: waits for them, as DDP would."""
+        connection, model = self._connection, self._ddp()
+        if connection is None:
+            return
         try:
-            if self._connection is not None:
-                self._connection.lane.wait()
+            connection.lane.wait()
         except Exception:
             self._throw_away(step)
-            model = self._ddp()
             if model is not None:  # else DDP would complain of this pass at the next one, and of nothing else
                 model.reducer._reset_state()
             raise
-        model = self._ddp()
         if model is not None:
-            self._look_for_unused(model)
-        self._unsettled = step
-        if not at_end(self._settle_last):
-            self._settle_last()
+            self._delivery.look(model)
+        self._delivery.expect(step)
+        at_end(partial(self._delivery.settle, connection.lane))
 
-    def _settle_last(self) -> None:
-        """Keep the means that DDP has thrown away, of parameters that no rank has used in the last step."""
-        step, self._unsettled = self._unsettled, None
-        if step is None or step.settled:
-            return
-        step.settled = True
-        if self._connection is None or self._used is None:
-            return
-        connection, used = self._connection, self._used.tolist()  # by now it is the sum over the ranks
-        unused = {name for name, count in zip(self._parameters, used, strict=True) if count == 0}
-        if unused:
-            # Before anything changes the gradients, or DDP's buckets.
-            connection.lane.submit(partial(self._keep_unused, step, unused)).wait()
-
-    def _throw_away(self, step: _Step) -> None:
-        """The step's means go nowhere: the backward pass raised, here or on the lane."""
-        if step.settled:
-            return
-        step.settled = True
+    def _throw_away(self, step: Step) -> None:
+        """The backward pass has raised."""
         if step is self._open:
             self._open, self._step = None, step.number + 1
-        lane = None if self._connection is None else self._connection.lane
-        if lane is not None and not lane.failed:
-            lane.submit(partial(self._keep_all, step))
-        # Before DDP's buffers change; but the other ranks may be in trouble too.
-        if lane is not None and lane.idle(RAISED_SECONDS) and lane.failed:
-            self._keep_all(step)
-
-    def _keep_all(self, step: _Step) -> Tensor:
-        """Return a step's means to the residuals, and with them the gradients that had gone in."""
-        for place, slot, mean in self._returned(step):
-            self._feedback.give_back(place.layout, slot, mean)
-        return torch.empty(0)
-
-    def _keep_unused(self, step: _Step, names: set[str]) -> Tensor:
-        """Return a step's means of some parameters, where DDP has left their gradients as they were."""
-        for place, slot, mean in self._returned(step):
-            if slot.name in names:
-                grad = self._parameters[slot.name].grad if step.own else None
-                # In DDP's own bucket the mean has replaced the gradient that had gone in. Elsewhere both are there.
-                if grad is None or not _within(grad, mean):
-                    self._feedback.give_back(place.layout, slot, mean, grad)
-        return torch.empty(0)
-
-    def _returned(self, step: _Step) -> Iterator[tuple[Bucket, Slot, Tensor]]:
-        if not step.undone:
-            for place, buffer in step.reduced:
-                if self._feedback.holds(place.layout):
-                    mean = buffer if place.packed is None else place.packed
-                    yield from ((place, slot, mean) for slot in place.layout)
+        if self._connection is not None:
+            self._delivery.throw_away(step, self._connection.lane)
 
     @staticmethod
-    def _failure(error: Exception, step: _Step, where: str, exchange: str) -> RuntimeError:
+    def _failure(error: Exception, step: Step, where: str, exchange: str) -> RuntimeError:
         return RuntimeError(f"gradwire: {error} [step {step.number}, {where}, {step.choice.codec}, {exchange}]")
 
     def _follow_scaler(self, scale: float | None, updated: bool) -> None:
@@ -356,7 +296,7 @@ class CompressState:
             self._feedback.rescale(scale / self._scale)
         self._scale = scale
 
-    def _reduce(self, connection: Connection, place: Bucket, buffer: Tensor, step: _Step, first: bool) -> None:
+    def _reduce(self, connection: Connection, place: Bucket, buffer: Tensor, step: Step, first: bool) -> None:
         choice, number = step.choice, step.number
         clock = self._statistics.clock(place.index, buffer.device)
         compared = not first
@@ -424,7 +364,7 @@ class CompressState:
         statistics.payload_bytes += exchange.payload_bytes
         statistics.transfer_bytes += exchange.transfer_bytes
 
-    def _end(self, connection: Connection, step: _Step) -> None:
+    def _end(self, connection: Connection, step: Step) -> None:
         self._judge(connection, time.perf_counter() - self._began)
         self._statistics.steps += 1
         places = [place for place, _ in step.reduced]
@@ -566,14 +506,15 @@ class CompressState:
     def __getstate__(self) -> dict[str, Any]:
         self._idle()
         kept = self.__dict__.copy()
-        for name in OF_PROCESS:
+        for name in (*OF_PROCESS, "_delivery"):
             kept.pop(name, None)
         # As in DDP's own copies, which are of the default group.
-        kept["_model_group"] = kept["_given_group"] = kept["_model"] = kept["_used"] = None
+        kept["_model_group"] = kept["_given_group"] = kept["_model"] = None
         return kept
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._delivery = Delivery(self._parameters, self._feedback)
         self._disconnect()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressState:
@@ -597,7 +538,7 @@ class CompressState:
     def _disconnect(self) -> None:
         for name in OF_PROCESS:
             self.__dict__.pop(name, None)
-        self._connection = self._asked = self._trial = self._open = self._unsettled = None
+        self._connection = self._asked = self._trial = self._open = None
         self._overflowed = False
         self._buckets = {}
         self._names = {id(p): name for name, p in self._parameters.items()}
@@ -648,26 +589,16 @@ class CompressState:
                 'torch._dynamo.config.optimize_ddp="python_reducer" calls hooks with other arguments: set it to '
                 '"ddp_optimizer"'
             )
-        self._look_for_unused(model)
-        if self._used is not None and self._used.numel() != len(self._parameters):
-            raise ValueError(
-                f"{len(self._parameters)} of the model's parameters require gradients, and {self._used.numel()} did "
-                "when DDP wrapped it: wrap it again"
-            )
         self._loss_scale = LossScale(self.grad_scaler)
         self._scale = self._loss_scale.read()
         self._feedback = ErrorFeedback(keep_previous=self._loss_scale.skips)
+        self._delivery = Delivery(self._parameters, self._feedback)
+        self._delivery.look(model)
         check_codec(self.codec)
         check_options(self.error_feedback, self.warmup_steps, self.fallback, self.seed)
         node_size(self._topology, dist.get_world_size(model.process_group))
         check_model(model.module, self._parameters)
         self._excluded = excluded_names(self.exclude, self._parameters)
-
-    def _look_for_unused(self, model: DistributedDataParallel) -> None:
-        """Where DDP leaves the gradients of parameters that no rank has used as they are, find where it counts."""
-        if self._used is None and (model.find_unused_parameters or model.static_graph):
-            # Not from within the hook, where the reducer's lock is held.
-            self._used = model.reducer._get_local_used_map()
 
     def _flush(self) -> None:
         if self._connection is not None:
@@ -676,8 +607,8 @@ class CompressState:
     def _idle(self) -> None:
         """Wait for what is queued, and for what follows from it."""
         self._flush()
-        if self._unsettled is not None:
-            self._settle_last()
+        if self._connection is not None and self._delivery.pending:
+            self._delivery.settle(self._connection.lane)
             self._flush()
 
 
@@ -686,30 +617,9 @@ def clean_name(name: str) -> str:
     return name.replace("_orig_mod.", "").removeprefix("module.")
 
 
-def _within(tensor: Tensor, buffer: Tensor) -> bool:
-    return tensor.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
-
-
-def _expect_hook(state: CompressState, model: DistributedDataParallel) -> None:
-    """In the model's first synchronised backward pass, say so where no hook is registered: ranks that have theirs wait
-    for this one."""
-    state_of, model_of = weakref.ref(state), weakref.ref(model)
-    handles: list[Any] = []
-
-    def look(grad: Tensor) -> None:
-        state, model = state_of(), model_of()
-        if model is not None and not model.require_backward_grad_sync:
-            return
-        while handles:
-            handles.pop().remove()
-        connection = None if state is None else state._connection
-        if model is None or connection is None or getattr(model, "_comm_hooks", True):
-            return
-        problem = (
-            "backward ran without the hook of the CompressState made for this model: call "
-            "model.register_comm_hook(state, compress_hook) on every rank, or state.close() to train without it"
-        )
-        connection.refuse(problem)
+def _refuse(state: weakref.ref[CompressState], problem: str) -> None:
+    """Tell all ranks; nothing once a state is closed, or gone."""
+    mine = state()
+    if mine is not None and mine._connection is not None:
+        mine._connection.refuse(problem)
         raise RuntimeError(f"gradwire: {problem}")
-
-    handles += [p.register_hook(look) for p in state._parameters.values()]

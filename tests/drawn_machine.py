@@ -67,6 +67,7 @@ class Machine:
 
     def __init__(self, rank: int, configuration: Configuration) -> None:
         self.rank, self.configuration = rank, configuration
+        self.threads = set(threading.enumerate())  # of states that other tests have left
         self.violations: list[str] = []
         self.digests: dict[str, str] = {}
         self.statistics: dict[str, Any] = {}
@@ -409,7 +410,7 @@ class Machine:
                 self.violations.append(f"residuals of {', '.join(kept)}, though none should be kept")
         self.digests["parameters at the end"] = digest(self.parameters.values())
         self._end()
-        threads = [t.name for t in threading.enumerate() if t.name.startswith("gradwire")]
+        threads = [t.name for t in set(threading.enumerate()) - self.threads if t.name.startswith("gradwire")]
         if threads:
             self.violations.append(f"threads left after close: {', '.join(threads)}")
 

@@ -1,0 +1,125 @@
+"""Whether the means of a step reach the parameters. Only what was applied has been delivered; the rest goes back to the
+residuals.
+
+DDP throws away the mean of a parameter that no rank has used (`find_unused_parameters`, `static_graph`), and all means
+of a backward pass that raises. When every rank adds such a mean to its residual, the mean of the residuals is what it
+was before, with the gradients that had gone in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..compress.feedback import ErrorFeedback, Slot
+from .bucket import Bucket
+from .lane import Lane
+from .plan import Choice
+
+#: How long to wait for exchanges that are under way when a backward pass has raised.
+RAISED_SECONDS = 10.0
+
+
+@dataclass(eq=False)
+class Step:
+    """One synchronised backward pass: its number, its choice, and the buckets reduced so far, with DDP's buffers."""
+
+    number: int
+    choice: Choice
+    reduced: list[tuple[Bucket, Tensor]] = field(default_factory=list)
+    #: Whether gradients of this rank go in, and not zeros in the place of a rank that has joined.
+    own: bool = True
+    #: Whether the scaler will skip it, as far as is known.
+    undone: bool = False
+    #: Whether DDP has got all of its means, or never will.
+    settled: bool = False
+
+
+class Delivery:
+    """What becomes of one model's means.
+
+    Args:
+        parameters: by name, in the order in which DDP counts them.
+        feedback: their residuals.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], feedback: ErrorFeedback) -> None:
+        self._parameters, self._feedback = parameters, feedback
+        self._counts: Tensor | None = None  # DDP's: on how many ranks each parameter was used in the last step
+        self._pending: Step | None = None
+
+    def look(self, model: DistributedDataParallel) -> None:
+        """Find where DDP counts who uses what. Not from within the hook, where the reducer's lock is held.
+
+        Raises:
+            ValueError: other parameters require gradients than did when DDP wrapped the model.
+        """
+        if self._counts is None and (model.find_unused_parameters or model.static_graph):
+            counts = model.reducer._get_local_used_map()
+            if counts.numel() != len(self._parameters):
+                raise ValueError(
+                    f"{len(self._parameters)} of the model's parameters require gradients, and {counts.numel()} did "
+                    "when DDP wrapped it: wrap it again"
+                )
+            self._counts = counts
+
+    @property
+    def pending(self) -> bool:
+        """Whether `settle` has something to do."""
+        return self._pending is not None
+
+    def expect(self, step: Step) -> None:
+        """The step's means are there, and DDP is about to take them; call `settle` when it has."""
+        self._pending = step
+
+    def settle(self, lane: Lane) -> None:
+        """DDP has taken what it wants of the expected step: keep the means that it left."""
+        step, self._pending = self._pending, None
+        if step is None or step.settled:
+            return
+        step.settled = True
+        if self._counts is None:
+            return
+        counts = self._counts.tolist()  # by now summed over the ranks
+        unused = {name for name, count in zip(self._parameters, counts, strict=True) if count == 0}
+        if unused:
+            # Before anything changes the gradients, or DDP's buckets.
+            lane.submit(partial(self._keep_unused, step, unused)).wait()
+
+    def throw_away(self, step: Step, lane: Lane) -> None:
+        """No mean of the step is applied: the backward pass raised, here or on the lane."""
+        if step.settled:
+            return
+        step.settled = True
+        if not lane.failed:
+            lane.submit(partial(self._keep_all, step))
+        # Before DDP's buckets change; but the other ranks may be in trouble too.
+        if lane.idle(RAISED_SECONDS) and lane.failed:
+            self._keep_all(step)
+
+    def _keep_all(self, step: Step) -> Tensor:
+        for bucket, slot, mean in self._returned(step):
+            self._feedback.give_back(bucket.layout, slot, mean)
+        return torch.empty(0)
+
+    def _keep_unused(self, step: Step, names: set[str]) -> Tensor:
+        for bucket, slot, mean in self._returned(step):
+            if slot.name in names:
+                grad = self._parameters[slot.name].grad if step.own else None
+                # In DDP's own bucket the mean has replaced the gradient that had gone in. Elsewhere both are there.
+                if grad is None or grad.untyped_storage().data_ptr() != mean.untyped_storage().data_ptr():
+                    self._feedback.give_back(bucket.layout, slot, mean, grad)
+        return torch.empty(0)
+
+    def _returned(self, step: Step) -> Iterator[tuple[Bucket, Slot, Tensor]]:
+        """Each parameter with a residual, and the flat mean that it lies in. A step that is undone sent nothing."""
+        if not step.undone:
+            for bucket, buffer in step.reduced:
+                if self._feedback.holds(bucket.layout):
+                    mean = buffer if bucket.packed is None else bucket.packed
+                    yield from ((bucket, slot, mean) for slot in bucket.layout)
