@@ -20,7 +20,8 @@ from .timeline import Timeline
 
 @dataclass
 class World:
-    """What `init` made. `counters` number the operations that have no name, by kind and process set."""
+    """What `init` made. `counters` number the operations that have no name, by kind and process set; `meeting` is
+    another object each time that all ranks have met, in `init` or in `join`."""
 
     engine: Engine
     rank: int
@@ -32,6 +33,7 @@ class World:
     counters: dict[tuple[str, int], int] = field(default_factory=dict)
     counting: threading.Lock = field(default_factory=threading.Lock)
     joins: int = 0
+    meeting: object = field(default_factory=object)
 
     def next_name(self, kind: str, set_id: int) -> str:
         """For an operation that has none: its number among those of its kind since all ranks last joined."""
@@ -45,6 +47,7 @@ class World:
         with self.counting:
             self.counters.clear()
             self.joins += 1
+            self.meeting = object()
 
 
 _world: World | None = None

@@ -88,8 +88,8 @@ class GradientReducer:
             self._add_units(chosen, joined=True)
         rest = [p for _, p in named if p.requires_grad and p not in grouped]
         self._add_units(rest, joined=codec is not None and not options.only_sparse)
-        # Which gradients are sparse nobody knows before the first ones; units of several must not hold any.
-        self._settled = all(len(unit.parameters) == 1 for unit in self._units)
+        self._several = any(len(unit.parameters) > 1 for unit in self._units)
+        self._settled_at: object = None
 
     def add(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """More parameters, whose gradients are reduced one by one."""
@@ -218,12 +218,19 @@ class GradientReducer:
                 _owners[id(p)] = self
             self._unit_of[p], self._delay[p] = unit, self.options.backward_passes_per_step
 
+    @property
+    def _settled(self) -> bool:
+        """Whether this rank and all others know which gradients are sparse: units of several must not hold any."""
+        return not self._several or self._settled_at is world().meeting
+
     def _settle_sparse(self) -> None:
-        """Once, before the first reduction of units of several: sparse gradients on any rank get units of their own."""
+        """Before the first reduction of units of several, and again where a rank may have missed that: sparse gradients
+        on any rank get units of their own. A collective."""
         if self._settled:
             return
-        self._settled = True
-        mine = {self.names[p]: grad.sparse_dim() for p in self._delay if (grad := self._sparse_grad(p)) is not None}
+        self._settled_at = world().meeting
+        mine = {self.names[p]: dimensions for p, dimensions in self._sparse.items()}
+        mine |= {self.names[p]: grad.sparse_dim() for p in self._delay if (grad := self._sparse_grad(p)) is not None}
         found: dict[str, int] = {}
         for names in allgather_object(mine, process_set=self.options.process_set):
             found.update(names)
