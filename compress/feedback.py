@@ -142,6 +142,17 @@ class ErrorFeedback:
         # Residuals that no layout has asked for yet: just loaded.
         self._waiting: dict[str, Tensor] = {}
 
+    @staticmethod
+    def invariant(gradients: Tensor, applied: Tensor, residual: Tensor) -> Tensor:
+        """What error feedback must keep at zero, for one parameter: nothing is lost.
+
+        Args:
+            gradients: the sum, over the steps that were applied, of the ranks' mean gradients.
+            applied: the sum of the means that were applied in their place.
+            residual: the mean over the ranks of what they keep.
+        """
+        return gradients - applied - residual
+
     def __bool__(self) -> bool:
         """Whether anything is kept."""
         return bool(self._memories or self._waiting)
