@@ -162,7 +162,8 @@ class Rescale(Short):
 
 @dataclass(frozen=True, repr=False)
 class Join(Short):
-    """Uneven inputs under DDP.join(): so many steps on each rank, the last of the longest with an overflow or not."""
+    """Uneven inputs under DDP.join(): so many steps on each rank, the first one without all ranks with an overflow on
+    one that has most, or without."""
 
     steps: tuple[int, ...]
     overflow: Overflow | None = None

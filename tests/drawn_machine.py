@@ -294,11 +294,11 @@ class Machine:
             return  # DDP's joined ranks follow what they have done before
         steps = event.steps[: self.size]
         longest = max(rank for rank in range(self.size) if steps[rank] == max(steps))
-        first = self.number
+        first, joined = self.number, min(*steps, max(steps) - 1)
         with self.ddp.join():
             for index in range(steps[self.rank]):
-                overflow = event.overflow if index == max(steps) - 1 else None
-                self.step(Step(overflow=overflow and replace(overflow, rank=longest, backward=0)))
+                overflow = event.overflow and replace(event.overflow, rank=longest, backward=0)
+                self.step(Step(overflow=overflow if index == joined else None))
         self.number = first + max(steps)
         # A rank that had less to do knows less of what was applied. DDP has given it the parameters.
         news = [self.received, self.scaler and self.scaler.state_dict()]
@@ -449,7 +449,7 @@ def _copy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 #: Seconds after which a rank says where it is: the process group's timeout has long passed by then.
-HANGS = 40.0
+HANGS = 100.0
 SPEED = cost.CodecSpeed(1e-9, 1e-9)
 
 
