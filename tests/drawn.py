@@ -191,9 +191,10 @@ class Resize(Short):
 
 @dataclass(frozen=True, repr=False)
 class Copy(Short):
-    """Training goes on with a copy of the model and its state."""
+    """Training goes on with a copy of the model and its state, and of the scaler, or with the scaler itself."""
 
     how: str = "deepcopy"
+    together: bool = True
 
 
 Event = Step | Raise | Rescale | Join | Close | Resume | Resize | Copy

@@ -279,7 +279,8 @@ class Machine:
         try:
             self._backward(fails_at=event.parameter)
         except Drawn:
-            self.abandoned.append([given, {name: w + given[name] - before[name] for name, w in self.window.items()}])
+            raised = {name: w + given[name] - before[name] for name, w in self.window.items()}
+            self.abandoned.append([given, raised, self.window])
             self.allowance = {name: a + rounded[name] for name, a in self.allowance.items()}
             self.begun = False
             self.ddp.reducer._reset_state()
@@ -363,12 +364,15 @@ class Machine:
     def copy(self, event: Copy) -> None:
         if self.group is not None or self.configuration.static_graph:
             return  # DDP's copies are of the default group, and do not know that their graph is static
-        twin = copy.deepcopy(self.ddp) if event.how == "deepcopy" else pickle.loads(pickle.dumps(self.ddp))
+        both = self.ddp, self.scaler
+        twin, scaler = copy.deepcopy(both) if event.how == "deepcopy" else pickle.loads(pickle.dumps(both))
         self._end()
         self.ddp, self.model = twin, twin.module
+        if event.together:
+            self.scaler = scaler
         if self.state is not None:
             _, self.state = twin._comm_hooks[-1]
-            self.state.grad_scaler = self.scaler  # not the copy of it
+            self.state.grad_scaler = self.scaler
             twin.register_comm_hook(self.state, compress_hook)
         self._follow()
 
