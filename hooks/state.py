@@ -110,7 +110,6 @@ class CompressState:
         self.exchange = exchange
         self.error_feedback = error_feedback
         self.warmup_steps = warmup_steps
-        self.exclude = exclude
         self.fallback = fallback
         self._topology = topology
         self.grad_scaler = grad_scaler
@@ -135,7 +134,7 @@ class CompressState:
         self._disconnect()
         problem: Exception | None = None
         try:
-            self._check(model)
+            self._check(model, exclude)
             choice = self._choice(0)
             for dtype in {p.dtype for p in self._parameters.values()}:
                 choice.codec.kernels(self._device).prepare(choice.codec, dtype, self._device)
@@ -145,11 +144,10 @@ class CompressState:
         expect_hook(self._parameters.values(), self._model, partial(_refuse, weakref.ref(self)))
 
     def __repr__(self) -> str:
-        group = "" if self._connection is None else f" on rank {self._world()[0]} of {self._world()[1]}"
-        return (
-            f"<CompressState of {len(self._parameters)} parameters: {self._codec_text()} by {self.exchange!r}, "
-            f"step {self._step}{group}>"
-        )
+        text = f"{len(self._parameters)} parameters: {self._codec_text()} by {self.exchange!r}, step {self._step}"
+        if self._connection is not None:
+            text += f" on rank {self._connection.group.rank} of {self._connection.group.size}"
+        return f"<CompressState of {text}>"
 
     @property
     def step(self) -> int:
@@ -583,7 +581,7 @@ class CompressState:
     def _codec_text(self) -> str:
         return str(self.codec) if isinstance(self.codec, Codec) else f"a function of the step, at 0 {self.codec_at(0)}"
 
-    def _check(self, model: DistributedDataParallel) -> None:
+    def _check(self, model: DistributedDataParallel, exclude: Exclude | None) -> None:
         if getattr(model, "_use_python_reducer", False):
             raise ValueError(
                 'torch._dynamo.config.optimize_ddp="python_reducer" calls hooks with other arguments: set it to '
@@ -598,7 +596,7 @@ class CompressState:
         check_options(self.error_feedback, self.warmup_steps, self.fallback, self.seed)
         node_size(self._topology, dist.get_world_size(model.process_group))
         check_model(model.module, self._parameters)
-        self._excluded = excluded_names(self.exclude, self._parameters)
+        self._excluded = excluded_names(exclude, self._parameters)
 
     def _flush(self) -> None:
         if self._connection is not None:
