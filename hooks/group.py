@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -17,6 +18,12 @@ HANDSHAKE_TIMEOUT = timedelta(seconds=60)
 
 #: Bytes that an all-gather may return and still be sent all at once, from each rank to each.
 SMALL_GATHER = 1 << 20
+
+
+#: A tag that no message has before two thousand million others.
+NEVER_SENT = 0x7FFFFFFF
+
+_groups: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
 class Work(Protocol):
@@ -60,6 +67,7 @@ class Group:
         #: Of single messages, where it is not what the group was made with.
         self.timeout: timedelta | None = None
         self._messages = 0
+        _groups.add(self)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -167,6 +175,20 @@ class Group:
                 f"rank {self.ranks[peer]} does not answer; what it said last may say why. {error}"
             ) from error
 
+    def cut(self) -> None:
+        """End every wait for another rank by an error, here and there, where Gloo carries the group.
+
+        Nothing else in Gloo does that from outside of the wait: a message that does not come in time makes it close all
+        connections of a group.
+        """
+        gloo = self._group
+        with contextlib.suppress(RuntimeError, AttributeError):
+            gloo = gloo if isinstance(gloo, dist.ProcessGroupGloo) else gloo._get_backend(torch.device("cpu"))
+        for peer in range(self.size):
+            if peer != self.rank and isinstance(gloo, dist.ProcessGroupGloo):
+                with contextlib.suppress(RuntimeError):
+                    gloo.recv([torch.zeros(1)], peer, NEVER_SENT).wait(timedelta(milliseconds=1))
+
     def all_reduce(self, tensor: Tensor) -> Work:
         """Start: `tensor` = sum over the ranks, in the backend's order."""
         work: Work = self._group.allreduce([tensor])
@@ -183,3 +205,9 @@ class Group:
         rows = self.gathered(self.size, longest, device=device)
         self.all_gather(rows, padded).wait()
         return [json.loads(bytes(row[:n])) for row, n in zip(rows.tolist(), lengths.tolist(), strict=True)]
+
+
+def cut_all() -> None:
+    """Cut all groups: for a process that ends and has a thread that waits for another rank."""
+    for group in list(_groups):
+        group.cut()

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .group import cut_all
+
 Job = Callable[[], Tensor]
 
 #: The threads that run, and their jobs. None is held longer than it runs.
@@ -140,14 +142,18 @@ def _stop(jobs: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
 def _stop_all() -> None:
     """Let the threads of all lanes end before the interpreter does: one that is inside torch then aborts the process.
 
-    A lane may be gone by now and its thread not: where the last job holds the last reference, nobody has waited.
+    A lane may be gone by now and its thread not: where the last job holds the last reference, nobody has waited. And a
+    job may wait for a rank that does not come, as the main thread has raised something, here or there.
     """
-    deadline = time.monotonic() + STOP_SECONDS
     threads = list(_threads.items())
     for _, jobs in threads:
         jobs.put(None)
-    for thread, _ in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+    for seconds in (STOP_SECONDS, 1.0):
+        deadline = time.monotonic() + seconds
+        for thread, _ in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if any(thread.is_alive() for thread, _ in threads):
+            cut_all()
 
 
 #: Runs a job, or does not because an earlier one failed, and gives its future what came of it.

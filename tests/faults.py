@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from gradwire import QSGD, CompressState, OneBit, TopK, compress_hook
-from gradwire.hooks import cost, group, probe
+from gradwire.hooks import cost, group, lane, probe
 from gradwire.hooks.group import Group
 from gradwire.hooks.trial import PLANNED, Trial
 from torch.nn.parallel import DistributedDataParallel
@@ -247,6 +248,36 @@ def ended(rank: int, store: str, way: str, exchange: str) -> None:
 
 def fail(*_: Any) -> None:
     raise Raised("in backward")
+
+
+class Late:
+    """Takes its time when the interpreter finalizes, and says when it does."""
+
+    def __init__(self, file: str) -> None:
+        self.parts = os.open, os.O_CREAT | os.O_WRONLY, file, time.sleep  # names are gone by then
+
+    def __del__(self) -> None:
+        opened, flags, file, sleep = self.parts
+        opened(file, flags)
+        sleep(2)
+
+
+def stuck(rank: int, store: str, exchange: str) -> None:
+    """Rank 0 raises in backward while its lane waits for rank 1, which goes away while rank 0's interpreter ends."""
+    meet(rank, store, 2)
+    model, state = wrap(perceptron(), TopK(density=0.1), exchange=exchange)
+    train_step(rank, model, 0)
+    train_step(rank, model, 1)
+    if rank == 1:
+        deadline = time.monotonic() + 60
+        while not Path(store + ".ends").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os._exit(int(time.monotonic() > deadline))
+    kept.extend([model, state])
+    vars(sys.modules["__main__"])["late"] = Late(store + ".ends")  # goes first, and when no thread can go on
+    model.module[2].register_full_backward_hook(fail)
+    lane.STOP_SECONDS = 0.2
+    train_step(rank, model, 2)
 
 
 # -- a long run -------------------------------------------------------------------------------------------------------

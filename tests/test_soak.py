@@ -31,6 +31,7 @@ from faults import (
     ended,
     long_run,
     saved_digest,
+    stuck,
     trained,
 )
 from forked import Ended, Forker
@@ -243,6 +244,13 @@ def test_many_processes_end_in_order_under_load(forker: Forker, capsys: pytest.C
 @pytest.mark.parametrize("way", ["leave", "backward"])
 def test_processes_end_in_order(forker: Forker, way: str) -> None:
     end_in_order(forker, way, "gather")
+
+
+@pytest.mark.parametrize("exchange", ["gather", pytest.param("dense", marks=pytest.mark.slow)])
+def test_a_lane_that_waits_in_vain_ends_in_order(forker: Forker, exchange: str) -> None:
+    run = forker.run(2, stuck, exchange)
+    assert run.statuses == [1, 0], run.printed
+    assert "Raised: in backward" in run.printed[0]
 
 
 def say(capsys: pytest.CaptureFixture[str], title: str, seen: Counter[str]) -> None:
