@@ -184,8 +184,9 @@ class Group:
         gloo = self._group
         with contextlib.suppress(RuntimeError, AttributeError):
             gloo = gloo if isinstance(gloo, dist.ProcessGroupGloo) else gloo._get_backend(torch.device("cpu"))
-        for peer in range(self.size):
-            if peer != self.rank and isinstance(gloo, dist.ProcessGroupGloo):
+        known = isinstance(gloo, dist.ProcessGroupGloo)
+        for peer in range(self.size if known else 0):
+            if peer != self.rank:
                 with contextlib.suppress(RuntimeError):
                     gloo.recv([torch.zeros(1)], peer, NEVER_SENT).wait(timedelta(milliseconds=1))
 

@@ -259,7 +259,7 @@ class Late:
     def __del__(self) -> None:
         opened, flags, file, sleep = self.parts
         opened(file, flags)
-        sleep(2)
+        sleep(1)
 
 
 def stuck(rank: int, store: str, exchange: str) -> None:
