@@ -161,6 +161,10 @@ FAILED: dict[str, tuple[Configuration, list[Event]]] = {
     ),
     "a joined rank that has met the others again": (Configuration(), [Restart(), Join((0, 1))]),
     "a joined rank without a first step": (Configuration(), [Join((0, 1)), Step()]),
+    "a rank without a gradient in the second of two reductions": (
+        Configuration(parameters=(Parameter((300,), "once"),)),
+        [Step(2), Step(2), Step(2)],
+    ),
     "gradients that are divided before": (Configuration(predivide=2.0), [Step(), Step()]),
     "two optimizers whose parameters have the same names": (
         Configuration(world_size=3, codec=OneBit(), exchange="two_pass", optimizers=2),

@@ -483,6 +483,17 @@ def synchronized_by_hand(rank: int) -> None:
                 assert all(torch.equal(a, grad_of(p)) for a, p in zip(grads, model.parameters(), strict=True))
         assert len(caught) == 1
         assert "skip_synchronize" in str(caught[0].message)
+    # A rank that has nothing to add after synchronizing takes part all the same.
+    optimizer.zero_grad()
+    loss_of(model, rank, 0).backward()
+    optimizer.synchronize()
+    if rank == 0:
+        loss_of(model, rank, 0).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer.step()
+    identical(model)
+
     loss_of(model, rank, 0).backward()
     assert "zero_grad" in raised(AssertionError, optimizer.zero_grad)
     optimizer.load_state_dict(optimizer.state_dict())  # forgets it

@@ -201,8 +201,10 @@ class _Distributed(torch.optim.Optimizer):
         self._reducer.use_scaler(scaler)
 
     def synchronize(self) -> None:
-        """Wait until all gradients are reduced, for clipping or unscaling; then step inside `skip_synchronize()`."""
+        """Wait until all gradients are reduced, for clipping or unscaling; then step inside `skip_synchronize()`. A
+        collective: each call reduces what the gradients are then."""
         self._reducer.synchronize()
+        self._reducer.by_hand = True
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -236,7 +238,7 @@ class _Distributed(torch.optim.Optimizer):
                     stacklevel=2,
                 )
             if closure is None:
-                reducer.synchronize()
+                reducer.synchronize_once()
             else:
                 positional = (self._with_reduction(closure), *args)
         result = super().step(*positional, **kwargs)

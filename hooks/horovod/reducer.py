@@ -75,6 +75,8 @@ class GradientReducer:
         self.loss_scale = LossScale(None)
         #: Whether backward has been here since the last synchronization, and whether that was the last thing.
         self.started = self.synchronized = False
+        #: Whether the script has called `synchronize` since the last step.
+        self.by_hand = False
         self._delay: dict[Tensor, int] = {}
         self._unit_of: dict[Tensor, _Unit] = {}
         self._units: list[_Unit] = []
@@ -119,9 +121,7 @@ class GradientReducer:
                 unit.pending.ended.wait(WAIT_SECONDS)
 
     def synchronize(self) -> None:
-        """Wait until every gradient is reduced. Parameters without one get zeros, which take part."""
-        if self.synchronized and not self.started:
-            return  # reduced already; once more would change a sum, and use up residuals
+        """Wait until every gradient is reduced. Parameters without one get zeros, which take part. A collective."""
         if self.options.process_set.included():
             self._begin()
             self._settle_sparse()
@@ -138,6 +138,14 @@ class GradientReducer:
                 self.state.settle(applied=False)
         self.synchronized = True
 
+    def synchronize_once(self) -> None:
+        """As `synchronize`, but not again where no rank has been through backward since: that would change a sum."""
+        if self.by_hand and self.options.process_set.included():
+            # This rank may have none of these parameters in its graph, and others wait for it.
+            if not any(allgather_object(self.started, process_set=self.options.process_set)):
+                return
+        self.synchronize()
+
     def use_scaler(self, scaler: torch.amp.GradScaler) -> None:
         """Let residuals follow what this scaler does."""
         self.loss_scale = LossScale(scaler)
@@ -146,7 +154,7 @@ class GradientReducer:
 
     def applied(self) -> None:
         """The optimizer has stepped."""
-        self.synchronized = False
+        self.synchronized = self.by_hand = False
         if self.state is not None and self.loss_scale.skips:
             self.state.settle(applied=True)
 
