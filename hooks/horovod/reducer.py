@@ -140,11 +140,10 @@ class GradientReducer:
 
     def synchronize_once(self) -> None:
         """As `synchronize`, but not again where no rank has been through backward since: that would change a sum."""
-        if self.by_hand and self.options.process_set.included():
-            # This rank may have none of these parameters in its graph, and others wait for it.
-            if not any(allgather_object(self.started, process_set=self.options.process_set)):
-                return
-        self.synchronize()
+        members = self.options.process_set
+        # This rank may have had none of these parameters in its graph, where others wait for it.
+        if not (self.by_hand and members.included()) or any(allgather_object(self.started, process_set=members)):
+            self.synchronize()
 
     def use_scaler(self, scaler: torch.amp.GradScaler) -> None:
         """Let residuals follow what this scaler does."""
