@@ -113,6 +113,12 @@ class Configuration(Short):
         return all(codec.lossless or self.keeps(codec) for codec in self.codecs)
 
     @property
+    def nothing_is_kept(self) -> bool:
+        """What "auto" casts to bfloat16 always keeps its rounding error."""
+        casts = self.exchange == "auto" and self.fallback == torch.bfloat16
+        return not casts and not any(self.keeps(codec) for codec in self.codecs)
+
+    @property
     def scales(self) -> bool:
         return self.scaler == "enabled"
 

@@ -93,9 +93,7 @@ class Machine:
         if self.configuration.scaler == "none":
             return None
         enabled = self.configuration.scaler == "enabled"
-        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1 << 20, enabled=enabled)
-        scaler.scale(torch.zeros(()))  # only now it has a scale that can be changed
-        return scaler
+        return _with_scale(torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1 << 20, enabled=enabled))
 
     def _set_ranks(self, world_size: int) -> None:
         """A collective of all ranks of the pool."""
@@ -369,7 +367,7 @@ class Machine:
         self._end()
         self.ddp, self.model = twin, twin.module
         if event.together:
-            self.scaler = scaler
+            self.scaler = scaler and _with_scale(scaler)
         if self.state is not None:
             _, self.state = twin._comm_hooks[-1]
             self.state.grad_scaler = self.scaler
@@ -408,7 +406,7 @@ class Machine:
                         f"{name}: {off / max(size, 1e-30):.3g} of the largest norm is lost, allowed are "
                         f"{bound / max(size, 1e-30):.3g}"
                     )
-        elif not any(self.configuration.keeps(codec) for codec in self.configuration.codecs):
+        elif self.configuration.nothing_is_kept:
             kept = [name for name, residual in residuals.items() if residual.count_nonzero()]
             if kept:
                 self.violations.append(f"residuals of {', '.join(kept)}, though none should be kept")
@@ -436,6 +434,11 @@ class _Recorder(torch.optim.SGD):
                 self.received[name] += parameter.grad.double()
         self.steps += 1
         return super().step(closure)
+
+
+def _with_scale(scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
+    scaler.scale(torch.zeros(()))  # only now it has one that can be changed
+    return scaler
 
 
 def _infinite(gradient: Tensor) -> Tensor:
