@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from .collectives import Channel
 from .control import Connection, Coordinator, connect
@@ -45,8 +46,14 @@ class Pending:
         self.error: str | None = None
         self.submitted = 0.0
         # On a GPU: when the inputs are there, and when the results are.
-        self.ready = self.done = None
+        self.ready: Any = None
+        self.done: Any = None
         if operation.device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"{operation.key} cannot be captured in a CUDA graph, for the ranks talk about each operation: "
+                    "capture forward and backward without it, and call it between replays"
+                )
             self.ready = torch.cuda.current_stream(operation.device).record_event()
 
     def poll(self) -> bool:
@@ -55,12 +62,31 @@ class Pending:
 
     def wait(self) -> Any:
         """The result; later work on the current stream waits for it."""
-        self.ended.wait()
+        self.settle()
         if self.error is not None:
             raise HorovodInternalError(self.error)
         if self.done is not None:
-            torch.cuda.current_stream(self.operation.device).wait_event(self.done)
+            # Its memory belongs to the engine's stream, which must not use it again before this one is done with it.
+            stream = torch.cuda.current_stream(self.operation.device)
+            for tensor in memory_of(self.result):
+                tensor.record_stream(stream)
         return self.result
+
+    def settle(self, timeout: float | None = None) -> None:
+        """Wait until the operation has ended, well or not, or `timeout` seconds have passed; on a GPU, later work on
+        the current stream waits."""
+        if self.ended.wait(timeout) and self.done is not None:
+            torch.cuda.current_stream(self.operation.device).wait_event(self.done)
+
+
+def memory_of(result: Any) -> Iterator[Tensor]:
+    """The tensors on GPUs of what an operation returns."""
+    if isinstance(result, Tensor):
+        parts = (result._indices(), result._values()) if result.is_sparse else (result,)
+        yield from (part for part in parts if part.is_cuda)
+    elif isinstance(result, list | tuple):
+        for each in result:
+            yield from memory_of(each)
 
 
 class Engine:
@@ -82,6 +108,8 @@ class Engine:
         self._stopped: str | None = None
         #: Of the compressions that this rank uses.
         self.states = States()
+        #: The GPU that this rank has used last; on it are made the zeros of a rank that has joined.
+        self.device: torch.device | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._coordinator: Coordinator | None = None
         if rank == 0:
@@ -116,6 +144,8 @@ class Engine:
         """
         if isinstance(operation, CompressedReduce):
             operation.label = self.states.label(operation.state)
+        if operation.device.type == "cuda":
+            self.device = operation.device
         pending = Pending(operation)
         with self._lock:
             if self._stopped is not None:
@@ -208,10 +238,11 @@ class Engine:
         if self.timeline is not None:
             self.timeline.mark("CYCLE_START")
         channel = self._channels[message["set"]]
-        operations = [self._operation(item) for item in message["ops"]]
         begin = 0.0 if self.timeline is None else self.timeline.now()
         pending = [self._pending.get(item["key"]) for item in message["ops"]]
-        with self._on_stream(pending, operations[0]):
+        device = self._device_of(message["ops"], pending)
+        with self._on_stream(pending, device):
+            operations = [self._operation(item, device) for item in message["ops"]]
             if len(operations) > 1:
                 results: list[Any] = run_fused([op for op in operations if isinstance(op, AllReduce)], channel)
             else:
@@ -221,20 +252,27 @@ class Engine:
         if message.get("acknowledge"):
             self._connection.send({"done": message["set"]})
 
-    def _operation(self, item: dict[str, Any]) -> Operation:
+    def _device_of(self, ops: Sequence[dict[str, Any]], pending: Sequence[Pending | None]) -> torch.device:
+        """Where this rank's part takes place. What threads make without being told goes to the first GPU."""
+        for each in pending:
+            if each is not None:
+                return each.operation.device
+        reference = ops[0]["info"]["reference"]
+        if reference["same"]["device"] != "cuda":
+            return torch.device("cpu")
+        return self.device or torch.device("cuda", torch.cuda.current_device())
+
+    def _operation(self, item: dict[str, Any], device: torch.device) -> Operation:
         """This rank's part: what it submitted, or what stands in for it."""
         pending, reference = self._pending.get(item["key"]), item["info"].get("reference")
-        if pending is None:
-            return stand_in(reference, self.states)
-        operation = pending.operation
-        if reference is not None and reference["kind"] != operation.kind:
-            return stand_in(reference, self.states)
-        return operation
+        if pending is None or (reference is not None and reference["kind"] != pending.operation.kind):
+            return stand_in(reference, self.states, device)
+        return pending.operation
 
     @contextlib.contextmanager
-    def _on_stream(self, pending: Sequence[Pending | None], operation: Operation) -> Iterator[None]:
-        """On a GPU: work on a stream of the engine's own, after the inputs are there; leave behind when it is done."""
-        device = operation.device
+    def _on_stream(self, pending: Sequence[Pending | None], device: torch.device) -> Iterator[None]:
+        """On a GPU, which becomes the current one: work on a stream of the engine's own, after the inputs are there;
+        leave behind when it is done."""
         if device.type != "cuda":
             yield
             return
@@ -245,7 +283,7 @@ class Engine:
             for each in pending:
                 if each is not None and each.ready is not None:
                     stream.wait_event(each.ready)
-                    for tensor in each.operation.tensors:
+                    for tensor in memory_of([each.operation.tensors, each.operation.outputs]):
                         tensor.record_stream(stream)
             yield
             done = stream.record_event()

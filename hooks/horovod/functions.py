@@ -112,9 +112,15 @@ def _to_bytes(obj: Any) -> Tensor:
 
 
 def _from_bytes(data: Tensor) -> Any:
-    # From the other ranks of this very job, which run the same script; tensors land where this rank can hold them.
-    where = None if torch.cuda.is_available() else "cpu"
-    return torch.load(io.BytesIO(data.numpy().tobytes()), map_location=where, weights_only=False)
+    # From the other ranks of this very job, which run the same script.
+    return torch.load(io.BytesIO(data.numpy().tobytes()), map_location=_here, weights_only=False)
+
+
+def _here(storage: Any, location: str) -> Any:
+    """What was on some rank's GPU goes to this rank's."""
+    if location.startswith("cuda") and torch.cuda.is_available():
+        return storage.cuda(torch.cuda.current_device())
+    return storage
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: nn.Module | None = None) -> None:

@@ -352,12 +352,16 @@ def join(device: int = -1) -> int:
     and in their allgathers with no rows; other operations fail.
 
     Args:
-        device: ignored: each of the others' operations says where its zeros belong.
+        device: number of the GPU for these zeros, where the others' tensors are on GPUs. By default the one that this
+            rank has used last, or else the current one.
 
     Returns:
         The last rank to join.
     """
-    last = int(synchronize(submit(Join(world().engine.states))))
+    engine = world().engine
+    if torch.cuda.is_available() and (device >= 0 or engine.device is None):
+        engine.device = torch.device("cuda", device if device >= 0 else torch.cuda.current_device())
+    last = int(synchronize(submit(Join(engine.states))))
     world().joined()
     return last
 

@@ -39,6 +39,8 @@ class Operation(ABC):
     """
 
     kind: ClassVar[str]
+    #: Where the results go, if they have a place already.
+    outputs: Sequence[Tensor] | None = None
 
     def __init__(self, key: str, set_id: int, tensors: Sequence[Tensor] = (), fill: bool = False) -> None:
         self.key, self.set_id, self.tensors, self.fill = key, set_id, list(tensors), fill
@@ -109,7 +111,7 @@ class AllReduce(Scaled):
         dtypes = sorted({str(t.dtype) for t in self.tensors})
         if sum(t.numel() * t.element_size() for t in self.tensors) > FUSE_BELOW_BYTES:
             return None
-        return " ".join(map(str, [*dtypes, *self.same().values()])) if len(dtypes) == 1 else None
+        return " ".join(map(str, [*dtypes, self.device, *self.same().values()])) if len(dtypes) == 1 else None
 
     def run(self, channel: Channel, info: dict[str, Any]) -> list[Tensor]:
         return run_fused([self], channel)[0]
@@ -242,6 +244,7 @@ class AllGather(Operation):
 
 class Broadcast(Operation):
     kind = "broadcast"
+    outputs: Sequence[Tensor]
 
     def __init__(self, key: str, set_id: int, tensors: Sequence[Tensor], root: int, outputs: Sequence[Tensor]) -> None:
         super().__init__(key, set_id, tensors)
@@ -325,18 +328,17 @@ class Join(Operation):
         return int(info["last"])
 
 
-def stand_in(reference: Request, states: States) -> Operation:
+def stand_in(reference: Request, states: States, device: torch.device) -> Operation:
     """What a rank runs that takes part without a tensor of its own: zeros, or no rows. What a codec has left out on
     this rank is still sent, and this rank keeps what it owes to all for the slices that it owns.
 
     Args:
         reference: what the other ranks announced.
         states: of the compressions that this rank knows.
+        device: where this rank takes part, of the kind that the others announced.
     """
     kind, same = reference["kind"], reference["same"]
-    tensors = [torch.zeros(shape, dtype=getattr(torch, dtype)) for dtype, shape in reference["tensors"]]
-    if same["device"] == "cuda":
-        tensors = [t.cuda() for t in tensors]
+    tensors = [torch.zeros(shape, dtype=getattr(torch, dtype), device=device) for dtype, shape in reference["tensors"]]
     place = (reference["key"], reference["set"])
     if kind == "allgather":
         empty = [t.new_empty((0, *t.shape[1:])) for t in tensors]

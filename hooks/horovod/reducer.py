@@ -118,7 +118,7 @@ class GradientReducer:
         """Until nothing changes gradients and residuals any more; not for ever, where other ranks have gone on."""
         for unit in self._units:
             if unit.pending is not None:
-                unit.pending.ended.wait(WAIT_SECONDS)
+                unit.pending.settle(WAIT_SECONDS)
 
     def synchronize(self) -> None:
         """Wait until every gradient is reduced. Parameters without one get zeros, which take part. A collective."""
