@@ -658,6 +658,30 @@ def consolidated(rank: int) -> None:
     identical(model)
 
 
+def loaded_in_part(rank: int) -> None:
+    hvd.init()
+    model = model_of()
+    optimizer = sgd(model, compression=TopK(0.05))
+    train(model, optimizer, rank, range(3))
+    saved = optimizer.state_dict()
+    mean = {name: residual / hvd.size() for name, residual in saved["gradwire"]["residuals"].items()}
+    other = sgd(model, compression=TopK(0.05))
+    if rank == 0:
+        other.load_state_dict(saved)
+    for name, residual in sorted(other.consolidated_state_dict()["gradwire"]["residuals"].items()):
+        equal(residual, hvd.broadcast(mean[name], 0, name=f"mean.{name}"))
+    # What belongs to other parameters would never arrive, or end in the engine.
+    named = [(f"net.{name}", p) for name, p in model.named_parameters()]
+    renamed = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), named, TopK(0.05))
+    assert "net.0.weight" in raised(ValueError, lambda: renamed.load_state_dict(saved))
+    saved["gradwire"]["residuals"]["0.bias"] = torch.zeros(7)
+    assert "0.bias, of shape [7], and here it has [40]" in raised(ValueError, lambda: other.load_state_dict(saved))
+
+
+def test_residuals_that_not_all_ranks_have_or_that_fit_no_parameter(ranks: Ranks) -> None:
+    ranks(2).run(loaded_in_part, within=20.0)
+
+
 @WORLDS
 def test_consolidated_residuals_load_everywhere(ranks: Ranks, world: int) -> None:
     ranks(world).run(consolidated)

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from .basics import world
 from .compression import Compression, codec_of
+from .functions import allgather_object
 from .operations import Adasum, Average
 from .process_sets import ProcessSet, global_process_set
 from .reducer import GradientReducer, Options
+from .residuals import check_residuals
 from .submission import allreduce_operation, key_of, reduction
 
 #: Where a state_dict has the residuals.
@@ -317,7 +319,15 @@ class _Distributed(torch.optim.Optimizer):
         if own is not None:
             process_set = self._reducer.options.process_set
             residuals = own["residuals"]
-            for name in sorted(residuals):
+            # Not every rank need have some: a checkpoint may have been loaded on some ranks only.
+            shapes = {name: tuple(residual.shape) for name, residual in residuals.items()}
+            every = {
+                name: shape for found in allgather_object(shapes, None, process_set) for name, shape in found.items()
+            }
+            devices = {name: p.device for name, p in _named(self)}
+            for name, shape in sorted(every.items()):
+                if name not in residuals:
+                    residuals[name] = torch.zeros(shape, device=devices.get(name))
                 key = key_of("residual", name, process_set)
                 operation = allreduce_operation(key, [residuals[name]], Average, 1.0, 1.0)
                 residuals[name] = world().engine.submit(operation).wait()[0]
@@ -351,6 +361,7 @@ class _Distributed(torch.optim.Optimizer):
                 stacklevel=3,
             )
             own = {**own, "residuals": {}}
+        check_residuals(own["residuals"], {name: tuple(p.shape) for name, p in _named(self)})
         state.load_state_dict(own)
 
     def _shared_compression(self) -> dict[str, Any] | None:
@@ -370,6 +381,7 @@ class _Distributed(torch.optim.Optimizer):
         state = self._reducer.state
         if state is not None and own is not None:
             if own["residuals"] is None:
+                state.follow_scale(own["scale"] or 1.0)
                 own["residuals"] = state.feedback.by_name()
             state.load_state_dict(own)
 

@@ -7,7 +7,7 @@ import itertools
 import weakref
 import zlib
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -315,6 +315,18 @@ class States:
         self._labels[state] = number
         state.outcomes = [0, 0]
         self._counts[key] = max(self._counts[key], number + 1)
+
+
+def check_residuals(residuals: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises ValueError if loaded residuals are not of parameters with these names and shapes."""
+    for name, residual in residuals.items():
+        shape = tuple(residual.shape)
+        if shapes.get(name) != shape:
+            known = f"it has {list(shapes[name])}" if name in shapes else f"are {', '.join(sorted(shapes))}"
+            raise ValueError(
+                f"the checkpoint has what compression left out of {name}, of shape {list(shape)}, and here {known}: "
+                "pass the named_parameters with which it was saved, or leave out its entry 'gradwire' to go on without"
+            )
 
 
 def layout_of(names: Sequence[str], shapes: Sequence[Sequence[int]]) -> Layout:
