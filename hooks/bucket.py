@@ -18,6 +18,7 @@ class Bucket:
 
     def __init__(self, index: int, parameters: list[Tensor], slots: Layout, excluded: frozenset[str], like: Tensor):
         self.index, self.parameters, self.numel, self.dtype = index, parameters, like.numel(), like.dtype
+        self.names = frozenset(slot.name for slot in slots)
         kept = tuple(slot for slot in slots if slot.name not in excluded)
         rest = tuple(slot for slot in slots if slot.name in excluded)
         self.layout = end_to_end(kept)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from . import handshake, probe
 from .group import HANDSHAKE_TIMEOUT, Group
 from .lane import Lane
+from .loss_scale import Scaling
 from .plan import Choice, Planner, make_topology
 
 CONSTRUCT = "Construct CompressState with equal arguments and models on every rank"
@@ -90,16 +91,17 @@ class Connection:
             self.planner.calibrate()
         #: Whether ranks have saved their parts of the state unequally often, as seen by all of them alike.
         self.uneven_saves = False
-        self._mine, self._all = torch.zeros(3, dtype=torch.int64), torch.zeros(self.group.size, 3, dtype=torch.int64)
+        self._mine, self._all = torch.zeros(5, dtype=torch.int64), torch.zeros(self.group.size, 5, dtype=torch.int64)
         self.lane = Lane(f"gradwire-{self.group.rank}", device, threaded=blocking)
 
-    def announce(self, step: int, choice: Choice, saves: int) -> None:
+    def announce(self, step: int, choice: Choice, saves: int, scaling: Scaling | None) -> None:
         """Begin to tell the other ranks what comes next here. From host to host, so that no GPU is waited for.
 
         Args:
             saves: how often this rank has saved its part of the state.
+            scaling: what the loss scaler has done, as far as this rank knows.
         """
-        self._announce(step, choice.digest, saves)
+        self._announce(step, choice.digest, saves, *(() if scaling is None else scaling.words()))
 
     def compare(self, choice: Choice) -> None:
         """Wait for what the others have announced.
@@ -110,6 +112,13 @@ class Connection:
         means = {"error_feedback": choice.feedback, "way": choice.way}
         self._compare("a training step", {"codec": str(choice.codec), "exchange": choice.exchange, **means})
 
+    def scaling(self) -> Scaling | None:
+        """After `compare`: what the loss scaler has done by the word of the first rank that knows, if one does."""
+        for row in self._all.tolist():
+            if (told := Scaling.of(row[3:])) is not None:
+                return told
+        return None
+
     def agree(self, call: str, step: int) -> None:
         """Make sure that all ranks are in the same call, at the same step.
 
@@ -119,7 +128,7 @@ class Connection:
         """
         self.control.timeout, usual = HANDSHAKE_TIMEOUT, self.control.timeout
         try:
-            self._announce(step, _digest(call), 0)
+            self._announce(step, _digest(call))
             self._compare(call, {})
         except RuntimeError as failure:
             raise RuntimeError(
@@ -130,11 +139,12 @@ class Connection:
 
     def refuse(self, problem: str) -> None:
         """Tell ranks that are in a step, or come to one, why this one is not."""
-        self._announce(-1, _digest(problem), 0)
+        self._announce(-1, _digest(problem))
         self._compare("", {"error": problem})
 
-    def _announce(self, step: int, digest: int, saves: int) -> None:
-        self._mine[0], self._mine[1], self._mine[2] = step, digest, saves
+    def _announce(self, *words: int) -> None:
+        self._mine.zero_()
+        self._mine[: len(words)] = torch.tensor(words)
         self._under_way = self.control.all_gather(self._all, self._mine)
 
     def _compare(self, call: str, means: dict[str, Any]) -> None:

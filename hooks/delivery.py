@@ -27,10 +27,12 @@ RAISED_SECONDS = 10.0
 
 @dataclass(eq=False)
 class Step:
-    """One synchronised backward pass: its number, its choice, and the buckets reduced so far, with DDP's buffers."""
+    """One synchronised backward pass: its number, its choice, whose gradients have been submitted, and the buckets
+    reduced so far, with DDP's buffers."""
 
     number: int
     choice: Choice
+    names: set[str] = field(default_factory=set)
     reduced: list[tuple[Bucket, Tensor]] = field(default_factory=list)
     #: Whether gradients of this rank go in, and not zeros in the place of a rank that has joined.
     own: bool = True

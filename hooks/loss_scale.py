@@ -6,9 +6,35 @@ has then not been delivered: `backward()` may run several times before one `scal
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What a scaler has done before a step.
+
+    Attributes:
+        scale: that gradients have now.
+        updated: whether the steps before are settled.
+    """
+
+    scale: float
+    updated: bool
+
+    def words(self) -> tuple[int, int]:
+        """As whole numbers of 64 bits, which `of` reads."""
+        return 1 + self.updated, struct.unpack("<q", struct.pack("<d", self.scale))[0]
+
+    @classmethod
+    def of(cls, words: Sequence[int]) -> Scaling | None:
+        """None where nothing is known."""
+        known, bits = words
+        return cls(struct.unpack("<d", struct.pack("<q", bits))[0], known == 2) if known else None
 
 
 class LossScale:
@@ -33,6 +59,12 @@ class LossScale:
     def skips(self) -> bool:
         """Whether steps can be skipped: not by a scaler that is disabled."""
         return self.scaler is not None and self.scaler.is_enabled()
+
+    def scaling(self) -> Scaling | None:
+        """What the scaler has done since the last call; None where steps are never skipped."""
+        if not self.skips or self.scaler is None:
+            return None
+        return Scaling(float(self.scaler.get_scale()), self.updated())
 
     def read(self) -> float | None:
         """The scale that gradients have now; None where nothing scales them."""

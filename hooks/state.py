@@ -27,7 +27,7 @@ from .bucket import Bucket, strides_in_bucket
 from .connection import Connection
 from .delivery import Delivery, Step
 from .exchange import Exchange
-from .loss_scale import LossScale
+from .loss_scale import LossScale, Scaling
 from .plan import REVIEW_EVERY, Choice, check_exchange, node_size
 from .registration import expect_hook
 from .statistics import Statistics
@@ -112,7 +112,6 @@ class CompressState:
         self.warmup_steps = warmup_steps
         self.fallback = fallback
         self._topology = topology
-        self.grad_scaler = grad_scaler
         self.seed = seed
         self._parameters = {
             clean_name(name): p  # in the order in which DDP counts them
@@ -126,6 +125,7 @@ class CompressState:
         self._warned = False
         self._loss_scale = LossScale(None)
         self._scale: float | None = None
+        self._astray = False  # whether the last step was made without this rank's gradients
         self._feedback = ErrorFeedback()
         self._delivery = Delivery(self._parameters, self._feedback)
         self._statistics = Statistics()
@@ -134,6 +134,7 @@ class CompressState:
         self._disconnect()
         problem: Exception | None = None
         try:
+            self._loss_scale = LossScale(grad_scaler)
             self._check(model, exclude)
             choice = self._choice(0)
             for dtype in {p.dtype for p in self._parameters.values()}:
@@ -148,6 +149,24 @@ class CompressState:
         if self._connection is not None:
             text += f" on rank {self._connection.group.rank} of {self._connection.group.size}"
         return f"<CompressState of {text}>"
+
+    @property
+    def grad_scaler(self) -> torch.amp.GradScaler | None:
+        """The GradScaler in use. A copy of the state has a copy of it: assign the one that training goes on with.
+
+        Raises:
+            ValueError: it is enabled and the one before was not, or the other way round.
+        """
+        return self._loss_scale.scaler
+
+    @grad_scaler.setter
+    def grad_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        new = LossScale(scaler)
+        if new.skips != self._loss_scale.skips:
+            raise ValueError(
+                "a state cannot begin or cease to follow a GradScaler: make another and load its state_dict()"
+            )
+        self._loss_scale = new
 
     @property
     def step(self) -> int:
@@ -184,29 +203,31 @@ class CompressState:
                 "gradwire's exchanges cannot be captured in a CUDA graph: leave backward out of the graph"
             )
         connection = self._connection or self._connect(None)  # none after `close`, or in a copy
-        if self._open is not None and bucket.index() == 0:
+        place = self._place(bucket, buffer)
+        if self._open is not None and not place.names.isdisjoint(self._open.names):
             # A pass that raised unnoticed, after one inside it had ended: its means are overwritten by now.
             self._step, self._open = self._open.number + 1, None
-        place = self._place(bucket, buffer)
         first = self._open is None
         step = self._open or self._begin(connection)
+        step.names |= place.names
         began = time.perf_counter()
-        scale, updated = (self._loss_scale.read(), self._loss_scale.updated()) if first else (None, False)
         if first:
-            AtEnd(partial(self._ended, step), partial(self._throw_away, step)).queue()
+            step.own = AtEnd(partial(self._ended, step), partial(self._throw_away, step)).queue()
+        scaling = self._loss_scale.scaling() if first and step.own else None
         # As DDP would: the lane's thread may have to wait for a core that backward is using.
         if connection.dense_group is not None and not self._is_due(place, step.choice, step.number):
             place.start(buffer, connection.dense_group)
 
         def job() -> Tensor:
+            compared = True
             if buffer.is_cuda:
                 buffer.record_stream(torch.cuda.current_stream(buffer.device))
             try:
                 if first:
                     self._began = began
-                    self._follow_scaler(scale, updated)
-                    connection.announce(step.number, step.choice, self._saves)
-                self._reduce(connection, place, buffer, step, first)
+                    connection.announce(step.number, step.choice, self._saves, scaling)
+                    compared = self._follow_scaler(connection, step, scaling)
+                self._reduce(connection, place, buffer, step, compared)
             except Exception as error:
                 name = place.plan.exchange if place.plan is not None else step.choice.exchange
                 raise self._failure(error, step, f"bucket {place.index}", name) from error
@@ -217,7 +238,6 @@ class CompressState:
             self._buckets = {index: b for index, b in self._buckets.items() if index <= place.index}
             self._close(step, connection)
             if not AtEnd(partial(self._deliver, step), partial(self._throw_away, step)).queue():
-                step.own = False
                 self._delivery.expect(step)
         return future
 
@@ -250,11 +270,13 @@ class CompressState:
         connection.lane.submit(job)
 
     def _ended(self, step: Step) -> None:
-        """The backward pass that had the step's first bucket has ended."""
-        model, connection = self._ddp(), self._connection
-        skips = getattr(model, "skip_all_reduce_unused_params", False)
-        if step is self._open and skips and connection is not None:  # else the last bucket closes it
-            self._close(step, connection)
+        """The backward pass that had the step's first bucket has ended. It may have been one inside another."""
+        if step is not self._open or self._connection is None:
+            return
+        # Where DDP leaves out buckets nobody knows the last one, and in a static graph's first pass no bucket is called
+        # that.
+        if getattr(self._ddp(), "skip_all_reduce_unused_params", False) or len(step.names) == len(self._parameters):
+            self._close(step, self._connection)
             self._deliver(step)
 
     def _deliver(self, step: Step) -> None:
@@ -285,22 +307,31 @@ class CompressState:
     def _failure(error: Exception, step: Step, where: str, exchange: str) -> RuntimeError:
         return RuntimeError(f"gradwire: {error} [step {step.number}, {where}, {step.choice.codec}, {exchange}]")
 
-    def _follow_scaler(self, scale: float | None, updated: bool) -> None:
-        """Before a step: what the scaler has done since the last one."""
-        if updated:
+    def _follow_scaler(self, connection: Connection, step: Step, scaling: Scaling | None) -> bool:
+        """Before a step: what the scaler has done since the last one. Returns whether that took to `compare`."""
+        if not self._loss_scale.skips:
+            return False
+        # Where this rank has joined, its own scaler does not know what the others' do; they say so.
+        astray, self._astray = self._astray or not step.own, not step.own
+        if astray:
+            connection.compare(step.choice)
+            scaling = connection.scaling() or scaling
+        if scaling is None:
+            return astray
+        if scaling.updated:
             self._feedback.commit()
             self._overflowed = False
-        if scale is not None and self._scale is not None and scale != self._scale:
-            self._feedback.rescale(scale / self._scale)
-        self._scale = scale
+        if self._scale is not None and scaling.scale != self._scale:
+            self._feedback.rescale(scaling.scale / self._scale)
+        self._scale = scaling.scale
+        return astray
 
-    def _reduce(self, connection: Connection, place: Bucket, buffer: Tensor, step: Step, first: bool) -> None:
+    def _reduce(self, connection: Connection, place: Bucket, buffer: Tensor, step: Step, compared: bool) -> None:
         choice, number = step.choice, step.number
         clock = self._statistics.clock(place.index, buffer.device)
-        compared = not first
         if not connection.planner.knows(choice):
             # Measuring takes all ranks: first make sure that they all mean this codec.
-            if first:
+            if not compared:
                 connection.compare(choice)
                 compared = True
             connection.planner.learn(choice, place.numel)
@@ -587,7 +618,6 @@ class CompressState:
                 'torch._dynamo.config.optimize_ddp="python_reducer" calls hooks with other arguments: set it to '
                 '"ddp_optimizer"'
             )
-        self._loss_scale = LossScale(self.grad_scaler)
         self._scale = self._loss_scale.read()
         self._feedback = ErrorFeedback(keep_previous=self._loss_scale.skips)
         self._delivery = Delivery(self._parameters, self._feedback)

@@ -169,11 +169,7 @@ def areas(configuration: Configuration, events: Sequence[Event]) -> set[str]:
 
 
 #: Where the laws are known not to hold yet. It should be empty.
-KNOWN: set[str] = {
-    "an overflow under join",
-    "a copy with another scaler",
-    "a parameter that a static graph of two types does not use",
-}
+KNOWN: set[str] = set()
 
 
 def found(ranks: Ranks, configuration: Configuration, events: Sequence[Event]) -> list[str]:
