@@ -443,10 +443,15 @@ def _worker(job: Mapping[str, Any]) -> None:
     try:
         result = function(**job["arguments"])
     finally:
-        # DDP lives in reference cycles, which would keep the group's threads until the interpreter ends, and abort it.
+        # DDP lives in reference cycles, which would keep the group's threads until the interpreter ends.
         gc.collect()
         dist.destroy_process_group()
     Path(job["result"]).write_text(json.dumps(result))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # PyTorch itself keeps the group of a DDP model, and its hooks leave callbacks with the group's threads: one that
+    # lets go of its callback while the interpreter finalizes aborts the process.
+    os._exit(0)
 
 
 if __name__ == "__main__":

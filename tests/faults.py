@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -278,6 +279,21 @@ def stuck(rank: int, store: str, exchange: str) -> None:
     model.module[2].register_full_backward_hook(fail)
     lane.STOP_SECONDS = 0.2
     train_step(rank, model, 2)
+
+
+class Slow:
+    def __del__(self) -> None:
+        time.sleep(0.5)
+
+
+def late_callback() -> str:
+    """A thread of Gloo lets go of its callback while the interpreter ends; the group is kept, as DDP keeps it."""
+    kept.append(dist.group.WORLD)
+    vars(sys.modules["__main__"])["late"] = Late(os.devnull)
+    time.sleep(0.5 * dist.get_rank())  # rank 0's collective is under way when it gets the callback
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    work.get_future().then(partial(lambda slow, future: future.value(), Slow())).wait()
+    return "done"
 
 
 # -- a long run -------------------------------------------------------------------------------------------------------

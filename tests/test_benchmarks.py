@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import faults
 import numpy as np
 import pytest
 import torch
@@ -499,6 +500,12 @@ def test_without_extras_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_a_rank_that_fails_ends_the_run() -> None:
     with pytest.raises(links.LinkError, match="TypeError"):
         links.Loopback(1).run(links.timed_all_reduce, {"wrong": 1}, timeout=60)
+
+
+def test_a_rank_ends_in_order_while_a_callback_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    assert links.Loopback(2).run(faults.late_callback, {}, timeout=60) == ["done"] * 2
 
 
 def test_time_is_limited() -> None:
