@@ -49,7 +49,8 @@ soak: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m soak $(PYTEST_ARGS)
 
 drawn: $(INSTALLED)
-	GRADWIRE_DRAWN_SECONDS=$(DRAWN_SECONDS) $(BIN)/python -m pytest -q -s tests/test_drawn.py $(PYTEST_ARGS)
+	GRADWIRE_DRAWN_SECONDS=$(DRAWN_SECONDS) $(BIN)/python -m pytest -q -s tests/test_drawn.py \
+		tests/test_horovod_drawn.py $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -247,10 +247,11 @@ class Engine:
                 results: list[Any] = run_fused([op for op in operations if isinstance(op, AllReduce)], channel)
             else:
                 results = [operations[0].run(channel, message["ops"][0]["info"])]
-        for operation, result in zip(operations, results, strict=True):
-            self._end(operation.key, result=result, begin=begin)
+        # Before the script hears of it: it may remove the process set next, in which nothing must be under way.
         if message.get("acknowledge"):
             self._connection.send({"done": message["set"]})
+        for operation, result in zip(operations, results, strict=True):
+            self._end(operation.key, result=result, begin=begin)
 
     def _device_of(self, ops: Sequence[dict[str, Any]], pending: Sequence[Pending | None]) -> torch.device:
         """Where this rank's part takes place. What threads make without being told goes to the first GPU."""
