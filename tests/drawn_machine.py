@@ -211,10 +211,13 @@ class Machine:
                         gradient = sum(factors[1:], start=factors[0]).double()
                         self.window[name] += gradient
                         before[name] += float(gradient.norm())
-        # What bfloat16 rounds away: where gradients accumulate, and where the mean is written.
+        # What bfloat16 rounds away: where gradients accumulate, and where the mean is written. Where no rank has used
+        # the parameter nobody sees that mean; it is no larger than what else there is.
+        level = max(largest / max(1, self.window[name].numel()) ** 0.5 for name, largest in self.largest.items())
         for name, norm in self._norms().items():
             if self.parameters[name].dtype == torch.bfloat16:
-                self.rounded[name] += 2**-9 * (before[name] + norm)
+                unseen = level * self.window[name].numel() ** 0.5 if before[name] == 0.0 else 0.0
+                self.rounded[name] += 2**-9 * (before[name] + norm + unseen)
         return overflow is not None
 
     def _norms(self) -> dict[str, float]:
