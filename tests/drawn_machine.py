@@ -12,7 +12,7 @@ import faulthandler
 import io
 import pickle
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -20,46 +20,15 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from drawn import Close, Configuration, Copy, Event, Join, Overflow, Parameter, Raise, Rescale, Resize, Resume, Step
+from drawn_model import Drawn, Linear, Recorder, fail, infinite, with_scale
 from gradwire import CompressState, compress_hook
 from gradwire.hooks import cost, probe
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from training import digest, law, mean_residuals, pretend
 
-
-class Linear(nn.Module):
-    """The sum of every used parameter times data, whose gradients are the data, in reverse order."""
-
-    def __init__(self, parameters: Sequence[Parameter]) -> None:
-        super().__init__()
-        self.twins = nn.Module()
-        generator = torch.Generator().manual_seed(7)
-        for index, drawn in enumerate(parameters):
-            value = torch.randn(drawn.shape, generator=generator).to(drawn.dtype)
-            if drawn.channels_last:
-                value = value.to(memory_format=torch.channels_last)
-            parameter = nn.Parameter(value, requires_grad=drawn.use != "frozen")
-            self.register_parameter(f"p{index}", parameter)
-            if drawn.use == "tied":
-                self.twins.register_parameter(f"p{index}", parameter)
-
-    def forward(self, data: list[list[Tensor]]) -> Tensor:
-        """`data`: for each parameter what it is multiplied with, once for each place where it is used."""
-        places = [(f"p{index}", factors) for index, factors in enumerate(data)]
-        terms = [
-            ((self.twins if twin else self).get_parameter(name) * factor).sum().float()
-            for name, factors in places
-            for twin, factor in enumerate(factors)
-        ]
-        return torch.stack(terms).sum()
-
-
 #: Of a process: the groups of its first ranks, by their number. None is the default one, of all ranks.
 GROUPS: dict[int, Any] = {}
-
-
-class Drawn(RuntimeError):
-    """What a drawn backward pass raises."""
 
 
 class Machine:
@@ -93,7 +62,7 @@ class Machine:
         if self.configuration.scaler == "none":
             return None
         enabled = self.configuration.scaler == "enabled"
-        return _with_scale(torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1 << 20, enabled=enabled))
+        return with_scale(torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1 << 20, enabled=enabled))
 
     def _set_ranks(self, world_size: int) -> None:
         """A collective of all ranks of the pool."""
@@ -136,7 +105,7 @@ class Machine:
         """The optimizer of the model as it now is."""
         self.begun = False
         self.parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        self.optimizer = _Recorder(self.parameters, self.received)
+        self.optimizer = Recorder(self.parameters, self.received)
 
     def _end(self) -> None:
         if self.state is not None:
@@ -193,9 +162,9 @@ class Machine:
         self.number += 1
         handles = []
         if overflow is not None and overflow.rank == self.rank:
-            handles.append(self.parameters[f"p{overflow.parameter}"].register_hook(_infinite))
+            handles.append(self.parameters[f"p{overflow.parameter}"].register_hook(infinite))
         if fails_at is not None:
-            handles.append(self.parameters[f"p{fails_at}"].register_hook(_fail))
+            handles.append(self.parameters[f"p{fails_at}"].register_hook(fail))
         before = self._norms()
         with contextlib.nullcontext() if synchronised else self.ddp.no_sync():
             loss = self.ddp(data)
@@ -370,7 +339,7 @@ class Machine:
         self._end()
         self.ddp, self.model = twin, twin.module
         if event.together:
-            self.scaler = scaler and _with_scale(scaler)
+            self.scaler = scaler and with_scale(scaler)
         if self.state is not None:
             _, self.state = twin._comm_hooks[-1]
             self.state.grad_scaler = self.scaler
@@ -422,36 +391,6 @@ class Machine:
 
 # `raise` is a word of the language.
 setattr(Machine, "raise", Machine.raise_)
-
-
-class _Recorder(torch.optim.SGD):
-    """Stochastic gradient descent that adds up what it applies."""
-
-    def __init__(self, parameters: Mapping[str, Tensor], received: dict[str, Tensor]) -> None:
-        super().__init__(list(parameters.values()), lr=2**-10)
-        self.named, self.received, self.steps = parameters, received, 0
-
-    def step(self, closure: Any = None) -> Any:
-        for name, parameter in self.named.items():
-            if parameter.grad is not None:
-                self.received[name] += parameter.grad.double()
-        self.steps += 1
-        return super().step(closure)
-
-
-def _with_scale(scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
-    scaler.scale(torch.zeros(()))  # only now it has one that can be changed
-    return scaler
-
-
-def _infinite(gradient: Tensor) -> Tensor:
-    gradient = gradient.clone()
-    gradient.view(-1)[gradient.numel() // 2 :] = float("inf")
-    return gradient
-
-
-def _fail(gradient: Tensor) -> None:
-    raise Drawn("as drawn")
 
 
 def _copy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
