@@ -378,10 +378,10 @@ def scaled(rank: int, overflow_at: int) -> Any:
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
-    residuals = state.consolidated_state_dict()
-    state.grad_scaler = None  # a state without a scaler takes them in units of one
-    state.load_state_dict(residuals)
-    return ledger.error(state), scales, snapshots, state.statistics().nonfinite_steps
+    _, unscaled = wrap(perceptron(), OneBit())  # a state without a scaler takes them in units of one
+    unscaled.load_state_dict(state.consolidated_state_dict())
+    errors = ledger.error(state), ledger.error(unscaled)
+    return max(errors), scales, snapshots, state.statistics().nonfinite_steps
 
 
 def test_grad_scaler_with_an_overflow_on_one_rank(ranks: Ranks) -> None:

@@ -416,7 +416,7 @@ def corrupted(rank: int) -> tuple[int, bool, str]:
     """Rank 1's indices are destroyed on the way; every rank counts and skips them, and replicas stay equal."""
     from gradwire.hooks.allreduce import Gather
 
-    ddp, state = wrap(perceptron(), TopK(0.1))
+    ddp, state = wrap(perceptron(), TopK(0.1), exchange="gather")
     train(rank, ddp, range(2))
     exchange = Gather.exchange
 
