@@ -205,6 +205,7 @@ def test_thousands_of_steps_under_random_delays(forker: Forker, capsys: pytest.C
     say(capsys, f"{LONG} steps of 20 buckets on 3 ranks, {run.results[0]['lost']:.1e} lost (seed {SEED})", seen)
 
 
+@pytest.mark.slow
 def test_some_steps_under_random_delays(forker: Forker) -> None:
     for readings in check_long_run(forker.run(3, long_run, 20, 20, 2, SEED)):
         assert readings[0]["descriptors"] == readings[1]["descriptors"]
