@@ -202,9 +202,9 @@ class Kept:
 
     def __init__(self, indices: Tensor, values: Tensor, numel: int, dtype: str) -> None:
         from gradwire import TopK
-        from gradwire.hooks.entries import Entries
-        from gradwire.hooks.group import Group
-        from gradwire.hooks.sparse_exchanges import Split
+        from gradwire.hooks.comm.entries import Entries
+        from gradwire.hooks.comm.group import Group
+        from gradwire.hooks.exchanges.selected import Split
 
         codec = TopK(density=len(indices) / numel, values=DTYPES[dtype])
         self.exchange = Split(codec, numel, 0, torch.device("cpu"), Group(dist.group.WORLD))

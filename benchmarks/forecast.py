@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from ..compress.codec import Codec
-from ..hooks import cost
-from ..hooks.group import Group
-from ..hooks.plan import calibrated, make_topology
+from ..hooks.auto import cost
+from ..hooks.auto.planner import calibrated
+from ..hooks.comm.group import Group
+from ..hooks.comm.topology import make_topology
 from . import links, measurement
 from .codecs import label
 from .network import Network, from_flags

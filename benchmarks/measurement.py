@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..compress import QSGD, Codec, OneBit, TernGrad, TopK
 from ..compress.codec import DTYPES
-from ..hooks import probe
-from ..hooks.group import Group, Work
+from ..hooks.auto import probe
+from ..hooks.comm.group import Group, Work
 from . import models
 from .report import median
 

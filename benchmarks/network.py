@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..hooks.cost import Calibration, Latency, Line, Nodes, Work
+from ..hooks.auto.cost import Calibration, Latency, Line, Nodes, Work
 
 #: What TCP leaves of Ethernet's rate: 1448 bytes of 1538, with headers, preamble and the gap between frames.
 PAYLOAD = 1448 / 1538

@@ -29,8 +29,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..hooks.entries import Carrier, Entries
-from ..hooks.group import Group
+from ..hooks.comm.entries import Carrier, Entries
+from ..hooks.comm.group import Group
 from . import report
 
 #: Thousands of threads, each with a stack of its own.

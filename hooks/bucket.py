@@ -7,10 +7,11 @@ from torch import Tensor
 
 from ..compress.codec import new_draw
 from ..compress.feedback import Layout, Slot, layout_numel, pack
-from .allreduce import Dense
-from .exchange import Exchange, all_finite
-from .group import Group
-from .plan import Choice, Plan, Topology
+from .auto.planner import Choice, Plan
+from .comm.group import Group
+from .comm.topology import Topology
+from .exchanges import Dense
+from .exchanges.base import Exchange, all_finite
 
 
 class Bucket:

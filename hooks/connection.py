@@ -9,11 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import handshake, probe
-from .group import HANDSHAKE_TIMEOUT, Group
-from .lane import Lane
+from .auto import probe
+from .auto.planner import Choice, Planner
+from .comm import handshake
+from .comm.group import HANDSHAKE_TIMEOUT, Group
+from .comm.lane import Lane
+from .comm.topology import make_topology
 from .loss_scale import Scaling
-from .plan import Choice, Planner, make_topology
 
 CONSTRUCT = "Construct CompressState with equal arguments and models on every rank"
 

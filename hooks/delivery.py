@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..compress.feedback import ErrorFeedback, Slot
+from .auto.planner import Choice
 from .bucket import Bucket
-from .lane import Lane
-from .plan import Choice
+from .comm.lane import Lane
 
 #: How long to wait for exchanges that are under way when a backward pass has raised.
 RAISED_SECONDS = 10.0

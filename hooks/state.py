@@ -20,18 +20,20 @@ from .. import __version__
 from ..compress.codec import Codec
 from ..compress.feedback import ErrorFeedback, Slot, layout_numel
 from ..compress.wire import WIRE_VERSION
-from . import checkpoint, handshake
+from . import checkpoint
 from .arguments import ExchangeName, Exclude, check_codec, check_model, check_options, excluded_names
+from .auto.planner import REVIEW_EVERY, Choice, check_exchange
+from .auto.trial import Trial
 from .backward import AtEnd, at_end
 from .bucket import Bucket, strides_in_bucket
+from .comm import handshake
+from .comm.topology import node_size
 from .connection import Connection
 from .delivery import Delivery, Step
-from .exchange import Exchange
+from .exchanges.base import Exchange
 from .loss_scale import LossScale, Scaling
-from .plan import REVIEW_EVERY, Choice, check_exchange, node_size
 from .registration import expect_hook
 from .statistics import Statistics
-from .trial import Trial
 
 #: What belongs to a process and is left out of copies of a state.
 OF_PROCESS = ("_connection", "_buckets", "_names", "_asked", "_current", "_trial", "_began", "_open")
@@ -45,8 +47,8 @@ class CompressState:
         model: the `DistributedDataParallel` model, or what `torch.compile` made of it.
         codec: a codec, or a function of the step (counted from 0) that returns one, equal on all ranks.
         exchange: "gather", "two_pass", "union", "split", "dense", "hierarchical", or "auto": what is fastest for each
-            bucket by `hooks.cost`, whose probe of the group takes a second or two when the first state is made; over
-            Gloo some steps are then trained each way (`hooks.trial`). Measured times differ between runs, and so may
+            bucket by `hooks.auto.cost`, whose probe of the group takes a second or two when the first state is made; over
+            Gloo some steps are then trained each way (`hooks.auto.trial`). Measured times differ between runs, and so may
             decisions: name an exchange where runs must be repeatable.
         error_feedback: whether to keep what compression leaves out and add it to the next gradient. "auto" does so for
             codecs that contract (the deterministic ones); True makes stochastic codecs round to nearest.

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from drawn import Close, Configuration, Copy, Event, Join, Overflow, Parameter, Raise, Rescale, Resize, Resume, Step
 from drawn_model import Drawn, Linear, Recorder, fail, infinite, with_scale
 from gradwire import CompressState, compress_hook
-from gradwire.hooks import cost, probe
+from gradwire.hooks.auto import cost, probe
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from training import digest, law, mean_residuals, pretend

@@ -22,9 +22,10 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from gradwire import QSGD, CompressState, OneBit, TopK, compress_hook
-from gradwire.hooks import cost, group, lane, probe
-from gradwire.hooks.group import Group
-from gradwire.hooks.trial import PLANNED, Trial
+from gradwire.hooks.auto import cost, probe
+from gradwire.hooks.auto.trial import PLANNED, Trial
+from gradwire.hooks.comm import group, lane
+from gradwire.hooks.comm.group import Group
 from torch.nn.parallel import DistributedDataParallel
 from training import batch, digest, mean_residuals, perceptron, pretend, residuals_of, wrap
 

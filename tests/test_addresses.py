@@ -16,8 +16,8 @@ from gradwire.compress.backends.addresses import address, rows_at
 from gradwire.compress.backends.entry_kernels import EntryKernels, Pieces
 from gradwire.compress.backends.sparse import entries_for, whole_rows
 from gradwire.compress.entries import index_bytes
-from gradwire.hooks import probe
-from gradwire.hooks.group import Group
+from gradwire.hooks.auto import probe
+from gradwire.hooks.comm.group import Group
 from ranks import Pool
 from strategies import VARIANTS
 from torch import Tensor

@@ -15,7 +15,7 @@ from gradwire.benchmarks import advice, advise, advise_check, cli, forecast, mea
 from gradwire.benchmarks.forecast import Here
 from gradwire.benchmarks.network import PAYLOAD
 from gradwire.benchmarks.prediction import Job, Processors, Profile, Task, predict, run, share, simulate
-from gradwire.hooks.cost import CodecSpeed, Work
+from gradwire.hooks.auto.cost import CodecSpeed, Work
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from gradwire.compress import CODECS, QSGD, Cast, Codec, Identity, OneBit, TernGrad, TopK, new_draw
-from gradwire.hooks.allreduce import EXCHANGES, possible_exchanges
-from gradwire.hooks.group import Group
-from gradwire.hooks.plan import check_exchange, default_exchange
+from gradwire.hooks.auto.planner import check_exchange, default_exchange
+from gradwire.hooks.comm.group import Group
+from gradwire.hooks.exchanges import EXCHANGES, possible_exchanges
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import Pool

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from gradwire import Codec, Identity, OneBit, TopK
-from gradwire.hooks.allreduce import Dense
+from gradwire.hooks.exchanges import Dense
 from ranks import Pool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

@@ -35,7 +35,7 @@ from drawn import (
 )
 from drawn_machine import play
 from gradwire import QSGD, Cast, Codec, Identity, OneBit, TernGrad, TopK
-from gradwire.hooks.allreduce import EXCHANGES, possible_exchanges
+from gradwire.hooks.exchanges import EXCHANGES, possible_exchanges
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from ranks import Pool, RankError

@@ -13,8 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire import sparse_all_reduce
-from gradwire.hooks import group, probe, sparse
-from gradwire.hooks.group import Group
+from gradwire.hooks import sparse
+from gradwire.hooks.auto import probe
+from gradwire.hooks.comm import group
+from gradwire.hooks.comm.group import Group
 from ranks import Pool
 
 CPU = torch.device("cpu")

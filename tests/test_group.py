@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire.hooks.group import SMALL_GATHER, Group
+from gradwire.hooks.comm.group import SMALL_GATHER, Group
 from ranks import Pool
 
 Ranks = Callable[[int], Pool]

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire import QSGD, Cast, Codec, CompressState, Identity, OneBit, TernGrad, TopK, compress_hook
-from gradwire.hooks.allreduce import possible_exchanges
+from gradwire.hooks.exchanges import possible_exchanges
 from ranks import Pool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel

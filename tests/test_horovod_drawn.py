@@ -14,7 +14,7 @@ import gradwire.hooks.horovod as hvd
 import pytest
 import torch
 from gradwire import QSGD, Cast, Codec, Identity, OneBit, TernGrad, TopK
-from gradwire.hooks.allreduce import possible_exchanges
+from gradwire.hooks.exchanges import possible_exchanges
 from horovod_drawn import (
     Accumulate,
     Configuration,

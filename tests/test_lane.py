@@ -12,7 +12,7 @@ import weakref
 
 import pytest
 import torch
-from gradwire.hooks.lane import Lane
+from gradwire.hooks.comm.lane import Lane
 
 
 def test_jobs_run_in_order_on_one_thread() -> None:
@@ -86,7 +86,7 @@ def test_the_process_ends_in_order_while_the_last_job_holds_the_lane() -> None:
 
         import torch
         import torch.distributed as dist
-        from gradwire.hooks.lane import Lane
+        from gradwire.hooks.comm.lane import Lane
 
         class Connections:
             def __del__(self) -> None:

@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire import QSGD, Cast, Codec, CompressState, Identity, OneBit, TernGrad, TopK, compress_hook
-from gradwire.hooks import cost, plan, probe
-from gradwire.hooks.group import Group
+from gradwire.hooks.auto import cost, probe
+from gradwire.hooks.auto.planner import Choice, Planner
+from gradwire.hooks.comm.group import Group
+from gradwire.hooks.comm.topology import Topology, node_size
 from ranks import Pool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -119,10 +121,10 @@ def test_auto_takes_nodes_where_the_inside_is_fast(ranks: Ranks) -> None:
 
 def test_a_small_bucket_is_not_worth_it_where_a_large_one_is() -> None:
     """One network: latency decides for the small one, bytes for the large."""
-    planner = plan.Planner(plan.Topology(_Ranks()), torch.device("cpu"), torch.float32)  # type: ignore[arg-type]
+    planner = Planner(Topology(_Ranks()), torch.device("cpu"), torch.float32)  # type: ignore[arg-type]
     gather, exchange, reduce = cost.Line(2e-3, 0.0), cost.Line(4e-3, 8e-9), cost.Line(1e-3, 8e-9)
     planner._flat = cost.Calibration(gather, exchange, reduce, WORK, LATENCY)
-    choice = plan.Choice(OneBit(), "auto", True)
+    choice = Choice(OneBit(), "auto", True)
     planner._speeds[planner._key(choice)] = cost.CodecSpeed(1e-9, 1e-9)
     assert planner.plan(choice, 1000, 0)[0].exchange == "dense"
     assert planner.plan(choice, 10_000_000, 0)[0].exchange in ("gather", "two_pass")
@@ -134,19 +136,19 @@ class _Ranks:
 
 def test_ranks_on_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert plan.node_size("auto", 8) == 1
+    assert node_size("auto", 8) == 1
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert plan.node_size("auto", 8) == 4
-    assert plan.node_size("auto", 4) == 1  # one node
-    assert plan.node_size("auto", 6) == 1  # uneven nodes
-    assert plan.node_size(2, 8) == 2
-    assert plan.node_size(8, 8) == 1
-    assert plan.node_size(None, 8) == 1
+    assert node_size("auto", 8) == 4
+    assert node_size("auto", 4) == 1  # one node
+    assert node_size("auto", 6) == 1  # uneven nodes
+    assert node_size(2, 8) == 2
+    assert node_size(8, 8) == 1
+    assert node_size(None, 8) == 1
     for bad in (3, 0, -2):
         with pytest.raises(ValueError, match="ranks a node"):
-            plan.node_size(bad, 8)
+            node_size(bad, 8)
     with pytest.raises(TypeError, match="DeviceMesh"):
-        plan.node_size(2.0, 8)
+        node_size(2.0, 8)
 
 
 def hurried(rank: int, exchange: str, steps: int) -> Any:

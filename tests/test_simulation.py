@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from gradwire.benchmarks.allreduce import IndexSets
 from gradwire.benchmarks.simulation import Network, SimulatedGroup, Task, World, check, simulate
-from gradwire.hooks.entries import Entries
-from gradwire.hooks.group import Group
+from gradwire.hooks.comm.entries import Entries
+from gradwire.hooks.comm.group import Group
 from ranks import Pool
 from torch import Tensor
 

@@ -35,7 +35,7 @@ from faults import (
     trained,
 )
 from forked import Ended, Forker
-from gradwire.hooks.trial import SETTLING, TURN, TURNS
+from gradwire.hooks.auto.trial import SETTLING, TURN, TURNS
 
 SEED = int(os.environ.get("GRADWIRE_SOAK_SEED", "0"))
 

@@ -11,10 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire import sparse_all_reduce
-from gradwire.hooks import cost, probe, sparse, sparse_arguments
-from gradwire.hooks.entries import Carrier, Entries
-from gradwire.hooks.group import Group
-from gradwire.hooks.sparse_arguments import Algorithm, Op
+from gradwire.hooks import sparse
+from gradwire.hooks.auto import cost, probe
+from gradwire.hooks.comm.entries import Carrier, Entries
+from gradwire.hooks.comm.group import Group
+from gradwire.hooks.sparse import arguments
+from gradwire.hooks.sparse.arguments import Algorithm, Op
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import GROUP_TIMEOUT, Pool
@@ -367,7 +369,7 @@ def test_estimates_of_the_union_follow_the_overlap() -> None:
         order = torch.randperm(numel, generator=torch.Generator().manual_seed(0))
         shared = order[: k - own]
         sets = [torch.cat([shared, order[k + rank * own :][:own]]).sort().values for rank in range(world_size)]
-        bits = torch.stack([sparse_arguments.windows_of(indices, numel, 1024) for indices in sets])
-        sides = sparse_arguments.Sides([k] * world_size, True, bits, torch.zeros(0), 0)
+        bits = torch.stack([arguments.windows_of(indices, numel, 1024) for indices in sets])
+        sides = arguments.Sides([k] * world_size, True, bits, torch.zeros(0), 0)
         true = len(torch.cat(sets).unique())
-        assert abs(sparse_arguments.estimate_union(sides, numel) / true - 1) < 0.2
+        assert abs(arguments.estimate_union(sides, numel) / true - 1) < 0.2

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from gradwire import sparse_all_reduce
 from gradwire.hooks import sparse
-from gradwire.hooks.sparse_arguments import Algorithm
+from gradwire.hooks.sparse.arguments import Algorithm
 from ranks import Pool
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -16,7 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire import sparse_all_reduce
-from gradwire.hooks import probe, sparse
+from gradwire.hooks import sparse
+from gradwire.hooks.auto import probe
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import Pool

@@ -254,7 +254,7 @@ def test_a_rank_that_dies_leaves_the_others_with_an_error(exchange: str) -> None
 
 
 def late(rank: int) -> str:
-    import gradwire.hooks.group as module
+    import gradwire.hooks.comm.group as module
 
     module.HANDSHAKE_TIMEOUT = timedelta(seconds=2)
     ddp = ddp_of(perceptron())
@@ -414,7 +414,7 @@ def test_feedback_is_on_for_codecs_that_contract(ranks: Ranks) -> None:
 
 def corrupted(rank: int) -> tuple[int, bool, str]:
     """Rank 1's indices are destroyed on the way; every rank counts and skips them, and replicas stay equal."""
-    from gradwire.hooks.allreduce import Gather
+    from gradwire.hooks.exchanges import Gather
 
     ddp, state = wrap(perceptron(), TopK(0.1), exchange="gather")
     train(rank, ddp, range(2))
@@ -445,8 +445,8 @@ def test_corrupted_bytes_are_skipped_and_counted(ranks: Ranks) -> None:
 
 def handshake_within(seconds: float) -> None:
     """Ranks wait for each other no longer than this, in groups that are made from now on."""
+    import gradwire.hooks.comm.group as group
     import gradwire.hooks.connection as connection
-    import gradwire.hooks.group as group
 
     group.HANDSHAKE_TIMEOUT = connection.HANDSHAKE_TIMEOUT = timedelta(seconds=seconds)
 
@@ -506,7 +506,7 @@ def test_what_one_rank_does_alone_is_told_to_all(case: str, words: tuple[str, ..
 
 def errors_of_the_hook(rank: int) -> list[tuple[str, str, str]]:
     """What `backward` raises where an exchange fails, and where its hook is called in other ways."""
-    from gradwire.hooks.allreduce import Gather
+    from gradwire.hooks.exchanges import Gather
 
     found = []
     ddp, state = wrap(perceptron(), OneBit(), exchange="gather")

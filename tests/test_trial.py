@@ -9,9 +9,9 @@ from unittest.mock import patch
 
 import pytest
 from gradwire import CompressState, OneBit, compress_hook
-from gradwire.hooks import cost, probe
-from gradwire.hooks.allreduce import Dense, Gather
-from gradwire.hooks.trial import COMPRESSED, FALLBACK, HOPELESS, PLANNED, SETTLING, TURN, TURNS, UNCOUNTED, Trial
+from gradwire.hooks.auto import cost, probe
+from gradwire.hooks.auto.trial import COMPRESSED, FALLBACK, HOPELESS, PLANNED, SETTLING, TURN, TURNS, UNCOUNTED, Trial
+from gradwire.hooks.exchanges import Dense, Gather
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import Pool

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from gradwire import CompressState, compress_hook
 from gradwire.compress.feedback import ErrorFeedback
-from gradwire.hooks import cost
-from gradwire.hooks.group import Group
+from gradwire.hooks.auto import cost
+from gradwire.hooks.comm.group import Group
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

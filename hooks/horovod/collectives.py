@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..group import Group
+from ..comm.group import Group
 
 #: How long a collective may take once every rank has said that it is ready for it.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..exchange import all_finite
+from ..exchanges.base import all_finite
 from ..loss_scale import LossScale
 from .basics import world
 from .compression import codec_of

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ...compress.codec import Codec, new_draw
 from ...compress.feedback import ErrorFeedback, Layout, Slot, layout_numel
-from ..allreduce import EXCHANGES
-from ..exchange import Exchange
-from ..plan import check_exchange, default_exchange
+from ..auto.planner import check_exchange, default_exchange
+from ..exchanges import EXCHANGES
+from ..exchanges.base import Exchange
 from .collectives import Channel
 
 

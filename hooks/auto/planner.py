@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from ..compress.cast import Cast
-from ..compress.codec import Codec
-from ..compress.topk import TopK
+from ...compress.cast import Cast
+from ...compress.codec import Codec
+from ...compress.topk import TopK
+from ..comm.topology import Topology
+from ..exchanges import EXCHANGES, possible_exchanges
+from ..exchanges.base import Exchange
+from ..exchanges.hierarchical import Hierarchical
 from . import cost, probe
-from .allreduce import EXCHANGES, possible_exchanges
 from .cost import HIERARCHICAL
-from .exchange import Exchange
-from .group import Group
-from .hierarchical import Hierarchical
 from .trial import COMPRESSED, FALLBACK, PLANNED
 
 #: Steps after which "auto" looks again at how much the ranks' selections overlap.
@@ -54,83 +51,6 @@ def check_exchange(exchange: str, codec: Codec, besides: Sequence[str] = ("auto"
         raise ValueError(
             f"exchange={exchange!r} {why}, and {codec} has none: use one of {', '.join(map(repr, possible))}"
         )
-
-
-@dataclass(frozen=True)
-class Topology:
-    """The ranks, and how they lie on nodes.
-
-    Attributes:
-        all: every rank.
-        inside, between: the ranks of this node, and the ranks of all nodes that hold the same place in theirs; None
-            where there is only one node, or one rank on each.
-    """
-
-    all: Group
-    inside: Group | None = None
-    between: Group | None = None
-
-
-def node_size(topology: Any, world_size: int) -> int:
-    """Ranks on each node, of ranks that are numbered node by node; 1 where nodes play no role.
-
-    Args:
-        topology: "auto" (what torchrun says of this machine), a number, a two-dimensional DeviceMesh whose last
-            dimension is inside the node, or None.
-
-    Raises:
-        ValueError, TypeError: it is none of these, or does not divide the world.
-    """
-    if topology is None:
-        return 1
-    if topology == "auto":
-        # Set by torchrun alone; elsewhere nothing is known of nodes.
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        return local if 1 < local < world_size and world_size % local == 0 else 1
-    if isinstance(topology, int) and not isinstance(topology, bool):
-        if topology < 1 or world_size % topology:
-            raise ValueError(f"topology={topology} ranks a node do not divide {world_size} ranks")
-        return 1 if topology == world_size else topology
-    if hasattr(topology, "get_group") and hasattr(topology, "mesh"):
-        if topology.mesh.dim() != 2 or topology.mesh.numel() != world_size:
-            raise ValueError(
-                f"topology is a mesh of shape {tuple(topology.mesh.shape)}: expected two dimensions, nodes and ranks "
-                f"inside a node, of {world_size} ranks in all"
-            )
-        local = int(topology.mesh.shape[1])
-        return 1 if 1 in topology.mesh.shape else local
-    raise TypeError(f"topology={topology!r}: expected 'auto', ranks a node, a DeviceMesh or None")
-
-
-def make_topology(topology: Any, ranks: list[int], everyone: Group, carrier: Any, blocking: bool) -> Topology:
-    """Make the groups. A collective.
-
-    Args:
-        ranks: global ranks, in the order of the group's.
-        everyone: these ranks.
-        carrier: the process group of a model whose collectives are NCCL's.
-        blocking: whether Gloo carries everything.
-
-    Raises:
-        ValueError: NCCL, and no mesh that brings groups along.
-    """
-    size = node_size(topology, len(ranks))
-    if size == 1:
-        return Topology(everyone)
-    if hasattr(topology, "get_group"):
-        mesh = topology.mesh.tolist()
-        inside_ranks = next(node for node in mesh if dist.get_rank() in node)
-        between_ranks = [node[inside_ranks.index(dist.get_rank())] for node in mesh]
-    else:
-        node, place = divmod(everyone.rank, size)
-        inside_ranks, between_ranks = ranks[node * size : (node + 1) * size], ranks[place::size]
-    if blocking:
-        return Topology(everyone, Group.of_ranks(inside_ranks), Group.of_ranks(between_ranks))
-    if not hasattr(topology, "get_group"):
-        if topology == "auto":
-            return Topology(everyone)  # NCCL knows its way inside a node without us
-        raise ValueError("over NCCL, topology must be a DeviceMesh: it brings the groups along")
-    return Topology(everyone, Group(topology.get_group(1)), Group(topology.get_group(0)))
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..compress.codec import Codec
-from ..compress.feedback import OwnedSlice
-from ..compress.topk import TopK
-from .exchange import Clock, Exchange, all_finite
-from .group import Group, Work
-from .sparse_exchanges import Split, Union
+from ...compress.codec import Codec
+from ...compress.feedback import OwnedSlice
+from ...compress.topk import TopK
+from ..comm.group import Group, Work
+from .base import Clock, Exchange, all_finite
+from .selected import Split, Union
 
 
 class Gather(Exchange):

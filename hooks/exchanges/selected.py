@@ -9,12 +9,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..compress.codec import Codec
-from ..compress.topk import TopK
-from .entries import Carrier, Entries
-from .exchange import Clock, Exchange, all_finite
-from .group import Group
-from .sparse import fill
+from ...compress.codec import Codec
+from ...compress.topk import TopK
+from ..comm.entries import Carrier, Entries
+from ..comm.group import Group
+from ..sparse import fill
+from .base import Clock, Exchange, all_finite
 
 #: Steps after which `Split` balances the owners' ranges again.
 BALANCE_EVERY = 64

@@ -13,11 +13,11 @@ from itertools import pairwise
 
 import torch
 
-from ..compress.codec import Codec
-from ..compress.entries import index_bytes, value_bytes
-from ..compress.topk import TopK
-from .entries import CENSUS_BYTES, census_is_shared
-from .group import SMALL_GATHER
+from ...compress.codec import Codec
+from ...compress.entries import index_bytes, value_bytes
+from ...compress.topk import TopK
+from ..comm.entries import CENSUS_BYTES, census_is_shared
+from ..comm.group import SMALL_GATHER
 
 #: What precedes the name of an exchange between nodes.
 HIERARCHICAL = "hierarchical"

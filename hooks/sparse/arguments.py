@@ -11,9 +11,9 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from . import probe
-from .entries import range_samples
-from .group import Group
+from ..auto import probe
+from ..comm.entries import range_samples
+from ..comm.group import Group
 
 Op = Literal["mean", "sum"]
 Algorithm = Literal["auto", "gather", "union", "split", "dense"]

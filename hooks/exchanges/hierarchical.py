@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..compress.codec import Codec
-from ..compress.feedback import OwnedSlice
-from .exchange import IDENTITY, Clock, Exchange, all_finite
-from .group import Group
+from ...compress.codec import Codec
+from ...compress.feedback import OwnedSlice
+from ..comm.group import Group
+from .base import IDENTITY, Clock, Exchange, all_finite
 
 
 class Hierarchical(Exchange):

@@ -9,10 +9,10 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from ..compress.cast import Identity
-from ..compress.codec import Codec
-from ..compress.feedback import OwnedSlice
-from .group import Group
+from ...compress.cast import Identity
+from ...compress.codec import Codec
+from ...compress.feedback import OwnedSlice
+from ..comm.group import Group
 
 Clock = Callable[[str], AbstractContextManager[None]]
 

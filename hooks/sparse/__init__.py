@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import cost, probe
-from .entries import Carrier, Entries, Room, bounds_of
-from .group import Group
-from .sparse_arguments import ALGORITHMS, Algorithm, Offer, Op, compare, estimate_union
+from ..auto import cost, probe
+from ..comm.entries import Carrier, Entries, Room, bounds_of
+from ..comm.group import Group
+from .arguments import ALGORITHMS, Algorithm, Offer, Op, compare, estimate_union
 
 
 @overload
@@ -91,7 +91,7 @@ def sparse_all_reduce(
         numel: length N of the vector, below 2^31, the same on all ranks.
         group: the ranks; by default all.
         op: "mean" or "sum".
-        algorithm: "gather", "union", "split", "dense", or "auto": the fastest by `hooks.cost`, which probes a group the
+        algorithm: "gather", "union", "split", "dense", or "auto": the fastest by `hooks.auto.cost`, which probes a group the
             first time it meets it (a second or two).
         out: float32, float16 or bfloat16 [N], of any stride but 0, on the device of `values`: filled with the result,
             zero where no rank has an entry.

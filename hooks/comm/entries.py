@@ -1,7 +1,7 @@
 """Entries, the indices and values of sparse gradients, on their way between ranks: indices first, then values.
 
 `Carrier` packs, sends and merges lists of entries. The algorithms made of it are in `hooks.sparse` (the public
-all-reduce) and `hooks.allreduce` (a model's gradients).
+all-reduce) and `hooks.exchanges` (a model's gradients).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from ..compress.backends.entry_kernels import Pieces
-from ..compress.backends.sparse import entries_for
-from ..compress.entries import index_bytes, value_bytes
+from ...compress.backends.entry_kernels import Pieces
+from ...compress.backends.sparse import entries_for
+from ...compress.entries import index_bytes, value_bytes
 from .group import SMALL_GATHER, Group, Work
 
 #: Samples of the index lists that balance owners' ranges, over all ranks.

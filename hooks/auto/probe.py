@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from ..compress.backends.sparse import entries_for
-from ..compress.codec import Codec, new_draw
-from ..compress.entries import index_bytes, value_bytes
+from ...compress.backends.sparse import entries_for
+from ...compress.codec import Codec, new_draw
+from ...compress.entries import index_bytes, value_bytes
+from ..comm.entries import Carrier, Entries
+from ..comm.group import Group
 from .cost import Calibration, CodecSpeed, Latency, Line, Work
-from .entries import Carrier, Entries
-from .group import Group
 
 #: A probe's messages grow until one has taken this long, or all ranks' have so many bytes.
 PROBE_SECONDS, PROBE_BYTES = 0.15, 1 << 26

@@ -1,0 +1,88 @@
+"""How the ranks lie on nodes, and the groups that follow from it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from .group import Group
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The ranks, and how they lie on nodes.
+
+    Attributes:
+        all: every rank.
+        inside, between: the ranks of this node, and the ranks of all nodes that hold the same place in theirs; None
+            where there is only one node, or one rank on each.
+    """
+
+    all: Group
+    inside: Group | None = None
+    between: Group | None = None
+
+
+def node_size(topology: Any, world_size: int) -> int:
+    """Ranks on each node, of ranks that are numbered node by node; 1 where nodes play no role.
+
+    Args:
+        topology: "auto" (what torchrun says of this machine), a number, a two-dimensional DeviceMesh whose last
+            dimension is inside the node, or None.
+
+    Raises:
+        ValueError, TypeError: it is none of these, or does not divide the world.
+    """
+    if topology is None:
+        return 1
+    if topology == "auto":
+        # Set by torchrun alone; elsewhere nothing is known of nodes.
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return local if 1 < local < world_size and world_size % local == 0 else 1
+    if isinstance(topology, int) and not isinstance(topology, bool):
+        if topology < 1 or world_size % topology:
+            raise ValueError(f"topology={topology} ranks a node do not divide {world_size} ranks")
+        return 1 if topology == world_size else topology
+    if hasattr(topology, "get_group") and hasattr(topology, "mesh"):
+        if topology.mesh.dim() != 2 or topology.mesh.numel() != world_size:
+            raise ValueError(
+                f"topology is a mesh of shape {tuple(topology.mesh.shape)}: expected two dimensions, nodes and ranks "
+                f"inside a node, of {world_size} ranks in all"
+            )
+        local = int(topology.mesh.shape[1])
+        return 1 if 1 in topology.mesh.shape else local
+    raise TypeError(f"topology={topology!r}: expected 'auto', ranks a node, a DeviceMesh or None")
+
+
+def make_topology(topology: Any, ranks: list[int], everyone: Group, carrier: Any, blocking: bool) -> Topology:
+    """Make the groups. A collective.
+
+    Args:
+        ranks: global ranks, in the order of the group's.
+        everyone: these ranks.
+        carrier: the process group of a model whose collectives are NCCL's.
+        blocking: whether Gloo carries everything.
+
+    Raises:
+        ValueError: NCCL, and no mesh that brings groups along.
+    """
+    size = node_size(topology, len(ranks))
+    if size == 1:
+        return Topology(everyone)
+    if hasattr(topology, "get_group"):
+        mesh = topology.mesh.tolist()
+        inside_ranks = next(node for node in mesh if dist.get_rank() in node)
+        between_ranks = [node[inside_ranks.index(dist.get_rank())] for node in mesh]
+    else:
+        node, place = divmod(everyone.rank, size)
+        inside_ranks, between_ranks = ranks[node * size : (node + 1) * size], ranks[place::size]
+    if blocking:
+        return Topology(everyone, Group.of_ranks(inside_ranks), Group.of_ranks(between_ranks))
+    if not hasattr(topology, "get_group"):
+        if topology == "auto":
+            return Topology(everyone)  # NCCL knows its way inside a node without us
+        raise ValueError("over NCCL, topology must be a DeviceMesh: it brings the groups along")
+    return Topology(everyone, Group(topology.get_group(1)), Group(topology.get_group(0)))
