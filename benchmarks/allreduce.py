@@ -26,6 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..hooks.comm.entries import fill
+from ..hooks.comm.pipeline import drive
 from . import links, report, simulation
 
 ALGORITHMS = ("gather", "union", "split", "dense")
@@ -192,7 +194,8 @@ class Call:
         from gradwire.hooks import sparse
 
         call = sparse.prepare(self.indices, self.values, self.numel, algorithm=self.algorithm, out=self.out)
-        sparse.fill(self.out, sparse.reduce(call))
+        result = sparse.reduce(call)
+        self.out.copy_(result) if isinstance(result, torch.Tensor) else fill(self.out, result)
         self.chosen, self.moved = call.decision.name, call.agreed_bytes + call.carrier.received
         self.why = str(call.decision)
 
@@ -204,19 +207,18 @@ class Kept:
         from gradwire import TopK
         from gradwire.hooks.comm.entries import Entries
         from gradwire.hooks.comm.group import Group
-        from gradwire.hooks.exchanges.selected import Split
+        from gradwire.hooks.exchanges.split import Split
 
         codec = TopK(density=len(indices) / numel, values=DTYPES[dtype])
         self.exchange = Split(codec, numel, 0, torch.device("cpu"), Group(dist.group.WORLD))
         self.entries = Entries(indices.int(), values)
-        self.exchange.residual = torch.zeros(numel)
+        self.residual = torch.zeros(numel)
         self.out, self.none = torch.zeros(numel), torch.zeros(0)
         self.chosen, self.moved = "split", 0
 
     def __call__(self) -> None:
         before = self.exchange.carrier.received
-        self.exchange.reduce(self.entries)
-        self.exchange.decode(self.out, self.none)
+        fill(self.out, drive(self.exchange.bring_together(self.entries, self.none, self.residual)))
         self.moved = self.exchange.carrier.received - before
 
 

@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 from ..compress.codec import Codec
 from ..hooks.auto import cost
-from ..hooks.auto.planner import calibrated
+from ..hooks.auto.planner import calibrated, compressed
 from ..hooks.comm.group import Group
 from ..hooks.comm.topology import make_topology
+from ..hooks.exchanges import Bucketful
 from . import links, measurement
 from .codecs import label
 from .network import Network, from_flags
@@ -186,7 +187,7 @@ def jobs_of(arm: Arm, here: Here, network: Network) -> tuple[list[Job], list[str
             names.append("all-reduce")
         else:
             speed, size = here.speeds[arm.name], network.world_size
-            candidates = cost.compressed(arm.codec, speed, numel, size, network.flat, network.nodes)
+            candidates = compressed(Bucketful(arm.codec, speed, numel, size), network.flat, network.nodes)
             estimate = min(candidates, key=lambda candidate: candidate.seconds)
             stack = network.processor["exchange"] * (estimate.received + estimate.inside)
             jobs.append(Job(0.0, estimate.encode, estimate.latency, estimate.transfer, stack, estimate.decode))

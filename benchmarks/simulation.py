@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,8 @@ import torch
 from torch import Tensor
 
 from ..hooks.comm.entries import Carrier, Entries
-from ..hooks.comm.group import Group
+from ..hooks.comm.group import Group, Work
+from ..hooks.comm.pipeline import drive
 from . import report
 
 #: Thousands of threads, each with a stack of its own.
@@ -201,6 +202,9 @@ class SimulatedGroup(Group):
         latency = network.alpha + (self.size - 1) * network.overhead if self.size > 1 else 0.0
         return self.world.meet(self.rank, (output, rows, sent), _transpose, latency, size)
 
+    def sum(self, tensor: Tensor, pieces: Tensor) -> Generator[Work, None, None]:
+        yield self.all_reduce(tensor)
+
     def all_reduce(self, tensor: Tensor) -> Any:
         def move(arguments: list[Any]) -> None:
             total = arguments[0][0].clone()
@@ -260,17 +264,22 @@ class Task:
     def reduce(self, carrier: Carrier, entries: Entries, k: int, observed: bool) -> Entries | None:
         if self.algorithm == "gather":
             moving = carrier.start_gather(entries, k)
+            for _, work in moving:
+                work.wait()
             return carrier.finish_gather(moving, k) if observed else None
         if self.algorithm == "union":
-            return carrier.union(entries, k)
-        bounds = carrier.balanced_bounds(entries.indices)
-        owned = carrier.to_owners(entries, bounds)
+            union: Entries = drive(carrier.union(entries, k))
+            return union
+        bounds = drive(carrier.balanced_bounds(entries.indices))
+        owned = drive(carrier.to_owners(entries, bounds))
         if self.algorithm == "split":
-            counts = carrier.all_counts(len(owned))
+            counts = drive(carrier.all_counts(len(owned)))
         else:
-            kept, counts, _ = carrier.cut(owned.values, k, None)
+            kept, counts, _ = drive(carrier.cut(owned.values, k, None))
             owned = owned[kept]
         shares = carrier.start_sharing(owned, counts, bounds)
+        for _, work in shares:
+            work.wait()
         return carrier.finish_sharing(shares, counts, bounds) if observed else None
 
 

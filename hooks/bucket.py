@@ -10,8 +10,7 @@ from ..compress.feedback import Layout, Slot, layout_numel, pack
 from .auto.planner import Choice, Plan
 from .comm.group import Group
 from .comm.topology import Topology
-from .exchanges import Dense
-from .exchanges.base import Exchange, all_finite
+from .exchanges import Dense, Exchange, all_finite
 
 
 class Bucket:
@@ -46,7 +45,9 @@ class Bucket:
     def prepare(self, plan: Plan, topology: Topology, seed: int) -> Exchange:
         """The exchange for a step, with every buffer it needs."""
         if self.plan != plan:
-            self.exchange = plan.make(layout_numel(self.layout), self.extra.numel(), self.extra.device, topology)
+            numel, extra = layout_numel(self.layout), self.extra.numel()
+            name = f"{self.index} {numel} {extra} {plan}"
+            self.exchange = plan.make(name, numel, extra, self.extra.device, topology)
             stream = 2 * topology.all.rank << 32 | self.index
             self.draw = new_draw(seed, 0, stream, self.extra.device)
             self.owner_draw = new_draw(seed, 0, stream | 1 << 32, self.extra.device)

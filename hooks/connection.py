@@ -12,8 +12,8 @@ import torch.distributed as dist
 from .auto import probe
 from .auto.planner import Choice, Planner
 from .comm import handshake
-from .comm.group import HANDSHAKE_TIMEOUT, Group
-from .comm.lane import Lane
+from .comm.group import HANDSHAKE_TIMEOUT, Group, Work
+from .comm.pipeline import Pipeline
 from .comm.topology import make_topology
 from .loss_scale import Scaling
 
@@ -88,13 +88,18 @@ class Connection:
                 part.follow_timeout(model_group)
         # Where the user has named a group, nothing goes elsewhere.
         self.dense_group = Group(model_group) if ahead and blocking and given is None and self.group.size > 1 else None
-        self.planner = Planner(nodes, device, fallback)
+        self.planner = Planner(nodes, device, fallback, inline=not blocking)
         if probes:
             self.planner.calibrate()
         #: Whether ranks have saved their parts of the state unequally often, as seen by all of them alike.
         self.uneven_saves = False
         self._mine, self._all = torch.zeros(5, dtype=torch.int64), torch.zeros(self.group.size, 5, dtype=torch.int64)
-        self.lane = Lane(f"gradwire-{self.group.rank}", device, threaded=blocking)
+        self.lane = Pipeline(f"gradwire-{self.group.rank}", device, threaded=blocking)
+
+    @property
+    def announced(self) -> Work:
+        """What arrives from the others after `announce`; `compare` waits for it too."""
+        return self._under_way
 
     def announce(self, step: int, choice: Choice, saves: int, scaling: Scaling | None) -> None:
         """Begin to tell the other ranks what comes next here. From host to host, so that no GPU is waited for.

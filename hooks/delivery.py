@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..compress.feedback import ErrorFeedback, Slot
 from .auto.planner import Choice
 from .bucket import Bucket
-from .comm.lane import Lane
+from .comm.pipeline import Pipeline
 
 #: How long to wait for exchanges that are under way when a backward pass has raised.
 RAISED_SECONDS = 10.0
@@ -79,7 +79,7 @@ class Delivery:
         """The step's means are there, and DDP is about to take them; call `settle` when it has."""
         self._pending = step
 
-    def settle(self, lane: Lane) -> None:
+    def settle(self, lane: Pipeline) -> None:
         """DDP has taken what it wants of the expected step: keep the means that it left."""
         step, self._pending = self._pending, None
         if step is None or step.settled:
@@ -93,7 +93,7 @@ class Delivery:
             # Before anything changes the gradients, or DDP's buckets.
             lane.submit(partial(self._keep_unused, step, unused)).wait()
 
-    def throw_away(self, step: Step, lane: Lane) -> None:
+    def throw_away(self, step: Step, lane: Pipeline) -> None:
         """No mean of the step is applied: the backward pass raised, here or on the lane."""
         if step.settled:
             return

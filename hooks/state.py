@@ -27,10 +27,11 @@ from .auto.trial import Trial
 from .backward import AtEnd, at_end
 from .bucket import Bucket, strides_in_bucket
 from .comm import handshake
+from .comm.pipeline import Stages
 from .comm.topology import node_size
 from .connection import Connection
 from .delivery import Delivery, Step
-from .exchanges.base import Exchange
+from .exchanges import Dense, Exchange
 from .loss_scale import LossScale, Scaling
 from .registration import expect_hook
 from .statistics import Statistics
@@ -47,9 +48,9 @@ class CompressState:
         model: the `DistributedDataParallel` model, or what `torch.compile` made of it.
         codec: a codec, or a function of the step (counted from 0) that returns one, equal on all ranks.
         exchange: "gather", "two_pass", "union", "split", "dense", "hierarchical", or "auto": what is fastest for each
-            bucket by `hooks.auto.cost`, whose probe of the group takes a second or two when the first state is made; over
-            Gloo some steps are then trained each way (`hooks.auto.trial`). Measured times differ between runs, and so may
-            decisions: name an exchange where runs must be repeatable.
+            bucket by `hooks.auto.cost`, whose probe of the group takes a second or two when the first state is made;
+            over Gloo some steps are then trained each way (`hooks.auto.trial`). Measured times differ between runs, and
+            so may decisions: name an exchange where runs must be repeatable.
         error_feedback: whether to keep what compression leaves out and add it to the next gradient. "auto" does so for
             codecs that contract (the deterministic ones); True makes stochastic codecs round to nearest.
         warmup_steps: this many first steps are dense.
@@ -220,22 +221,13 @@ class CompressState:
         if connection.dense_group is not None and not self._is_due(place, step.choice, step.number):
             place.start(buffer, connection.dense_group)
 
-        def job() -> Tensor:
-            compared = True
-            if buffer.is_cuda:
-                buffer.record_stream(torch.cuda.current_stream(buffer.device))
-            try:
-                if first:
-                    self._began = began
-                    connection.announce(step.number, step.choice, self._saves, scaling)
-                    compared = self._follow_scaler(connection, step, scaling)
-                self._reduce(connection, place, buffer, step, compared)
-            except Exception as error:
-                name = place.plan.exchange if place.plan is not None else step.choice.exchange
-                raise self._failure(error, step, f"bucket {place.index}", name) from error
-            return buffer
-
-        future = connection.lane.submit(job)
+        clock = self._statistics.clock(place.index, buffer.device)
+        if first:
+            if scaling is not None or self._astray or not connection.planner.knows(step.choice):
+                connection.lane.submit(partial(self._greet_first, connection, place, step, began, scaling))
+            else:
+                connection.lane.start(self._greet(connection, place, step, began), buffer, clock)
+        future = connection.lane.start(self._reduce(connection, place, buffer, step), buffer, clock)
         if bucket.is_last():
             self._buckets = {index: b for index, b in self._buckets.items() if index <= place.index}
             self._close(step, connection)
@@ -328,50 +320,70 @@ class CompressState:
         self._scale = scaling.scale
         return astray
 
-    def _reduce(self, connection: Connection, place: Bucket, buffer: Tensor, step: Step, compared: bool) -> None:
-        choice, number = step.choice, step.number
-        clock = self._statistics.clock(place.index, buffer.device)
-        if not connection.planner.knows(choice):
-            # Measuring takes all ranks: first make sure that they all mean this codec.
+    def _greet_first(
+        self, connection: Connection, place: Bucket, step: Step, began: float, scaling: Scaling | None
+    ) -> None:
+        """As `_greet`, where what the others say is needed before anything else."""
+        try:
+            self._began = began
+            connection.announce(step.number, step.choice, self._saves, scaling)
+            compared = self._follow_scaler(connection, step, scaling)
             if not compared:
-                connection.compare(choice)
-                compared = True
-            connection.planner.learn(choice, place.numel)
-        with clock("encode"):
+                connection.compare(step.choice)
+            if not connection.planner.knows(step.choice):
+                # Measuring takes all ranks, which now are known to mean this codec.
+                connection.planner.learn(step.choice, place.numel)
+        except Exception as error:
+            raise self._failure(error, step, f"bucket {place.index}", step.choice.exchange) from error
+
+    def _greet(self, connection: Connection, place: Bucket, step: Step, began: float) -> Stages:
+        """Compare with the other ranks what the step is to be, while its first buckets are under way already: what
+        they mean differently has no tag in common."""
+        try:
+            self._began = began
+            connection.announce(step.number, step.choice, self._saves, None)
+            yield connection.announced
+            connection.compare(step.choice)
+        except Exception as error:
+            raise self._failure(error, step, f"bucket {place.index}", step.choice.exchange) from error
+
+    def _reduce(self, connection: Connection, place: Bucket, buffer: Tensor, step: Step) -> Stages:
+        """One bucket's way to its mean."""
+        choice, number = step.choice, step.number
+        if buffer.is_cuda:
+            buffer.record_stream(torch.cuda.current_stream(buffer.device))
+        try:
             exchange = self._prepare(connection, place, choice, number)
             place.draw[1] = place.owner_draw[1] = number
+            if exchange.collective:  # whatever the others do, this must not begin before they are known to do it too
+                yield connection.announced
             grad = place.gather(buffer)
-            if exchange.under_way:  # as no rank keeps anything
-                self._feedback.let_go(place.layout)
-                owned = []
-            else:
-                owned = self._encode(place, exchange, grad)
-        if not compared:
-            # Only now, as the others' announcements came meanwhile: sizes that differ would abort, or hang.
-            with clock("exchange"):
-                connection.compare(choice)
-        exchange.exchange(owned, place.owner_draw, clock)
-        with clock("decode"):
-            exchange.decode(grad, place.extra)
+            sent, residual, owned = self._feed(place, exchange, grad)
+            yield from exchange.reduce(sent, grad, place.extra, residual, owned, place.draw, place.owner_draw)
+            exchange.post()
             if choice.exchange == "auto" and number % REVIEW_EVERY == REVIEW_EVERY - 1:
                 place.union = exchange.union_of(grad) or place.union
             place.scatter(buffer)
             if self._loss_scale.skips:
                 place.look_for_overflow(buffer)
-        step.reduced.append((place, buffer))
-        self._count(place, exchange)
+            step.reduced.append((place, buffer))
+            self._count(place, exchange)
+        except Exception as error:
+            name = place.plan.exchange if place.plan is not None else choice.exchange
+            raise self._failure(error, step, f"bucket {place.index}", name) from error
 
-    def _encode(self, place: Bucket, exchange: Exchange, grad: Tensor) -> list[Tensor]:
-        """Returns the residuals of what this rank encodes for others."""
+    def _feed(self, place: Bucket, exchange: Exchange, grad: Tensor) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+        """What is to be encoded, the residual that goes with it, and those of what this rank encodes for others."""
         assert place.plan is not None
+        if isinstance(exchange, Dense) and exchange.under_way:  # as no rank keeps anything
+            self._feedback.let_go(place.layout)
+            return grad, None, []
         if not (place.plan.feedback and exchange.numel):
-            exchange.encode(self._feedback.take(place.layout, grad), place.extra, None, place.draw)
-            return []
+            return self._feedback.take(place.layout, grad), None, []
         residual = self._feedback.residual(place.layout, grad.device)
         owned = self._feedback.owned(place.layout, exchange.owned_slices)
         self._feedback.remember(place.layout)
-        exchange.encode(grad, place.extra, residual, place.draw)
-        return owned
+        return grad, residual, owned
 
     @staticmethod
     def _is_due(place: Bucket, choice: Choice, step: int) -> bool:

@@ -29,8 +29,9 @@ class Statistics:
         skipped_entries: indices or codes that cannot occur in a sound wire and were left out.
         nonfinite_steps: steps whose mean had a NaN or an infinity.
         decisions: for each bucket, by index, which exchange serves it, and why.
-        seconds: wall time in "encode", "exchange" and "decode", on the lane: it overlaps with backward. Profilers show
-            the same times as ranges named `RANGE`.
+        seconds: wall time up to a bucket's first messages ("encode"), waiting for messages ("exchange", of all buckets
+            that are under way for the longest), and computing after them ("decode"); all of it overlaps with backward.
+            Profilers show the same times as ranges named `RANGE`.
     """
 
     steps: int = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,8 @@ import torch
 from gradwire.compress import CODECS, QSGD, Cast, Codec, Identity, OneBit, TernGrad, TopK, new_draw
 from gradwire.hooks.auto.planner import check_exchange, default_exchange
 from gradwire.hooks.comm.group import Group
-from gradwire.hooks.exchanges import EXCHANGES, possible_exchanges
+from gradwire.hooks.comm.pipeline import drive
+from gradwire.hooks.exchanges import EXCHANGES, possible
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import Pool
@@ -43,10 +43,9 @@ def reduce_once(rank: int, world_size: int, exchange: str, codec: Codec, numel: 
             before[start : start + length] += weight * owned[-1].double()
     total = torch.cat([before, extras.double()])
     group.all_reduce(total).wait()
-    runner.encode(grad, extras, residual, new_draw(seed, 3, rank))
-    runner.exchange(owned, new_draw(seed, 3, 1 << 32 | rank), lambda phase: contextlib.nullcontext())
-    out, extra_out = torch.full((numel,), torch.nan), torch.full((extra,), torch.nan)
-    runner.decode(out, extra_out)
+    out, extra_out = torch.full((numel,), torch.nan), extras.clone()
+    draws = new_draw(seed, 3, rank), new_draw(seed, 3, 1 << 32 | rank)
+    drive(runner.reduce(grad, out, extra_out, residual, owned, *draws))
     after = torch.zeros(numel, dtype=torch.float64) if residual is None else residual.double()
     for (start, length, weight), tensor in zip(runner.owned_slices, owned, strict=bool(owned)):
         after[start : start + length] += weight * tensor.double()
@@ -59,7 +58,7 @@ def reduce_once(rank: int, world_size: int, exchange: str, codec: Codec, numel: 
 
 
 CASES = [
-    *((exchange, codec) for codec in CODECS for exchange in possible_exchanges(codec)),
+    *((exchange, codec) for codec in CODECS for exchange in possible(codec)),
     *(
         (exchange, TopK(0.1, values=dtype))
         for exchange in ("gather", "split")
@@ -108,12 +107,12 @@ def mean_of_many(rank: int, world_size: int, exchange: str, codec: Codec, draws:
     wanted = grad.clone()
     group.all_reduce(wanted).wait()
     wanted /= world_size
-    runner = EXCHANGES[exchange](codec, grad.numel(), 0, torch.device("cpu"), group)
+    runner = EXCHANGES[exchange](codec, grad.numel(), 0, torch.device("cpu"), group.channel("test"))
     total, out, none = torch.zeros_like(grad), torch.zeros_like(grad), torch.zeros(0)
     for step in range(draws):
-        runner.encode(grad, none, None, new_draw(1, step, rank))
-        runner.exchange((), new_draw(1, step, 1 << 32 | rank), lambda phase: contextlib.nullcontext())
-        runner.decode(out, none)
+        own, owner = new_draw(1, step, rank), new_draw(1, step, 1 << 32 | rank)
+        drive(runner.reduce(grad, out, none, None, (), own, owner))
+        runner.post()
         total += out
     return float((total / draws - wanted).norm() / wanted.norm())
 
@@ -159,10 +158,8 @@ def nonfinite(rank: int, world_size: int, exchange: str, codec: Codec, value: fl
         grad[3333] = value
     runner = EXCHANGES[exchange](codec, grad.numel(), 0, torch.device("cpu"), group)
     owned = [torch.zeros(length) for _, length, _ in runner.owned_slices]
-    runner.encode(grad, torch.zeros(0), residual, new_draw(0))
-    runner.exchange(owned, new_draw(0), lambda phase: contextlib.nullcontext())
     out = torch.zeros(5000)
-    runner.decode(out, torch.zeros(0))
+    drive(runner.reduce(grad, out, torch.zeros(0), residual, owned, new_draw(0), new_draw(0)))
     finite = all(bool(kept.isfinite().all()) for kept in (residual, *owned))
     return (
         bool(out[3333].isfinite()),
@@ -179,7 +176,7 @@ def nonfinite(rank: int, world_size: int, exchange: str, codec: Codec, value: fl
     [
         (exchange, codec)
         for codec in (OneBit(), QSGD(rounding="nearest"), TopK(), TopK(values=torch.int8), Cast(torch.bfloat16))
-        for exchange in possible_exchanges(codec)
+        for exchange in possible(codec)
         if exchange != "dense"
     ],
     ids=str,

@@ -35,7 +35,7 @@ from drawn import (
 )
 from drawn_machine import play
 from gradwire import QSGD, Cast, Codec, Identity, OneBit, TernGrad, TopK
-from gradwire.hooks.exchanges import EXCHANGES, possible_exchanges
+from gradwire.hooks.exchanges import EXCHANGES, possible
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from ranks import Pool, RankError
@@ -69,7 +69,7 @@ def configurations(draw: st.DrawFn) -> Configuration:
     world_size = draw(st.sampled_from([2, 3, 4]))
     family = draw(st.sampled_from([SPARSE, BLOCKS, CODECS]))
     codecs = [draw(st.sampled_from(family)) for _ in range(draw(st.sampled_from([1, 1, 2, 3])))]
-    carried = [name for name in EXCHANGES if all(name in possible_exchanges(codec) for codec in codecs)]
+    carried = [name for name in EXCHANGES if all(name in possible(codec) for codec in codecs)]
     feedback: st.SearchStrategy[bool | str] = st.sampled_from(["auto", "auto", True, False])
     ways: dict[str, Any] = {}
     uses: tuple[str, ...] = ("always", "tied", "frozen")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire.hooks.comm.group import SMALL_GATHER, Group
+from gradwire.hooks.comm.group import Group
+from gradwire.hooks.comm.pipeline import drive
 from ranks import Pool
 
 Ranks = Callable[[int], Pool]
-SIZES = pytest.mark.parametrize("size", [1, 5, SMALL_GATHER + 4], ids=["one", "few", "large"])
+SIZES = pytest.mark.parametrize("size", [1, 5, (1 << 20) + 4], ids=["one", "few", "large"])
 WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
 
 
@@ -66,3 +68,51 @@ def ragged(rank: int) -> bool:
 @WORLDS
 def test_rows_of_different_lengths_and_none(ranks: Ranks, world_size: int) -> None:
     assert all(ranks(world_size).run(ragged))
+
+
+def summed(rank: int, size: int) -> bool:
+    group = Group(dist.group.WORLD)
+    rows = [torch.randn(size, generator=torch.Generator().manual_seed(other)) for other in range(group.size)]
+    expected = rows[0].clone()
+    for row in rows[1:]:
+        expected += row
+    total = rows[rank].clone()
+    drive(group.sum(total, torch.empty(size + group.size)))
+    return torch.equal(total, expected)
+
+
+@WORLDS
+@SIZES
+def test_sums_are_in_rank_order(ranks: Ranks, world_size: int, size: int) -> None:
+    assert all(ranks(world_size).run(summed, size))
+
+
+def crossed(rank: int, seed: int) -> bool:
+    """Channels used in an order of each rank's own, posted ahead or not, and waited for in yet another."""
+    group, random = Group(dist.group.WORLD), Random(1000 * seed + rank)
+    every, steps = range(5), 4
+    rows = [torch.zeros(3 + number, dtype=torch.int64) for number in every]
+    into = [torch.zeros(group.size, len(row), dtype=torch.int64) for row in rows]
+    ports = [group.channel(f"{seed} {number % 2}").gather_port(into[number], rows[number]) for number in every]
+    right = True
+    for step in range(steps):
+        works = {}
+        for number in random.sample(every, len(every)):
+            rows[number].fill_(1000 * step + 10 * number + rank)
+            if random.random() < 0.5:
+                ports[number].post()
+            works[number] = ports[number].start()
+        for number in random.sample(every, len(every)):
+            works[number].wait()
+            for other in range(group.size):
+                right &= bool((into[number][other] == 1000 * step + 10 * number + other).all())
+            if random.random() < 0.5:
+                ports[number].post()
+    return right
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_channels_do_not_mix(ranks: Ranks, world_size: int, seed: int) -> None:
+    """Even those of the same name, made one after the other."""
+    assert all(ranks(world_size).run(crossed, seed))

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire import QSGD, Cast, Codec, CompressState, Identity, OneBit, TernGrad, TopK, compress_hook
-from gradwire.hooks.exchanges import possible_exchanges
+from gradwire.hooks.exchanges import possible
 from ranks import Pool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -54,7 +54,7 @@ def fifty_steps(rank: int, codec: Codec, exchange: str, save_at: int) -> Any:
 @pytest.mark.parametrize(
     ("codec", "exchange"),
     [
-        *((codec, e) for codec in LOSSLESS_SUM for e in possible_exchanges(codec) if e != "dense"),
+        *((codec, e) for codec in LOSSLESS_SUM for e in possible(codec) if e != "dense"),
         *((TopK(0.05, values=values), "split") for values in (torch.bfloat16, torch.int8)),
     ],
     ids=str,

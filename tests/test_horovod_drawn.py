@@ -14,7 +14,7 @@ import gradwire.hooks.horovod as hvd
 import pytest
 import torch
 from gradwire import QSGD, Cast, Codec, Identity, OneBit, TernGrad, TopK
-from gradwire.hooks.exchanges import possible_exchanges
+from gradwire.hooks.exchanges import possible
 from horovod_drawn import (
     Accumulate,
     Configuration,
@@ -58,7 +58,7 @@ def parameters(draw: st.DrawFn) -> Parameter:
 @st.composite
 def configurations(draw: st.DrawFn) -> Configuration:
     codec = draw(st.sampled_from(CODECS))
-    exchanges = ("auto", *(possible_exchanges(codec) if codec is not None else ()))
+    exchanges = ("auto", *(possible(codec) if codec is not None else ()))
     feedback: st.SearchStrategy[bool | str] = st.sampled_from(["auto", True, True, False])
     op = draw(st.sampled_from(["Average", "Average", "Sum"]))
     return Configuration(

@@ -15,6 +15,7 @@ from gradwire.hooks import sparse
 from gradwire.hooks.auto import cost, probe
 from gradwire.hooks.comm.entries import Carrier, Entries
 from gradwire.hooks.comm.group import Group
+from gradwire.hooks.comm.pipeline import drive
 from gradwire.hooks.sparse import arguments
 from gradwire.hooks.sparse.arguments import Algorithm, Op
 from hypothesis import HealthCheck, given, settings
@@ -210,7 +211,7 @@ def lie(rank: int) -> list[Any]:
     entries = Entries(torch.arange(0, 1000, 10, dtype=torch.int32), torch.ones(100))
     found = []
     for run in (lambda: carrier.gather(entries, 100), lambda: carrier.to_owners(entries, [0, 300, 600, 1000])):
-        result = run()
+        result = drive(run())
         at = result.indices.long()
         assert bool((at[1:] > at[:-1]).all())
         assert len(at) == 0 or (int(at[0]) >= 0 and int(at[-1]) < 1000)
@@ -227,7 +228,7 @@ def test_lies_on_the_wire_are_left_out_and_counted(ranks: Ranks) -> None:
 def keep_largest(rank: int, world_size: int, sums: list[list[float]], k: int, guess: int | None) -> Any:
     carrier = Carrier(10_000, torch.float32, torch.device("cpu"), Group(dist.group.WORLD))
     mine = torch.tensor(sums[rank], dtype=torch.float32)
-    kept, counts, key = carrier.cut(mine, k, guess)
+    kept, counts, key = drive(carrier.cut(mine, k, guess))
     return kept.tolist(), counts, key
 
 

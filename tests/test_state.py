@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -418,17 +419,15 @@ def corrupted(rank: int) -> tuple[int, bool, str]:
 
     ddp, state = wrap(perceptron(), TopK(0.1), exchange="gather")
     train(rank, ddp, range(2))
-    exchange = Gather.exchange
 
-    def damage(self: Any, *args: Any) -> None:
-        exchange(self, *args)
-        self.received[0][1, 4:] = 0xFF
+    def damage(self: Any, *args: Any) -> Any:
+        for work in reduce(self, *args):
+            yield work
+            self.received[0][1, 4:] = 0xFF
 
-    setattr(Gather, "exchange", damage)  # noqa: B010
-    try:
+    reduce = Gather.reduce
+    with patch.object(Gather, "reduce", damage):
         digests = train(rank, ddp, range(2, 4))
-    finally:
-        setattr(Gather, "exchange", exchange)  # noqa: B010
     finite = all(bool(p.grad.isfinite().all()) for p in ddp.parameters())
     return state.statistics().skipped_entries, finite, digests[-1]
 
@@ -511,20 +510,18 @@ def errors_of_the_hook(rank: int) -> list[tuple[str, str, str]]:
     found = []
     ddp, state = wrap(perceptron(), OneBit(), exchange="gather")
     train(rank, ddp, range(2))
-    decode = Gather.decode
 
-    def fail(*_: Any) -> None:
+    def fail(self: Any, *args: Any) -> Any:
+        yield next(reduce(self, *args))
         raise MemoryError("no room for this")
 
-    setattr(Gather, "decode", fail)  # noqa: B010
-    try:
+    reduce = Gather.reduce
+    with patch.object(Gather, "reduce", fail):
         for _ in range(2):
             try:
                 train(rank, ddp, range(2, 3))
             except Exception as error:
                 found.append((type(error).__name__, str(error), type(error.__cause__).__name__))
-    finally:
-        setattr(Gather, "decode", decode)  # noqa: B010
     state.close()
     train(rank, ddp, range(3, 4))  # all is well again
     return found

@@ -15,9 +15,7 @@ import torch
 
 from ...compress.codec import Codec
 from ...compress.entries import index_bytes, value_bytes
-from ...compress.topk import TopK
 from ..comm.entries import CENSUS_BYTES, census_is_shared
-from ..comm.group import SMALL_GATHER
 
 #: What precedes the name of an exchange between nodes.
 HIERARCHICAL = "hierarchical"
@@ -157,7 +155,7 @@ class Calibration:
         p, k, u, work = shape.world_size, shape.k, shape.union, self.work
         decode = (work.unpack + work.merge) * p * k + work.merge * (u + k) + 2 * work.sweep * shape.numel
         decode += work.scatter * u
-        moves = [self._gather(index_bytes(shape.numel, k), p), (self.all_reduce, 8 * u * (p - 1) / p)]
+        moves = [self._gather(index_bytes(shape.numel, k), p), *2 * [(self.all_to_all, 4 * u * (p - 1) / p)]]
         return self._estimate("union", moves, work.pack * k, decode, self.latency.union)
 
     def split(self, shape: Shape) -> Estimate:
@@ -169,7 +167,7 @@ class Calibration:
         p = shape.world_size
         moves = [self._gather(CENSUS_BYTES, p)]
         if not census_is_shared(shape.k, p):
-            moves = [(self.all_reduce, 2 * CENSUS_BYTES * (p - 1) / p), self._gather(8, p)]
+            moves = [*2 * [(self.all_to_all, CENSUS_BYTES * (p - 1) / p)], self._gather(8, p)]
         return self._split(shape, min(shape.k, shape.union), moves)
 
     def _split(self, shape: Shape, kept: int, moves: list[tuple[Line, float]]) -> Estimate:
@@ -219,11 +217,15 @@ class Calibration:
             transfer=whole.transfer + inner.transfer,
         )
 
+    def selected(self, entries: Estimate, speed: CodecSpeed, numel: int) -> Estimate:
+        """`entries`, with the codec's selection before, and the vector that they are written to after."""
+        encode, decode = entries.encode + speed.encode * numel, entries.decode + self.work.dense * numel
+        return replace(entries, encode=encode, decode=decode)
+
     # ------------------------------------------------------------------------------------------------------------------
 
     def _gather(self, row: int, world_size: int) -> tuple[Line, float]:
-        """An all-gather, as `Group` does it."""
-        return (self.all_to_all if row * world_size <= SMALL_GATHER else self.all_gather), (world_size - 1) * row
+        return self.all_gather, (world_size - 1) * row
 
     @staticmethod
     def _estimate(
@@ -244,39 +246,9 @@ class Nodes:
     local_size: int
 
 
-def compressed(
-    codec: Codec, speed: CodecSpeed, numel: int, world_size: int, flat: Calibration, nodes: Nodes | None, union: int = 0
-) -> list[Estimate]:
-    """Every exchange that can carry a bucket of `numel` elements in a codec's wire: among all ranks, and where they lie
-    on nodes, between those.
-
-    Args:
-        union: how many elements any rank has selected, of a sparse codec's; 0: not known.
-    """
-    estimates = _exchanges(flat, codec, speed, numel, world_size, union)
-    if nodes is not None:
-        local = nodes.local_size
-        between = _exchanges(nodes.between, codec, speed, -(-numel // local), world_size // local, union // local)
-        estimates += [nodes.inside.around(inner, f"{HIERARCHICAL} {inner.name}", numel, local) for inner in between]
-    return estimates
-
-
-def _exchanges(
-    calibration: Calibration, codec: Codec, speed: CodecSpeed, numel: int, world_size: int, union: int
-) -> list[Estimate]:
-    estimates = [calibration.wires(codec, speed, numel, world_size)]
-    if not isinstance(codec, TopK):
-        if codec.block_size is not None:
-            estimates.append(calibration.two_pass(codec, speed, numel, world_size))
-        return estimates
-    k = codec.k(numel)
-    # Where nothing is known of the overlap: as if ranks selected independently of each other.
-    union = union or round(numel * -math.expm1(world_size * math.log1p(-min(k / numel, 1 - 1e-9))))
-    shape = Shape(numel, k, world_size, min(max(union, k), numel), codec.values)
-    for estimate in (calibration.union(shape), calibration.split_k(shape)):
-        encode = estimate.encode + speed.encode * numel
-        estimates.append(replace(estimate, encode=encode, decode=estimate.decode + calibration.work.dense * numel))
-    return estimates
+def expected_union(numel: int, k: int, world_size: int) -> int:
+    """Elements that any rank selects, if each selected k of `numel` independently of the others."""
+    return round(numel * -math.expm1(world_size * math.log1p(-min(k / numel, 1 - 1e-9))))
 
 
 def decide(candidates: Iterable[Estimate]) -> Decision:

@@ -14,9 +14,7 @@ from ...compress.cast import Cast
 from ...compress.codec import Codec
 from ...compress.topk import TopK
 from ..comm.topology import Topology
-from ..exchanges import EXCHANGES, possible_exchanges
-from ..exchanges.base import Exchange
-from ..exchanges.hierarchical import Hierarchical
+from ..exchanges import EXCHANGES, Bucketful, Dense, Exchange, Hierarchical, TwoPass, possible
 from . import cost, probe
 from .cost import HIERARCHICAL
 from .trial import COMPRESSED, FALLBACK, PLANNED
@@ -45,12 +43,10 @@ def check_exchange(exchange: str, codec: Codec, besides: Sequence[str] = ("auto"
     if exchange not in (*besides, *EXCHANGES):
         names = ", ".join(map(repr, (*besides, *EXCHANGES)))
         raise ValueError(f"exchange={exchange!r}: expected one of {names}")
-    possible = possible_exchanges(codec)
-    if exchange in EXCHANGES and exchange not in possible:
+    able = possible(codec)
+    if exchange in EXCHANGES and exchange not in able:
         why = "cuts wires into slices" if exchange == "two_pass" else "needs indices on the wire"
-        raise ValueError(
-            f"exchange={exchange!r} {why}, and {codec} has none: use one of {', '.join(map(repr, possible))}"
-        )
+        raise ValueError(f"exchange={exchange!r} {why}, and {codec} has none: use one of {', '.join(map(repr, able))}")
 
 
 @dataclass(frozen=True)
@@ -67,14 +63,14 @@ class Plan:
     exchange: str
     feedback: bool
 
-    def make(self, numel: int, extra: int, device: torch.device, topology: Topology) -> Exchange:
-        """The exchange, with every buffer it needs."""
+    def make(self, name: str, numel: int, extra: int, device: torch.device, topology: Topology) -> Exchange:
+        """The exchange, with every buffer it needs, on channels of this name."""
         inner = EXCHANGES[self.exchange.rpartition(" ")[2]]
         if not self.exchange.startswith(HIERARCHICAL):
-            return inner(self.codec, numel, extra, device, topology.all)
+            return inner(self.codec, numel, extra, device, topology.all.channel(name))
         assert topology.inside is not None
         assert topology.between is not None
-        groups = topology.inside, topology.between
+        groups = topology.inside.channel(name), topology.between.channel(name)
         return Hierarchical(inner, self.codec, numel, extra, device, *groups)
 
 
@@ -90,6 +86,23 @@ def calibrated(topology: Topology, device: torch.device) -> tuple[cost.Calibrati
     return flat, cost.Nodes(inside, between, topology.inside.size)
 
 
+def compressed(
+    what: Bucketful, flat: cost.Calibration, nodes: cost.Nodes | None, inline: bool = False
+) -> list[cost.Estimate]:
+    """Every exchange that can carry a bucket in its codec's wire: among all ranks, and where they lie on nodes, between
+    those.
+
+    Args:
+        inline: leave out what makes the host wait for the device.
+    """
+    able = [exchange for exchange in EXCHANGES.values() if exchange.carries(what.codec) and exchange is not Dense]
+    able = [exchange for exchange in able if not (exchange.host_reads and inline)]
+    estimates = [exchange.estimate(flat, what) for exchange in able]
+    if nodes is not None:
+        estimates += [Hierarchical.estimate_around(exchange, nodes, what) for exchange in able]
+    return estimates
+
+
 @dataclass
 class Planner:
     """Turns choices into plans, the same on every rank.
@@ -98,11 +111,13 @@ class Planner:
         topology: the ranks.
         device: where gradients are.
         fallback: what to send where compression does not pay: float32, bfloat16, or None: compress always.
+        inline: whether the host does not wait for exchanges, as over NCCL.
     """
 
     topology: Topology
     device: torch.device
     fallback: torch.dtype | None
+    inline: bool = False
     _flat: cost.Calibration | None = None
     _nodes: cost.Nodes | None = None
     _speeds: dict[tuple[Codec, bool], cost.CodecSpeed] = field(default_factory=dict)
@@ -132,7 +147,8 @@ class Planner:
         """
         codec, feedback, size = choice.codec, choice.feedback, self.topology.all.size
         if choice.exchange == HIERARCHICAL and self.topology.between is not None:
-            name = f"{HIERARCHICAL} {default_exchange(codec, self.topology.between.size)}"
+            inner = "two_pass" if codec.lossless else default_exchange(codec, self.topology.between.size)
+            name = f"{HIERARCHICAL} {inner}"
             return Plan(codec, name, feedback), "as asked"
         if choice.exchange in EXCHANGES:
             return Plan(codec, choice.exchange, feedback and choice.exchange != "dense"), "as asked"
@@ -176,8 +192,8 @@ class Planner:
             plans[estimate.name] = plan, estimate
 
         if not codec.lossless and choice.way != FALLBACK:
-            speed = self._speeds[self._key(choice)]
-            for estimate in cost.compressed(codec, speed, numel, size, self._flat, self._nodes, union):
+            what = Bucketful(codec, self._speeds[self._key(choice)], numel, size, union)
+            for estimate in compressed(what, self._flat, self._nodes, self.inline):
                 add(Plan(codec, estimate.name, feedback), estimate)
         if choice.way == COMPRESSED:
             return plans
@@ -185,7 +201,7 @@ class Planner:
             add(Plan(codec, "dense", False), self._flat.dense(cost.Shape(numel, 0, size, 0)))
         if self.fallback == torch.bfloat16:
             speed = self._speeds[BF16, True]
-            estimate = replace(self._flat.two_pass(BF16, speed, numel, size), name="bfloat16")
+            estimate = replace(TwoPass.estimate(self._flat, Bucketful(BF16, speed, numel, size)), name="bfloat16")
             add(Plan(BF16, "two_pass", True), estimate)
         return plans
 

@@ -19,6 +19,7 @@ from ...compress.codec import Codec, new_draw
 from ...compress.entries import index_bytes, value_bytes
 from ..comm.entries import Carrier, Entries
 from ..comm.group import Group
+from ..comm.pipeline import drive
 from .cost import Calibration, CodecSpeed, Latency, Line, Work
 
 #: A probe's messages grow until one has taken this long, or all ranks' have so many bytes.
@@ -61,7 +62,7 @@ def calibrate(group: Group, device: torch.device) -> Calibration:
 
     def all_gather(size: int) -> None:
         rows = torch.zeros(p, size, dtype=torch.uint8, device=device)
-        group.large_all_gather(rows, rows[0].clone()).wait()
+        group.all_gather(rows, rows[0].clone()).wait()
 
     def all_to_all(size: int) -> None:
         rows = torch.zeros(p, size, dtype=torch.uint8, device=device)
@@ -107,9 +108,9 @@ def _latency(group: Group, device: torch.device) -> Latency:
     )
     bounds = [1024 * owner // group.size for owner in range(group.size + 1)]
     runs: tuple[Callable[[int], object], ...] = (
-        lambda _: carrier.gather(entries, 8),
-        lambda _: carrier.union(entries, 8),
-        lambda _: carrier.split(entries, bounds),
+        lambda _: drive(carrier.gather(entries, 8)),
+        lambda _: drive(carrier.union(entries, 8)),
+        lambda _: drive(carrier.split(entries, bounds)),
     )
     seconds = []
     for run in runs:

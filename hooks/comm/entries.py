@@ -16,7 +16,8 @@ from torch import Tensor
 from ...compress.backends.entry_kernels import Pieces
 from ...compress.backends.sparse import entries_for
 from ...compress.entries import index_bytes, value_bytes
-from .group import SMALL_GATHER, Group, Work
+from .group import Group, Together, Work
+from .pipeline import Stages
 
 #: Samples of the index lists that balance owners' ranges, over all ranks.
 RANGE_SAMPLES = 1024
@@ -25,12 +26,14 @@ KEY_BITS, KEPT_BITS, COARSE_BITS = 31, 21, 11
 BINS = 1 << COARSE_BITS
 #: What an owner tells the others of its sums: how many lie below a window, in each bin, and above.
 CENSUS_BYTES = 4 * (BINS + 2)
+#: How much of that may arrive from all owners together.
+SHARED_CENSUS_BYTES = 1 << 20
 
 
 def census_is_shared(k: int, world_size: int) -> bool:
     """Whether every owner hears each other's census, in one round, rather than their sum, in two: where that is little
     beside the entries themselves."""
-    return CENSUS_BYTES * world_size <= min(SMALL_GATHER, 4 * k)
+    return CENSUS_BYTES * world_size <= min(SHARED_CENSUS_BYTES, 4 * k)
 
 
 def range_samples(indices: Tensor, numel: int, rank: int, world_size: int) -> Tensor:
@@ -92,8 +95,8 @@ class Room:
 
 
 class Carrier:
-    """Moves entries of gradients of `numel` elements between the ranks of a group. What a method returns lies in memory
-    that the next one may use again.
+    """Moves entries of gradients of `numel` elements between the ranks of a group, in stages: generators that yield
+    what is under way (`comm.pipeline`). What they return lies in memory that the next one may use again.
 
     Args:
         numel: of the gradient, below 2^31.
@@ -128,14 +131,16 @@ class Carrier:
 
     # -- every rank's entries to every rank ------------------------------------------------------------------------
 
-    def gather(self, entries: Entries, k: int, with_values: bool = True) -> Entries:
-        """The sum of all ranks' entries, in rank order, on every rank.
+    def gather(self, entries: Entries, k: int, with_values: bool = True) -> Stages:
+        """The sum of all ranks' entries, in rank order, on every rank, as Entries.
 
         Args:
             k: at least as many entries as any rank has, the same on all ranks. Shorter lists are padded.
             with_values: else only indices travel, and what is returned has no values that mean anything.
         """
-        return self.finish_gather(self.start_gather(entries, k, with_values), k)
+        moving = self.start_gather(entries, k, with_values)
+        yield Together([work for _, work in moving])
+        return self.finish_gather(moving, k)
 
     def start_gather(self, entries: Entries, k: int, with_values: bool = True) -> list[Moving]:
         """Pack a list, and start the all-gathers of its parts."""
@@ -157,11 +162,9 @@ class Carrier:
         """Unpack what has arrived, and sum it."""
         ranks = self.world_size
         lists, used = self.room.entries("lists", k * ranks), self.room("used", ranks, torch.int32)
-        (index_rows, index_work), *values = moving
-        index_work.wait()
+        (index_rows, _), *values = moving
         self.kernels.unpack_indices(index_rows, 0, self.numel, used, lists.indices.view(ranks, k))
-        for value_rows, value_work in values:
-            value_work.wait()
+        for value_rows, _ in values:
             self.kernels.unpack_values(value_rows, self.dtype, lists.values.view(ranks, k))
         merged = self.merge(lists, range(0, k * ranks + 1, k), 0, self.numel)
         self.skipped -= k * ranks - int(used.clamp(max=k).sum())  # padding is out of range
@@ -178,15 +181,15 @@ class Carrier:
 
     # -- every entry to the owner of its range, and the owners' entries to all ---------------------------------------
 
-    def balanced_bounds(self, indices: Tensor) -> list[int]:
+    def balanced_bounds(self, indices: Tensor) -> Stages:
         """Where owners' ranges begin and end so that each gets about as many entries: owner o has bounds[o] up to
-        bounds[o + 1]. A collective."""
+        bounds[o + 1]. list[int]."""
         every, work = self._all_gather(range_samples(indices, self.numel, self.rank, self.world_size))
-        work.wait()
+        yield work
         return bounds_of(every, self.numel)
 
-    def to_owners(self, entries: Entries, bounds: Sequence[int], residual: Tensor | None = None) -> Entries:
-        """Every entry to the owner of its range, who sums them in rank order: returns the sums of the own range.
+    def to_owners(self, entries: Entries, bounds: Sequence[int], residual: Tensor | None = None) -> Stages:
+        """Every entry to the owner of its range, who sums them in rank order: the sums of the own range, as Entries.
 
         What rounding takes from a value goes to `residual`, if given. Two host reads: how many entries go where, and
         how many the union has.
@@ -196,7 +199,7 @@ class Carrier:
         edges = torch.tensor(bounds[1:-1], dtype=torch.int32).to(self.device)
         cuts = [0, *torch.searchsorted(entries.indices, edges).tolist(), len(entries)]
         sent = Pieces([b - a for a, b in pairwise(cuts)], bounds[:-1], ranges)
-        counts = self._exchange_counts(sent.counts)
+        counts = yield from self._exchange_counts(sent.counts)
         arriving = Pieces(counts, [start] * len(counts), [span] * len(counts))
         lists = self.room.entries("owned lists", sum(counts))
 
@@ -208,15 +211,20 @@ class Carrier:
         wire = self.room("value pieces", sum(sizes))
         self.kernels.pack_value_pieces(entries.values, sent, self.dtype, wire, entries.indices, residual)
         values, value_work = self._all_to_all("value wire", wire, sizes, arriving.value_sizes(self.dtype))
-        index_work.wait()
+        yield Together([index_work, value_work])
         self.kernels.unpack_index_pieces(indices, arriving, lists.indices)
-        value_work.wait()
         self.kernels.unpack_value_pieces(values, arriving, self.dtype, lists.values)
         return self.merge(lists, list(accumulate(counts, initial=0)), start, start + span)
 
-    def from_owners(self, owned: Entries, counts: Sequence[int], bounds: Sequence[int]) -> Entries:
-        """Every owner's entries, end to end, on every rank. `counts`: how many each owner has, known to all ranks."""
-        return self.finish_sharing(self.start_sharing(owned, counts, bounds), counts, bounds)
+    def from_owners(self, owned: Entries, counts: Sequence[int], bounds: Sequence[int]) -> Stages:
+        """Every owner's entries, end to end, on every rank, as Entries.
+
+        Args:
+            counts: how many each owner has, known to all ranks.
+        """
+        moving = self.start_sharing(owned, counts, bounds)
+        yield Together([work for _, work in moving])
+        return self.finish_sharing(moving, counts, bounds)
 
     def start_sharing(self, owned: Entries, counts: Sequence[int], bounds: Sequence[int]) -> tuple[Moving, Moving]:
         """Pack what this rank owns, and start the all-gathers of its parts."""
@@ -233,33 +241,32 @@ class Carrier:
 
     def finish_sharing(self, moving: tuple[Moving, Moving], counts: Sequence[int], bounds: Sequence[int]) -> Entries:
         """Unpack what has arrived."""
-        (indices, index_work), (values, value_work) = moving
+        (indices, _), (values, _) = moving
         every, result = _owners(counts, bounds), self.room.entries("result", sum(counts))
-        index_work.wait()
         self.kernels.unpack_index_pieces(indices, every, result.indices)
-        value_work.wait()
         self.kernels.unpack_value_pieces(values, every, self.dtype, result.values)
         return result
 
     # -- whole algorithms ----------------------------------------------------------------------------------------------
 
-    def union(self, entries: Entries, k: int) -> Entries:
-        """The sum, in the backend's order: an all-reduce at the union of all ranks' indices. `k` as in `gather`."""
-        union = self.gather(entries, k, with_values=False).indices
+    def union(self, entries: Entries, k: int) -> Stages:
+        """The sum, as Entries: an all-reduce at the union of all ranks' indices. `k` as in `gather`."""
+        union = (yield from self.gather(entries, k, with_values=False)).indices
         total = self.on_union(entries, union)
-        self.all_reduce(total)
+        yield from self.all_reduce(total)
         return Entries(union, total)
 
-    def split(self, entries: Entries, bounds: Sequence[int], scale: float = 1.0) -> Entries:
-        """The sum times `scale`, by owners of ranges, in rank order."""
-        owned = self.to_owners(entries, bounds)
+    def split(self, entries: Entries, bounds: Sequence[int], scale: float = 1.0) -> Stages:
+        """The sum times `scale`, as Entries, by owners of ranges, in rank order."""
+        owned = yield from self.to_owners(entries, bounds)
         owned.values.mul_(scale)
-        return self.from_owners(owned, self.all_counts(len(owned)), bounds)
+        counts = yield from self.all_counts(len(owned))
+        return (yield from self.from_owners(owned, counts, bounds))
 
-    def all_counts(self, count: int) -> list[int]:
-        """What every rank passes, in rank order."""
+    def all_counts(self, count: int) -> Stages:
+        """What every rank passes, in rank order: list[int]."""
         rows, work = self._all_gather(torch.tensor([count], dtype=torch.int32).to(self.device))
-        work.wait()
+        yield work
         counts: list[int] = rows.view(-1).tolist()
         return counts
 
@@ -275,10 +282,10 @@ class Carrier:
         found, _ = self.kernels.merge(*where, room.indices, room.values)
         return room.values[:found]
 
-    def _exchange_counts(self, counts: Sequence[int]) -> list[int]:
+    def _exchange_counts(self, counts: Sequence[int]) -> Stages:
         mine = torch.tensor(counts, dtype=torch.int32).to(self.device)
         theirs = torch.empty_like(mine)
-        self.group.all_to_all(theirs, mine).wait()
+        yield self.group.all_to_all(theirs, mine)
         others = 4 * (self.world_size - 1)
         self._count(others, others)
         arriving: list[int] = theirs.tolist()
@@ -298,7 +305,7 @@ class Carrier:
 
     # -- the largest of all owners' sums -----------------------------------------------------------------------------
 
-    def cut(self, sums: Tensor, k: int, guess: int | None) -> tuple[Tensor, list[int], int]:
+    def cut(self, sums: Tensor, k: int, guess: int | None) -> Stages:
         """Of all owners' sums together, the k largest magnitudes.
 
         Compared by the 21 highest bits of a magnitude (sign left out), which tell 2^-13 of it; among equals those of
@@ -308,22 +315,22 @@ class Carrier:
             sums: this owner's, float32, in ascending order of index.
             guess: where the last cut was, or None: if it is near, one collective does, otherwise two or three.
 
-        Returns:
+        Returns, at the stages' end:
             Which of the own sums are kept (bool), how many every owner keeps, and where the cut is.
         """
         keys = (sums.view(torch.int32) & 0x7FFFFFFF) >> (KEY_BITS - KEPT_BITS)
         fine, found = None, None
         if guess is not None:
-            fine = self._census(keys, guess - BINS // 2, 0, k)
+            fine = yield from self._census(keys, guess - BINS // 2, 0, k)
             found = _bin_of(fine.total, k)
         if found is None:
-            coarse = _bin_of(self._census(keys, 0, KEPT_BITS - COARSE_BITS, k).total, k)
+            coarse = _bin_of((yield from self._census(keys, 0, KEPT_BITS - COARSE_BITS, k)).total, k)
             assert coarse is not None  # these bins are all there are
-            fine = self._census(keys, coarse << (KEPT_BITS - COARSE_BITS), 0, k)
+            fine = yield from self._census(keys, coarse << (KEPT_BITS - COARSE_BITS), 0, k)
             found = _bin_of(fine.total, k)
         assert fine is not None
         assert found is not None
-        above, ties = self._above_and_in(fine, found)
+        above, ties = yield from self._above_and_in(fine, found)
         left = k - int(above.sum())
         taken = (left - (ties.cumsum(0) - ties)).clamp_(min=0).minimum(ties)
         self.union_size = int(fine.total.sum())
@@ -332,31 +339,42 @@ class Carrier:
         kept = (keys > key) | (equal & (equal.cumsum(0) <= int(taken[self.rank])))
         return kept, (above + taken).tolist(), key
 
-    def _census(self, keys: Tensor, window: int, shift: int, k: int) -> _Census:
+    def _census(self, keys: Tensor, window: int, shift: int, k: int) -> Stages:
         bins = ((keys >> shift) - window).clamp_(-1, BINS) + 1
         mine = torch.bincount(bins, minlength=BINS + 2).int()
         if census_is_shared(k, self.world_size):
             every, work = self._all_gather(mine)
-            work.wait()
+            yield work
             return _Census(window, every.sum(0), mine, every)
         total = mine.clone()
-        self.all_reduce(total)
+        yield from self.all_reduce(total)
         return _Census(window, total, mine, None)
 
-    def _above_and_in(self, census: _Census, place: int) -> tuple[Tensor, Tensor]:
+    def _above_and_in(self, census: _Census, place: int) -> Stages:
         """How many keys every owner has above a bin, and in it."""
         if census.every is None:
             mine = torch.stack([census.mine[place + 2 :].sum(), census.mine[place + 1]]).int()
             pairs, work = self._all_gather(mine)
-            work.wait()
+            yield work
             return pairs[:, 0].long(), pairs[:, 1].long()
         return census.every[:, place + 2 :].sum(1), census.every[:, place + 1].long()
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        """`tensor` = its sum over the ranks, in the backend's order."""
-        self.group.all_reduce(tensor).wait()
-        moved = 2 * tensor.nbytes * (self.world_size - 1) // self.world_size
-        self._count(tensor.nbytes, moved)
+    def all_reduce(self, tensor: Tensor) -> Stages:
+        """`tensor`, flat, = its sum over the ranks, in their order; over NCCL in the backend's."""
+        pieces = self.room(f"pieces {tensor.dtype}", tensor.numel() + self.world_size, tensor.dtype)
+        yield from self.group.sum(tensor, pieces)
+        self.count_all_reduce(tensor)
+
+    def count_all_reduce(self, tensor: Tensor) -> None:
+        """An all-reduce of this tensor has been made."""
+        self._count(tensor.nbytes, 2 * tensor.nbytes * (self.world_size - 1) // self.world_size)
+
+
+def fill(out: Tensor, result: Entries) -> Tensor:
+    """Write entries to a dense vector, zero elsewhere."""
+    out.zero_()
+    out[result.indices.to(out.device).long()] = result.values.to(out.device, out.dtype)
+    return out
 
 
 def _owners(counts: Sequence[int], bounds: Sequence[int]) -> Pieces:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import hashlib
 import json
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -16,11 +19,9 @@ from torch import Tensor
 #: How long ranks wait for each other when a state is made.
 HANDSHAKE_TIMEOUT = timedelta(seconds=60)
 
-#: Bytes that an all-gather may return and still be sent all at once, from each rank to each.
-SMALL_GATHER = 1 << 20
-
-
-#: A tag that no message has before two thousand million others.
+#: Messages without a name count below this; channels have the tags from here on.
+NAMED = 1 << 30
+#: A tag that no message has.
 NEVER_SENT = 0x7FFFFFFF
 
 _groups: weakref.WeakSet[Group] = weakref.WeakSet()
@@ -43,9 +44,62 @@ class Messages:
         self._works, self._group, self._timeout = list(works), group, timeout
 
     def wait(self) -> None:
-        for peer, work in self._works:
+        works, self._works = self._works, []
+        for peer, work in works:
             with self._group.naming(peer):
                 work.wait() if self._timeout is None else work.wait(self._timeout)
+
+
+class Together:
+    """Several things under way, waited for as one."""
+
+    def __init__(self, works: Iterable[Work]) -> None:
+        self._works = list(works)
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+class Port:
+    """Messages between all ranks whose sizes never change, time after time: one stage of an exchange.
+
+    Gloo lets a message go only once its receiver has announced itself. `post` does so ahead, so that the message takes
+    one latency and not two; from then on the memory that it arrives in may be written to.
+
+    Args:
+        group: a channel, or else messages are received only when they are sent.
+        received, sent: of each rank and for each rank; what is empty goes nowhere.
+    """
+
+    def __init__(self, group: Group, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+        self._group, self._received, self._sent = group, received, sent
+        self._posted: list[tuple[int, dist.Work]] | None = None
+
+    def post(self) -> None:
+        """Announce the next messages. Nothing may read what the last ones brought any more."""
+        if self._group.named and self._posted is None:
+            with contextlib.suppress(RuntimeError):  # a rank that has gone, maybe as all is done; `start` would say so
+                self._posted = self._group._receive(self._received)
+
+    def start(self) -> Work:
+        """Send; the messages of the other ranks, of as many starts, arrive meanwhile."""
+        if not self._group.named:
+            return self._group._pairwise(self._received, self._sent)
+        posted, self._posted = self._posted, None
+        if posted is None:
+            posted = self._group._receive(self._received)
+        return self._group._send(self._received, self._sent, posted)
+
+
+class Collective:
+    """What a `Port` is, of a collective that needs no announcing."""
+
+    def __init__(self, start: Callable[[], Work]) -> None:
+        self.start = start
+
+    def post(self) -> None:
+        """Nothing."""
 
 
 class Group:
@@ -66,8 +120,30 @@ class Group:
         self._ranks = ranks
         #: Of single messages, where it is not what the group was made with.
         self.timeout: timedelta | None = None
-        self._messages = 0
+        self._name, self._tag = "", 0
+        self._channels: Counter[int] = Counter()
         _groups.add(self)
+
+    @property
+    def named(self) -> bool:
+        """Whether it is a channel."""
+        return self._tag >= NAMED
+
+    def channel(self, name: str) -> Group:
+        """The same ranks and connections, for messages that no others are mistaken for: what one rank sends here
+        arrives, in this order, at whoever has made a channel of this name as often as it has.
+
+        Of its collectives those of CPU tensors may run beside others, in any order, `all_reduce` excepted.
+        """
+        name = f"{self._name}/{name}"
+        digest = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big")
+        tag = digest % (NEVER_SENT - NAMED)
+        while self._channels[tag]:  # another name's, or an earlier one of this name: messages for that may be left
+            tag = (tag + 1) % (NEVER_SENT - NAMED)
+        self._channels[tag] += 1
+        twin = copy.copy(self)
+        twin._name, twin._tag = name, NAMED + tag
+        return twin
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -114,20 +190,13 @@ class Group:
 
     def all_gather(self, output: Tensor, row: Tensor) -> Work:
         """Start: `output` = the ranks' rows, end to end."""
-        if row.is_cuda or row.numel() * row.element_size() * self.size > SMALL_GATHER:
-            return self.large_all_gather(output, row)
-        return self._direct_all_gather(output, row)
+        return self.gather_port(output, row).start()
 
-    def large_all_gather(self, output: Tensor, row: Tensor) -> Work:
-        """Start: as `all_gather` does it for large rows, whatever the size: round the backend's ring, which takes
-        size - 1 latencies, and of which one link alone leaves each node."""
-        if self.size == 2 and not row.is_cuda:
-            return self._direct_all_gather(output, row)
-        work: Work = self._group._allgather_base(output.view(-1), row)
-        return work
-
-    def _direct_all_gather(self, output: Tensor, row: Tensor) -> Work:
-        return self._pairwise(output.view(-1).chunk(self.size), [row.view(-1)] * self.size)
+    def gather_port(self, output: Tensor, row: Tensor) -> Port | Collective:
+        """For all-gathers of this row, into this memory."""
+        if row.is_cuda:
+            return Collective(lambda: self._group._allgather_base(output.view(-1), row))
+        return Port(self, output.view(-1).chunk(self.size), [row.view(-1)] * self.size)
 
     def all_gather_v(self, output: Tensor, row: Tensor, sizes: Sequence[int]) -> Work:
         """Start: `output` = the ranks' rows, end to end, `sizes[r]` elements from rank r."""
@@ -137,10 +206,13 @@ class Group:
 
     def all_to_all(self, output: Tensor, rows: Tensor) -> Work:
         """Start: row r of `rows` goes to rank r; row r of `output` comes from it."""
+        return self.swap_port(output, rows).start()
+
+    def swap_port(self, output: Tensor, rows: Tensor) -> Port | Collective:
+        """For all-to-alls of these rows, into this memory."""
         if rows.is_cuda:
-            work: Work = self._group.alltoall_base(output.view(-1), rows.view(-1), [], [])
-            return work
-        return self._pairwise(output.view(-1).chunk(self.size), rows.view(-1).chunk(self.size))
+            return Collective(lambda: self._group.alltoall_base(output.view(-1), rows.view(-1), [], []))
+        return Port(self, output.view(-1).chunk(self.size), rows.view(-1).chunk(self.size))
 
     def all_to_all_v(self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int]) -> Work:
         """Start: as `all_to_all` for rows of different lengths: `sent[r]` elements go to rank r, `received[r]` come."""
@@ -151,18 +223,24 @@ class Group:
 
     def _pairwise(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Work:
         """Start: `sent[r]` goes to rank r and `received[r]` comes from it, all at once; what is empty goes nowhere."""
-        self._messages += 1  # alike on all ranks, which call the same collectives in the same order
-        tag = self._messages & 0x7FFFFFFF
-        received[self.rank].copy_(sent[self.rank])
+        return self._send(received, sent, self._receive(received))
+
+    def _receive(self, received: Sequence[Tensor]) -> list[tuple[int, dist.Work]]:
         works = []
         for distance in range(1, self.size):
-            source, target = (self.rank - distance) % self.size, (self.rank + distance) % self.size
+            source = (self.rank - distance) % self.size
             if received[source].numel():
                 with self.naming(source):
-                    works.append((source, self._group.recv([received[source]], source, tag)))
+                    works.append((source, self._group.recv([received[source]], source, self._tag)))
+        return works
+
+    def _send(self, received: Sequence[Tensor], sent: Sequence[Tensor], works: list[tuple[int, dist.Work]]) -> Messages:
+        received[self.rank].copy_(sent[self.rank])
+        for distance in range(1, self.size):
+            target = (self.rank + distance) % self.size
             if sent[target].numel():
                 with self.naming(target):
-                    works.append((target, self._group.send([sent[target]], target, tag)))
+                    works.append((target, self._group.send([sent[target]], target, self._tag)))
         return Messages(works, self, self.timeout)
 
     @contextlib.contextmanager
@@ -194,6 +272,27 @@ class Group:
         """Start: `tensor` = sum over the ranks, in the backend's order."""
         work: Work = self._group.allreduce([tensor])
         return work
+
+    def sum(self, tensor: Tensor, pieces: Tensor) -> Generator[Work, None, None]:
+        """Stages: `tensor` = sum over the ranks, in their order, by messages alone (a reduce-scatter and an
+        all-gather).
+
+        Args:
+            tensor: flat.
+            pieces: of its dtype and `size` elements longer, or more, to work in.
+        """
+        if tensor.is_cuda:
+            yield self.all_reduce(tensor)
+            return
+        parts = tensor.tensor_split(self.size)
+        mine = parts[self.rank]
+        rows = pieces[: self.size * len(mine)].view(self.size, len(mine))
+        yield self._pairwise(list(rows), parts)
+        total = rows[0]
+        for row in rows[1:]:
+            total += row
+        mine.copy_(total)
+        yield self._pairwise(parts, [mine] * self.size)
 
     def objects(self, value: Any, device: torch.device | str = "cpu") -> list[Any]:
         """What each rank passes, in rank order: anything that JSON can carry. It travels on `device`."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,9 +13,9 @@ from torch import Tensor
 from ...compress.cast import Identity
 from ...compress.codec import Codec
 from ...compress.feedback import OwnedSlice
-from ..comm.group import Group
-
-Clock = Callable[[str], AbstractContextManager[None]]
+from ..auto.cost import Calibration, CodecSpeed, Estimate
+from ..comm.group import Collective, Group, Port
+from ..comm.pipeline import Stages
 
 IDENTITY = Identity()
 
@@ -27,27 +28,56 @@ def all_finite(x: Tensor) -> Tensor:
     return least.isfinite() & largest.isfinite()
 
 
+@dataclass(frozen=True)
+class Bucketful:
+    """What an estimate is of.
+
+    Attributes:
+        codec, speed: what compresses, and how fast.
+        numel: elements.
+        world_size: ranks.
+        union: elements that any rank selects, of a sparse codec's; 0: not known.
+    """
+
+    codec: Codec
+    speed: CodecSpeed
+    numel: int
+    world_size: int
+    union: int = 0
+
+
 class Exchange(ABC):
-    """One bucket's way from gradient to mean, as three phases that are called in this order.
+    """One bucket's way from gradient to mean. It owns every buffer it needs, and serves the same bucket step by step.
 
     Args:
         codec: what compresses.
         numel: elements that are compressed, possibly 0.
-        extra: float32 elements that travel as they are.
+        extra: float32 elements that travel as they are, in the same messages.
         device: where the gradient is.
-        group: the ranks.
+        group: the ranks; a channel of its own, where other buckets are under way besides.
     """
 
-    #: Whether it has begun already, before the three phases: then nothing is left to encode.
-    under_way = False
+    name: ClassVar[str]
+    #: Whether the host reads sizes from the device on the way.
+    host_reads: ClassVar[bool] = False
+    #: Whether it starts collectives, which must not begin before ranks have compared what they do.
+    collective: ClassVar[bool] = False
 
     def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
         self.codec, self.numel, self.extra, self.device, self.group = codec, numel, extra, device, group
         self.rank, self.world_size = group.rank, group.size
         self.workspaces = [IDENTITY.workspace(1, device)]
+        self.ports: list[Port | Collective] = []
 
-    def bytes(self, size: int) -> Tensor:
-        return torch.zeros(size, dtype=torch.uint8, device=self.device)
+    @classmethod
+    def carries(cls, codec: Codec) -> bool:
+        """Whether it can exchange what this codec encodes."""
+        raise NotImplementedError
+
+    @classmethod
+    def estimate(cls, network: Calibration, what: Bucketful) -> Estimate:
+        """What it will take."""
+        raise NotImplementedError
 
     @property
     def owned_slices(self) -> list[OwnedSlice]:
@@ -62,27 +92,59 @@ class Exchange(ABC):
     @property
     @abstractmethod
     def transfer_bytes(self) -> int:
-        """Bytes that this rank receives from others, in the last step: the table's."""
+        """Bytes that this rank receives from others, in the last step."""
 
     @abstractmethod
-    def encode(self, grad: Tensor, extra: Tensor, residual: Tensor | None, draw: Tensor) -> None:
-        """Compress `grad`; with a residual, by error feedback. `extra` is float32 of `self.extra` elements."""
+    def reduce(
+        self,
+        grad: Tensor,
+        out: Tensor,
+        extra: Tensor,
+        residual: Tensor | None,
+        owned: Sequence[Tensor],
+        draw: Tensor,
+        owner_draw: Tensor,
+    ) -> Stages:
+        """Write the ranks' mean of `grad` to `out`, and that of `extra` to `extra`.
 
-    @abstractmethod
-    def exchange(self, owned: Sequence[Tensor], owner_draw: Tensor, clock: Clock) -> None:
-        """Talk to the other ranks. `owned` are the residuals of `owned_slices`, empty without feedback."""
+        Args:
+            grad: flat, of `numel` elements; may be `out`.
+            out: flat, of as many.
+            extra: float32 of `self.extra` elements.
+            residual: float32 as `grad`, updated by error feedback; None without it.
+            owned: those of `owned_slices`; empty without feedback.
+            draw, owner_draw: of the rank's own code, and of what it encodes for others.
+        """
 
-    @abstractmethod
-    def decode(self, out: Tensor, extra_out: Tensor) -> None:
-        """Write the mean to `out` and `extra_out` (float32)."""
+    def post(self) -> None:
+        """Between two steps: announce the next one's messages, as far as their sizes are known."""
+        for port in self.ports:
+            port.post()
 
     def union_of(self, out: Tensor) -> int:
-        """How many elements any rank has selected, of a sparse codec's, by what was decoded last; else 0."""
+        """How many elements any rank has selected, of a sparse codec's, by what was written to `out` last; else 0."""
         return 0
 
     def status(self) -> Tensor:
         """int64[2]: entries skipped and records not finite, since this exchange was made."""
         return torch.stack([workspace.status for workspace in self.workspaces]).sum(0)
+
+    def bytes(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.uint8, device=self.device)
+
+    def gather_port(self, output: Tensor, row: Tensor) -> Port | Collective:
+        """For all-gathers that are alike in every step."""
+        self.ports.append(self._own_group("gather").gather_port(output, row))
+        return self.ports[-1]
+
+    def swap_port(self, output: Tensor, rows: Tensor) -> Port | Collective:
+        """For all-to-alls that are alike in every step."""
+        self.ports.append(self._own_group("swap").swap_port(output, rows))
+        return self.ports[-1]
+
+    def _own_group(self, name: str) -> Group:
+        """So that receives posted ahead for one stage are not taken for another's."""
+        return self.group.channel(name) if self.group.named else self.group
 
     def _encode(self, x: Tensor, residual: Tensor | None, wire: Tensor, draw: Tensor, workspace: int) -> None:
         if residual is None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ...compress.codec import Codec
 from ...compress.feedback import OwnedSlice
+from ..auto.cost import HIERARCHICAL, Estimate, Nodes
 from ..comm.group import Group
-from .base import IDENTITY, Clock, Exchange, all_finite
+from ..comm.pipeline import Stages
+from .base import IDENTITY, Bucketful, Exchange, all_finite
 
 
 class Hierarchical(Exchange):
@@ -43,7 +46,19 @@ class Hierarchical(Exchange):
         self.extras = torch.zeros(extra, dtype=torch.float32, device=device)
         self.means = torch.zeros(inside.size, self.slice, dtype=torch.float32, device=device)
         self.counts = torch.zeros(2, dtype=torch.int64, device=device)
-        self.draw: Tensor | None = None
+        self.pieces = torch.zeros(extra + inside.size, dtype=torch.float32, device=device)
+        self.to_owners = self.swap_port(self.slices, self.sent.view(torch.uint8))
+        self.to_all = self.gather_port(self.means, self.mean)
+
+    @classmethod
+    def estimate_around(cls, inner: type[Exchange], nodes: Nodes, what: Bucketful) -> Estimate:
+        """What it will take with an exchange between nodes."""
+        local = nodes.local_size
+        sliced = replace(
+            what, numel=-(-what.numel // local), world_size=what.world_size // local, union=what.union // local
+        )
+        name = f"{HIERARCHICAL} {inner.name}"
+        return nodes.inside.around(inner.estimate(nodes.between, sliced), name, what.numel, local)
 
     @property
     def owned_slices(self) -> list[OwnedSlice]:
@@ -62,38 +77,39 @@ class Hierarchical(Exchange):
         """Between nodes alone."""
         return self.inner.transfer_bytes
 
-    def encode(self, grad: Tensor, extra: Tensor, residual: Tensor | None, draw: Tensor) -> None:
-        self.extras.copy_(extra)
-        self.draw = draw
-        mine = self.sent[: self.numel]
+    def reduce(
+        self,
+        grad: Tensor,
+        out: Tensor,
+        extra: Tensor,
+        residual: Tensor | None,
+        owned: Sequence[Tensor],
+        draw: Tensor,
+        owner_draw: Tensor,
+    ) -> Stages:
+        mine, own = self.sent[: self.numel], self.inner.numel
         mine.copy_(grad)
         if residual is not None:  # what other exchanges and other slices have left behind
             mine += residual
             residual.masked_fill_(mine.isfinite(), 0.0)
-
-    def exchange(self, owned: Sequence[Tensor], owner_draw: Tensor, clock: Clock) -> None:
-        assert self.draw is not None
-        own = self.inner.numel
-        with clock("exchange"):
-            self.group.all_to_all(self.slices, self.sent.view(torch.uint8)).wait()
-            self.group.all_reduce(self.extras).wait()
-            self.extras.mul_(1.0 / self.world_size)
-            if self.slice:
-                IDENTITY.decode_mean((self.slices,), self.mean, self.workspaces[0])
-        with clock("encode"):
-            self.inner.encode(self.mean[:own], self.extras, owned[0] if owned else None, self.draw)
-        self.inner.exchange(owned[1:], owner_draw, clock)
-        with clock("decode"):
-            self.inner.decode(self.mean[:own], self.extras)
-        with clock("exchange"):
-            self.group.all_gather(self.means, self.mean).wait()
-
-    def decode(self, out: Tensor, extra_out: Tensor) -> None:
+        self.extras.copy_(extra)
+        yield self.to_owners.start()
+        yield from self.group.sum(self.extras, self.pieces)
+        self.extras.mul_(1.0 / self.world_size)
+        if self.slice:
+            IDENTITY.decode_mean((self.slices,), self.mean, self.workspaces[0])
+        slices = (owned[0] if owned else None), owned[1:]
+        yield from self.inner.reduce(self.mean[:own], self.mean[:own], self.extras, *slices, draw, owner_draw)
+        yield self.to_all.start()
         means = self.means.view(-1)[: self.numel]
         out.copy_(means)
-        extra_out.copy_(self.extras)
+        extra.copy_(self.extras)
         # The inner exchange has seen this rank's slice alone.
         self.counts[1] += ~(all_finite(means) & all_finite(self.extras))
+
+    def post(self) -> None:
+        super().post()
+        self.inner.post()
 
     def status(self) -> Tensor:
         return torch.stack([self.inner.status()[0], self.counts[1]])

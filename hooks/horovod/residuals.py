@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import weakref
 import zlib
@@ -17,6 +16,7 @@ from torch import Tensor
 from ...compress.codec import Codec, new_draw
 from ...compress.feedback import ErrorFeedback, Layout, Slot, layout_numel
 from ..auto.planner import check_exchange, default_exchange
+from ..comm.pipeline import drive
 from ..exchanges import EXCHANGES
 from ..exchanges.base import Exchange
 from .collectives import Channel
@@ -122,9 +122,7 @@ class CompressionState:
             self.feedback.remember(layout)
         else:
             flat.copy_(self.feedback.take(layout, flat))
-        exchange.encode(flat, place.nothing, residual, place.draw)
-        exchange.exchange(owned, place.owner_draw, lambda phase: contextlib.nullcontext())
-        exchange.decode(flat, place.nothing)
+        drive(exchange.reduce(flat, flat, place.nothing, residual, owned, place.draw, place.owner_draw))
         self._steps[key] = step + 1
         if not keep:
             del self._places[key], self._shapes[key]

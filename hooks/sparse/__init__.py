@@ -8,7 +8,7 @@
 | dense     | all-reduce of all elements                                               | 8·N·(P-1)/P               |
 
 with k entries a rank, u in their union, N elements, P ranks, i ≈ log2(N/k) + 2 bits for an index and v bytes for a
-value. gather and split sum in rank order, union and dense as the backend does; all give every rank the same bits.
+value. All but dense sum in rank order (union over NCCL as that does); all give every rank the same bits.
 
 `split` is the split all-gather of SparCML (Renggli et al., SC 2019) with the balanced ranges of Ok-Topk (Li & Hoefler,
 PPoPP 2022); that indices travel ahead of values is from Kylix (Zhao & Canny, ICPP 2014); `union` is to a whole gradient
@@ -26,8 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..auto import cost, probe
-from ..comm.entries import Carrier, Entries, Room, bounds_of
+from ..comm.entries import Carrier, Entries, Room, bounds_of, fill
 from ..comm.group import Group
+from ..comm.pipeline import drive
 from .arguments import ALGORITHMS, Algorithm, Offer, Op, compare, estimate_union
 
 
@@ -91,8 +92,8 @@ def sparse_all_reduce(
         numel: length N of the vector, below 2^31, the same on all ranks.
         group: the ranks; by default all.
         op: "mean" or "sum".
-        algorithm: "gather", "union", "split", "dense", or "auto": the fastest by `hooks.auto.cost`, which probes a group the
-            first time it meets it (a second or two).
+        algorithm: "gather", "union", "split", "dense", or "auto": the fastest by `hooks.auto.cost`, which probes a
+            group the first time it meets it (a second or two).
         out: float32, float16 or bfloat16 [N], of any stride but 0, on the device of `values`: filled with the result,
             zero where no rank has an entry.
 
@@ -112,7 +113,7 @@ def sparse_all_reduce(
         call = prepare(indices, values, numel, group, op, algorithm, out)
         result = reduce(call)
         if out is not None:
-            return fill(out, result)
+            return out.copy_(result) if isinstance(result, Tensor) else fill(out, result)
         if isinstance(result, Tensor):
             place = result.nonzero().view(-1)
             result = Entries(place.int(), result[place])
@@ -195,26 +196,18 @@ def reduce(call: Call) -> Entries | Tensor:
     if k == 0:
         return entries
     if call.decision.name == "gather":
-        result = carrier.gather(entries, k)
+        result: Entries = drive(carrier.gather(entries, k))
         result.values.mul_(scale)
     elif call.decision.name == "union":
-        result = carrier.union(entries, k)
+        result = drive(carrier.union(entries, k))
         result.values.mul_(scale)
     elif call.decision.name == "split":
-        result = carrier.split(entries, call.bounds, scale)
+        result = drive(carrier.split(entries, call.bounds, scale))
     else:
         dense = carrier.room("dense", carrier.numel, torch.float32)
         dense.zero_()
         dense[entries.indices.long()] = entries.values
-        carrier.all_reduce(dense)
+        carrier.group.all_reduce(dense).wait()
+        carrier.count_all_reduce(dense)
         return dense.mul_(scale)
     return result
-
-
-def fill(out: Tensor, result: Entries | Tensor) -> Tensor:
-    """Write a result to a dense vector."""
-    if isinstance(result, Tensor):
-        return out.copy_(result)
-    out.zero_()
-    out[result.indices.to(out.device).long()] = result.values.to(out.device, out.dtype)
-    return out

@@ -1,0 +1,349 @@
+"""Asynchrony: one thread that computes, one that waits, and every bucket of a step under way at once.
+
+A unit of work is a generator, its *stages*: it yields what it has put under way and goes on when that has arrived. The
+computing thread begins units in the order of their submission and resumes each when its own messages are there; the
+waiting thread waits for them, first put under way first. So a message costs a step its latency once for each stage,
+whatever the number of buckets.
+
+Messages find their counterpart by tags (`comm.group`), so the order in which units are resumed, which depends on time,
+matters to nobody. Collectives have no tags: a unit starts none later than in its first stages, which follow each other
+in the order of submission on all ranks.
+
+On a GPU the stages' kernels run on streams of the pipeline's own, beside backward's: what is encoded on one, the rest
+on another. NCCL's collectives do not block the host, so there nothing needs a thread: units are launched to their end
+where they are submitted. Collectives that block, on tensors of a GPU, are run unit by unit.
+"""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .group import Work, cut_all
+
+#: What a unit of work yields: messages under way.
+Stages = Generator[Work, None, Any]
+Job = Callable[[], Any]
+#: What times a phase, "encode", "exchange" or "decode": up to the first messages, waiting, and after them.
+Clock = Callable[[str], AbstractContextManager[None]]
+
+#: The threads that run, and their queues. None is held longer than it runs.
+_threads: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue[Any]] = weakref.WeakKeyDictionary()
+
+#: How long to wait for a pipeline that ends: a message that never comes must not keep the process.
+STOP_SECONDS = 10.0
+#: What everything is told after one unit has failed.
+STOPPED = "gradwire stopped after an earlier error"
+
+
+def no_clock(phase: str) -> AbstractContextManager[None]:
+    """For work that nobody times."""
+    return nullcontext()
+
+
+def drive(stages: Stages) -> Any:
+    """Run stages to their end on this thread, waiting for each; returns what they return."""
+    try:
+        while True:
+            next(stages).wait()
+    except StopIteration as end:
+        return end.value
+
+
+@dataclass(eq=False)
+class _Unit:
+    stages: Stages
+    result: Tensor
+    future: torch.futures.Future[Any]
+    clock: Clock
+    ready: torch.cuda.Event | None
+    begun: bool = False
+
+
+@dataclass(eq=False)
+class _Barrier:
+    """A job for when every unit before it has ended; those after it wait."""
+
+    job: Job
+    future: torch.futures.Future[Any]
+    ready: torch.cuda.Event | None
+
+
+@dataclass(eq=False)
+class _Arrived:
+    unit: _Unit
+    error: Exception | None
+
+
+class Pipeline:
+    """Runs units of work and jobs; ends when it is collected. It holds its owner only through what has not finished.
+
+    After something has failed, everything under way fails at once, and so does what comes later: the ranks no longer
+    agree on what comes next.
+
+    Args:
+        name: of the threads.
+        device: where tensors are.
+        threaded: run on threads, as must be where waiting blocks; else inside `start` and `submit`.
+    """
+
+    def __init__(self, name: str, device: torch.device | str = "cpu", threaded: bool = True) -> None:
+        device = torch.device(device)
+        self.threaded = threaded
+        self._device = device if device.type == "cuda" else None
+        self._failure = failure = _Failure()
+        self._core = core = _Core(failure, self._device, overlapped=threaded and self._device is None)
+        if threaded:
+            for target, inbox, role in ((core.compute, core.inbox, ""), (core.wait, core.waits, "-messages")):
+                thread = threading.Thread(target=target, name=f"{name}{role}", daemon=True)
+                thread.start()
+                _threads[thread] = inbox
+                if not role:
+                    weakref.finalize(self, _stop, inbox, thread).atexit = False  # `_stop_all` sees to it
+
+    def start(self, stages: Stages, result: Tensor, clock: Clock = no_clock) -> torch.futures.Future[Tensor]:
+        """Begin a unit of work; the future gets `result` when its stages have ended, or their exception.
+
+        On a GPU the stages see what the current stream holds now, and what waits for the future sees what they wrote.
+        """
+        future, ready = self._future()
+        self._put(_Unit(stages, result, future, clock, ready))
+        return future
+
+    def submit(self, job: Job) -> torch.futures.Future[Any]:
+        """Run a job when all that came before has ended; what comes after waits for it."""
+        future, ready = self._future()
+        self._put(_Barrier(job, future, ready))
+        return future
+
+    def _future(self) -> tuple[torch.futures.Future[Any], torch.cuda.Event | None]:
+        if self._device is None:
+            return torch.futures.Future(), None
+        ready = torch.cuda.current_stream(self._device).record_event()
+        return torch.futures.Future(devices=[self._device]), ready
+
+    def _put(self, item: _Unit | _Barrier) -> None:
+        if self.threaded:
+            self._core.inbox.put(item)
+        else:
+            self._core.take(item)
+
+    @property
+    def failed(self) -> bool:
+        """Whether something has failed, and everything later will."""
+        return self._failure.text is not None
+
+    def check(self) -> None:
+        """Raise what a unit or job has raised; from the second time on as the cause of another error."""
+        failure, unseen = self._failure, self._failure.unseen
+        if failure.text is None:
+            return
+        if unseen is None:
+            raise RuntimeError(f"{STOPPED}: {failure.text}") from RuntimeError(failure.text)
+        failure.unseen = None  # it holds the frames that it came through, and with them the owner of this pipeline
+        try:
+            raise unseen
+        finally:
+            del unseen
+
+    def wait(self) -> None:
+        """Wait for what was submitted so far, where threads run it; raises as `check` does."""
+        self.idle()
+        self.check()
+
+    def idle(self, seconds: float | None = None) -> bool:
+        """Wait until all that was submitted so far has ended, well or not; False if that takes longer."""
+        if not self.threaded:
+            return True
+        done = threading.Event()
+        self._core.inbox.put(done)
+        return done.wait(seconds)
+
+    def flush(self) -> None:
+        """As `idle`; on a GPU until its kernels have ended too."""
+        self.idle()
+        self._core.synchronize()
+
+
+class _Failure:
+    """What the first unit or job that failed said."""
+
+    text: str | None = None
+    #: The exception itself, until somebody has been told.
+    unseen: Exception | None = None
+    #: What was under way: memory that others may still write to.
+    left: list[Any]
+
+    def __init__(self) -> None:
+        self.left = []
+
+    def follow_up(self) -> RuntimeError:
+        return RuntimeError(f"{STOPPED}: {self.text}")
+
+
+@dataclass(eq=False)
+class _Core:
+    """What the threads share. It does not know the pipeline, which ends when nobody holds it."""
+
+    failure: _Failure
+    device: torch.device | None
+    overlapped: bool
+    inbox: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
+    waits: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
+    under_way: dict[_Unit, None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.streams = None if self.device is None else (torch.cuda.Stream(self.device), torch.cuda.Stream(self.device))
+
+    # -- the computing thread ----------------------------------------------------------------------------------------
+
+    def compute(self) -> None:
+        if self.device is not None:
+            torch.cuda.set_device(self.device)  # a new thread begins at device 0
+        submitted: deque[Any] = deque()
+        while True:
+            while submitted and (isinstance(submitted[0], _Unit) or not self.under_way):
+                item = submitted.popleft()
+                if item is None:
+                    self.waits.put(None)
+                    return
+                self.take(item)
+                del item  # it holds its owner; waiting for the next one must not keep that alive
+            item = self.inbox.get()
+            if isinstance(item, _Arrived):
+                self.resume(item.unit, item.error)
+            else:
+                submitted.append(item)
+            del item
+
+    def take(self, item: _Unit | _Barrier | threading.Event) -> None:
+        """Begin what was submitted."""
+        if isinstance(item, threading.Event):
+            item.set()
+        elif self.failure.text is not None:
+            if isinstance(item, _Unit):
+                item.stages.close()
+            item.future.set_exception(self.failure.follow_up())
+        elif isinstance(item, _Barrier):
+            self._run(item)
+        else:
+            self.under_way[item] = None
+            with self._stream(0, item.ready):
+                work = self._advance(item)
+            if self.streams is not None:
+                self.streams[1].wait_stream(self.streams[0])
+            with self._stream(1):
+                while work is not None:
+                    if self.overlapped:
+                        self.waits.put((item, work))
+                        return
+                    work = self._advance(item, self._wait(item, work))
+
+    def resume(self, unit: _Unit, error: Exception | None) -> None:
+        """What the unit waited for has arrived, or will not."""
+        if unit in self.under_way:
+            work = self._advance(unit, error)
+            if work is not None:
+                self.waits.put((unit, work))
+
+    def _run(self, barrier: _Barrier) -> None:
+        if self.streams is not None:
+            self.streams[0].wait_stream(self.streams[1])
+        with self._stream(0, barrier.ready):
+            try:
+                barrier.future.set_result(barrier.job())
+            except Exception as error:
+                self._fail(error, barrier.future)
+        if self.streams is not None:
+            self.streams[1].wait_stream(self.streams[0])
+
+    def _advance(self, unit: _Unit, error: Exception | None = None) -> Work | None:
+        """Run the unit's next stage; None: it has ended, well or not."""
+        phase, unit.begun = "decode" if unit.begun else "encode", True
+        try:
+            with unit.clock(phase):
+                return next(unit.stages) if error is None else unit.stages.throw(error)
+        except StopIteration:
+            del self.under_way[unit]
+            unit.future.set_result(unit.result)
+        except Exception as failed:
+            del self.under_way[unit]
+            self._fail(failed, unit.future)
+        return None
+
+    def _fail(self, error: Exception, future: torch.futures.Future[Any]) -> None:
+        failure = self.failure
+        failure.text, failure.unseen = str(error), error
+        future.set_exception(error)
+        for unit in self.under_way:
+            unit.stages.close()
+            unit.future.set_exception(failure.follow_up())
+        self.under_way.clear()
+
+    def _stream(self, number: int, ready: torch.cuda.Event | None = None) -> AbstractContextManager[Any]:
+        if self.streams is None:
+            return nullcontext()
+        if ready is not None:
+            self.streams[number].wait_event(ready)
+        return torch.cuda.stream(self.streams[number])
+
+    def synchronize(self) -> None:
+        for stream in self.streams or ():
+            stream.synchronize()
+
+    # -- the waiting thread ------------------------------------------------------------------------------------------
+
+    def wait(self) -> None:
+        while (item := self.waits.get()) is not None:
+            unit, work = item
+            if self.failure.text is not None:
+                self.failure.left.append(work)
+            else:
+                self.inbox.put(_Arrived(unit, self._wait(unit, work)))
+            del item, unit, work
+
+    @staticmethod
+    def _wait(unit: _Unit, work: Work) -> Exception | None:
+        try:
+            with unit.clock("exchange"):
+                work.wait()
+        except Exception as error:
+            return error
+        return None
+
+
+def _stop(inbox: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
+    inbox.put(None)
+    if thread is not threading.current_thread():  # the last job may hold the last reference
+        thread.join(STOP_SECONDS)
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Let the threads of all pipelines end before the interpreter does: one that is inside torch then aborts the
+    process.
+
+    A pipeline may be gone by now and its threads not: where the last job holds the last reference, nobody has waited.
+    And a unit may wait for a rank that does not come, as the main thread has raised something, here or there.
+    """
+    threads = list(_threads.items())
+    for thread, inbox in threads:
+        if not thread.name.endswith("-messages"):  # the other thread ends those
+            inbox.put(None)
+    for seconds in (STOP_SECONDS, 1.0):
+        deadline = time.monotonic() + seconds
+        for thread, _ in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if any(thread.is_alive() for thread, _ in threads):
+            cut_all()

@@ -1,0 +1,94 @@
+"""No compression."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...compress.codec import Codec
+from ..auto.cost import Calibration, Estimate, Shape
+from ..comm.group import Group, Work
+from ..comm.pipeline import Stages
+from .base import Bucketful, Exchange, all_finite
+
+
+class Dense(Exchange):
+    """float32 all-reduce; the codec only waits. In place where the gradient is float32 and nothing travels beside it.
+    8·N·(P-1)/P bytes received.
+
+    Attributes:
+        settled: whether the last mean was finite, so that no rank can have kept anything back. Not known on GPUs, as
+            the host would have to wait for them.
+    """
+
+    name = "dense"
+    collective = True
+
+    def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
+        super().__init__(codec, numel, extra, device, group)
+        self.memory: Tensor | None = None  # where the sum cannot be made in place
+        self.work: Work | None = None
+        self.not_finite = torch.zeros(2, dtype=torch.int64, device=device)
+        self.settled = False
+
+    @classmethod
+    def carries(cls, codec: Codec) -> bool:
+        return True
+
+    @classmethod
+    def estimate(cls, network: Calibration, what: Bucketful) -> Estimate:
+        return network.dense(Shape(what.numel, 0, what.world_size, 0))
+
+    @property
+    def under_way(self) -> bool:
+        """Whether it has begun already, so that nothing can be added to the gradient."""
+        return self.work is not None
+
+    @property
+    def payload_bytes(self) -> int:
+        return 4 * (self.numel + self.extra) if self.world_size > 1 else 0
+
+    @property
+    def transfer_bytes(self) -> int:
+        return 2 * 4 * (self.numel + self.extra) * (self.world_size - 1) // self.world_size
+
+    def start(self, grad: Tensor, group: Group) -> None:
+        """Begin at once, on the caller's thread and a group of its own; `reduce` then waits.
+
+        Args:
+            grad: float32, alone: nothing travels beside it.
+        """
+        self.work = group.all_reduce(grad)
+
+    def reduce(
+        self,
+        grad: Tensor,
+        out: Tensor,
+        extra: Tensor,
+        residual: Tensor | None,
+        owned: Sequence[Tensor],
+        draw: Tensor,
+        owner_draw: Tensor,
+    ) -> Stages:
+        total = grad
+        if grad.dtype != torch.float32 or self.extra:
+            if self.memory is None:
+                self.memory = torch.zeros(self.numel + self.extra, dtype=torch.float32, device=self.device)
+            total = self.memory
+            total[: self.numel].copy_(grad)
+            total[self.numel :].copy_(extra)
+        work, self.work = self.work or self.group.all_reduce(total), None
+        yield work
+        total.mul_(1.0 / self.world_size)
+        finite = all_finite(total)
+        self.not_finite[1] += ~finite
+        if not total.is_cuda:
+            self.settled = bool(finite)
+        if total is not out:
+            out.copy_(total[: self.numel])
+            extra.copy_(total[self.numel :])
+
+    def status(self) -> Tensor:
+        return self.not_finite

@@ -1,0 +1,74 @@
+"""Every rank's wire to every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...compress.codec import Codec
+from ...compress.topk import TopK
+from ..auto.cost import Calibration, Estimate
+from ..comm.group import Group, Together
+from ..comm.pipeline import Stages
+from .base import Bucketful, Exchange
+
+
+class Gather(Exchange):
+    """All-gather of the wires, part by part (of a sparse codec, indices and values); each rank decodes their mean, in
+    rank order. (P-1)·w bytes received."""
+
+    name = "gather"
+
+    def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
+        super().__init__(codec, numel, extra, device, group)
+        self.sizes = codec.part_bytes(numel) if numel else (0,)
+        if numel:
+            self.workspaces.append(codec.workspace(numel, device))
+        # One buffer for the whole wire, its parts one after the other, and the extra elements behind the last.
+        self.row = self.bytes(sum(self.sizes) + 4 * extra)
+        self.wire, tail = self.row.split([sum(self.sizes), 4 * extra])
+        self.tail = tail.view(torch.float32)
+        lengths = (*self.sizes[:-1], self.sizes[-1] + 4 * extra)
+        self.received = [group.gathered(self.world_size, length, device=device) for length in lengths]
+        for part, into in zip(self.row.split(lengths), self.received, strict=True):
+            self.gather_port(into, part)
+
+    @classmethod
+    def carries(cls, codec: Codec) -> bool:
+        return True
+
+    @classmethod
+    def estimate(cls, network: Calibration, what: Bucketful) -> Estimate:
+        return network.wires(what.codec, what.speed, what.numel, what.world_size)
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.row.numel() if self.world_size > 1 else 0
+
+    @property
+    def transfer_bytes(self) -> int:
+        return (self.world_size - 1) * self.row.numel()
+
+    def reduce(
+        self,
+        grad: Tensor,
+        out: Tensor,
+        extra: Tensor,
+        residual: Tensor | None,
+        owned: Sequence[Tensor],
+        draw: Tensor,
+        owner_draw: Tensor,
+    ) -> Stages:
+        if self.numel:
+            self._encode(grad, residual, self.wire, draw, workspace=1)
+        self.tail.copy_(extra)
+        yield Together([port.start() for port in self.ports])
+        if self.numel:
+            wires = [gathered[:, :size] for gathered, size in zip(self.received, self.sizes, strict=True)]
+            self.codec.decode_mean(wires, out, self.workspaces[1])
+        self._decode_extra(self.received[-1][:, self.sizes[-1] :], extra)
+
+    def union_of(self, out: Tensor) -> int:
+        return int(torch.count_nonzero(out)) if isinstance(self.codec, TopK) else 0

@@ -1,0 +1,38 @@
+"""An all-reduce at the union of what ranks have selected."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..auto.cost import Calibration, Estimate
+from ..comm.entries import Entries
+from ..comm.pipeline import Stages
+from .base import Bucketful
+from .selected import Selected
+
+
+class Union(Selected):
+    """Where any rank has selected an element, all give what they have of it: more arrives than was selected, for as
+    many bytes. (P-1)·k·i + 8·u·(P-1)/P bytes received, i for an index, u in the union."""
+
+    name = "union"
+
+    @classmethod
+    def estimate(cls, network: Calibration, what: Bucketful) -> Estimate:
+        return network.selected(network.union(cls.shape(what)), what.speed, what.numel)
+
+    def bring_together(self, entries: Entries, extra: Tensor, residual: Tensor | None) -> Stages:
+        carrier = self.carrier
+        union = (yield from carrier.gather(entries, self.k, with_values=False)).indices
+        mine = carrier.on_union(entries, union)
+        if residual is not None:
+            at = union.long()
+            rest = residual[at]
+            mine += rest
+            residual[at] = rest.masked_fill_(mine.isfinite(), 0.0)
+        total = torch.cat([mine, extra])
+        yield from carrier.all_reduce(total)
+        extra.copy_(total[len(mine) :])
+        self.union_size = len(mine)
+        return Entries(union, total[: len(mine)].mul_(1.0 / self.world_size))

@@ -1,0 +1,202 @@
+"""The pipeline: everything under way at once, errors, and no life of its own."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from random import Random
+
+import pytest
+import torch
+from gradwire.hooks.comm.pipeline import Pipeline, Stages
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+def test_jobs_run_in_order_on_one_thread() -> None:
+    pipeline, seen = Pipeline("test"), []
+    threads = set()
+
+    def job(number: int) -> torch.Tensor:
+        time.sleep(0.002 * (5 - number % 5))
+        seen.append(number)
+        threads.add(threading.get_ident())
+        return torch.tensor(number)
+
+    futures = [pipeline.submit(lambda number=number: job(number)) for number in range(20)]  # type: ignore[misc]
+    assert [int(future.wait()) for future in futures] == list(range(20))
+    assert seen == list(range(20))
+    assert threads.isdisjoint({threading.get_ident()})
+    assert len(threads) == 1
+
+
+def test_submitting_does_not_wait() -> None:
+    pipeline, gate = Pipeline("test"), threading.Event()
+
+    def blocked() -> torch.Tensor:
+        assert gate.wait(10)
+        return torch.zeros(1)
+
+    future = pipeline.submit(blocked)
+    assert not future.done()
+    gate.set()
+    future.wait()
+
+
+def test_after_an_error_nothing_runs_any_more() -> None:
+    pipeline, ran = Pipeline("test"), []
+
+    def fail() -> torch.Tensor:
+        raise RuntimeError("peer 3 went away")
+
+    first, second = pipeline.submit(fail), pipeline.submit(lambda: ran.append(1) or torch.zeros(1))  # type: ignore[func-returns-value]
+    with pytest.raises(RuntimeError, match="peer 3 went away"):
+        first.wait()
+    with pytest.raises(RuntimeError, match=r"earlier error.*peer 3"):
+        second.wait()
+    pipeline.flush()
+    assert ran == []
+
+
+class Bell:
+    """Something under way, until somebody rings."""
+
+    def __init__(self) -> None:
+        self.rung = threading.Event()
+        self.error: Exception | None = None
+
+    def wait(self) -> None:
+        assert self.rung.wait(10)
+        if self.error is not None:
+            raise self.error
+
+
+def stages(name: str, bells: list[Bell], seen: list[str]) -> Stages:
+    for number, bell in enumerate(bells):
+        seen.append(f"{name}{number}")
+        yield bell
+    seen.append(f"{name} ends")
+
+
+def until(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return condition()
+
+
+def test_units_are_under_way_together_and_jobs_wait_for_all() -> None:
+    pipeline, seen = Pipeline("test"), list[str]()
+    bells = {name: [Bell(), Bell()] for name in "ab"}
+    futures = [pipeline.start(stages(name, bells[name], seen), torch.ones(1)) for name in "ab"]
+    last = pipeline.submit(lambda: seen.append("job"))
+    late = pipeline.start(stages("c", [], seen), torch.ones(1))
+    assert until(lambda: seen == ["a0", "b0"]), "neither waits for the other's messages"
+    for name, number in (("a", 0), ("b", 0), ("a", 1), ("b", 1)):
+        assert not any(future.done() for future in (*futures, last, late))
+        bells[name][number].rung.set()
+    for future in (*futures, last, late):
+        future.wait()
+    assert [name for name in seen if name[0] == "a"] == ["a0", "a1", "a ends"]
+    assert seen.index("b1") < seen.index("a ends") or seen.index("b1") > seen.index("a1")
+    assert seen[-2:] == ["job", "c ends"], "after everything before it, before everything after"
+
+
+def test_a_unit_that_fails_takes_all_others_along_at_once() -> None:
+    pipeline, seen = Pipeline("test"), list[str]()
+    bells = [Bell() for _ in range(3)]
+    futures = [pipeline.start(stages(str(i), [bell], seen), torch.ones(1)) for i, bell in enumerate(bells)]
+    bells[0].error = RuntimeError("peer 3 went away")
+    bells[0].rung.set()  # the others never ring
+    with pytest.raises(RuntimeError, match="peer 3 went away"):
+        futures[0].wait()
+    for future in futures[1:]:
+        with pytest.raises(RuntimeError, match=r"earlier error.*peer 3"):
+            future.wait()
+    assert not any(name.endswith("ends") for name in seen)
+    pipeline.flush()
+    with pytest.raises(RuntimeError, match="peer 3 went away"):
+        pipeline.check()
+    for bell in bells:
+        bell.rung.set()
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=6),
+    st.randoms(use_true_random=False),
+    st.booleans(),
+)
+def test_whatever_arrives_first_every_unit_ends_with_its_own_stages_in_order(
+    lengths: list[int], random: Random, threaded: bool
+) -> None:
+    pipeline, seen = Pipeline("test", threaded=threaded), list[str]()
+    units = [[Bell() for _ in range(length)] for length in lengths]
+    ringing = [bell for bells in units for bell in bells]
+    random.shuffle(ringing)
+    if not threaded:
+        for bell in ringing:
+            bell.rung.set()
+    futures = [pipeline.start(stages(f"{i}.", bells, seen), torch.tensor(i)) for i, bells in enumerate(units)]
+    for bell in ringing:
+        bell.rung.set()
+    assert [int(future.wait()) for future in futures] == list(range(len(units)))
+    for i, bells in enumerate(units):
+        own = [name for name in seen if name.startswith(f"{i}.")]
+        assert own == [*(f"{i}.{number}" for number in range(len(bells))), f"{i}. ends"]
+
+
+def test_the_threads_end_with_the_pipeline_and_holds_no_owner() -> None:
+    class Owner:
+        def __init__(self) -> None:
+            self.pipeline = Pipeline("mortal")
+
+    owner = Owner()
+    owner.pipeline.submit(lambda held=owner: torch.zeros(1)).wait()  # type: ignore[misc]
+    owner.pipeline.flush()
+    remembered = weakref.ref(owner)
+    del owner
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and any(thread.name.startswith("mortal") for thread in threading.enumerate()):
+        time.sleep(0.01)
+    assert remembered() is None
+    assert all(not thread.name.startswith("mortal") for thread in threading.enumerate())
+
+
+def test_the_process_ends_in_order_while_the_last_job_holds_the_pipeline() -> None:
+    """The main thread ends while the pipeline's lets go of what its job has held, for which it is inside torch."""
+    script = """
+        import threading
+        from datetime import timedelta
+
+        import torch
+        import torch.distributed as dist
+        from gradwire.hooks.comm.pipeline import Pipeline, Stages
+
+        class Connections:
+            def __del__(self) -> None:
+                going.set()
+                try:
+                    dist.HashStore().wait(["nothing"], timedelta(seconds=1))
+                except dist.DistStoreError:
+                    print("gone", flush=True)
+
+        going, dropped = threading.Event(), threading.Event()
+        held = [Connections(), Pipeline("test")]  # a list lets go of its last first
+        held[1].submit(lambda held=held: dropped.wait(10) and torch.zeros(1))
+        del held
+        dropped.set()
+        going.wait(10)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "gone\n"
