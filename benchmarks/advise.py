@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -36,7 +35,8 @@ from . import advice, advise_check, links, report
 from .forecast import Here, measure, measure_group, predictions
 from .network import Network
 
-_TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+#: From node to node, one way, where nothing is said.
+LATENCY = "50us"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world", type=int, default=2, help="ranks in all (default: %(default)s)")
     parser.add_argument("--local", type=int, default=1, help="ranks on each node, which share its card (default: 1)")
     parser.add_argument("--bandwidth", default="1gbit", help="of each node's network card (default: %(default)s)")
-    parser.add_argument("--latency", default="50us", help="from node to node, one way (default: %(default)s)")
+    parser.add_argument(
+        "--latency", "--delay", help="from node to node, one way, such as 25ms (default: 50us, and with --check none)"
+    )
     parser.add_argument(
         "--local-bandwidth", help="of each rank inside a node (default: as loopback here; on GPUs 100gbit)"
     )
@@ -64,6 +66,7 @@ def run(options: argparse.Namespace) -> int:
     """`gradwire-bench advise`."""
     if options.check:
         return advise_check.run(options)
+    options.latency = options.latency or LATENCY
     if options.probe:
         return _run_in_group(options)
     check_ranks(options.world, options.local)
@@ -71,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
     rate, inside = links.parse_rate(options.bandwidth), links.parse_rate(options.local_bandwidth or "none")
     if rate is None:
         raise ValueError("--bandwidth none: expected a number and a unit such as 10gbit")
-    latency = parse_time(options.latency)
+    latency = links.parse_time(options.latency, "--latency")
     with advice.waiting(f"measuring {options.model} and the codecs"):
         here = measure(options.model, options.local, cores)
 
@@ -143,11 +146,3 @@ def check_ranks(world: int, local: int) -> None:
         raise ValueError(f"--world {world}: expected at least 2 ranks, as one exchanges nothing")
     if local < 1 or world % local:
         raise ValueError(f"--local {local}: expected a number of ranks that divides --world {world}")
-
-
-def parse_time(text: str) -> float:
-    """Seconds of "50us", "1.5ms" or "0s". Raises ValueError for anything else."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", text)
-    if match is None:
-        raise ValueError(f"--latency {text}: expected a number and a unit such as 50us or 1ms")
-    return float(match[1]) * _TIMES[match[2]]

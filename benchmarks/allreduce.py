@@ -29,6 +29,7 @@ from torch import Tensor
 from ..hooks.comm.entries import fill
 from ..hooks.comm.pipeline import drive
 from . import links, report, simulation
+from .proof import caption, received_bytes
 
 ALGORITHMS = ("gather", "union", "split", "dense")
 AUTO, KEPT = "auto", "split-k"
@@ -45,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--values", choices=tuple(DTYPES), default="float32", help="how values travel")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM", help=", ".join(ARMS))
     parser.add_argument("--rate", default="1gbit", help="of each link: 100mbit, 1gbit, 2.5gbit … or none")
+    links.add_distance(parser)
     parser.add_argument("--repeats", type=int, default=5, help="calls of each arm a cell (%(default)s)")
     parser.add_argument("--timeout", type=float, default=1200.0, help="seconds for each world size")
     parser.add_argument("--simulate", type=int, nargs="+", metavar="P", help="simulated world sizes, up to 4096")
@@ -54,37 +56,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    rate = links.parse_rate(options.rate)
+    rates, distance = links.network_of(options)
+    rate = rates[options.rate]
     for name, values in (("density", options.density), ("overlap", options.overlap)):
         if not all(0 <= value <= 1 for value in values) or (name == "density" and 0 in values):
             raise ValueError(f"--{name} {values}: expected numbers up to 1, and densities above 0")
     if options.simulate:
-        return run_simulation(options, rate)
+        return run_simulation(options, rate, distance)
     arguments = {name: getattr(options, name) for name in ("density", "overlap", "numel", "values", "arms", "repeats")}
-    result = report.document("allreduce", {**arguments, "world": options.world, "rate": options.rate})
+    network = {"world": options.world, "rate": options.rate, **links.recorded(distance)}
+    result = report.document("allreduce", {**arguments, **network})
     result["environment"]["threads"] = 1  # of each rank
     result["links"], result["cells"] = {}, []
     for world_size in options.world:
-        with links.open_links(world_size, rate) as network:
-            proof, ranks = network.run_proven(measure, arguments, options.timeout)
+        with links.open_links(world_size, rate, distance) as connection:
+            proof, ranks = connection.run_proven(measure, arguments, options.timeout)
             result["links"][str(world_size)] = proof
         result["cells"] += summarize(ranks, world_size, shaped=rate is not None)
     report.deliver(result, tables(result), options, plot)
     return 0
 
 
-def run_simulation(options: argparse.Namespace, rate: int | None) -> int:
-    """The same algorithms on simulated ranks."""
+def run_simulation(options: argparse.Namespace, rate: int | None, distance: links.Distance | None) -> int:
+    """The same algorithms on simulated ranks; a delay is their latency."""
     if rate is None:
         raise ValueError("--simulate needs a --rate: nothing is known of a loopback's")
     if not all(2 <= size <= 4096 for size in options.simulate):
         raise ValueError(f"--simulate {options.simulate}: expected world sizes from 2 to 4096")
     names = ("density", "overlap", "numel", "values", "simulate", "rate", "alpha")
-    threads = torch.get_num_threads()
+    recorded, threads = links.recorded(distance), torch.get_num_threads()
     torch.set_num_threads(1)  # of each simulated rank
     try:
-        result = report.document("allreduce-simulation", {name: getattr(options, name) for name in names})
-        network = simulation.Network(options.alpha * 1e-6, 8 / rate)
+        result = report.document("allreduce-simulation", {name: getattr(options, name) for name in names} | recorded)
+        network = simulation.Network(options.alpha * 1e-6 if distance is None else distance.delay, 8 / rate)
         simulated_cell(options, 2, 0.01, 0.5, network)  # compiles
         cells = itertools.product(options.simulate, options.density, options.overlap)
         result["cells"] = [simulated_cell(options, *cell, network) for cell in cells]
@@ -230,12 +234,12 @@ def timed(runner: Call | Kept, repeats: int) -> dict[str, Any]:
     for _ in range(repeats):
         dist.barrier()
         time.sleep(0.01)  # lets the barrier's own packets arrive
-        before = links.received_bytes()
+        before = received_bytes()
         begin = time.perf_counter()
         runner()
         times.append(time.perf_counter() - begin)
         dist.barrier()
-        received.append(links.received_bytes() - before)
+        received.append(received_bytes() - before)
     return {
         "times_s": times,
         "received_bytes": report.median(received),
@@ -290,7 +294,7 @@ def link_table(result: Mapping[str, Any]) -> report.Table:
         f"ms / MB received by one rank; median of {arguments['repeats']} calls, slowest rank; one thread a rank; "
         "split-k gives the k largest sums alone and is no contestant",
     ]
-    notes += [f"P = {world_size}: {links.caption(proof)}" for world_size, proof in result["links"].items()]
+    notes += [f"P = {world_size}: {caption(proof)}" for world_size, proof in result["links"].items()]
     notes.append(
         "bytes are those of the formula"
         if rate == "none"

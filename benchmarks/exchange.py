@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from . import links, report
 from .arms import COLOURS, FLOOR, HOOKS, OPPONENT, deciding, hook_of, in_turns, slowest
+from .proof import caption, sent_bytes
 
 ARMS = tuple(name for name in HOOKS if name != "powersgd")  # which needs matrices
 #: PyTorch's arms need one step for DDP to build its buckets; codecs some more to fill their residuals.
@@ -37,6 +38,7 @@ PIECES = 8
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     rates = ["100mbit", "1gbit", "10gbit", "none"]
     parser.add_argument("--rates", nargs="+", default=rates, metavar="RATE", help=f"default: {' '.join(rates)}")
+    links.add_distance(parser)
     parser.add_argument("--world", type=int, default=2, help="ranks (default: %(default)s)")
     parser.add_argument("--numel", type=int, default=25_600_000, help="of the gradient (default: %(default)s)")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="what to compare")
@@ -55,18 +57,19 @@ def run(options: argparse.Namespace) -> int:
     """`gradwire-bench exchange`."""
     if options.numel < PIECES:
         raise ValueError(f"--numel {options.numel}: expected at least {PIECES}")
-    rates = {text: links.parse_rate(text) for text in options.rates}
+    rates, distance = links.network_of(options)
     # The tax needs the floor, and ratios their base.
     arms = list(dict.fromkeys([FLOOR, OPPONENT, *options.arms]))
     arguments = {"arms": arms, **{name: getattr(options, name) for name in ("numel", "density", "rounds", "steps")}}
     arguments["warmup"] = options.warmup
-    result = report.document("exchange", {"rates": options.rates, "world": options.world, **arguments})
+    network = {"rates": options.rates, "world": options.world, **links.recorded(distance)}
+    result = report.document("exchange", {**network, **arguments})
     result["environment"]["threads"] = 1
     result["rates"] = []
     for text, rate in rates.items():
         short = rate is None or rate >= 10**9
         steps = 2 * options.steps if short else options.steps
-        with links.open_links(options.world, rate) as connection:
+        with links.open_links(options.world, rate, distance) as connection:
             proof, ranks = connection.run_proven(measure, {**arguments, "steps": steps}, options.timeout)
         rows = summarize([rank["arms"] for rank in ranks], shaped=rate is not None)
         found = {"rate": text, "bits_per_s": rate, "links": str(connection), "proof": proof}
@@ -116,9 +119,9 @@ class Arm:
 
     def round(self, steps: int) -> None:
         self.step()  # its connections and its memory were idle while the others had their turn
-        before, sent = self.counted(), links.sent_bytes()
+        before, sent = self.counted(), sent_bytes()
         self.times.append([self.step() for _ in range(steps)])
-        self.sent.append((links.sent_bytes() - sent) // steps)
+        self.sent.append((sent_bytes() - sent) // steps)
         self.spent = {phase: (done - before[phase]) / steps for phase, done in self.counted().items()}
 
     def counted(self) -> dict[str, float]:
@@ -208,7 +211,7 @@ def rate_table(result: Mapping[str, Any], found: Mapping[str, Any]) -> report.Ta
         report.describe(result["environment"]),
         f"{len(turns)} rounds of {len(turns[0])}, {found['buckets']} buckets, one thread a rank; "
         "times fp16: how often faster than PyTorch's fp16 hook; sent: by one rank, as the kernel counts",
-        links.caption(found["proof"]),
+        caption(found["proof"]),
     ]
     return report.Table(title, columns, rows, "\n".join(notes))
 

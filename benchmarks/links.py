@@ -1,4 +1,4 @@
-"""Links of a known speed between processes of one machine.
+"""Links of a known speed, and length, between processes of one machine.
 
 `ShapedLinks` gives every rank a network namespace of its own, joins them by veth pairs on a bridge (in a namespace
 too, so nothing outside is touched), and limits what each rank sends with a token bucket:
@@ -8,47 +8,40 @@ too, so nothing outside is touched), and limits what each rank sends with a toke
         proof, results = links.run_proven(function, {"argument": 1}, timeout=60)    # after an all-reduce that shows
                                                                                     # at which rate the links run
 
-It needs root and iproute2. `Loopback` has the same interface without any of that, and without shaping.
+`DistantLinks` are links of the same kind on which every packet arrives later, by a delay. The kernel's own way to
+that, the scheduler netem, is missing in many kernels; so these are TUN devices, and packets wait in `star`, a process.
+
+Both need root and iproute2. `Loopback` has the same interface without any of that, and without shaping.
 """
 
 from __future__ import annotations
 
-import gc
-import importlib
+import argparse
 import json
 import os
-import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from datetime import timedelta
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypedDict
+from typing import Any, Self
 
-import torch
-import torch.distributed as dist
+from . import proof as proving
+from . import star
+from .launch import PREFIX, LinkError, Processes, path_of
+from .proof import Proof, proven
 
-from .report import median
-
-#: Names of our namespaces: this, the process that made them, and a rank or "switch".
-PREFIX = "gradwire"
 INTERFACE = "link0"
 _SEARCH = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
-#: How much longer than its bytes need an all-reduce may take on links that run at their rate.
-TOLERANCE = 1.3
 _UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
-
-
-class LinkError(RuntimeError):
-    """Links could not be made, did not run at their rate, or a process on them failed."""
+_TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+#: TCP's settings that decide what it does at a distance; a proof names them.
+_TCP = ("congestion_control", "wmem", "rmem", "slow_start_after_idle")
 
 
 def parse_rate(text: str) -> int | None:
@@ -65,8 +58,76 @@ def parse_rate(text: str) -> int | None:
     return round(float(match[1]) * _UNITS[match[2]])
 
 
-def missing() -> str | None:
-    """One sentence on what shaped links lack on this machine, or None when they can be had."""
+def parse_time(text: str, option: str) -> float:
+    """Seconds of "50us", "1.5ms" or "0s". Raises ValueError, naming the option, for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", text)
+    if match is None:
+        raise ValueError(f"{option} {text}: expected a number and a unit such as 50us or 1ms")
+    return float(match[1]) * _TIMES[match[2]]
+
+
+@dataclass(frozen=True)
+class Distance:
+    """What makes a link long.
+
+    Attributes:
+        delay: seconds, one way.
+        loss: the probability that a packet is lost.
+        mtu: bytes of the largest packet.
+    """
+
+    delay: float
+    loss: float = 0.0
+    mtu: int = 1500
+
+    def __post_init__(self) -> None:
+        if not self.delay > 0:
+            raise ValueError(f"a delay of {self.delay:g} s: expected more than 0; without one, links have no distance")
+        if not 0 <= self.loss < 1:
+            raise ValueError(f"a loss of {self.loss:%}: expected a share from 0 to less than all")
+        if not 1500 <= self.mtu <= 65000:
+            raise ValueError(f"an MTU of {self.mtu}: expected 1500 to 65000 bytes")
+
+
+def add_distance(parser: argparse.ArgumentParser) -> None:
+    """The options of links with a distance, beside those of their rate."""
+    parser.add_argument("--delay", help="of each packet, one way, such as 25ms (default: none but the machine's own)")
+    parser.add_argument("--loss", help="with --delay: of packets, at random, such as 0.1%% (default: none)")
+    parser.add_argument("--mtu", type=int, help="with --delay: bytes of the largest packet (default: 1500)")
+
+
+def distance_of(options: argparse.Namespace) -> Distance | None:
+    """What `add_distance`'s options say; None without a delay. Raises ValueError where they make no sense."""
+    if options.delay is None:
+        if options.loss is not None or options.mtu is not None:
+            raise ValueError("--loss and --mtu are of links with a distance: give them a --delay")
+        return None
+    lost = re.fullmatch(r"(\d+(?:\.\d+)?)%", options.loss or "0%")
+    if lost is None:
+        raise ValueError(f"--loss {options.loss}: expected a share in percent such as 0.1%")
+    return Distance(parse_time(options.delay, "--delay"), float(lost[1]) / 100, options.mtu or 1500)
+
+
+def network_of(options: argparse.Namespace) -> tuple[dict[str, int | None], Distance | None]:
+    """What `--rate`, or `--rates`, and `add_distance`'s options say: bits a second by how they were written.
+
+    Raises:
+        ValueError: they make no sense, by themselves or together.
+    """
+    rates = {text: parse_rate(text) for text in getattr(options, "rates", None) or [options.rate]}
+    distance = distance_of(options)
+    if distance is not None and None in rates.values():
+        raise ValueError("--delay needs a rate: a loopback has no distance")
+    return rates, distance
+
+
+def recorded(distance: Distance | None) -> dict[str, Any]:
+    """What a document's arguments say of it; nothing where there is none."""
+    return {} if distance is None else {"distance": asdict(distance)}
+
+
+def missing(distance: Distance | None = None) -> str | None:
+    """One sentence on what shaped links, or those with a distance, lack on this machine, or None if it has them."""
     if not sys.platform.startswith("linux"):
         return f"shaped links need Linux's network namespaces, which {sys.platform} does not have"
     if os.geteuid() != 0:
@@ -80,109 +141,23 @@ def missing() -> str | None:
         _ip("netns", "delete", probe)
     except LinkError as error:
         return f"shaped links need network namespaces, which this machine refuses to make ({error})"
+    if distance is not None:
+        try:
+            os.close(star.open_tun(_device(0)))
+        except OSError as error:
+            return f"links with a distance need TUN devices, which this machine refuses to make ({error})"
     return None
 
 
-class Proof(TypedDict):
-    """An all-reduce on the links: bytes that each rank sends, the seconds that takes at the rate, the median and the
-    fastest measured, and whether the rate was reached."""
-
-    bytes_sent: float
-    expected_s: float
-    median_s: float
-    fastest_s: float
-    reached: bool
-
-
-class Loopback:
+class Loopback(Processes):
     """P processes on this machine's loopback interface, as fast as the machine is."""
 
     rate: int | None = None
-
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
-    def run(
-        self,
-        function: Callable[..., Any],
-        arguments: Mapping[str, Any],
-        timeout: float,
-        follow: Callable[[str], None] | None = None,
-    ) -> list[Any]:
-        """Call a module's function on every rank, inside a Gloo process group, one thread each.
-
-        Args:
-            function: importable by its module and name.
-            arguments: its keyword arguments; they and its result travel as JSON.
-            timeout: seconds for all of it, after which every process is ended.
-            follow: called with each line that rank 0 writes, as it does.
-
-        Returns:
-            What it returned, by rank.
-
-        Raises:
-            LinkError: a process failed or the time is up; with the last lines it wrote.
-        """
-        deadline = time.monotonic() + timeout
-        with ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{PREFIX}-")))
-            port = self._port()
-            processes: list[subprocess.Popen[bytes]] = []
-            stack.callback(_end, processes)
-            for rank in range(self.world_size):
-                job = {
-                    "function": _path(function),
-                    "arguments": dict(arguments),
-                    "result": str(folder / f"{rank}.json"),
-                    "timeout": timeout,
-                }
-                variables = {
-                    **os.environ,
-                    **self._address(port),
-                    "RANK": str(rank),
-                    "WORLD_SIZE": str(self.world_size),
-                    "OMP_NUM_THREADS": "1",
-                    "TORCH_CPP_LOG_LEVEL": "ERROR",  # it warns that addresses in namespaces have no names
-                }
-                command = [*self._prefix(rank), sys.executable, "-m", __spec__.name, json.dumps(job)]
-                with (folder / f"{rank}.log").open("wb") as log:
-                    processes.append(
-                        subprocess.Popen(
-                            command,
-                            env=variables,
-                            stdin=subprocess.DEVNULL,
-                            stdout=log,
-                            stderr=subprocess.STDOUT,
-                            start_new_session=True,
-                        )
-                    )
-            with (folder / "0.log").open(errors="replace") as written:
-                while any(process.poll() is None for process in processes):
-                    failed = [rank for rank, process in enumerate(processes) if process.poll()]
-                    if failed or time.monotonic() > deadline:
-                        break
-                    time.sleep(0.02)
-                    while follow is not None and (line := written.readline()):
-                        follow(line.rstrip("\n"))
-            for rank, process in enumerate(processes):
-                if process.poll():
-                    said = (folder / f"{rank}.log").read_text(errors="replace").strip()[-3000:]
-                    raise LinkError(f"rank {rank} ended with status {process.returncode}:\n{said}")
-            if any(process.poll() is None for process in processes):
-                raise LinkError(f"{function.__qualname__} was not done after {timeout:.0f} s on {self}")
-            return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(self.world_size)]
+    delay: float = 0.0
 
     def run_proven(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., Any] | None,
         arguments: Mapping[str, Any],
         timeout: float,
         follow: Callable[[str], None] | None = None,
@@ -191,49 +166,39 @@ class Loopback:
         """As `run`, after a proof by the same processes that the links run at their rate; a loopback has none: None.
 
         The proof is an all-reduce whose bytes need 20 ms, and which takes 20 ms. All-reduce, because Gloo's keeps a
-        link full; its all-gather of megabytes wavers between 1 and 1.5 times that.
+        link full; its all-gather of megabytes wavers between 1 and 1.5 times that. At a distance pings and streams
+        show more (see `proof`).
 
         Args:
+            function: as in `run`; None: prove alone.
             strict: refuse links that are slower than their rate, as where the processors cannot send that fast;
                 else the proof says so (`reached`, and `caption`).
 
         Raises:
-            LinkError: the all-reduce was faster than the rate allows, or, if `strict`, so slow that something else is
-                the limit.
+            LinkError: the all-reduce was faster than the rate allows, or a ping than the delay, or, if `strict`, so
+                slow that something else is the limit.
         """
         if self.rate is None:
-            return None, self.run(function, arguments, timeout, follow)
-        numel = max(self.world_size, round(self.rate / 8 * 0.02 / 8 * self.world_size / (self.world_size - 1)))
-        sent = 2 * (self.world_size - 1) * 4 * numel / self.world_size
-        job = {"numel": numel, "repeats": 15, "function": _path(function), "arguments": dict(arguments)}
+            return None, [] if function is None else self.run(function, arguments, timeout, follow)
+        size = self.world_size
+        numel = max(size, round(self.rate / 8 * proving.SECONDS / 8 * size / (size - 1)))
+        job: dict[str, Any] = {"numel": numel, "repeats": 5 if self.delay else 15, "peers": self._peers()}
+        job |= {"size": proving.stream_bytes(self.rate, self.delay), "arguments": dict(arguments)}
+        job["function"] = None if function is None else path_of(function)
         ranks = self.run(proven, job, timeout, follow)
-        slowest_rank = [max(step) for step in zip(*(rank["times"] for rank in ranks), strict=True)]
-        expected, typical = sent * 8 / self.rate, median(slowest_rank)
-        proof = Proof(
-            bytes_sent=sent,
-            expected_s=expected,
-            median_s=typical,
-            fastest_s=min(slowest_rank),
-            reached=typical <= TOLERANCE * expected,
-        )
-        check_proof(proof, str(self), strict)
+        proof = proving.prove(self.rate, self.delay, size, numel, ranks, self._tcp())
+        proving.check_proof(proof, str(self), strict)
         return proof, [rank["result"] for rank in ranks]
 
     def __str__(self) -> str:
         return f"unshaped loopback between {self.world_size} ranks"
 
-    def _port(self) -> int:
-        """A free port, below those that connections of other processes might get before rank 0 listens."""
-        for port in random.sample(range(15_000, 32_000), 100):
-            with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-                return port
-        raise LinkError("no free port among 100 between 15000 and 32000 on 127.0.0.1")
-
-    def _address(self, port: int) -> dict[str, str]:
-        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-
-    def _prefix(self, rank: int) -> list[str]:
+    def _peers(self) -> list[str]:
+        """The addresses to ping, by rank; none where links have no distance."""
         return []
+
+    def _tcp(self) -> dict[str, str]:
+        return {}
 
 
 class ShapedLinks(Loopback):
@@ -247,6 +212,7 @@ class ShapedLinks(Loopback):
     """
 
     rate: int
+    distance: Distance | None = None
 
     def __init__(self, world_size: int, rate: int, burst: int | None = None) -> None:
         if not 2 <= world_size <= 200:
@@ -256,7 +222,7 @@ class ShapedLinks(Loopback):
         self.burst = burst or max(16 * 1024, rate // 8 // 1000)
 
     def __enter__(self) -> Self:
-        reason = missing()
+        reason = missing(self.distance)
         if reason is not None:
             raise LinkError(reason)
         remove_leftovers()
@@ -288,7 +254,7 @@ class ShapedLinks(Loopback):
             _ip("netns", "add", name)
             _ip("-n", name, "link", "add", INTERFACE, "type", "veth", "peer", "name", port, "netns", switch)
             _ip("-n", switch, "link", "set", port, "master", "bridge0", "up")
-            _ip("-n", name, "address", "add", f"10.231.0.{rank + 1}/24", "dev", INTERFACE)
+            _ip("-n", name, "address", "add", f"{_address(rank)}/24", "dev", INTERFACE)
             _ip("-n", name, "link", "set", INTERFACE, "up")
             _ip("-n", name, "link", "set", "lo", "up")
             shaper = ["tbf", "rate", f"{self.rate}bit", "burst", f"{self.burst}b", "latency", "200ms"]
@@ -302,43 +268,103 @@ class ShapedLinks(Loopback):
         return 29500  # nobody else is in these namespaces
 
     def _address(self, port: int) -> dict[str, str]:
-        return {"MASTER_ADDR": "10.231.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": INTERFACE}
+        return {"MASTER_ADDR": _address(0), "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": INTERFACE}
 
     def _prefix(self, rank: int) -> list[str]:
         return [_which("ip"), "netns", "exec", self._name(rank)]
 
 
-def check_proof(proof: Proof, links: str, strict: bool = True) -> None:
-    """Raises LinkError unless the measured all-reduce took about as long as its bytes take at the rate.
+class DistantLinks(ShapedLinks):
+    """P network namespaces, each sending and receiving at most `rate`, and every packet arrives `distance` later.
 
-    Longer is an error only if `strict`.
+    The largest TCP buffers are raised, where they are smaller, to four times what is on its way on a full link: with
+    less, one connection does not fill it, and what sends most would look slower than on a host that was set up for such
+    links. All else is as the kernel has it, slow start after an idle moment among it, since that is what users have.
     """
-    expected, fastest, typical = proof["expected_s"], proof["fastest_s"], proof["median_s"]
-    if fastest < 0.95 * expected:
-        raise LinkError(
-            f"{links} are not shaped: an all-reduce took {fastest * 1e3:.1f} ms, its bytes need {expected * 1e3:.1f}"
-        )
-    if strict and not proof["reached"]:
-        raise LinkError(
-            f"{links} do not reach their rate: an all-reduce took {typical * 1e3:.1f} ms instead of "
-            f"{expected * 1e3:.1f}; the machine is busy, or too slow for this rate"
-        )
+
+    def __init__(self, world_size: int, rate: int, distance: Distance) -> None:
+        super().__init__(world_size, rate)
+        self.distance, self.delay = distance, distance.delay
+        self._star: subprocess.Popen[str] | None = None
+        #: What `star` has counted, once the links are gone.
+        self.carried: dict[str, float] = {}
+
+    def __str__(self) -> str:
+        assert self.distance is not None
+        lost = f", {self.distance.loss * 100:g} % lost" if self.distance.loss else ""
+        return f"{super().__str__()}, {self.delay * 1e3:g} ms one way{lost}, MTU {self.distance.mtu}"
+
+    def _make(self) -> None:
+        assert self.distance is not None
+        # As the kernel gives them to other cards, but of at most a millisecond of the link: what arrives arrives whole.
+        piece = max(self.distance.mtu, min(1 << 16, self.rate // 8 // 1000))
+        devices: list[int] = []
+        try:
+            for rank in range(self.world_size):
+                name, device = self._name(rank), _device(rank)
+                devices.append(star.open_tun(device))
+                _ip("netns", "add", name)
+                _ip("link", "set", device, "netns", name, "name", INTERFACE)
+                _ip("-n", name, "link", "set", INTERFACE, "mtu", str(self.distance.mtu), "txqueuelen", "2000")
+                _ip("-n", name, "link", "set", INTERFACE, "gso_max_size", str(piece))
+                _ip("-n", name, "address", "add", f"{_address(rank)}/24", "dev", INTERFACE)
+                _ip("-n", name, "link", "set", INTERFACE, "up")
+                _ip("-n", name, "link", "set", "lo", "up")
+                self._enlarge(rank)
+            told = {"devices": devices, "rate": self.rate, **asdict(self.distance)}
+            self._star = subprocess.Popen(
+                [sys.executable, star.__file__, json.dumps(told)],
+                stdin=subprocess.PIPE,  # its end tells the process to end, however this one ends
+                stdout=subprocess.PIPE,
+                text=True,
+                pass_fds=devices,
+                start_new_session=True,
+            )
+        finally:
+            for number in devices:
+                os.close(number)
+        assert self._star.stdout is not None
+        if self._star.stdout.readline().strip() != "ready":
+            raise LinkError(f"the process that carries packets between {self} did not start")
+
+    def _enlarge(self, rank: int) -> None:
+        """TCP's largest buffers in a rank's namespace."""
+        enough = round(4 * self.rate / 8 * 2 * self.delay)
+        for name in ("tcp_rmem", "tcp_wmem"):
+            least, first, most = _setting(name).split()
+            if int(most) < enough:
+                file = f"/proc/sys/net/ipv4/{name}"
+                _tool(*self._prefix(rank), "sh", "-c", f"echo {least} {first} {enough} > {file}")
+
+    def _check(self) -> None:
+        if self._star is not None and self._star.poll() is not None:
+            raise LinkError(f"the process that carries packets between {self} has ended")
+
+    def _remove(self) -> None:
+        if self._star is not None:  # first, as it reads from what is removed
+            with suppress(subprocess.TimeoutExpired):
+                said, _ = self._star.communicate(timeout=10)
+                self.carried = json.loads(said or "{}")
+            self._star.kill()
+            self._star.wait()
+            self._star = None
+        super()._remove()
+
+    def _peers(self) -> list[str]:
+        return [_address(rank) for rank in range(self.world_size)]
+
+    def _tcp(self) -> dict[str, str]:
+        inside = [*self._prefix(0), "cat", *(f"/proc/sys/net/ipv4/tcp_{name}" for name in _TCP)]
+        values = _tool(*inside).splitlines()
+        return dict(zip(_TCP, (" ".join(value.split()) for value in values), strict=True))
 
 
-def caption(proof: Proof | None) -> str:
-    """What a table has to say about the links below it; None is a loopback's proof."""
-    if proof is None:
-        return "NOT SHAPED: loopback, as fast as the processors allow; says nothing about a network"
-    expected, took = proof["expected_s"] * 1e3, proof["median_s"] * 1e3
-    measured = f"an all-reduce that needs {expected:.1f} ms at this rate took {took:.1f}"
-    if proof["reached"]:
-        return f"links proven: {measured}"
-    return f"RATE NOT REACHED: {measured}; what this machine can send and receive is the limit, not the link"
-
-
-def open_links(world_size: int, rate: int | None) -> Loopback:
-    """`ShapedLinks` at `rate`, or `Loopback` where it is None; to be used in a `with` statement."""
-    return Loopback(world_size) if rate is None else ShapedLinks(world_size, rate)
+def open_links(world_size: int, rate: int | None, distance: Distance | None = None) -> Loopback:
+    """`ShapedLinks` at `rate`, `DistantLinks` if there is a distance, or `Loopback` where the rate is None; to be used
+    in a `with` statement."""
+    if rate is None:
+        return Loopback(world_size)
+    return ShapedLinks(world_size, rate) if distance is None else DistantLinks(world_size, rate, distance)
 
 
 def remove_leftovers() -> None:
@@ -352,48 +378,17 @@ def remove_leftovers() -> None:
             pass
 
 
-def sent_bytes() -> int:
-    """Bytes this rank's interface has sent so far, counted by the kernel, headers and all."""
-    return _counter("tx_bytes")
+def _address(rank: int) -> str:
+    return f"10.231.0.{rank + 1}"
 
 
-def received_bytes() -> int:
-    """Bytes this rank's interface has received so far, counted by the kernel, headers and all."""
-    return _counter("rx_bytes")
+def _device(rank: int) -> str:
+    """A TUN device's name, until it is in its namespace; at most 15 characters."""
+    return f"gw{os.getpid()}r{rank}"
 
 
-def _counter(name: str) -> int:
-    interface = os.environ["GLOO_SOCKET_IFNAME"]
-    return int(Path(f"/sys/class/net/{interface}/statistics/{name}").read_text())
-
-
-def timed_all_reduce(numel: int, repeats: int) -> list[float]:
-    """Seconds of each of `repeats` all-reduces of `numel` float32, with idle moments between them."""
-    x = torch.zeros(numel)
-    times = []
-    for repeat in range(5 + repeats):
-        dist.barrier()
-        if repeat >= 5:  # the first ones open TCP's windows
-            time.sleep(0.01)
-        begin = time.perf_counter()
-        dist.all_reduce(x)
-        times.append(time.perf_counter() - begin)
-    return times[5:]
-
-
-def proven(numel: int, repeats: int, function: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What every rank does for `run_proven`."""
-    return {"times": timed_all_reduce(numel, repeats), "result": _function(function)(**arguments)}
-
-
-def _path(function: Callable[..., Any]) -> str:
-    return f"{function.__module__}:{function.__qualname__}"
-
-
-def _function(path: str) -> Callable[..., Any]:
-    module, _, name = path.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return found
+def _setting(name: str) -> str:
+    return Path(f"/proc/sys/net/ipv4/{name}").read_text().strip()
 
 
 def _which(tool: str) -> str:
@@ -424,35 +419,3 @@ def _remove_namespace(name: str) -> None:
         with suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
     _ip("netns", "delete", name)
-
-
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        if process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-    for process in processes:
-        process.wait()
-
-
-def _worker(job: Mapping[str, Any]) -> None:
-    """What each process does: join the others, call the function, leave its result behind."""
-    torch.set_num_threads(1)
-    function = _function(job["function"])
-    dist.init_process_group("gloo", timeout=timedelta(seconds=job["timeout"]))
-    try:
-        result = function(**job["arguments"])
-    finally:
-        # DDP lives in reference cycles, which would keep the group's threads until the interpreter ends.
-        gc.collect()
-        dist.destroy_process_group()
-    Path(job["result"]).write_text(json.dumps(result))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # PyTorch itself keeps the group of a DDP model, and its hooks leave callbacks with the group's threads: one that
-    # lets go of its callback while the interpreter finalizes aborts the process.
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    _worker(json.loads(sys.argv[1]))

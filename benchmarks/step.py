@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from . import links, report
 from .arms import FLOOR, HOOKS, OPPONENT, Floor, bucket_cap, codec_of, deciding, hook_of, in_turns, slowest
+from .proof import caption, sent_bytes
 
 HOROVOD = "hvd-"
 #: What each arm is; `--arms` takes these names.
@@ -36,6 +37,7 @@ DEFAULT_ARMS = (FLOOR, "fp32", OPPONENT, "onebit", "topk")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate", default="1gbit", help="of each rank's link, such as 100mbit; none: unshaped loopback")
+    links.add_distance(parser)
     parser.add_argument("--world", type=int, default=2, help="ranks (default: %(default)s)")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(DEFAULT_ARMS), help="what to compare")
     parser.add_argument("--density", type=float, default=0.01, help="of the topk arm (default: %(default)s)")
@@ -51,13 +53,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """`gradwire-bench step`."""
-    rate = links.parse_rate(options.rate)
+    rates, distance = links.network_of(options)
+    rate = rates[options.rate]
     arms = list(dict.fromkeys([FLOOR, *options.arms]))  # the tax needs the floor
     names = ("density", "steps", "rounds", "warmup", "width", "layers", "batch")
     arguments = {"arms": arms, **{name: getattr(options, name) for name in names}}
-    result = report.document("step", {"rate": options.rate, "world": options.world, **arguments})
+    network = {"rate": options.rate, "world": options.world, **links.recorded(distance)}
+    result = report.document("step", {**network, **arguments})
     result["environment"]["threads"] = 1
-    with links.open_links(options.world, rate) as connection:
+    with links.open_links(options.world, rate, distance) as connection:
         proof, ranks = connection.run_proven(measure, arguments, options.timeout)
     result |= {
         "shaped": rate is not None,
@@ -143,14 +147,14 @@ class Arm:
 
     def round(self, steps: int) -> None:
         self.step()  # its connections were idle while the others had their turn
-        sent = links.sent_bytes()
+        sent = sent_bytes()
         times = []
         for _ in range(steps):
             before = self.counted()
             times.append(self.step())
             self.counts.append({name: count - before[name] for name, count in self.counted().items()})
         self.times.append(times)
-        self.sent += links.sent_bytes() - sent
+        self.sent += sent_bytes() - sent
 
     def counted(self) -> dict[str, float]:
         """What gradwire has counted so far; nothing for the other arms."""
@@ -241,6 +245,6 @@ def tables(result: Mapping[str, Any]) -> list[report.Table]:
         f"{arguments['rounds']} rounds of {arguments['steps']} steps, {model['buckets']} buckets, one thread a rank; "
         "tax: step less the step without communication; sent: by one rank, as the kernel counts; "
         "encode, exchange, decode: ms a step beside the backward pass",
-        links.caption(result["proof"]),
+        caption(result["proof"]),
     ]
     return [report.Table(title, (*columns, "encode", "exchange", "decode"), rows, "\n".join(notes))]

@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, recor
 
 from . import links, report
 from .arms import COMPRESSING, HOOKS, hook_of
+from .proof import caption
 from .step import perceptron
 
 PHASES = ("encode", "exchange", "decode")
@@ -44,6 +45,7 @@ Span = dict[str, Any]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate", default="1gbit", help="of each rank's link, such as 100mbit; none: unshaped loopback")
+    links.add_distance(parser)
     parser.add_argument("--world", type=int, default=2, help="ranks (default: %(default)s)")
     parser.add_argument("--arm", choices=COMPRESSING, default="onebit", help="the codec (default: %(default)s)")
     parser.add_argument("--density", type=float, default=0.01, help="of topk (default: %(default)s)")
@@ -62,12 +64,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """`gradwire-bench profile`."""
-    rate = links.parse_rate(options.rate)
+    rates, distance = links.network_of(options)
+    rate = rates[options.rate]
     arguments = {n: getattr(options, n) for n in ("arm", "density", "steps", "warmup", "width", "layers", "batch")}
-    result = report.document("profile", {"rate": options.rate, "world": options.world, **arguments})
+    network = {"rate": options.rate, "world": options.world, **links.recorded(distance)}
+    result = report.document("profile", {**network, **arguments})
     result["environment"]["threads"] = 1
     trace = None if options.trace is None else str(options.trace.absolute())
-    with links.open_links(options.world, rate) as connection:
+    with links.open_links(options.world, rate, distance) as connection:
         result["proof"], ranks = connection.run_proven(measure, {**arguments, "trace": trace}, options.timeout)
         result["links"] = str(connection)
     steps = sorted(ranks[0]["steps"], key=lambda step: float(step["seconds"]))
@@ -166,7 +170,7 @@ def tables(result: Mapping[str, Any]) -> list[report.Table]:
         lengths = [sum(s["end"] - s["start"] for s in rest if s["what"] == phase) for phase in PHASES]
         times = [ready["start"], rest[0]["start"] - ready["start"], *lengths, rest[-1]["end"]]
         rows.append([f"bucket {bucket}", *(f"{time * 1e3:.2f}" for time in times)])
-    notes = [report.describe(result["environment"]), links.caption(result["proof"])]
+    notes = [report.describe(result["environment"]), caption(result["proof"])]
     for rank, side in enumerate(result["ranks"]):
         sums = ", ".join(f"{p} {side['trace_s'][p] * 1e3:.1f} / {side['counted_s'][p] * 1e3:.1f}" for p in PHASES)
         notes.append(

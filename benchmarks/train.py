@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rates", nargs="+", default=["100mbit", "1gbit", "10gbit", "none"], help="of the links; none: loopback"
     )
+    links.add_distance(parser)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="what to compare (default: all)")
     parser.add_argument("--seeds", type=int, default=3, help="train with seeds 0 to N-1 (default: %(default)s)")
     parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd", help="default: %(default)s")
@@ -63,25 +64,31 @@ def run(options: argparse.Namespace) -> int:
     task = resolve(options.task, options.optimizer, steps)
     for world_size in options.world:
         task.share(world_size)
-    rates = {text: links.parse_rate(text) for text in options.rates}
-    reason = links.missing() if any(rates.values()) else None
+    rates, distance = links.network_of(options)
+    reason = links.missing(distance) if any(rates.values()) else None
     if reason is not None:
         raise links.LinkError(f"{reason}; --rates none trains and times over loopback alone")
     teachers = [arm.learns_as for arm in map(ARMS.__getitem__, options.arms) if arm.learns_as is not None]
     arms = list(dict.fromkeys([FLOOR, DENSE, OPPONENT, *teachers, *options.arms]))
     names = ("task", "world", "rates", "seeds", "optimizer", "steps", "readings", "timed", "warmup")
-    result = report.document("train", {name: getattr(options, name) for name in names} | {"arms": arms})
+    arguments = {name: getattr(options, name) for name in names} | links.recorded(distance) | {"arms": arms}
+    result = report.document("train", arguments)
     result["environment"]["threads"] = 1
     result |= {"task": task.describe(), "steps_per_epoch": task.steps_per_epoch, "worlds": []}
     for world_size in options.world:
-        result["worlds"].append(measure_world(task, world_size, arms, rates, options))
+        result["worlds"].append(measure_world(task, world_size, arms, rates, distance, options))
     train_report.join(result)
     report.deliver(result, tables(result), options, train_report.plot)
     return 0
 
 
 def measure_world(
-    task: Task, world_size: int, arms: Sequence[str], rates: Mapping[str, int | None], options: argparse.Namespace
+    task: Task,
+    world_size: int,
+    arms: Sequence[str],
+    rates: Mapping[str, int | None],
+    distance: links.Distance | None,
+    options: argparse.Namespace,
 ) -> dict[str, Any]:
     """Learning curves, then step times at each rate, for one number of ranks."""
     learners = [name for name in arms if name != FLOOR and ARMS[name].learns_as is None]
@@ -95,7 +102,7 @@ def measure_world(
         )
     timings = {}
     for text, rate in rates.items():
-        with links.open_links(world_size, rate) as connection:
+        with links.open_links(world_size, rate, distance) as connection:
             steps = (options.warmup + options.timed) * len(arms)
             with Progress(f"{task.name}, {world_size} ranks, {text}", steps) as progress:
                 proof, timed = connection.run_proven(

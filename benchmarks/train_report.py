@@ -11,6 +11,7 @@ from typing import Any
 
 from . import links, report
 from .arms import COLOURS, FLOOR, OPPONENT
+from .proof import caption
 from .train_arms import ARMS, DENSE
 
 #: PyTorch's own ways that need no tuning; a codec pays where it beats the faster of them.
@@ -215,7 +216,7 @@ def time_table(result: Mapping[str, Any], world: Mapping[str, Any]) -> report.Ta
     notes = [
         report.describe(result["environment"]),
         "learning curves by seed, joined with the median step at each rate; -: target not reached by every seed",
-        *(f"{spoken(rate)}: {links.caption(timing['proof'])}" for rate, timing in world["timings"].items()),
+        *(f"{spoken(rate)}: {caption(timing['proof'])}" for rate, timing in world["timings"].items()),
     ]
     cores = result["environment"]["cores"]
     if world["world"] > cores:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gradwire.benchmarks import advice, advise, advise_check, cli, forecast, measurement
+from gradwire.benchmarks import advice, advise_check, cli, forecast, measurement
 from gradwire.benchmarks.forecast import Here
 from gradwire.benchmarks.network import PAYLOAD
 from gradwire.benchmarks.prediction import Job, Processors, Profile, Task, predict, run, share, simulate
@@ -306,10 +306,6 @@ def test_bad_flags_say_so(
     said = capsys.readouterr().err
     assert complaint in said
     assert said.count("\n") == 1
-
-
-def test_times() -> None:
-    assert [advise.parse_time(text) for text in ("50us", "1.5ms", "0s")] == pytest.approx([5e-5, 1.5e-3, 0.0])
 
 
 @pytest.fixture

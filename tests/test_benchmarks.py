@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import faults
 import numpy as np
 import pytest
 import torch
@@ -27,7 +26,6 @@ from gradwire.benchmarks import (
     exchange,
     gpu,
     inputs,
-    links,
     report,
     step,
     timeline,
@@ -35,8 +33,6 @@ from gradwire.benchmarks import (
 from gradwire.compress import CODECS, QSGD, Cast, Codec, OneBit, TernGrad, TopK
 from gradwire.compress.backends import use_backend
 from strategies import GPU
-
-NO_LINKS = links.missing()
 
 
 def check_document(document: dict[str, Any], benchmark: str, threads: int = 1) -> None:
@@ -443,89 +439,7 @@ def test_every_kernel_is_run_once_for_the_sanitizer() -> None:
     assert set(device.launches) == {name for text in sources for name in re.findall(r"__global__ void (\w+)\(", text)}
 
 
-# -- links ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "rate"), [("100mbit", 10**8), ("1gbit", 10**9), ("2.5gbit", 25 * 10**8), ("none", None)]
-)
-def test_rates(text: str, rate: int | None) -> None:
-    assert links.parse_rate(text) == rate
-
-
-@pytest.mark.parametrize("text", ["", "1", "gbit", "-1gbit", "0mbit", "1 gbit", "fast"])
-def test_no_rate(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="such as 100mbit"):
-        links.parse_rate(text)
-    assert cli.main(["step", f"--rate={text}"]) == 2
-    assert "such as 100mbit" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("fastest", "median", "complaint"),
-    [(0.0210, 0.0215, None), (0.0120, 0.0210, "are not shaped"), (0.0210, 0.0400, "do not reach their rate")],
-)
-def test_what_counts_as_proof(fastest: float, median: float, complaint: str | None) -> None:
-    reached = median < links.TOLERANCE * 0.02
-    proof = links.Proof(bytes_sent=2.5e6, expected_s=0.02, median_s=median, fastest_s=fastest, reached=reached)
-    if complaint is None:
-        links.check_proof(proof, "links")
-    else:
-        with pytest.raises(links.LinkError, match=complaint):
-            links.check_proof(proof, "links")
-
-
-def test_slow_links_may_be_used_if_the_table_says_so() -> None:
-    slow = links.Proof(bytes_sent=2.5e7, expected_s=0.02, median_s=0.05, fastest_s=0.04, reached=False)
-    links.check_proof(slow, "links", strict=False)
-    assert links.caption(slow).startswith("RATE NOT REACHED")
-    assert links.caption({**slow, "reached": True}).startswith("links proven")
-    assert links.caption(None).startswith("NOT SHAPED")
-    with pytest.raises(links.LinkError, match="are not shaped"):
-        links.check_proof({**slow, "fastest_s": 0.01}, "links", strict=False)
-
-
-def test_without_root_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert cli.main(["step", "--rate", "1gbit"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
 def test_without_extras_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert cli.main(["codecs"]) == 2
     assert "pip install 'gradwire[bench]'" in capsys.readouterr().err
-
-
-def test_a_rank_that_fails_ends_the_run() -> None:
-    with pytest.raises(links.LinkError, match="TypeError"):
-        links.Loopback(1).run(links.timed_all_reduce, {"wrong": 1}, timeout=60)
-
-
-def test_a_rank_ends_in_order_while_a_callback_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    assert links.Loopback(2).run(faults.late_callback, {}, timeout=60) == ["done"] * 2
-
-
-def test_time_is_limited() -> None:
-    with pytest.raises(links.LinkError, match="not done after"):
-        links.Loopback(2).run(links.timed_all_reduce, {"numel": 1, "repeats": 10**9}, timeout=0.3)
-
-
-@pytest.mark.skipif(NO_LINKS is not None, reason=str(NO_LINKS))
-def test_shaped_links_run_at_their_rate_and_leave_nothing_behind() -> None:
-    leftover = f"{links.PREFIX}-{2**30}-0"  # no process has a number this high
-    subprocess.run([links._which("ip"), "netns", "add", leftover], check=True)
-    with links.ShapedLinks(2, rate=10**8) as shaped:
-        assert sorted(links._namespaces(os.getpid())) == [shaped._name(m) for m in (0, 1, "switch")]
-        assert leftover not in links._namespaces()
-        try:
-            proof, _ = shaped.run_proven(links.timed_all_reduce, {"numel": 1, "repeats": 1}, timeout=60, strict=True)
-        except links.LinkError as busy:  # other work on this machine can slow the links, but never speed them up
-            assert "the machine is busy" in str(busy)  # noqa: PT017
-        else:
-            assert proof is not None
-            assert proof["fastest_s"] >= 0.95 * proof["expected_s"]
-            assert proof["reached"]
-    assert links._namespaces(os.getpid()) == []

@@ -1,0 +1,223 @@
+"""Processes of one machine, joined by Gloo: one for each rank, to run a function of ours or somebody's program."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+#: What our temporary folders' names begin with.
+PREFIX = "gradwire"
+#: Seconds that the other ranks of a program have to end once one has failed.
+GRACE = 10.0
+
+
+class LinkError(RuntimeError):
+    """Links could not be made, did not run at their rate, or a process on them failed."""
+
+
+class Processes:
+    """P processes on this machine's loopback interface; subclasses put them elsewhere."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        arguments: Mapping[str, Any],
+        timeout: float,
+        follow: Callable[[str], None] | None = None,
+    ) -> list[Any]:
+        """Call a module's function on every rank, inside a Gloo process group, one thread each.
+
+        Args:
+            function: importable by its module and name.
+            arguments: its keyword arguments; they and its result travel as JSON.
+            timeout: seconds for all of it, after which every process is ended.
+            follow: called with each line that rank 0 writes, as it does.
+
+        Returns:
+            What it returned, by rank.
+
+        Raises:
+            LinkError: a process failed or the time is up; with the last lines it wrote.
+        """
+        deadline = time.monotonic() + timeout
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{PREFIX}-")))
+            port = self._port()
+            processes: list[subprocess.Popen[bytes]] = []
+            stack.callback(_end, processes)
+            for rank in range(self.world_size):
+                job = {
+                    "function": path_of(function),
+                    "arguments": dict(arguments),
+                    "result": str(folder / f"{rank}.json"),
+                    "timeout": timeout,
+                }
+                variables = self._variables(rank, port) | {"OMP_NUM_THREADS": "1"}
+                command = [*self._prefix(rank), sys.executable, "-m", __spec__.name, json.dumps(job)]
+                with (folder / f"{rank}.log").open("wb") as log:
+                    processes.append(_start(command, variables, log))
+            with (folder / "0.log").open(errors="replace") as written:
+                while any(process.poll() is None for process in processes):
+                    failed = [rank for rank, process in enumerate(processes) if process.poll()]
+                    if failed or time.monotonic() > deadline:
+                        break
+                    self._check()
+                    time.sleep(0.02)
+                    while follow is not None and (line := written.readline()):
+                        follow(line.rstrip("\n"))
+            for rank, process in enumerate(processes):
+                if process.poll():
+                    said = (folder / f"{rank}.log").read_text(errors="replace").strip()[-3000:]
+                    raise LinkError(f"rank {rank} ended with status {process.returncode}:\n{said}")
+            if any(process.poll() is None for process in processes):
+                raise LinkError(f"{function.__qualname__} was not done after {timeout:.0f} s on {self}")
+            return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(self.world_size)]
+
+    def run_program(self, command: Sequence[str]) -> int:
+        """Run a program on every rank, with the variables that `torchrun` sets; each rank is a node of its own.
+
+        Rank 0 writes where this process does. What another rank wrote is shown, on standard error, if it fails; the
+        others then have ten seconds to end.
+
+        Returns:
+            The worst exit status: 128 + n for a process that a signal n has ended.
+
+        Raises:
+            LinkError: there is no such program.
+        """
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{PREFIX}-")))
+            port = self._port()
+            processes: list[subprocess.Popen[bytes]] = []
+            stack.callback(_end, processes)
+            for rank in range(self.world_size):
+                whole = [*self._prefix(rank), *command]
+                variables = {"OMP_NUM_THREADS": "1", **self._variables(rank, port)}
+                variables |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+                try:
+                    if rank == 0:
+                        processes.append(_start(whole, variables, None))
+                    else:
+                        with (folder / f"{rank}.log").open("wb") as log:
+                            processes.append(_start(whole, variables, log))
+                except OSError as error:
+                    raise LinkError(f"{command[0]} cannot be run: {error}") from error
+            deadline = float("inf")
+            while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+                if any(process.poll() for process in processes):
+                    deadline = min(deadline, time.monotonic() + GRACE)
+                self._check()
+                time.sleep(0.02)
+            statuses = [process.poll() for process in processes]  # None: has to be ended
+            for rank, status in enumerate(statuses):
+                if rank and status:
+                    said = (folder / f"{rank}.log").read_text(errors="replace").strip()[-3000:]
+                    print(f"rank {rank} ended with status {status}:\n{said}", file=sys.stderr)
+                    break
+            return max(status if status >= 0 else 128 - status for status in statuses if status is not None)
+
+    def _check(self) -> None:
+        """Raises LinkError where what the processes run on has gone."""
+
+    def _variables(self, rank: int, port: int) -> dict[str, str]:
+        return {
+            **os.environ,
+            **self._address(port),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.world_size),
+            "TORCH_CPP_LOG_LEVEL": "ERROR",  # it warns that addresses in namespaces have no names
+        }
+
+    def _port(self) -> int:
+        """A free port, below those that connections of other processes might get before rank 0 listens."""
+        for port in random.sample(range(15_000, 32_000), 100):
+            with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+                return port
+        raise LinkError("no free port among 100 between 15000 and 32000 on 127.0.0.1")
+
+    def _address(self, port: int) -> dict[str, str]:
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+
+    def _prefix(self, rank: int) -> list[str]:
+        return []
+
+
+def path_of(function: Callable[..., Any]) -> str:
+    """By which another process finds it."""
+    return f"{function.__module__}:{function.__qualname__}"
+
+
+def function_at(path: str) -> Callable[..., Any]:
+    """What `path_of` has named."""
+    module, _, name = path.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def _start(command: Sequence[str], variables: Mapping[str, str], log: Any) -> subprocess.Popen[bytes]:
+    """A process in a session of its own, writing to `log`, or where this one does if that is None."""
+    error = None if log is None else subprocess.STDOUT
+    return subprocess.Popen(
+        command, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=error, start_new_session=True
+    )
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    for process in processes:
+        process.wait()
+
+
+def _worker(job: Mapping[str, Any]) -> None:
+    """What each process does: join the others, call the function, leave its result behind."""
+    torch.set_num_threads(1)
+    function = function_at(job["function"])
+    dist.init_process_group("gloo", timeout=timedelta(seconds=job["timeout"]))
+    try:
+        result = function(**job["arguments"])
+    finally:
+        # DDP lives in reference cycles, which would keep the group's threads until the interpreter ends.
+        gc.collect()
+        dist.destroy_process_group()
+    Path(job["result"]).write_text(json.dumps(result))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # PyTorch itself keeps the group of a DDP model, and its hooks leave callbacks with the group's threads: one that
+    # lets go of its callback while the interpreter finalizes aborts the process.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _worker(json.loads(sys.argv[1]))
