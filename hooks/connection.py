@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -31,14 +32,14 @@ class Connection:
         problem: why this rank cannot start, if it cannot: the others hear of it, and it is raised here.
         topology, fallback: `CompressState`'s.
         probes: whether to measure the group, for `exchange="auto"`.
-        ahead: whether dense buckets may go ahead of the lane.
+        straight: whether steps in which all is dense may go without the pipeline.
 
     Attributes:
-        group: for gradients, on the lane.
+        group: for gradients, on the pipeline.
         control: for what the host has to know.
-        dense_group: for dense gradients that go ahead of the lane; None where none may.
+        dense_group: for gradients of steps in which all is dense; None where there are none such.
         planner: decides how buckets go.
-        lane: runs their jobs.
+        pipeline: carries what is under way.
 
     Raises:
         RuntimeError: a rank did not arrive.
@@ -56,7 +57,7 @@ class Connection:
         fallback: torch.dtype | None,
         *,
         probes: bool,
-        ahead: bool,
+        straight: bool,
     ) -> None:
         ranks = dist.get_process_group_ranks(model_group)
         if problem is None and given is not None and dist.get_process_group_ranks(given) != ranks:
@@ -87,28 +88,42 @@ class Connection:
             if part is not None and blocking:
                 part.follow_timeout(model_group)
         # Where the user has named a group, nothing goes elsewhere.
-        self.dense_group = Group(model_group) if ahead and blocking and given is None and self.group.size > 1 else None
+        self.dense_group = Group(carrier) if straight else None
         self.planner = Planner(nodes, device, fallback, inline=not blocking)
         if probes:
             self.planner.calibrate()
         #: Whether ranks have saved their parts of the state unequally often, as seen by all of them alike.
         self.uneven_saves = False
-        self._mine, self._all = torch.zeros(5, dtype=torch.int64), torch.zeros(self.group.size, 5, dtype=torch.int64)
-        self.lane = Pipeline(f"gradwire-{self.group.rank}", device, threaded=blocking)
+        #: Whether a rank has seen, before the step that ranks compared last, that the network has changed.
+        self.drifted = False
+        self._mine, self._all = torch.zeros(6, dtype=torch.int64), torch.zeros(self.group.size, 6, dtype=torch.int64)
+        self.pipeline = Pipeline(f"gradwire-{self.group.rank}", device, threaded=blocking)
 
     @property
     def announced(self) -> Work:
         """What arrives from the others after `announce`; `compare` waits for it too."""
         return self._under_way
 
-    def announce(self, step: int, choice: Choice, saves: int, scaling: Scaling | None) -> None:
+    def announce(
+        self,
+        step: int,
+        choice: Choice,
+        saves: int,
+        drift: bool,
+        scaling: Scaling | None,
+        patience: timedelta | None = None,
+    ) -> None:
         """Begin to tell the other ranks what comes next here. From host to host, so that no GPU is waited for.
 
         Args:
             saves: how often this rank has saved its part of the state.
+            drift: whether this rank sees that the network has changed.
             scaling: what the loss scaler has done, as far as this rank knows.
+            patience: how long the others may take to tell, where that is not the group's timeout.
         """
-        self._announce(step, choice.digest, saves, *(() if scaling is None else scaling.words()))
+        self.control.timeout, usual = patience or self.control.timeout, self.control.timeout
+        self._announce(step, choice.digest, saves, drift, *(() if scaling is None else scaling.words()))
+        self.control.timeout = usual
 
     def compare(self, choice: Choice) -> None:
         """Wait for what the others have announced.
@@ -122,7 +137,7 @@ class Connection:
     def scaling(self) -> Scaling | None:
         """After `compare`: what the loss scaler has done by the word of the first rank that knows, if one does."""
         for row in self._all.tolist():
-            if (told := Scaling.of(row[3:])) is not None:
+            if (told := Scaling.of(row[4:])) is not None:
                 return told
         return None
 
@@ -160,6 +175,7 @@ class Connection:
             remedy = "Every rank must make the same calls with the same arguments"
             handshake.compare(self.control.objects({"call": call, "step": int(self._mine[0]), **means}), remedy)
         self.uneven_saves |= bool((self._all[:, 2] != self._mine[2]).any())
+        self.drifted = bool(self._all[:, 3].any())
 
     def agreed(self, seconds: list[float]) -> list[float]:
         """The slowest rank's. A collective."""

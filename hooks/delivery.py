@@ -9,7 +9,6 @@ was before, with the gradients that had gone in.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -17,29 +16,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..compress.feedback import ErrorFeedback, Slot
-from .auto.planner import Choice
-from .bucket import Bucket
 from .comm.pipeline import Pipeline
+from .reducer import Step
+from .unit import Unit
 
 #: How long to wait for exchanges that are under way when a backward pass has raised.
 RAISED_SECONDS = 10.0
-
-
-@dataclass(eq=False)
-class Step:
-    """One synchronised backward pass: its number, its choice, whose gradients have been submitted, and the buckets
-    reduced so far, with DDP's buffers."""
-
-    number: int
-    choice: Choice
-    names: set[str] = field(default_factory=set)
-    reduced: list[tuple[Bucket, Tensor]] = field(default_factory=list)
-    #: Whether gradients of this rank go in, and not zeros in the place of a rank that has joined.
-    own: bool = True
-    #: Whether the scaler will skip it, as far as is known.
-    undone: bool = False
-    #: Whether DDP has got all of its means, or never will.
-    settled: bool = False
 
 
 class Delivery:
@@ -79,7 +61,7 @@ class Delivery:
         """The step's means are there, and DDP is about to take them; call `settle` when it has."""
         self._pending = step
 
-    def settle(self, lane: Pipeline) -> None:
+    def settle(self, pipeline: Pipeline) -> None:
         """DDP has taken what it wants of the expected step: keep the means that it left."""
         step, self._pending = self._pending, None
         if step is None or step.settled:
@@ -91,17 +73,17 @@ class Delivery:
         unused = {name for name, count in zip(self._parameters, counts, strict=True) if count == 0}
         if unused:
             # Before anything changes the gradients, or DDP's buckets.
-            lane.submit(partial(self._keep_unused, step, unused)).wait()
+            pipeline.submit(partial(self._keep_unused, step, unused)).wait()
 
-    def throw_away(self, step: Step, lane: Pipeline) -> None:
-        """No mean of the step is applied: the backward pass raised, here or on the lane."""
+    def throw_away(self, step: Step, pipeline: Pipeline) -> None:
+        """No mean of the step is applied: the backward pass raised, here or on the pipeline."""
         if step.settled:
             return
         step.settled = True
-        if not lane.failed:
-            lane.submit(partial(self._keep_all, step))
+        if not pipeline.failed:
+            pipeline.submit(partial(self._keep_all, step))
         # Before DDP's buckets change; but the other ranks may be in trouble too.
-        if lane.idle(RAISED_SECONDS) and lane.failed:
+        if pipeline.idle(RAISED_SECONDS) and pipeline.failed:
             self._keep_all(step)
 
     def _keep_all(self, step: Step) -> Tensor:
@@ -118,7 +100,7 @@ class Delivery:
                     self._feedback.give_back(bucket.layout, slot, mean, grad)
         return torch.empty(0)
 
-    def _returned(self, step: Step) -> Iterator[tuple[Bucket, Slot, Tensor]]:
+    def _returned(self, step: Step) -> Iterator[tuple[Unit, Slot, Tensor]]:
         """Each parameter with a residual, and the flat mean that it lies in. A step that is undone sent nothing."""
         if not step.undone:
             for bucket, buffer in step.reduced:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+
+from ..compress.feedback import ErrorFeedback
 
 
 @dataclass(frozen=True)
@@ -80,3 +82,76 @@ class LossScale:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"scaler": self.scaler, "_seen": None}
+
+
+class Told(Protocol):
+    """Where the other ranks say what their scalers have done."""
+
+    def compare(self, choice: Any) -> None: ...
+    def scaling(self) -> Scaling | None: ...
+
+
+class Tracker:
+    """Keeps residuals in the units of a loss scale, and takes back what a scaler has thrown away.
+
+    Args:
+        loss_scale: what the scaler does.
+        feedback: the residuals.
+    """
+
+    def __init__(self, loss_scale: LossScale, feedback: ErrorFeedback) -> None:
+        self.loss_scale, self.feedback = loss_scale, feedback
+        #: That residuals have; None where nothing scales gradients.
+        self.scale = loss_scale.read()
+        #: Whether the last step was made without this rank's gradients, so that its scaler does not know of it.
+        self.astray = False
+        self._overflowed = False
+
+    @property
+    def skips(self) -> bool:
+        """Whether steps can be skipped."""
+        return self.loss_scale.skips
+
+    def follow(self, others: Told, step: Any, scaling: Scaling | None) -> bool:
+        """Before a step: what the scaler has done since the last one. Returns whether that took to ask the others.
+
+        Args:
+            others: who have announced the same.
+            step: with `own` and `choice`.
+            scaling: as this rank knows it.
+        """
+        if not self.skips:
+            return False
+        # Where this rank has joined, its own scaler does not know what the others' do; they say so.
+        astray, self.astray = self.astray or not step.own, not step.own
+        if astray:
+            others.compare(step.choice)
+            scaling = others.scaling() or scaling
+        if scaling is None:
+            return astray
+        if scaling.updated:
+            self.feedback.commit()
+            self._overflowed = False
+        if self.scale is not None and scaling.scale != self.scale:
+            self.feedback.rescale(scaling.scale / self.scale)
+        self.scale = scaling.scale
+        return astray
+
+    def ended(self, not_finite: bool) -> bool:
+        """After a step: whether the scaler will skip it, which is undone here. What came before in the same gradients
+        is skipped with it, and so is what will yet be added to them."""
+        self._overflowed |= self.skips and not_finite
+        if self._overflowed:
+            self.feedback.undo()
+        return self._overflowed
+
+    def loaded(self, scale: float | None) -> None:
+        """The residuals are from a checkpoint, in units of this scale."""
+        self._overflowed = False
+        self.scale = scale or 1.0 if self.skips else None
+        if self.scale is None:
+            self.feedback.rescale(1 / (scale or 1.0))
+
+    def disconnected(self) -> None:
+        """What comes next has nothing to do with the last step."""
+        self._overflowed = False

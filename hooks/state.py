@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import time
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -18,26 +16,24 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import __version__
 from ..compress.codec import Codec
-from ..compress.feedback import ErrorFeedback, Slot, layout_numel
+from ..compress.feedback import ErrorFeedback, Slot
 from ..compress.wire import WIRE_VERSION
 from . import checkpoint
 from .arguments import ExchangeName, Exclude, check_codec, check_model, check_options, excluded_names
-from .auto.planner import REVIEW_EVERY, Choice, check_exchange
-from .auto.trial import Trial
+from .auto.planner import Choice, check_exchange
 from .backward import AtEnd, at_end
-from .bucket import Bucket, strides_in_bucket
 from .comm import handshake
-from .comm.pipeline import Stages
 from .comm.topology import node_size
 from .connection import Connection
-from .delivery import Delivery, Step
-from .exchanges import Dense, Exchange
-from .loss_scale import LossScale, Scaling
+from .delivery import Delivery
+from .loss_scale import LossScale, Tracker
+from .reducer import Reducer, Step
 from .registration import expect_hook
 from .statistics import Statistics
+from .unit import Unit, strides_in_bucket
 
 #: What belongs to a process and is left out of copies of a state.
-OF_PROCESS = ("_connection", "_buckets", "_names", "_asked", "_current", "_trial", "_began", "_open")
+OF_PROCESS = ("_reducer", "_units", "_names", "_open", "_straight")
 
 
 class CompressState:
@@ -74,14 +70,11 @@ class CompressState:
         RuntimeError: torch.distributed is not initialised, or a rank did not arrive within 60 s.
     """
 
-    _connection: Connection | None
-    _buckets: dict[int, Bucket]
+    _reducer: Reducer | None
+    _units: dict[int, Unit]
     _names: dict[int, str]
-    _asked: Choice | None  # this step's, as the user wants it
-    _current: Choice  # and as a trial of it does
-    _trial: Trial | None
-    _began: float  # when its first bucket was ready
     _open: Step | None  # from its first bucket to its last
+    _straight: bool | None  # whether the step that is open goes without it
     _delivery: Delivery
 
     def __init__(
@@ -126,10 +119,8 @@ class CompressState:
         self._model: weakref.ref[DistributedDataParallel] | None = weakref.ref(model)
         self._step = self._saves = 0
         self._warned = False
-        self._loss_scale = LossScale(None)
-        self._scale: float | None = None
-        self._astray = False  # whether the last step was made without this rank's gradients
         self._feedback = ErrorFeedback()
+        self._tracker = Tracker(LossScale(None), self._feedback)
         self._delivery = Delivery(self._parameters, self._feedback)
         self._statistics = Statistics()
         self._model_group: dist.ProcessGroup | None = model.process_group
@@ -137,8 +128,7 @@ class CompressState:
         self._disconnect()
         problem: Exception | None = None
         try:
-            self._loss_scale = LossScale(grad_scaler)
-            self._check(model, exclude)
+            self._check(model, LossScale(grad_scaler), exclude)
             choice = self._choice(0)
             for dtype in {p.dtype for p in self._parameters.values()}:
                 choice.codec.kernels(self._device).prepare(choice.codec, dtype, self._device)
@@ -149,8 +139,9 @@ class CompressState:
 
     def __repr__(self) -> str:
         text = f"{len(self._parameters)} parameters: {self._codec_text()} by {self.exchange!r}, step {self._step}"
-        if self._connection is not None:
-            text += f" on rank {self._connection.group.rank} of {self._connection.group.size}"
+        if self._reducer is not None:
+            group = self._reducer.connection.group
+            text += f" on rank {group.rank} of {group.size}"
         return f"<CompressState of {text}>"
 
     @property
@@ -160,16 +151,16 @@ class CompressState:
         Raises:
             ValueError: it is enabled and the one before was not, or the other way round.
         """
-        return self._loss_scale.scaler
+        return self._tracker.loss_scale.scaler
 
     @grad_scaler.setter
     def grad_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
         new = LossScale(scaler)
-        if new.skips != self._loss_scale.skips:
+        if new.skips != self._tracker.skips:
             raise ValueError(
                 "a state cannot begin or cease to follow a GradScaler: make another and load its state_dict()"
             )
-        self._loss_scale = new
+        self._tracker.loss_scale = new
 
     @property
     def step(self) -> int:
@@ -180,7 +171,7 @@ class CompressState:
     def deciding(self) -> bool:
         """Whether "auto" still tries which is faster, to compress or not: over Gloo it does for some twenty steps."""
         self._flush()
-        return self._trial is not None and self._trial.verdict is None
+        return self._reducer is not None and self._reducer.deciding
 
     def statistics(self) -> Statistics:
         """What this rank has done so far, as of now; call it between steps."""
@@ -205,39 +196,43 @@ class CompressState:
             raise RuntimeError(
                 "gradwire's exchanges cannot be captured in a CUDA graph: leave backward out of the graph"
             )
-        connection = self._connection or self._connect(None)  # none after `close`, or in a copy
-        place = self._place(bucket, buffer)
-        if self._open is not None and not place.names.isdisjoint(self._open.names):
+        reducer = self._reducer or self._connect(None)  # none after `close`, or in a copy
+        if self._goes_straight(reducer):
+            if bucket.is_last():
+                self._straight, self._step = None, self._step + 1
+                self._statistics.steps += 1
+            return reducer.reduce_straight(buffer)
+        unit = self._unit(bucket, buffer)
+        if self._open is not None and not unit.names.isdisjoint(self._open.names):
             # A pass that raised unnoticed, after one inside it had ended: its means are overwritten by now.
             self._step, self._open = self._open.number + 1, None
         first = self._open is None
-        step = self._open or self._begin(connection)
-        step.names |= place.names
-        began = time.perf_counter()
+        step = self._open or self._begin(reducer)
+        step.names |= unit.names
         if first:
             step.own = AtEnd(partial(self._ended, step), partial(self._throw_away, step)).queue()
-        scaling = self._loss_scale.scaling() if first and step.own else None
-        # As DDP would: the lane's thread may have to wait for a core that backward is using.
-        if connection.dense_group is not None and not self._is_due(place, step.choice, step.number):
-            place.start(buffer, connection.dense_group)
-
-        clock = self._statistics.clock(place.index, buffer.device)
         if first:
-            if scaling is not None or self._astray or not connection.planner.knows(step.choice):
-                connection.lane.submit(partial(self._greet_first, connection, place, step, began, scaling))
-            else:
-                connection.lane.start(self._greet(connection, place, step, began), buffer, clock)
-        future = connection.lane.start(self._reduce(connection, place, buffer, step), buffer, clock)
+            scaling = self._tracker.loss_scale.scaling() if step.own else None
+            reducer.greet(step, unit, self._saves, scaling)
+        future = reducer.reduce(step, unit, buffer)
         if bucket.is_last():
-            self._buckets = {index: b for index, b in self._buckets.items() if index <= place.index}
-            self._close(step, connection)
+            self._units = {index: u for index, u in self._units.items() if index <= unit.index}
+            self._close(step, reducer)
             if not AtEnd(partial(self._deliver, step), partial(self._throw_away, step)).queue():
                 self._delivery.expect(step)
         return future
 
-    def _begin(self, connection: Connection) -> Step:
-        self._delivery.settle(connection.lane)
-        if connection.uneven_saves and not self._warned:
+    def _goes_straight(self, reducer: Reducer) -> bool:
+        """Whether nothing is to be done but an all-reduce of each bucket, in this step."""
+        if self._open is None and self._straight is None:
+            self._delivery.settle(reducer.connection.pipeline)
+            leaves_out = getattr(self._ddp(), "skip_all_reduce_unused_params", False)
+            self._straight = not leaves_out and reducer.goes_straight(self._step, self._choice(self._step))
+        return bool(self._straight)
+
+    def _begin(self, reducer: Reducer) -> Step:
+        self._delivery.settle(reducer.connection.pipeline)
+        if reducer.connection.uneven_saves and not self._warned:
             self._warned = True
             warnings.warn(
                 "state_dict() was not called equally often on all ranks: it holds the residuals of its own rank and "
@@ -245,41 +240,33 @@ class CompressState:
                 "consolidated_state_dict(), which loads anywhere",
                 stacklevel=2,
             )
-        self._follow(self._choice(self._step), connection)
-        step = self._open = Step(self._step, self._current)
+        step = self._open = reducer.begin(self._step, self._choice(self._step))
         return step
 
-    def _close(self, step: Step, connection: Connection) -> None:
-        """Every bucket of the step is queued."""
-        self._open = None
+    def _close(self, step: Step, reducer: Reducer) -> None:
+        """Every bucket of the step has been submitted."""
+        self._open = self._straight = None
         self._step = step.number + 1
-
-        def job() -> Tensor:
-            try:
-                self._end(connection, step)
-            except Exception as error:
-                raise self._failure(error, step, "at its end", step.choice.exchange) from error
-            return torch.empty(0)
-
-        connection.lane.submit(job)
+        reducer.end(step)
 
     def _ended(self, step: Step) -> None:
         """The backward pass that had the step's first bucket has ended. It may have been one inside another."""
-        if step is not self._open or self._connection is None:
+        if step is not self._open or self._reducer is None:
             return
         # Where DDP leaves out buckets nobody knows the last one, and in a static graph's first pass no bucket is called
         # that.
         if getattr(self._ddp(), "skip_all_reduce_unused_params", False) or len(step.names) == len(self._parameters):
-            self._close(step, self._connection)
+            self._close(step, self._reducer)
             self._deliver(step)
 
     def _deliver(self, step: Step) -> None:
         """The backward pass is over, but for what DDP does with the means: waits for them, as DDP would."""
-        connection, model = self._connection, self._ddp()
-        if connection is None:
+        reducer, model = self._reducer, self._ddp()
+        if reducer is None:
             return
+        pipeline = reducer.connection.pipeline
         try:
-            connection.lane.wait()
+            pipeline.wait()
         except Exception:
             self._throw_away(step)
             if model is not None:  # else DDP would complain of this pass at the next one, and of nothing else
@@ -288,157 +275,19 @@ class CompressState:
         if model is not None:
             self._delivery.look(model)
         self._delivery.expect(step)
-        at_end(partial(self._delivery.settle, connection.lane))
+        at_end(partial(self._delivery.settle, pipeline))
 
     def _throw_away(self, step: Step) -> None:
         """The backward pass has raised."""
         if step is self._open:
             self._open, self._step = None, step.number + 1
-        if self._connection is not None:
-            self._delivery.throw_away(step, self._connection.lane)
+        if self._reducer is not None:
+            self._delivery.throw_away(step, self._reducer.connection.pipeline)
 
-    @staticmethod
-    def _failure(error: Exception, step: Step, where: str, exchange: str) -> RuntimeError:
-        return RuntimeError(f"gradwire: {error} [step {step.number}, {where}, {step.choice.codec}, {exchange}]")
-
-    def _follow_scaler(self, connection: Connection, step: Step, scaling: Scaling | None) -> bool:
-        """Before a step: what the scaler has done since the last one. Returns whether that took to `compare`."""
-        if not self._loss_scale.skips:
-            return False
-        # Where this rank has joined, its own scaler does not know what the others' do; they say so.
-        astray, self._astray = self._astray or not step.own, not step.own
-        if astray:
-            connection.compare(step.choice)
-            scaling = connection.scaling() or scaling
-        if scaling is None:
-            return astray
-        if scaling.updated:
-            self._feedback.commit()
-            self._overflowed = False
-        if self._scale is not None and scaling.scale != self._scale:
-            self._feedback.rescale(scaling.scale / self._scale)
-        self._scale = scaling.scale
-        return astray
-
-    def _greet_first(
-        self, connection: Connection, place: Bucket, step: Step, began: float, scaling: Scaling | None
-    ) -> None:
-        """As `_greet`, where what the others say is needed before anything else."""
-        try:
-            self._began = began
-            connection.announce(step.number, step.choice, self._saves, scaling)
-            compared = self._follow_scaler(connection, step, scaling)
-            if not compared:
-                connection.compare(step.choice)
-            if not connection.planner.knows(step.choice):
-                # Measuring takes all ranks, which now are known to mean this codec.
-                connection.planner.learn(step.choice, place.numel)
-        except Exception as error:
-            raise self._failure(error, step, f"bucket {place.index}", step.choice.exchange) from error
-
-    def _greet(self, connection: Connection, place: Bucket, step: Step, began: float) -> Stages:
-        """Compare with the other ranks what the step is to be, while its first buckets are under way already: what
-        they mean differently has no tag in common."""
-        try:
-            self._began = began
-            connection.announce(step.number, step.choice, self._saves, None)
-            yield connection.announced
-            connection.compare(step.choice)
-        except Exception as error:
-            raise self._failure(error, step, f"bucket {place.index}", step.choice.exchange) from error
-
-    def _reduce(self, connection: Connection, place: Bucket, buffer: Tensor, step: Step) -> Stages:
-        """One bucket's way to its mean."""
-        choice, number = step.choice, step.number
-        if buffer.is_cuda:
-            buffer.record_stream(torch.cuda.current_stream(buffer.device))
-        try:
-            exchange = self._prepare(connection, place, choice, number)
-            place.draw[1] = place.owner_draw[1] = number
-            if exchange.collective:  # whatever the others do, this must not begin before they are known to do it too
-                yield connection.announced
-            grad = place.gather(buffer)
-            sent, residual, owned = self._feed(place, exchange, grad)
-            yield from exchange.reduce(sent, grad, place.extra, residual, owned, place.draw, place.owner_draw)
-            exchange.post()
-            if choice.exchange == "auto" and number % REVIEW_EVERY == REVIEW_EVERY - 1:
-                place.union = exchange.union_of(grad) or place.union
-            place.scatter(buffer)
-            if self._loss_scale.skips:
-                place.look_for_overflow(buffer)
-            step.reduced.append((place, buffer))
-            self._count(place, exchange)
-        except Exception as error:
-            name = place.plan.exchange if place.plan is not None else choice.exchange
-            raise self._failure(error, step, f"bucket {place.index}", name) from error
-
-    def _feed(self, place: Bucket, exchange: Exchange, grad: Tensor) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-        """What is to be encoded, the residual that goes with it, and those of what this rank encodes for others."""
-        assert place.plan is not None
-        if isinstance(exchange, Dense) and exchange.under_way:  # as no rank keeps anything
-            self._feedback.let_go(place.layout)
-            return grad, None, []
-        if not (place.plan.feedback and exchange.numel):
-            return self._feedback.take(place.layout, grad), None, []
-        residual = self._feedback.residual(place.layout, grad.device)
-        owned = self._feedback.owned(place.layout, exchange.owned_slices)
-        self._feedback.remember(place.layout)
-        return grad, residual, owned
-
-    @staticmethod
-    def _is_due(place: Bucket, choice: Choice, step: int) -> bool:
-        """Whether it is time to decide what serves a bucket: when its codec changes, and now and then."""
-        return place.choice != choice or (choice.exchange == "auto" and step % REVIEW_EVERY == 0)
-
-    def _prepare(self, connection: Connection, place: Bucket, choice: Choice, step: int) -> Exchange:
-        """The exchange that serves a bucket."""
-        plan = place.plan
-        if plan is None or self._is_due(place, choice, step):
-            plan, why = connection.planner.plan(choice, layout_numel(place.layout), place.union)
-            place.choice = choice
-            trial = "" if self._trial is None else str(self._trial)
-            self._statistics.decisions[place.index] = f"{plan.exchange} of {plan.codec}: {why}{trial}"
-        return place.prepare(plan, connection.planner.topology, self.seed)
-
-    def _count(self, place: Bucket, exchange: Exchange) -> None:
-        statistics = self._statistics
-        statistics.elements += place.numel
-        statistics.dense_bytes += 4 * place.numel
-        statistics.payload_bytes += exchange.payload_bytes
-        statistics.transfer_bytes += exchange.transfer_bytes
-
-    def _end(self, connection: Connection, step: Step) -> None:
-        self._judge(connection, time.perf_counter() - self._began)
-        self._statistics.steps += 1
-        places = [place for place, _ in step.reduced]
-        counts = [place.new_status() for place in places]
-        self._statistics.skipped_entries += sum(skipped for skipped, _ in counts)
-        # A GradScaler waits for the GPU at every step anyway. The means are the same on all ranks, and so is this.
-        skips = self._loss_scale.skips
-        not_finite = any(place.overflowed() for place in places) if skips else any(n for _, n in counts)
-        self._statistics.nonfinite_steps += not_finite
-        if skips:
-            # What came before in the same gradients is skipped with it, and so is what will yet be added to them.
-            self._overflowed |= not_finite
-            step.undone = self._overflowed
-            if step.undone:
-                self._feedback.undo()
-
-    def _judge(self, connection: Connection, span: float) -> None:
-        """Tell the trial what the step took. A collective at the end of its turns."""
-        trial, asked, places = self._trial, self._asked, list(self._buckets.values())
-        if trial is None or asked is None or trial.verdict is not None:
-            return
-        served = [(layout_numel(place.layout), place.union, place.plan) for place in places if place.plan is not None]
-        trial.end_step(span, lambda: connection.planner.rival(asked, served), connection.agreed)
-        if trial.verdict is not None:
-            for place in places:
-                place.choice = None  # decide anew, by the verdict
-
-    def _place(self, bucket: dist.GradBucket, buffer: Tensor) -> Bucket:
+    def _unit(self, bucket: dist.GradBucket, buffer: Tensor) -> Unit:
         index, parameters = bucket.index(), bucket.parameters()
-        place = self._buckets.get(index)
-        if place is None or not place.serves(parameters, buffer):
+        unit = self._units.get(index)
+        if unit is None or not unit.serves(parameters, buffer):
             slots = []
             for parameter, grad in zip(parameters, bucket.gradients(), strict=True):
                 name = self._names.get(id(parameter))
@@ -449,17 +298,8 @@ class CompressState:
                     )
                 start = int(grad.storage_offset()) - int(buffer.storage_offset())
                 slots.append(Slot(name, start, tuple(parameter.shape), strides_in_bucket(parameter)))
-            place = self._buckets[index] = Bucket(index, parameters, tuple(slots), self._excluded, buffer)
-        return place
-
-    def _follow(self, choice: Choice, connection: Connection) -> None:
-        """The next step is of this choice, and goes the way that a trial wants."""
-        if choice != self._asked:
-            self._asked = self._current = choice
-            tried = connection.lane.threaded and connection.planner.undecided(choice)
-            self._trial = Trial() if tried else None
-        if self._trial is not None and self._trial.way != self._current.way:
-            self._current = replace(choice, way=self._trial.way)
+            unit = self._units[index] = Unit(index, parameters, tuple(slots), self._excluded, buffer)
+        return unit
 
     def _choice(self, step: int) -> Choice:
         codec = self.codec_at(step)
@@ -495,7 +335,7 @@ class CompressState:
             RuntimeError: another rank did not come within 60 s.
         """
         self._idle()
-        connection = self._connection or self._connect(None)
+        connection = (self._reducer or self._connect(None)).connection
         connection.agree("consolidated_state_dict()", self._step)
         self._feedback.fold()
         mine = self._feedback.by_name()
@@ -524,20 +364,16 @@ class CompressState:
         self._idle()
         self._feedback.load(residuals)
         self._step = saved["step"]
-        self._overflowed = False
-        scale = 1.0 if saved["scale"] is None else saved["scale"]
-        self._scale = scale if self._loss_scale.skips else None
-        if self._scale is None:
-            self._feedback.rescale(1 / scale)
+        self._tracker.loaded(saved["scale"])
         self.seed = saved["seed"]
-        for place in self._buckets.values():
-            place.plan = place.choice = None  # draws and predictions begin again
+        if self._reducer is not None:
+            self._reducer.forget(self.seed)
 
     def _export(self, key: str, residuals: dict[str, Tensor], fill: bool = True) -> dict[str, Any]:
         if fill and self._may_keep():
             kept = {name: p for name, p in self._parameters.items() if name not in self._excluded}
             residuals = checkpoint.filled(residuals, kept)
-        facts = {"codec": self._codec_text(), "step": self._step, "seed": self.seed, "scale": self._scale}
+        facts = {"codec": self._codec_text(), "step": self._step, "seed": self.seed, "scale": self._tracker.scale}
         return checkpoint.export(key, residuals, **facts)
 
     def _may_keep(self) -> bool:
@@ -581,14 +417,14 @@ class CompressState:
     def _disconnect(self) -> None:
         for name in OF_PROCESS:
             self.__dict__.pop(name, None)
-        self._connection = self._asked = self._trial = self._open = None
-        self._overflowed = False
-        self._buckets = {}
+        self._reducer = self._open = self._straight = None
+        self._tracker.disconnected()
+        self._units = {}
         self._names = {id(p): name for name, p in self._parameters.items()}
 
-    def _connect(self, problem: Exception | None) -> Connection:
+    def _connect(self, problem: Exception | None) -> Reducer:
         """Meet the other ranks, who hear of the problem that this one has, if it has any. A collective."""
-        self._connection = connection = Connection(
+        connection = Connection(
             self._model_group or dist.group.WORLD,
             self._given_group,
             self._device,
@@ -597,10 +433,12 @@ class CompressState:
             self._topology,
             self.fallback,
             probes=self.exchange == "auto",
-            ahead=not self._loss_scale.skips,  # a step that may be undone has to be remembered
+            straight=not self._tracker.skips,  # a step that may be undone has to be remembered
         )
-        self._follow(self._choice(self._step), connection)
-        return connection
+        parts = self._feedback, self._tracker, self._statistics
+        reducer = self._reducer = Reducer(connection, *parts, self.seed, clean=self._step == 0)
+        reducer.follow(self._choice(self._step))
+        return reducer
 
     def _world(self) -> tuple[int, int]:
         """This rank, and how many there are."""
@@ -618,7 +456,7 @@ class CompressState:
             "fallback": str(self.fallback),
             "ranks a node": node_size(self._topology, self._world()[1]),
             "seed": self.seed,
-            "grad_scaler": self._loss_scale.skips,
+            "grad_scaler": self._tracker.skips,
             "step": self._step,
             "the model's parameters": handshake.describe_model(self._parameters, self._excluded),
         }
@@ -626,14 +464,14 @@ class CompressState:
     def _codec_text(self) -> str:
         return str(self.codec) if isinstance(self.codec, Codec) else f"a function of the step, at 0 {self.codec_at(0)}"
 
-    def _check(self, model: DistributedDataParallel, exclude: Exclude | None) -> None:
+    def _check(self, model: DistributedDataParallel, loss_scale: LossScale, exclude: Exclude | None) -> None:
         if getattr(model, "_use_python_reducer", False):
             raise ValueError(
                 'torch._dynamo.config.optimize_ddp="python_reducer" calls hooks with other arguments: set it to '
                 '"ddp_optimizer"'
             )
-        self._scale = self._loss_scale.read()
-        self._feedback = ErrorFeedback(keep_previous=self._loss_scale.skips)
+        self._feedback = ErrorFeedback(keep_previous=loss_scale.skips)
+        self._tracker = Tracker(loss_scale, self._feedback)
         self._delivery = Delivery(self._parameters, self._feedback)
         self._delivery.look(model)
         check_codec(self.codec)
@@ -643,14 +481,14 @@ class CompressState:
         self._excluded = excluded_names(exclude, self._parameters)
 
     def _flush(self) -> None:
-        if self._connection is not None:
-            self._connection.lane.flush()
+        if self._reducer is not None:
+            self._reducer.connection.pipeline.flush()
 
     def _idle(self) -> None:
         """Wait for what is queued, and for what follows from it."""
         self._flush()
-        if self._connection is not None and self._delivery.pending:
-            self._delivery.settle(self._connection.lane)
+        if self._reducer is not None and self._delivery.pending:
+            self._delivery.settle(self._reducer.connection.pipeline)
             self._flush()
 
 
@@ -662,6 +500,6 @@ def clean_name(name: str) -> str:
 def _refuse(state: weakref.ref[CompressState], problem: str) -> None:
     """Tell all ranks; nothing once a state is closed, or gone."""
     mine = state()
-    if mine is not None and mine._connection is not None:
-        mine._connection.refuse(problem)
+    if mine is not None and mine._reducer is not None:
+        mine._reducer.connection.refuse(problem)
         raise RuntimeError(f"gradwire: {problem}")

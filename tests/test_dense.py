@@ -1,15 +1,17 @@
-"""Dense buckets: in place, and ahead of the lane once every rank can tell that nothing is held back."""
+"""Dense steps: nothing but all-reduces, once every rank can tell that nothing is held back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from gradwire import Codec, Identity, OneBit, TopK
-from gradwire.hooks.exchanges import Dense
+from gradwire.hooks import reducer
+from gradwire.hooks.reducer import Reducer
 from ranks import Pool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -19,20 +21,20 @@ Ranks = Callable[[int], Pool]
 
 
 class Counted:
-    """How many dense exchanges went ahead, by step."""
+    """How many buckets went straight, by step."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
         self._now = 0
 
     def __enter__(self) -> Counted:
-        start = Dense.start
+        straight = Reducer.reduce_straight
 
-        def counting(exchange: Dense, *arguments: Any) -> None:
+        def counting(reducer: Reducer, buffer: torch.Tensor) -> Any:
             self._now += 1
-            start(exchange, *arguments)
+            return straight(reducer, buffer)
 
-        self._patch = patch.object(Dense, "start", counting)
+        self._patch = patch.object(Reducer, "reduce_straight", counting)
         self._patch.start()
         return self
 
@@ -55,38 +57,39 @@ def beside_ddp(rank: int, options: dict[str, Any], way: dict[str, Any] | None = 
     ddp, state = wrap(convnet(), OneBit(), exchange="dense", ddp=way, **options)
     with Counted() as ahead:
         digests = ahead.train(rank, ddp, range(6))
-    buckets, counted = len(state._buckets), state.statistics()
+    counted = state.statistics()
     state.close()
-    return digests, expected, ahead.steps, buckets, counted.dense_bytes, counted.payload_bytes
+    return digests, expected, ahead.steps, counted.dense_bytes, counted.payload_bytes
 
 
-def test_dense_buckets_go_ahead_and_equal_ddp(ranks: Ranks) -> None:
-    for digests, expected, ahead, buckets, dense, payload in ranks(2).run(beside_ddp, {}):
+def test_dense_steps_go_straight_and_equal_ddp(ranks: Ranks) -> None:
+    for digests, expected, ahead, dense, payload in ranks(2).run(beside_ddp, {}):
         assert digests == expected
-        # The first step builds the buckets, and DDP builds them anew after it.
-        assert ahead == [0, 0, *[buckets] * 4]
-        assert buckets >= 3
+        assert ahead[0] == 0  # ranks compare it
+        assert ahead[2:] == [ahead[1]] * 4
+        assert ahead[1] >= 3
         assert dense == payload
 
 
 @pytest.mark.parametrize("way", ["find_unused_parameters", "static_graph", "gradient_as_bucket_view"])
 def test_ddp_may_use_the_same_group_meanwhile(ranks: Ranks, way: str) -> None:
-    for digests, expected, ahead, buckets, *_ in ranks(2).run(beside_ddp, {}, {way: True}):
+    for digests, expected, ahead, *_ in ranks(2).run(beside_ddp, {}, {way: True}):
         assert digests == expected
-        assert ahead[-1] == buckets >= 3
+        assert ahead[-1] >= 3
 
 
 def no_bias(name: str, parameter: nn.Parameter) -> bool:
     return parameter.dim() == 1
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"grad_scaler": torch.amp.GradScaler("cpu")}, {"exclude": no_bias}],
-    ids=lambda options: next(iter(options)),
-)
-def test_what_a_step_has_to_remember_or_to_move_stays_on_the_lane(ranks: Ranks, options: dict[str, Any]) -> None:
-    for digests, expected, ahead, *_ in ranks(2).run(beside_ddp, options):
+def test_excluded_parameters_do_not_keep_steps_from_going_straight(ranks: Ranks) -> None:
+    for digests, expected, ahead, *_ in ranks(2).run(beside_ddp, {"exclude": no_bias}):
+        assert digests == expected
+        assert min(ahead[1:]) >= 3
+
+
+def test_what_may_be_undone_does_not_go_straight(ranks: Ranks) -> None:
+    for digests, expected, ahead, *_ in ranks(2).run(beside_ddp, {"grad_scaler": torch.amp.GradScaler("cpu")}):
         assert digests == expected
         assert set(ahead) == {0}
 
@@ -107,7 +110,7 @@ def there_and_back(rank: int) -> Any:
             digests += ahead.train(rank, ddp, range(first, first + 4), ledger)
             errors.append(ledger.error(state))
     left = [float(t.abs().max()) for t in residuals_of(state.state_dict()).values()]
-    buckets = len(state._buckets)
+    buckets = len(state._units)
     state.close()
     return digests, errors, ahead.steps, buckets, left
 
@@ -135,7 +138,7 @@ def broken_gradient(rank: int) -> Any:
         steps = state.statistics().nonfinite_steps
         ahead.train(rank, ddp, range(4, 7))
     left = sum(float(t.abs().sum()) for t in residuals_of(state.state_dict()).values())
-    buckets = len(state._buckets)
+    buckets = len(state._units)
     finite = digest(p.grad for p in model.parameters())
     state.close()
     return stayed, steps, left, ahead.steps, buckets, finite
@@ -163,7 +166,7 @@ def in_other_hands(rank: int) -> Any:
         before = sum(float(t.abs().sum()) for t in residuals_of(state.state_dict()).values())
         digests += ahead.train(rank, ddp, range(3, 6))
     left = sum(float(t.abs().sum()) for t in residuals_of(state.state_dict()).values())
-    buckets = len(state._buckets)
+    buckets = len(state._units)
     state.close()
     return before, digests, ahead.steps, buckets, left
 
@@ -175,3 +178,36 @@ def test_residuals_that_are_loaded_by_one_rank_go_with_the_next_step(ranks: Rank
     _, ahead, buckets, left = first
     assert ahead == [0, buckets, buckets] * 2
     assert left == 0.0
+
+
+def from_time_to_time(rank: int) -> Any:
+    """Rank 1's gradient breaks while steps go straight; and ranks part while they do."""
+    ddp, state = wrap(perceptron(), OneBit(), exchange="dense")
+    model = ddp.module
+    with patch.object(reducer, "LOOK_EVERY", 4), Counted() as ahead:
+        ahead.train(rank, ddp, range(3))
+        for step in range(3, 9):
+            loss = ddp(batch(rank, step, model)).square().mean()
+            (loss * (float("nan") if rank == 1 else 1.0)).backward()
+        seen = state.statistics().nonfinite_steps
+        steps = state.step
+        with patch.object(reducer, "HANDSHAKE_TIMEOUT", timedelta(seconds=2)):
+            try:
+                state._step += 1 + rank  # rank 1 looks after one step, rank 0 after two
+                ahead.train(rank, ddp, range(9, 12))
+            except RuntimeError as error:
+                return ahead.steps[:3], seen, steps, str(error)
+    return None
+
+
+def test_now_and_then_ranks_look_whether_all_is_well() -> None:
+    pool = Pool(2)
+    try:
+        results = pool.run(from_time_to_time, within=60)
+    finally:
+        pool.close()
+    for ahead, seen, steps, _ in results:
+        assert ahead[0] == 0 < min(ahead[1:])
+        assert seen == 2, "steps 4 and 8"
+        assert steps == 9
+    assert "rank 0 does not answer" in results[1][3]

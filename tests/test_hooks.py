@@ -33,7 +33,7 @@ def fifty_steps(rank: int, codec: Codec, exchange: str, save_at: int) -> Any:
     ledger = Ledger(model)
     ddp, state = wrap(model, codec, exchange=exchange)
     digests = train(rank, ddp, range(save_at), ledger)
-    buckets = len(state._buckets)
+    buckets = len(state._units)
     file = io.BytesIO()
     torch.save({"state": state.state_dict(), "model": model.state_dict()}, file)
     file.seek(0)
@@ -343,7 +343,7 @@ def synchronised_norms(rank: int, exchange: str) -> list[str]:
     torch.manual_seed(3)
     ddp, state = wrap(Normalised(), OneBit(), ddp={"bucket_cap_mb": 0.005}, exchange=exchange)
     digests = train(rank, ddp, range(10))
-    assert len(state._buckets) >= 4
+    assert len(state._units) >= 4
     return digests
 
 

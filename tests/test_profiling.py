@@ -52,7 +52,7 @@ def profiled_steps(rank: int, codec: Codec, exchange: str) -> dict[str, Any]:
         for number in range(2, 2 + STEPS):
             step(number)
         after = state.statistics().seconds
-    buckets = len(state._buckets)
+    buckets = len(state._units)
     state.close()
     ranges = []
     for event in profiler.events():

@@ -293,7 +293,7 @@ def test_a_newcomer_makes_all_probe(ranks: Ranks) -> None:
 def balance(rank: int, world_size: int, pattern: str) -> list[Any]:
     carrier = Carrier(100_000, torch.float32, torch.device("cpu"), Group(dist.group.WORLD))
     indices = index_set(pattern, 100_000, rank, world_size, 3).int()
-    bounds = carrier.balanced_bounds(indices)
+    bounds = drive(carrier.balanced_bounds(indices))
     cuts = torch.searchsorted(indices, torch.tensor(bounds, dtype=torch.int32))
     return [bounds, (cuts[1:] - cuts[:-1]).tolist()]
 

@@ -74,13 +74,17 @@ class Plan:
         return Hierarchical(inner, self.codec, numel, extra, device, *groups)
 
 
-def calibrated(topology: Topology, device: torch.device) -> tuple[cost.Calibration, cost.Nodes | None]:
-    """What all ranks' exchanges take, and those inside and between nodes. A collective; groups are probed once."""
-    flat = probe.calibration(topology.all, device)
+def calibrated(
+    topology: Topology, device: torch.device, again: bool = False
+) -> tuple[cost.Calibration, cost.Nodes | None]:
+    """What all ranks' exchanges take, and those inside and between nodes. A collective; groups are probed once, and
+    `again` if told to."""
+    everywhere = False if again else None
+    flat = probe.calibration(topology.all, device, everywhere)
     if topology.inside is None or topology.between is None:
         return flat, None
     inside, between = (
-        probe.slowest(probe.calibration(group, device), topology.all, device)
+        probe.slowest(probe.calibration(group, device, everywhere), topology.all, device)
         for group in (topology.inside, topology.between)
     )
     return flat, cost.Nodes(inside, between, topology.inside.size)
@@ -126,6 +130,10 @@ class Planner:
         """Probe the groups: a collective, at most once."""
         if self._flat is None and self.topology.all.size > 1:
             self._flat, self._nodes = calibrated(self.topology, self.device)
+
+    def recalibrate(self) -> None:
+        """Probe the groups again. A collective."""
+        self._flat, self._nodes = calibrated(self.topology, self.device, again=True)
 
     def knows(self, choice: Choice) -> bool:
         """Whether `plan` needs no other rank any more."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...compress.codec import Codec
 from ..auto.cost import Calibration, Estimate, Shape
-from ..comm.group import Group, Work
+from ..comm.group import Group
 from ..comm.pipeline import Stages
 from .base import Bucketful, Exchange, all_finite
 
@@ -29,7 +29,6 @@ class Dense(Exchange):
     def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
         super().__init__(codec, numel, extra, device, group)
         self.memory: Tensor | None = None  # where the sum cannot be made in place
-        self.work: Work | None = None
         self.not_finite = torch.zeros(2, dtype=torch.int64, device=device)
         self.settled = False
 
@@ -42,25 +41,12 @@ class Dense(Exchange):
         return network.dense(Shape(what.numel, 0, what.world_size, 0))
 
     @property
-    def under_way(self) -> bool:
-        """Whether it has begun already, so that nothing can be added to the gradient."""
-        return self.work is not None
-
-    @property
     def payload_bytes(self) -> int:
         return 4 * (self.numel + self.extra) if self.world_size > 1 else 0
 
     @property
     def transfer_bytes(self) -> int:
         return 2 * 4 * (self.numel + self.extra) * (self.world_size - 1) // self.world_size
-
-    def start(self, grad: Tensor, group: Group) -> None:
-        """Begin at once, on the caller's thread and a group of its own; `reduce` then waits.
-
-        Args:
-            grad: float32, alone: nothing travels beside it.
-        """
-        self.work = group.all_reduce(grad)
 
     def reduce(
         self,
@@ -79,8 +65,7 @@ class Dense(Exchange):
             total = self.memory
             total[: self.numel].copy_(grad)
             total[self.numel :].copy_(extra)
-        work, self.work = self.work or self.group.all_reduce(total), None
-        yield work
+        yield self.group.all_reduce(total)
         total.mul_(1.0 / self.world_size)
         finite = all_finite(total)
         self.not_finite[1] += ~finite

@@ -1,4 +1,4 @@
-"""One communication bucket: where its parameters lie, and the exchange that serves it."""
+"""One flat gradient: where its parameters lie, and the exchange that serves it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,21 @@ from torch import Tensor
 from ..compress.codec import new_draw
 from ..compress.feedback import Layout, Slot, layout_numel, pack
 from .auto.planner import Choice, Plan
-from .comm.group import Group
 from .comm.topology import Topology
 from .exchanges import Dense, Exchange, all_finite
 
 
-class Bucket:
-    """One communication bucket of DDP: its layout, and the buffers of the exchange that serves it now."""
+class Unit:
+    """What is reduced as one, a bucket of DDP for example: its layout, and the exchange that serves it now, with its
+    buffers.
+
+    Args:
+        index: tells it from the others, alike on all ranks.
+        parameters: whose gradients these are.
+        slots: where they lie.
+        excluded: names of those that stay as they are, inside the same messages.
+        like: a flat gradient.
+    """
 
     def __init__(self, index: int, parameters: list[Tensor], slots: Layout, excluded: frozenset[str], like: Tensor):
         self.index, self.parameters, self.numel, self.dtype = index, parameters, like.numel(), like.dtype
@@ -31,6 +39,9 @@ class Bucket:
         self.plan: Plan | None = None
         #: How many elements any rank has selected, where a sparse codec's exchange has seen that; else 0.
         self.union = 0
+        self.device = like.device
+        #: The result of what has none.
+        self.nothing = torch.empty(0)
         self._overflow: Tensor | bool = False
 
     def serves(self, parameters: list[Tensor], like: Tensor) -> bool:
@@ -57,12 +68,14 @@ class Bucket:
             self.plan = plan
         return self.exchange
 
-    def start(self, buffer: Tensor, group: Group) -> None:
-        """Let its exchange begin on the calling thread, where that needs nothing but DDP's buffer. All ranks do it, or
-        none."""
-        alone = self.packed is None and buffer.dtype == torch.float32
-        if alone and self.plan is not None and isinstance(self.exchange, Dense) and self.exchange.settled:
-            self.exchange.start(buffer, group)
+    @property
+    def goes_dense(self) -> bool:
+        """Whether nothing but a float32 all-reduce of the buffer serves it."""
+        return self.dtype == torch.float32 and self.plan is not None and isinstance(self.exchange, Dense)
+
+    def forget(self) -> None:
+        """Draws and predictions begin again."""
+        self.plan = self.choice = None
 
     def gather(self, buffer: Tensor) -> Tensor:
         """What is to be compressed, flat; fills `extra` with what is not."""
