@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..compress import QSGD, Codec, OneBit, TernGrad, TopK, new_draw
+from ..compress import QSGD, Codec, OneBit, SparseCodec, TernGrad, new_draw
 
 #: What rounding to float32 may change a decoded value by, as a share of the value.
 ROUNDING = 2.0**-23
@@ -82,12 +82,12 @@ def within_scale(codec: TernGrad, exact: Tensor, wire: Tensor) -> Tensor:
 def entropy(codec: Codec, wire: np.ndarray, numel: int) -> float:
     """Bits an element that an ideal coder would need for this wire, knowing how often each code occurs.
 
-    Codes count with their empirical entropy, each on its own; units, levels and scales as they are sent. Top-k: the
-    number of ways to place its entries, log2 of n over k, and values as they are sent. Whatever has no codes, as casts
-    do: the entropy of each byte of an element by itself.
+    Codes count with their empirical entropy, each on its own; units, levels and scales as they are sent. Sparse codecs:
+    the number of ways to place the entries, log2 of n over k, and values as they are sent. What has no codes, as casts:
+    the entropy of each byte of an element by itself.
     """
     parts = codec.parts(numel)
-    if isinstance(codec, TopK):
+    if isinstance(codec, SparseCodec):
         used = entries(codec, wire[: parts[0].nbytes], numel)
         ways = math.lgamma(numel + 1) - math.lgamma(used + 1) - math.lgamma(numel - used + 1)
         return (ways / math.log(2) + 8 * parts[1].nbytes) / numel
@@ -108,10 +108,10 @@ def entropy(codec: Codec, wire: np.ndarray, numel: int) -> float:
     return symbol_entropy(codes[:numel]) + aside * part.records / numel
 
 
-def entries(codec: TopK, indices: np.ndarray, numel: int) -> int:
+def entries(codec: SparseCodec, indices: np.ndarray, numel: int) -> int:
     """How many entries a wire's indices hold."""
     record = codec.parts(numel)[0].view(indices)
-    if codec.indices == "plain":
+    if not codec.packs_indices:
         return int(record["count"][0, 0])
     return int(np.unpackbits(record["upper"].view(np.uint8)).sum())
 

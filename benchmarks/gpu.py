@@ -28,8 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import CompressState, compress_hook
 from ..compress import QSGD, Cast, Codec, OneBit, TernGrad, TopK, new_draw
-from ..compress.backends.cuda_sparse import Union, gather_at, scatter_to
-from ..compress.backends.sparse import entries_for
+from ..compress.backends import entries_for
+from ..compress.backends.cuda.sparse import Union, gather_at, scatter_to
 from ..compress.entries import VALUE_DTYPES, index_layout, value_bytes
 from . import report
 from .codec_rivals import torch_chain

@@ -3,7 +3,7 @@
 import torch
 
 from .cast import Cast, Identity
-from .codec import BlockCodec, Codec, new_draw
+from .codec import BlockCodec, Codec, SparseCodec, new_draw
 from .onebit import OneBit
 from .qsgd import QSGD
 from .terngrad import TernGrad
@@ -28,6 +28,7 @@ __all__ = [
     "Codec",
     "Identity",
     "OneBit",
+    "SparseCodec",
     "TernGrad",
     "TopK",
     "new_draw",

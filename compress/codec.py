@@ -7,7 +7,8 @@ What every codec promises, and the contract tests hold it to:
 
 - **Size.** `wire_bytes(numel)` depends on `numel` alone. The wire is a sequence of equal records, one for each `block`
   elements (`compress.wire`), so a slice of the gradient that starts at a block is a slice of the wire, and wires laid
-  end to end decode as one. Sparse codecs have `block = None` and two parts, indices and values, exchanged one by one.
+  end to end decode as one. The wire of a sparse codec cannot be sliced; its parts, indices and values, are exchanged
+  one by one, and exchanges that know entries take them one by one too (`SparseCodec`).
 - **Canonical bytes.** The same input and draw give the same bytes on every backend and every run. Sums over a block
   accumulate in 256 partial sums, element i into sum i mod 256, which then fold in halves, 128 down to 1; no fused
   multiply-add; subnormals are kept; NaN is written as one bit pattern; unused bytes are zero.
@@ -25,8 +26,10 @@ What every codec promises, and the contract tests hold it to:
 - **Fused equals composed.** `encode_feedback` and `decode_mean` equal what `encode` and `decode_add` give when put
   together, bit for bit (`backends.Kernels`).
 
-To add a codec, write a frozen dataclass with `name`, `parts` and, unless the backends have kernels under that name, a
-`kernels` method that returns your own `Kernels`; then add an example of it to `compress.CODECS`.
+To add a codec, write a frozen dataclass that derives from `BlockCodec` (equal records: `name` and `fields`), from
+`SparseCodec` (entries: `name`, `k` and `select`) or, for anything else, from `Codec` (`name` and `parts`). Unless the
+backends have kernels under that name, or it is sparse, its `kernels` method returns your own `Kernels`. To have it in
+the contract tests, the benchmarks and the command line, add an example of it to `compress.CODECS`.
 """
 
 from __future__ import annotations
@@ -41,7 +44,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .backends import Kernels, Workspace, kernels_for
+from .backends import Kernels, Workspace, backend_for, kernels_for
+from .backends.sparse import selecting
+from .entries import index_fields, value_fields
 from .wire import Part
 
 #: Philox counts eight draws in each of 2^32 positions: beyond that, elements would share their noise.
@@ -69,7 +74,7 @@ class Codec(ABC):
 
     @property
     def block_size(self) -> int | None:
-        """Elements per record, or None for a sparse codec, whose wire cannot be sliced."""
+        """Elements per record, or None for a codec whose wire cannot be sliced."""
         return None
 
     @property
@@ -89,6 +94,12 @@ class Codec(ABC):
     def with_feedback(self) -> Codec:
         """This codec as it must be when a residual is kept: feedback around an unbiased code that is no contraction
         lets the residual grow without end, so stochastic codecs return their round-to-nearest form here."""
+        return self
+
+    @property
+    def timed_as(self) -> Codec:
+        """The codec whose measured speed stands for this one's. Measuring takes all ranks, and a schedule may have many
+        codecs that are much alike."""
         return self
 
     @abstractmethod
@@ -255,6 +266,91 @@ class BlockCodec(Codec):
             raise ValueError(
                 f"block={block!r}: expected a positive multiple of {self.block_multiple}, at most {1 << 16} elements"
             )
+
+
+@dataclass(frozen=True)
+class SparseCodec(Codec):
+    """A codec that sends some of the elements, as *entries*: an index and a value each.
+
+    A subclass says how many there can be (`k`) and which they are: by `select`, in torch, or by kernels that backends
+    have under its `name`. Packing and adding up entries is there for all (`compress.entries`, `backends.sparse`). Where
+    the wire has something else in the place of indices, or values that are not the elements', override `parts` and
+    `kernels` too.
+
+    The exchange `gather` sends the codec's own wire. `union` and `split` bring the ranks' entries together one by one:
+    they take what `plain` selects, so whole elements, and let values travel as `value_dtype`.
+    """
+
+    @property
+    def packs_indices(self) -> bool:
+        """Whether indices are packed near their entropy, rather than in 32 bits each behind their number."""
+        return True
+
+    @property
+    def value_dtype(self) -> torch.dtype:
+        """How values travel: torch.float32, torch.bfloat16 or torch.int8."""
+        return torch.float32
+
+    @abstractmethod
+    def k(self, numel: int) -> int:
+        """The most entries that a gradient of `numel` elements has: from 1 to `numel`, and dependent on it alone."""
+
+    def select(self, x: Tensor, draw: Tensor | None) -> Tensor:
+        """Which elements are sent, unless kernels see to that.
+
+        What is not finite must be selected, before anything else: it has to stay visible.
+
+        Args:
+            x: float32, flat: gradient and residual together.
+            draw: from `new_draw`, where the codec is `stochastic`. Ranks have distinct streams; seed and step, and the
+                low 32 bits of the stream, which number the bucket, they share.
+
+        Returns:
+            int64, ascending, at most k(numel).
+        """
+        raise NotImplementedError(f"{type(self).__name__} has neither `select` nor kernels for this device")
+
+    @property
+    def plain(self) -> SparseCodec:
+        """The codec that selects the same elements and sends them as they are: a count, k 32-bit indices and k float32
+        values (`entries.plain_entries`)."""
+        return Plain(self)
+
+    def parts(self, numel: int) -> tuple[Part, ...]:
+        if numel >= 1 << 31:
+            raise ValueError(
+                f"{type(self).__name__} sends 32-bit indices and cannot serve {numel} elements: use buckets below 2^31"
+            )
+        k = self.k(numel)
+        indices, values = index_fields(numel, k, self.packs_indices), value_fields(k, self.value_dtype)
+        return Part("indices", indices, 1), Part("values", values, 1)
+
+    def kernels(self, device: torch.device) -> Kernels:
+        backend = backend_for(device)
+        return backend.kernels.get(self.name) or selecting(backend)
+
+
+@dataclass(frozen=True)
+class Plain(SparseCodec):
+    """What another sparse codec selects, as it is."""
+
+    name: ClassVar[str] = "plain"
+
+    codec: SparseCodec
+
+    @property
+    def stochastic(self) -> bool:
+        return self.codec.stochastic
+
+    @property
+    def packs_indices(self) -> bool:
+        return False
+
+    def k(self, numel: int) -> int:
+        return self.codec.k(numel)
+
+    def select(self, x: Tensor, draw: Tensor | None) -> Tensor:
+        return self.codec.select(x, draw)
 
 
 @lru_cache(maxsize=4096)

@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+from torch import Tensor
+
+from .wire import Field
 
 #: Values that share a unit, and the largest unit: 127 of it are finite.
 VALUE_BLOCK = 256
@@ -59,3 +62,35 @@ def value_bytes(k: int, dtype: torch.dtype) -> int:
     if dtype == torch.bfloat16:
         return -(-k // 2) * 4
     return 4 * -(-k // VALUE_BLOCK) + -(-k // 4) * 4
+
+
+def index_fields(numel: int, k: int, packed: bool = True) -> tuple[Field, ...]:
+    """The fields in which up to `k` indices below `numel` travel, or lie as they are: a count, then 32 bits each."""
+    if not packed:
+        count = Field("count", "<u4", 1, "how many of the k entries are used; the others are zero")
+        return count, Field("index", "<u4", k, "positions of the entries, ascending")
+    layout = index_layout(numel, k)
+    upper = "bit (position >> l) + i is set for entry i; l is the number of low bits, and k·l + n / 2^l smallest"
+    low = "the l low bits of each position, from the lowest bit up; unused ones are zero"
+    fields = (Field("upper", "<u4", layout.upper_words, upper), Field("low", "<u4", layout.low_words, low))
+    return tuple(field for field in fields if field.count)
+
+
+def value_fields(k: int, dtype: torch.dtype) -> tuple[Field, ...]:
+    """The fields in which `k` values travel as `dtype`."""
+    if dtype == torch.float32:
+        return (Field("value", "<f4", k, "their values"),)
+    if dtype == torch.bfloat16:
+        return (Field("value", "<u2", -(-k // 2) * 2, "their values as bfloat16"),)
+    unit = Field("unit", "<f4", -(-k // VALUE_BLOCK), "for each 256 values, the largest finite magnitude / 127")
+    return unit, Field("code", "i1", -(-k // 4) * 4, "value / unit, to nearest; -128 is NaN")
+
+
+def plain_entries(wire: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The entries of a plain wire (`SparseCodec.plain`), without a copy: int32 indices, ascending, and float32 values.
+
+    Waits for the device, to learn how many they are.
+    """
+    words, first = wire.view(torch.int32), 1 + k
+    count = int(words[0])
+    return words[1 : 1 + count], wire.view(torch.float32)[first : first + count]

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import ClassVar
 
 import torch
 
-from .codec import Codec, check_choice, check_number
-from .entries import VALUE_BLOCK, VALUE_DTYPES, index_layout
-from .wire import Field, Part
+from .codec import SparseCodec, check_choice, check_number
+from .entries import VALUE_DTYPES
 
 
 @dataclass(frozen=True)
-class TopK(Codec):
+class TopK(SparseCodec):
     """The k largest magnitudes, exactly (Gradient Dropping: Aji & Heafield, EMNLP 2017; Deep Gradient Compression:
     Lin et al., ICLR 2018).
 
@@ -43,37 +42,25 @@ class TopK(Codec):
             raise ValueError(f"values={self.values!r}: expected one of {', '.join(map(str, VALUE_DTYPES))}")
 
     def k(self, numel: int) -> int:
-        """How many elements of `numel` are sent, zeros left out."""
+        """⌈density · numel⌉, at least 1; zeros are left out, so fewer entries may be used."""
         return _k(self.density, numel)
 
     @property
-    def plain(self) -> bool:
-        """Whether the wire is the entries as they are: a count, 32-bit indices, float32 values."""
-        return self.indices == "plain" and self.values == torch.float32
+    def packs_indices(self) -> bool:
+        return self.indices == "packed"
 
-    def parts(self, numel: int) -> tuple[Part, ...]:
-        if numel >= 1 << 31:
-            raise ValueError(f"TopK sends 32-bit indices and cannot serve {numel} elements: use buckets below 2^31")
-        k = self.k(numel)
-        return Part("indices", self._index_fields(numel, k), 1), Part("values", self._value_fields(k), 1)
+    @property
+    def value_dtype(self) -> torch.dtype:
+        return self.values
 
-    def _index_fields(self, numel: int, k: int) -> tuple[Field, ...]:
-        if self.indices == "plain":
-            count = Field("count", "<u4", 1, "how many of the k entries are used; the others are zero")
-            return count, Field("index", "<u4", k, "positions of the largest magnitudes, ascending")
-        layout = index_layout(numel, k)
-        upper = "bit (position >> l) + i is set for entry i; l is the number of low bits, and k·l + n / 2^l smallest"
-        low = "the l low bits of each position, from the lowest bit up; unused ones are zero"
-        fields = (Field("upper", "<u4", layout.upper_words, upper), Field("low", "<u4", layout.low_words, low))
-        return tuple(field for field in fields if field.count)
+    @property
+    def plain(self) -> TopK:
+        return replace(self, indices="plain", values=torch.float32)
 
-    def _value_fields(self, k: int) -> tuple[Field, ...]:
-        if self.values == torch.float32:
-            return (Field("value", "<f4", k, "their values"),)
-        if self.values == torch.bfloat16:
-            return (Field("value", "<u2", -(-k // 2) * 2, "their values as bfloat16"),)
-        unit = Field("unit", "<f4", -(-k // VALUE_BLOCK), "for each 256 values, the largest finite magnitude / 127")
-        return unit, Field("code", "i1", -(-k // 4) * 4, "value / unit, to nearest; -128 is NaN")
+    @property
+    def timed_as(self) -> TopK:
+        """Densities that are powers of two stand for those around them."""
+        return replace(self, density=min(1.0, 2.0 ** round(math.log2(self.density))))
 
 
 @lru_cache(maxsize=4096)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from cuda_on_cpu import Module
 from gradwire.compress.backends.addresses import address
-from gradwire.compress.backends.cuda_device import DEVICES, Argument, Device, Function
+from gradwire.compress.backends.cuda.device import DEVICES, Argument, Device, Function
 from torch import Tensor
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"

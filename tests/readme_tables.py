@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from gradwire import CODECS, Codec, TopK
+from gradwire import CODECS, Codec
+from gradwire.compress import SparseCodec
 from gradwire.compress.entries import index_layout
 from gradwire.compress.wire import Field, Part
 
@@ -61,7 +62,7 @@ def count(codec: Codec, field: Field, larger: Field) -> str:
     if field.count == larger.count:
         return str(field.count)
     lengths = (field.count, larger.count)
-    if isinstance(codec, TopK):
+    if isinstance(codec, SparseCodec):
         ks = codec.k(NUMEL), codec.k(2 * NUMEL)
         layouts = index_layout(NUMEL, ks[0]), index_layout(2 * NUMEL, ks[1])
         if lengths == ks:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gradwire.compress import CODECS, QSGD, Codec, OneBit, TernGrad, TopK, new_draw
-from gradwire.compress.backends import BACKENDS
+from gradwire.compress.backends import backend_names
 from gradwire.compress.codec import DTYPES
 from gradwire.compress.entries import index_layout
 from hypothesis import strategies as st
@@ -38,7 +38,9 @@ VARIANTS: tuple[Codec, ...] = (
 GPU = torch.cuda.is_available()
 
 #: Every backend, and those that must equal the reference.
-ALL_BACKENDS = [pytest.param(name, marks=[pytest.mark.cuda] if name == "cuda" and GPU else []) for name in BACKENDS]
+ALL_BACKENDS = [
+    pytest.param(name, marks=[pytest.mark.cuda] if name == "cuda" and GPU else []) for name in backend_names()
+]
 OTHER_BACKENDS = [param for param in ALL_BACKENDS if param.values != ("reference",)]
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire.compress import CODECS, Codec, backends, new_draw
-from gradwire.compress.backends import use_backend
+from gradwire.compress.backends import entries_for, use_backend
 from gradwire.compress.backends.addresses import address, rows_at
 from gradwire.compress.backends.entry_kernels import EntryKernels, Pieces
-from gradwire.compress.backends.sparse import entries_for, whole_rows
+from gradwire.compress.backends.sparse import whole_rows
 from gradwire.compress.entries import index_bytes
 from gradwire.hooks.auto import probe
 from gradwire.hooks.comm.group import Group
@@ -141,5 +141,5 @@ def test_a_probe_does_not_depend_on_the_default_dtype(ranks: Callable[[int], Poo
 
 def test_nothing_else_takes_an_address() -> None:
     folder = Path(backends.__file__).parent
-    takers = {path.name for path in folder.glob("*.py") if re.search(r"\.data_ptr\(", path.read_text())}
+    takers = {path.name for path in folder.rglob("*.py") if re.search(r"\.data_ptr\(", path.read_text())}
     assert takers == {"addresses.py"}

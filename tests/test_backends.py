@@ -15,16 +15,12 @@ from gradwire.compress.backends import (
     Kernels,
     Workspace,
     backend_kernels,
-    cpu_dense,
-    cpu_entries,
-    cpu_kernels,
-    cpu_sparse,
-    cpu_topk,
+    entries_for,
     reference,
 )
-from gradwire.compress.backends.cpu_blocks import random_bits
+from gradwire.compress.backends.cpu import common, dense, packing, sparse, topk
+from gradwire.compress.backends.cpu.blocks import random_bits
 from gradwire.compress.backends.entry_kernels import Pieces
-from gradwire.compress.backends.sparse import entries_for
 from gradwire.compress.codec import DTYPES
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -214,10 +210,10 @@ def test_threads_do_not_change_a_byte(codec: Codec, monkeypatch: pytest.MonkeyPa
     x, wires = gradient("wide", numel, 3), hostile_wires(codec, numel, 4, 8)
     with threads(1):
         expected = outcome(codec, x, wires)
-    monkeypatch.setattr(cpu_kernels, "ELEMENTS_PER_THREAD", 1 << 12)
+    monkeypatch.setattr(common, "ELEMENTS_PER_THREAD", 1 << 12)
     submitted: list[int] = []
-    pool = cpu_kernels.pool()
-    monkeypatch.setattr(cpu_kernels, "pool", lambda: Counting(pool, submitted))
+    pool = common.pool()
+    monkeypatch.setattr(common, "pool", lambda: Counting(pool, submitted))
     with threads(3):
         results = outcome(codec, x, wires)
     assert submitted, "nothing ran on a second thread"
@@ -262,7 +258,7 @@ def test_a_prediction_never_changes_the_bytes(
 ) -> None:
     """TopK foretells a threshold: right, too high or too low, the k largest are the k largest."""
     codec, numel = TopK(density=density), 20_000
-    monkeypatch.setattr(cpu_kernels, "pieces_of", lambda elements, count: min(pieces, count))
+    monkeypatch.setattr(common, "pieces_of", lambda elements, count: min(pieces, count))
     kernels, specification = backend_kernels("cpu")["topk"], backend_kernels("reference")["topk"]
     workspace = kernels.workspace(codec, numel, torch.device("cpu"))
     residuals = [torch.zeros(numel), torch.zeros(numel)]
@@ -289,7 +285,7 @@ def test_a_prediction_never_changes_the_bytes(
     for threshold in (1, 2, 0x3F800000, 0x40400000, 0x7F7FFFFF):
         for kind in story:
             residuals[1].copy_(residuals[0])
-            guess = cpu_topk.Estimate(threshold, threshold + 20_000 * (threshold % 3), threshold + 100_000)
+            guess = topk.Estimate(threshold, threshold + 20_000 * (threshold % 3), threshold + 100_000)
             monkeypatch.setattr(kernels, "_estimate", lambda *_, guess=guess: guess)
             grad = gradient(kind, numel, threshold, dtype)
             kept = residuals[0].clone()
@@ -355,7 +351,7 @@ def test_prepare_compiles_all_that_is_ever_run(codec: Codec, monkeypatch: pytest
     def compiled() -> int:
         return sum(
             len(function.signatures)
-            for module in (cpu_dense, cpu_entries, cpu_sparse)
+            for module in (dense, packing, sparse)
             for function in vars(module).values()
             if hasattr(function, "signatures")
         )
@@ -372,7 +368,7 @@ def test_prepare_compiles_all_that_is_ever_run(codec: Codec, monkeypatch: pytest
             codec.decode_mean(parts_of(codec, torch.stack([wire, wire]), numel), x, workspace)
             if codec.name == "topk":
                 # A threshold that was foretold too high: a second pass.
-                monkeypatch.setattr(backend_kernels("cpu")["topk"], "_estimate", lambda *_: cpu_topk.Estimate(1 << 30))
+                monkeypatch.setattr(backend_kernels("cpu")["topk"], "_estimate", lambda *_: topk.Estimate(1 << 30))
                 codec.encode_feedback(x, torch.zeros(numel), wire, draw, workspace)
                 exchange_entries(numel)
     assert compiled() == before

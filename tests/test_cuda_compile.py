@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from gradwire.compress.backends import cuda_compiler
-from gradwire.compress.backends.cuda_compiler import CSRC, OPTIONS
+from gradwire.compress.backends.cuda import compiler
+from gradwire.compress.backends.cuda.compiler import CSRC, OPTIONS
 
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 FILES = sorted(path.name for path in CSRC.glob("*.cu"))
@@ -53,12 +53,12 @@ class Resources(NamedTuple):
 def build(file: str, architecture: int) -> Build:
     """Compiled, unless an earlier run of the tests has compiled the same."""
     options = ("--ptxas-options=--verbose",)
-    parts = [file, str(architecture), cuda_compiler.version(), *OPTIONS, *options]
+    parts = [file, str(architecture), compiler.version(), *OPTIONS, *options]
     parts += [path.read_text("utf-8") for path in (CSRC / file, *sorted(CSRC.glob("*.cuh")))]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
     kept = Path(tempfile.gettempdir()) / f"gradwire-nvrtc-{os.getuid()}" / f"{digest}.json"
     if not kept.exists():
-        compiled = cuda_compiler.compile_file(file, architecture, options)
+        compiled = compiler.compile_file(file, architecture, options)
         kept.parent.mkdir(mode=0o700, exist_ok=True)
         draft = kept.with_suffix(f".{os.getpid()}")
         draft.write_text(json.dumps({"ptx": compiled.ptx, "log": compiled.log}), "utf-8")

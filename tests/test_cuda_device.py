@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import torch
 from emulated import CPU, EmulatedDevice, emulated_gpu
-from gradwire.compress.backends import cuda_compiler
-from gradwire.compress.backends.cuda_device import DEVICES, Gpu, device_for
+from gradwire.compress.backends.cuda import compiler
+from gradwire.compress.backends.cuda.device import DEVICES, Gpu, device_for
 
 GPU = torch.device("cuda", 1)
 KERNEL = "onebit_encode_f32"
@@ -127,24 +127,24 @@ def without(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
 
     monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setattr(builtins, "__import__", fake)
-    cuda_compiler.nvrtc.cache_clear()
+    compiler.nvrtc.cache_clear()
 
 
 @pytest.fixture(autouse=True)
 def forget_nvrtc() -> Iterator[None]:
     yield
-    cuda_compiler.nvrtc.cache_clear()
+    compiler.nvrtc.cache_clear()
 
 
 # ---- the compiler and its cache
 
 
 def test_what_is_compiled_is_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = cuda_compiler.cached_cubin("sign.cu", 90)
+    first = compiler.cached_cubin("sign.cu", 90)
     assert first.read_bytes().startswith(b"\x7fELF")
     assert list(cache.glob("*.cubin")) == [first]
-    monkeypatch.setattr(cuda_compiler, "compile_file", None)  # not needed again
-    assert cuda_compiler.cached_cubin("sign.cu", 90) == first
+    monkeypatch.setattr(compiler, "compile_file", None)  # not needed again
+    assert compiler.cached_cubin("sign.cu", 90) == first
 
 
 def fake_sources(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[tuple[str, int]]:
@@ -154,12 +154,12 @@ def fake_sources(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[tuple[st
     (folder / "a.cuh").write_text("// its header\n")
     compiled: list[tuple[str, int]] = []
 
-    def compile_file(file: str, architecture: int, options: Sequence[str] = ()) -> cuda_compiler.Compiled:
+    def compile_file(file: str, architecture: int, options: Sequence[str] = ()) -> compiler.Compiled:
         compiled.append((file, architecture))
-        return cuda_compiler.Compiled(b"code", "", "")
+        return compiler.Compiled(b"code", "", "")
 
-    monkeypatch.setattr(cuda_compiler, "CSRC", folder)
-    monkeypatch.setattr(cuda_compiler, "compile_file", compile_file)
+    monkeypatch.setattr(compiler, "CSRC", folder)
+    monkeypatch.setattr(compiler, "compile_file", compile_file)
     return compiled
 
 
@@ -167,15 +167,15 @@ def test_whatever_changes_the_code_changes_the_key(
     cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     fake_sources(monkeypatch, tmp_path / "csrc")
-    paths = [cuda_compiler.cached_cubin("a.cu", 90), cuda_compiler.cached_cubin("a.cu", 80)]
+    paths = [compiler.cached_cubin("a.cu", 90), compiler.cached_cubin("a.cu", 80)]
     (tmp_path / "csrc" / "a.cuh").write_text("// another header\n")
-    paths.append(cuda_compiler.cached_cubin("a.cu", 90))
+    paths.append(compiler.cached_cubin("a.cu", 90))
     (tmp_path / "csrc" / "a.cu").write_text("// another kernel\n")
-    paths.append(cuda_compiler.cached_cubin("a.cu", 90))
-    monkeypatch.setattr(cuda_compiler, "version", lambda: "99.0")
-    paths.append(cuda_compiler.cached_cubin("a.cu", 90))
-    monkeypatch.setattr(cuda_compiler, "OPTIONS", ("-ftz=true", *cuda_compiler.OPTIONS))
-    paths.append(cuda_compiler.cached_cubin("a.cu", 90))
+    paths.append(compiler.cached_cubin("a.cu", 90))
+    monkeypatch.setattr(compiler, "version", lambda: "99.0")
+    paths.append(compiler.cached_cubin("a.cu", 90))
+    monkeypatch.setattr(compiler, "OPTIONS", ("-ftz=true", *compiler.OPTIONS))
+    paths.append(compiler.cached_cubin("a.cu", 90))
     assert len(set(paths)) == 6
 
 
@@ -184,25 +184,25 @@ def test_cache_that_cannot_be_written_does_no_harm(
 ) -> None:
     compiled = fake_sources(monkeypatch, tmp_path / "csrc")
     cache.write_text("a file where the folder should be")
-    path = cuda_compiler.cached_cubin("a.cu", 90)
+    path = compiler.cached_cubin("a.cu", 90)
     assert path.read_bytes() == b"code"
     assert cache not in path.parents
-    assert cuda_compiler.cached_cubin("a.cu", 90) == path
+    assert compiler.cached_cubin("a.cu", 90) == path
     assert compiled == [("a.cu", 90)]
 
 
 def test_source_that_does_not_compile_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "broken.cu").write_text('extern "C" __global__ void broken(int* p) { p = 1.0; }\n')
-    monkeypatch.setattr(cuda_compiler, "CSRC", tmp_path)
+    monkeypatch.setattr(compiler, "CSRC", tmp_path)
     with pytest.raises(RuntimeError, match=r"cannot compile broken.cu for sm_90:\n(.|\n)*broken.cu\(1\)"):
-        cuda_compiler.compile_file("broken.cu", 90)
+        compiler.compile_file("broken.cu", 90)
 
 
 @pytest.mark.parametrize(
     ("capability", "architecture"), [((7, 5), 75), ((8, 6), 86), ((9, 0), 90), ((10, 3), 100), ((12, 1), 120)]
 )
 def test_code_for_the_newest_architecture_that_runs(capability: tuple[int, int], architecture: int) -> None:
-    assert cuda_compiler.architecture_for(capability, [75, 80, 86, 90, 100, 120]) == architecture
+    assert compiler.architecture_for(capability, [75, 80, 86, 90, 100, 120]) == architecture
 
 
 # ---- launching
@@ -215,7 +215,7 @@ def test_launches_on_the_current_stream_of_the_right_device(machine: FakeMachine
     expected = (KERNEL, 1, (3,), (256,), (x.data_ptr() + 4, 0, 7, scale), 0, 1001)
     assert machine.launched == [expected]
     assert machine.current == 0
-    assert machine.loaded == [(1, cuda_compiler.cached_cubin("sign.cu", 90))]
+    assert machine.loaded == [(1, compiler.cached_cubin("sign.cu", 90))]
 
     machine.current, machine.stream = 1, 2000
     launch(3, 256, (x[1:], None, 7, scale))
@@ -288,14 +288,14 @@ def test_no_nvrtc(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch) -> None
         raise RuntimeError("Failure finding libnvrtc.so")
 
     monkeypatch.setattr(nvrtc, "nvrtcVersion", missing)
-    cuda_compiler.nvrtc.cache_clear()
+    compiler.nvrtc.cache_clear()
     with complaint(r"compiled by NVRTC, which is missing: pip install 'gradwire\[cuda13\]'"):
         device_for(GPU)
 
 
 def test_torch_without_cuda_names_both_extras(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert cuda_compiler.extra() == "pip install 'gradwire[cuda12]' or pip install 'gradwire[cuda13]'"
+    assert compiler.extra() == "pip install 'gradwire[cuda12]' or pip install 'gradwire[cuda13]'"
 
 
 def test_gpu_too_old(machine: FakeMachine) -> None:

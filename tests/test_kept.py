@@ -19,8 +19,9 @@ import pytest
 import torch
 from gradwire.benchmarks import cli
 from gradwire.compress import CODECS
-from gradwire.compress.backends import backend_kernels, kept, numba_cache
-from gradwire.compress.backends.simd import compiled
+from gradwire.compress.backends import backend_kernels, kept
+from gradwire.compress.backends.cpu import numba_cache
+from gradwire.compress.backends.cpu.simd import compiled
 from gradwire.compress.codec import DTYPES
 
 #: A process that knows nothing but `kept`: it says so, and waits, when it is its turn.
@@ -37,11 +38,13 @@ with kept.turn(pathlib.Path(sys.argv[2]), lambda: False):
 KERNELS = """
 import sys, time, types
 # The packages without what they import: torch takes seconds.
-for name, folder in zip(("gradwire", "gradwire.compress", "gradwire.compress.backends"), sys.argv[1:]):
+name = ""
+for part, folder in zip(("gradwire", ".compress", ".backends", ".cpu"), sys.argv[1:]):
+    name += part
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [folder]
-from gradwire.compress.backends import numba_cache
-from gradwire.compress.backends.simd import compiled
+from gradwire.compress.backends.cpu import numba_cache
+from gradwire.compress.backends.cpu.simd import compiled
 
 @compiled
 def inner(x: int) -> int:
@@ -220,7 +223,7 @@ def test_what_a_kernel_depends_on_is_in_its_path(folder: Path, monkeypatch: pyte
         ("numba", "__version__", "99"),
         ("llvmlite", "__version__", "99"),
         ("numpy", "__version__", "99"),
-        ("gradwire.compress.backends.numba_cache", "SOURCES", ("simd.py",)),
+        ("gradwire.compress.backends.cpu.numba_cache", "SOURCES", ("simd.py",)),
     ):
         with monkeypatch.context() as change:
             if value is not None:
@@ -320,7 +323,7 @@ def test_the_lock_is_given_back_whatever_happens(folder: Path) -> None:
 
 
 def test_one_of_two_processes_compiles(folder: Path) -> None:
-    packages = reversed(Path(str(kept.__file__)).parents[:3])
+    packages = reversed(Path(str(numba_cache.__file__)).parents[:4])
     command = [sys.executable, "-c", KERNELS, *map(str, packages)]
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     both: list[Any] = [subprocess.Popen(command, **pipes) for _ in range(2)]

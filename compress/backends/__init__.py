@@ -1,26 +1,24 @@
 """What runs a codec: one table of kernels per backend, chosen by where the tensors are.
 
 `reference` (NumPy) is the specification and the slowest; `cpu` (numba) serves CPU tensors, `cuda` those of GPUs. A
-backend is imported when it is first needed, so importing gradwire neither compiles nor probes anything. All of them
-write the same bytes.
+backend is loaded when it is first needed, so importing gradwire neither compiles nor probes anything. All of them
+write the same bytes. `register_backend` adds one for another type of device.
 """
 
 from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-BACKENDS = ("reference", "cpu", "cuda")
-
-_forced: str | None = None
+from .entry_kernels import EntryKernels
 
 
 @dataclass
@@ -51,8 +49,18 @@ class Kernels(ABC):
     def workspace(self, codec: Any, numel: int, device: torch.device) -> Workspace:
         return Workspace.on(device)
 
-    def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:  # noqa: B027 - may be nothing
-        """Compile what `codec` needs for gradients of `dtype` on `device`, so that no later call has to."""
+    def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
+        """Compile what `codec` needs for gradients of `dtype` on `device`, so that no later call has to: by default it
+        is run once, on one element."""
+        workspace = self.workspace(codec, 1, device)
+        x = torch.ones(1, dtype=dtype, device=device)
+        residual = torch.zeros(1, dtype=torch.float32, device=device)
+        wire = torch.zeros(codec.wire_bytes(1), dtype=torch.uint8, device=device)
+        draw = torch.zeros(3, dtype=torch.int64, device=device)
+        self.encode(codec, x, wire, draw, workspace)
+        self.encode_feedback(codec, x, residual, wire, draw, workspace)
+        self.decode_add(codec, wire, residual, 1.0, workspace)
+        self.decode_mean(codec, [part[None] for part in wire.split(codec.part_bytes(1))], x, workspace)
 
     @abstractmethod
     def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None: ...
@@ -84,8 +92,54 @@ def divide(total: Tensor, world_size: int, out: Tensor) -> None:
     out.copy_(total * (torch.tensor(1.0, dtype=torch.float32) / world_size).to(total.device))
 
 
-def backend_for(device: torch.device) -> Any:
-    """The module that serves tensors on `device`. Raises as `kernels_for` does."""
+@dataclass(frozen=True, eq=False)
+class Backend:
+    """What serves the tensors of one type of device.
+
+    Attributes:
+        kernels: of each codec, by its name. One that is not there has to bring kernels of its own.
+        entries: what packs and merges the entries of sparse gradients.
+    """
+
+    kernels: Mapping[str, Kernels]
+    entries: EntryKernels
+
+
+def _built_in(name: str) -> Backend:
+    backend: Backend = importlib.import_module(f".{name}", __name__).BACKEND
+    return backend
+
+
+_loaders: dict[str, Callable[[], Backend]] = {name: partial(_built_in, name) for name in ("reference", "cpu", "cuda")}
+_forced: str | None = None
+
+
+def register_backend(name: str, load: Callable[[], Backend]) -> None:
+    """Let codecs run on tensors of another type of device.
+
+    Args:
+        name: the device's type, as in `torch.device(...).type`; under any other name only `use_backend` reaches it.
+        load: makes the backend; called once, when it is first needed. Its kernels must write the bytes of "reference".
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if name in _loaders:
+        raise ValueError(f"there is a backend {name!r} already: register yours under another name")
+    _loaders[name] = load
+
+
+def backend_names() -> tuple[str, ...]:
+    """Every backend, the reference first."""
+    return tuple(_loaders)
+
+
+def backend_for(device: torch.device) -> Backend:
+    """What serves tensors on `device`.
+
+    Raises:
+        ValueError: no backend does.
+    """
     return _backend(_forced or device.type)
 
 
@@ -93,23 +147,36 @@ def kernels_for(device: torch.device, codec_name: str) -> Kernels:
     """The kernels of a codec for tensors on `device`.
 
     Raises:
-        ValueError: no backend serves that device.
+        ValueError: no backend serves that device, or the one that does has no such codec.
     """
-    kernels: Kernels = backend_for(device).KERNELS[codec_name]
-    return kernels
+    kernels = backend_for(device).kernels
+    if codec_name not in kernels:
+        raise ValueError(
+            f"the backend {_forced or device.type!r} has no kernels for the codec {codec_name!r}, only for "
+            f"{', '.join(kernels)}: return kernels of your own from the codec's `kernels`"
+        )
+    return kernels[codec_name]
 
 
-def backend_kernels(name: str) -> dict[str, Kernels]:
+def entries_for(device: torch.device) -> EntryKernels:
+    """What packs and merges entries on `device`. Raises as `backend_for` does."""
+    return backend_for(device).entries
+
+
+def backend_kernels(name: str) -> Mapping[str, Kernels]:
     """The kernels of every codec on backend `name`, by codec name."""
-    table: dict[str, Kernels] = _backend(name).KERNELS
-    return table
+    return _backend(name).kernels
 
 
 @cache
-def _backend(name: str) -> Any:
-    if name not in BACKENDS:
-        raise ValueError(f"gradwire has no kernels for device {name!r}: move the tensors to one of {BACKENDS[1:]}")
-    return importlib.import_module(f".{name}", __name__)
+def _backend(name: str) -> Backend:
+    if name not in _loaders:
+        places = ", ".join(other for other in _loaders if other != "reference")
+        raise ValueError(
+            f"gradwire has no kernels for device {name!r}: move the tensors to one of {places}, or add a backend with "
+            "gradwire.compress.backends.register_backend"
+        )
+    return _loaders[name]()
 
 
 @contextmanager
@@ -120,8 +187,8 @@ def use_backend(name: str) -> Iterator[None]:
         ValueError: unknown backend.
     """
     global _forced  # noqa: PLW0603 - one process, one choice: lanes run on other threads
-    if name not in BACKENDS:
-        raise ValueError(f"unknown backend {name!r}: expected one of {BACKENDS}")
+    if name not in _loaders:
+        raise ValueError(f"unknown backend {name!r}: expected one of {', '.join(_loaders)}")
     before, _forced = _forced, name
     try:
         yield

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..entries import LARGEST_UNIT, VALUE_BLOCK, index_layout
-from . import Kernels, Workspace
+from . import Backend, Kernels, Workspace
 from .entry_kernels import EntryKernels
 from .sparse import SparseKernels
 
@@ -298,7 +298,14 @@ class TopK(SparseKernels):
     entries = Entries()
 
     def encode_plain(
-        self, codec: Any, x: Tensor, residual: Tensor | None, row: Tensor, values: Tensor, workspace: Workspace
+        self,
+        codec: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        row: Tensor,
+        values: Tensor,
+        draw: Tensor | None,
+        workspace: Workspace,
     ) -> None:
         a = canonical_nan(numbers(x))
         key = a.view(np.uint32) & np.uint32(0x7FFFFFFF)  # orders magnitudes, every NaN above infinity
@@ -372,13 +379,14 @@ def add(out: Tensor, alpha: float, values: np.ndarray) -> None:
         target += F32(alpha) * values.reshape(-1)[: len(target)]
 
 
-KERNELS: dict[str, Kernels] = {
-    "onebit": OneBit(),
-    "qsgd": QSGD(),
-    "terngrad": TernGrad(),
-    "topk": TopK(),
-    "cast": Cast(),
-    "identity": Identity(),
-}
-
-ENTRIES: EntryKernels = Entries()
+BACKEND = Backend(
+    kernels={
+        "onebit": OneBit(),
+        "qsgd": QSGD(),
+        "terngrad": TernGrad(),
+        "topk": TopK(),
+        "cast": Cast(),
+        "identity": Identity(),
+    },
+    entries=Entries(),
+)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import Kernels, Workspace, backend_for, divide
+from . import Backend, Kernels, Workspace, divide
 from .entry_kernels import EntryKernels
 
 
@@ -23,9 +24,17 @@ class SparseKernels(Kernels):
 
     @abstractmethod
     def encode_plain(
-        self, codec: Any, x: Tensor, residual: Tensor | None, row: Tensor, values: Tensor, workspace: Workspace
+        self,
+        codec: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        row: Tensor,
+        values: Tensor,
+        draw: Tensor | None,
+        workspace: Workspace,
     ) -> None:
-        """Select. What is selected leaves the residual, where it is finite."""
+        """Select, and write the entries to `row` and `values`, zero behind them. What is selected leaves the residual,
+        where it is finite."""
 
     @abstractmethod
     def add_plain(
@@ -40,27 +49,33 @@ class SparseKernels(Kernels):
         divide(total, len(rows), out)
 
     def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
-        self._encode_entries(codec, x, None, wire, workspace)
+        self._encode_entries(codec, x, None, wire, draw, workspace)
 
     def encode_feedback(
         self, codec: Any, grad: Tensor, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
     ) -> None:
-        self._encode_entries(codec, grad, residual, wire, workspace)
+        self._encode_entries(codec, grad, residual, wire, draw, workspace)
 
     def _encode_entries(
-        self, codec: Any, x: Tensor, residual: Tensor | None, wire: Tensor, workspace: Workspace
+        self,
+        codec: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        wire: Tensor,
+        draw: Tensor | None,
+        workspace: Workspace,
     ) -> None:
         numel = x.numel()
         indices, values = wire.split(codec.part_bytes(numel))
-        packed_indices, packed_values = codec.indices == "packed", codec.values != torch.float32
+        packed_indices, packed_values = codec.packs_indices, codec.value_dtype != torch.float32
         room, values_room = self._room(codec, 1, numel, x.device, workspace)
         row = room[0] if packed_indices else indices.view(torch.int32)
         plain = values_room[0] if packed_values else values.view(torch.float32)
-        self.encode_plain(codec, x, residual, row, plain, workspace)
+        self.encode_plain(codec, x, residual, row, plain, draw, workspace)
         if packed_indices:
             self.entries.pack_indices(row[1:], row[:1], 0, numel, indices)
         if packed_values:
-            self.entries.pack_values(plain, codec.values, values, row[1:], row[:1], residual)
+            self.entries.pack_values(plain, codec.value_dtype, values, row[1:], row[:1], residual)
 
     def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
         parts = [part[None] for part in wire.split(codec.part_bytes(out.numel()))]
@@ -75,12 +90,12 @@ class SparseKernels(Kernels):
         """The ranks' entries as they are, unpacked into the workspace where they are packed."""
         (indices, values), ranks = wires, wires[0].shape[0]
         rows, plain = self._room(codec, ranks, numel, indices.device, workspace)
-        if codec.indices == "packed":
+        if codec.packs_indices:
             self.entries.unpack_indices(indices, 0, numel, rows[:, 0], rows[:, 1:])
         else:
             rows = typed_rows(indices, torch.int32)
-        if codec.values != torch.float32:
-            self.entries.unpack_values(values, codec.values, plain)
+        if codec.value_dtype != torch.float32:
+            self.entries.unpack_values(values, codec.value_dtype, plain)
         else:
             plain = typed_rows(values, torch.float32)
         return rows, plain
@@ -92,17 +107,69 @@ class SparseKernels(Kernels):
         if room is None or len(room[0]) < ranks:
             k = codec.k(numel)
             room = (
-                torch.zeros(ranks, 1 + k if codec.indices == "packed" else 0, dtype=torch.int32, device=device),
-                torch.zeros(ranks, k if codec.values != torch.float32 else 0, dtype=torch.float32, device=device),
+                torch.zeros(ranks, 1 + k if codec.packs_indices else 0, dtype=torch.int32, device=device),
+                torch.zeros(ranks, k if codec.value_dtype != torch.float32 else 0, dtype=torch.float32, device=device),
             )
             workspace.buffers["plain"] = room
         return room[0][:ranks], room[1][:ranks]
 
 
-def entries_for(device: torch.device) -> EntryKernels:
-    """What packs and merges entries on `device`. Raises as `kernels_for` does."""
-    kernels: EntryKernels = backend_for(device).ENTRIES
-    return kernels
+class Selecting(SparseKernels):
+    """A sparse codec that has no kernels but its `select`, in torch: the backend packs and adds up what that finds."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.entries = backend.entries
+        sums = backend.kernels.get("topk")
+        if not isinstance(sums, SparseKernels):
+            raise ValueError("this backend cannot add up entries: give it kernels for 'topk', whose sums serve all")
+        self._sums = sums
+
+    def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
+        self.entries.prepare(device)  # exchanges pack entries even where the codec does not
+        super().prepare(codec, dtype, device)
+
+    def encode_plain(
+        self,
+        codec: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        row: Tensor,
+        values: Tensor,
+        draw: Tensor | None,
+        workspace: Workspace,
+    ) -> None:
+        x = x.float()
+        chosen = codec.select(x, draw)
+        count = len(chosen)
+        row.zero_()
+        values.zero_()
+        row[0] = count
+        row[1 : 1 + count] = chosen
+        found = x[chosen]
+        values[:count] = found.masked_fill_(found.isnan(), torch.nan)  # one NaN for all
+
+    def encode_feedback(
+        self, codec: Any, grad: Tensor, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
+    ) -> None:
+        Kernels.encode_feedback(self, codec, grad, residual, wire, draw, workspace)
+
+    def add_plain(
+        self, codec: Any, row: Tensor, values: Tensor, out: Tensor, alpha: float, workspace: Workspace
+    ) -> None:
+        self._sums.add_plain(codec, row, values, out, alpha, workspace)
+
+    def mean_plain(self, codec: Any, rows: Tensor, values: Tensor, out: Tensor, workspace: Workspace) -> None:
+        self._sums.mean_plain(codec, rows, values, out, workspace)
+
+
+@cache
+def selecting(backend: Backend) -> Selecting:
+    """The kernels of sparse codecs that a backend does not know by name.
+
+    Raises:
+        ValueError: it has no kernels for top-k, whose sums serve all.
+    """
+    return Selecting(backend)
 
 
 def typed_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -11,8 +10,7 @@ from functools import cached_property
 import torch
 
 from ...compress.cast import Cast
-from ...compress.codec import Codec
-from ...compress.topk import TopK
+from ...compress.codec import BlockCodec, Codec
 from ..comm.topology import Topology
 from ..exchanges import EXCHANGES, Bucketful, Dense, Exchange, Hierarchical, TwoPass, possible
 from . import cost, probe
@@ -215,11 +213,7 @@ class Planner:
 
     @staticmethod
     def _key(choice: Choice) -> tuple[Codec, bool]:
-        """A schedule has many densities: speeds are measured for powers of two of them."""
-        codec = choice.codec
-        if isinstance(codec, TopK):
-            codec = replace(codec, density=min(1.0, 2.0 ** round(math.log2(codec.density))))
-        return codec, choice.feedback
+        return choice.codec.timed_as, choice.feedback
 
 
 BF16 = Cast(torch.bfloat16)
@@ -229,4 +223,4 @@ def default_exchange(codec: Codec, world_size: int) -> str:
     """Without a cost model: the fewest bytes received, and one pass where they are equal."""
     if codec.lossless:
         return "dense"
-    return "gather" if codec.block_size is None or world_size <= 2 else "two_pass"
+    return "gather" if not isinstance(codec, BlockCodec) or world_size <= 2 else "two_pass"

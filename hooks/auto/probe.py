@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...compress.backends.sparse import entries_for
+from ...compress.backends import entries_for
 from ...compress.codec import Codec, new_draw
 from ...compress.entries import index_bytes, value_bytes
 from ..comm.entries import Carrier, Entries

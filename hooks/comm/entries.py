@@ -13,8 +13,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from ...compress.backends import entries_for
 from ...compress.backends.entry_kernels import Pieces
-from ...compress.backends.sparse import entries_for
 from ...compress.entries import index_bytes, value_bytes
 from .group import Group, Together, Work
 from .pipeline import Stages

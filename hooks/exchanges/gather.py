@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...compress.codec import Codec
-from ...compress.topk import TopK
+from ...compress.codec import Codec, SparseCodec
 from ..auto.cost import Calibration, Estimate
 from ..comm.group import Group, Together
 from ..comm.pipeline import Stages
@@ -71,4 +70,4 @@ class Gather(Exchange):
         self._decode_extra(self.received[-1][:, self.sizes[-1] :], extra)
 
     def union_of(self, out: Tensor) -> int:
-        return int(torch.count_nonzero(out)) if isinstance(self.codec, TopK) else 0
+        return int(torch.count_nonzero(out)) if isinstance(self.codec, SparseCodec) else 0

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...compress.codec import Codec
-from ...compress.topk import TopK
+from ...compress.codec import Codec, SparseCodec
+from ...compress.entries import plain_entries
 from ..auto.cost import Shape, expected_union
 from ..comm.entries import Carrier, Entries, fill
 from ..comm.group import Group
@@ -26,10 +24,10 @@ class Selected(Exchange):
 
     def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
         super().__init__(codec, numel, extra, device, group)
-        if not isinstance(codec, TopK):
+        if not isinstance(codec, SparseCodec):
             raise TypeError(f"{codec} does not select entries, which {type(self).__name__} exchanges")
-        self.select = replace(codec, indices="plain", values=torch.float32)
-        self.carrier = Carrier(max(1, numel), codec.values, device, group)
+        self.select = codec.plain
+        self.carrier = Carrier(max(1, numel), codec.value_dtype, device, group)
         self.k = codec.k(numel) if numel else 0
         self.wire = self.bytes(self.select.wire_bytes(numel) if numel else 0)
         if numel:
@@ -41,15 +39,16 @@ class Selected(Exchange):
 
     @classmethod
     def carries(cls, codec: Codec) -> bool:
-        return isinstance(codec, TopK)
+        return isinstance(codec, SparseCodec)
 
     @staticmethod
     def shape(what: Bucketful) -> Shape:
         """What an estimate needs to know."""
-        codec: Any = what.codec
+        codec = what.codec
+        assert isinstance(codec, SparseCodec)  # `carries` saw to it
         k = codec.k(what.numel)
         union = what.union or expected_union(what.numel, k, what.world_size)
-        return Shape(what.numel, k, what.world_size, min(max(union, k), what.numel), codec.values)
+        return Shape(what.numel, k, what.world_size, min(max(union, k), what.numel), codec.value_dtype)
 
     @property
     def payload_bytes(self) -> int:
@@ -76,9 +75,7 @@ class Selected(Exchange):
                 self.select.encode(grad, self.wire, draw, self.workspaces[1])
             else:
                 self.select.encode_feedback(grad, residual, self.wire, draw, self.workspaces[1])
-            words, first = self.wire.view(torch.int32), 1 + self.k
-            count = int(words[0])
-            entries = Entries(words[1 : 1 + count], self.wire.view(torch.float32)[first : first + count])
+            entries = Entries(*plain_entries(self.wire, self.k))
             result = yield from self.bring_together(entries, extra, residual)
             fill(out, result)
             self.counts[0] = carrier.skipped

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...compress.codec import Codec
+from ...compress.codec import BlockCodec, Codec
 from ...compress.feedback import OwnedSlice
 from ..auto.cost import Calibration, Estimate
 from ..comm.group import Group
@@ -47,7 +47,7 @@ class TwoPass(Exchange):
 
     @classmethod
     def carries(cls, codec: Codec) -> bool:
-        return codec.block_size is not None
+        return isinstance(codec, BlockCodec)
 
     @classmethod
     def estimate(cls, network: Calibration, what: Bucketful) -> Estimate:

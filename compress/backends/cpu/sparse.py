@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .cpu_blocks import (
+from .blocks import (
     F32,
     FLOAT32,
     INF_BITS,

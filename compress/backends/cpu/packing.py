@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ..entries import LARGEST_UNIT, VALUE_BLOCK
-from .cpu_blocks import F32, INF_BITS, LOW, MAGNITUDE, NAN_BITS, TINY, ZERO, clear, copy
-from .cpu_sparse import int_at, key_at
+from ...entries import LARGEST_UNIT, VALUE_BLOCK
+from .blocks import F32, INF_BITS, LOW, MAGNITUDE, NAN_BITS, TINY, ZERO, clear, copy
 from .simd import (
     compiled,
     get_f32,
@@ -18,6 +17,7 @@ from .simd import (
     lowest_bit,
     store,
 )
+from .sparse import int_at, key_at
 
 #: Elements whose sums lie in cache while lists are merged, and the scratch for that: sums, then a bit for each.
 MERGE_TILE = 4096

@@ -12,27 +12,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..entries import index_layout
-from . import Workspace, cpu_entries, cpu_kernels, cpu_sparse, kept
-from .addresses import address, rows_at
-from .cpu_blocks import TILE, scratch_bytes
-from .cpu_kernels import KINDS, CpuKernels, inverse, note, reserved, run
-from .entry_kernels import EntryKernels, Pieces
-from .sparse import SparseKernels, typed_rows
+from ...entries import index_layout
+from .. import Workspace, kept
+from ..addresses import address, rows_at
+from ..entry_kernels import EntryKernels, Pieces
+from ..sparse import SparseKernels, typed_rows
+from . import common, packing, sparse
+from .blocks import TILE, scratch_bytes
+from .common import KINDS, CpuKernels, inverse, note, reserved, run
 
 I32, F32, BYTES = torch.int32, torch.float32, torch.uint8
 #: How many elements are about as much work as an entry that is unpacked.
 ENTRY_COST = 8
 
 PACK = {
-    torch.float32: cpu_entries.pack_floats,
-    torch.bfloat16: cpu_entries.pack_bfloat,
-    torch.int8: cpu_entries.pack_bytes,
+    torch.float32: packing.pack_floats,
+    torch.bfloat16: packing.pack_bfloat,
+    torch.int8: packing.pack_bytes,
 }
 VALUE_KINDS = {
-    torch.float32: cpu_entries.FLOAT32_VALUES,
-    torch.bfloat16: cpu_entries.BFLOAT16_VALUES,
-    torch.int8: cpu_entries.INT8_VALUES,
+    torch.float32: packing.FLOAT32_VALUES,
+    torch.bfloat16: packing.BFLOAT16_VALUES,
+    torch.int8: packing.INT8_VALUES,
 }
 
 
@@ -57,7 +58,7 @@ class Entries(EntryKernels):
     def pack_indices(self, indices: Tensor, count: Tensor | None, base: int, numel: int, wire: Tensor) -> None:
         used = len(indices) if count is None else int(count)
         layout = _layout(numel, len(indices))
-        cpu_entries.pack_indices(address(indices, I32), used, base, layout, address(wire, BYTES))
+        packing.pack_indices(address(indices, I32), used, base, layout, address(wire, BYTES))
 
     def unpack_indices(self, wires: Tensor, base: int, numel: int, counts: Tensor | None, indices: Tensor) -> None:
         k = indices.shape[1]
@@ -66,11 +67,11 @@ class Entries(EntryKernels):
 
         def job(first: int, last: int, piece: int) -> None:
             for i in range(first, last):
-                found = cpu_entries.unpack_indices(wire + i * pitch, base, numel, layout, k, index + i * row)
+                found = packing.unpack_indices(wire + i * pitch, base, numel, layout, k, index + i * row)
                 if counts is not None:
                     counts[i] = found
 
-        run(job, len(wires), cpu_kernels.pieces_of(ENTRY_COST * k * len(wires), len(wires)))
+        run(job, len(wires), common.pieces_of(ENTRY_COST * k * len(wires), len(wires)))
 
     def pack_values(
         self,
@@ -92,17 +93,17 @@ class Entries(EntryKernels):
         if dtype == torch.float32:
             values.copy_(typed_rows(wires, dtype))
             return
-        unpack = cpu_entries.unpack_bfloat if dtype == torch.bfloat16 else cpu_entries.unpack_bytes
+        unpack = packing.unpack_bfloat if dtype == torch.bfloat16 else packing.unpack_bytes
         for wire, row in zip(wires, values, strict=True):
             unpack(address(wire, BYTES), len(row), address(row, F32))
 
     def pack_index_pieces(self, indices: Tensor, pieces: Pieces, wire: Tensor) -> None:
         table = _table(pieces, pieces.index_sizes())
-        cpu_entries.pack_index_pieces(table.ctypes.data, len(table), address(indices, I32), address(wire, BYTES))
+        packing.pack_index_pieces(table.ctypes.data, len(table), address(indices, I32), address(wire, BYTES))
 
     def unpack_index_pieces(self, wire: Tensor, pieces: Pieces, indices: Tensor) -> None:
         table = _table(pieces, pieces.index_sizes())
-        cpu_entries.unpack_index_pieces(table.ctypes.data, len(table), address(wire, BYTES), address(indices, I32))
+        packing.unpack_index_pieces(table.ctypes.data, len(table), address(wire, BYTES), address(indices, I32))
 
     def pack_value_pieces(
         self,
@@ -116,17 +117,17 @@ class Entries(EntryKernels):
         table = _table(pieces, pieces.value_sizes(dtype))
         rest = address(indices, I32), 0 if residual is None else address(residual, F32)
         where = table.ctypes.data, len(table), address(values, F32), address(wire, BYTES)
-        cpu_entries.pack_value_pieces(VALUE_KINDS[dtype], *where, *rest)
+        packing.pack_value_pieces(VALUE_KINDS[dtype], *where, *rest)
 
     def unpack_value_pieces(self, wire: Tensor, pieces: Pieces, dtype: torch.dtype, values: Tensor) -> None:
         table = _table(pieces, pieces.value_sizes(dtype))
         where = table.ctypes.data, len(table), address(wire, BYTES), address(values, F32)
-        cpu_entries.unpack_value_pieces(VALUE_KINDS[dtype], *where)
+        packing.unpack_value_pieces(VALUE_KINDS[dtype], *where)
 
     def put_back(self, entries: tuple[Tensor, Tensor], kept: Tensor, residual: Tensor) -> None:
         indices, values = entries
         where = address(indices, I32), address(values, F32), len(indices)
-        cpu_entries.put_back(*where, address(kept, I32), len(kept), address(residual, F32))
+        packing.put_back(*where, address(kept, I32), len(kept), address(residual, F32))
 
     def merge(
         self,
@@ -141,8 +142,8 @@ class Entries(EntryKernels):
         lists = len(offsets) - 1
         bounds = np.asarray(offsets, np.int64)
         cursors = np.empty(2 * lists, np.int64)
-        scratch = np.empty(cpu_entries.MERGE_SCRATCH, np.uint8)
-        result: tuple[int, int] = cpu_entries.merge(
+        scratch = np.empty(packing.MERGE_SCRATCH, np.uint8)
+        result: tuple[int, int] = packing.merge(
             address(indices, I32),
             address(values, F32),
             bounds.ctypes.data,
@@ -189,7 +190,7 @@ class TopK(SparseKernels, CpuKernels):
             source, spare = (KINDS[x.dtype], address(x)), torch.zeros(2, dtype=F32)
             places = address(spare), address(spare) + 4
             (room,) = self._rooms(codec, 1, workspace)
-            cpu_sparse.collect_again(source, address(residual, F32), (1, 0, 1), 1, 0, places, room)
+            sparse.collect_again(source, address(residual, F32), (1, 0, 1), 1, 0, places, room)
 
     #: One run of 64 elements in 8 is sampled at most, and one in 128 at least. In between, some 64 of the k are seen.
     strides = 8, 128
@@ -209,7 +210,7 @@ class TopK(SparseKernels, CpuKernels):
     def _rooms(self, codec: Any, numel: int, workspace: Workspace) -> list[tuple[int, int, int, int, int]]:
         """For each piece, memory to select in: it may come to hold all that is sent."""
         k, tiles = codec.k(numel), -(-numel // TILE)
-        pieces = cpu_kernels.pieces_of(numel, tiles)
+        pieces = common.pieces_of(numel, tiles)
         capacity = min(k + 3 * k // pieces, -(-tiles // pieces) * TILE) + TILE
         # Past the last entry, 64 are read and one is written before it is known that it was the last.
         list_size, histogram_size, scratch_size = 4 * (capacity + 64), 4 << 11, -(-scratch_bytes(TILE) // 64) * 64
@@ -227,7 +228,14 @@ class TopK(SparseKernels, CpuKernels):
         return rooms
 
     def encode_plain(
-        self, codec: Any, x: Tensor, residual: Tensor | None, row: Tensor, values: Tensor, workspace: Workspace
+        self,
+        codec: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        row: Tensor,
+        values: Tensor,
+        draw: Tensor | None,
+        workspace: Workspace,
     ) -> None:
         numel, rooms = x.numel(), self._rooms(codec, x.numel(), workspace)
         k, pieces, tiles = codec.k(numel), len(rooms), -(-numel // TILE)
@@ -238,7 +246,7 @@ class TopK(SparseKernels, CpuKernels):
 
         def collect(first: int, last: int, piece: int) -> Any:
             span = numel, first, last
-            return cpu_sparse.collect(source, kept, span, k, guess.threshold, guess.likely, rooms[piece])
+            return sparse.collect(source, kept, span, k, guess.threshold, guess.likely, rooms[piece])
 
         found = run(collect, tiles, pieces)
         counts = [count for count, _ in found]
@@ -250,7 +258,7 @@ class TopK(SparseKernels, CpuKernels):
             def again(first: int, last: int, piece: int) -> Any:
                 spare = indices + 4 * before[piece], numbers + 4 * before[piece]
                 span = numel, first, last
-                return cpu_sparse.collect_again(source, kept, span, k, counts[piece], spare, rooms[piece])
+                return sparse.collect_again(source, kept, span, k, counts[piece], spare, rooms[piece])
 
             found = run(again, tiles, pieces)
             counts = [count for count, _ in found]
@@ -263,9 +271,9 @@ class TopK(SparseKernels, CpuKernels):
             for i in range(first, last):
                 (index, value, *_), (count, likely), place = rooms[i], found[i], 4 * places[i]
                 there = indices + place, numbers + place
-                cpu_sparse.keep(index, value, count, key, shares[i][0], likely, kept, there)
+                sparse.keep(index, value, count, key, shares[i][0], likely, kept, there)
 
-        run(send, pieces, cpu_kernels.pieces_of(ENTRY_COST * k, pieces))
+        run(send, pieces, common.pieces_of(ENTRY_COST * k, pieces))
         row[0] = places[-1]
         row[1 + places[-1] :].zero_()
         values[places[-1] :].zero_()
@@ -288,7 +296,7 @@ class TopK(SparseKernels, CpuKernels):
         last = memory.get("threshold", 1)
         # First a little below the last threshold; where too few are found, farther down.
         for lowest in dict.fromkeys((*(max(1, last - outlook) for outlook in self.outlooks), 1)):
-            count = cpu_sparse.sample(source, residual, (strata, stride), lowest, keys.ctypes.data, scratch)
+            count = sparse.sample(source, residual, (strata, stride), lowest, keys.ctypes.data, scratch)
             if count >= wanted:
                 ranks = wanted, max(1, round(expected)), max(1, round(expected - spread))
                 places = [count - rank for rank in ranks]
@@ -316,21 +324,21 @@ class TopK(SparseKernels, CpuKernels):
             return 0, [(0, count) for count in counts]
         above = inside = 0
         for place, count in zip(rooms, counts, strict=True):
-            more, fewer = cpu_sparse.near(place[1], count, high, spare + 4 * inside, k - inside)
+            more, fewer = sparse.near(place[1], count, high, spare + 4 * inside, k - inside)
             above, inside = above + more, inside + fewer
             if inside > k:
                 break
         lists: np.ndarray = workspace.buffers["lists"]
         if above < k <= above + inside and inside <= k:
             lists[0] = spare, inside
-            key, left = cpu_sparse.kth_largest(lists.ctypes.data, 1, k - above, rooms[0][3])
+            key, left = sparse.kth_largest(lists.ctypes.data, 1, k - above, rooms[0][3])
         else:
             for row, place, count in zip(lists, rooms, counts, strict=False):
                 row[:] = place[1], count
-            key, left = cpu_sparse.kth_largest(lists.ctypes.data, len(rooms), k, rooms[0][3])
+            key, left = sparse.kth_largest(lists.ctypes.data, len(rooms), k, rooms[0][3])
         shares = []
         for place, count in zip(rooms, counts, strict=True):
-            above, equal = cpu_sparse.tally(place[1], count, key)
+            above, equal = sparse.tally(place[1], count, key)
             ties = min(equal, left)
             left -= ties
             shares.append((ties, above + ties))
@@ -341,12 +349,12 @@ class TopK(SparseKernels, CpuKernels):
     ) -> None:
         k, numel = codec.k(out.numel()), out.numel()
         where = address(row, I32), address(values, F32), address(out, F32)
-        note(workspace, [cpu_sparse.topk_add(*where, numel, k, float(alpha))])
+        note(workspace, [sparse.topk_add(*where, numel, k, float(alpha))])
 
     def mean_plain(self, codec: Any, rows: Tensor, values: Tensor, out: Tensor, workspace: Workspace) -> None:
         numel, ranks = out.numel(), len(rows)
         count = -(-numel // TILE)
-        pieces = cpu_kernels.pieces_of(numel, count)
+        pieces = common.pieces_of(numel, count)
         size = scratch_bytes(TILE)
         scratch = reserved(workspace, "scratch", pieces * size)
         cursors = reserved(workspace, "cursors", pieces * ranks * 16)
@@ -356,9 +364,7 @@ class TopK(SparseKernels, CpuKernels):
 
         def job(first: int, last: int, piece: int) -> tuple[int, int]:
             memory = cursors + piece * ranks * 16, scratch + piece * size
-            result: tuple[int, int] = cpu_sparse.topk_mean(
-                target, *lists, ranks, (numel, first, last), k, scale, *memory
-            )
+            result: tuple[int, int] = sparse.topk_mean(target, *lists, ranks, (numel, first, last), k, scale, *memory)
             return result
 
         note(workspace, run(job, count, pieces))

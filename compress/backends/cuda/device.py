@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import cuda_compiler
-from .addresses import address
+from ..addresses import address
+from . import compiler
 
 #: Threads of a block, unless a kernel says otherwise.
 THREADS = 256
@@ -101,8 +101,8 @@ class Gpu(Device):
         self.index = index
         self.sm_count = torch.cuda.get_device_properties(index).multi_processor_count
         self._cupy = _import_cupy()
-        self._architecture = cuda_compiler.architecture_for(
-            torch.cuda.get_device_capability(index), cuda_compiler.supported_architectures()
+        self._architecture = compiler.architecture_for(
+            torch.cuda.get_device_capability(index), compiler.supported_architectures()
         )
         self._modules: dict[str, Any] = {}
         self._functions: dict[tuple[str, str], Function] = {}
@@ -122,13 +122,13 @@ class Gpu(Device):
         try:
             with torch.cuda.device(self.index), cuda.Device(self.index):
                 if file not in self._modules:
-                    path = cuda_compiler.cached_cubin(file, self._architecture)
+                    path = compiler.cached_cubin(file, self._architecture)
                     self._modules[file] = self._cupy.RawModule(path=str(path))
                 return self._modules[file].get_function(name).kernel
         except (cuda.driver.CUDADriverError, cuda.runtime.CUDARuntimeError) as error:
             raise RuntimeError(
-                f"the driver cannot load {name} of {file}, compiled by NVRTC {cuda_compiler.version()} for "
-                f"sm_{self._architecture} ({error}): update NVIDIA's driver, or {cuda_compiler.extra()}"
+                f"the driver cannot load {name} of {file}, compiled by NVRTC {compiler.version()} for "
+                f"sm_{self._architecture} ({error}): update NVIDIA's driver, or {compiler.extra()}"
             ) from error
 
     def _launcher(self, kernel: Any) -> Function:
@@ -167,7 +167,7 @@ def _import_cupy() -> Any:
     try:
         import cupy
     except ImportError as error:
-        raise RuntimeError(f"gradwire's CUDA kernels are launched through CuPy: {cuda_compiler.extra()}") from error
+        raise RuntimeError(f"gradwire's CUDA kernels are launched through CuPy: {compiler.extra()}") from error
     if not hasattr(cupy.cuda.Stream, "from_external"):
-        raise RuntimeError(f"gradwire needs CuPy 14 or newer, not {cupy.__version__}: {cuda_compiler.extra()}")
+        raise RuntimeError(f"gradwire needs CuPy 14 or newer, not {cupy.__version__}: {compiler.extra()}")
     return cupy

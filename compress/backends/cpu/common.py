@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import Kernels, Workspace, kept
-from .cpu_blocks import BFLOAT16, FLOAT16, FLOAT32
+from .. import Kernels, Workspace, kept
+from .blocks import BFLOAT16, FLOAT16, FLOAT32
 
 KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 #: Fewer elements than this are not worth another thread: to wake one takes some 0.1 ms.
@@ -68,12 +68,5 @@ class CpuKernels(Kernels):
 
     def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
         """Compile, or load from the cache, everything that this codec runs."""
-        workspace = self.workspace(codec, 1, device)
-        x, residual = torch.ones(1, dtype=dtype), torch.zeros(1, dtype=torch.float32)
-        wire = torch.zeros(codec.wire_bytes(1), dtype=torch.uint8)
-        draw = torch.zeros(3, dtype=torch.int64)
         with kept.task(type(codec).__name__):
-            self.encode(codec, x, wire, draw, workspace)
-            self.encode_feedback(codec, x, residual, wire, draw, workspace)
-            self.decode_add(codec, wire, residual, 1.0, workspace)
-            self.decode_mean(codec, [part[None] for part in wire.split(codec.part_bytes(1))], x, workspace)
+            super().prepare(codec, dtype, device)

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from . import kept
+from .. import kept
 
-CSRC = Path(__file__).resolve().parents[2] / "csrc"
+CSRC = Path(__file__).resolve().parents[3] / "csrc"
 #: Canonical bytes: no multiply-add in one rounding, subnormals kept, division and square root rounded as IEEE says.
 OPTIONS = ("--std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true", f"--include-path={CSRC}")
 

@@ -14,12 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import Kernels, Workspace, kept
-from .cuda_device import SHARES, THREADS, Argument, Device, device_for
-from .cuda_entries import Entries
-from .cuda_sparse import SUFFIXES, TopK
-from .entry_kernels import EntryKernels
-from .sparse import whole_rows
+from .. import Backend, Kernels, Workspace, kept
+from ..sparse import whole_rows
+from .device import SHARES, THREADS, Argument, Device, device_for
+from .entries import Entries
+from .sparse import SUFFIXES, TopK
 
 #: How the kernels name a format that is stored.
 STORED = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -147,13 +146,14 @@ class Cast(_Blocks):
         return self.encode_options(codec, None)
 
 
-KERNELS: dict[str, Kernels] = {
-    "onebit": OneBit(),
-    "qsgd": QSGD(),
-    "terngrad": TernGrad(),
-    "topk": TopK(),
-    "cast": Cast(),
-    "identity": Cast(),
-}
-
-ENTRIES: EntryKernels = Entries()
+BACKEND = Backend(
+    kernels={
+        "onebit": OneBit(),
+        "qsgd": QSGD(),
+        "terngrad": TernGrad(),
+        "topk": TopK(),
+        "cast": Cast(),
+        "identity": Cast(),
+    },
+    entries=Entries(),
+)

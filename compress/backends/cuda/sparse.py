@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import Workspace, kept
-from .cuda_device import SHARES, THREADS, Argument, Device, device_for, grid_for
-from .cuda_entries import Entries
-from .sparse import SparseKernels, whole_rows
+from .. import Workspace, kept
+from ..sparse import SparseKernels, whole_rows
+from .device import SHARES, THREADS, Argument, Device, device_for, grid_for
+from .entries import Entries
 
 FILE = "sparse.cu"
 SUFFIXES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
@@ -61,7 +61,14 @@ class TopK(SparseKernels):
             self.entries.prepare(device)  # exchanges pack entries even where the codec does not
 
     def encode_plain(
-        self, codec: Any, x: Tensor, residual: Tensor | None, row: Tensor, values: Tensor, workspace: Workspace
+        self,
+        codec: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        row: Tensor,
+        values: Tensor,
+        draw: Tensor | None,
+        workspace: Workspace,
     ) -> None:
         numel, k, room = x.numel(), codec.k(x.numel()), workspace.buffers
         device, suffix = device_for(x.device), SUFFIXES[x.dtype]

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..entries import VALUE_BLOCK, index_layout
-from .cuda_device import SHARES, THREADS, device_for, grid_for
-from .entry_kernels import EntryKernels
-from .sparse import typed_rows, whole_rows
+from ...entries import VALUE_BLOCK, index_layout
+from ..entry_kernels import EntryKernels
+from ..sparse import typed_rows, whole_rows
+from .device import SHARES, THREADS, device_for, grid_for
 
 FILE = "entries.cu"
 PACK = {torch.float32: "entries_pack_f32", torch.bfloat16: "entries_pack_bf16", torch.int8: "entries_pack_int8"}

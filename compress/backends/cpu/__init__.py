@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import Kernels, Workspace, cpu_dense, cpu_kernels
-from .addresses import address, rows_at
-from .cpu_blocks import TILE, scratch_bytes
-from .cpu_kernels import KINDS, CpuKernels, inverse, note, reserved, run
-from .cpu_topk import Entries, TopK
-from .entry_kernels import EntryKernels
+from .. import Backend, Workspace
+from ..addresses import address, rows_at
+from . import common, dense
+from .blocks import TILE, scratch_bytes
+from .common import KINDS, CpuKernels, inverse, note, reserved, run
+from .topk import Entries, TopK
 
 
 class _Blocks(CpuKernels):
@@ -42,7 +42,7 @@ class _Blocks(CpuKernels):
     def _split(self, codec: Any, numel: int, workspace: Workspace) -> tuple[int, int, int, int]:
         """Blocks, pieces to run them in, the address of the first piece's scratch, and bytes from one to the next."""
         count = -(-numel // self.block(codec))
-        pieces = cpu_kernels.pieces_of(numel, count)
+        pieces = common.pieces_of(numel, count)
         size = -(-scratch_bytes(self.block(codec)) // 64) * 64
         return count, pieces, reserved(workspace, "scratch", pieces * size), size
 
@@ -101,26 +101,26 @@ def _draw(codec: Any, draw: Tensor | None) -> tuple[int, int, int, int]:
 
 class OneBit(_Blocks):
     def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
-        return cpu_dense.onebit_encode, (codec.block, int(codec.scale == "sided"))
+        return dense.onebit_encode, (codec.block, int(codec.scale == "sided"))
 
     def decode_block(self, codec: Any) -> Kernel:
-        return cpu_dense.onebit_decode, (codec.block,)
+        return dense.onebit_decode, (codec.block,)
 
 
 class QSGD(_Blocks):
     def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
-        return cpu_dense.qsgd_encode, (codec.block, codec.bits, int(codec.norm == "l2"), _draw(codec, draw))
+        return dense.qsgd_encode, (codec.block, codec.bits, int(codec.norm == "l2"), _draw(codec, draw))
 
     def decode_block(self, codec: Any) -> Kernel:
-        return cpu_dense.qsgd_decode, (codec.block, codec.bits)
+        return dense.qsgd_decode, (codec.block, codec.bits)
 
 
 class TernGrad(_Blocks):
     def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
-        return cpu_dense.terngrad_encode, (codec.block, float(codec.clip), _draw(codec, draw))
+        return dense.terngrad_encode, (codec.block, float(codec.clip), _draw(codec, draw))
 
     def decode_block(self, codec: Any) -> Kernel:
-        return cpu_dense.terngrad_decode, (codec.block,)
+        return dense.terngrad_decode, (codec.block,)
 
 
 class Cast(_Blocks):
@@ -133,19 +133,20 @@ class Cast(_Blocks):
         return KINDS[getattr(codec, "dtype", torch.float32)]
 
     def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
-        return cpu_dense.cast_encode, (self.stored(codec),)
+        return dense.cast_encode, (self.stored(codec),)
 
     def decode_block(self, codec: Any) -> Kernel:
-        return cpu_dense.cast_decode, (self.stored(codec),)
+        return dense.cast_decode, (self.stored(codec),)
 
 
-KERNELS: dict[str, Kernels] = {
-    "onebit": OneBit(),
-    "qsgd": QSGD(),
-    "terngrad": TernGrad(),
-    "topk": TopK(),
-    "cast": Cast(),
-    "identity": Cast(),
-}
-
-ENTRIES: EntryKernels = Entries()
+BACKEND = Backend(
+    kernels={
+        "onebit": OneBit(),
+        "qsgd": QSGD(),
+        "terngrad": TernGrad(),
+        "topk": TopK(),
+        "cast": Cast(),
+        "identity": Cast(),
+    },
+    entries=Entries(),
+)

@@ -28,11 +28,11 @@ from numba.core.caching import _Cache
 from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 
-from . import kept
+from .. import kept
 
 HERE = Path(__file__).resolve().parent
 #: What kernels are made of. What numba cannot see from one function: another file, or a constant of another module.
-SOURCES = ("simd.py", "cpu_*.py", "../entries.py")
+SOURCES = ("[!_]*.py", "../../entries.py")
 #: Seconds after which a folder that nobody has used goes, once another is made.
 OLD = 30 * 24 * 3600
 

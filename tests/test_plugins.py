@@ -1,0 +1,169 @@
+"""What others add from outside of the package serves like what is in it: the laws hold for `toys` too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import test_allreduce
+import test_codec
+import torch
+from gradwire.compress import CODECS, Codec, SparseCodec, backends, new_draw
+from gradwire.compress.backends import Backend, Kernels, register_backend, use_backend
+from gradwire.compress.codec import DTYPES
+from gradwire.compress.entries import plain_entries
+from gradwire.hooks.exchanges import possible
+from ranks import Pool
+from strategies import encode, gradient, hostile_wires, parts_of, same
+from toys import ChunkedTopK, RandomK, Shapes, Threshold, mirror
+
+CPU = torch.device("cpu")
+SPARSE: tuple[SparseCodec, ...] = (Threshold(), Threshold(2.5, 0.02), ChunkedTopK(), RandomK())
+
+
+@pytest.fixture
+def register() -> Iterator[Callable[[str, Callable[[], Backend]], None]]:
+    """`register_backend`, undone in the end."""
+    before = dict(backends._loaders)
+    yield register_backend
+    backends._loaders.clear()
+    backends._loaders.update(before)
+    backends._backend.cache_clear()
+
+
+def contract(codec: Codec, device: torch.device) -> None:
+    """What `test_codec` holds every codec of the package to."""
+    test_codec.test_size_is_a_function_of_numel_alone_and_whole_records(codec)
+    for numel in (1, 255, 1281):
+        test_codec.test_every_byte_is_written_and_encoding_is_deterministic(codec, numel, device)
+    for dtype in DTYPES:
+        test_codec.test_half_precision_is_encoded_as_its_float32(codec, dtype, device)
+        test_codec.test_mean_is_the_sum_in_rank_order_times_one_over_p(codec, dtype, device)
+    test_codec.test_decode_add_adds_alpha_times(codec, device)
+    test_codec.test_nothing_is_lost(codec=codec, device=device)
+
+
+# A codec.
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("codec", SPARSE, ids=str)
+def test_a_sparse_codec_from_outside_keeps_the_contract(codec: SparseCodec, backend: str) -> None:
+    with use_backend(backend):
+        contract(codec, CPU)
+        for bad in (torch.nan, torch.inf):
+            if not isinstance(codec, RandomK):
+                test_codec.test_nonfinite_is_seen_and_the_residual_keeps_its_value(codec, bad, CPU)
+        codec.kernels(CPU).prepare(codec, torch.bfloat16, CPU)
+    test_codec.test_residuals_stay_bounded(codec)
+
+
+@pytest.mark.parametrize("codec", SPARSE, ids=str)
+def test_its_bytes_and_means_are_the_same_on_every_backend(codec: SparseCodec) -> None:
+    numel, ranks = 2500, 3
+    x, wires, found = gradient("not finite", numel, 1), hostile_wires(codec, numel, ranks, 3), []
+    for backend in ("reference", "cpu"):
+        with use_backend(backend):
+            workspace, out = codec.workspace(numel), torch.empty(numel)
+            codec.decode_mean(parts_of(codec, wires, numel), out, workspace)
+            found.append((encode(codec, x), encode(codec.plain, x), out, workspace.status))
+    assert all(same(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("codec", SPARSE, ids=str)
+def test_it_selects_for_exchanges_what_it_sends(codec: SparseCodec) -> None:
+    x = gradient("normal", 2500, 1)
+    indices, values = plain_entries(encode(codec.plain, x), codec.k(2500))
+    chosen = codec.select(x, new_draw(0))
+    assert indices.tolist() == chosen.tolist()
+    assert same(values, x[chosen])
+    decoded = test_codec.decode(codec, encode(codec, x), 2500)
+    assert set(decoded.nonzero().view(-1).tolist()) <= set(indices.tolist())
+    assert torch.allclose(decoded[chosen], values, rtol=2**-8)
+
+
+def test_what_is_not_finite_is_seen_in_drawn_values_too() -> None:
+    x, codec = gradient("normal", 2500, 1), RandomK()
+    x[7] = torch.nan
+    decoded, residual = test_codec.feedback(codec, x, torch.zeros_like(x))
+    assert decoded.isnan().any()
+    assert residual.isfinite().all()
+    indices, values = plain_entries(encode(codec.plain, x), codec.k(2500))
+    assert bool(values[indices == 7].isnan())
+
+
+def test_ranks_share_what_is_drawn() -> None:
+    x, codec = gradient("normal", 2500, 1), RandomK()
+    drawn = [codec.select(x, new_draw(0, 3, rank << 33 | 5)).tolist() for rank in range(3)]
+    assert drawn[0] == drawn[1] == drawn[2]
+    assert drawn[0] != codec.select(x, new_draw(0, 3, 6)).tolist()
+    assert drawn[0] != codec.select(x, new_draw(0, 4, 5)).tolist()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("exchange", ["gather", "union", "split", "dense"])
+@pytest.mark.parametrize("codec", SPARSE, ids=str)
+def test_a_sparse_codec_from_outside_goes_through_every_exchange_of_entries(
+    ranks: Callable[[int], Pool], codec: SparseCodec, exchange: str, world_size: int
+) -> None:
+    assert exchange in possible(codec)
+    test_allreduce.test_nothing_is_lost_and_replicas_agree(ranks, world_size, exchange, codec)
+
+
+class NeitherSelects(Threshold):
+    select = SparseCodec.select
+
+
+def test_a_sparse_codec_that_selects_nothing_says_so() -> None:
+    with pytest.raises(NotImplementedError, match="NeitherSelects has neither `select` nor kernels"):
+        encode(NeitherSelects(), torch.ones(100))
+
+
+# A backend.
+
+
+def test_a_backend_from_outside_serves_every_codec(register: Callable[[str, Callable[[], Backend]], None]) -> None:
+    register("mirror", mirror)
+    with use_backend("mirror"):
+        for codec in (*CODECS, Threshold()):
+            contract(codec, CPU)
+        calls = {codec.name: getattr(codec.kernels(CPU), "calls", None) for codec in CODECS}
+    assert calls.pop("topk") is None
+    assert min(count or 0 for count in calls.values()) > 0
+
+
+def test_a_backend_serves_the_devices_of_its_name(register: Callable[[str, Callable[[], Backend]], None]) -> None:
+    numel, codec, meta = 5000, CODECS[0], torch.device("meta")
+    with pytest.raises(ValueError, match=r"no kernels for device 'meta': move .* one of cpu, cuda, or .*register"):
+        codec.workspace(numel, meta)
+    shapes = Shapes()
+    register("meta", lambda: Backend({codec.name: shapes}, mirror().entries))
+    x = torch.empty(numel, dtype=torch.bfloat16, device=meta)
+    wire, workspace = torch.empty(codec.wire_bytes(numel), dtype=torch.uint8, device=meta), codec.workspace(numel, meta)
+    codec.encode(x, wire, None, workspace)
+    codec.decode_mean((wire.expand(3, -1),), x, workspace)
+    size = codec.wire_bytes(numel)
+    assert shapes.seen == [("encode", numel, size), ("decode_mean", numel, 3 * size)]
+    with pytest.raises(ValueError, match="backend 'meta' has no kernels for the codec 'qsgd', only for onebit"):
+        CODECS[1].workspace(numel, meta)
+    with pytest.raises(ValueError, match="cannot add up entries"):
+        Threshold().workspace(numel, meta)
+
+
+def test_a_backend_is_loaded_once_and_its_name_is_its_own(
+    register: Callable[[str, Callable[[], Backend]], None],
+) -> None:
+    loads: list[dict[str, Kernels]] = []
+
+    def load() -> Backend:
+        loads.append({})
+        return mirror()
+
+    register("late", load)
+    assert loads == []
+    for _ in range(2):
+        with use_backend("late"):
+            encode(CODECS[0], torch.ones(10))
+    assert len(loads) == 1
+    with pytest.raises(ValueError, match="there is a backend 'cpu' already"):
+        register("cpu", mirror)
