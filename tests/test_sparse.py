@@ -168,7 +168,8 @@ def die(rank: int) -> list[str]:
     indices, told = torch.arange(0, 50_000, 5), []
     for n, (algorithm, group) in enumerate(zip(sparse.ALGORITHMS, groups, strict=True)):
         if rank == 1 + n:
-            Carrier.gather = Carrier.to_owners = Carrier.all_reduce = lambda *a, **k: os._exit(1)  # type: ignore[method-assign, assignment]
+            Carrier.gather = Carrier.to_owners = lambda *a, **k: os._exit(1)  # type: ignore[method-assign, assignment]
+            Group.all_reduce = lambda *a, **k: os._exit(1)  # type: ignore[method-assign]
         if rank in (*SURVIVORS, 1 + n):
             begin = time.monotonic()
             try:
