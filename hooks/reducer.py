@@ -71,6 +71,7 @@ class Reducer:
         self._asked: Choice | None = None  # the step's choice, as the user wants it
         self._current: Choice  # and as a trial of it does
         self.trial: Trial | None = None
+        self._skips = tracker.skips
         self._drift = Drift()
         self._clean = clean
         self._last: Step | None = None
@@ -195,7 +196,7 @@ class Reducer:
             if choice.exchange == "auto" and number % REVIEW_EVERY == REVIEW_EVERY - 1:
                 unit.union = exchange.union_of(grad) or unit.union
             unit.scatter(buffer)
-            if self._tracker.skips:
+            if self._skips:
                 unit.look_for_overflow(buffer)
             step.reduced.append((unit, buffer))
             self._count(unit, exchange)
@@ -238,7 +239,7 @@ class Reducer:
             counts = [unit.new_status() for unit in units]
             self._statistics.skipped_entries += sum(skipped for skipped, _ in counts)
             # A GradScaler waits for the GPU at every step anyway. The means are the same on all ranks, and so is this.
-            skips = self._tracker.skips
+            skips = self._skips
             not_finite = any(unit.overflowed() for unit in units) if skips else any(n for _, n in counts)
             self._statistics.nonfinite_steps += not_finite
             self._statistics.steps += 1

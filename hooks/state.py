@@ -119,6 +119,7 @@ class CompressState:
         self._model: weakref.ref[DistributedDataParallel] | None = weakref.ref(model)
         self._step = self._saves = 0
         self._warned = False
+        self._chosen: tuple[tuple[Codec, bool], Choice] | None = None  # what was asked for last, and what it means
         self._feedback = ErrorFeedback()
         self._tracker = Tracker(LossScale(None), self._feedback)
         self._delivery = Delivery(self._parameters, self._feedback)
@@ -302,13 +303,18 @@ class CompressState:
         return unit
 
     def _choice(self, step: int) -> Choice:
-        codec = self.codec_at(step)
+        codec, warm = self.codec_at(step), step < self.warmup_steps
+        if self._chosen is None or self._chosen[0] != (codec, warm):
+            self._chosen = (codec, warm), self._choose(codec, warm)
+        return self._chosen[1]
+
+    def _choose(self, codec: Codec, warm: bool) -> Choice:
         feedback = codec.default_feedback if self.error_feedback == "auto" else bool(self.error_feedback)
         feedback = feedback and not codec.lossless
         if feedback:
             codec = codec.with_feedback()
         check_exchange(self.exchange, codec)
-        return Choice(codec, "dense" if step < self.warmup_steps else self.exchange, feedback)
+        return Choice(codec, "dense" if warm else self.exchange, feedback)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
