@@ -87,7 +87,9 @@ class Reducer:
         ranks."""
         if self._ended is not self._last:
             self.connection.pipeline.idle()
-        return number % LOOK_EVERY != 0 and self._all_dense is not None and self.follow(choice) == self._all_dense
+        if number % LOOK_EVERY == 0 or self._all_dense is None or self.deciding:
+            return False
+        return self.follow(choice) == self._all_dense
 
     def reduce_straight(self, buffer: Tensor) -> torch.futures.Future[Tensor]:
         """The mean, by nothing but an all-reduce in the group that the gradients would take anyway."""
@@ -117,7 +119,7 @@ class Reducer:
             scaling: what the loss scaler has done, as far as this rank knows.
         """
         pipeline, planner = self.connection.pipeline, self.connection.planner
-        if scaling is not None or self._tracker.astray or not planner.knows(step.choice):
+        if self._skips or not planner.knows(step.choice):
             pipeline.submit(partial(self._greet_first, step, unit, saves, scaling))
         else:
             clock = self._statistics.clock(unit.index, unit.device)
@@ -244,9 +246,8 @@ class Reducer:
             self._statistics.nonfinite_steps += not_finite
             self._statistics.steps += 1
             step.undone = self._tracker.ended(not_finite)
-            dense = all(unit.goes_dense and (self._clean or unit.exchange.settled) for unit in units)  # type: ignore[attr-defined]
-            alone = self.connection.dense_group is not None and not self.deciding and not skips
-            self._all_dense = step.choice if dense and alone else None
+            dense = all(unit.goes_dense(step.choice, self._clean) for unit in units)
+            self._all_dense = step.choice if dense and self.connection.dense_group is not None else None
             for unit in units if self._all_dense is not None else ():
                 self._feedback.let_go(unit.layout)
             self._ended = step

@@ -228,7 +228,9 @@ class CompressState:
         if self._open is None and self._straight is None:
             self._delivery.settle(reducer.connection.pipeline)
             leaves_out = getattr(self._ddp(), "skip_all_reduce_unused_params", False)
-            self._straight = not leaves_out and reducer.goes_straight(self._step, self._choice(self._step))
+            # A user's function might choose otherwise on another rank, which would then wait to hear from this one.
+            fixed = isinstance(self.codec, Codec) or self.exchange == "dense"
+            self._straight = fixed and not leaves_out and reducer.goes_straight(self._step, self._choice(self._step))
         return bool(self._straight)
 
     def _begin(self, reducer: Reducer) -> Step:

@@ -68,10 +68,15 @@ class Unit:
             self.plan = plan
         return self.exchange
 
-    @property
-    def goes_dense(self) -> bool:
-        """Whether nothing but a float32 all-reduce of the buffer serves it."""
-        return self.dtype == torch.float32 and self.plan is not None and isinstance(self.exchange, Dense)
+    def goes_dense(self, choice: Choice, clean: bool) -> bool:
+        """Whether nothing but a float32 all-reduce of the buffer serves it, for good by this choice.
+
+        Args:
+            clean: whether no rank can have kept anything back; else the last mean tells.
+        """
+        if self.dtype != torch.float32 or self.choice != choice or not isinstance(self.exchange, Dense):
+            return False
+        return clean or self.exchange.settled
 
     def forget(self) -> None:
         """Draws and predictions begin again."""

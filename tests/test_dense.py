@@ -51,31 +51,31 @@ class Counted:
 
 
 def beside_ddp(rank: int, options: dict[str, Any], way: dict[str, Any] | None = None) -> Any:
-    """Digests of every step's gradients, with the hook and without, and how many buckets went ahead in each."""
+    """Digests of every step's gradients, with the hook and without, and how many buckets went straight in each."""
     plain = DistributedDataParallel(convnet(), bucket_cap_mb=0.02, **(way or {}))
     expected = train(rank, plain, range(6))
     ddp, state = wrap(convnet(), OneBit(), exchange="dense", ddp=way, **options)
-    with Counted() as ahead:
-        digests = ahead.train(rank, ddp, range(6))
+    with Counted() as straight:
+        digests = straight.train(rank, ddp, range(6))
     counted = state.statistics()
     state.close()
-    return digests, expected, ahead.steps, counted.dense_bytes, counted.payload_bytes
+    return digests, expected, straight.steps, counted.dense_bytes, counted.payload_bytes
 
 
 def test_dense_steps_go_straight_and_equal_ddp(ranks: Ranks) -> None:
-    for digests, expected, ahead, dense, payload in ranks(2).run(beside_ddp, {}):
+    for digests, expected, straight, dense, payload in ranks(2).run(beside_ddp, {}):
         assert digests == expected
-        assert ahead[0] == 0  # ranks compare it
-        assert ahead[2:] == [ahead[1]] * 4
-        assert ahead[1] >= 3
+        assert straight[0] == 0  # ranks compare it
+        assert straight[2:] == [straight[1]] * 4
+        assert straight[1] >= 3
         assert dense == payload
 
 
 @pytest.mark.parametrize("way", ["find_unused_parameters", "static_graph", "gradient_as_bucket_view"])
 def test_ddp_may_use_the_same_group_meanwhile(ranks: Ranks, way: str) -> None:
-    for digests, expected, ahead, *_ in ranks(2).run(beside_ddp, {}, {way: True}):
+    for digests, expected, straight, *_ in ranks(2).run(beside_ddp, {}, {way: True}):
         assert digests == expected
-        assert ahead[-1] >= 3
+        assert straight[-1] >= 3
 
 
 def no_bias(name: str, parameter: nn.Parameter) -> bool:
@@ -83,19 +83,19 @@ def no_bias(name: str, parameter: nn.Parameter) -> bool:
 
 
 def test_excluded_parameters_do_not_keep_steps_from_going_straight(ranks: Ranks) -> None:
-    for digests, expected, ahead, *_ in ranks(2).run(beside_ddp, {"exclude": no_bias}):
+    for digests, expected, straight, *_ in ranks(2).run(beside_ddp, {"exclude": no_bias}):
         assert digests == expected
-        assert min(ahead[1:]) >= 3
+        assert min(straight[1:]) >= 3
 
 
 def test_what_may_be_undone_does_not_go_straight(ranks: Ranks) -> None:
-    for digests, expected, ahead, *_ in ranks(2).run(beside_ddp, {"grad_scaler": torch.amp.GradScaler("cpu")}):
+    for digests, expected, straight, *_ in ranks(2).run(beside_ddp, {"grad_scaler": torch.amp.GradScaler("cpu")}):
         assert digests == expected
-        assert set(ahead) == {0}
+        assert set(straight) == {0}
 
 
 def there_and_back(rank: int) -> Any:
-    """Compressed, dense, compressed, dense: all that was held back arrives, whichever thread sends it."""
+    """Compressed, dense, compressed, dense: all that was held back arrives."""
 
     def schedule(step: int) -> Codec:
         return [TopK(0.05), Identity()][step // 4 % 2]
@@ -103,25 +103,22 @@ def there_and_back(rank: int) -> Any:
     model = convnet()
     ledger = Ledger(model)
     ddp, state = wrap(model, schedule)
-    errors = []
-    with Counted() as ahead:
-        digests = []
+    errors, digests = [], []
+    with Counted() as straight:
         for first in range(0, 16, 4):
-            digests += ahead.train(rank, ddp, range(first, first + 4), ledger)
+            digests += straight.train(rank, ddp, range(first, first + 4), ledger)
             errors.append(ledger.error(state))
     left = [float(t.abs().max()) for t in residuals_of(state.state_dict()).values()]
-    buckets = len(state._units)
     state.close()
-    return digests, errors, ahead.steps, buckets, left
+    return digests, errors, straight.steps, left
 
 
 def test_nothing_is_lost_where_dense_steps_follow_compressed_ones(ranks: Ranks) -> None:
     results = ranks(3).run(there_and_back)
     assert all(result[0] == results[0][0] for result in results)
-    for _, errors, ahead, buckets, left in results:
+    for _, errors, straight, left in results:
         assert max(errors) < 1e-5
-        # The first dense step takes what was held back.
-        assert ahead == [*[0] * 4, 0, *[buckets] * 3] * 2
+        assert set(straight) == {0}, "what a function chooses, ranks compare in every step"
         assert max(left) == 0.0
 
 
@@ -130,18 +127,16 @@ def broken_gradient(rank: int) -> Any:
     model = perceptron()
     ddp, state = wrap(model, lambda step: TopK(0.05) if step < 3 else Identity())
     train(rank, ddp, range(3))
-    with Counted() as ahead:
-        model.zero_grad()
-        loss = ddp(batch(rank, 3, model)).square().mean()
-        (loss * (float("nan") if rank == 1 else 1.0)).backward()
-        stayed = sum(float(t.abs().sum()) for t in residuals_of(state.state_dict()).values())
-        steps = state.statistics().nonfinite_steps
-        ahead.train(rank, ddp, range(4, 7))
+    model.zero_grad()
+    loss = ddp(batch(rank, 3, model)).square().mean()
+    (loss * (float("nan") if rank == 1 else 1.0)).backward()
+    stayed = sum(float(t.abs().sum()) for t in residuals_of(state.state_dict()).values())
+    steps = state.statistics().nonfinite_steps
+    train(rank, ddp, range(4, 7))
     left = sum(float(t.abs().sum()) for t in residuals_of(state.state_dict()).values())
-    buckets = len(state._units)
     finite = digest(p.grad for p in model.parameters())
     state.close()
-    return stayed, steps, left, ahead.steps, buckets, finite
+    return stayed, steps, left, finite
 
 
 def test_what_stayed_beside_a_nan_goes_with_the_next_step(ranks: Ranks) -> None:
@@ -149,34 +144,34 @@ def test_what_stayed_beside_a_nan_goes_with_the_next_step(ranks: Ranks) -> None:
     assert sent == 0.0
     assert stayed > 0.0
     assert first == second
-    steps, left, ahead, buckets, _ = first
+    steps, left, _ = first
     assert steps == 1
     assert left == 0.0
-    assert ahead == [0, buckets, buckets]
 
 
 def in_other_hands(rank: int) -> Any:
-    """While dense buckets go ahead, a checkpoint is loaded whose residuals only rank 1 has."""
-    ddp, state = wrap(perceptron(), lambda step: TopK(0.05) if step < 3 else Identity())
+    """While steps go straight, a checkpoint is loaded whose residuals only rank 1 has."""
+    ddp, state = wrap(perceptron(), OneBit(), exchange="gather")
     train(rank, ddp, range(3))
     saved = state.state_dict()
-    with Counted() as ahead:
-        digests = ahead.train(rank, ddp, range(3, 6))
+    state.close()
+    ddp, state = wrap(perceptron(), OneBit(), exchange="dense")
+    with Counted() as straight:
+        digests = straight.train(rank, ddp, range(3))
         state.load_state_dict({**saved, "residuals": saved["residuals"] if rank else {"rank 0 of 2": {}}})
         before = sum(float(t.abs().sum()) for t in residuals_of(state.state_dict()).values())
-        digests += ahead.train(rank, ddp, range(3, 6))
+        digests += straight.train(rank, ddp, range(3, 6))
     left = sum(float(t.abs().sum()) for t in residuals_of(state.state_dict()).values())
-    buckets = len(state._units)
     state.close()
-    return before, digests, ahead.steps, buckets, left
+    return before, digests, straight.steps, left
 
 
 def test_residuals_that_are_loaded_by_one_rank_go_with_the_next_step(ranks: Ranks) -> None:
     (none, *first), (loaded, *second) = ranks(2).run(in_other_hands)
     assert none == 0.0 < loaded
     assert first == second
-    _, ahead, buckets, left = first
-    assert ahead == [0, buckets, buckets] * 2
+    _, (_, *straight), left = first
+    assert [count > 0 for count in straight] == [True, True, False, True, True]
     assert left == 0.0
 
 
@@ -184,8 +179,8 @@ def from_time_to_time(rank: int) -> Any:
     """Rank 1's gradient breaks while steps go straight; and ranks part while they do."""
     ddp, state = wrap(perceptron(), OneBit(), exchange="dense")
     model = ddp.module
-    with patch.object(reducer, "LOOK_EVERY", 4), Counted() as ahead:
-        ahead.train(rank, ddp, range(3))
+    with patch.object(reducer, "LOOK_EVERY", 4), Counted() as straight:
+        straight.train(rank, ddp, range(3))
         for step in range(3, 9):
             loss = ddp(batch(rank, step, model)).square().mean()
             (loss * (float("nan") if rank == 1 else 1.0)).backward()
@@ -194,9 +189,9 @@ def from_time_to_time(rank: int) -> Any:
         with patch.object(reducer, "HANDSHAKE_TIMEOUT", timedelta(seconds=2)):
             try:
                 state._step += 1 + rank  # rank 1 looks after one step, rank 0 after two
-                ahead.train(rank, ddp, range(9, 12))
+                straight.train(rank, ddp, range(9, 12))
             except RuntimeError as error:
-                return ahead.steps[:3], seen, steps, str(error)
+                return straight.steps[:3], seen, steps, str(error)
     return None
 
 
@@ -206,8 +201,8 @@ def test_now_and_then_ranks_look_whether_all_is_well() -> None:
         results = pool.run(from_time_to_time, within=60)
     finally:
         pool.close()
-    for ahead, seen, steps, _ in results:
-        assert ahead[0] == 0 < min(ahead[1:])
+    for straight, seen, steps, _ in results:
+        assert straight[0] == 0 < min(straight[1:])
         assert seen == 2, "steps 4 and 8"
         assert steps == 9
     assert "rank 0 does not answer" in results[1][3]
