@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..compress.feedback import plain
 from ..hooks.comm.entries import fill
 from ..hooks.comm.pipeline import drive
 from . import links, report, simulation
@@ -216,13 +217,13 @@ class Kept:
         codec = TopK(density=len(indices) / numel, values=DTYPES[dtype])
         self.exchange = Split(codec, numel, 0, torch.device("cpu"), Group(dist.group.WORLD))
         self.entries = Entries(indices.int(), values)
-        self.residual = torch.zeros(numel)
+        self.feedback = plain(torch.zeros(numel))
         self.out, self.none = torch.zeros(numel), torch.zeros(0)
         self.chosen, self.moved = "split", 0
 
     def __call__(self) -> None:
         before = self.exchange.carrier.received
-        fill(self.out, drive(self.exchange.bring_together(self.entries, self.none, self.residual)))
+        fill(self.out, drive(self.exchange.bring_together(self.entries, self.none, self.feedback)))
         self.moved = self.exchange.carrier.received - before
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..compress.feedback import ErrorFeedback, Slot
+from ..compress.layout import Slot
+from ..compress.memory import Memory
 from .comm.pipeline import Pipeline
 from .reducer import Step
 from .unit import Unit
@@ -32,7 +33,7 @@ class Delivery:
         feedback: their residuals.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], feedback: ErrorFeedback) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], feedback: Memory) -> None:
         self._parameters, self._feedback = parameters, feedback
         self._counts: Tensor | None = None  # DDP's: on how many ranks each parameter was used in the last step
         self._pending: Step | None = None

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..compress.feedback import ErrorFeedback
+from ..compress.memory import Memory
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Tracker:
         feedback: the residuals.
     """
 
-    def __init__(self, loss_scale: LossScale, feedback: ErrorFeedback) -> None:
+    def __init__(self, loss_scale: LossScale, feedback: Memory) -> None:
         self.loss_scale, self.feedback = loss_scale, feedback
         #: That residuals have; None where nothing scales gradients.
         self.scale = loss_scale.read()

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compress.feedback import ErrorFeedback, layout_numel
+from ..compress.feedback import NOTHING, Kept
+from ..compress.layout import layout_numel
+from ..compress.memory import Memory
 from .auto.drift import Drift
 from .auto.planner import REVIEW_EVERY, Choice
 from .auto.trial import Trial
@@ -59,7 +61,7 @@ class Reducer:
     def __init__(
         self,
         connection: Connection,
-        feedback: ErrorFeedback,
+        feedback: Memory,
         tracker: Tracker,
         statistics: Statistics,
         seed: int,
@@ -192,11 +194,12 @@ class Reducer:
             if exchange.collective:  # it must not begin before the other ranks are known to mean it too
                 yield self.connection.announced
             grad = unit.gather(buffer)
-            sent, residual, owned = self._feed(unit, exchange, grad)
-            yield from exchange.reduce(sent, grad, unit.extra, residual, owned, unit.draw, unit.owner_draw)
+            sent, kept, owned = self._feed(unit, exchange, grad)
+            yield from exchange.reduce(sent, grad, unit.extra, kept, owned, unit.draw, unit.owner_draw)
             exchange.post()
             if choice.exchange == "auto" and number % REVIEW_EVERY == REVIEW_EVERY - 1:
                 unit.union = exchange.union_of(grad) or unit.union
+            self._feedback.deliver(unit.layout, grad)
             unit.scatter(buffer)
             if self._skips:
                 unit.look_for_overflow(buffer)
@@ -206,16 +209,14 @@ class Reducer:
             name = unit.plan.exchange if unit.plan is not None else choice.exchange
             raise self._failure(error, step, f"bucket {unit.index}", name) from error
 
-    def _feed(self, unit: Unit, exchange: Exchange, grad: Tensor) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-        """What is to be encoded, the residual that goes with it, and those of what this rank encodes for others."""
+    def _feed(self, unit: Unit, exchange: Exchange, grad: Tensor) -> tuple[Tensor, Kept, list[Kept]]:
+        """What is to be encoded, what is kept of it, and the same of what this rank encodes for others."""
         assert unit.plan is not None
         if not (unit.plan.feedback and exchange.numel):
-            return self._feedback.take(unit.layout, grad), None, []
+            return self._feedback.take(unit.layout, grad), NOTHING, []
         self._clean = False
-        residual = self._feedback.residual(unit.layout, grad.device)
-        owned = self._feedback.owned(unit.layout, exchange.owned_slices)
-        self._feedback.remember(unit.layout)
-        return grad, residual, owned
+        kept = self._feedback.of(unit.layout, grad.device)
+        return grad, kept, kept.owned(exchange.owned_slices)
 
     def _prepare(self, unit: Unit, choice: Choice, number: int) -> Exchange:
         """The exchange that serves a unit: decided when its choice changes, and now and then."""

@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import __version__
 from ..compress.codec import Codec
-from ..compress.feedback import ErrorFeedback, Slot
+from ..compress.layout import Slot
+from ..compress.memory import Memory
 from ..compress.wire import WIRE_VERSION
 from . import checkpoint
 from .arguments import ExchangeName, Exclude, check_codec, check_model, check_options, excluded_names
@@ -120,7 +121,7 @@ class CompressState:
         self._step = self._saves = 0
         self._warned = False
         self._chosen: tuple[tuple[Codec, bool], Choice] | None = None  # what was asked for last, and what it means
-        self._feedback = ErrorFeedback()
+        self._feedback = Memory()
         self._tracker = Tracker(LossScale(None), self._feedback)
         self._delivery = Delivery(self._parameters, self._feedback)
         self._statistics = Statistics()
@@ -478,7 +479,7 @@ class CompressState:
                 'torch._dynamo.config.optimize_ddp="python_reducer" calls hooks with other arguments: set it to '
                 '"ddp_optimizer"'
             )
-        self._feedback = ErrorFeedback(keep_previous=loss_scale.skips)
+        self._feedback = Memory(keep_previous=loss_scale.skips)
         self._tracker = Tracker(loss_scale, self._feedback)
         self._delivery = Delivery(self._parameters, self._feedback)
         self._delivery.look(model)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..compress.codec import new_draw
-from ..compress.feedback import Layout, Slot, layout_numel, pack
+from ..compress.layout import Layout, end_to_end, layout_numel, pack
 from .auto.planner import Choice, Plan
 from .comm.topology import Topology
 from .exchanges import Dense, Exchange, all_finite
@@ -119,15 +119,6 @@ class Unit:
         skipped, not_finite = (now - before for now, before in zip(counted, self.seen, strict=True))
         self.seen = counted
         return skipped, not_finite
-
-
-def end_to_end(slots: tuple[Slot, ...]) -> Layout:
-    """The slots one after the other."""
-    result, start = [], 0
-    for slot in slots:
-        result.append(Slot(slot.name, start, slot.shape, slot.stride))
-        start += slot.numel
-    return tuple(result)
 
 
 def strides_in_bucket(parameter: Tensor) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from gradwire.compress import CODECS, QSGD, Cast, Codec, Identity, OneBit, TernGrad, TopK, new_draw
+from gradwire.compress.feedback import NOTHING, plain
 from gradwire.hooks.auto.planner import check_exchange, default_exchange
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.comm.pipeline import drive
@@ -45,7 +46,8 @@ def reduce_once(rank: int, world_size: int, exchange: str, codec: Codec, numel: 
     group.all_reduce(total).wait()
     out, extra_out = torch.full((numel,), torch.nan), extras.clone()
     draws = new_draw(seed, 3, rank), new_draw(seed, 3, 1 << 32 | rank)
-    drive(runner.reduce(grad, out, extra_out, residual, owned, *draws))
+    feedback = NOTHING if residual is None else plain(residual)
+    drive(runner.reduce(grad, out, extra_out, feedback, [plain(tensor) for tensor in owned], *draws))
     after = torch.zeros(numel, dtype=torch.float64) if residual is None else residual.double()
     for (start, length, weight), tensor in zip(runner.owned_slices, owned, strict=bool(owned)):
         after[start : start + length] += weight * tensor.double()
@@ -111,7 +113,7 @@ def mean_of_many(rank: int, world_size: int, exchange: str, codec: Codec, draws:
     total, out, none = torch.zeros_like(grad), torch.zeros_like(grad), torch.zeros(0)
     for step in range(draws):
         own, owner = new_draw(1, step, rank), new_draw(1, step, 1 << 32 | rank)
-        drive(runner.reduce(grad, out, none, None, (), own, owner))
+        drive(runner.reduce(grad, out, none, NOTHING, (), own, owner))
         runner.post()
         total += out
     return float((total / draws - wanted).norm() / wanted.norm())
@@ -159,7 +161,8 @@ def nonfinite(rank: int, world_size: int, exchange: str, codec: Codec, value: fl
     runner = EXCHANGES[exchange](codec, grad.numel(), 0, torch.device("cpu"), group)
     owned = [torch.zeros(length) for _, length, _ in runner.owned_slices]
     out = torch.zeros(5000)
-    drive(runner.reduce(grad, out, torch.zeros(0), residual, owned, new_draw(0), new_draw(0)))
+    kept, *others = (plain(tensor) for tensor in (residual, *owned))
+    drive(runner.reduce(grad, out, torch.zeros(0), kept, others, new_draw(0), new_draw(0)))
     finite = all(bool(kept.isfinite().all()) for kept in (residual, *owned))
     return (
         bool(out[3333].isfinite()),

@@ -1,4 +1,4 @@
-"""Imports run one way: csrc ← backends ← codecs ← feedback ← allreduce ← lane, state ← the hooks ← benchmarks.
+"""Imports run one way: csrc ← backends ← codecs ← feedback ← memory ← allreduce ← lane, state ← the hooks ← benchmarks.
 
 `violations` reads sources, not modules, so that an import inside a function or under TYPE_CHECKING counts as well.
 """
@@ -19,11 +19,12 @@ FOLDERS = ("benchmarks", "compress", "csrc", "hooks")
 #: From the bottom up: a module may import what stands on a lower line, or beside it. The first match counts.
 LAYERS = (
     ("kernels", r"csrc(\..+)?"),
-    ("wire format", r"compress\.(wire|entries)"),
+    ("formats", r"compress\.(wire|entries|layout)"),
     ("backends", r"compress\.backends(\..+)?"),
     ("codec contract", r"compress\.codec"),
-    ("codecs", r"compress\.(?!feedback$).+"),
+    ("codecs", r"compress\.(?!(feedback|memory)$).+"),
     ("feedback", r"compress\.feedback"),
+    ("memory", r"compress\.memory"),
     ("compress", r"compress"),
     ("messages", r"hooks\.comm(\..+)?"),
     ("exchanges", r"hooks\.(exchanges|auto|sparse)(\..+)?"),
@@ -126,17 +127,19 @@ def test_imports_run_one_way() -> None:
 SOUND = {
     "": "from .compress import TopK\nfrom .hooks import CompressState",
     "csrc": "",
-    "compress": "from .topk import TopK\nfrom .feedback import ErrorFeedback",
+    "compress": "from .topk import TopK\nfrom .memory import Memory",
     "compress.wire": "import numpy as np",
     "compress.backends": "import torch",
     "compress.backends.cpu": "import numba\nfrom . import Kernels\nfrom ..wire import Part",
     "compress.codec": "from .backends import Kernels\nfrom .wire import Part",
     "compress.topk": "from .codec import Codec",
-    "compress.feedback": "from . import codec",
+    "compress.layout": "import torch",
+    "compress.feedback": "from . import codec\nfrom .layout import Slot",
+    "compress.memory": "from .feedback import Residual",
     "hooks": "from .ddp import compress_hook",
     "hooks.exchanges.gather": "from ...compress import Codec\nfrom ..comm import lane",
     "hooks.comm.lane": "from torch.distributed import ProcessGroup",
-    "hooks.state": "from .exchanges import gather\nfrom .. import __version__\nfrom ..compress.feedback import Layout",
+    "hooks.state": "from .exchanges import gather\nfrom .. import __version__\nfrom ..compress.memory import Memory",
     "hooks.ddp": "from .state import CompressState",
     "benchmarks": "",
     "benchmarks.demo": "from gradwire.hooks.state import CompressState\nfrom .. import TopK",
@@ -154,7 +157,8 @@ def test_a_sound_library_passes() -> None:
         ("compress.codec", "def f():\n    from .topk import TopK", "compress.codec:2"),
         ("compress.codec", "from . import topk", "compress.topk (codecs) from below"),
         ("compress.topk", "from . import TopK", "compress (compress) from below (codecs)"),
-        ("compress.topk", "from .feedback import ErrorFeedback", "compress.feedback (feedback) from below"),
+        ("compress.topk", "from .feedback import Residual", "compress.feedback (feedback) from below"),
+        ("compress.feedback", "from .memory import Memory", "compress.memory (memory) from below"),
         ("compress.backends.cpu", "from ..codec import Codec", "compress.codec (codec contract) from below"),
         (
             "compress.feedback",

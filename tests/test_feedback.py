@@ -8,9 +8,13 @@ import pickle
 
 import pytest
 import torch
-from gradwire.compress.feedback import ErrorFeedback, Layout, Slot, layout_numel, pack
+from gradwire.compress import QSGD, Codec, OneBit, TopK, new_draw
+from gradwire.compress.feedback import NOTHING, RESIDUAL, Feedback, Kept, NoFeedback, Residual
+from gradwire.compress.layout import Layout, OwnedSlice, Slot, layout_numel, pack
+from gradwire.compress.memory import Memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulated import SimulatedRanks
 
 SHAPES = {"a": (3, 4), "b": (5,), "c": (2, 3, 2, 2), "d": (1,), "e": (4, 2)}
 
@@ -26,11 +30,19 @@ def layout_of(names: list[str], channels_last: bool = False) -> Layout:
     return tuple(slots)
 
 
-def fill(feedback: ErrorFeedback, layouts: list[Layout]) -> dict[str, torch.Tensor]:
+def residual_of(feedback: Memory, layout: Layout) -> torch.Tensor:
+    return feedback.of(layout)[RESIDUAL]
+
+
+def owned_of(feedback: Memory, layout: Layout, slices: list[OwnedSlice]) -> list[torch.Tensor]:
+    return [kept[RESIDUAL] for kept in feedback.of(layout).owned(slices)]
+
+
+def fill(feedback: Memory, layouts: list[Layout]) -> dict[str, torch.Tensor]:
     """Random residuals; what each parameter then has, in its own shape."""
     known: dict[str, torch.Tensor] = {}
     for layout in layouts:
-        flat = feedback.residual(layout)
+        flat = residual_of(feedback, layout)
         flat.copy_(torch.randn(flat.shape))
         known |= {slot.name: slot.view(flat).clone() for slot in layout}
     return known
@@ -49,10 +61,10 @@ def splits(draw: st.DrawFn) -> list[Layout]:
 @settings(deadline=None)
 @given(splits(), splits())
 def test_a_rebuild_moves_every_residual_to_its_parameter(before: list[Layout], after: list[Layout]) -> None:
-    feedback = ErrorFeedback()
+    feedback = Memory()
     known = fill(feedback, before)
     for layout in after:
-        flat = feedback.residual(layout)
+        flat = residual_of(feedback, layout)
         for slot in layout:
             assert torch.equal(slot.view(flat), known[slot.name])
     assert feedback.by_name().keys() == known.keys()
@@ -64,16 +76,16 @@ def test_a_rebuild_moves_every_residual_to_its_parameter(before: list[Layout], a
 def test_an_owners_residual_is_folded_when_its_layout_goes(
     before: list[Layout], after: list[Layout], world_size: int
 ) -> None:
-    feedback = ErrorFeedback()
+    feedback = Memory()
     known = fill(feedback, before)
     first = before[0]
     numel = layout_numel(first)
     start = numel // 3
-    (owned,) = feedback.owned(first, [(start, numel - start, world_size)])
+    (owned,) = owned_of(feedback, first, [(start, numel - start, world_size)])
     owned.fill_(1.0)
     total = sum(float(t.double().sum()) for t in known.values()) + world_size * (numel - start)
     for layout in after:
-        feedback.residual(layout)
+        residual_of(feedback, layout)
     now = sum(float(t.double().sum()) for t in feedback.by_name().values())
     assert now == pytest.approx(total, abs=1e-4)
 
@@ -81,16 +93,16 @@ def test_an_owners_residual_is_folded_when_its_layout_goes(
 @settings(deadline=None)
 @given(splits(), splits(), st.sampled_from(["load", "pickle", "deepcopy"]))
 def test_copies_carry_everything(before: list[Layout], after: list[Layout], how: str) -> None:
-    feedback = ErrorFeedback()
+    feedback = Memory()
     known = fill(feedback, before)
     if how == "load":
-        twin = ErrorFeedback()
+        twin = Memory()
         twin.load(feedback.by_name())
     else:
         twin = pickle.loads(pickle.dumps(feedback)) if how == "pickle" else copy.deepcopy(feedback)
     assert bool(twin)
     for layout in after:
-        flat = twin.residual(layout)
+        flat = residual_of(twin, layout)
         for slot in layout:
             assert torch.equal(slot.view(flat), known[slot.name])
         flat.zero_()
@@ -99,14 +111,14 @@ def test_copies_carry_everything(before: list[Layout], after: list[Layout], how:
 
 def test_undo_puts_back_both_residuals() -> None:
     layout = layout_of(["a", "b"])
-    feedback = ErrorFeedback(keep_previous=True)
-    flat = feedback.residual(layout)
-    (owned,) = feedback.owned(layout, [(2, 5, 2)])
+    feedback = Memory(keep_previous=True)
+    flat = residual_of(feedback, layout)
+    (owned,) = owned_of(feedback, layout, [(2, 5, 2)])
     for step in range(3):  # the copies are made once and reused
         feedback.commit()
         flat.fill_(1.0 + step)
         owned.fill_(2.0 + step)
-        feedback.remember(layout)
+        feedback.of(layout).remember()
         flat.fill_(float("inf"))
         owned.fill_(9.0)
         feedback.undo()
@@ -116,10 +128,10 @@ def test_undo_puts_back_both_residuals() -> None:
 
 def test_rescaling_reaches_everything() -> None:
     layout = layout_of(["a", "b"])
-    feedback = ErrorFeedback()
+    feedback = Memory()
     feedback.load({"c": torch.ones(SHAPES["c"])})
-    feedback.residual(layout).fill_(1.0)
-    feedback.owned(layout, [(0, 4, 2)])[0].fill_(1.0)
+    residual_of(feedback, layout).fill_(1.0)
+    owned_of(feedback, layout, [(0, 4, 2)])[0].fill_(1.0)
     feedback.rescale(0.5)
     found = feedback.by_name()
     assert float(found["c"].sum()) == 12.0
@@ -128,14 +140,14 @@ def test_rescaling_reaches_everything() -> None:
 
 def test_taking_the_residual_empties_it_but_keeps_what_cannot_be_sent() -> None:
     layout = layout_of(["b"])
-    feedback = ErrorFeedback()
+    feedback = Memory()
     grad = torch.tensor([1.0, 2.0, float("nan"), 4.0, 5.0])
     assert feedback.take(layout, grad) is grad, "nothing is kept yet, and nothing must be copied"
-    feedback.residual(layout).fill_(0.5)
-    feedback.owned(layout, [(3, 2, 2)])[0].fill_(1.0)
+    residual_of(feedback, layout).fill_(0.5)
+    owned_of(feedback, layout, [(3, 2, 2)])[0].fill_(1.0)
     total = feedback.take(layout, grad)
     assert torch.equal(total.nan_to_num(-1.0), torch.tensor([1.5, 2.5, -1.0, 6.5, 7.5]))
-    assert torch.equal(feedback.residual(layout), torch.tensor([0.0, 0.0, 0.5, 0.0, 0.0]))
+    assert torch.equal(residual_of(feedback, layout), torch.tensor([0.0, 0.0, 0.5, 0.0, 0.0]))
 
 
 def test_packing_moves_parameters_between_buffers() -> None:
@@ -145,3 +157,144 @@ def test_packing_moves_parameters_between_buffers() -> None:
     pack(pairs, source, target)
     for slot, place in pairs:
         assert torch.equal(slot.view(source), place.view(target))
+
+
+# -- strategies
+
+SPLIT = [["a", "b"], ["c", "d", "e"]]
+OTHER_SPLIT = [["e", "b", "c"], ["d"], ["a"]]
+
+
+def hold(strategy: Feedback, codec: Codec, unapplied: bool = True) -> None:
+    """The strategy's law in steps of every kind, while buckets change, and through checkpoints and undone steps.
+
+    Args:
+        unapplied: means are also thrown away and kept.
+    """
+    ranks = SimulatedRanks(strategy, codec, SHAPES, keep_previous=True)
+    layouts = [layout_of(names) for names in SPLIT]
+    for event in (
+        "step",
+        "step",
+        "dense",
+        "step",
+        "rebuild",
+        "dense",
+        "step",
+        "undo",
+        "step",
+        "reload",
+        "step",
+        "unapplied",
+    ):
+        for memory in ranks.memories:
+            memory.commit()
+        if event == "rebuild":
+            layouts = [layout_of(names, channels_last=True) for names in OTHER_SPLIT]
+        elif event == "undo":
+            before = ranks.means()
+            ranks.step(layouts)
+            layouts = [layout_of(names) for names in SPLIT]
+            ranks.step(layouts, dense=True)
+            for memory in ranks.memories:
+                memory.undo()
+            for name, vectors in ranks.means().items():
+                for vector, there in vectors.items():
+                    assert torch.allclose(there, before[name][vector], atol=1e-6), (name, vector)
+        elif event == "reload":
+            for rank, memory in enumerate(ranks.memories):
+                saved = {vector: memory.by_name(vector) for vector in strategy.vectors}
+                ranks.memories[rank] = Memory(strategy, keep_previous=True)
+                ranks.memories[rank].load(saved.pop(RESIDUAL), **saved)
+        off, _ = ranks.step(layouts, dense=event == "dense", applied=event != "unapplied" or not unapplied)
+        assert off < 1e-6, event
+
+
+@pytest.mark.parametrize("codec", [OneBit(), TopK(0.1), QSGD(rounding="nearest")], ids=str)
+@pytest.mark.parametrize("strategy", [Residual(), Residual(decay=0.9)], ids=str)
+def test_a_strategy_keeps_its_law_whatever_happens(strategy: Feedback, codec: Codec) -> None:
+    hold(strategy, codec)
+
+
+class Forgetful(Residual):
+    """Loses what a dense step should have sent."""
+
+    def send_all(self, kept: Kept, grad: torch.Tensor) -> torch.Tensor:
+        kept[RESIDUAL].zero_()
+        return grad
+
+
+def test_a_strategy_that_breaks_its_law_is_found() -> None:
+    with pytest.raises(AssertionError, match="dense"):
+        hold(Forgetful(), OneBit())
+
+
+def test_a_plain_residual_is_the_codecs_bit_for_bit() -> None:
+    layout, codec, generator = layout_of(["a", "b", "c"]), OneBit(block=256), torch.Generator().manual_seed(0)
+    memory, numel = Memory(), layout_numel(layout)
+    expected, workspace = torch.zeros(numel), codec.workspace(numel)
+    wires = torch.zeros(2, codec.wire_bytes(numel), dtype=torch.uint8)
+    for step in range(5):
+        grad = torch.randn(numel, generator=generator)
+        codec.encode_feedback(grad, expected, wires[0], new_draw(0, step), workspace)
+        memory.of(layout).encode(codec, grad, wires[1], new_draw(0, step), workspace)
+        assert torch.equal(*wires)
+        assert torch.equal(residual_of(memory, layout), expected)
+
+
+def test_what_decays_is_counted() -> None:
+    layout, codec = layout_of(["b"]), TopK(0.1)  # of five elements the largest is sent
+    memory, grad = Memory(Residual(decay=0.5), keep_previous=True), torch.tensor([8.0, 4.0, 2.0, -2.0, 0.0])
+    wire, workspace = torch.zeros(codec.wire_bytes(5), dtype=torch.uint8), codec.workspace(5)
+    assert memory.lost == 0.0
+    for lost, residual in ((0.0, [0.0, 4.0, 2.0, -2.0, 0.0]), (4.0, [0.0, 6.0, 3.0, -3.0, 0.0])):
+        memory.commit()
+        memory.of(layout).encode(codec, grad, wire, None, workspace)
+        assert memory.lost == lost
+        assert residual_of(memory, layout).tolist() == residual
+    assert memory.take(layout, torch.zeros(5)).tolist() == [0.0, 3.0, 1.5, -1.5, 0.0]
+    assert memory.lost == 10.0
+    twin = copy.deepcopy(memory)
+    memory.rescale(2.0)
+    assert (memory.lost, twin.lost) == (20.0, 10.0)
+    memory.undo()
+    assert memory.lost == 0.0, "what has been undone has lost nothing"
+
+
+@pytest.mark.parametrize("decay", [0.0, 1.5, -1.0, float("nan"), True, "half"])
+def test_a_decay_that_cannot_be_is_refused(decay: object) -> None:
+    with pytest.raises(ValueError, match=r"decay=.*expected a number in \(0, 1\]"):
+        Residual(decay=decay)  # type: ignore[arg-type]
+
+
+def test_without_feedback_nothing_is_kept() -> None:
+    codec, grad = QSGD(), torch.randn(100, generator=torch.Generator().manual_seed(0))
+    wires, workspace = torch.zeros(2, codec.wire_bytes(100), dtype=torch.uint8), codec.workspace(100)
+    NOTHING.encode(codec, grad, wires[0], new_draw(3), workspace)
+    codec.encode(grad, wires[1], new_draw(3), workspace)
+    assert torch.equal(*wires)
+    values, at = torch.ones(3), torch.tensor([1, 5, 7], dtype=torch.int32)
+    NOTHING.take_at(at, values)
+    NOTHING.give_back(at, values)
+    NOTHING.give_back_unless(at, values, at)
+    assert values.tolist() == [1.0] * 3
+    memory = Memory(NoFeedback())
+    layout = layout_of(["a", "b"])
+    assert memory.of(layout).owned([(0, 5, 2)]) == [NOTHING]
+    with pytest.raises(ValueError, match=r"the checkpoint has residual of parameters, and NoFeedback.* keeps nothing"):
+        memory.load({"a": torch.ones(3, 4)})
+
+
+def test_entries_are_taken_and_given_back() -> None:
+    layout = layout_of(["b", "d"])
+    memory = Memory()
+    kept = memory.of(layout)
+    kept[RESIDUAL].copy_(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]))
+    at, values = torch.tensor([0, 2, 4], dtype=torch.int32), torch.tensor([10.0, torch.nan, 30.0])
+    kept.take_at(at, values)
+    assert values.nan_to_num(-1.0).tolist() == [11.0, -1.0, 35.0]
+    assert kept[RESIDUAL].tolist() == [0.0, 2.0, 3.0, 4.0, 0.0, 6.0]
+    kept.give_back(at, torch.tensor([0.5, 0.5, torch.inf]))
+    assert kept[RESIDUAL].tolist() == [0.5, 2.0, 3.5, 4.0, 0.0, 6.0]
+    kept.give_back_unless(at, torch.tensor([7.0, 8.0, 9.0]), torch.tensor([1, 2], dtype=torch.int32))
+    assert kept[RESIDUAL].tolist() == [7.0, 2.0, 3.5, 4.0, 9.0, 6.0]

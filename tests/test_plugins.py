@@ -7,15 +7,18 @@ from collections.abc import Callable, Iterator
 import pytest
 import test_allreduce
 import test_codec
+import test_feedback
 import torch
-from gradwire.compress import CODECS, Codec, SparseCodec, backends, new_draw
+from gradwire.compress import CODECS, QSGD, Codec, OneBit, SparseCodec, TopK, backends, new_draw
 from gradwire.compress.backends import Backend, Kernels, register_backend, use_backend
 from gradwire.compress.codec import DTYPES
 from gradwire.compress.entries import plain_entries
+from gradwire.compress.feedback import Feedback
+from gradwire.compress.memory import Memory
 from gradwire.hooks.exchanges import possible
 from ranks import Pool
 from strategies import encode, gradient, hostile_wires, parts_of, same
-from toys import ChunkedTopK, RandomK, Shapes, Threshold, mirror
+from toys import ChunkedTopK, RandomK, Shapes, Smoothed, Threshold, Velocity, mirror
 
 CPU = torch.device("cpu")
 SPARSE: tuple[SparseCodec, ...] = (Threshold(), Threshold(2.5, 0.02), ChunkedTopK(), RandomK())
@@ -167,3 +170,31 @@ def test_a_backend_is_loaded_once_and_its_name_is_its_own(
     assert len(loads) == 1
     with pytest.raises(ValueError, match="there is a backend 'cpu' already"):
         register("cpu", mirror)
+
+
+# A feedback strategy.
+
+
+@pytest.mark.parametrize("codec", [OneBit(), TopK(0.1), Threshold()], ids=str)
+@pytest.mark.parametrize("strategy", [Velocity(), Smoothed()], ids=str)
+def test_a_strategy_from_outside_keeps_its_law_whatever_happens(strategy: Feedback, codec: Codec) -> None:
+    strategy.check(codec)
+    test_feedback.hold(strategy, codec, unapplied=isinstance(strategy, Velocity))
+
+
+def test_a_strategy_says_which_codecs_it_cannot_serve() -> None:
+    with pytest.raises(ValueError, match="does not contract"):
+        Velocity().check(QSGD())
+
+
+def test_what_is_handed_out_may_be_the_strategys() -> None:
+    layout = test_feedback.layout_of(["a", "b"])
+    memory = Memory(Smoothed())
+    for mean in (4.0, 8.0):
+        out = torch.full((17,), mean)
+        memory.of(layout).deliver(out)
+    assert out.tolist() == [5.0] * 17
+    out[3] = torch.nan
+    memory.of(layout).deliver(out)
+    assert bool(out[3].isnan())
+    assert memory.by_name("smooth")["a"].view(-1)[3] == 5.0

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from gradwire.compress import SparseCodec
+from gradwire.compress import Codec, SparseCodec
 from gradwire.compress.backends import Backend, Kernels, Workspace, backend_kernels, reference
 from gradwire.compress.backends.sparse import SparseKernels
 from gradwire.compress.entries import value_fields
+from gradwire.compress.feedback import RESIDUAL, Feedback, Kept, Residual
 from gradwire.compress.wire import Field, Part
 from torch import Tensor
 
@@ -159,3 +160,55 @@ class Shapes(Kernels):
 
     def decode_mean(self, codec: Any, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
         self.seen.append(("decode_mean", out.numel(), sum(part.numel() for part in wires)))
+
+
+@dataclass(frozen=True)
+class Velocity(Feedback):
+    """Momentum before compression: m = μm + g goes in instead of g."""
+
+    vectors: ClassVar[tuple[str, ...]] = (RESIDUAL, "momentum")
+
+    mu: float = 0.5
+
+    def check(self, codec: Codec) -> None:
+        if codec.stochastic:
+            raise ValueError(f"{codec} does not contract")
+
+    def encode(
+        self, kept: Kept, codec: Codec, grad: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
+    ) -> None:
+        codec.encode_feedback(self.advance(kept, grad), kept[RESIDUAL], wire, draw, workspace)
+
+    def send_all(self, kept: Kept, grad: Tensor) -> Tensor:
+        return super().send_all(kept, self.advance(kept, grad))
+
+    def advance(self, kept: Kept, grad: Tensor) -> Tensor:
+        momentum, grad = kept["momentum"], grad.float()
+        momentum.copy_(torch.where(grad.isfinite(), self.mu * momentum + grad, momentum))
+        return torch.where(grad.isfinite(), momentum, grad)
+
+    def invariant(
+        self, gradient: Tensor, before: Mapping[str, Tensor], applied: Tensor, after: Mapping[str, Tensor]
+    ) -> Tensor:
+        momentum = self.mu * before["momentum"] + gradient
+        return torch.stack(
+            [after["momentum"] - momentum, before[RESIDUAL] + momentum - applied - after[RESIDUAL]],
+        )
+
+
+@dataclass(frozen=True)
+class Smoothed(Residual):
+    """What is handed out is the mean of the means so far, the older the less."""
+
+    vectors: ClassVar[tuple[str, ...]] = (RESIDUAL, "smooth")
+
+    def deliver(self, kept: Kept, mean: Tensor) -> None:
+        smooth = kept["smooth"]
+        smooth.copy_(torch.where(mean.isfinite(), (smooth + mean) / 2, smooth))
+        mean.copy_(torch.where(mean.isfinite(), smooth, mean))
+
+    def invariant(
+        self, gradient: Tensor, before: Mapping[str, Tensor], applied: Tensor, after: Mapping[str, Tensor]
+    ) -> Tensor:
+        mean = gradient + before[RESIDUAL] - after[RESIDUAL]
+        return torch.stack([applied - (before["smooth"] + mean) / 2, applied - after["smooth"]])

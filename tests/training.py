@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gradwire import CompressState, compress_hook
-from gradwire.compress.feedback import ErrorFeedback
+from gradwire.compress.feedback import RESIDUAL, Residual
 from gradwire.hooks.auto import cost
 from gradwire.hooks.comm.group import Group
 from torch import Tensor, nn
@@ -136,7 +136,8 @@ def law(
     """
     result = {}
     for name, total in wanted.items():
-        off = ErrorFeedback.invariant(total, received[name], residuals.get(name, torch.zeros((), dtype=torch.float64)))
+        nothing = torch.zeros((), dtype=torch.float64)
+        off = Residual().invariant(total, {RESIDUAL: nothing}, received[name], {RESIDUAL: residuals.get(name, nothing)})
         nothing = torch.zeros_like(off)
         kept = itertools.product(*((nothing, *(choice[name] for choice in choices)) for choices in abandoned))
         result[name] = min(float((off + sum(some, start=nothing)).norm()) for some in kept)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ...compress.cast import Identity
 from ...compress.codec import Codec
-from ...compress.feedback import OwnedSlice
+from ...compress.feedback import Kept
+from ...compress.layout import OwnedSlice
 from ..auto.cost import Calibration, CodecSpeed, Estimate
 from ..comm.group import Collective, Group, Port
 from ..comm.pipeline import Stages
@@ -100,8 +101,8 @@ class Exchange(ABC):
         grad: Tensor,
         out: Tensor,
         extra: Tensor,
-        residual: Tensor | None,
-        owned: Sequence[Tensor],
+        feedback: Kept,
+        owned: Sequence[Kept],
         draw: Tensor,
         owner_draw: Tensor,
     ) -> Stages:
@@ -111,8 +112,8 @@ class Exchange(ABC):
             grad: flat, of `numel` elements; may be `out`.
             out: flat, of as many.
             extra: float32 of `self.extra` elements.
-            residual: float32 as `grad`, updated by error feedback; None without it.
-            owned: those of `owned_slices`; empty without feedback.
+            feedback: what this rank keeps of these elements; it encodes `grad`.
+            owned: the same for each of `owned_slices`; empty where nothing is kept.
             draw, owner_draw: of the rank's own code, and of what it encodes for others.
         """
 
@@ -145,12 +146,6 @@ class Exchange(ABC):
     def _own_group(self, name: str) -> Group:
         """So that receives posted ahead for one stage are not taken for another's."""
         return self.group.channel(name) if self.group.named else self.group
-
-    def _encode(self, x: Tensor, residual: Tensor | None, wire: Tensor, draw: Tensor, workspace: int) -> None:
-        if residual is None:
-            self.codec.encode(x, wire, draw, self.workspaces[workspace])
-        else:
-            self.codec.encode_feedback(x, residual, wire, draw, self.workspaces[workspace])
 
     def _decode_extra(self, rows: Tensor, out: Tensor) -> None:
         if self.extra:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...compress.codec import Codec
+from ...compress.feedback import Kept
 from ..auto.cost import Calibration, Estimate, Shape
 from ..comm.group import Group
 from ..comm.pipeline import Stages
@@ -53,8 +54,8 @@ class Dense(Exchange):
         grad: Tensor,
         out: Tensor,
         extra: Tensor,
-        residual: Tensor | None,
-        owned: Sequence[Tensor],
+        feedback: Kept,
+        owned: Sequence[Kept],
         draw: Tensor,
         owner_draw: Tensor,
     ) -> Stages:

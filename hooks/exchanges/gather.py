@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...compress.codec import Codec, SparseCodec
+from ...compress.feedback import Kept
 from ..auto.cost import Calibration, Estimate
 from ..comm.group import Group, Together
 from ..comm.pipeline import Stages
@@ -55,13 +56,13 @@ class Gather(Exchange):
         grad: Tensor,
         out: Tensor,
         extra: Tensor,
-        residual: Tensor | None,
-        owned: Sequence[Tensor],
+        feedback: Kept,
+        owned: Sequence[Kept],
         draw: Tensor,
         owner_draw: Tensor,
     ) -> Stages:
         if self.numel:
-            self._encode(grad, residual, self.wire, draw, workspace=1)
+            feedback.encode(self.codec, grad, self.wire, draw, self.workspaces[1])
         self.tail.copy_(extra)
         yield Together([port.start() for port in self.ports])
         if self.numel:

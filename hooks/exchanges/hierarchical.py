@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ...compress.codec import Codec
-from ...compress.feedback import OwnedSlice
+from ...compress.feedback import NOTHING, Kept
+from ...compress.layout import OwnedSlice
 from ..auto.cost import HIERARCHICAL, Estimate, Nodes
 from ..comm.group import Group
 from ..comm.pipeline import Stages
@@ -82,23 +83,20 @@ class Hierarchical(Exchange):
         grad: Tensor,
         out: Tensor,
         extra: Tensor,
-        residual: Tensor | None,
-        owned: Sequence[Tensor],
+        feedback: Kept,
+        owned: Sequence[Kept],
         draw: Tensor,
         owner_draw: Tensor,
     ) -> Stages:
         mine, own = self.sent[: self.numel], self.inner.numel
-        mine.copy_(grad)
-        if residual is not None:  # what other exchanges and other slices have left behind
-            mine += residual
-            residual.masked_fill_(mine.isfinite(), 0.0)
+        mine.copy_(feedback.send_all(grad))  # with what other exchanges and other slices have left behind
         self.extras.copy_(extra)
         yield self.to_owners.start()
         yield from self.group.sum(self.extras, self.pieces)
         self.extras.mul_(1.0 / self.world_size)
         if self.slice:
             IDENTITY.decode_mean((self.slices,), self.mean, self.workspaces[0])
-        slices = (owned[0] if owned else None), owned[1:]
+        slices = (owned[0] if owned else NOTHING), owned[1:]
         yield from self.inner.reduce(self.mean[:own], self.mean[:own], self.extras, *slices, draw, owner_draw)
         yield self.to_all.start()
         means = self.means.view(-1)[: self.numel]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...compress.codec import Codec, SparseCodec
 from ...compress.entries import plain_entries
+from ...compress.feedback import Kept
 from ..auto.cost import Shape, expected_union
 from ..comm.entries import Carrier, Entries, fill
 from ..comm.group import Group
@@ -63,20 +64,17 @@ class Selected(Exchange):
         grad: Tensor,
         out: Tensor,
         extra: Tensor,
-        residual: Tensor | None,
-        owned: Sequence[Tensor],
+        feedback: Kept,
+        owned: Sequence[Kept],
         draw: Tensor,
         owner_draw: Tensor,
     ) -> Stages:
         carrier = self.carrier
         self.moved = carrier.sent, carrier.received
         if self.numel:
-            if residual is None:
-                self.select.encode(grad, self.wire, draw, self.workspaces[1])
-            else:
-                self.select.encode_feedback(grad, residual, self.wire, draw, self.workspaces[1])
+            feedback.encode(self.select, grad, self.wire, draw, self.workspaces[1])
             entries = Entries(*plain_entries(self.wire, self.k))
-            result = yield from self.bring_together(entries, extra, residual)
+            result = yield from self.bring_together(entries, extra, feedback)
             fill(out, result)
             self.counts[0] = carrier.skipped
             self.counts[1] += (~result.values.isfinite()).sum()
@@ -86,7 +84,7 @@ class Selected(Exchange):
         self.counts[1] += ~all_finite(extra)
 
     @abstractmethod
-    def bring_together(self, entries: Entries, extra: Tensor, residual: Tensor | None) -> Stages:
+    def bring_together(self, entries: Entries, extra: Tensor, feedback: Kept) -> Stages:
         """Bring this rank's entries together with the others', to means, which the stages return; sum `extra`."""
 
     def union_of(self, out: Tensor) -> int:

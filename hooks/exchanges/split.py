@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...compress.codec import Codec
+from ...compress.feedback import Kept
 from ..auto.cost import Calibration, Estimate
 from ..comm.entries import Entries
 from ..comm.group import Group
@@ -34,24 +35,22 @@ class Split(Selected):
     def estimate(cls, network: Calibration, what: Bucketful) -> Estimate:
         return network.selected(network.split_k(cls.shape(what)), what.speed, what.numel)
 
-    def bring_together(self, entries: Entries, extra: Tensor, residual: Tensor | None) -> Stages:
+    def bring_together(self, entries: Entries, extra: Tensor, feedback: Kept) -> Stages:
         carrier = self.carrier
         if self.step % BALANCE_EVERY == 0:
             self.bounds = yield from carrier.balanced_bounds(entries.indices)
         self.step += 1
-        owned = yield from carrier.to_owners(entries, self.bounds, residual)
+        owned = yield from carrier.to_owners(entries, self.bounds, feedback.residual)
         kept, counts, self.guess = yield from carrier.cut(owned.values, self.k, self.guess)
         owned = owned[kept]
         means = Entries(owned.indices, owned.values * (1.0 / self.world_size))
         result = yield from carrier.from_owners(means, counts, self.bounds)
         self.union_size = carrier.union_size
-        if residual is not None:
-            if carrier.dtype != torch.float32:
-                first = sum(counts[: self.rank])
-                rest = owned.values - self.world_size * result.values[first : first + len(owned)]
-                at = owned.indices.long()
-                residual[at] += torch.where(rest.isfinite(), rest, 0.0)
-            carrier.kernels.put_back((entries.indices, entries.values), result.indices, residual)
+        if carrier.dtype != torch.float32:
+            first = sum(counts[: self.rank])
+            rest = owned.values - self.world_size * result.values[first : first + len(owned)]
+            feedback.give_back(owned.indices, rest)
+        feedback.give_back_unless(entries.indices, entries.values, result.indices)
         if self.extra:
             yield from carrier.all_reduce(extra)
         return result

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ...compress.codec import BlockCodec, Codec
-from ...compress.feedback import OwnedSlice
+from ...compress.feedback import NOTHING, Kept
+from ...compress.layout import OwnedSlice
 from ..auto.cost import Calibration, Estimate
 from ..comm.group import Group
 from ..comm.pipeline import Stages
@@ -72,19 +73,21 @@ class TwoPass(Exchange):
         grad: Tensor,
         out: Tensor,
         extra: Tensor,
-        residual: Tensor | None,
-        owned: Sequence[Tensor],
+        feedback: Kept,
+        owned: Sequence[Kept],
         draw: Tensor,
         owner_draw: Tensor,
     ) -> Stages:
         self.row[self.slice_bytes :].view(torch.float32).copy_(extra)
         if self.numel:
-            self._encode(grad, residual, self.wire[: self.codec.wire_bytes(self.numel)], draw, workspace=1)
+            wire = self.wire[: self.codec.wire_bytes(self.numel)]
+            feedback.encode(self.codec, grad, wire, draw, self.workspaces[1])
             yield self.to_owners.start()
         if own := self.mean.numel():
             size = self.codec.wire_bytes(own)
             self.codec.decode_mean((self.slices[:, :size],), self.mean, self.workspaces[2])
-            self._encode(self.mean, owned[0] if owned else None, self.row[:size], owner_draw, workspace=2)
+            own_feedback = owned[0] if owned else NOTHING
+            own_feedback.encode(self.codec, self.mean, self.row[:size], owner_draw, self.workspaces[2])
         yield self.to_all.start()
         if not self.numel:
             pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...compress.feedback import Kept
 from ..auto.cost import Calibration, Estimate
 from ..comm.entries import Entries
 from ..comm.pipeline import Stages
@@ -22,15 +23,11 @@ class Union(Selected):
     def estimate(cls, network: Calibration, what: Bucketful) -> Estimate:
         return network.selected(network.union(cls.shape(what)), what.speed, what.numel)
 
-    def bring_together(self, entries: Entries, extra: Tensor, residual: Tensor | None) -> Stages:
+    def bring_together(self, entries: Entries, extra: Tensor, feedback: Kept) -> Stages:
         carrier = self.carrier
         union = (yield from carrier.gather(entries, self.k, with_values=False)).indices
         mine = carrier.on_union(entries, union)
-        if residual is not None:
-            at = union.long()
-            rest = residual[at]
-            mine += rest
-            residual[at] = rest.masked_fill_(mine.isfinite(), 0.0)
+        feedback.take_at(union, mine)
         total = torch.cat([mine, extra])
         yield from carrier.all_reduce(total)
         extra.copy_(total[len(mine) :])

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from ...compress.codec import Codec, new_draw
-from ...compress.feedback import ErrorFeedback, Layout, Slot, layout_numel
+from ...compress.feedback import NOTHING
+from ...compress.layout import Layout, Slot, layout_numel
+from ...compress.memory import Memory
 from ..auto.planner import check_exchange, default_exchange
 from ..comm.pipeline import drive
 from ..exchanges import EXCHANGES
@@ -85,7 +87,7 @@ class CompressionState:
 
     def __init__(self, compression: CodecCompression) -> None:
         self.compression = compression
-        self.feedback = ErrorFeedback()
+        self.feedback = Memory()
         self._places: dict[str, _Place] = {}
         self._shapes: dict[str, list[tuple[int, ...]]] = {}
         self._steps: dict[str, int] = {}
@@ -114,15 +116,14 @@ class CompressionState:
         exchange, key = place.exchange, layout[0].name
         step = self._steps.get(key, max(self._steps.values(), default=1) - 1)
         place.draw[1] = place.owner_draw[1] = step
-        residual: Tensor | None = None
-        owned: list[Tensor] = []
+        kept, owned = NOTHING, []
         if self.compression.keeps:
-            residual = self.feedback.residual(layout, flat.device)
-            owned = self.feedback.owned(layout, exchange.owned_slices)
-            self.feedback.remember(layout)
+            kept = self.feedback.of(layout, flat.device)
+            owned = kept.owned(exchange.owned_slices)
         else:
             flat.copy_(self.feedback.take(layout, flat))
-        drive(exchange.reduce(flat, flat, place.nothing, residual, owned, place.draw, place.owner_draw))
+        drive(exchange.reduce(flat, flat, place.nothing, kept, owned, place.draw, place.owner_draw))
+        self.feedback.deliver(layout, flat)
         self._steps[key] = step + 1
         if not keep:
             del self._places[key], self._shapes[key]
@@ -139,7 +140,7 @@ class CompressionState:
     def keep_previous(self) -> None:
         """From now on keep the residuals as they were before each step, for `undo`."""
         residuals = self.feedback.by_name()
-        self.feedback = ErrorFeedback(keep_previous=True)
+        self.feedback = Memory(keep_previous=True)
         self.feedback.load(residuals)
 
     @property

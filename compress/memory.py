@@ -1,0 +1,395 @@
+"""What is kept between steps, by parameter: the memory of every strategy of `compress.feedback`.
+
+What is kept belongs to a parameter, by name. It lies in flat float32 vectors, one set for each *layout*, the order and
+strides in which a communication bucket holds its parameters, so that one kernel call serves the bucket. When buckets
+are rebuilt, the new layout gathers what the old ones hold; nothing depends on a bucket's index.
+
+Some exchanges have further residuals, at the owner of a slice: what its compression of the mean of P ranks left out, or
+of the mean of the L ranks inside its node. Adding P or L times that, the *weight*, to the owner's own residual leaves
+mean(gradient + residual) what it was, so it can be folded away wherever a slice loses its meaning: in a new layout, in
+a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .backends import Workspace
+from .codec import Codec
+from .feedback import NOTHING, RESIDUAL, Feedback, Kept, Residual, plain, total_lost
+from .layout import Layout, OwnedSlice, Slot, layout_numel
+
+
+@dataclass
+class Owned:
+    """What this rank keeps of elements `start` … for others too: `weight` times it counts as its own."""
+
+    kept: Kept
+    start: int
+    weight: int
+
+    @staticmethod
+    def empty(like: Tensor, where: OwnedSlice) -> Owned:
+        start, length, weight = where
+        return Owned(plain(like.new_zeros(length)), start, weight)
+
+    @property
+    def residual(self) -> Tensor:
+        return self.kept[RESIDUAL]
+
+    @property
+    def where(self) -> OwnedSlice:
+        return self.start, self.residual.numel(), self.weight
+
+    def fold_into(self, residual: Tensor) -> None:
+        residual[self.start : self.start + self.residual.numel()].add_(self.residual, alpha=self.weight)
+
+
+def _folded(residual: Tensor, owned: Sequence[Owned]) -> Tensor:
+    """With all that is owned added; a copy, where anything is."""
+    if owned:
+        residual = residual.clone()
+        for part in owned:
+            part.fold_into(residual)
+    return residual
+
+
+@dataclass
+class _Saved:
+    """A memory as it was before the first of the steps that can still be undone; `valid` while they can."""
+
+    vectors: dict[str, Tensor]
+    owned: list[Owned]
+    lost: Tensor | None
+    valid: bool = True
+
+
+class LayoutMemory(Kept):
+    """What is kept of one layout. Made by `Memory.of`.
+
+    Args:
+        keep_previous: whether to keep a copy for `undo`.
+    """
+
+    def __init__(self, strategy: Feedback, vectors: Mapping[str, Tensor], keep_previous: bool) -> None:
+        super().__init__(strategy, vectors)
+        self._keep_previous = keep_previous
+        self._owned: list[Owned] = []
+        self._saved: _Saved | None = None
+        #: Whether the last `take` has emptied the residual, and when that is known, on a GPU.
+        self._emptied: tuple[Tensor, torch.cuda.Event | None] | None = None
+
+    # -- one step ----------------------------------------------------------------------------------------------------
+
+    def encode(self, codec: Codec, grad: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
+        self.remember()
+        self._emptied = None
+        super().encode(codec, grad, wire, draw, workspace)
+
+    def send_all(self, grad: Tensor) -> Tensor:
+        self.remember()
+        self._emptied = None
+        return super().send_all(grad)
+
+    def take(self, grad: Tensor) -> Tensor:
+        """`send_all`, with what owners of slices keep folded in, which then are none."""
+        self.fold()
+        total = self.send_all(grad)
+        if self.residual is not None:
+            empty = ~self.residual.any()
+            if empty.is_cuda:
+                known = torch.empty((), dtype=torch.bool, pin_memory=True)
+                known.copy_(empty, non_blocking=True)
+                self._emptied = known, torch.cuda.current_stream(empty.device).record_event()
+            else:
+                self._emptied = empty, None
+        return total
+
+    def owned(self, slices: Sequence[OwnedSlice]) -> list[Kept]:
+        """What this rank keeps for others, one for each slice; folded into its own when the slices change."""
+        if self.residual is None:
+            return [NOTHING] * len(slices)
+        if [part.where for part in self._owned] != list(slices):
+            self.fold()
+            self._owned = [Owned.empty(self[RESIDUAL], where) for where in slices]
+        return [part.kept for part in self._owned]
+
+    def remember(self) -> None:
+        """Before a step changes anything: keep it for `undo`, if that is wanted and nothing is kept since `commit`."""
+        if not self._keep_previous or self.can_undo:
+            return
+        saved = self._saved
+        if saved is None or [part.where for part in saved.owned] != [part.where for part in self._owned]:
+            vectors = {name: torch.empty_like(tensor) for name, tensor in self.vectors.items()}
+            saved = self._saved = _Saved(vectors, [Owned.empty(p.residual, p.where) for p in self._owned], None)
+        for name, tensor in self.vectors.items():
+            saved.vectors[name].copy_(tensor)
+        for copy, part in zip(saved.owned, self._owned, strict=True):
+            copy.residual.copy_(part.residual)
+        saved.lost, saved.valid = self.lost, True
+
+    # -- afterwards --------------------------------------------------------------------------------------------------
+
+    @property
+    def can_undo(self) -> bool:
+        return self._saved is not None and self._saved.valid
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is kept any more, as far as is known without waiting."""
+        if self._emptied is None or self.can_undo or tuple(self.vectors) != (RESIDUAL,):
+            return False
+        empty, known = self._emptied
+        return (known is None or known.query()) and bool(empty)
+
+    def touched(self) -> None:
+        """Somebody may write to the vectors."""
+        self._emptied = None
+
+    def fold(self) -> None:
+        """Add what is owned to the own residual, and empty it. Changes no mean over ranks."""
+        for part in self._owned:
+            part.fold_into(self[RESIDUAL])
+            part.residual.zero_()
+
+    def commit(self) -> None:
+        if self._saved is not None:
+            self._saved.valid = False
+
+    def undo(self) -> None:
+        saved, self._emptied = self._saved, None
+        if saved is None or not saved.valid:
+            return
+        self.lost = saved.lost
+        for name, tensor in self.vectors.items():
+            tensor.copy_(saved.vectors[name])
+        if [part.where for part in saved.owned] == [part.where for part in self._owned]:
+            for part, copy in zip(self._owned, saved.owned, strict=True):
+                part.residual.copy_(copy.residual)
+            return
+        # The exchange has changed meanwhile, and with it what this rank owns.
+        for part in self._owned:
+            part.residual.zero_()
+        for copy in saved.owned:
+            copy.fold_into(self[RESIDUAL])
+
+    def rescale(self, factor: float) -> None:
+        super().rescale(factor)
+        for part in self._owned:
+            part.kept.rescale(factor)
+
+    def whole(self, vector: str) -> Tensor:
+        """A vector as it is now, with all that is owned folded in; not to be changed."""
+        return _folded(self[vector], self._owned if vector == RESIDUAL else [])
+
+    def before(self, vector: str) -> Tensor:
+        """A vector as `undo` would leave it, with all that is owned folded in; not to be changed. `can_undo` holds."""
+        assert self._saved is not None
+        return _folded(self._saved.vectors[vector], self._saved.owned if vector == RESIDUAL else [])
+
+    def can_go_back_to(self, vectors: dict[str, Tensor]) -> None:
+        """Let `undo` put back these."""
+        self._saved = _Saved(vectors, [], None)
+
+
+class Memory:
+    """What one rank keeps between steps. Not for use by two threads at once.
+
+    Args:
+        strategy: what is done with it.
+        keep_previous: keep a copy of everything as it was before the steps that can still be thrown away, for `undo`.
+            `commit` says that those before have been applied.
+    """
+
+    def __init__(self, strategy: Feedback | None = None, keep_previous: bool = False) -> None:
+        self.strategy = Residual() if strategy is None else strategy
+        self._keep_previous = keep_previous
+        self._memories: dict[Layout, LayoutMemory] = {}
+        self._layout_of: dict[str, Layout] = {}
+        # What no layout has asked for yet, by vector and parameter: just loaded.
+        self._waiting: dict[str, dict[str, Tensor]] = {}
+        self._lost = 0.0  # in layouts that are gone
+
+    def __bool__(self) -> bool:
+        """Whether anything is kept."""
+        return bool(self._memories) or any(self._waiting.values())
+
+    @property
+    def lost(self) -> float:
+        """The sum of the magnitudes that the strategy has given up. Waits for the device."""
+        return self._lost + total_lost(self._memories.values())
+
+    def holds(self, layout: Layout) -> bool:
+        """Whether parameters lie in this layout now, with something kept."""
+        return layout in self._memories
+
+    def of(self, layout: Layout, device: torch.device | str = "cpu") -> LayoutMemory:
+        """What is kept of a layout; at first what its parameters had before."""
+        memory = self._memories.get(layout)
+        if memory is None:
+            memory = self._memories[layout] = self._gather(layout, torch.device(device))
+        memory.touched()
+        return memory
+
+    def take(self, layout: Layout, grad: Tensor) -> Tensor:
+        """What a step sends that sends everything, or keeps nothing: with plain error feedback grad + residual as
+        float32, and the residual emptied, except where that is not finite. `grad` itself where nothing is kept.
+
+        Where a residual is all that is kept, its memory is let go once all of it has been delivered.
+        """
+        self.let_go(layout)
+        found = any(slot.name in self._layout_of for slot in layout) or any(
+            slot.name in waiting for waiting in self._waiting.values() for slot in layout
+        )
+        if not found and set(self.strategy.vectors) <= {RESIDUAL}:
+            return grad
+        return self.of(layout, grad.device).take(grad)
+
+    def deliver(self, layout: Layout, mean: Tensor) -> None:
+        """Turn the decoded mean of a layout into what is handed out, in place. Called after every step."""
+        memory = self._memories.get(layout)
+        if memory is not None:
+            memory.deliver(mean)
+
+    def let_go(self, layout: Layout) -> None:
+        """Drop the memory of a layout that the `take` of a step before has emptied, as soon as that is known."""
+        memory = self._memories.get(layout)
+        if memory is not None and memory.is_empty:
+            self._drop([layout])
+            self._layout_of = {name: where for name, where in self._layout_of.items() if where != layout}
+
+    def commit(self) -> None:
+        """What has been delivered so far has been applied: `undo` goes no further back than here."""
+        for memory in self._memories.values():
+            memory.commit()
+
+    def undo(self) -> None:
+        """Put back everything as it was at the last `commit`: the steps since then have been thrown away."""
+        for memory in self._memories.values():
+            memory.undo()
+
+    def give_back(self, layout: Layout, slot: Slot, mean: Tensor, gradient: Tensor | None = None) -> None:
+        """The mean of all ranks for one parameter was thrown away after the exchange: keep it. When every rank does so,
+        the mean of the residuals is what it was, plus that of the gradients that had gone in.
+
+        What is not finite is left out.
+
+        Args:
+            layout: in which the parameter was reduced; `holds` it.
+            slot: the parameter's, of `layout`.
+            mean: flat, in that layout: what was handed out.
+            gradient: what had gone in on this rank, in the parameter's shape, where that is to be thrown away too.
+        """
+        memory = self.of(layout, mean.device)
+        memory.remember()
+        part = slot.view(mean).float()
+        if gradient is not None:
+            part = part - gradient
+        self.strategy.thrown_away(memory, slot, torch.where(part.isfinite(), part, 0.0))
+
+    def rescale(self, factor: float) -> None:
+        """Multiply everything: gradients are in units of a loss scale, and that has changed."""
+        for memory in self._memories.values():
+            memory.rescale(factor)
+        for waiting in self._waiting.values():
+            for tensor in waiting.values():
+                tensor.mul_(factor)
+        self._lost *= factor
+
+    def fold(self) -> None:
+        """Add what slices' owners keep to their own residuals, and empty it. Changes no mean over ranks."""
+        for memory in self._memories.values():
+            memory.fold()
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def by_name(self, vector: str = RESIDUAL) -> dict[str, Tensor]:
+        """A copy of a vector's part of each parameter that has one, contiguous in the parameter's shape, with what
+        owners keep folded in; this object stays as it is."""
+        found = {name: tensor.clone() for name, tensor in self._waiting.get(vector, {}).items()}
+        for layout, memory in self._memories.items() if vector in self.strategy.vectors else ():
+            flat = memory.whole(vector)
+            for slot in layout:
+                if self._layout_of.get(slot.name) == layout:
+                    found[slot.name] = slot.view(flat).clone(memory_format=torch.contiguous_format)
+        return found
+
+    def load(self, residuals: Mapping[str, Tensor], **others: Mapping[str, Tensor]) -> None:
+        """Replace everything by copies of what `by_name` gave, and `by_name(vector)` for other vectors.
+
+        Raises:
+            ValueError: the strategy keeps no such vector.
+        """
+        saved = {RESIDUAL: residuals, **others}
+        for vector in saved:
+            if saved[vector] and vector not in self.strategy.vectors:
+                kept = ", ".join(self.strategy.vectors) or "nothing"
+                raise ValueError(f"the checkpoint has {vector} of parameters, and {self.strategy} keeps {kept}")
+        self._memories.clear()
+        self._layout_of.clear()
+        self._lost = 0.0
+        self._waiting = {
+            vector: {name: tensor.detach().float().clone() for name, tensor in found.items()}
+            for vector, found in saved.items()
+        }
+
+    def __getstate__(self) -> dict[str, object]:
+        vectors = {vector: self.by_name(vector) for vector in self.strategy.vectors}
+        return {"strategy": self.strategy, "keep_previous": self._keep_previous, "vectors": vectors, "lost": self.lost}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__init__(state["strategy"], state["keep_previous"])  # type: ignore[misc]
+        vectors = dict(state["vectors"])
+        self.load(vectors.pop(RESIDUAL, {}), **vectors)
+        self._lost = state["lost"]
+
+    # -- layouts -----------------------------------------------------------------------------------------------------
+
+    def _gather(self, layout: Layout, device: torch.device) -> LayoutMemory:
+        numel = layout_numel(layout)
+        olds = dict.fromkeys(self._layout_of[s.name] for s in layout if s.name in self._layout_of)
+        # What the steps since `commit` have changed can be undone in the new layout too.
+        undoable = [old for old in olds if self._memories[old].can_undo]
+        for old in olds:
+            self._memories[old].fold()
+        saved: dict[str, Tensor] = {}
+        vectors = {}
+        for vector in self.strategy.vectors:
+            before = {old: self._memories[old].before(vector) for old in undoable}
+            now = {old: self._memories[old][vector] for old in olds}
+            vectors[vector] = target = torch.zeros(numel, dtype=torch.float32, device=device)
+            self._fill(target, vector, layout, now)
+            if before:
+                saved[vector] = target.clone()
+                self._fill(saved[vector], vector, layout, before)
+        memory = LayoutMemory(self.strategy, vectors, self._keep_previous)
+        if saved:
+            memory.can_go_back_to(saved)
+        for slot in layout:
+            for waiting in self._waiting.values():
+                waiting.pop(slot.name, None)
+            self._layout_of[slot.name] = layout
+        used = set(self._layout_of.values())
+        self._drop([old for old in self._memories if old not in used])
+        return memory
+
+    def _fill(self, target: Tensor, vector: str, layout: Layout, olds: Mapping[Layout, Tensor]) -> None:
+        """Copy what `olds` have of the layout's parameters, or what is waiting for them."""
+        for slot in layout:
+            loaded = self._waiting.get(vector, {}).get(slot.name)
+            old = self._layout_of.get(slot.name)
+            if loaded is not None:
+                if loaded.is_cuda:  # made on the stream on which it was loaded
+                    loaded.record_stream(torch.cuda.current_stream(loaded.device))
+                slot.view(target).copy_(loaded)
+            elif old is not None and old in olds:
+                place = next(other for other in old if other.name == slot.name)
+                slot.view(target).copy_(place.view(olds[old]))
+
+    def _drop(self, layouts: Sequence[Layout]) -> None:
+        for layout in layouts:
+            self._lost += total_lost([self._memories.pop(layout)])
