@@ -69,9 +69,10 @@ class Connection:
         blocking = Group.blocks(carrier, device)
         try:
             # What a user passes may be wrong on some rank, so ranks meet in a group of our own.
-            self.control = Group.of_ranks(ranks)
+            self.control = Group.of_words(ranks, words_only=not blocking or given is not None)
             error = None if problem is None else {"error": f"{type(problem).__name__}: {problem}"}
-            sides = self.control.objects(error or dict(description))
+            whose = "none" if given is None else "one of its own"
+            sides = self.control.objects(error or {**description, "process_group": whose})
         except RuntimeError as failure:
             raise RuntimeError(
                 f"gradwire could not reach all ranks within {HANDSHAKE_TIMEOUT.total_seconds():.0f} s: every rank must "
@@ -167,7 +168,7 @@ class Connection:
     def _announce(self, *words: int) -> None:
         self._mine.zero_()
         self._mine[: len(words)] = torch.tensor(words)
-        self._under_way = self.control.all_gather(self._all, self._mine)
+        self._under_way = self.control.small_all_gather(self._all, self._mine)
 
     def _compare(self, call: str, means: dict[str, Any]) -> None:
         self._under_way.wait()

@@ -56,8 +56,8 @@ class CompressState:
         fallback: what "auto" sends where compression does not pay (a fast network, a small bucket): torch.float32,
             torch.bfloat16 (with error feedback), or None: it compresses always.
         topology: how ranks lie on nodes, for "auto" and "hierarchical", which compress between nodes only: ranks on
-            each node, a two-dimensional DeviceMesh (nodes × ranks inside), "auto" (what torchrun says, over Gloo), or
-            None.
+            each node, a two-dimensional DeviceMesh (nodes × ranks inside), "auto" (what torchrun says), or None. Over
+            NCCL groups inside and between nodes are made once for a process group, by all processes.
         grad_scaler: the GradScaler in use, if any: residuals follow its scale, and where it skips a step because of an
             overflow they are put back as they were after its last `update()`. All of the model's parameters are taken
             to be in one optimizer's hands.
@@ -439,7 +439,7 @@ class CompressState:
             self._device,
             {} if problem is not None else self._description(),
             problem,
-            self._topology,
+            self._topology if self.exchange in ("auto", "hierarchical") else None,
             self.fallback,
             probes=self.exchange == "auto",
             straight=not self._tracker.skips,  # a step that may be undone has to be remembered

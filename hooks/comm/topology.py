@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,31 +59,58 @@ def node_size(topology: Any, world_size: int) -> int:
 
 
 def make_topology(topology: Any, ranks: list[int], everyone: Group, carrier: Any, blocking: bool) -> Topology:
-    """Make the groups. A collective.
+    """Make the groups. A collective of all processes of the default group, where it makes any that Gloo does not carry.
 
     Args:
         ranks: global ranks, in the order of the group's.
         everyone: these ranks.
-        carrier: the process group of a model whose collectives are NCCL's.
+        carrier: the process group that carries gradients, where that is not Gloo's.
         blocking: whether Gloo carries everything.
 
     Raises:
-        ValueError: NCCL, and no mesh that brings groups along.
+        ValueError: the nodes are named by a number, and groups inside and between them cannot be made.
     """
     size = node_size(topology, len(ranks))
-    if size == 1:
+    if size == 1 or (topology == "auto" and not _node_by_node(ranks, size)):
         return Topology(everyone)
     if hasattr(topology, "get_group"):
         mesh = topology.mesh.tolist()
-        inside_ranks = next(node for node in mesh if dist.get_rank() in node)
-        between_ranks = [node[inside_ranks.index(dist.get_rank())] for node in mesh]
     else:
-        node, place = divmod(everyone.rank, size)
-        inside_ranks, between_ranks = ranks[node * size : (node + 1) * size], ranks[place::size]
+        mesh = [ranks[start : start + size] for start in range(0, len(ranks), size)]
+    inside_ranks = next(node for node in mesh if dist.get_rank() in node)
+    between_ranks = [node[inside_ranks.index(dist.get_rank())] for node in mesh]
     if blocking:
         return Topology(everyone, Group.of_ranks(inside_ranks), Group.of_ranks(between_ranks))
-    if not hasattr(topology, "get_group"):
+    if hasattr(topology, "get_group"):
+        return Topology(everyone, Group(topology.get_group(1)), Group(topology.get_group(0)))
+    if ranks != list(range(dist.get_world_size())):
         if topology == "auto":
-            return Topology(everyone)  # NCCL knows its way inside a node without us
-        raise ValueError("over NCCL, topology must be a DeviceMesh: it brings the groups along")
-    return Topology(everyone, Group(topology.get_group(1)), Group(topology.get_group(0)))
+            return Topology(everyone)
+        raise ValueError(
+            "over NCCL, for a model on some of the processes, topology must be a DeviceMesh: it brings the groups along"
+        )
+    return Topology(everyone, *_subgroups(mesh, carrier))
+
+
+def _node_by_node(ranks: list[int], size: int) -> bool:
+    """Whether each `size` ranks in turn are all of one of torchrun's nodes, and of no other."""
+    nodes = [[rank // size for rank in ranks[start : start + size]] for start in range(0, len(ranks), size)]
+    return all(len(set(node)) == 1 for node in nodes)
+
+
+#: The subgroups of a process group, by ranks a node. They go with it.
+_made: weakref.WeakKeyDictionary[Any, dict[int, tuple[Group, Group]]] = weakref.WeakKeyDictionary()
+
+
+def _subgroups(mesh: list[list[int]], carrier: Any) -> tuple[Group, Group]:
+    """The groups inside and between nodes, of the carrier's backend. At the first call for a carrier a collective of
+    all processes, each of which must take part in making each group, its own or not, in the same order; every later
+    call returns the same groups."""
+    made = _made.setdefault(carrier, {})
+    size = len(mesh[0])
+    if size not in made:
+        backend = dist.get_backend_config(carrier)
+        rows = mesh, [list(ranks) for ranks in zip(*mesh, strict=True)]
+        inside, between = (Group(dist.new_subgroups_by_enumeration(each, backend=backend)[0]) for each in rows)
+        made[size] = inside, between
+    return made[size]

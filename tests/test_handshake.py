@@ -1,0 +1,492 @@
+"""Ranks that meet: what they tell each other, in how many messages, and over whose connections."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import threading
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from gradwire import OneBit
+from gradwire.hooks.comm import dissemination, shared
+from gradwire.hooks.comm import topology as nodes
+from gradwire.hooks.comm.dissemination import Dissemination
+from gradwire.hooks.comm.group import DIRECT_RANKS, Group
+from gradwire.hooks.comm.handshake import compare
+from ranks import Pool
+from torch import Tensor
+from training import Ledger, perceptron, train, wrap
+
+Ranks = Callable[[int], Pool]
+SOON = timedelta(seconds=20)
+
+
+def in_threads(size: int, task: Callable[[int], Any]) -> list[Any]:
+    """What `task(rank)` returns on ranks that are threads of this process, or the exception that it raises."""
+    results: list[Any] = [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = task(rank)
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def gloo(store: dist.Store, rank: int, size: int) -> Any:
+    return dist.ProcessGroupGloo(store, rank, size, SOON)
+
+
+# -- dissemination -----------------------------------------------------------------------------------------------------
+
+
+class Mailbox:
+    """Messages between threads, and how many each has sent. `spoil` may change what is on its way."""
+
+    def __init__(self, size: int, spoil: Callable[[Tensor], Tensor] = Tensor.clone) -> None:
+        self.sent, self._spoil = [0] * size, spoil
+        self._there: dict[tuple[int, int], Tensor] = {}
+        self._changed = threading.Condition()
+
+    def send(self, source: int, rows: Tensor, target: int) -> Any:
+        with self._changed:
+            self.sent[source] += 1
+            self._there[source, target] = self._spoil(rows)
+            self._changed.notify_all()
+        return Works(lambda: None)
+
+    def receive(self, target: int, into: Tensor, source: int) -> Any:
+        def wait() -> None:
+            with self._changed:
+                assert self._changed.wait_for(lambda: (source, target) in self._there, 5), "no message"
+                into.copy_(self._there.pop((source, target)))
+
+        return Works(wait)
+
+
+class Works:
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self.wait = wait
+
+
+def faults_of(size: int, spoil: Callable[[Tensor], Tensor] = Tensor.clone) -> list[str]:
+    """What is wrong with an all-gather of `size` ranks."""
+    rows = torch.arange(3 * size).view(size, 3)
+    mail, outputs = Mailbox(size, spoil), torch.full((size, size, 3), -1)
+
+    def rank_main(rank: int) -> None:
+        def send(part: Tensor, peer: int) -> Any:
+            return mail.send(rank, part, peer)
+
+        def receive(part: Tensor, peer: int) -> Any:
+            return mail.receive(rank, part, peer)
+
+        Dissemination(outputs[rank], rows[rank], rank, send, receive).wait()
+
+    found = [str(result) for result in in_threads(size, rank_main) if result is not None]
+    if not (outputs == rows).all():
+        found.append("wrong rows")
+    if mail.sent != [math.ceil(math.log2(size))] * size:
+        found.append("wrong number of messages")
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 16, 17, 24, 33, 64])
+def test_every_rank_gets_all_rows_in_few_messages(size: int) -> None:
+    assert faults_of(size) == []
+
+
+def too_far(size: int) -> Iterable[tuple[int, int]]:
+    return [(distance + 1, count) for distance, count in real_rounds(size)]
+
+
+def one_row_less(size: int) -> Iterable[tuple[int, int]]:
+    return [(distance, max(1, count - 1)) for distance, count in real_rounds(size)]
+
+
+def everybody(size: int) -> Iterable[tuple[int, int]]:
+    return [(distance, 1) for distance in range(1, size)]
+
+
+real_rounds = dissemination.rounds
+
+
+@pytest.mark.parametrize("rounds", [too_far, one_row_less, everybody])
+def test_other_rounds_are_found(monkeypatch: pytest.MonkeyPatch, rounds: Any) -> None:
+    monkeypatch.setattr(dissemination, "rounds", rounds)
+    assert faults_of(17)
+
+
+def test_a_wrong_row_is_found() -> None:
+    assert faults_of(17, lambda rows: rows.flip(0)) == ["wrong rows"]
+
+
+@pytest.mark.parametrize("size", [DIRECT_RANKS, DIRECT_RANKS + 1, 24])
+def test_over_gloo_few_messages_are_sent_above_16_ranks(size: int) -> None:
+    store = dist.HashStore()
+
+    def rank_main(rank: int) -> Any:
+        carrier = Counting(gloo(store, rank, size))
+        group = Group(carrier, range(size))
+        first, second = torch.zeros(size, 2), torch.zeros(size, 2)
+        works = [group.small_all_gather(first, torch.tensor([rank, 0.5]))]
+        works.append(group.small_all_gather(second, torch.tensor([0.25, rank])))
+        for work in works:
+            work.wait()
+        sent = carrier.sent
+        same = group.objects({"all": "say"})
+        return first.tolist(), second.tolist(), sent / 2, carrier.sent - sent, same, group.objects(rank)
+
+    messages = size - 1 if size <= DIRECT_RANKS else math.ceil(math.log2(size))
+    for result in in_threads(size, rank_main):
+        assert result == (
+            [[rank, 0.5] for rank in range(size)],
+            [[0.25, rank] for rank in range(size)],
+            messages,
+            messages,
+            [{"all": "say"}] * size,
+            list(range(size)),
+        )
+
+
+class Counting:
+    """A process group that counts the messages and the bytes that it sends."""
+
+    def __init__(self, carrier: Any) -> None:
+        self._carrier, self.sent, self.nbytes = carrier, 0, 0
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
+        self.sent, self.nbytes = self.sent + 1, self.nbytes + sum(t.nbytes for t in tensors)
+        return self._carrier.send(tensors, peer, tag)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._carrier, name)
+
+
+def told(rank: int) -> Any:
+    group = Group(dist.group.WORLD)
+    rows = torch.zeros(group.size, 5, dtype=torch.int64)
+    group.small_all_gather(rows, torch.full((5,), rank)).wait()
+    return rows[:, 4].tolist(), group.objects(["name", rank // 7])
+
+
+@pytest.mark.slow
+def test_twenty_processes() -> None:
+    pool = Pool(20)
+    try:
+        results = pool.run(told, within=300)
+    finally:
+        pool.close()
+    assert results == [(list(range(20)), [["name", rank // 7] for rank in range(20)])] * 20
+
+
+# -- digests -----------------------------------------------------------------------------------------------------------
+
+TEXT = "a long text " * 1000
+
+
+def sent_for(values: list[Any], digest: Any = None) -> list[tuple[Any, int]]:
+    """What ranks that pass these values get, and how many bytes each has sent."""
+    store, size = dist.HashStore(), len(values)
+
+    def rank_main(rank: int) -> Any:
+        carrier = Counting(gloo(store, rank, size))
+        return Group(carrier, range(size)).objects(values[rank]), carrier.nbytes
+
+    if digest is None:
+        return in_threads(size, rank_main)
+    with patch("gradwire.hooks.comm.group.hashlib.blake2b", digest):
+        return in_threads(size, rank_main)
+
+
+def test_texts_are_sent_where_they_differ_alone() -> None:
+    for got, sent in sent_for([TEXT, TEXT, TEXT]):
+        assert got == [TEXT] * 3
+        assert sent == 2 * 24
+    found = sent_for([TEXT, TEXT, {"error": "no"}, TEXT])
+    assert [got for got, _ in found] == [[TEXT, TEXT, {"error": "no"}, TEXT]] * 4
+    long, short = 3 * (len(TEXT) + 2), 3 * len('{"error": "no"}')
+    assert [sent - 3 * 24 for _, sent in found] == [long, 0, short, 0]
+
+
+def test_one_letter_is_enough() -> None:
+    sides = [{"codec": TEXT}, {"codec": TEXT}, {"codec": TEXT[:-1] + "."}]
+    for got, _ in sent_for(sides):
+        assert got == sides
+        with pytest.raises(ValueError, match=r"ranks disagree on codec: rank 0 has .*, rank 2 has .* Remedy"):
+            compare(got, "Remedy")
+
+
+def test_a_digest_that_does_not_tell_is_found() -> None:
+    class Same:
+        def __init__(self, *_: Any, **options: Any) -> None:
+            self.size = options["digest_size"]
+
+        def digest(self) -> bytes:
+            return bytes(self.size)
+
+    sides = [TEXT, TEXT[:-1] + "."]
+    assert [got for got, _ in sent_for(sides)] == [sides] * 2
+    assert [got for got, _ in sent_for(sides, Same)] != [sides] * 2
+
+
+# -- shared connections ------------------------------------------------------------------------------------------------
+
+
+class Process:
+    """A rank that is a thread here: what `shared` keeps of it is its own."""
+
+    def __init__(self, rank: int, size: int, store: dist.Store) -> None:
+        self.rank, self.size, self.met, self.made = rank, size, 0, 0
+        self._store, self._ranks = store, tuple(range(size))
+
+    def carrier(self, words_only: bool = True, within: timedelta = SOON) -> Any:
+        self.met += 1
+        store = dist.PrefixStore(str(self.met), self._store)
+
+        def make() -> Any:
+            self.made += 1
+            return gloo(store, self.rank, self.size)
+
+        return shared.carrier(self, self._ranks, self.rank, store, within, words_only, make)
+
+    def group(self) -> Group:
+        return Group(self.carrier(), self._ranks)
+
+
+def processes(size: int, task: Callable[[Process], Any]) -> list[Any]:
+    store = dist.HashStore()
+    return in_threads(size, lambda rank: task(Process(rank, size, store)))
+
+
+def crossed(process: Process) -> list[float]:
+    """Two states, of which each rank turns to the other one first."""
+    groups, order = [process.group(), process.group()], (0, 1) if process.rank == 0 else (1, 0)
+    rows = torch.zeros(2, process.size, 1)
+    works: dict[int, Any] = {}
+    for _ in range(3):
+        for state in order:
+            row = torch.tensor([10.0 * state + process.rank])
+            works[state] = groups[state].small_all_gather(rows[state], row)
+        for state in order:
+            works[state].wait()
+    assert process.made == 1
+    return rows.flatten().tolist()
+
+
+def test_messages_of_two_states_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [0.0, 1, 2, 10, 11, 12]
+    assert processes(3, crossed) == [expected] * 3
+    monkeypatch.setattr(shared.Mesh, "range", lambda mesh: shared.Range(mesh, 0))
+    assert processes(3, crossed) != [expected] * 3
+
+
+def abandoned(process: Process) -> list[float]:
+    first, second = process.group(), process.group()
+    for group, waits in ((first, process.rank == 0), (second, True)):
+        group.timeout = timedelta(seconds=5)
+        rows = torch.zeros(2, 1000)
+        work = group.small_all_gather(rows, torch.full((1000,), float(process.rank)))
+        if waits:
+            work.wait()
+        del work
+    return rows[:, -1].tolist()
+
+
+def test_a_state_that_has_given_up_does_not_stop_the_others() -> None:
+    assert processes(2, abandoned) == [[0.0, 1.0]] * 2
+
+
+def test_connections_are_made_where_any_rank_needs_some() -> None:
+    def lost(process: Process) -> Any:
+        first, second = process.carrier(), process.carrier()
+        made = [process.made]
+        if process.rank == 1:
+            first._mesh.broken = True
+        third, fourth = process.carrier(), process.carrier()
+        made.append(process.made)
+        assert third._mesh is fourth._mesh is not first._mesh is second._mesh
+        if process.rank == 0:
+            del third, fourth  # closed on one rank
+        fifth = process.carrier()
+        made.append(process.made)
+        for _ in range(shared.STATES):
+            fifth = process.carrier()
+        made.append(process.made)
+        return made, fifth._first // shared.TAGS
+
+    assert processes(3, lost) == [([1, 2, 3, 4], 0)] * 3
+
+
+def test_nobody_shares_with_a_rank_that_wants_more_than_words() -> None:
+    def mixed(process: Process) -> Any:
+        kept = process.carrier()
+        alone = process.carrier(words_only=process.rank != 1)
+        again = process.carrier()
+        return type(alone).__name__, again._mesh is kept._mesh, process.made
+
+    assert processes(3, mixed) == [("ProcessGroupGloo", True, 2)] * 3
+
+
+def test_a_failed_message_is_noticed() -> None:
+    def late(process: Process) -> Any:
+        group = process.group()
+        group.timeout = timedelta(seconds=1)
+        if process.rank == 0:
+            with pytest.raises(RuntimeError, match="rank 1 does not answer"):
+                group.objects("hello")
+        met = process.carrier()
+        return met._mesh is group._group._mesh, process.made
+
+    assert processes(2, late) == [(False, 2)] * 2
+
+
+def test_a_rank_that_does_not_come_is_waited_for_only_so_long() -> None:
+    store = dist.HashStore()
+    with pytest.raises(RuntimeError, match=r"(?i)time"):
+        Process(0, 2, store).carrier(within=timedelta(seconds=1))
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def two_models(rank: int, given: bool) -> Any:
+    """Two models trained by turns; the descriptors that the first and the second state take, and what is left."""
+    own = {"process_group": dist.new_group([0, 1])} if given else {}
+    gc.collect()
+    counts, digests, pairs = [descriptors()], [], []
+    for _ in range(2):
+        pairs.append(wrap(perceptron(), OneBit(), exchange="gather", **own))
+        counts.append(descriptors())
+    for step in range(3):
+        digests += [train(rank, ddp, range(step, step + 1)) for ddp, _ in pairs]
+    for _, state in pairs:
+        state.close()
+    gc.collect()
+    return digests, counts[1] - counts[0], counts[2] - counts[1], descriptors() - counts[0]
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["given", "default"])
+def test_states_that_only_talk_share_a_connection(ranks: Ranks, given: bool) -> None:
+    results = ranks(2).run(two_models, given)
+    digests = results[0][0]
+    for mine, first, second, left in results:
+        assert mine == digests
+        assert first > 0
+        assert second == (0 if given else first)
+        assert left <= 0
+
+
+def given_here(rank: int) -> str:
+    own = {"process_group": [dist.new_group([0, 1]), None][rank]}
+    try:
+        wrap(perceptron(), OneBit(), exchange="gather", **own)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_group_that_one_rank_alone_was_given(ranks: Ranks) -> None:
+    for text in ranks(2).run(given_here):
+        assert "ranks disagree on process_group: rank 0 has one of its own, rank 1 has none" in text
+
+
+# -- nodes, over a backend that is not Gloo ----------------------------------------------------------------------------
+
+
+def pretended_nccl(rank: int, options: dict[str, Any]) -> Any:
+    """Gloo stands in for NCCL: nothing is made by `Group.of_ranks`, and jobs run where they are submitted."""
+    made: list[list[int]] = []
+    real = dist.distributed_c10d.new_group
+
+    def new_group(ranks: list[int], **others: Any) -> Any:
+        made.append(ranks)
+        assert not others.get("use_local_synchronization")
+        return real(ranks, **others)
+
+    with (
+        patch.object(Group, "blocks", staticmethod(lambda *_: False)),
+        patch.object(Group, "of_ranks", side_effect=AssertionError("Gloo")),
+        patch.object(dist.distributed_c10d, "new_group", new_group),
+        patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2"}),
+    ):
+        results = []
+        nodes._made.clear()  # other tests' of the same processes
+        for _ in range(2):
+            model = perceptron()
+            ledger = Ledger(model)
+            ddp, state = wrap(model, OneBit(), **options)
+            digests = train(rank, ddp, range(3), ledger)
+            results.append((digests, ledger.error(state), set(state.statistics().decisions.values())))
+            topology = state._connection.planner.topology  # type: ignore[union-attr]
+            sides = [None if part is None else part.ranks for part in (topology.inside, topology.between)]
+            state.close()
+    return results, made, sides
+
+
+@pytest.mark.parametrize("topology", ["auto", 2], ids=str)
+def test_groups_of_nodes_are_made_once(ranks: Ranks, topology: Any) -> None:
+    found = ranks(4).run(pretended_nccl, {"exchange": "hierarchical", "topology": topology})
+    for rank, (results, made, sides) in enumerate(found):
+        assert made == [[0, 1], [2, 3], [0, 2], [1, 3]], "once, and in the same order on every rank"
+        assert sides == [((0, 1), (2, 3))[rank // 2], ((0, 2), (1, 3))[rank % 2]]
+        for (digests, error, decisions), (expected, _, _) in zip(results, found[0][0], strict=True):
+            assert digests == expected
+            assert error < 1e-5
+            assert all(text.startswith("hierarchical gather") for text in decisions)
+
+
+def test_no_groups_are_made_for_an_exchange_without_nodes(ranks: Ranks) -> None:
+    for _, made, sides in ranks(4).run(pretended_nccl, {"exchange": "gather"}):
+        assert (made, sides) == ([], [None, None])
+
+
+def on_some(rank: int) -> Any:
+    """A model on four of eight processes, two on each node: on one of each, or on both of two nodes."""
+    found: list[Any] = []
+    with patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2"}):
+        for ranks in ([0, 2, 4, 6], [0, 1, 4, 5]):
+            everyone = Four(ranks)
+            for topology in ("auto", 2):
+                try:
+                    made = nodes.make_topology(topology, ranks, everyone, None, blocking=False)  # type: ignore[arg-type]
+                    found.append(made.inside)
+                except ValueError as error:
+                    found.append(str(error))
+    return found
+
+
+class Four:
+    rank, size = 0, 4
+
+    def __init__(self, ranks: list[int]) -> None:
+        self.ranks = ranks
+
+
+def test_a_model_on_some_of_the_processes(ranks: Ranks) -> None:
+    found = ranks(1).run(on_some)[0]
+    assert found[0] is found[2] is None
+    assert all("must be a DeviceMesh" in text for text in (found[1], found[3]))
+
+
+@pytest.mark.parametrize(
+    ("members", "expected"),
+    [([0, 1, 2, 3], True), ([2, 3, 6, 7], True), ([0, 2, 4, 6], False), ([1, 2, 3, 4], False)],
+    ids=str,
+)
+def test_nodes_are_taken_from_numbers_only_where_they_fit(members: list[int], expected: bool) -> None:
+    assert nodes._node_by_node(members, 2) is expected
