@@ -82,7 +82,8 @@ class Connection:
             raise problem
         handshake.compare(sides, CONSTRUCT)
         # NCCL's collectives order themselves on streams, so the model's own group serves; Gloo needs one apart.
-        self.group = self.control if blocking and given is None else Group(carrier)
+        # Several states may use one group: each has a channel of it.
+        self.group = (self.control if blocking and given is None else Group(carrier)).channel("state")
         self.control.follow_timeout(model_group)
         nodes = make_topology(topology, ranks, self.group, carrier, blocking)
         for part in (nodes.inside, nodes.between):

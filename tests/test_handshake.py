@@ -432,7 +432,7 @@ def pretended_nccl(rank: int, options: dict[str, Any]) -> Any:
             ddp, state = wrap(model, OneBit(), **options)
             digests = train(rank, ddp, range(3), ledger)
             results.append((digests, ledger.error(state), set(state.statistics().decisions.values())))
-            topology = state._connection.planner.topology  # type: ignore[union-attr]
+            topology = state._reducer.connection.planner.topology  # type: ignore[union-attr]
             sides = [None if part is None else part.ranks for part in (topology.inside, topology.between)]
             state.close()
     return results, made, sides

@@ -49,6 +49,7 @@ class Dissemination:
         # Gloo begins to send once the receiver has announced itself: all receives at once save a latency a round.
         self._coming = [receive(self._rows[d : d + n], (rank + d) % size) for d, n in rounds(size)]
         self._steps = list(rounds(size))
+        self._done = False
         self._going = [self._pass_on(0)] if size > 1 else []
 
     def _pass_on(self, step: int) -> Any:
@@ -56,6 +57,9 @@ class Dissemination:
         return self._send(self._rows[:count], (self._rank - distance) % self._size)
 
     def wait(self) -> None:
+        """Return when every row is there; at once, from the second time on."""
+        if self._done:
+            return
         for step, coming in enumerate(self._coming):
             coming.wait()
             if step + 1 < len(self._steps):
@@ -64,3 +68,4 @@ class Dissemination:
             going.wait()
         self._output[self._rank :].copy_(self._rows[: self._size - self._rank])
         self._output[: self._rank].copy_(self._rows[self._size - self._rank :])
+        self._done = True

@@ -33,6 +33,8 @@ NAMED = 1 << 30
 NEVER_SENT = 0x7FFFFFFF
 
 _groups: weakref.WeakSet[Group] = weakref.WeakSet()
+#: The tags that channels of a process group have had.
+_channels: weakref.WeakKeyDictionary[Any, Counter[int]] = weakref.WeakKeyDictionary()
 
 
 class Work(Protocol):
@@ -128,8 +130,8 @@ class Group:
         self._ranks = ranks
         #: Of single messages, where it is not what the group was made with.
         self.timeout: timedelta | None = None
-        self._name, self._tag = "", 0
-        self._channels: Counter[int] = Counter()
+        self._tag = 0
+        self._channels = _channels.setdefault(process_group, Counter())
         _groups.add(self)
 
     @property
@@ -143,14 +145,14 @@ class Group:
 
         Of its collectives those of CPU tensors may run beside others, in any order, `all_reduce` excepted.
         """
-        name = f"{self._name}/{name}"
+        name = f"{self._tag}/{name}"
         digest = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big")
         tag = digest % (NEVER_SENT - NAMED)
         while self._channels[tag]:  # another name's, or an earlier one of this name: messages for that may be left
             tag = (tag + 1) % (NEVER_SENT - NAMED)
         self._channels[tag] += 1
         twin = copy.copy(self)
-        twin._name, twin._tag = name, NAMED + tag
+        twin._tag = NAMED + tag
         return twin
 
     @property
