@@ -99,6 +99,8 @@ class Connection:
         #: Whether a rank has seen, before the step that ranks compared last, that the network has changed.
         self.drifted = False
         self._mine, self._all = torch.zeros(6, dtype=torch.int64), torch.zeros(self.group.size, 6, dtype=torch.int64)
+        self._words = self.control.channel("steps")
+        self._port = self._words.small_gather_port(self._all, self._mine)
         self.pipeline = Pipeline(f"gradwire-{self.group.rank}", device, threaded=blocking)
 
     @property
@@ -123,9 +125,13 @@ class Connection:
             scaling: what the loss scaler has done, as far as this rank knows.
             patience: how long the others may take to tell, where that is not the group's timeout.
         """
-        self.control.timeout, usual = patience or self.control.timeout, self.control.timeout
+        self._words.timeout, usual = patience or self._words.timeout, self._words.timeout
         self._announce(step, choice.digest, saves, drift, *(() if scaling is None else scaling.words()))
-        self.control.timeout = usual
+        self._words.timeout = usual
+
+    def post(self) -> None:
+        """Between two steps: be ready for what the others will tell."""
+        self._port.post()
 
     def compare(self, choice: Choice) -> None:
         """Wait for what the others have announced.
@@ -150,7 +156,7 @@ class Connection:
             ValueError: they are not; on every rank alike.
             RuntimeError: a rank did not come.
         """
-        self.control.timeout, usual = HANDSHAKE_TIMEOUT, self.control.timeout
+        self._words.timeout, usual = HANDSHAKE_TIMEOUT, self._words.timeout
         try:
             self._announce(step, _digest(call))
             self._compare(call, {})
@@ -159,7 +165,7 @@ class Connection:
                 f"gradwire: not every rank called {call}, which each must at this step. {failure}"
             ) from failure
         finally:
-            self.control.timeout = usual
+            self._words.timeout = usual
 
     def refuse(self, problem: str) -> None:
         """Tell ranks that are in a step, or come to one, why this one is not."""
@@ -169,7 +175,7 @@ class Connection:
     def _announce(self, *words: int) -> None:
         self._mine.zero_()
         self._mine[: len(words)] = torch.tensor(words)
-        self._under_way = self.control.small_all_gather(self._all, self._mine)
+        self._under_way = self._port.start()
 
     def _compare(self, call: str, means: dict[str, Any]) -> None:
         self._under_way.wait()

@@ -252,6 +252,7 @@ class Reducer:
             for unit in units if self._all_dense is not None else ():
                 self._feedback.let_go(unit.layout)
             self._ended = step
+            self.connection.post()
         except Exception as error:
             raise self._failure(error, step, "at its end", step.choice.exchange) from error
 

@@ -234,6 +234,12 @@ class Group:
             rows, row.view(-1), self.rank, partial(start, self._group.send), partial(start, self._group.recv)
         )
 
+    def small_gather_port(self, output: Tensor, row: Tensor) -> Port | Collective:
+        """For many of them, with this row, into this memory."""
+        if self.size <= DIRECT_RANKS:
+            return self.gather_port(output, row)
+        return Collective(lambda: self.small_all_gather(output, row))
+
     def all_gather_v(self, output: Tensor, row: Tensor, sizes: Sequence[int]) -> Work:
         """Start: `output` = the ranks' rows, end to end, `sizes[r]` elements from rank r."""
         if row.is_cuda:
