@@ -2,6 +2,7 @@
 
 # Annotations stay evaluated here: DDP compares those of a hook with its own.
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,10 @@ HOOKS = {
     "fp16": "PyTorch's fp16 hook",
     "powersgd": "PyTorch's PowerSGD hook, rank 2, one bucket",
     "onebit": "gradwire, OneBit",
+    "onebit-gather": "gradwire, OneBit by gather",
+    "onebit-two_pass": "gradwire, OneBit by two_pass",
     "topk": "gradwire, TopK",
+    "topk-gather": "gradwire, TopK by gather",
     "qsgd": "gradwire, QSGD",
     "terngrad": "gradwire, TernGrad",
     "auto": "gradwire, OneBit by auto",
@@ -32,7 +36,10 @@ COLOURS = {
     "bf16": "#AA7744",
     "powersgd": "#56B4E9",
     "onebit": "#D55E00",
+    "onebit-gather": "#D55E00",
+    "onebit-two_pass": "#8C3D00",
     "topk": "#CC79A7",
+    "topk-gather": "#CC79A7",
     "topk-0.1": "#E69F00",
     "topk8": "#E69F00",
     "qsgd": "#0072B2",
@@ -66,15 +73,16 @@ def without_communication(floor: Floor, bucket: dist.GradBucket) -> torch.future
     return future
 
 
-def bucket_cap(name: str) -> float | None:
-    """DDP's `bucket_cap_mb` for an arm: PowerSGD's hook dies on Gloo when several of its buckets are in flight."""
-    return 10_000 if name == "powersgd" else None
+def bucket_cap(name: str, cap: float | None = None) -> float | None:
+    """DDP's `bucket_cap_mb` for an arm, `cap` where it may be chosen: PowerSGD's hook dies on Gloo when several of its
+    buckets are in flight."""
+    return 10_000 if name == "powersgd" else cap
 
 
 def codec_of(name: str, density: float) -> Codec:
-    """The codec of one of gradwire's arms; "auto" has OneBit's."""
+    """The codec of one of gradwire's arms, whatever its exchange; "auto" has OneBit's."""
     codecs: dict[str, Codec] = {"topk": TopK(density=density), "qsgd": QSGD(), "terngrad": TernGrad()}
-    return codecs.get(name, OneBit())
+    return codecs.get(name.partition("-")[0], OneBit())
 
 
 def hook_of(name: str, model: DistributedDataParallel, density: float = 0.01, rank: int = 2) -> Hook:
@@ -96,7 +104,7 @@ def hook_of(name: str, model: DistributedDataParallel, density: float = 0.01, ra
         return Hook(power, powerSGD_hook.powerSGD_hook)
     from .. import CompressState, compress_hook
 
-    options: dict[str, Any] = {} if name == "auto" else {"fallback": None}
+    options: dict[str, Any] = {} if name == "auto" else {"fallback": None, "exchange": name.partition("-")[2] or "auto"}
     return Hook(CompressState(model, codec_of(name, density), **options), compress_hook)
 
 
@@ -111,6 +119,11 @@ def in_turns(turns: Mapping[str, Callable[[], None]], rounds: int) -> None:
 def deciding(state: Any) -> bool:
     """Whether a hook's state still tries what to do, if it is one that decides. Alike on all ranks."""
     return bool(getattr(state, "deciding", False))
+
+
+def average(ranks: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
+    """Times [rounds][steps], each the mean of the ranks'."""
+    return [[fmean(step) for step in zip(*turns, strict=True)] for turns in zip(*ranks, strict=True)]
 
 
 def slowest(ranks: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:

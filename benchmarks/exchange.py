@@ -29,6 +29,7 @@ from .arms import COLOURS, FLOOR, HOOKS, OPPONENT, deciding, hook_of, in_turns, 
 from .proof import caption, sent_bytes
 
 ARMS = tuple(name for name in HOOKS if name != "powersgd")  # which needs matrices
+DEFAULT_ARMS = [name for name in ARMS if "-" not in name]  # the others fix what a codec would choose
 #: PyTorch's arms need one step for DDP to build its buckets; codecs some more to fill their residuals.
 PLAIN, PLAIN_WARMUP = (FLOOR, "fp32", OPPONENT), 1
 #: The parameter is cut into this many, so that DDP can make buckets.
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     links.add_distance(parser)
     parser.add_argument("--world", type=int, default=2, help="ranks (default: %(default)s)")
     parser.add_argument("--numel", type=int, default=25_600_000, help="of the gradient (default: %(default)s)")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="what to compare")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=DEFAULT_ARMS, help="what to compare")
     parser.add_argument("--density", type=float, default=0.001, help="of the topk arm (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="each runs every arm once (default: %(default)s)")
     parser.add_argument(

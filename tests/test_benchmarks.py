@@ -19,6 +19,7 @@ import torch
 from emulated import CSRC, EmulatedDevice, emulated_gpu
 from gradwire.benchmarks import (
     allreduce,
+    arms,
     cli,
     codec_quality,
     codec_rivals,
@@ -218,6 +219,37 @@ def test_step_in_miniature(tmp_path: Path) -> None:
         assert [len(turn) for turn in row["times_s"]] == [2, 2]
         assert (row["payload_bytes"] is not None) == (row["arm"] in ("onebit", "auto"))
         assert row["sent_bytes"] is None
+
+
+def test_arms_name_their_exchange_and_their_buckets(tmp_path: Path) -> None:
+    file = tmp_path / "step.json"
+    line = "step --rate none --width 64 --layers 4 --rounds 1 --steps 1 --warmup 3 --bucket-mb 0.01 --json"
+    assert cli.main([*line.split(), str(file), "--arms", "onebit-gather", "onebit-two_pass", "topk-gather"]) == 0
+    document = json.loads(file.read_text())
+    assert document["model"]["buckets"] == 4
+    assert document["arguments"]["bucket_mb"] == 0.01
+    sent = {row["arm"]: row["payload_bytes"] for row in document["arms"]}
+    # Of a layer's 4160 elements; every second slice of OneBit's, and the mean of the other, go to the other rank.
+    assert sent["onebit-gather"] == 4 * OneBit().wire_bytes(4160)
+    assert sent["onebit-two_pass"] == 4 * 2 * OneBit().wire_bytes(3 * 1024)
+    assert sent["topk-gather"] == 4 * TopK(density=0.01).wire_bytes(4160)
+    assert arms.bucket_cap("powersgd", 1.0) == 10_000
+
+
+def test_far_away_a_step_lasts_as_long_as_on_average() -> None:
+    def side(*times: float) -> dict[str, Any]:
+        return {"times": [list(times[:2]), list(times[2:])], "sent_bytes": 0.0, "counted": {}}
+
+    ranks = [
+        {"none": side(1.0, 1.0, 1.0, 1.0), "fp16": side(9.0, 11.0, 20.0, 20.0), "onebit": side(1.0, 5.0, 2.0, 4.0)},
+        {"none": side(1.0, 1.0, 1.0, 1.0), "fp16": side(11.0, 9.0, 20.0, 20.0), "onebit": side(5.0, 1.0, 4.0, 2.0)},
+    ]
+    _, _, mine = step.summarize(ranks, shaped=True, distant=True)
+    assert mine["times_s"] == [[3.0, 3.0], [3.0, 3.0]]
+    assert mine["step_ratio_by_round"] == [pytest.approx(0.3), pytest.approx(0.15)]
+    assert mine["step_ratio"] == pytest.approx(0.225)
+    assert step.paired_of(mine) == ("0.225", "0.150 to 0.300")
+    assert step.paired_of(step.summarize(ranks, shaped=True)[2]) == ()
 
 
 def test_the_tax_is_what_a_step_costs_beyond_the_floor() -> None:
