@@ -9,7 +9,7 @@ example batch and returns the loss, a scalar:
         model, x, y = Net(), torch.randn(32, 100), torch.randint(10, (32,))
         return model, lambda model: F.cross_entropy(model(x), y)
 
-The folder you are in is searched for `mymodule`. `--model linear` and `--model language` come along.
+The folder you are in is searched for `mymodule`. `--model linear`, `small` and `language` come along.
 
 What is measured here: forward, backward and the moments at which DDP's own buckets become ready, DDP's copying, a plain
 SGD step; encoding and decoding by each codec, and PyTorch's casts, on buckets of that size; and what small messages and
@@ -40,7 +40,8 @@ LATENCY = "50us"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="linear", help="module:function, linear or language (default: %(default)s)")
+    parser.add_argument("--model", default="linear", help="module:function, or linear, small, language (%(default)s)")
+    parser.add_argument("--bucket-mb", type=float, help="DDP's bucket_cap_mb (default: DDP's own)")
     parser.add_argument("--world", type=int, default=2, help="ranks in all (default: %(default)s)")
     parser.add_argument("--local", type=int, default=1, help="ranks on each node, which share its card (default: 1)")
     parser.add_argument("--bandwidth", default="1gbit", help="of each node's network card (default: %(default)s)")
@@ -55,7 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--probe", action="store_true", help="under torchrun: probe the running group instead of --bandwidth and so on"
     )
     parser.add_argument(
-        "--check", action="store_true", help="predict for the rig of `step`, and measure it (needs root)"
+        "--check",
+        action="store_true",
+        help="predict for the rig of `step`, at --delay or near, and measure it",
     )
     parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit"], help="of --check (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write everything measured and predicted there")
@@ -76,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError("--bandwidth none: expected a number and a unit such as 10gbit")
     latency = links.parse_time(options.latency, "--latency")
     with advice.waiting(f"measuring {options.model} and the codecs"):
-        here = measure(options.model, options.local, cores)
+        here = measure(options.model, options.local, cores, options.bucket_mb)
 
     def network(at: float) -> Network:
         return here.network(options.world, options.local, at, latency, inside)
@@ -101,7 +104,7 @@ def _run_in_group(options: argparse.Namespace) -> int:
     cores = cores_of(options, local)
     dist.init_process_group()  # Gloo, and NCCL beside it where there are GPUs
     try:
-        here, network = measure_group(options.model, local, cores)
+        here, network = measure_group(options.model, local, cores, options.bucket_mb)
         if dist.get_rank() == 0:
             advise(options, here, network)
     finally:

@@ -1,4 +1,4 @@
-"""Predictions beside measurements: `gradwire-bench advise --check`.
+"""Predictions beside measurements: `gradwire-bench advise --check`; `--model small --delay 25ms` for a distance.
 
 For each rate, the rig of `gradwire-bench step` measures every arm on shaped links between two ranks of one core each.
 The prediction knows the rate, and what was measured on processes without those links, before the rig and again after
@@ -21,6 +21,13 @@ from . import advice, links, report, step
 from .forecast import Here, measure, predictions
 
 WORLD = 2
+#: What the rig of `step` takes for each model that it knows.
+RIGS: dict[str, dict[str, Any]] = {
+    "linear": {"width": 2048, "layers": 6, "batch": 8},
+    "small": {"width": 512, "layers": 8, "batch": 8},
+}
+#: Of "small": eight buckets.
+SMALL_BUCKETS = 1.0
 #: Arms that both have, under the same names.
 CHECKED = ("fp32", "fp16", "onebit", "topk", "qsgd", "terngrad")
 ROUNDS = 2
@@ -39,14 +46,19 @@ def run(options: argparse.Namespace) -> int:
     rates = {text: links.parse_rate(text) for text in options.rates}
     if None in rates.values():
         raise ValueError("--rates none: a prediction needs the speed of the links")
-    result = report.document("advise --check", {"rates": options.rates, "world": WORLD, "model": "linear"})
+    if options.model not in RIGS:
+        raise ValueError(f"--model {options.model}: what is checked is one of {', '.join(RIGS)}")
+    distance = None if options.latency is None else links.Distance(links.parse_time(options.latency, "--latency"))
+    bucket_mb = SMALL_BUCKETS if options.bucket_mb is None and options.model == "small" else options.bucket_mb
+    arguments = {"rates": options.rates, "world": WORLD, "model": options.model, **links.recorded(distance)}
+    result = report.document("advise --check", arguments)
     result["environment"]["threads"] = 1
     result["checks"] = []
     with keeping_memory():
         for text, rate in rates.items():
             assert rate is not None
             with advice.waiting(f"measuring here, the rig at {text}, and here again"):
-                checked = {"rate": text, **check(rate)}
+                checked = {"rate": text, **check(options.model, rate, distance, bucket_mb)}
             result["checks"].append(checked)
             table(checked, result["environment"]).print()
     if options.json:
@@ -69,28 +81,29 @@ def keeping_memory() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def check(rate: int) -> dict[str, Any]:
+def check(model: str, rate: int, distance: links.Distance | None, bucket_mb: float | None) -> dict[str, Any]:
     """Predict and measure every arm at one rate."""
-    before = measure("linear", WORLD, 1.0)
-    longest = sum(row["step_s"] for row in predicted(before, rate).values())
+    delay = 0.0 if distance is None else distance.delay
+    before = measure(model, WORLD, 1.0, bucket_mb)
+    longest = sum(row["step_s"] for row in predicted(before, rate, delay).values())
     steps = max(FEWEST_STEPS, min(MOST_STEPS, round(ROUND_SECONDS / longest)))
     arguments = {"arms": [step.FLOOR, *CHECKED], "density": 0.01, "steps": steps, "rounds": ROUNDS}
-    arguments |= {"warmup": WARM_UP, "width": 2048, "layers": 6, "batch": 8}
-    with links.ShapedLinks(WORLD, rate) as connection:
+    arguments |= {"warmup": WARM_UP, **RIGS[model], "bucket_mb": bucket_mb, "distant": distance is not None}
+    with links.open_links(WORLD, rate, distance) as connection:
         proof, ranks = connection.run_proven(step.measure, arguments, timeout=900, strict=True)
-    rows = step.summarize([rank["arms"] for rank in ranks], shaped=True)
-    after = measure("linear", WORLD, 1.0)
+    rows = step.summarize([rank["arms"] for rank in ranks], shaped=True, distant=distance is not None)
+    after = measure(model, WORLD, 1.0, bucket_mb)
     return {
         "measured_here": [asdict(before), asdict(after)],
         "proof": proof,
         "rig": arguments,
-        "arms": compare(rows, [predicted(here, rate) for here in (before, after)]),
+        "arms": compare(rows, [predicted(here, rate, delay) for here in (before, after)]),
     }
 
 
-def predicted(here: Here, rate: int) -> dict[str, dict[str, Any]]:
-    """By the name of an arm, its prediction at `rate`; the step without communication is the profile's."""
-    rows = predictions(here, here.network(WORLD, 1, rate, 0.0, None))
+def predicted(here: Here, rate: int, delay: float = 0.0) -> dict[str, dict[str, Any]]:
+    """By the name of an arm, its prediction at `rate` and `delay`; the step without communication is the profile's."""
+    rows = predictions(here, here.network(WORLD, 1, rate, delay, None))
     floor = {"arm": step.FLOOR, "step_s": here.profile.floor, "what": step.ARMS[step.FLOOR]}
     return {row["arm"]: row for row in (floor, *rows) if row["arm"] in (step.FLOOR, *CHECKED)}
 
@@ -147,4 +160,5 @@ def table(checked: Mapping[str, Any], environment: Mapping[str, Any]) -> report.
         f"needs {proof['expected_s'] * 1e3:.1f} ms took {proof['median_s'] * 1e3:.1f}",
         f"further off than {TARGET:.0%}: {', '.join(far)}" if far else f"all within {TARGET:.0%}",
     ]
-    return report.Table(f"Prediction and measurement at {checked['rate']}", columns, rows, "\n".join(notes))
+    far_away = f" and {proof['delay_s'] * 1e3:g} ms one way" if "delay_s" in proof else ""
+    return report.Table(f"Prediction and measurement at {checked['rate']}{far_away}", columns, rows, "\n".join(notes))

@@ -75,29 +75,35 @@ class Here:
         return from_flags(self.messages, self.work, world_size, local_size, rate, latency, inside)
 
 
-def measure(model: str, local: int, cores: float) -> Here:
+def measure(model: str, local: int, cores: float, bucket_mb: float | None = None) -> Here:
     """Measure in processes of our own, as many at once as a node will have, or as this machine has cores for.
+
+    Args:
+        model, bucket_mb: as `measurement.measure_model` takes them.
+        local: ranks on each node.
+        cores: of each rank.
 
     Raises:
         ValueError: `model` is none.
     """
     threads = max(1, int(cores))
     processes = 1 if torch.cuda.is_available() else max(1, min(local, (os.cpu_count() or 1) // threads))
-    found = links.Loopback(processes).run(measurement.measure_model, {"model": model, "threads": threads}, TIMEOUT)[0]
+    job = {"model": model, "threads": threads, "bucket_mb": bucket_mb}
+    found = links.Loopback(processes).run(measurement.measure_model, job, TIMEOUT)[0]
     if "error" in found:
         raise ValueError(found["error"])
     messages = links.Loopback(2).run(measurement.measure_network, {"threads": threads}, TIMEOUT)[0]
     return read(found, messages, cores, threads)
 
 
-def measure_group(model: str, local: int, cores: float) -> tuple[Here, Network]:
+def measure_group(model: str, local: int, cores: float, bucket_mb: float | None = None) -> tuple[Here, Network]:
     """Measure in the running group, and probe its network. A collective.
 
     Raises:
         ValueError: `model` is none.
     """
     threads = max(1, int(cores))
-    found = measurement.measure_model(model, threads)
+    found = measurement.measure_model(model, threads, bucket_mb)
     if "error" in found:
         raise ValueError(found["error"])
     here = read(found, measurement.measure_network(threads), cores, threads)
@@ -116,8 +122,8 @@ def read(found: Mapping[str, Any], messages: Mapping[str, Any], cores: float, th
     latency that flags give."""
     profile = found["profile"]
     processors = Processors(cores, threads, messages["waking"])
-    messages = dict(messages)
-    if found["device"].startswith("cuda"):
+    messages = {**messages, "gloo": not found["device"].startswith("cuda")}
+    if not messages["gloo"]:
         processors = Processors()
         messages["lines"] = {name: {**line, "alpha": 0.0} for name, line in messages["lines"].items()}
         messages["latency"] = dict.fromkeys(messages["latency"], 0.0)
@@ -149,7 +155,8 @@ def predictions(here: Here, network: Network) -> list[dict[str, Any]]:
     rows = []
     for arm in ARMS:
         jobs, exchanges, received = jobs_of(arm, here, network)
-        prediction = predict(here.profile, jobs, here.processors, lane=arm.codec is not None)
+        at_once = network.flat.at_once if arm.codec is not None else min(network.flat.at_once, cost.GLOO_COLLECTIVES)
+        prediction = predict(here.profile, jobs, here.processors, at_once)
         rows.append(row_of(arm, prediction, exchanges, received) | {"jobs": [asdict(job) for job in jobs]})
     return rows
 
@@ -188,9 +195,11 @@ def jobs_of(arm: Arm, here: Here, network: Network) -> tuple[list[Job], list[str
         else:
             speed, size = here.speeds[arm.name], network.world_size
             candidates = compressed(Bucketful(arm.codec, speed, numel, size), network.flat, network.nodes)
-            estimate = min(candidates, key=lambda candidate: candidate.seconds)
+            like = max(1, round(sum(here.profile.numels) / numel))
+            estimate = min(candidates, key=lambda candidate: candidate.among(like))
             stack = network.processor["exchange"] * (estimate.received + estimate.inside)
-            jobs.append(Job(0.0, estimate.encode, estimate.latency, estimate.transfer, stack, estimate.decode))
+            moving = estimate.latency, estimate.transfer, stack
+            jobs.append(Job(0.0, estimate.encode, *moving, estimate.decode, estimate.stages))
             names.append(estimate.name)
         received += estimate.received
     return jobs, names, received

@@ -183,7 +183,7 @@ class Loopback(Processes):
         size = self.world_size
         numel = max(size, round(self.rate / 8 * proving.SECONDS / 8 * size / (size - 1)))
         job: dict[str, Any] = {"numel": numel, "repeats": 5 if self.delay else 15, "peers": self._peers()}
-        job |= {"size": proving.stream_bytes(self.rate, self.delay), "arguments": dict(arguments)}
+        job |= {"size": proving.stream_bytes(self.rate), "arguments": dict(arguments)}
         job["function"] = None if function is None else path_of(function)
         ranks = self.run(proven, job, timeout, follow)
         proof = proving.prove(self.rate, self.delay, size, numel, ranks, self._tcp())

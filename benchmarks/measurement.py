@@ -36,7 +36,7 @@ CODECS: dict[str, Codec] = {
     "terngrad": TernGrad(),
 }
 #: Short names for models that come along.
-MODELS = {"linear": f"{models.__name__}:linear", "language": f"{models.__name__}:language"}
+MODELS = {name: f"{models.__name__}:{name}" for name in ("linear", "small", "language")}
 #: DDP rebuilds its buckets after the first step.
 WARM_UP = 4
 #: Steps are timed for about so long, and so many at least and at most.
@@ -132,8 +132,13 @@ def _last(error: Exception) -> str:
 # -- a model -----------------------------------------------------------------------------------------------------------
 
 
-def measure_model(model: str, threads: int) -> dict[str, Any]:
+def measure_model(model: str, threads: int, bucket_mb: float | None = None) -> dict[str, Any]:
     """Time a model's steps without communication, and codecs and casts on its largest bucket.
+
+    Args:
+        model: as `load` takes it.
+        threads: of each rank.
+        bucket_mb: DDP's `bucket_cap_mb`; None: its default.
 
     Returns:
         `parameters`, `device`, `element_bytes`, a `Profile`'s fields, `codecs` (a `CodecSpeed` for each), `casts` (to
@@ -144,7 +149,7 @@ def measure_model(model: str, threads: int) -> dict[str, Any]:
         built, loss = load(model)
     except ModelError as error:
         return {"error": str(error)}
-    steps = Steps(built, loss)
+    steps = Steps(built, loss, bucket_mb)
     group = Group(dist.group.WORLD)
     profile = steps.profile(group)
     numel = max(profile["numels"])
@@ -192,10 +197,10 @@ class Marks:
 class Steps:
     """Training steps under DDP, whose hook gives every rank its own gradients back, and notes when it was called."""
 
-    def __init__(self, model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> None:
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module], Tensor], bucket_mb: float | None = None) -> None:
         trained = [p for p in model.parameters() if p.requires_grad]
         self.device, self.loss = trained[0].device, loss
-        self.model = DistributedDataParallel(model)
+        self.model = DistributedDataParallel(model, bucket_cap_mb=bucket_mb)
         self.model.register_comm_hook(self, note)
         # The cheapest optimizer; it must not change what the next step takes.
         self.optimizer = torch.optim.SGD(trained, lr=0.0)

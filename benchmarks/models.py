@@ -21,6 +21,12 @@ def linear() -> Built:
     return step.linear_layers(2048, 6), lambda model: F.mse_loss(model(x), y)
 
 
+def small() -> Built:
+    """Eight linear layers, two million parameters, batch 8: little besides what it has to tell."""
+    x, y = torch.randn(8, 512), torch.randn(8, 512)
+    return step.linear_layers(512, 8), lambda model: F.mse_loss(model(x), y)
+
+
 def language() -> Built:
     """The demo's: a byte-level transformer of 0.85 million parameters, batch 16."""
     model = LanguageModel()

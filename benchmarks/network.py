@@ -1,9 +1,14 @@
 """The network that `gradwire-bench advise` predicts for: from flags, or from a probe of the running group.
 
-Ranks are numbered node by node, and those of one node share its network card. Gloo's and NCCL's all-gather and
+Ranks are numbered node by node, and those of one node share its network card. NCCL's all-gather and everybody's
 all-reduce go round a ring, of which one link leaves each node: the card carries what one rank receives. In an
-all-to-all every rank of a node talks to every rank outside: the card carries that for all of them. In a hierarchical
-exchange each rank of a node has a ring of its own through the card, with a share of the data.
+all-to-all, and in what gradwire sends over Gloo, every rank of a node talks to every rank outside: the card carries
+that for all of them. In a hierarchical exchange each rank of a node has a ring of its own through the card, with a
+share of the data.
+
+gradwire's messages of known sizes are announced ahead, so each stage takes one way; entries whose number differs from
+step to step are not, and take two. Gloo's all-reduce goes 2·(P-1) times round by pieces of 1 MB, two under way at once,
+and each piece is announced before it is sent.
 
 What software adds to a network's latency (waking threads, Gloo's own rounds) is measured here, over loopback.
 """
@@ -11,10 +16,10 @@ What software adds to a network's latency (waking threads, Gloo's own rounds) is
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ..hooks.auto.cost import Calibration, Latency, Line, Nodes, Work
+from ..hooks.auto.cost import EVERY, GLOO_PIECE, Calibration, Latency, Line, Nodes, Work
 
 #: What TCP leaves of Ethernet's rate: 1448 bytes of 1538, with headers, preamble and the gap between frames.
 PAYLOAD = 1448 / 1538
@@ -75,19 +80,18 @@ def _calibration(
         latency: seconds that the network adds to each round.
         ring, all_to_all: seconds for each byte received.
     """
+    gloo = here["gloo"]
     alphas = {name: line["alpha"] for name, line in here["lines"].items()}
     software = Latency(**here["latency"])
     others = max(1, size - 1)  # of two processes, one: what was measured
-    reduce = 2 * others  # rounds
-
-    return Calibration(
-        Line(others * (alphas["all_gather"] + latency), ring),
-        Line(alphas["all_to_all"] + latency, all_to_all),
-        Line(others * alphas["all_reduce"] + reduce * latency, ring),
-        work,
-        Latency(
-            software.gather + latency,
-            software.union + latency * (1 + reduce),
-            software.split + latency * 5,
-        ),
+    swap, ways = Line(alphas["all_to_all"] + latency, all_to_all), 2 if gloo else 1
+    reduce = Line(others * (alphas["all_reduce"] + 2 * ways * latency), ring)
+    if gloo:
+        gather = Line(alphas["all_gather"] + latency, all_to_all)
+        reduce = replace(reduce, window=4.0 * others * GLOO_PIECE)
+    else:
+        gather = Line(others * (alphas["all_gather"] + latency), ring)
+    rounds = Latency(
+        software.gather + ways * latency, software.union + 3 * ways * latency, software.split + 4 * ways * latency
     )
+    return Calibration(gather, swap, reduce, work, rounds, EVERY if gloo else 1)

@@ -13,6 +13,7 @@ import struct
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
@@ -26,8 +27,8 @@ from .report import median
 TOLERANCE = 1.3
 #: Seconds of sending that an all-reduce takes.
 SECONDS = 0.02
-#: How often a stream is sent: first untimed, as TCP's windows open, then timed.
-STREAMS_FIRST, STREAMS = 4, 3
+#: Pieces of a stream, each a tenth of a second of the link: first untimed, as TCP's window opens, then timed.
+PIECES_FIRST, PIECES, PIECE_SECONDS = 10, 5, 0.1
 _STREAM_PORT = 29499
 #: How much longer than two ways a ping may take: a share of them, and seconds that busy processors need to answer.
 PING_SHARE, PING_SECONDS = 0.1, 2e-3
@@ -38,8 +39,8 @@ class Proof(TypedDict):
     """An all-reduce on the links: bytes that each rank sends, the seconds that takes at the rate (with the delay, one
     way, where there is one), the median and the fastest measured, and whether the rate was reached.
 
-    On links with a distance also that delay, the quickest ping and the median of all, what a stream from each rank to
-    the next needs and its median, and the kernel's settings of TCP by their names.
+    On links with a distance also that delay, the quickest ping and the median of all, what a piece of a stream from
+    each rank to the next needs and the median of all, and the kernel's settings of TCP by their names.
     """
 
     bytes_sent: float
@@ -55,9 +56,9 @@ class Proof(TypedDict):
     tcp: NotRequired[dict[str, str]]
 
 
-def stream_bytes(rate: int, delay: float) -> int:
-    """Of one stream: enough that it is not the delay that is measured."""
-    return round(rate / 8 * max(0.1, 4 * delay))
+def stream_bytes(rate: int) -> int:
+    """Of a piece of the stream."""
+    return round(rate / 8 * PIECE_SECONDS)
 
 
 def prove(
@@ -77,7 +78,7 @@ def prove(
     if delay:
         pings = [ping for rank in ranks for ping in rank["pings"]]
         proof["delay_s"], proof["fastest_ping_s"], proof["median_ping_s"] = delay, min(pings), median(pings)
-        proof["expected_stream_s"] = stream_bytes(rate, delay) * 8 / rate + 2 * delay
+        proof["expected_stream_s"] = PIECE_SECONDS
         proof["median_stream_s"] = median([seconds for rank in ranks for seconds in rank["streams"]])
         proof["reached"] = proof["median_stream_s"] <= TOLERANCE * proof["expected_stream_s"]
         proof["tcp"] = tcp
@@ -133,7 +134,7 @@ def _measured(proof: Proof) -> str:
     ways, ping = proof["delay_s"] * 2e3, proof["median_ping_s"] * 1e3
     needs, stream = proof["expected_stream_s"] * 1e3, proof["median_stream_s"] * 1e3
     return (
-        f"a ping there and back, {ways:g} ms, took {ping:.2f}; a stream that needs {needs:.1f} ms at this rate took "
+        f"a ping there and back, {ways:g} ms, took {ping:.2f}; a piece of a stream that needs {needs:.1f} ms took "
         f"{stream:.1f}; {all_reduce}; TCP: {', '.join(f'{name} {value}' for name, value in proof['tcp'].items())}"
     )
 
@@ -145,7 +146,8 @@ def proven(
 
     Args:
         numel, repeats: of `timed_all_reduce`.
-        peers: every rank's address, to ping the next one's, and send it streams of `size` bytes; empty: do not.
+        peers: every rank's address, to ping the next one's, and send it a stream; empty: do not.
+        size: bytes of a piece of the stream.
         function, arguments: what to call after that, by `launch.path_of`; None: nothing.
     """
     return {
@@ -171,37 +173,33 @@ def timed_all_reduce(numel: int, repeats: int) -> list[float]:
 
 
 def timed_streams(peers: Sequence[str], size: int) -> list[float]:
-    """Seconds from sending `size` bytes over TCP to the next rank until it has told that they have come. A collective:
-    all ranks send, and receive, at once."""
-    rank, times = dist.get_rank(), []
+    """Seconds in which each next `size` bytes of a stream over TCP arrive from the rank before, once its window is
+    open. A collective: all ranks send, and receive, at once."""
+    rank, moments = dist.get_rank(), []
     with socket.create_server((peers[rank], _STREAM_PORT)) as server:
         dist.barrier()
         with socket.create_connection((peers[(rank + 1) % len(peers)], _STREAM_PORT)) as following:
             preceding, _ = server.accept()
             with preceding:
-                receiving = threading.Thread(target=_receive, args=(preceding, size))
-                receiving.start()
-                payload = bytes(size)
-                for _ in range(STREAMS_FIRST + STREAMS):
-                    begin = time.perf_counter()
-                    following.sendall(payload)
-                    following.recv(1)
-                    times.append(time.perf_counter() - begin)
-                receiving.join()
-    return times[STREAMS_FIRST:]
+                sending = threading.Thread(target=_send, args=(following, bytes(size)))
+                sending.start()
+                into = bytearray(1 << 20)
+                for _ in range(PIECES_FIRST + PIECES):
+                    left = size
+                    while left:
+                        came = preceding.recv_into(into, min(left, len(into)))
+                        if not came:
+                            raise LinkError("the stream of the rank before has ended early")
+                        left -= came
+                    moments.append(time.perf_counter())
+                sending.join()
+    return [after - before for before, after in pairwise(moments[PIECES_FIRST - 1 :])]
 
 
-def _receive(wire: socket.socket, size: int) -> None:
+def _send(wire: socket.socket, piece: bytes) -> None:
     """The other end of `timed_streams`."""
-    into = bytearray(1 << 20)
-    for _ in range(STREAMS_FIRST + STREAMS):
-        left = size
-        while left:
-            came = wire.recv_into(into, min(left, len(into)))
-            if not came:
-                return
-            left -= came
-        wire.sendall(b".")
+    for _ in range(PIECES_FIRST + PIECES):
+        wire.sendall(piece)
 
 
 def ping(address: str, times: int) -> list[float]:

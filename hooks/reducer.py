@@ -56,6 +56,7 @@ class Reducer:
         statistics: what is counted.
         seed: of stochastic rounding.
         clean: whether no rank can have anything in its feedback.
+        numel: elements of all gradients.
     """
 
     def __init__(
@@ -67,8 +68,9 @@ class Reducer:
         seed: int,
         *,
         clean: bool,
+        numel: int,
     ) -> None:
-        self.connection, self.seed = connection, seed
+        self.connection, self.seed, self._numel = connection, seed, numel
         self._feedback, self._tracker, self._statistics = feedback, tracker, statistics
         self._asked: Choice | None = None  # the step's choice, as the user wants it
         self._current: Choice  # and as a trial of it does
@@ -222,7 +224,8 @@ class Reducer:
         """The exchange that serves a unit: decided when its choice changes, and now and then."""
         planner, plan = self.connection.planner, unit.plan
         if plan is None or unit.choice != choice or (choice.exchange == "auto" and number % REVIEW_EVERY == 0):
-            plan, why = planner.plan(choice, layout_numel(unit.layout), unit.union)
+            numel = layout_numel(unit.layout)
+            plan, why = planner.plan(choice, numel, unit.union, max(1, round(self._numel / max(1, numel))))
             unit.choice = choice
             trial = "" if self.trial is None else str(self.trial)
             self._statistics.decisions[unit.index] = f"{plan.exchange} of {plan.codec}: {why}{trial}"

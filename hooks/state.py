@@ -445,7 +445,8 @@ class CompressState:
             straight=not self._tracker.skips,  # a step that may be undone has to be remembered
         )
         parts = self._feedback, self._tracker, self._statistics
-        reducer = self._reducer = Reducer(connection, *parts, self.seed, clean=self._step == 0)
+        numel = sum(p.numel() for p in self._parameters.values())
+        reducer = self._reducer = Reducer(connection, *parts, self.seed, clean=self._step == 0, numel=numel)
         reducer.follow(self._choice(self._step))
         return reducer
 

@@ -15,7 +15,10 @@ from gradwire.benchmarks import advice, advise_check, cli, forecast, measurement
 from gradwire.benchmarks.forecast import Here
 from gradwire.benchmarks.network import PAYLOAD
 from gradwire.benchmarks.prediction import Job, Processors, Profile, Task, predict, run, share, simulate
+from gradwire.compress import OneBit
+from gradwire.hooks.auto import cost
 from gradwire.hooks.auto.cost import CodecSpeed, Work
+from gradwire.hooks.exchanges import Bucketful, Gather, TwoPass
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -65,6 +68,8 @@ value = 3
 """
 
 seconds = st.floats(0.0, 1.0)
+#: How many jobs are under way at once.
+TOGETHER = (1, 2, cost.EVERY)
 positive = st.floats(1e-3, 1.0)
 
 
@@ -79,15 +84,15 @@ def profiles(draw: st.DrawFn) -> Profile:
 
 def jobs_for(profile: Profile) -> st.SearchStrategy[list[Job]]:
     n = len(profile.numels)
-    return st.lists(st.builds(Job, *[seconds] * 6), min_size=n, max_size=n)
+    return st.lists(st.builds(Job, *[seconds] * 6, st.integers(1, 3)), min_size=n, max_size=n)
 
 
 # -- the simulation ----------------------------------------------------------------------------------------------------
 
 
-@given(profiles(), st.booleans(), st.sampled_from([Processors(), Processors(4.0, 2), Processors(0.5, 1)]))
-def test_what_costs_nothing_takes_the_floor(profile: Profile, lane: bool, processors: Processors) -> None:
-    prediction = predict(profile, [Job()] * len(profile.numels), processors, lane)
+@given(profiles(), st.sampled_from(TOGETHER), st.sampled_from([Processors(), Processors(4.0, 2), Processors(0.5, 1)]))
+def test_what_costs_nothing_takes_the_floor(profile: Profile, at_once: int, processors: Processors) -> None:
+    prediction = predict(profile, [Job()] * len(profile.numels), processors, at_once)
     slower = max(1.0, processors.threads / processors.cores)  # fewer cores than threads
     assert prediction.step == pytest.approx(profile.floor * slower)
     if slower == 1:
@@ -96,36 +101,37 @@ def test_what_costs_nothing_takes_the_floor(profile: Profile, lane: bool, proces
         assert prediction.hidden == 1
 
 
-@given(st.data(), profiles(), st.booleans(), st.floats(1.0, 8.0))
-def test_no_step_beats_what_bounds_it(data: st.DataObject, profile: Profile, lane: bool, cores: float) -> None:
+@given(st.data(), profiles(), st.sampled_from(TOGETHER), st.floats(1.0, 8.0))
+def test_no_step_beats_what_bounds_it(data: st.DataObject, profile: Profile, at_once: int, cores: float) -> None:
     jobs = data.draw(jobs_for(profile))
-    step = simulate(profile, jobs, Processors(cores, 1), lane)
+    step = simulate(profile, jobs, Processors(cores, 1), at_once)
     serial = profile.floor + sum(job.seconds for job in jobs)
     assert step <= serial + 1e-6, "at worst, one thing after the other"
     assert step >= profile.floor - 1e-6
     assert step >= sum(job.moving for job in jobs) - 1e-6, "the link carries one bucket after the other"
     work = profile.floor + sum(job.inline + job.encode + job.processor + job.decode for job in jobs)
     assert step >= work / cores - 1e-6, "nor do cores do more than they can"
-    prediction = predict(profile, jobs, Processors(cores, 1), lane)
+    prediction = predict(profile, jobs, Processors(cores, 1), at_once)
     assert prediction.step == step
     assert 0 <= prediction.hidden <= 1
 
 
-@given(st.data(), profiles(), st.booleans(), st.floats(0.0, 1.0))
+@given(st.data(), profiles(), st.sampled_from(TOGETHER), st.floats(0.0, 1.0))
 def test_where_cores_suffice_more_bandwidth_never_slows(
-    data: st.DataObject, profile: Profile, lane: bool, factor: float
+    data: st.DataObject, profile: Profile, at_once: int, factor: float
 ) -> None:
-    jobs = data.draw(jobs_for(profile))
+    # What is decoded earlier may keep the thread from encoding, and a later stage the link from an earlier one.
+    jobs = [replace(job, decode=0.0, stages=1) for job in data.draw(jobs_for(profile))]
     faster = [replace(job, transfer=job.transfer * factor) for job in jobs]
     many = Processors(64.0, 1)
-    assert simulate(profile, faster, many, lane) <= simulate(profile, jobs, many, lane) + 1e-6
+    assert simulate(profile, faster, many, at_once) <= simulate(profile, jobs, many, at_once) + 1e-6
 
 
-@given(st.data(), st.booleans())
-def test_one_bucket_cannot_overlap(data: st.DataObject, lane: bool) -> None:
+@given(st.data(), st.sampled_from(TOGETHER))
+def test_one_bucket_cannot_overlap(data: st.DataObject, at_once: int) -> None:
     profile = Profile((1,), data.draw(seconds), (data.draw(positive),), (data.draw(seconds),), data.draw(seconds))
     (job,) = data.draw(jobs_for(profile))
-    prediction = predict(profile, [job], Processors(), lane)
+    prediction = predict(profile, [job], Processors(), at_once)
     assert prediction.step == pytest.approx(profile.floor + job.seconds)
     assert prediction.hidden == pytest.approx(0, abs=1e-6) or job.seconds < 1e-9
 
@@ -133,31 +139,38 @@ def test_one_bucket_cannot_overlap(data: st.DataObject, lane: bool) -> None:
 def test_two_buckets_overlap_as_far_as_cores_reach() -> None:
     profile = Profile((1, 1), 0.0, (1.0, 3.0), (0.0, 0.0), 0.0)
     moving = [Job(transfer=2.0), Job(transfer=0.5)]
-    assert simulate(profile, moving, Processors(), lane=True) == pytest.approx(3.5)
+    assert simulate(profile, moving, Processors(), 1) == pytest.approx(3.5)
     encoding = [Job(encode=1.0), Job()]
-    assert simulate(profile, encoding, Processors(2.0, 1), lane=True) == pytest.approx(3.0)
-    assert simulate(profile, encoding, Processors(), lane=True) == pytest.approx(4.0), "one core does both"
-    decoding = [Job(transfer=2.0, decode=1.0), Job(transfer=1.0)]
+    assert simulate(profile, encoding, Processors(2.0, 1), 1) == pytest.approx(3.0)
+    assert simulate(profile, encoding, Processors(), 1) == pytest.approx(4.0), "one core does both"
+    decoding = [Job(transfer=2.0, decode=2.0), Job(transfer=1.0, decode=1.0)]
     many = Processors(8.0, 1)
-    assert simulate(profile, decoding, many, lane=True) == pytest.approx(5.0), "a lane decodes first"
-    assert simulate(profile, decoding, many, lane=False) == pytest.approx(4.0), "PyTorch's link goes on"
+    assert simulate(profile, decoding, many, cost.EVERY) == pytest.approx(6.0), (
+        "one thread decodes, while the link goes on"
+    )
     latent = [Job(latency=5.0), Job()]
-    assert predict(profile, latent, many, lane=True).bottleneck == "latency"
-    assert predict(profile, decoding, many, lane=True).bottleneck == "transfer"
+    assert predict(profile, latent, many, cost.EVERY).bottleneck == "latency"
+    assert predict(profile, moving, many, cost.EVERY).bottleneck == "transfer"
+
+
+def test_what_is_under_way_at_once_waits_for_the_distance_together() -> None:
+    profile = Profile((1,) * 8, 0.0, tuple(0.1 * n for n in range(1, 9)), (0.0,) * 8, 0.0)
+    jobs, many = [Job(latency=5.0, transfer=0.1)] * 8, Processors(8.0, 1)
+    assert simulate(profile, jobs, many, cost.EVERY) == pytest.approx(0.8 + 5.1)
+    assert simulate(profile, jobs, many, 1) == pytest.approx(0.1 + 8 * 5.1)
+    assert simulate(profile, jobs, many, 2) == pytest.approx(0.2 + 4 * 5.1)
+    stages = [Job(latency=10.0, transfer=0.2, stages=2)] * 8
+    assert simulate(profile, stages, many, cost.EVERY) == pytest.approx(0.8 + 10.2)
 
 
 def test_a_message_waits_for_a_busy_core() -> None:
     profile = Profile((1, 1), 0.0, (1.0, 3.0), (0.0, 0.0), 0.0)
     jobs, many = [Job(latency=0.5, transfer=1.0)] * 2, Processors(8.0, 1, waking=0.25)
-    assert simulate(profile, jobs, many, lane=True) == pytest.approx(4.5), "one is free"
-    assert simulate(profile, jobs, Processors(1.0, 1, waking=0.25), lane=True) == pytest.approx(4.5), (
-        "none computes then"
-    )
-    long = [Job(latency=0.5, transfer=2.5), Job(transfer=1.0)]
-    assert simulate(profile, long, Processors(1.0, 1, waking=0.25), lane=True) == pytest.approx(5.25)
-    assert simulate(profile, [Job()] * 2, Processors(1.0, 1, waking=0.25), lane=True) == pytest.approx(3.0), (
-        "no message"
-    )
+    assert simulate(profile, jobs, many, 1) == pytest.approx(4.5), "one is free"
+    assert simulate(profile, jobs, Processors(1.0, 1, waking=0.25), 1) == pytest.approx(4.5), "none computes then"
+    long = [Job(latency=3.0, transfer=0.5), Job(transfer=0.1)]
+    assert simulate(profile, long, Processors(1.0, 1, waking=0.25), cost.EVERY) == pytest.approx(4.75)
+    assert simulate(profile, [Job()] * 2, Processors(1.0, 1, waking=0.25), 1) == pytest.approx(3.0), "no message"
 
 
 def test_cores_are_shared_fairly() -> None:
@@ -177,6 +190,7 @@ def here(**changes: Any) -> Here:
         "latency": {"gather": 1e-4, "union": 2e-4, "split": 5e-4},
         "processor": dict.fromkeys(("exchange", "float32", "float16"), 1e-9),
         "waking": 0.0,
+        "gloo": True,
     }
     profile = Profile((5_000_000, 20_000_000), 0.03, (0.02, 0.06), (0.0, 0.0), 0.01)
     speeds = dict.fromkeys(measurement.CODECS, CodecSpeed(1e-9, 2e-10, 2e-10))
@@ -243,6 +257,42 @@ def test_ranks_of_a_node_share_its_card() -> None:
     inside = here().network(8, 8, 1e3, 1.0, 8e9)
     assert inside.flat.all_reduce.beta == pytest.approx(1e-9), "one node needs no card"
     assert inside.flat.all_to_all.alpha == pytest.approx(1e-4)
+
+
+def test_a_distance_costs_each_stage_once() -> None:
+    near, far = (steps(here(), 1e9, latency=latency) for latency in (0.0, 0.025))
+    for name in ("onebit", "topk", "qsgd", "terngrad"):
+        assert near[name]["exchange"] == far[name]["exchange"] == "gather"
+        assert far[name]["step_s"] - near[name]["step_s"] == pytest.approx(0.025, abs=4e-3), "some hides"
+    many = here(profile=Profile((625_000,) * 40, 0.03, tuple(0.0015 * n for n in range(1, 41)), (0.0,) * 40, 0.01))
+    near, far = (steps(many, 1e9, latency=latency) for latency in (0.0, 0.025))
+    assert far["onebit"]["step_s"] - near["onebit"]["step_s"] == pytest.approx(0.025, abs=4e-3)
+    # 2.5 MB of 40 buckets each, two at a time: four rounds of a way each, and no more, as they are short of 4 MB.
+    assert far["fp32"]["step_s"] > 20 * 4 * 0.025
+    assert far["fp32"]["bottleneck"] == "latency"
+
+
+def test_gloos_all_reduce_goes_round_piece_by_piece() -> None:
+    reduce = here().network(2, 1, 1e9, 0.025, None).flat.all_reduce
+    assert reduce.alpha == pytest.approx(4 * 0.025 + 1e-4)
+    bytes_second = 1e9 * PAYLOAD / 8
+    assert reduce.transfer(1e6) == pytest.approx(1e6 / bytes_second)
+    assert reduce.transfer(100 << 20) == pytest.approx((100 << 20) / bytes_second + 96 * 0.025, rel=0.01)
+    assert here().network(4, 1, 1e9, 0.025, None).flat.all_reduce.alpha == pytest.approx(12 * 0.025 + 3e-4)
+
+
+def test_many_buckets_share_the_wait_and_few_do_not() -> None:
+    """Of sixteen ranks gather waits once and moves much, and two_pass twice and little."""
+    network = here().network(16, 1, 1e9, 0.025, None).flat
+    what = Bucketful(OneBit(), CodecSpeed(0.0, 0.0), 250_000, 16)
+    candidates = [Gather.estimate(network, what), TwoPass.estimate(network, what)]
+    assert [estimate.stages for estimate in candidates] == [1, 2]
+    assert cost.decide(candidates).name == "gather"
+    decision = cost.decide(candidates, buckets=40)
+    assert decision.name == "two_pass"
+    assert str(decision).startswith("of 40 buckets that wait together: two_pass")
+    dense = network.dense(cost.Shape(250_000, 0, 16, 0))
+    assert dense.among(40) == dense.among(2) == pytest.approx(dense.seconds - dense.latency / 2)
 
 
 def test_a_gpu_has_no_network_stack() -> None:

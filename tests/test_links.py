@@ -160,12 +160,11 @@ def test_without_tun_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 )
 def test_what_counts_as_proof_of_a_distance(ping: float, stream: float, says: str | None) -> None:
     sides = [{"times": [0.1, 0.12], "pings": [ping] * 3, "streams": [stream] * 3}] * 2
-    # 100 ms of a link, and two ways.
-    assert proof.stream_bytes(10**9, 0.025) == 12_500_000
+    assert proof.stream_bytes(10**9) == 12_500_000
     found = proof.prove(10**9, 0.025, 2, 625_000, sides, {"wmem": "1 2 3"})
     assert found["expected_s"] == pytest.approx(0.02 + 0.025)
-    assert found["expected_stream_s"] == pytest.approx(0.15)
-    assert found["reached"] == (stream < 0.2)
+    assert found["expected_stream_s"] == pytest.approx(0.1)
+    assert found["reached"] == (stream < 0.13)
     if says is None:
         proof.check_proof(found, "links")
         assert "wmem 1 2 3" in proof.caption(found)
@@ -378,7 +377,7 @@ def test_distant_links_are_as_long_as_they_should_be_and_leave_nothing_behind() 
     assert shown is not None
     assert shown["fastest_ping_s"] >= 0.04
     assert shown["fastest_s"] >= 0.95 * (0.02 + 0.02)
-    assert shown["median_stream_s"] >= 0.95 * (0.1 + 0.04)
+    assert shown["median_stream_s"] >= 0.8 * 0.1
     assert set(shown["tcp"]) == {"congestion_control", "wmem", "rmem", "slow_start_after_idle"}
     assert connection.carried["packets"] > 1000
     assert links._namespaces(os.getpid()) == []

@@ -1,7 +1,9 @@
 """What an exchange will take: latency, bytes and work, by a model that `probe` calibrates.
 
-A collective of b received bytes takes α + β·b (Hockney 1994), with α and β of its own for each kind of collective; what
-is done to entries and elements takes so many seconds for each.
+A stage of b received bytes takes α + β·b (Hockney 1994), with α and β of its own for each kind of message; what is done
+to entries and elements takes so many seconds for each. Receives are announced ahead, so α is one way: the distance, and
+what waking up takes. All buckets of a step are under way at once: they share the link and the processor, but wait for
+the distance together. So of the buckets of a step, the α of each stage counts once (`Estimate.among`).
 """
 
 from __future__ import annotations
@@ -19,25 +21,35 @@ from ..comm.entries import CENSUS_BYTES, census_is_shared
 
 #: What precedes the name of an exchange between nodes.
 HIERARCHICAL = "hierarchical"
+#: How many of Gloo's collectives are under way at once: it has as many threads.
+GLOO_COLLECTIVES = 2
+#: More than any step has.
+EVERY = 1 << 30
+#: Gloo's all-reduce goes round a ring by pieces of at most this, two under way at once (gloo/allreduce.cc).
+GLOO_PIECE = 1 << 20
 
 
 @dataclass(frozen=True)
 class Line:
-    """A collective: `alpha` seconds, and `beta` for each byte that a rank receives; up to the largest message that was
+    """One stage: `alpha` seconds, and `beta` for each byte that a rank receives; up to the largest message that was
     probed, what was measured, as backends change their ways with the size.
 
     Attributes:
         points: bytes received and seconds taken, ascending.
+        window: bytes for which `alpha` is waited once, and so again for as many more: what is under way at once;
+            None: all of it.
     """
 
     alpha: float
     beta: float
     points: tuple[tuple[float, float], ...] = ()
+    window: float | None = None
 
     def transfer(self, size: float) -> float:
         """Seconds for so many bytes received, beyond `alpha`."""
         if not self.points or size >= self.points[-1][0]:
-            return self.beta * size
+            again = 0.0 if self.window is None else max(0.0, size / self.window - 1)
+            return self.beta * size + self.alpha * again
         (before, fast), (after, slow) = next(
             pair for pair in pairwise(((0.0, self.alpha), *self.points)) if size < pair[1][0]
         )
@@ -68,6 +80,8 @@ class Estimate:
         latency, transfer: seconds waiting and moving bytes.
         encode, decode: seconds computing, before the bytes move and after.
         inside: bytes that each rank receives from its own node besides.
+        stages: how often it waits.
+        at_once: how many buckets' exchanges of this kind wait together.
     """
 
     name: str
@@ -77,6 +91,8 @@ class Estimate:
     encode: float
     decode: float
     inside: float = 0.0
+    stages: int = 1
+    at_once: int = EVERY
 
     @property
     def work(self) -> float:
@@ -84,7 +100,12 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        return self.latency + self.transfer + self.work
+        """Of one bucket by itself."""
+        return self.among(1)
+
+    def among(self, buckets: int) -> float:
+        """What it adds to a step that has so many buckets like this one: its share of what they wait together."""
+        return self.latency / min(buckets, self.at_once) + self.transfer + self.work
 
     def __str__(self) -> str:
         parts = f"{self.latency * 1e3:.3g} waiting, {self.transfer * 1e3:.3g} for {self.received / 1e6:.3g} MB"
@@ -93,13 +114,16 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Decision:
-    """What was chosen, and between what."""
+    """What was chosen, and between what, for each of so many buckets."""
 
     name: str
     candidates: tuple[Estimate, ...]
+    buckets: int = 1
 
     def __str__(self) -> str:
-        return "; ".join(str(estimate) for estimate in sorted(self.candidates, key=lambda e: e.seconds))
+        among = f" of {self.buckets} buckets that wait together: " if self.buckets > 1 else ""
+        ordered = sorted(self.candidates, key=lambda estimate: estimate.among(self.buckets))
+        return among.lstrip() + "; ".join(map(str, ordered))
 
 
 @dataclass(frozen=True)
@@ -135,13 +159,22 @@ class Latency:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a group's collectives and the ranks' kernels take. Every rank holds the same numbers."""
+    """What a group's messages and the ranks' kernels take. Every rank holds the same numbers.
+
+    Attributes:
+        all_gather, all_to_all: a stage of messages, announced ahead.
+        all_reduce: the backend's own.
+        work, latency: as their classes say.
+        at_once: how many buckets' exchanges wait together: all of them where messages go by themselves, one where a
+            stream orders everything, as NCCL's does.
+    """
 
     all_gather: Line
     all_to_all: Line
     all_reduce: Line
     work: Work
     latency: Latency
+    at_once: int = EVERY
 
     # -- sparse gradients, by the algorithms of `hooks.sparse` ---------------------------------------------------------
 
@@ -185,7 +218,8 @@ class Calibration:
 
     def dense(self, shape: Shape) -> Estimate:
         moves = [(self.all_reduce, 8 * shape.numel * (shape.world_size - 1) / shape.world_size)]
-        return self._estimate("dense", moves, self.work.scatter * shape.k, self.work.dense * shape.numel)
+        whole = self._estimate("dense", moves, self.work.scatter * shape.k, self.work.dense * shape.numel)
+        return replace(whole, at_once=min(self.at_once, GLOO_COLLECTIVES))
 
     # -- wires of codecs -----------------------------------------------------------------------------------------------
 
@@ -215,6 +249,7 @@ class Calibration:
             inside=whole.received,
             latency=whole.latency + inner.latency,
             transfer=whole.transfer + inner.transfer,
+            stages=whole.stages + inner.stages,
         )
 
     def selected(self, entries: Estimate, speed: CodecSpeed, numel: int) -> Estimate:
@@ -227,14 +262,14 @@ class Calibration:
     def _gather(self, row: int, world_size: int) -> tuple[Line, float]:
         return self.all_gather, (world_size - 1) * row
 
-    @staticmethod
     def _estimate(
-        name: str, moves: list[tuple[Line, float]], encode: float, decode: float, latency: float | None = None
+        self, name: str, moves: list[tuple[Line, float]], encode: float, decode: float, latency: float | None = None
     ) -> Estimate:
         if latency is None:
             latency = sum(line.alpha for line, _ in moves)
         transfer = sum(line.transfer(size) for line, size in moves)
-        return Estimate(name, sum(size for _, size in moves), latency, transfer, encode, decode)
+        received, stages = sum(size for _, size in moves), len(moves)
+        return Estimate(name, received, latency, transfer, encode, decode, stages=stages, at_once=self.at_once)
 
 
 @dataclass(frozen=True)
@@ -251,7 +286,7 @@ def expected_union(numel: int, k: int, world_size: int) -> int:
     return round(numel * -math.expm1(world_size * math.log1p(-min(k / numel, 1 - 1e-9))))
 
 
-def decide(candidates: Iterable[Estimate]) -> Decision:
-    """The fastest; of equals, the first."""
+def decide(candidates: Iterable[Estimate], buckets: int = 1) -> Decision:
+    """The fastest for each of so many buckets of a step that are alike; of equals, the first."""
     estimates = tuple(candidates)
-    return Decision(min(estimates, key=lambda estimate: estimate.seconds).name, estimates)
+    return Decision(min(estimates, key=lambda estimate: estimate.among(buckets)).name, estimates, buckets)

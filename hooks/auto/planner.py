@@ -145,11 +145,12 @@ class Planner:
         if self.fallback == torch.bfloat16 and (BF16, True) not in self._speeds:
             self._speeds[BF16, True] = probe.codec_speed(BF16, True, numel, group, device)
 
-    def plan(self, choice: Choice, numel: int, union: int) -> tuple[Plan, str]:
+    def plan(self, choice: Choice, numel: int, union: int, buckets: int = 1) -> tuple[Plan, str]:
         """What serves a bucket of `numel` elements, and why.
 
         Args:
             union: how many elements any rank has selected, of a sparse codec's, as seen before; 0: not known.
+            buckets: how many like it a step has, which wait for the network together.
         """
         codec, feedback, size = choice.codec, choice.feedback, self.topology.all.size
         if choice.exchange == HIERARCHICAL and self.topology.between is not None:
@@ -162,7 +163,7 @@ class Planner:
             name = default_exchange(codec, size)
             return Plan(codec, name, feedback and name != "dense"), "nothing to choose from"
         plans = self._candidates(choice, numel, union)
-        decision = cost.decide(estimate for _, estimate in plans.values())
+        decision = cost.decide((estimate for _, estimate in plans.values()), buckets)
         return plans[decision.name][0], str(decision)
 
     def undecided(self, choice: Choice) -> bool:

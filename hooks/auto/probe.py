@@ -1,7 +1,8 @@
-"""A short probe of a group: what its collectives and the ranks' kernels take, for the model in `cost`.
+"""A short probe of a group: what its messages and the ranks' kernels take, for the model in `cost`.
 
-All of it is measured once for a group, with all ranks at work together as they will be, and the slowest rank counts: so
-every rank has the same numbers and decides alike.
+All of it is measured once for a group, with all ranks at work together as they will be, and every rank gets the same
+numbers, so that all decide alike: of work the slowest rank's. Of messages the mean of the ranks': they begin up to one
+way apart, whatever they do to begin together, and what one waits longer for that, another waits less.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ from ...compress.backends import entries_for
 from ...compress.codec import Codec, new_draw
 from ...compress.entries import index_bytes, value_bytes
 from ..comm.entries import Carrier, Entries
-from ..comm.group import Group
+from ..comm.group import Collective, Group, Port
 from ..comm.pipeline import drive
-from .cost import Calibration, CodecSpeed, Latency, Line, Work
+from .cost import EVERY, Calibration, CodecSpeed, Latency, Line, Work
 
 #: A probe's messages grow until one has taken this long, or all ranks' have so many bytes.
 PROBE_SECONDS, PROBE_BYTES = 0.15, 1 << 26
-#: Its shortest messages, and the pause before each: ranks do other things between collectives, and have to wake up.
-SHORT, PAUSE = 64, 1e-3
+#: And on slow networks, so many times their latency: it must not be what is measured.
+PROBE_LATENCIES = 4
+#: Its shortest messages, how many, and the pause before each: ranks do other things between them, and have to wake up.
+SHORT, SHORTS, PAUSE = 64, 9, 1e-3
 #: Entries that the probe packs, one in so many elements.
 PROBE_ENTRIES, PROBE_SPACING = 1 << 15, 64
 #: Elements that a codec's probe compresses.
@@ -60,19 +63,23 @@ def calibrate(group: Group, device: torch.device) -> Calibration:
     """Probe a group: a collective. Takes a second or two, and more where the network is slow or cores are few."""
     p = group.size
 
-    def all_gather(size: int) -> None:
+    gathers, swaps = group.channel("probe gather"), group.channel("probe swap")
+
+    def gather(size: int) -> Port | Collective:
         rows = torch.zeros(p, size, dtype=torch.uint8, device=device)
-        group.all_gather(rows, rows[0].clone()).wait()
+        return gathers.gather_port(rows, rows[0].clone())
 
-    def all_to_all(size: int) -> None:
+    def swap(size: int) -> Port | Collective:
         rows = torch.zeros(p, size, dtype=torch.uint8, device=device)
-        group.all_to_all(torch.empty_like(rows), rows).wait()
+        return swaps.swap_port(torch.empty_like(rows), rows)
 
-    def all_reduce(size: int) -> None:  # as many bytes received as in the others
-        group.all_reduce(torch.zeros(max(1, size * p // 8), dtype=torch.float32, device=device)).wait()
+    def all_reduce(size: int) -> Port | Collective:  # as many bytes received as in the others
+        x = torch.zeros(max(1, size * p // 8), dtype=torch.float32, device=device)
+        return Collective(lambda: group.all_reduce(x))
 
-    first, second, third = (_line(run, group, device) for run in (all_gather, all_to_all, all_reduce))
-    return Calibration(first, second, third, work(group, device), _latency(group, device))
+    first, second, third = (_line(make, group, device) for make in (gather, swap, all_reduce))
+    at_once = 1 if device.type == "cuda" else EVERY  # a GPU's stream orders them
+    return Calibration(first, second, third, work(group, device), _latency(group, device), at_once)
 
 
 def slowest(calibration: Calibration, group: Group, device: torch.device) -> Calibration:
@@ -81,21 +88,32 @@ def slowest(calibration: Calibration, group: Group, device: torch.device) -> Cal
     numbers = iter(agreed(group, device, [number for line in lines for number in (line.alpha, line.beta)]))
     first, second, third = (Line(next(numbers), next(numbers)) for _ in lines)
     entries = Work(*agreed(group, device, list(astuple(calibration.work))))
-    return Calibration(
-        first, second, third, entries, Latency(*agreed(group, device, list(astuple(calibration.latency))))
-    )
+    rounds = Latency(*agreed(group, device, list(astuple(calibration.latency))))
+    return Calibration(first, second, third, entries, rounds, calibration.at_once)
 
 
-def _line(run: Callable[[int], None], group: Group, device: torch.device) -> Line:
-    """α from the shortest messages; β from long ones, the better of the last two: some sizes suit a backend badly."""
+def _line(make: Callable[[int], Port | Collective], group: Group, device: torch.device) -> Line:
+    """α from the shortest messages; β from long ones, the better of the last two: some sizes suit a backend badly.
+
+    Args:
+        make: what moves so many bytes from each rank to each other, again and again.
+    """
     others = max(1, group.size - 1)
-    for _ in range(3):
-        run(SHORT)  # opens connections
-    (alpha,) = agreed(group, device, [_median([timed(run, SHORT, device, PAUSE) for _ in range(9)])])
+    short = [make(SHORT) for _ in range(SHORTS)]
+    for port in short[:3]:
+        port.start().wait()  # opens connections
+    for port in short:
+        port.post()
+    agreed(group, device, [0.0])  # by now every announcement has arrived
+    alpha = _typical(group, device, [_started(port, device, PAUSE) for port in short])
     size, points = 1 << 14, [(0.0, alpha)]
-    while points[-1][1] < PROBE_SECONDS and size * group.size <= PROBE_BYTES:
-        (seconds,) = agreed(group, device, [_median([timed(run, size, device) for _ in range(3)])])
-        points.append((float(others * size), max(seconds, alpha)))
+    while points[-1][1] < max(PROBE_SECONDS, PROBE_LATENCIES * alpha) and size * group.size <= PROBE_BYTES:
+        port, seconds = make(size), []
+        for _ in range(1 + 3):
+            port.post()
+            agreed(group, device, [0.0])
+            seconds.append(_started(port, device))
+        points.append((float(others * size), max(_typical(group, device, seconds[1:]), alpha)))  # the first opens
         size *= 4
     betas = [max(seconds - alpha, 1e-9) / received for received, seconds in points[-2:] if received]
     return Line(alpha, min(betas), tuple(points[1:-1]))
@@ -207,14 +225,28 @@ def timed(run: Callable[[int], object], size: int, device: torch.device, pause: 
     return time.perf_counter() - begin
 
 
+def _started(port: Port | Collective, device: torch.device, pause: float = 0.0) -> float:
+    return timed(lambda _: port.start().wait(), 0, device, pause)
+
+
+def _typical(group: Group, device: torch.device, seconds: list[float]) -> float:
+    """The mean of the ranks' medians. A collective."""
+    return float(_everyone(group, device, [_median(seconds)]).mean())
+
+
 def _median(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
 def agreed(group: Group, device: torch.device, seconds: list[float]) -> list[float]:
     """The slowest rank's, on every rank."""
+    slowest: list[float] = _everyone(group, device, seconds).amax(0).tolist()
+    return slowest
+
+
+def _everyone(group: Group, device: torch.device, seconds: list[float]) -> torch.Tensor:
+    """Every rank's, on every rank: float64 [P, …]."""
     mine = torch.tensor(seconds, dtype=torch.float64).to(device)
     rows = torch.zeros(group.size, len(seconds), dtype=torch.float64, device=device)
     group.all_gather(rows, mine).wait()
-    slowest: list[float] = rows.amax(0).tolist()
-    return slowest
+    return rows
