@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import test_allreduce
@@ -15,10 +16,12 @@ from gradwire.compress.codec import DTYPES
 from gradwire.compress.entries import plain_entries
 from gradwire.compress.feedback import Feedback
 from gradwire.compress.memory import Memory
-from gradwire.hooks.exchanges import possible
+from gradwire.hooks.exchanges import EXCHANGES, possible
+from gradwire.hooks.exchanges import register as register_exchange
 from ranks import Pool
 from strategies import encode, gradient, hostile_wires, parts_of, same
-from toys import ChunkedTopK, RandomK, Shapes, Smoothed, Threshold, Velocity, mirror
+from toys import ChunkedTopK, RandomK, Shapes, Smoothed, Star, Threshold, Velocity, mirror
+from training import Ledger, convnet, train, wrap
 
 CPU = torch.device("cpu")
 SPARSE: tuple[SparseCodec, ...] = (Threshold(), Threshold(2.5, 0.02), ChunkedTopK(), RandomK())
@@ -198,3 +201,42 @@ def test_what_is_handed_out_may_be_the_strategys() -> None:
     memory.of(layout).deliver(out)
     assert bool(out[3].isnan())
     assert memory.by_name("smooth")["a"].view(-1)[3] == 5.0
+
+
+# An exchange.
+
+
+def starred(rank: int, exchange: Any) -> Any:
+    """With an excluded parameter beside, and a channel of its own for each bucket."""
+    EXCHANGES.setdefault("star", Star)
+    try:
+        model = convnet()
+        ledger = Ledger(model)
+        ddp, state = wrap(model, OneBit(), exchange=exchange, exclude=["*bias"])
+        digests = train(rank, ddp, range(6), ledger)
+        found = digests, ledger.error(state), set(state.statistics().decisions.values())
+        state.close()
+    finally:
+        del EXCHANGES["star"]
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("exchange", ["star", "auto"])
+def test_an_exchange_from_outside_serves_buckets(ranks: Callable[[int], Pool], exchange: str, world_size: int) -> None:
+    results = ranks(world_size).run(starred, exchange)
+    for digests, error, decisions in results:
+        assert digests == results[0][0]
+        assert error < 1e-5
+        assert all(decision.startswith("star of OneBit") for decision in decisions)
+
+
+def test_an_exchange_is_registered_once() -> None:
+    try:
+        assert register_exchange(Star) is register_exchange(Star)
+        with pytest.raises(ValueError, match="'star' already"):
+            register_exchange(type("Other", (Star,), {}))
+        assert "star" in possible(OneBit())
+        assert "star" not in possible(TopK())
+    finally:
+        del EXCHANGES["star"]

@@ -13,6 +13,10 @@ from gradwire.compress.backends.sparse import SparseKernels
 from gradwire.compress.entries import value_fields
 from gradwire.compress.feedback import RESIDUAL, Feedback, Kept, Residual
 from gradwire.compress.wire import Field, Part
+from gradwire.hooks.auto.cost import Calibration, Estimate
+from gradwire.hooks.comm.group import Group, Port
+from gradwire.hooks.comm.pipeline import Stages
+from gradwire.hooks.exchanges import Bucketful, Exchange
 from torch import Tensor
 
 
@@ -212,3 +216,64 @@ class Smoothed(Residual):
     ) -> Tensor:
         mean = gradient + before[RESIDUAL] - after[RESIDUAL]
         return torch.stack([applied - (before["smooth"] + mean) / 2, applied - after["smooth"]])
+
+
+class Star(Exchange):
+    """Every rank's wire to the first, which sends their mean to all, as it is."""
+
+    name = "star"
+
+    def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
+        super().__init__(codec, numel, extra, device, group)
+        size, first, others = codec.wire_bytes(numel) if numel else 0, self.rank == 0, self.world_size - 1
+        self.row, self.floats = self.bytes(size + 4 * extra), numel + extra
+        self.rows = self.bytes(self.world_size * len(self.row)).view(self.world_size, -1)
+        self.mean = torch.zeros(self.floats, device=device)
+        to_first = [self.row, *[self.row[:0]] * others]
+        from_first = [self.mean[:0] if first else self.mean, *[self.mean[:0]] * others]
+        to_all = [self.mean[:0], *[self.mean if first else self.mean[:0]] * others]
+        self.ports = [
+            Port(self._own_group("in"), list(self.rows) if first else [self.row[:0]] * self.world_size, to_first),
+            Port(self._own_group("out"), from_first, to_all),
+        ]
+        if numel:
+            self.workspaces.append(codec.workspace(numel, device))
+
+    @classmethod
+    def carries(cls, codec: Codec) -> bool:
+        return len(codec.part_bytes(1)) == 1
+
+    @classmethod
+    def estimate(cls, network: Calibration, what: Bucketful) -> Estimate:
+        return Estimate("star", 4.0 * what.numel, 0.0, 0.0, 0.0, 0.0)  # says that it takes no time at all
+
+    @property
+    def payload_bytes(self) -> int:
+        return len(self.row)
+
+    @property
+    def transfer_bytes(self) -> int:
+        return 4 * self.floats
+
+    def reduce(
+        self,
+        grad: Tensor,
+        out: Tensor,
+        extra: Tensor,
+        feedback: Kept,
+        owned: Sequence[Kept],
+        draw: Tensor,
+        owner_draw: Tensor,
+    ) -> Stages:
+        size = len(self.row) - 4 * self.extra
+        if self.numel:
+            feedback.encode(self.codec, grad, self.row[:size], draw, self.workspaces[1])
+        self.row[size:].view(torch.float32).copy_(extra)
+        yield self.ports[0].start()
+        if self.rank == 0:
+            if self.numel:
+                self.codec.decode_mean((self.rows[:, :size],), self.mean[: self.numel], self.workspaces[1])
+            self._decode_extra(self.rows[:, size:], self.mean[self.numel :])
+        yield self.ports[1].start()
+        out.copy_(self.mean[: self.numel])
+        extra.copy_(self.mean[self.numel :])
