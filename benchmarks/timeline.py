@@ -1,8 +1,8 @@
 """One bucket's way through a real training step, as torch.profiler records it.
 
 The model is that of `gradwire-bench step`: six linear layers of 2048 × 2048, 25 million parameters, batch 8, one thread
-a rank. The first rank's step of median length is drawn: what its main thread does, and, on the lane, what happens to
-each bucket. The sums of the recorded phases are set beside what `state.statistics()` counted.
+a rank. The first rank's step of median length is drawn: what its main thread does, and on
+the pipeline's threads what happens to each bucket. The sums of the recorded phases are set beside what `state.statistics()` counted.
 """
 
 # Annotations stay evaluated here: DDP compares those of a hook with its own.
@@ -184,15 +184,17 @@ def tables(result: Mapping[str, Any]) -> list[report.Table]:
 
 
 def plot(result: Mapping[str, Any], path: Path) -> None:
-    """Above, the whole step; below, the way of the bucket that spends longest on the lane, larger."""
+    """Above, the whole step; below, the way of the bucket that takes longest, larger."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
     spans = [{**s, "start": s["start"] * 1e3, "end": s["end"] * 1e3} for s in result["drawn"]["spans"]]
-    lane = [span for span in spans if span["what"] in PHASES]
-    time_of = {b: sum(s["end"] - s["start"] for s in lane if s["bucket"] == b) for b in {s["bucket"] for s in lane}}
+    time_of: dict[int, float] = {}
+    for span in spans:
+        if span["what"] in PHASES:
+            time_of[span["bucket"]] = time_of.get(span["bucket"], 0.0) + span["end"] - span["start"]
     chosen = max(time_of, key=lambda bucket: time_of[bucket])
     figure, (whole, part) = pyplot.subplots(2, 1, figsize=(11.5, 5.6), height_ratios=(5, 3), layout="constrained")
     draw_step(whole, spans, chosen)
@@ -206,31 +208,33 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
 
 
 def draw_step(axes: Any, spans: Sequence[Span], chosen: int) -> None:
-    """The main thread above the lane, and where each bucket is complete."""
+    """The main thread above those of the pipeline, and where each bucket is complete."""
     phases = [span for span in spans if span["what"] in PHASES]
+    last = max(span["end"] for span in spans)
     for span in spans:
+        mine = span["bucket"] == chosen
+        weight = "bold" if mine else "normal"
         if span["what"] == READY:
-            mine = span["bucket"] == chosen
-            axes.plot([span["start"]], [1.46], "v", color="black" if mine else "#777777", markersize=7)
-            axes.text(span["start"], 1.62, f"{span['bucket']}", ha="center", weight="bold" if mine else "normal")
+            axes.plot([span["start"]], [2.46], "v", color="black" if mine else "#777777", markersize=7)
+            axes.text(span["start"], 2.62, f"{span['bucket']}", ha="center", weight=weight)
+        elif span not in phases:
+            bar(axes, 2, span, edgecolor="white", linewidth=0.6)
         else:
-            bar(axes, int(span not in phases), span, edgecolor="white", linewidth=0.6)
-    for bucket in sorted({span["bucket"] for span in phases}):
-        way = [span for span in phases if span["bucket"] == bucket]
-        start, end = way[0]["start"], way[-1]["end"]
-        weight = "bold" if bucket == chosen else "normal"
-        axes.text((start + end) / 2, -0.4, f"bucket {bucket}", ha="center", va="top", fontsize=9, weight=weight)
-        if bucket == chosen:
-            axes.barh(0, end - start, left=start, height=0.6, facecolor="none", edgecolor="black", linewidth=1.8)
-            (ready,) = (span["start"] for span in spans if span["what"] == READY and span["bucket"] == bucket)
-            arrow = {"arrowstyle": "-|>", "linestyle": "--", "color": "black", "shrinkA": 0, "shrinkB": 0}
-            axes.annotate("", (start, 0.3), (ready, 1.4), arrowprops=arrow)
+            row = 0 if span["what"] == "exchange" else 1
+            bar(axes, row, span, edgecolor="black" if mine else "white", linewidth=1.8 if mine else 0.6)
+            if span["end"] - span["start"] > 0.012 * last:
+                middle = (span["start"] + span["end"]) / 2
+                axes.text(middle, row - 0.32, f"{span['bucket']}", ha="center", va="top", fontsize=9, weight=weight)
+    first = next(span["start"] for span in phases if span["bucket"] == chosen)
+    (ready,) = (span["start"] for span in spans if span["what"] == READY and span["bucket"] == chosen)
+    arrow = {"arrowstyle": "-|>", "linestyle": "--", "color": "black", "shrinkA": 0, "shrinkB": 0}
+    axes.annotate("", (first, 1.3), (ready, 2.4), arrowprops=arrow)
     for what in COLOURS:
         bar(axes, 0, {"what": what, "start": 0, "end": 0}, edgecolor="white", linewidth=0.0, label=what)
     axes.plot([], [], "v", color="#777777", label="a bucket's gradients are complete", linestyle="none")
     axes.legend(loc="lower center", bbox_to_anchor=(0.47, 1.0), ncols=8, frameon=False, fontsize=9, handlelength=1.2)
-    last = max(span["end"] for span in spans)
-    axes.set(yticks=[1, 0], yticklabels=["main thread", "lane"], ylim=(-0.75, 1.9), xlim=(0, 1.005 * last))
+    labels = ["main thread", "codecs", "messages"]
+    axes.set(yticks=[2, 1, 0], yticklabels=labels, ylim=(-0.75, 2.9), xlim=(0, 1.005 * last))
     finish(axes)
 
 

@@ -1,4 +1,4 @@
-"""What ties a state to the other ranks: the groups, what was compared when they met, and the lane."""
+"""What ties a state to the other ranks: the groups, what was compared when they met, and the pipeline."""
 
 from __future__ import annotations
 

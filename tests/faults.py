@@ -265,7 +265,7 @@ class Late:
 
 
 def stuck(rank: int, store: str, exchange: str) -> None:
-    """Rank 0 raises in backward while its lane waits for rank 1, which goes away while rank 0's interpreter ends."""
+    """Rank 0 raises in backward while it waits for rank 1, which goes away while rank 0's interpreter ends."""
     meet(rank, store, 2)
     model, state = wrap(perceptron(), TopK(density=0.1), exchange=exchange)
     train_step(rank, model, 0)

@@ -231,7 +231,7 @@ class Counting:
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_two_threads_at_once(codec: Codec) -> None:
-    """As autograd's thread and the lane's do."""
+    """As autograd's thread and the pipeline's do."""
     xs = [gradient("normal", 40_000, seed) for seed in range(2)]
     wires = hostile_wires(codec, 40_000, 2, 4)
     expected, results = [outcome(codec, x, wires) for x in xs], [[], []]  # type: ignore[var-annotated]

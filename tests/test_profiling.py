@@ -94,7 +94,7 @@ def test_a_profiler_shows_each_bucket_s_phases_and_statistics_agree(
             spans[phase] += end - start
         assert spans.keys() == side["seconds"].keys()
         for phase, counted in side["seconds"].items():
-            # A range encloses what is counted, and the lane may lose the processor between the two clocks.
+            # A range encloses what is counted, and a thread may lose the processor between the two clocks.
             assert counted - 0.001 < spans[phase] < 1.2 * counted + 0.4 * STEPS * LATE
     waited = sides[0]["seconds"]
     assert waited["exchange"] > 0.7 * STEPS * LATE > waited["encode"] + waited["decode"]

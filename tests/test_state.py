@@ -182,7 +182,7 @@ def test_ranks_that_disagree_all_say_so(ranks: Ranks, case: str, words: tuple[st
 
 
 def diverging_schedule(rank: int, codec: Codec) -> tuple[str, list[str]]:
-    """The ranks' schedules part at step 4, where the wires have other sizes, or one rank's go ahead of its lane."""
+    """The ranks' schedules part at step 4, where the wires have other sizes, or one rank's are dense."""
     ddp, state = wrap(perceptron(), lambda step: codec if step < 4 or rank == 0 else OneBit())
     train(rank, ddp, range(4))
     first = message(lambda: train(rank, ddp, range(4, 5)))
