@@ -34,6 +34,11 @@ class Feedback(ABC):
     #: What is kept of a layout: names of float32 vectors as long as it is, zero at first.
     vectors: ClassVar[tuple[str, ...]] = (RESIDUAL,)
 
+    @property
+    def only_residual(self) -> bool:
+        """Whether steps that send everything are as without a strategy, once the residual is empty."""
+        return set(self.vectors) <= {RESIDUAL}
+
     def check(self, codec: Codec) -> None:  # noqa: B027 - most take any codec
         """Raises ValueError for a codec around which this strategy does not work."""
 

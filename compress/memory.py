@@ -141,7 +141,7 @@ class LayoutMemory(Kept):
     @property
     def is_empty(self) -> bool:
         """Whether nothing is kept any more, as far as is known without waiting."""
-        if self._emptied is None or self.can_undo or tuple(self.vectors) != (RESIDUAL,):
+        if self._emptied is None or self.can_undo or not self.strategy.only_residual:
             return False
         empty, known = self._emptied
         return (known is None or known.query()) and bool(empty)
@@ -245,7 +245,7 @@ class Memory:
         found = any(slot.name in self._layout_of for slot in layout) or any(
             slot.name in waiting for waiting in self._waiting.values() for slot in layout
         )
-        if not found and set(self.strategy.vectors) <= {RESIDUAL}:
+        if not found and self.strategy.only_residual:
             return grad
         return self.of(layout, grad.device).take(grad)
 
@@ -318,13 +318,16 @@ class Memory:
                     found[slot.name] = slot.view(flat).clone(memory_format=torch.contiguous_format)
         return found
 
-    def load(self, residuals: Mapping[str, Tensor], **others: Mapping[str, Tensor]) -> None:
-        """Replace everything by copies of what `by_name` gave, and `by_name(vector)` for other vectors.
+    def everything(self) -> dict[str, dict[str, Tensor]]:
+        """`by_name` of every vector."""
+        return {vector: self.by_name(vector) for vector in self.strategy.vectors}
+
+    def load(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Replace everything by copies of what `everything` gave.
 
         Raises:
-            ValueError: the strategy keeps no such vector.
+            ValueError: the strategy keeps no such vector. Nothing has changed then.
         """
-        saved = {RESIDUAL: residuals, **others}
         for vector in saved:
             if saved[vector] and vector not in self.strategy.vectors:
                 kept = ", ".join(self.strategy.vectors) or "nothing"
@@ -338,13 +341,12 @@ class Memory:
         }
 
     def __getstate__(self) -> dict[str, object]:
-        vectors = {vector: self.by_name(vector) for vector in self.strategy.vectors}
-        return {"strategy": self.strategy, "keep_previous": self._keep_previous, "vectors": vectors, "lost": self.lost}
+        options = {"strategy": self.strategy, "keep_previous": self._keep_previous}
+        return {**options, "vectors": self.everything(), "lost": self.lost}
 
     def __setstate__(self, state: dict) -> None:
         self.__init__(state["strategy"], state["keep_previous"])  # type: ignore[misc]
-        vectors = dict(state["vectors"])
-        self.load(vectors.pop(RESIDUAL, {}), **vectors)
+        self.load(state["vectors"])
         self._lost = state["lost"]
 
     # -- layouts -----------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..compress.codec import DTYPES, Codec
+from ..compress.feedback import Feedback
 
 #: What `CompressState(exchange=…)` takes.
 ExchangeName = Literal["auto", "gather", "two_pass", "union", "split", "dense", "hierarchical"]
@@ -29,8 +30,8 @@ def check_codec(codec: Any) -> None:
 
 def check_options(error_feedback: Any, warmup_steps: Any, fallback: Any, seed: Any) -> None:
     """Raises TypeError or ValueError for what cannot be meant."""
-    if not (isinstance(error_feedback, bool) or error_feedback == "auto"):
-        raise ValueError(f"error_feedback={error_feedback!r}: expected True, False or 'auto'")
+    if not (isinstance(error_feedback, bool | Feedback) or error_feedback == "auto"):
+        raise ValueError(f"error_feedback={error_feedback!r}: expected True, False, 'auto' or a strategy: Residual()")
     if not isinstance(warmup_steps, int) or isinstance(warmup_steps, bool) or warmup_steps < 0:
         raise ValueError(f"warmup_steps={warmup_steps!r}: expected a number of steps, 0 or more")
     if fallback not in FALLBACKS:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..compress.feedback import RESIDUAL
+
 FORMAT = 2
 #: The key of residuals that are the mean over the ranks.
 MEAN = "mean"
@@ -24,9 +26,11 @@ def rank_key(rank: int, world_size: int) -> str:
     return f"rank {rank} of {world_size}"
 
 
-def export(key: str, residuals: dict[str, Tensor], **facts: Any) -> dict[str, Any]:
-    """A checkpoint: `facts`, which are the same on all ranks, and residuals by parameter name."""
-    return {"format": FORMAT, **facts, "residuals": {key: residuals}}
+def export(key: str, vectors: Mapping[str, dict[str, Tensor]], **facts: Any) -> dict[str, Any]:
+    """A checkpoint: `facts`, which are the same on all ranks, residuals by parameter name, and what else is kept."""
+    kept = {vector: {key: found} for vector, found in vectors.items()}
+    residuals = kept.pop(RESIDUAL, {key: {}})
+    return {"format": FORMAT, **facts, "residuals": residuals, **({"vectors": kept} if kept else {})}
 
 
 def upgraded(saved: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -44,8 +48,8 @@ def read(
     key: str,
     parameters: Mapping[str, nn.Parameter],
     strict: bool,
-) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
-    """A checkpoint in today's format, and the residuals in it that are this rank's or everybody's.
+) -> tuple[Mapping[str, Any], dict[str, dict[str, Tensor]]]:
+    """A checkpoint in today's format, and what it has that is this rank's or everybody's: residuals, and other vectors.
 
     Args:
         saved: what `export` gave, in this or another process.
@@ -64,19 +68,19 @@ def read(
     for fact in ("format", "codec"):
         if saved[fact] != expected[fact]:
             raise ValueError(f"the checkpoint has {fact} {saved[fact]}, this state {expected[fact]}")
-    found = saved["residuals"]
-    residuals = found.get(key, found.get(MEAN))
-    if residuals is None:
+    by_rank = {RESIDUAL: saved["residuals"], **saved.get("vectors", {})}
+    vectors = {vector: found.get(key, found.get(MEAN)) for vector, found in by_rank.items()}
+    if None in vectors.values():
         text = (
-            f"the checkpoint has the residuals of {', '.join(found) or 'no rank'}, and this is {key}: save "
-            "state_dict() on every rank, each to a file of its own, or on every rank consolidated_state_dict(), "
+            f"the checkpoint has the residuals of {', '.join(saved['residuals']) or 'no rank'}, and this is {key}: "
+            "save state_dict() on every rank, each to a file of its own, or on every rank consolidated_state_dict(), "
             "which loads on any rank and any number of ranks"
         )
         if strict:
             raise ValueError(f"{text}; load_state_dict(..., strict=False) goes on without residuals")
         warnings.warn(f"{text}; this rank goes on without residuals", stacklevel=4)
-        residuals = {}
-    for name, residual in residuals.items():
+        vectors = {}
+    for name, residual in (item for found in vectors.values() for item in found.items()):
         parameter = parameters.get(name)
         if parameter is None or parameter.shape != residual.shape:
             mine = "no such parameter" if parameter is None else f"shape {tuple(parameter.shape)}"
@@ -85,7 +89,7 @@ def read(
                 f"this model {mine}"
             )
     # A checkpoint has zeros where nothing was kept.
-    return saved, {name: residual for name, residual in residuals.items() if bool(residual.any())}
+    return saved, {v: {name: x for name, x in found.items() if bool(x.any())} for v, found in vectors.items()}
 
 
 def filled(residuals: dict[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:

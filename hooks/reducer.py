@@ -250,7 +250,9 @@ class Reducer:
             self._statistics.nonfinite_steps += not_finite
             self._statistics.steps += 1
             step.undone = self._tracker.ended(not_finite)
-            dense = all(unit.goes_dense(step.choice, self._clean) for unit in units)
+            dense = self._feedback.strategy.only_residual and all(
+                unit.goes_dense(step.choice, self._clean) for unit in units
+            )
             self._all_dense = step.choice if dense and self.connection.dense_group is not None else None
             for unit in units if self._all_dense is not None else ():
                 self._feedback.let_go(unit.layout)

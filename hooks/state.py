@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import __version__
 from ..compress.codec import Codec
+from ..compress.feedback import Feedback
 from ..compress.layout import Slot
 from ..compress.memory import Memory
 from ..compress.wire import WIRE_VERSION
@@ -49,7 +50,8 @@ class CompressState:
             over Gloo some steps are then trained each way (`hooks.auto.trial`). Measured times differ between runs, and
             so may decisions: name an exchange where runs must be repeatable.
         error_feedback: whether to keep what compression leaves out and add it to the next gradient. "auto" does so for
-            codecs that contract (the deterministic ones); True makes stochastic codecs round to nearest.
+            codecs that contract (the deterministic ones); True makes stochastic codecs round to nearest. Or a strategy
+            of `compress.feedback`, as `Residual(decay=0.95)`; True means `Residual()`.
         warmup_steps: this many first steps are dense.
         exclude: names of parameters, with "*" for any part ("*.bias"), or a predicate `(name, parameter)`: these stay
             float32, inside the same messages.
@@ -84,7 +86,7 @@ class CompressState:
         codec: Codec | Callable[[int], Codec],
         *,
         exchange: ExchangeName = "auto",
-        error_feedback: bool | Literal["auto"] = "auto",
+        error_feedback: bool | Literal["auto"] | Feedback = "auto",
         warmup_steps: int = 0,
         fallback: torch.dtype | None = torch.float32,
         topology: Any = "auto",
@@ -316,6 +318,8 @@ class CompressState:
         feedback = feedback and not codec.lossless
         if feedback:
             codec = codec.with_feedback()
+            if isinstance(self.error_feedback, Feedback):
+                self.error_feedback.check(codec)
         check_exchange(self.exchange, codec)
         return Choice(codec, "dense" if warm else self.exchange, feedback)
 
@@ -332,7 +336,7 @@ class CompressState:
         self._idle()
         self._saves += 1
         self._feedback.fold()
-        return self._export(checkpoint.rank_key(*self._world()), self._feedback.by_name())
+        return self._export(checkpoint.rank_key(*self._world()), self._feedback.everything())
 
     def consolidated_state_dict(self) -> dict[str, Any]:
         """The mean of the residuals over the ranks, equal on all: loads on any number of ranks, and nothing is lost.
@@ -347,14 +351,15 @@ class CompressState:
         connection = (self._reducer or self._connect(None)).connection
         connection.agree("consolidated_state_dict()", self._step)
         self._feedback.fold()
-        mine = self._feedback.by_name()
-        residuals = {}
-        for name in sorted({name for names in connection.control.objects(sorted(mine)) for name in names}):
-            parameter = self._parameters[name]
-            residual = mine.get(name, torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device))
-            connection.group.all_reduce(residual).wait()
-            residuals[name] = residual.div_(connection.group.size)
-        return self._export(checkpoint.MEAN, residuals)
+        means: dict[str, dict[str, Tensor]] = {}
+        for vector, mine in self._feedback.everything().items():
+            means[vector] = {}
+            for name in sorted({name for names in connection.control.objects(sorted(mine)) for name in names}):
+                parameter = self._parameters[name]
+                mean = mine.get(name, torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device))
+                connection.group.all_reduce(mean).wait()
+                means[vector][name] = mean.div_(connection.group.size)
+        return self._export(checkpoint.MEAN, means)
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Go on from a checkpoint. Every rank must load one of the same step; the next step compares them.
@@ -368,22 +373,22 @@ class CompressState:
             ValueError: it is of another format, rank, world size, codec or model. Nothing has changed then.
         """
         key = checkpoint.rank_key(*self._world())
-        expected = self._export(key, {}, fill=False)
-        saved, residuals = checkpoint.read(state_dict, expected, key, self._parameters, strict)
+        expected = self._export(key, {vector: {} for vector in self._feedback.strategy.vectors}, fill=False)
+        saved, vectors = checkpoint.read(state_dict, expected, key, self._parameters, strict)
         self._idle()
-        self._feedback.load(residuals)
+        self._feedback.load(vectors)
         self._step = saved["step"]
         self._tracker.loaded(saved["scale"])
         self.seed = saved["seed"]
         if self._reducer is not None:
             self._reducer.forget(self.seed)
 
-    def _export(self, key: str, residuals: dict[str, Tensor], fill: bool = True) -> dict[str, Any]:
+    def _export(self, key: str, vectors: Mapping[str, dict[str, Tensor]], fill: bool = True) -> dict[str, Any]:
         if fill and self._may_keep():
             kept = {name: p for name, p in self._parameters.items() if name not in self._excluded}
-            residuals = checkpoint.filled(residuals, kept)
+            vectors = {vector: checkpoint.filled(found, kept) for vector, found in vectors.items()}
         facts = {"codec": self._codec_text(), "step": self._step, "seed": self.seed, "scale": self._tracker.scale}
-        return checkpoint.export(key, residuals, **facts)
+        return checkpoint.export(key, vectors, **facts)
 
     def _may_keep(self) -> bool:
         """Whether there may ever be residuals."""
@@ -461,7 +466,7 @@ class CompressState:
             "wire format": WIRE_VERSION,
             "codec": self._codec_text(),
             "exchange": self.exchange,
-            "error_feedback": self.error_feedback,
+            "error_feedback": str(asked) if isinstance(asked := self.error_feedback, Feedback) else asked,
             "warmup_steps": self.warmup_steps,
             "fallback": str(self.fallback),
             "ranks a node": node_size(self._topology, self._world()[1]),
@@ -480,12 +485,13 @@ class CompressState:
                 'torch._dynamo.config.optimize_ddp="python_reducer" calls hooks with other arguments: set it to '
                 '"ddp_optimizer"'
             )
-        self._feedback = Memory(keep_previous=loss_scale.skips)
+        check_options(self.error_feedback, self.warmup_steps, self.fallback, self.seed)
+        strategy = self.error_feedback if isinstance(self.error_feedback, Feedback) else None
+        self._feedback = Memory(strategy, keep_previous=loss_scale.skips)
         self._tracker = Tracker(loss_scale, self._feedback)
         self._delivery = Delivery(self._parameters, self._feedback)
         self._delivery.look(model)
         check_codec(self.codec)
-        check_options(self.error_feedback, self.warmup_steps, self.fallback, self.seed)
         node_size(self._topology, dist.get_world_size(model.process_group))
         check_model(model.module, self._parameters)
         self._excluded = excluded_names(exclude, self._parameters)

@@ -97,7 +97,7 @@ def test_copies_carry_everything(before: list[Layout], after: list[Layout], how:
     known = fill(feedback, before)
     if how == "load":
         twin = Memory()
-        twin.load(feedback.by_name())
+        twin.load(feedback.everything())
     else:
         twin = pickle.loads(pickle.dumps(feedback)) if how == "pickle" else copy.deepcopy(feedback)
     assert bool(twin)
@@ -129,7 +129,7 @@ def test_undo_puts_back_both_residuals() -> None:
 def test_rescaling_reaches_everything() -> None:
     layout = layout_of(["a", "b"])
     feedback = Memory()
-    feedback.load({"c": torch.ones(SHAPES["c"])})
+    feedback.load({RESIDUAL: {"c": torch.ones(SHAPES["c"])}})
     residual_of(feedback, layout).fill_(1.0)
     owned_of(feedback, layout, [(0, 4, 2)])[0].fill_(1.0)
     feedback.rescale(0.5)
@@ -203,9 +203,8 @@ def hold(strategy: Feedback, codec: Codec, unapplied: bool = True) -> None:
                     assert torch.allclose(there, before[name][vector], atol=1e-6), (name, vector)
         elif event == "reload":
             for rank, memory in enumerate(ranks.memories):
-                saved = {vector: memory.by_name(vector) for vector in strategy.vectors}
                 ranks.memories[rank] = Memory(strategy, keep_previous=True)
-                ranks.memories[rank].load(saved.pop(RESIDUAL), **saved)
+                ranks.memories[rank].load(memory.everything())
         off, _ = ranks.step(layouts, dense=event == "dense", applied=event != "unapplied" or not unapplied)
         assert off < 1e-6, event
 
@@ -282,7 +281,7 @@ def test_without_feedback_nothing_is_kept() -> None:
     layout = layout_of(["a", "b"])
     assert memory.of(layout).owned([(0, 5, 2)]) == [NOTHING]
     with pytest.raises(ValueError, match=r"the checkpoint has residual of parameters, and NoFeedback.* keeps nothing"):
-        memory.load({"a": torch.ones(3, 4)})
+        memory.load({RESIDUAL: {"a": torch.ones(3, 4)}})
 
 
 def test_entries_are_taken_and_given_back() -> None:

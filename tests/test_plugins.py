@@ -10,11 +10,12 @@ import test_allreduce
 import test_codec
 import test_feedback
 import torch
+from gradwire import CompressState
 from gradwire.compress import CODECS, QSGD, Codec, OneBit, SparseCodec, TopK, backends, new_draw
 from gradwire.compress.backends import Backend, Kernels, register_backend, use_backend
 from gradwire.compress.codec import DTYPES
 from gradwire.compress.entries import plain_entries
-from gradwire.compress.feedback import Feedback
+from gradwire.compress.feedback import RESIDUAL, Feedback, Residual
 from gradwire.compress.memory import Memory
 from gradwire.hooks.exchanges import EXCHANGES, possible
 from gradwire.hooks.exchanges import register as register_exchange
@@ -201,6 +202,61 @@ def test_what_is_handed_out_may_be_the_strategys() -> None:
     memory.of(layout).deliver(out)
     assert bool(out[3].isnan())
     assert memory.by_name("smooth")["a"].view(-1)[3] == 5.0
+
+
+def vectors_of(state: CompressState) -> dict[str, dict[str, torch.Tensor]]:
+    """Of each parameter, the mean over the ranks of all that is kept. A collective."""
+    saved = state.consolidated_state_dict()
+    found = {RESIDUAL: saved["residuals"], **saved.get("vectors", {})}
+    return {
+        name: {vector: of_rank["mean"][name].double() for vector, of_rank in found.items()}
+        for name in saved["residuals"]["mean"]
+    }
+
+
+def trained(rank: int, strategy: Feedback, codec: Codec, exchange: str) -> tuple[list[float], list[str], int, str]:
+    """How far the strategy's law is off in each step, digests of the gradients, vectors in checkpoints, a complaint."""
+    model = convnet()
+    ddp, state = wrap(model, codec, exchange=exchange, error_feedback=strategy, warmup_steps=2)
+    offs, digests, before = [], [], vectors_of(state)
+    for step in range(8):
+        ledger = Ledger(model)
+        digests += train(rank, ddp, range(step, step + 1), ledger)
+        after, off, size = vectors_of(state), 0.0, 0.0
+        for name, there in before.items():
+            law = strategy.invariant(ledger.wanted[name], there, ledger.received[name], after[name])
+            off += float(law.square().sum())
+            size += sum(float(x.square().sum()) for x in (ledger.wanted[name], *there.values()))
+        offs.append((off / size) ** 0.5)
+        before = after
+        if step == 4:
+            saved = state.state_dict()
+            state._feedback.load({})
+            state.load_state_dict(saved)
+    plain, complaint = CompressState(ddp, codec, exchange=exchange), ""  # type: ignore[arg-type]
+    try:
+        plain.load_state_dict(saved)
+    except ValueError as error:
+        complaint = str(error)
+    lost = state._feedback.lost
+    plain.close()
+    state.close()
+    return offs, digests, len(saved.get("vectors", {})) + (lost > 0), complaint
+
+
+@pytest.mark.parametrize(
+    ("codec", "exchange"), [(OneBit(), "gather"), (OneBit(), "two_pass"), (TopK(0.1), "union"), (TopK(0.1), "split")]
+)
+@pytest.mark.parametrize("strategy", [Residual(decay=0.9), Velocity(), Smoothed()], ids=str)
+def test_a_model_is_trained_with_a_strategy(
+    ranks: Callable[[int], Pool], strategy: Feedback, codec: Codec, exchange: str
+) -> None:
+    offs, digests, kept, complaints = zip(*ranks(2).run(trained, strategy, codec, exchange), strict=True)
+    assert max(map(max, offs)) < 1e-5
+    assert digests[0] == digests[1], "replicas differ"
+    assert set(kept) == {1}, "a second vector, or something lost"
+    refused = "" if isinstance(strategy, Residual) and not isinstance(strategy, Smoothed) else "keeps residual"
+    assert all((refused in complaint) and bool(complaint) == bool(refused) for complaint in complaints)
 
 
 # An exchange.

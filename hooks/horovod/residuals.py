@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...compress.codec import Codec, new_draw
-from ...compress.feedback import NOTHING
+from ...compress.feedback import NOTHING, RESIDUAL
 from ...compress.layout import Layout, Slot, layout_numel
 from ...compress.memory import Memory
 from ..auto.planner import check_exchange, default_exchange
@@ -139,9 +139,9 @@ class CompressionState:
 
     def keep_previous(self) -> None:
         """From now on keep the residuals as they were before each step, for `undo`."""
-        residuals = self.feedback.by_name()
+        before = self.feedback.everything()
         self.feedback = Memory(keep_previous=True)
-        self.feedback.load(residuals)
+        self.feedback.load(before)
 
     @property
     def scale(self) -> float:
@@ -184,7 +184,7 @@ class CompressionState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` gave."""
-        self.feedback.load(state["residuals"])
+        self.feedback.load({RESIDUAL: state["residuals"]})
         self._steps = dict(state["steps"])
         self._scale = state["scale"] or 1.0
         self.consolidated = state["rank"] == -1
