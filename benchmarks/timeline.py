@@ -1,8 +1,9 @@
 """One bucket's way through a real training step, as torch.profiler records it.
 
 The model is that of `gradwire-bench step`: six linear layers of 2048 × 2048, 25 million parameters, batch 8, one thread
-a rank. The first rank's step of median length is drawn: what its main thread does, and on
-the pipeline's threads what happens to each bucket. The sums of the recorded phases are set beside what `state.statistics()` counted.
+a rank. The first rank's step of median length is drawn: what its main thread does, and on the
+pipeline's threads what happens to each bucket. The sums of the recorded phases are set beside what
+`state.statistics()` counted.
 """
 
 # Annotations stay evaluated here: DDP compares those of a hook with its own.

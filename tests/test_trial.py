@@ -9,7 +9,8 @@ from unittest.mock import patch
 
 import pytest
 from gradwire import CompressState, OneBit, compress_hook
-from gradwire.hooks.auto import cost, probe
+from gradwire.hooks.auto import cost, drift, probe, trial
+from gradwire.hooks.auto.drift import WINDOW, Drift
 from gradwire.hooks.auto.trial import COMPRESSED, FALLBACK, HOPELESS, PLANNED, SETTLING, TURN, TURNS, UNCOUNTED, Trial
 from gradwire.hooks.exchanges import Dense, Gather
 from hypothesis import given
@@ -118,4 +119,82 @@ def test_all_ranks_stay_with_what_was_faster(
     for text in decisions.values():
         assert text.startswith(expected)
         assert "; from the first bucket to the last, planned" in text
+    assert error < 1e-5
+
+
+@given(st.floats(1e-3, 1e3), st.floats(1.6, 100.0), st.booleans())
+def test_a_lasting_change_of_steps_is_seen_and_a_short_one_is_not(span: float, factor: float, faster: bool) -> None:
+    drift, other = Drift(), span / factor if faster else span * factor
+    for _ in range(10 * WINDOW):
+        drift.observe(span)
+    for _ in range(WINDOW // 2 - 1):  # fewer than make a median
+        drift.observe(other)
+    for _ in range(10 * WINDOW):
+        drift.observe(span)
+    assert not drift.changed
+    for _ in range(4 * WINDOW):
+        drift.observe(other)
+    assert drift.changed
+    drift.restart()
+    for _ in range(10 * WINDOW):
+        drift.observe(other)
+    assert not drift.changed, "the new spans are what is usual now"
+
+
+def changed(rank: int, slow_on: int) -> Any:
+    """Compression wins; then it becomes slow on one rank, where the network is a bad one."""
+    reduce = Gather.reduce
+
+    def late(exchange: Any, *arguments: Any) -> Any:
+        yield from reduce(exchange, *arguments)
+        time.sleep(5 * LATE * (rank == slow_on))
+
+    model, ddp = two_large_layers()
+    ledger = Ledger(model)
+    speed = cost.CodecSpeed(1e-9, 1e-9)
+    with (
+        patch.object(probe, "calibration", pretend(1e-9)),
+        patch.object(probe, "codec_speed", lambda *_: speed),
+        patch.object(drift, "WINDOW", 4),
+        patch.object(trial, "HOPELESS", 1e9),
+    ):
+        state = CompressState(ddp, OneBit())
+        ddp.register_comm_hook(state, compress_hook)
+        steps, digests = 0, []
+
+        def go_on(condition: Callable[[], bool]) -> None:
+            nonlocal steps
+            end = steps + 150
+            while condition() and steps < end:
+                digests.extend(train(rank, ddp, range(steps, steps + 1), ledger))
+                steps += 1
+
+        def slow_dense(exchange: Any, *arguments: Any) -> Any:
+            yield from dense(exchange, *arguments)
+            time.sleep(LATE)
+
+        dense = Dense.reduce
+        with patch.object(Dense, "reduce", slow_dense):
+            go_on(lambda: state.deciding)
+            decided = steps
+            go_on(lambda: steps < decided + 2)
+            before = set(state.statistics().decisions.values())
+            with patch.object(Gather, "reduce", late):
+                go_on(lambda: not state.deciding)
+                seen = steps
+                go_on(lambda: state.deciding)
+                go_on(lambda: steps < seen + 40)
+    after, error = set(state.statistics().decisions.values()), ledger.error(state)
+    state.close()
+    return digests, before, after, error
+
+
+@pytest.mark.parametrize("slow_on", [0, 1])
+def test_a_network_that_has_changed_is_tried_again(ranks: Ranks, slow_on: int) -> None:
+    """What one rank sees, all act upon."""
+    results = ranks(2).run(changed, slow_on)
+    assert results[0][:3] == results[1][:3]
+    _, before, after, error = results[0]
+    assert all(decision.startswith("gather of OneBit") for decision in before)
+    assert all(decision.startswith("dense of OneBit") for decision in after)
     assert error < 1e-5
