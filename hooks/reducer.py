@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from .auto.drift import Drift
 from .auto.planner import REVIEW_EVERY, Choice
 from .auto.trial import Trial
 from .comm.group import HANDSHAKE_TIMEOUT
-from .comm.pipeline import Stages
+from .comm.pipeline import Stages, outcome
 from .connection import Connection
 from .exchanges import Exchange
 from .loss_scale import Scaling, Tracker
@@ -105,9 +104,7 @@ class Reducer:
         if group.size > 1:
             statistics.payload_bytes += 4 * buffer.numel()
             statistics.transfer_bytes += 8 * buffer.numel() * (group.size - 1) // group.size
-        work: Any = group.all_reduce(buffer.mul_(1.0 / group.size))
-        future: torch.futures.Future[Tensor] = work.get_future().then(_first)
-        return future
+        return outcome(group.all_reduce(buffer.mul_(1.0 / group.size)))
 
     def begin(self, number: int, choice: Choice) -> Step:
         """A step begins; `greet` must follow."""
@@ -297,9 +294,3 @@ class Reducer:
     @staticmethod
     def _failure(error: Exception, step: Step, where: str, exchange: str) -> RuntimeError:
         return RuntimeError(f"gradwire: {error} [step {step.number}, {where}, {step.choice.codec}, {exchange}]")
-
-
-def _first(future: torch.futures.Future[Any]) -> Tensor:
-    """What an all-reduce of one tensor gives."""
-    tensor: Tensor = future.value()[0]
-    return tensor

@@ -48,7 +48,7 @@ CONFIGURATIONS: dict[str, tuple[Any, dict[str, Any]]] = {
 CONSTRUCTOR, PROBE, FIRST_STEP = range(3)
 
 #: What the ranks do together: what it is called, and counted by.
-COLLECTIVES = ("all_gather", "large_all_gather", "all_gather_v", "all_to_all", "all_to_all_v", "all_reduce")
+COLLECTIVES = ("all_gather_v", "all_to_all_v", "all_reduce")
 
 
 @dataclass
@@ -131,6 +131,7 @@ def watched(points: Points) -> Iterator[None]:
 
         for name in COLLECTIVES:
             replace(Group, name, passing)
+        replace(group.Port, "start", passing)  # what exchanges, and other collectives, are made of
         replace(Group, "of_ranks", passing)
         replace(probe, "calibrate", calibrate)
         replace(probe, "codec_speed", codec_speed)

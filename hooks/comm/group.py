@@ -153,6 +153,7 @@ class Group:
         self._channels[tag] += 1
         twin = copy.copy(self)
         twin._tag = NAMED + tag
+        _groups.add(twin)  # it may outlive the one that it was made of
         return twin
 
     @property

@@ -41,6 +41,9 @@ Clock = Callable[[str], AbstractContextManager[None]]
 #: The threads that run, and their queues. None is held longer than it runs.
 _threads: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue[Any]] = weakref.WeakKeyDictionary()
 
+#: Collectives whose end calls into Python from a thread of the backend's.
+_called_back: set[object] = set()
+
 #: How long to wait for a pipeline that ends: a message that never comes must not keep the process.
 STOP_SECONDS = 10.0
 #: What everything is told after one unit has failed.
@@ -59,6 +62,22 @@ def drive(stages: Stages) -> Any:
             next(stages).wait()
     except StopIteration as end:
         return end.value
+
+
+def outcome(work: Any) -> torch.futures.Future[Tensor]:
+    """What an all-reduce of one tensor gives, as a future that Python has seen, as DDP wants it."""
+    token = object()
+    _called_back.add(token)
+
+    def first(future: torch.futures.Future[Any]) -> Tensor:
+        try:
+            tensor: Tensor = future.value()[0]
+            return tensor
+        finally:
+            _called_back.discard(token)
+
+    found: torch.futures.Future[Tensor] = work.get_future().then(first)
+    return found
 
 
 @dataclass(eq=False)
@@ -335,7 +354,8 @@ def _stop_all() -> None:
     process.
 
     A pipeline may be gone by now and its threads not: where the last job holds the last reference, nobody has waited.
-    And a unit may wait for a rank that does not come, as the main thread has raised something, here or there.
+    And a unit may wait for a rank that does not come, as the main thread has raised something, here or there; or a
+    collective of a step in which all is dense.
     """
     threads = list(_threads.items())
     for thread, inbox in threads:
@@ -345,5 +365,7 @@ def _stop_all() -> None:
         deadline = time.monotonic() + seconds
         for thread, _ in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        if any(thread.is_alive() for thread, _ in threads):
+        while _called_back and time.monotonic() < deadline:
+            time.sleep(0.001)
+        if _called_back or any(thread.is_alive() for thread, _ in threads):
             cut_all()
