@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,7 @@ import gradwire.hooks.horovod as hvd
 import pytest
 import torch
 from gradwire import QSGD, Codec, OneBit, TopK
+from gradwire.hooks.horovod import basics
 from ranks import Pool
 from torch import Tensor, nn
 
@@ -35,7 +38,7 @@ def applied(p: Tensor, optimizer: Any, rank: int, steps: range) -> Tensor:
 
 def mean_residual(optimizer: Any) -> Tensor:
     residuals = optimizer.state_dict()["gradwire"]["residuals"]
-    return hvd.allreduce(residuals["p"].double()) if residuals else torch.zeros(NUMEL, dtype=torch.float64)
+    return hvd.allreduce(residuals.get("p", torch.zeros(NUMEL)).double())
 
 
 def ends_early(rank: int, codec: Codec, exchange: str, first: int, zero_batches: bool) -> tuple[float, float]:
@@ -79,6 +82,60 @@ def test_nothing_is_lost_while_a_rank_has_joined(ranks: Ranks, codec: Codec, exc
         for size, missing in ranks(3).run(ends_early, codec, exchange, first, zero_batches):
             assert size > 0
             assert missing < 1e-5
+
+
+def meets_again(rank: int, last_of_the_old: bool) -> float:
+    """Rank 0 joins without a step. An earlier optimizer with residuals is gone, but in a cycle of references; or it was
+    the last that the engine has used. What is missing of the gradients, relative."""
+    hvd.init()
+    compression = hvd.Compression.codec(TopK(0.1), exchange="gather")
+
+    def optimizer(p: Tensor) -> Any:
+        return hvd.DistributedOptimizer(torch.optim.SGD([p], lr=0.1), [("p", p)], compression)
+
+    gc.collect()
+    gc.disable()
+    try:
+        p = nn.Parameter(torch.zeros(NUMEL))
+        old = optimizer(p)
+        if not last_of_the_old:
+            old.scheduled_by = [old]  # as schedulers do
+        applied(p, old, rank, range(2))
+        del old
+        if not last_of_the_old:
+            for _ in range(2):
+                applied(p, optimizer(p), rank, range(1))
+        hvd.shutdown()
+        torch.distributed.barrier()
+        hvd.init()
+        p = nn.Parameter(torch.zeros(NUMEL))
+        new = optimizer(p)
+        whole = applied(p, new, rank, range(4 * rank))
+        hvd.join()
+    finally:
+        gc.enable()
+    whole = hvd.broadcast(whole, 1)
+    gradients = sum((gradient(1, step).double() / 2 for step in range(4)), torch.zeros(NUMEL, dtype=torch.float64))
+    return float((whole + mean_residual(new) - gradients).norm() / gradients.norm())
+
+
+@pytest.mark.parametrize("last_of_the_old", [False, True])
+def test_what_an_optimizer_that_is_gone_has_left_out_is_not_sent(ranks: Ranks, last_of_the_old: bool) -> None:
+    for missing in ranks(2).run(meets_again, last_of_the_old, within=60.0):
+        assert missing < 1e-5
+
+
+def let_go(rank: int) -> bool:
+    hvd.init()
+    hvd.allreduce(torch.ones(1))
+    engine = weakref.ref(basics.world().engine)
+    hvd.shutdown()
+    gc.collect()
+    return engine() is None
+
+
+def test_an_engine_that_has_ended_keeps_nothing(ranks: Ranks) -> None:
+    assert all(ranks(2).run(let_go))
 
 
 def dropped(rank: int) -> None:

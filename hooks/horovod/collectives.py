@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..comm.group import Group
+from .arithmetic import reduce_rows
+from .mesh import Carrier, Mesh
 
 #: How long a collective may take once every rank has said that it is ready for it.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -27,19 +29,26 @@ class Channel:
         store: where the ranks of this set, and no others, meet.
         ranks: global ranks of the set, ascending.
         rank: this process's global rank.
+        set_id: of the process set.
+        mesh: between all ranks; carries the messages of the compressed exchanges, which go out without being asked for.
     """
 
-    def __init__(self, store: dist.Store, ranks: Sequence[int], rank: int) -> None:
+    def __init__(self, store: dist.Store, ranks: Sequence[int], rank: int, set_id: int, mesh: Mesh) -> None:
         self.ranks, self.rank, self.size = tuple(ranks), tuple(ranks).index(rank), len(ranks)
         self._store = store
         gloo = dist.PrefixStore("gloo", store)
         self._gloo: Any = dist.ProcessGroupGloo(gloo, self.rank, self.size, COLLECTIVE_TIMEOUT)
         self._nccl: Any = None
+        self._carrier = Carrier(mesh, self._gloo, set_id, self.ranks)
+        self._groups: dict[str, Group] = {}
         self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def group(self, device: torch.device) -> Group:
         """For the compressed exchanges."""
-        return Group(self._backend(device))
+        if device.type not in self._groups:
+            backend = self._carrier if device.type == "cpu" else self._backend(device)
+            self._groups[device.type] = Group(backend, self.ranks)
+        return self._groups[device.type]
 
     def scratch(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for one operation, flat: the same each time, for fresh pages cost as much as filling them."""
@@ -100,6 +109,7 @@ class Channel:
     def close(self) -> None:
         """Let go of the connections. Ranks that still wait for this one get an error."""
         self._gloo = self._nccl = None
+        self._groups.clear()
         self._scratch.clear()
 
     def _backend(self, device: torch.device) -> Any:
@@ -123,6 +133,48 @@ class Channel:
             flat.copy_(host)
         else:
             start(backend, flat).wait()
+
+
+class OpenedParcels:
+    """A channel for an operation whose inputs have all come with the announcements.
+
+    Args:
+        ranks: global ranks of the process set, ascending.
+        rank: this process's global rank.
+        payloads: of the ranks that take part, what `Operation.parcel` gave; the others' part is zeros, or no rows.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int, payloads: dict[int, bytes]) -> None:
+        self.ranks, self.rank, self.size = tuple(ranks), tuple(ranks).index(rank), len(ranks)
+        self._rest = [memoryview(payloads.get(rank, b"")) for rank in self.ranks]
+
+    def scratch(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """As a channel's."""
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def all_reduce(self, tensor: Tensor, op: Any) -> None:
+        """As a channel's, in the order of the ranks."""
+        size = tensor.numel() * tensor.element_size()
+        rows = torch.stack([self._next(rank, size, tensor.dtype) for rank in range(self.size)])
+        tensor.copy_(reduce_rows(rows, op))
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """As a channel's."""
+        memory = as_bytes(tensor)
+        memory.copy_(self._next(root, memory.numel(), torch.uint8))
+
+    def all_gather(self, tensor: Tensor, rows: Sequence[int]) -> Tensor:
+        """As a channel's."""
+        result = tensor.new_empty((sum(rows), *tensor.shape[1:]))
+        row = tensor.new_empty((1, *tensor.shape[1:])).numel() * tensor.element_size()
+        parts = [self._next(rank, count * row, torch.uint8) for rank, count in enumerate(rows)]
+        as_bytes(result).copy_(torch.cat(parts))
+        return result
+
+    def _next(self, rank: int, size: int, dtype: torch.dtype) -> Tensor:
+        """The next `size` bytes of a rank's payload."""
+        part, self._rest[rank] = self._rest[rank][:size], self._rest[rank][size:]
+        return torch.frombuffer(bytearray(part or bytes(size)), dtype=dtype) if size else torch.empty(0, dtype=dtype)
 
 
 def is_plain(tensor: Tensor) -> bool:

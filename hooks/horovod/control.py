@@ -1,4 +1,5 @@
-"""The connections over which ranks announce operations and are told what to run next.
+"""The connections to rank 0, over which ranks announce what they do not agree on by themselves (`ahead`), and are told
+what to run next.
 
 Rank 0 listens; every rank, rank 0 too, holds one connection to it. A message is four bytes of length, then JSON. The
 address and two secrets go through the store in which the ranks meet: who does not know the one is not let in, and who
@@ -12,18 +13,21 @@ import contextlib
 import json
 import logging
 import os
+import queue
 import secrets
 import selectors
 import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
+from .desk import Desk
 from .negotiation import Negotiator
 
 log = logging.getLogger("gradwire.horovod")
@@ -35,6 +39,8 @@ _GREETING_BYTES = 4096
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
 #: After the end has been said: how long to wait until the others have heard it.
 _FAREWELL_SECONDS = 5.0
+#: How often to look for ranks that wait for others.
+_LOOK_SECONDS = 0.25
 
 
 class Connection:
@@ -45,10 +51,9 @@ class Connection:
         self._sending = threading.Lock()
         end.settimeout(None)
         tune(end)
-        os.register_at_fork(after_in_child=self._forget)
+        let_go_in_children(self._forget)
 
     def _forget(self) -> None:
-        # A forked child, such as a data loader, must not keep the connection of its parent open.
         with contextlib.suppress(OSError):
             self._end.close()
 
@@ -87,6 +92,20 @@ def tune(end: socket.socket) -> None:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE:
             end.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def let_go_in_children(close: Callable[[], None]) -> None:
+    """Call this method in forked children, such as data loaders: they must not keep the connections of their parent
+    open. Its object is not kept alive by this, as it would be by `os.register_at_fork`, and the whole engine with it.
+    """
+    reference = weakref.WeakMethod(close)
+
+    def after() -> None:
+        found = reference()
+        if found is not None:
+            found()
+
+    os.register_at_fork(after_in_child=after)
 
 
 def addresses() -> list[str]:
@@ -173,9 +192,10 @@ class Coordinator:
     def __init__(
         self, store: dist.Store, negotiator: Negotiator, stall_seconds: float, stall_shutdown_seconds: float
     ) -> None:
-        self._negotiator = negotiator
+        self.desk = Desk(negotiator)
+        self._size = negotiator.size
         self._stall, self._stall_shutdown = stall_seconds, stall_shutdown_seconds
-        self._listener = socket.create_server(("", 0), backlog=max(128, negotiator.size))
+        self._listener = socket.create_server(("", 0), backlog=max(128, self._size))
         self._secret, self._answer, self._session = (secrets.token_hex(16) for _ in range(3))
         place = {
             "hosts": addresses(),
@@ -188,27 +208,35 @@ class Coordinator:
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._peers: dict[int, _Peer] = {}
-        self._open: set[_Peer] = set()
+        self._connected: set[_Peer] = set()
         self._ending: float | None = None
-        os.register_at_fork(after_in_child=self._forget)
+        #: What this process's other threads have for this one.
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._wake, self._waker = socket.socketpair()
+        self._wake.setblocking(False)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        let_go_in_children(self._forget)
         self.thread = threading.Thread(target=self._run, name="gradwire-coordinator", daemon=True)
         self.thread.start()
 
     def _forget(self) -> None:
-        for end in (self._listener, *(peer.end for peer in self._open)):
+        for end in (self._listener, self._wake, self._waker, *(peer.end for peer in self._connected)):
             with contextlib.suppress(OSError):
                 end.close()
 
     def _run(self) -> None:
         try:
-            while self._ending is None or (self._open and time.monotonic() < self._ending):
-                for key, events in self._selector.select(timeout=1.0):
-                    if key.data is None:
+            while self._ending is None or (self._connected and time.monotonic() < self._ending):
+                for key, events in self._selector.select(timeout=_LOOK_SECONDS):
+                    # First what this process has said before it said anything on its connection.
+                    self._read_inbox()
+                    if key.fileobj is self._listener:
                         self._accept()
                     elif events & selectors.EVENT_WRITE:
                         self._guarded(key.data, key.data.flush)
                     if key.data is not None and events & selectors.EVENT_READ:
                         self._guarded(key.data, partial(self._read, key.data))
+                self._read_inbox()
                 self._decide()
                 self._look_for_stalls()
         finally:
@@ -228,20 +256,43 @@ class Coordinator:
             tune(end)
             end.setblocking(False)
             peer = _Peer(end, self._selector)
-            self._open.add(peer)
+            self._connected.add(peer)
 
     def _read(self, peer: _Peer) -> None:
         for message in peer.messages():
             if peer.rank is None:
                 self._greet(peer, message)
-            elif "bye" in message:
-                self._end(f"rank {peer.rank} has shut down", clean=True)
             elif "done" in message:
-                self._negotiator.done(message["done"])
+                self.desk.negotiator.done(message["done"])
             elif "failed" in message:
                 self._end(f"rank {peer.rank}: {message['failed']}", clean=False)
             else:
-                self._negotiator.announce(peer.rank, message)
+                self.desk.hear(peer.rank, message)
+
+    def ask(self, request: dict[str, Any]) -> None:
+        """From rank 0 itself: announce an operation. For any thread, as are the next two."""
+        self._put(partial(self.desk.hear, 0, request))
+
+    def take_over(self, left: list[tuple[int, dict[str, Any] | None]], agreed: int | None) -> None:
+        """See `Actions.left`."""
+        self._put(partial(self.desk.take_over, left, agreed))
+
+    def look_at(self, key: str) -> None:
+        """A rank has announced a key with its payload, which others may have announced without."""
+        if key in self.desk.negotiator:
+            self._put(partial(self.desk.collect, key))
+
+    def _put(self, action: Callable[[], None]) -> None:
+        self._inbox.put(action)
+        with contextlib.suppress(OSError):
+            self._waker.send(b"x")
+
+    def _read_inbox(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._wake.recv(1 << 12)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._inbox.get_nowait()()
 
     def _greet(self, peer: _Peer, message: dict[str, Any]) -> None:
         if not secrets.compare_digest(str(message.get("secret")), self._secret):
@@ -250,23 +301,26 @@ class Coordinator:
             raise ValueError("a rank that is here already: of a later start")
         peer.rank, peer.hello = int(message["rank"]), message
         self._peers[peer.rank] = peer
-        if len(self._peers) == self._negotiator.size:
-            hosts = [self._peers[rank].hello["host"] for rank in range(self._negotiator.size)]
+        if len(self._peers) == self._size:
+            hellos = [self._peers[rank].hello for rank in range(self._size)]
+            told = {key: [hello[key] for hello in hellos] for key in ("host", "place")}
             for other in self._peers.values():
-                other.send({"answer": self._answer, "session": self._session, "hosts": hosts})
+                other.send({"answer": self._answer, "session": self._session, **told})
 
     def _decide(self) -> None:
-        if self._ending is not None or len(self._peers) < self._negotiator.size:
+        if self._ending is not None or len(self._peers) < self._size:
             return
-        for decision in self._negotiator.decisions():
+        for decision in self.desk.decisions():
             for rank in decision.members:
                 message = decision.message
                 if decision.acknowledge == rank:
                     message = {**message, "acknowledge": True}
                 self._guarded(self._peers[rank], partial(self._peers[rank].send, message))
+        if self.desk.leaving is not None:
+            self._end(f"rank {self.desk.leaving} has shut down", clean=True)
 
     def _lost(self, peer: _Peer, error: Exception) -> None:
-        self._open.discard(peer)
+        self._connected.discard(peer)
         peer.close()
         if peer.rank is not None:
             self._end(f"rank {peer.rank} is gone ({error or 'its connection ended'})", clean=False)
@@ -276,18 +330,21 @@ class Coordinator:
             return
         self._ending = time.monotonic() + _FAREWELL_SECONDS
         for peer in list(self._peers.values()):
-            if peer in self._open:
+            if peer in self._connected:
                 self._guarded(peer, partial(peer.send, {"do": "stop", "clean": clean, "message": message}))
 
     def _look_for_stalls(self) -> None:
+        if len(self._peers) < self._size or self._ending is not None:
+            return
+        self.desk.look()
         if self._stall > 0:
-            for key, waiting, missing, seconds in self._negotiator.overdue(self._stall):
+            for key, waiting, missing, seconds in self.desk.overdue(self._stall):
                 log.warning(
                     "ranks %s have waited %.0f s in %s for ranks %s: does every rank call it, under the same name?",
                     waiting, seconds, key, missing,
                 )  # fmt: skip
         if self._stall_shutdown > 0:
-            for key, _, missing, seconds in self._negotiator.overdue(self._stall_shutdown, again=True):
+            for key, _, missing, seconds in self.desk.overdue(self._stall_shutdown, again=True):
                 self._end(f"{key} has waited {seconds:.0f} s for ranks {missing}", clean=False)
 
 

@@ -1,8 +1,10 @@
 """The engine: operations go in under a name, in any order, and come out in one order on all ranks.
 
-`submit` announces an operation to rank 0 (`control`, `negotiation`) and returns. A first thread hears what is decided;
-a second carries it out, in the order of the decisions, which is the same on every rank, on connections of its own. Thus
-nothing that the script does in between can mix up two collectives, and no rank enters one before all are ready.
+`submit` announces an operation to all ranks (`agreement`, over `mesh`), or, where these submit different things, to
+rank 0 (`control`), and returns. Threads hear what the ranks agree on; another carries it out, in this order, which is
+the same on every rank, on connections of its own. Thus nothing that the script does in between can mix up two
+collectives, and no rank enters one before all are ready. Only what needs no exchange any more, for its input came with
+the announcements, is carried out at once, in any order.
 
 When a rank is gone, every operation that has not ended fails on every other rank, at once.
 """
@@ -22,10 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .collectives import Channel
+from .agreement import Agreement, Sinks
+from .ahead import Delivered
+from .collectives import Channel, OpenedParcels
 from .control import Connection, Coordinator, connect
 from .errors import HorovodInternalError
 from .launch import START_SECONDS
+from .mesh import Mesh
 from .negotiation import Negotiator
 from .operations import AllReduce, CompressedReduce, Operation, run_fused, stand_in
 from .residuals import States
@@ -106,37 +111,52 @@ class Engine:
         self._lock = threading.Lock()
         self._pending: dict[str, Pending] = {}
         self._stopped: str | None = None
+        #: Whether all ranks have agreed to leave.
+        self._ended = False
         #: Of the compressions that this rank uses.
         self.states = States()
         #: The GPU that this rank has used last; on it are made the zeros of a rank that has joined.
         self.device: torch.device | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._coordinator: Coordinator | None = None
+        fusion_bytes = int(os.environ.get("HOROVOD_FUSION_THRESHOLD") or 64 << 20)
+        self._mesh = Mesh(rank)
+        sinks = Sinks(self._ask, self._follow, self._deliver, lambda *_: None, lambda _: None)
         if rank == 0:
-            fusion_bytes = int(os.environ.get("HOROVOD_FUSION_THRESHOLD") or 64 << 20)
             stall = float(os.environ.get("HOROVOD_STALL_CHECK_TIME_SECONDS") or 60)
             if os.environ.get("HOROVOD_STALL_CHECK_DISABLE") == "1":
                 stall = 0.0
             give_up = float(os.environ.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS") or 0)
-            self._coordinator = Coordinator(store, Negotiator(size, fusion_bytes), stall, give_up)
-        hello = {"rank": rank, "host": host_identity()}
+            negotiator = Negotiator(size, fusion_bytes)
+            self._coordinator = Coordinator(store, negotiator, stall, give_up)
+            sinks = sinks._replace(
+                ask=self._coordinator.ask, left=self._coordinator.take_over, parcel=self._coordinator.look_at
+            )
+        self.agreement = Agreement(self._mesh, size, fusion_bytes, sinks)
+        if self._coordinator is not None:
+            self._coordinator.desk.own, negotiator.busy = self.agreement, self.agreement.busy
+        hello = {"rank": rank, "host": host_identity(), "place": self._mesh.place}
         self._connection: Connection
         self._connection, answer = connect(store, hello, START_SECONDS)
         #: The host of every rank.
-        self.hosts: list[str] = answer["hosts"]
+        self.hosts: list[str] = answer["host"]
+        self._mesh.connect(answer["place"], answer["session"], START_SECONDS)
         # What an earlier start of the same job has left in the store must not be taken for this one's.
         self._store = dist.PrefixStore(answer["session"], store)
-        self._channels = {0: Channel(dist.PrefixStore("0", self._store), range(size), rank)}
+        self._channels = {0: Channel(dist.PrefixStore("0", self._store), range(size), rank, 0, self._mesh)}
+        self._members = {0: tuple(range(size))}
         self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._listener = threading.Thread(target=self._listen, name="gradwire-listener", daemon=True)
         self._executor = threading.Thread(target=self._execute, name="gradwire-executor", daemon=True)
+        self._mesh.start(self._receive)
         self._listener.start()
         self._executor.start()
 
     # -- for the script's threads ------------------------------------------------------------------------------------
 
-    def submit(self, operation: Operation) -> Pending:
-        """Announce an operation.
+    def submit(self, operation: Operation, alone: bool = True) -> Pending:
+        """Announce an operation; one that comes `alone`, not with others to share a buffer, if it is small with its
+        input.
 
         Raises:
             ValueError: one of this key has not ended yet.
@@ -147,6 +167,7 @@ class Engine:
         if operation.device.type == "cuda":
             self.device = operation.device
         pending = Pending(operation)
+        members, payload = self._members.get(operation.set_id, ()), operation.parcel(self.rank) if alone else None
         with self._lock:
             if self._stopped is not None:
                 raise HorovodInternalError(self._stopped)
@@ -158,20 +179,23 @@ class Engine:
             self._pending[operation.key] = pending
         if self.timeline is not None:
             pending.submitted = self.timeline.now()
-        with contextlib.suppress(OSError):  # the listener hears of it too, and says so to every operation
-            self._connection.send(operation.request())
+        self.agreement.submit(operation.request(), members, payload)
         return pending
 
     def members(self, set_id: int) -> tuple[int, ...]:
         """The global ranks of a process set that this rank is in."""
-        return self._channels[set_id].ranks
+        return self._members[set_id]
 
     def add_channel(self, set_id: int, ranks: Sequence[int]) -> None:
         """Connect the ranks of a new process set. Called by the executor, on every rank of the set at once."""
-        self._channels[set_id] = Channel(dist.PrefixStore(str(set_id), self._store), ranks, self.rank)
+        self._members[set_id] = tuple(ranks)
+        self._channels[set_id] = Channel(
+            dist.PrefixStore(str(set_id), self._store), ranks, self.rank, set_id, self._mesh
+        )
 
     def remove_channel(self, set_id: int) -> None:
         """Disconnect a process set."""
+        self._members.pop(set_id, None)
         channel = self._channels.pop(set_id, None)
         if channel is not None:
             channel.close()
@@ -182,6 +206,7 @@ class Engine:
             self._connection.send({"bye": True})
         self._executor.join(2 * END_SECONDS.total_seconds())
         self._connection.close()
+        self._mesh.close()
         self._listener.join(STOP_SECONDS)
         if self._coordinator is not None:
             self._coordinator.thread.join(2 * STOP_SECONDS)
@@ -193,21 +218,59 @@ class Engine:
     def _listen(self) -> None:
         why = "rank 0 is gone"
         while (message := self._connection.receive()) is not None:
-            if message["do"] == "fail":
-                self._end(message["key"], error=message["message"])
-            elif message["do"] == "run":
-                self._queue.put(message)
-            else:
+            if message["do"] == "stop" and not message["clean"]:
                 why = message["message"]
-                if message["clean"]:
-                    self._queue.put(message)
                 break
-        else:
-            message = {"clean": False}
-        if not message["clean"]:
+            self.agreement.follow(message)
+        if not self._ended:
             # At once: the executor may be waiting for the one who is gone.
             self._fail(f"Horovod has been shut down: {why}")
+            self._mesh.close(f"Horovod has been shut down: {why}")
         self._queue.put(None)
+
+    def _ask(self, request: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # the listener hears of it too, and says so to every operation
+            self._connection.send(request)
+
+    def _follow(self, message: dict[str, Any]) -> None:
+        if message["do"] == "fail":
+            self._carried_out(message["key"], message["parcels"])
+            self._end(message["key"], error=message["message"])
+        else:
+            if message["do"] == "stop":
+                self._ended = True
+            for item in message.get("ops", ()):
+                self._carried_out(item["key"], item["info"].get("parcels"))
+            self._queue.put(message)
+
+    def _carried_out(self, key: str, parcels: Sequence[int] | None) -> None:
+        if parcels:
+            self.agreement.deal(key, parcels)
+
+    def _deliver(self, delivered: Delivered) -> None:
+        """All have sent what an operation needs."""
+        pending = self._pending.get(delivered.key)
+        if pending is None:  # all has failed meanwhile
+            return
+        if delivered.problem is not None:
+            self._end(delivered.key, error=f"{delivered.key}: {delivered.problem}")
+            return
+        begin = self._begin()
+        with torch.no_grad():
+            opened = OpenedParcels(delivered.members, self.rank, delivered.payloads)
+            result = pending.operation.run(opened, delivered.ready[1])
+        self._end(delivered.key, result=result, begin=begin)
+
+    def _receive(self, rank: int, message: dict[str, Any], payload: bytearray) -> None:
+        try:
+            self.agreement.receive(rank, message, payload)
+        except Exception as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self._fail(f"Horovod has been shut down: {type(error).__name__}: {error}")
+        with contextlib.suppress(OSError):
+            self._connection.send({"failed": f"{type(error).__name__}: {error}"})
 
     @torch.no_grad()
     def _execute(self) -> None:
@@ -217,16 +280,13 @@ class Engine:
                 with contextlib.suppress(RuntimeError):
                     self._channels[0].barrier(END_SECONDS)
                 self._fail(f"Horovod has been shut down: {message['message']}")
-                continue
+                break
             try:
                 self._run(message)
             except Exception as error:
-                self._fail(f"Horovod has been shut down: {type(error).__name__}: {error}")
-                with contextlib.suppress(OSError):
-                    self._connection.send({"failed": f"{type(error).__name__}: {error}"})
+                self._give_up(error)
                 break
-        for state in self.states:
-            state.disconnect()
+        self.states.disconnect()
         # Ranks that wait for this one inside of a collective are woken by this.
         for channel in self._channels.values():
             channel.close()
@@ -235,10 +295,7 @@ class Engine:
     def _run(self, message: dict[str, Any]) -> None:
         if self._stopped is not None:
             raise HorovodInternalError(self._stopped)
-        if self.timeline is not None:
-            self.timeline.mark("CYCLE_START")
-        channel = self._channels[message["set"]]
-        begin = 0.0 if self.timeline is None else self.timeline.now()
+        channel, begin = self._channels[message["set"]], self._begin()
         pending = [self._pending.get(item["key"]) for item in message["ops"]]
         device = self._device_of(message["ops"], pending)
         with self._on_stream(pending, device):
@@ -250,8 +307,17 @@ class Engine:
         # Before the script hears of it: it may remove the process set next, in which nothing must be under way.
         if message.get("acknowledge"):
             self._connection.send({"done": message["set"]})
+        if "epoch" in message:
+            self.agreement.done(message["epoch"])
         for operation, result in zip(operations, results, strict=True):
             self._end(operation.key, result=result, begin=begin)
+
+    def _begin(self) -> float:
+        """When what was decided begins, for the timeline."""
+        if self.timeline is None:
+            return 0.0
+        self.timeline.mark("CYCLE_START")
+        return self.timeline.now()
 
     def _device_of(self, ops: Sequence[dict[str, Any]], pending: Sequence[Pending | None]) -> torch.device:
         """Where this rank's part takes place. What threads make without being told goes to the first GPU."""

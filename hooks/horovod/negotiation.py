@@ -20,13 +20,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 Request = dict[str, Any]
 #: What all agree on, and what `describe` says of it.
 Ready = tuple[Request, dict[str, Any]]
+#: What some ranks wait for: key, who waits, who is missing, for how many seconds.
+Overdue = tuple[str, list[int], list[int], float]
 
 #: Kinds whose tensors may differ in their first dimension.
 UNEVEN = ("allgather", "alltoall")
@@ -66,6 +68,8 @@ class Negotiator:
 
     def __init__(self, size: int, fusion_bytes: int = 64 << 20) -> None:
         self.size, self.fusion_bytes = size, fusion_bytes
+        #: Whether operations of a process set are under way that nobody has announced here.
+        self.busy: Callable[[int], bool] = lambda set_id: False
         self.sets: dict[int, tuple[int, ...]] = {0: tuple(range(size))}
         self._next_set = 1
         self._pending: dict[str, _Pending] = {}
@@ -103,9 +107,25 @@ class Negotiator:
                 batch = [{"key": request["key"], "info": info} for request, info in taken]
                 yield Decision(members, {"do": "run", "set": set_id, "ops": batch}, members[0])
 
-    def overdue(self, seconds: float, again: bool = False) -> Iterator[tuple[str, list[int], list[int], float]]:
-        """Keys that some ranks wait for longer than this: key, who waits, who is missing, for how long. Each once,
-        unless `again`."""
+    @property
+    def idle(self) -> bool:
+        """Whether no rank waits for anything."""
+        return not (self._pending or any(self._ready.values()) or self._urgent or self._joined)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._pending
+
+    def waiting(self, key: str) -> dict[int, int]:
+        """The ranks that have announced a key that others have not, and what they were `after` (`Agreement`)."""
+        pending = self._pending.get(key)
+        return {} if pending is None else {rank: request.get("after", 0) for rank, request in pending.requests.items()}
+
+    def pending(self) -> list[str]:
+        """What ranks wait for."""
+        return list(self._pending)
+
+    def overdue(self, seconds: float, again: bool = False) -> Iterator[Overdue]:
+        """What some ranks wait for longer than this. Each once, unless `again`."""
         now = time.monotonic()
         for key, pending in self._pending.items():
             if now - pending.since > seconds and (again or not pending.warned):
@@ -129,19 +149,19 @@ class Negotiator:
         if any(rank not in pending.requests and rank not in self._joined for rank in members):
             return
         del self._pending[key]
-        reference, problem = compare(pending.requests)
-        joined = [rank for rank in members if rank not in pending.requests]
-        if problem is None and joined and reference["kind"] not in JOINABLE:
-            problem = f"{reference['kind']} cannot go on without ranks {joined}, which have joined"
+        (reference, info), problem = agree(pending.requests, members)
         if problem is None:
             problem = self._change_sets(reference)
+        # Of these ranks all others have, or will have, an announcement that nobody may count any more.
+        parcels = [rank for rank, request in pending.requests.items() if request.get("parcel")]
         if problem is not None:
-            message = {"do": "fail", "key": key, "message": f"{key}: {problem}"}
-            self._urgent.append(Decision(tuple(sorted(pending.requests)), message))
+            message = {"do": "fail", "key": key, "message": f"{key}: {problem}", "parcels": parcels}
+            self._urgent.append(Decision(members, message))
             return
-        info = describe(reference, pending.requests, members)
         if reference["kind"] == "process_set.add":
             info["id"] = reference["id"]
+        if parcels:
+            info["parcels"] = parcels
         self._ready.setdefault(pending.set_id, []).append((reference, info))
 
     def _change_sets(self, reference: Request) -> str | None:
@@ -155,7 +175,7 @@ class Negotiator:
         elif reference["kind"] == "process_set.remove":
             set_id = reference["same"]["id"]
             waiting = any(pending.set_id == set_id for pending in self._pending.values())
-            if waiting or self._ready.get(set_id) or self._running.get(set_id):
+            if self.busy(set_id) or waiting or self._ready.get(set_id) or self._running.get(set_id):
                 return f"process set {set_id} has operations under way: synchronize them before you remove it"
             self.sets.pop(set_id, None)
         return None
@@ -214,6 +234,15 @@ def _difference(a: Request, b: Request) -> tuple[str, Any, Any] | None:
         if a["same"].get(what) != b["same"].get(what):
             return what, a["same"].get(what), b["same"].get(what)
     return None
+
+
+def agree(requests: dict[int, Request], members: Iterable[int]) -> tuple[Ready, str | None]:
+    """What ranks that are all ready for an operation, or have joined, agree on; and the first problem, in words."""
+    reference, problem = compare(requests)
+    joined = [rank for rank in members if rank not in requests]
+    if problem is None and joined and reference["kind"] not in JOINABLE:
+        problem = f"{reference['kind']} cannot go on without ranks {joined}, which have joined"
+    return (reference, {} if problem is not None else describe(reference, requests, members)), problem
 
 
 def describe(reference: Request, requests: dict[int, Request], members: Iterable[int]) -> dict[str, Any]:

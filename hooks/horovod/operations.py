@@ -11,13 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .adasum import adasum
-from .collectives import Channel, flat_memory, is_plain
+from .arithmetic import divide, reduce_rows, scale, shares
+from .collectives import Channel, OpenedParcels, as_bytes, flat_memory, is_plain
 from .negotiation import Request
 from .residuals import CompressionState, States, layout_of
 
 Average, Sum, Adasum, Min, Max, Product = range(6)
 #: Larger allreduces are not fused: copying them costs more than the message that it saves.
 FUSE_BELOW_BYTES = 4 << 20
+#: Tensors up to this size go along with the request, to every rank.
+PARCEL_BYTES = 4 << 10
 OP_NAMES = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
 _REDUCTIONS = {
     Average: dist.ReduceOp.SUM,
@@ -70,13 +73,24 @@ class Operation(ABC):
         """Operations that say the same here may share a buffer."""
         return None
 
+    def parcel(self, rank: int) -> bytes | None:
+        """All that the other ranks need of this one, global rank `rank`, if it can go along with the request."""
+        return None
+
+    @property
+    def small(self) -> bool:
+        """Whether the tensors can go along with the request."""
+        size = sum(t.numel() * t.element_size() for t in self.tensors)
+        return self.device.type == "cpu" and size <= PARCEL_BYTES
+
     @property
     def device(self) -> torch.device:
         return self.tensors[0].device if self.tensors else torch.device("cpu")
 
     @abstractmethod
-    def run(self, channel: Channel, info: dict[str, Any]) -> Any:
-        """Carry it out, together with all other ranks; the result."""
+    def run(self, channel: Any, info: dict[str, Any]) -> Any:
+        """Carry it out, together with all other ranks; the result. `channel` is a `Channel`, or, if `parcel` gave
+        anything, `OpenedParcels`."""
 
 
 class Scaled(Operation):
@@ -113,11 +127,20 @@ class AllReduce(Scaled):
             return None
         return " ".join(map(str, [*dtypes, self.device, *self.same().values()])) if len(dtypes) == 1 else None
 
-    def run(self, channel: Channel, info: dict[str, Any]) -> list[Tensor]:
+    def parcel(self, rank: int) -> bytes | None:
+        if not self.small:
+            return None
+        parts = [t.flatten() for t in self.tensors]
+        buffers = [torch.cat([p for p in parts if p.dtype == dtype]) for dtype in dict.fromkeys(p.dtype for p in parts)]
+        for buffer in buffers:
+            scale(buffer, self.prescale)
+        return b"".join(map(bytes_of, buffers))
+
+    def run(self, channel: Channel | OpenedParcels, info: dict[str, Any]) -> list[Tensor]:
         return run_fused([self], channel)[0]
 
 
-def run_fused(operations: Sequence[AllReduce], channel: Channel) -> list[list[Tensor]]:
+def run_fused(operations: Sequence[AllReduce], channel: Channel | OpenedParcels) -> list[list[Tensor]]:
     """Allreduces of one dtype and kind, in one buffer; the results of each."""
     first = operations[0]
     results = [operation.results() for operation in operations]
@@ -189,7 +212,7 @@ class CompressedReduce(Scaled):
             "keep": self.keep,
             "label": self.label,
             "scale": self.state.scale,
-            "outcomes": self.state.outcomes,
+            "outcomes": list(self.state.outcomes),
             "restart": self.state.is_new(self.names[0]),
         }
 
@@ -231,7 +254,10 @@ class AllGather(Operation):
             return super().same()
         return {**super().same(), "sparse shape": list(self.sparse), "average": self.average}
 
-    def run(self, channel: Channel, info: dict[str, Any]) -> list[Tensor]:
+    def parcel(self, rank: int) -> bytes | None:
+        return b"".join(map(bytes_of, self.tensors)) if self.small and self.sparse is None else None
+
+    def run(self, channel: Channel | OpenedParcels, info: dict[str, Any]) -> list[Tensor]:
         gathered = [channel.all_gather(t, rows) for t, rows in zip(self.tensors, info["rows"], strict=True)]
         if self.sparse is None:
             return gathered
@@ -253,7 +279,12 @@ class Broadcast(Operation):
     def same(self) -> dict[str, Any]:
         return {**super().same(), "root rank": self.root}
 
-    def run(self, channel: Channel, info: dict[str, Any]) -> list[Tensor]:
+    def parcel(self, rank: int) -> bytes | None:
+        if not self.small:
+            return None
+        return b"".join(map(bytes_of, self.tensors)) if rank == self.root else b""
+
+    def run(self, channel: Channel | OpenedParcels, info: dict[str, Any]) -> list[Tensor]:
         root = channel.ranks.index(self.root)
         for source, target in zip(self.tensors, self.outputs, strict=True):
             if source.data_ptr() != target.data_ptr() and channel.rank == root:
@@ -297,7 +328,7 @@ class ReduceScatter(Scaled):
             scale(tensor, self.prescale)
         parts = channel.all_to_all(tensor, rows, [mine] * channel.size)
         parts = parts.view(channel.size, mine, *tensor.shape[1:])
-        result = _reduce_rows(parts, self.op).to(tensor.dtype)
+        result = reduce_rows(parts, _REDUCTIONS[self.op]).to(tensor.dtype)
         self.finish(result, channel.size)
         return result
 
@@ -307,7 +338,10 @@ class Barrier(Operation):
 
     kind = "barrier"
 
-    def run(self, channel: Channel, info: dict[str, Any]) -> None:
+    def parcel(self, rank: int) -> bytes | None:
+        return b""
+
+    def run(self, channel: Channel | OpenedParcels, info: dict[str, Any]) -> None:
         return None
 
 
@@ -326,6 +360,11 @@ class Join(Operation):
     def run(self, channel: Channel, info: dict[str, Any]) -> int:
         self.states.follow_outcomes(info["outcomes"])
         return int(info["last"])
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """The elements of a CPU tensor, one after the other."""
+    return as_bytes(tensor.resolve_conj().resolve_neg().contiguous()).numpy().tobytes()
 
 
 def stand_in(reference: Request, states: States, device: torch.device) -> Operation:
@@ -351,35 +390,3 @@ def stand_in(reference: Request, states: States, device: torch.device) -> Operat
         state.follow_scale(own["scale"])
         return CompressedReduce(*place, tensors, *scales, state=state, names=own["names"], keep=own["keep"])
     return {"allreduce": AllReduce, "adasum": AdasumReduce}[kind](*place, tensors, *scales)
-
-
-def shares(rows: int, size: int) -> list[int]:
-    """How many of the rows each of `size` ranks gets: what is left over goes to the first ones."""
-    return [rows // size + (rank < rows % size) for rank in range(size)]
-
-
-def divide(x: Tensor, by: int) -> None:
-    """In place; integers are truncated toward zero."""
-    if x.is_floating_point():
-        x.div_(by)
-    else:
-        x.copy_(torch.div(x, by, rounding_mode="trunc"))
-
-
-def scale(x: Tensor, factor: float) -> None:
-    """In place; integers are truncated toward zero."""
-    if factor == 1.0:
-        return
-    if x.is_floating_point():
-        x.mul_(factor)
-    else:
-        x.copy_((x.double() * factor).trunc())
-
-
-def _reduce_rows(parts: Tensor, op: int) -> Tensor:
-    if op in (Average, Sum):
-        wide = torch.float32 if parts.dtype in (torch.float16, torch.bfloat16) else parts.dtype
-        return parts.sum(0, dtype=wide)
-    if op == Product:
-        return parts.prod(0, dtype=parts.dtype)
-    return parts.amin(0) if op == Min else parts.amax(0)

@@ -277,7 +277,7 @@ class GradientReducer:
             unit.contexts = [None]
         else:
             operation = self._dense(key, grads, names, fill, unit)
-        unit.pending = world().engine.submit(operation)
+        unit.pending = world().engine.submit(operation, alone=False)
 
     def _warn_of_late_rows(self, p: Tensor) -> None:
         """The other ranks are about to reduce it densely with others, and cannot be told to do otherwise."""

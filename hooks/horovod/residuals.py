@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import weakref
 import zlib
@@ -236,6 +237,11 @@ def state_of_optimizer(compression: CodecCompression) -> CompressionState:
     return state
 
 
+def _made_by_optimizers(key: str) -> list[CompressionState]:
+    """Those alive of the compression whose text is `key`, in their order."""
+    return [state for _, state in sorted(_of_optimizers.items()) if repr(state.compression) == key]
+
+
 class States:
     """The states of one engine, under labels that are equal on all ranks: that of the operations that are compressed by
     name, and those of optimizers, numbered in the order of their first use. A rank that has joined finds by them what
@@ -282,8 +288,7 @@ class States:
         Raises:
             RuntimeError: this rank knows of no such compression.
         """
-        made = [state for _, state in sorted(_of_optimizers.items()) if repr(state.compression) == key]
-        compression = made[0].compression if made else self._compressions.get(key)
+        compression = self._compressions.get(key) or next((s.compression for s in _made_by_optimizers(key)), None)
         if compression is None:
             raise RuntimeError(
                 f"other ranks go on with {key}, which this rank did not know before it joined: make the "
@@ -293,14 +298,25 @@ class States:
             return self.by_name(compression)
         state = self._used.get((key, label))
         if state is None:
-            state = next((s for s in made if s not in self._labels), None) or CompressionState(compression)
+            # The state of an optimizer that is gone must not be taken for the one that the others have used first: its
+            # residuals would be sent. Many are in a cycle of references, with a scheduler for instance, until this.
+            gc.collect()
+            unused = [s for s in _made_by_optimizers(key) if s not in self._labels]
+            state = unused[0] if unused else CompressionState(compression)
             self._use(key, label, state)
             self._recent.append(state)
         return state
 
+    def disconnect(self) -> None:
+        """Let go of the connections and buffers of all; and of those that nobody else keeps, for nobody joins here any
+        more."""
+        for state in self:
+            state.disconnect()
+        self._recent.clear()
+
     def outcomes(self) -> list[tuple[str, int, list[int]]]:
         """What has become of the optimizers' steps, by their labels."""
-        return [(key, number, state.outcomes) for (key, number), state in sorted(self._used.items())]
+        return [(key, number, list(state.outcomes)) for (key, number), state in sorted(self._used.items())]
 
     def follow_outcomes(self, told: Iterable[tuple[str, int, list[int]]]) -> None:
         """As `outcomes` was on the rank that has made the most steps."""

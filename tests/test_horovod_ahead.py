@@ -1,0 +1,441 @@
+"""What ranks agree on without a coordinator: as if there had been one, in one message's way."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import gradwire.hooks.horovod as hvd
+import pytest
+import torch
+from gradwire.hooks.horovod import ahead, basics
+from gradwire.hooks.horovod.agreement import Agreement, Sinks
+from gradwire.hooks.horovod.ahead import Delivered
+from gradwire.hooks.horovod.desk import Desk
+from gradwire.hooks.horovod.negotiation import Negotiator, Request
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from ranks import Pool
+from test_horovod_operations import equal, raised
+
+Ranks = Callable[[int], Pool]
+
+
+@dataclass(frozen=True)
+class Op:
+    """One line of a script. `same` differs where the ranks are to disagree; `waits`: before the next line."""
+
+    key: str
+    kind: str = "allreduce"
+    same: int = 0
+    fused: bool = True
+    parcel: bool = False
+    waits: bool = True
+    set_id: int = 0
+
+    def request(self) -> Request:
+        shape = [2] if self.parcel else [2000]
+        return {
+            "key": self.key, "set": self.set_id, "kind": self.kind, "tensors": [["float32", shape]],
+            "same": {"op": self.same}, "own": {"outcomes": []}, "fuse": "f" if self.fused else None, "fill": False,
+        }  # fmt: skip
+
+
+@dataclass
+class Member:
+    """A rank: its script, what it waits for, what its executor has to do."""
+
+    script: deque[Op]
+    under_way: set[str] = field(default_factory=set)
+    blocked: str | None = None
+    queue: deque[dict[str, Any]] = field(default_factory=deque)
+    results: list[tuple[str, str]] = field(default_factory=list)
+    runs: list[tuple[str, ...]] = field(default_factory=list)
+
+    def end(self, key: str, result: str) -> None:
+        assert key in self.under_way, f"{key} has ended twice, or was never submitted"
+        self.under_way.remove(key)
+        self.results.append((key, result))
+        if self.blocked == key:
+            self.blocked = None
+
+
+class World:
+    """Ranks without a network: messages of two ranks keep their order, and nothing else does. A run goes on once every
+    member has come to it, as a collective does."""
+
+    def __init__(self, scripts: Sequence[Sequence[Op]], order: random.Random, coordinator_only: bool = False) -> None:
+        self.size = len(scripts)
+        self._order = order
+        self._links: dict[tuple[int | str, int | str], deque[Callable[[], None]]] = {}
+        self.members = [Member(deque(script)) for script in scripts]
+        self.negotiator = Negotiator(self.size, fusion_bytes=20_000)
+        self.negotiator.sets[1] = tuple(range(self.size - 1)) if self.size > 2 else (0, 1)
+        self.desk = Desk(self.negotiator)
+        self.sides = [self._side(rank) for rank in range(self.size)]
+        self.desk.own = self.sides[0]
+        self._coordinator_only = coordinator_only
+        if coordinator_only:
+            self.desk.take_over([(rank, None) for rank in range(self.size)], 0)
+            self.desk._until_next = 10**9
+            for side in self.sides:
+                side._ledger.open = side._ledger.appending = False
+
+    def _side(self, rank: int) -> Agreement:
+        class Mesh:
+            def __init__(self, world: World) -> None:
+                self.rank, self._world = rank, world
+
+            def send(self, to: int, text: dict[str, Any], data: bytes = b"") -> None:
+                self._world._put(rank, to, lambda: self._world.sides[to].receive(rank, text, bytearray(data)))
+
+        def ask(request: Request) -> None:
+            self._put(rank, "desk", lambda: self.desk.hear(rank, request))
+
+        sinks = Sinks(
+            ask,
+            lambda message: self._follow(rank, message),
+            lambda delivered: self._deliver(rank, delivered),
+            lambda left, agreed: self._put(rank, "desk", lambda: self.desk.take_over(left, agreed)),
+            lambda key: self._put(rank, "desk", lambda: self.desk.collect(key)),
+        )
+        return Agreement(Mesh(self), self.size, 20_000, sinks)  # type: ignore[arg-type]
+
+    def _put(self, source: int | str, target: int | str, action: Callable[[], None]) -> None:
+        self._links.setdefault((source, target), deque()).append(action)
+
+    def _follow(self, rank: int, message: dict[str, Any]) -> None:
+        named = message.get("ops") or [{"key": message["key"], "info": message}]
+        for item in named:
+            if item["info"].get("parcels"):
+                self.sides[rank].deal(item["key"], item["info"]["parcels"])
+        if message["do"] == "fail":
+            if message["key"] in self.members[rank].under_way:
+                self.members[rank].end(message["key"], message["message"])
+        else:
+            self.members[rank].queue.append(message)
+
+    def _deliver(self, rank: int, delivered: Delivered) -> None:
+        problem = delivered.problem
+        result = "done" if problem is None else f"{delivered.key}: {problem}"
+        assert problem is not None or rank in delivered.payloads
+        self.members[rank].end(delivered.key, result)
+
+    def _say(self) -> None:
+        for decision in self.desk.decisions():
+            for rank in decision.members:
+                message = decision.message | ({"acknowledge": True} if rank == decision.acknowledge else {})
+                self._put("desk", rank, partial(self.sides[rank].follow, message))
+
+    def _execute(self) -> bool:
+        """Run what every member has come to; whether there was anything."""
+        for member in self.members:
+            if not member.queue:
+                continue
+            message = member.queue[0]
+            keys, ranks = [item["key"] for item in message["ops"]], self.negotiator.sets[message["set"]]
+            heads = [self.members[rank].queue[0] if self.members[rank].queue else None for rank in ranks]
+            if all(head is not None and [item["key"] for item in head["ops"]] == keys for head in heads):
+                for rank in ranks:
+                    mine = self.members[rank].queue.popleft()
+                    self.members[rank].runs.append(tuple(keys))
+                    if "epoch" in mine:
+                        self.sides[rank].done(mine["epoch"])
+                    if mine.get("acknowledge"):
+                        self._put(rank, "desk", partial(self.negotiator.done, mine["set"]))
+                    for key in keys:
+                        if key in self.members[rank].under_way:
+                            self.members[rank].end(key, "done")
+                return True
+        return False
+
+    def _step(self, rank: int) -> None:
+        member = self.members[rank]
+        op = member.script[0]
+        if op.key in member.under_way:  # a name of its own until it has ended
+            member.blocked = op.key
+            return
+        member.script.popleft()
+        member.under_way.add(op.key)
+        if op.waits:
+            member.blocked = op.key
+        payload = b"xx" if op.parcel and not self._coordinator_only else None
+        self.sides[rank].submit(op.request(), self.negotiator.sets[op.set_id], payload)
+
+    def play(self) -> list[list[tuple[str, str]]]:
+        """Until nothing moves any more. What has ended on each rank, sorted."""
+        looked = False
+        while True:
+            self._say()
+            links = [link for link in self._links.values() if link]
+            ranks = [r for r, member in enumerate(self.members) if member.script and member.blocked is None]
+            choices: list[Any] = [*links, *ranks]
+            if not choices:
+                if self._execute():
+                    continue
+                if looked:
+                    break
+                looked = True
+                self.desk.look()
+                continue
+            looked = False
+            chosen = self._order.choice(choices)
+            if isinstance(chosen, int):
+                self._step(chosen)
+            else:
+                chosen.popleft()()
+                if self._order.random() < 0.3:
+                    self._execute()
+        return [sorted(member.results) for member in self.members]
+
+
+@st.composite
+def scripts(draw: st.DrawFn) -> list[list[Op]]:
+    """A few operations, over and over; some ranks change their order, or what they say of one."""
+    size = draw(st.sampled_from([2, 3]))
+    ops = [
+        Op(
+            f"op{i}",
+            draw(st.sampled_from(["allreduce", "allreduce", "broadcast"])),
+            fused=draw(st.booleans()),
+            parcel=draw(st.integers(0, 2)) == 0,
+            waits=draw(st.integers(0, 3)) == 0,
+            set_id=draw(st.sampled_from([0] * 7 + [1])),
+        )
+        for i in range(draw(st.integers(1, 5)))
+    ]
+    lines: list[list[Op]] = [[] for _ in range(size)]
+    # A rank that joins while others know a tensor of another size than its own: whom it disagrees with depends on time.
+    joins = draw(st.booleans())
+    changes = ["none", "none", "none", "order", "word", "wait", *([] if joins else ["size"])]
+    for _ in range(draw(st.integers(1, 5))):
+        change = draw(st.sampled_from(changes))
+        who = draw(st.integers(0, size - 1))
+        place = draw(st.integers(0, len(ops) - 1))
+        for rank in range(size):
+            cycle = list(ops)
+            if rank == who and change == "order":
+                # Only where none of them waits for one that comes later elsewhere.
+                cycle = [Op(**{**vars(op), "waits": False}) for op in reversed(cycle)]
+            elif rank == who and change == "word":
+                cycle[place] = Op(**{**vars(cycle[place]), "same": 1})
+            elif rank == who and change == "size":
+                cycle[place] = Op(**{**vars(cycle[place]), "parcel": not cycle[place].parcel})
+            elif rank == who and change == "wait":
+                cycle = [Op(**{**vars(op), "waits": True}) for op in cycle]
+            lines[rank] += [op for op in cycle if op.set_id == 0 or rank < max(2, size - 1)]
+    if joins:
+        for rank in range(size):
+            missed = draw(st.integers(0, 3))
+            end = len(lines[rank]) - missed
+            lines[rank] = [*lines[rank][: max(0, end)], Op("join", "join"), *([ops[0]] if ops[0].set_id == 0 else [])]
+    return lines
+
+
+def check(lines: list[list[Op]], number: int) -> World:
+    """Play a script in an order drawn by `number`, and hold the outcome against the coordinator's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ahead, "PATIENCE", -1.0)  # nothing moves any more when the worlds look
+        got, expected = World(lines, random.Random(number)), World(lines, random.Random(number), coordinator_only=True)
+        assert got.play() == expected.play()
+        assert [member.script for member in got.members] == [member.script for member in expected.members]
+        assert not any(member.queue for member in got.members), "a collective that not all ranks have come to"
+    return got
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(scripts(), st.integers(0, 1 << 30))
+def test_the_outcome_is_the_coordinators(lines: list[list[Op]], number: int) -> None:
+    check(lines, number)
+
+
+def runs_what_differs(patch: pytest.MonkeyPatch) -> None:
+    agree = ahead.agree
+    patch.setattr(ahead, "agree", lambda requests, members: (agree(requests, members)[0], None))
+
+
+def answers_no_mark(patch: pytest.MonkeyPatch) -> None:
+    def receive(self: Any, rank: int, epoch: int, line: Any) -> None:
+        if line is not None:
+            original(self, rank, epoch, line)
+
+    original = ahead.Ledger.receive
+    patch.setattr(ahead.Ledger, "receive", receive)
+
+
+def hears_the_coordinator_too_early(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ahead.Ledger, "follow", lambda self, message: self._do.follow(message))
+
+
+def forgets_what_is_left(patch: pytest.MonkeyPatch) -> None:
+    original = Desk.take_over
+    patch.setattr(Desk, "take_over", lambda self, left, agreed: original(self, [], agreed))
+
+
+def counts_twice(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ahead.Parcels, "deal", lambda self, key, ranks: None)
+
+
+def leaves_parcels_alone(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ahead.Parcels, "surrender", lambda self, key, ranks: [])
+
+
+def counts_no_joins(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ahead.Parcels, "join", lambda self, rank: iter(()))
+
+
+def is_patient_for_ever(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ahead.Ledger, "look", lambda self: None)
+
+
+def fuses_by_its_own_count(patch: pytest.MonkeyPatch) -> None:
+    original = ahead.Ledger._agree
+
+    def agree(self: Any, lines: Any) -> None:
+        if self.rank == 1:
+            lines = {rank: line._replace(ends=True) for rank, line in lines.items()}
+        original(self, lines)
+
+    patch.setattr(ahead.Ledger, "_agree", agree)
+
+
+FAULTS = (
+    runs_what_differs, answers_no_mark, hears_the_coordinator_too_early, forgets_what_is_left, counts_twice,
+    leaves_parcels_alone, counts_no_joins, is_patient_for_ever, fuses_by_its_own_count,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_found(fault: Callable[[pytest.MonkeyPatch], None]) -> None:
+    @settings(
+        max_examples=1500, deadline=None, database=None, phases=[Phase.generate], derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(scripts(), st.integers(0, 1 << 30))
+    def drawn(lines: list[list[Op]], number: int) -> None:
+        check(lines, number)
+
+    with pytest.MonkeyPatch.context() as patch:
+        fault(patch)
+        with pytest.raises((AssertionError, KeyError, ExceptionGroup)):
+            drawn()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("parcel", [True, False])
+def test_what_repeats_takes_one_message_a_rank(size: int, parcel: bool) -> None:
+    cycle = [Op(f"op{i}", fused=False, parcel=parcel, waits=i == 2) for i in range(3)]
+    world = check([cycle * 10] * size, 0)
+    for side, member in zip(world.sides, world.members, strict=True):
+        assert side.counts == {"messages": 30, "texts": 3}
+        assert len(member.results) == 30
+    assert not any(link for (source, _), link in world._links.items() if source == "desk")
+    assert ("desk", 0) not in world._links, "the coordinator has had something to say"
+
+
+def test_what_comes_while_enough_is_under_way_shares_a_buffer() -> None:
+    cycle = [Op(f"op{i}", waits=False) for i in range(5)]
+    world = World([cycle, cycle], random.Random(0))
+    for rank in (0, 1):
+        for _ in cycle:
+            world._step(rank)
+    world.play()
+    assert world.members[0].runs == world.members[1].runs == [("op0",), ("op1",), ("op2", "op3"), ("op4",)]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 6), max_size=40), st.integers(0, 4))
+def test_requests_come_back_from_their_slots(numbers: list[int], capacity: int) -> None:
+    sender, receiver = ahead.Texts(capacity), ahead.Texts(capacity)
+    for place, number in enumerate(numbers):
+        request = {"key": f"op{number}"}
+        slot, text = sender.outgoing(json.dumps(request))
+        assert receiver.incoming(1, slot, None if text is None else json.loads(text)) == request
+        if capacity and number in numbers[max(0, place - capacity) : place]:
+            assert text is None, "among the last few, and yet told in full"
+
+
+# -- on ranks ----------------------------------------------------------------------------------------------------------
+
+
+def counted(rank: int) -> dict[str, tuple[int, int, int]]:
+    """Messages, requests in full and words to the coordinator that ten of each take once they are known."""
+    hvd.shutdown()
+    hvd.init()
+    engine = basics.world().engine
+    asked: list[Any] = []
+    send = engine._connection.send
+
+    def told(message: dict[str, Any]) -> None:
+        asked.append(message)
+        send(message)
+
+    engine._connection.send = told  # type: ignore[method-assign]
+    model = torch.nn.Sequential(torch.nn.Linear(300, 50), torch.nn.Linear(50, 300))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compression=hvd.Compression.onebit()
+    )
+    rows = torch.ones(3000, 2)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 300)).sum().backward()
+        optimizer.step()
+
+    found = {}
+    actions: dict[str, Callable[[], Any]] = {
+        "small": lambda: hvd.allreduce(torch.ones(10), name="ten"),
+        "large": lambda: hvd.alltoall(rows, name="rows"),
+        "step": step,
+    }
+    for name, action in actions.items():
+        for _ in range(3):
+            action()
+        before, asked_before = dict(engine.agreement.counts), len(asked)
+        for _ in range(10):
+            action()
+        counts = engine.agreement.counts
+        found[name] = (
+            counts["messages"] - before["messages"], counts["texts"] - before["texts"],
+            len(asked) - asked_before if rank else len(engine._coordinator.desk._held),  # type: ignore[union-attr]
+        )  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_operations_that_repeat_take_one_message_a_rank(ranks: Ranks, world: int) -> None:
+    for found in ranks(world).run(counted):
+        assert found == dict.fromkeys(("small", "large", "step"), (10, 0, 0))
+
+
+def changed(rank: int) -> list[str]:
+    """What the ranks hear when one changes an operation that has been repeated."""
+    hvd.init()
+    last = rank == hvd.size() - 1
+    heard = []
+    for size, changed_size in ((10, 11), (10, 5000), (5000, 10), (5000, 5001)):
+        for _ in range(3):
+            equal(hvd.allreduce(torch.ones(size), name="again"), torch.ones(size))
+        other = torch.ones(changed_size if last else size)
+        heard.append(raised(hvd.HorovodInternalError, partial(hvd.allreduce, other, name="again")))
+        equal(hvd.allreduce(torch.ones(size), name="again"), torch.ones(size))
+        # In the opposite order on one rank.
+        handles = [hvd.allreduce_async(torch.ones(size) * n, name=f"n{n}") for n in ((2, 1) if last else (1, 2))]
+        total = sum(hvd.synchronize(handle) for handle in handles)
+        equal(total, torch.full((size,), 3.0))
+    return heard
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_change_is_heard_of_on_every_rank(ranks: Ranks, world: int) -> None:
+    results = ranks(world).run(changed)
+    assert all(heard == results[0] for heard in results)
+    sizes = ((10, 11), (10, 5000), (5000, 10), (5000, 5001))
+    for text, (size, other) in zip(results[0], sizes, strict=True):
+        assert f"allreduce.again: ranks disagree on the shape: rank 0 has [{size}]" in text
+        assert f"rank {world - 1} has [{other}]" in text
