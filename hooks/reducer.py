@@ -88,8 +88,7 @@ class Reducer:
     def goes_straight(self, number: int, choice: Choice) -> bool:
         """Whether all units of a step are dense and nothing is kept, so that `reduce_straight` does. Alike on all
         ranks."""
-        if self._ended is not self._last:
-            self.connection.pipeline.idle()
+        self._await_last()
         if number % LOOK_EVERY == 0 or self._all_dense is None or self.deciding:
             return False
         return self.follow(choice) == self._all_dense
@@ -108,8 +107,14 @@ class Reducer:
 
     def begin(self, number: int, choice: Choice) -> Step:
         """A step begins; `greet` must follow."""
+        self._await_last()
         self._last = Step(number, self.follow(choice), began=time.perf_counter())
         return self._last
+
+    def _await_last(self) -> None:
+        """What a step is depends on how the last one ended; outside of backward nobody has waited for that yet."""
+        if self._ended is not self._last:
+            self.connection.pipeline.idle()
 
     def greet(self, step: Step, unit: Unit, saves: int, scaling: Scaling | None) -> None:
         """Compare with the other ranks what the step is to be.

@@ -12,11 +12,12 @@ from gradwire import CompressState, OneBit, compress_hook
 from gradwire.hooks.auto import cost, drift, probe, trial
 from gradwire.hooks.auto.drift import WINDOW, Drift
 from gradwire.hooks.auto.trial import COMPRESSED, FALLBACK, HOPELESS, PLANNED, SETTLING, TURN, TURNS, UNCOUNTED, Trial
+from gradwire.hooks.connection import Connection
 from gradwire.hooks.exchanges import Dense, Gather
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import Pool
-from training import Ledger, pretend, train, two_large_layers
+from training import Ledger, batch, pretend, train, two_large_layers
 
 Ranks = Callable[[int], Pool]
 
@@ -198,3 +199,29 @@ def test_a_network_that_has_changed_is_tried_again(ranks: Ranks, slow_on: int) -
     assert all(decision.startswith("gather of OneBit") for decision in before)
     assert all(decision.startswith("dense of OneBit") for decision in after)
     assert error < 1e-5
+
+
+def joined(rank: int) -> Any:
+    """Rank 1 runs out of data in the trial, and is slow to end its steps: nobody there waits for that."""
+    agreed = Connection.agreed
+
+    def slow(self: Connection, seconds: list[float]) -> list[float]:
+        found = agreed(self, seconds)
+        time.sleep(10 * LATE * rank)
+        return found
+
+    model, ddp = two_large_layers()
+    speed = cost.CodecSpeed(1e-9, 1e-9)
+    with patch.object(probe, "calibration", pretend(1e-9)), patch.object(probe, "codec_speed", lambda *_: speed):
+        state = CompressState(ddp, OneBit())
+        ddp.register_comm_hook(state, compress_hook)
+        with patch.object(Connection, "agreed", slow), ddp.join():
+            for step in range(30 - 25 * rank):
+                ddp(batch(rank, step, model)).square().mean().backward()
+    decided, steps = state.deciding, state.step
+    state.close()
+    return decided, steps
+
+
+def test_a_rank_that_has_joined_goes_along_with_the_trial(ranks: Ranks) -> None:
+    assert ranks(2).run(joined) == [(False, 30), (False, 30)]
