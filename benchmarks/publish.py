@@ -81,6 +81,17 @@ SET = (
         "--arms fp32 fp16 powersgd onebit topk auto hvd-none hvd-onebit hvd-topk",
         plot=False,
     ),
+    Publication(
+        "step-far",
+        "step --rate 1gbit --delay 25ms --width 512 --layers 8 --bucket-mb 1 --rounds 4 --steps 5 --warmup 3 "
+        "--arms fp16 onebit-gather onebit-two_pass topk-gather auto",
+        plot=False,
+    ),
+    Publication(
+        "step-far-slow",
+        "step --rate 100mbit --delay 25ms --rounds 3 --steps 3 --warmup 2 --arms fp16 onebit-gather topk-gather",
+        plot=False,
+    ),
     Publication("train-digits", "train --task digits --world 2 4"),
     Publication("train-small", "train --task small --readings 8 --timed 4"),
     Publication(

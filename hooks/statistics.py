@@ -27,7 +27,8 @@ class Statistics:
         transfer_bytes: bytes this rank received from others, by what the collectives move; of a hierarchical exchange,
             from other nodes.
         skipped_entries: indices or codes that cannot occur in a sound wire and were left out.
-        nonfinite_steps: steps whose mean had a NaN or an infinity.
+        nonfinite_steps: steps whose mean had a NaN or an infinity; of steps in which all is dense every 64th is looked
+            at.
         decisions: for each bucket, by index, which exchange serves it, and why.
         seconds: wall time up to a bucket's first messages ("encode"), waiting for messages ("exchange", of all buckets
             that are under way for the longest), and computing after them ("decode"); all of it overlaps with backward.
