@@ -112,6 +112,11 @@ class Tracker:
         """Whether steps can be skipped."""
         return self.loss_scale.skips
 
+    def asks(self, step: Any) -> bool:
+        """Whether `follow` will wait for the others: where this rank has joined, its own scaler does not know what
+        theirs do; they say so."""
+        return self.skips and (self.astray or not step.own)
+
     def follow(self, others: Told, step: Any, scaling: Scaling | None) -> bool:
         """Before a step: what the scaler has done since the last one. Returns whether that took to ask the others.
 
@@ -122,8 +127,7 @@ class Tracker:
         """
         if not self.skips:
             return False
-        # Where this rank has joined, its own scaler does not know what the others' do; they say so.
-        astray, self.astray = self.astray or not step.own, not step.own
+        astray, self.astray = self.asks(step), not step.own
         if astray:
             others.compare(step.choice)
             scaling = others.scaling() or scaling

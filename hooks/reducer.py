@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -16,7 +17,7 @@ from .auto.drift import Drift
 from .auto.planner import REVIEW_EVERY, Choice
 from .auto.trial import Trial
 from .comm.group import HANDSHAKE_TIMEOUT
-from .comm.pipeline import Stages, outcome
+from .comm.pipeline import Stages, drive, outcome
 from .connection import Connection
 from .exchanges import Exchange
 from .loss_scale import Scaling, Tracker
@@ -125,11 +126,11 @@ class Reducer:
             scaling: what the loss scaler has done, as far as this rank knows.
         """
         pipeline, planner = self.connection.pipeline, self.connection.planner
-        if self._skips or not planner.knows(step.choice):
-            pipeline.submit(partial(self._greet_first, step, unit, saves, scaling))
+        stages = self._greet(step, unit, saves, scaling)
+        if self._tracker.asks(step) or not planner.knows(step.choice):  # what the others say is needed before all else
+            pipeline.submit(partial(drive, stages))
         else:
-            clock = self._statistics.clock(unit.index, unit.device)
-            pipeline.start(self._greet(step, unit, saves), unit.nothing, clock)
+            pipeline.start(stages, unit.nothing, self._statistics.clock(unit.index, unit.device))
 
     def reduce(self, step: Step, unit: Unit, buffer: Tensor) -> torch.futures.Future[Tensor]:
         """Replace a unit's gradients by their mean; the future gets `buffer`."""
@@ -141,41 +142,28 @@ class Reducer:
         self.connection.pipeline.submit(partial(self._end, step))
 
     @property
-    def units(self) -> list[Unit]:
-        """Of the last step that has ended."""
-        return [] if self._ended is None else [unit for unit, _ in self._ended.reduced]
-
-    @property
     def deciding(self) -> bool:
         """Whether a trial is going on."""
         return self.trial is not None and self.trial.verdict is None
 
-    def forget(self, seed: int) -> None:
-        """Residuals have been loaded: draws and decisions begin again."""
+    def forget(self, seed: int, units: Iterable[Unit]) -> None:
+        """Residuals have been loaded: draws and decisions of all units begin again."""
         self.seed, self._clean, self._all_dense = seed, False, None
-        for unit in self.units:
+        for unit in units:
             unit.forget()
 
     # -- on the pipeline ---------------------------------------------------------------------------------------------
 
-    def _greet_first(self, step: Step, unit: Unit, saves: int, scaling: Scaling | None) -> None:
-        """Where what the others say is needed before anything else."""
+    def _greet(self, step: Step, unit: Unit, saves: int, scaling: Scaling | None) -> Stages:
+        """Compare, while the first units may be under way already: what ranks mean differently has no tag in common."""
         try:
             self._announce(step, saves, scaling)
             if not self._tracker.follow(self.connection, step, scaling):
-                self._compare(step)
+                yield self.connection.announced
+                self.connection.compare(step.choice)
             if not self.connection.planner.knows(step.choice):
                 # Measuring takes all ranks, which now are known to mean this codec.
                 self.connection.planner.learn(step.choice, unit.numel)
-        except Exception as error:
-            raise self._failure(error, step, f"bucket {unit.index}", step.choice.exchange) from error
-
-    def _greet(self, step: Step, unit: Unit, saves: int) -> Stages:
-        """While the first units are under way already: what ranks mean differently has no tag in common."""
-        try:
-            self._announce(step, saves, None)
-            yield self.connection.announced
-            self._compare(step)
         except Exception as error:
             raise self._failure(error, step, f"bucket {unit.index}", step.choice.exchange) from error
 
@@ -183,9 +171,6 @@ class Reducer:
         # Ranks that go straight on tell nothing: if some of them still do, waiting for them must end.
         patience, self._was_straight = HANDSHAKE_TIMEOUT if self._was_straight else None, False
         self.connection.announce(step.number, step.choice, saves, self._drift.changed, scaling, patience)
-
-    def _compare(self, step: Step) -> None:
-        self.connection.compare(step.choice)
 
     def _reduce(self, step: Step, unit: Unit, buffer: Tensor) -> Stages:
         """One unit's way to its mean."""
@@ -201,7 +186,9 @@ class Reducer:
             sent, kept, owned = self._feed(unit, exchange, grad)
             yield from exchange.reduce(sent, grad, unit.extra, kept, owned, unit.draw, unit.owner_draw)
             exchange.post()
-            if choice.exchange == "auto" and number % REVIEW_EVERY == REVIEW_EVERY - 1:
+            # Only exchanges that read on the host gain by knowing it, and to count waits for the device.
+            reviews = choice.exchange == "auto" and self.connection.pipeline.threaded
+            if reviews and number % REVIEW_EVERY == REVIEW_EVERY - 1:
                 unit.union = exchange.union_of(grad) or unit.union
             self._feedback.deliver(unit.layout, grad)
             unit.scatter(buffer)

@@ -215,7 +215,6 @@ class CompressState:
         step.names |= unit.names
         if first:
             step.own = AtEnd(partial(self._ended, step), partial(self._throw_away, step)).queue()
-        if first:
             scaling = self._tracker.loss_scale.scaling() if step.own else None
             reducer.greet(step, unit, self._saves, scaling)
         future = reducer.reduce(step, unit, buffer)
@@ -286,7 +285,7 @@ class CompressState:
     def _throw_away(self, step: Step) -> None:
         """The backward pass has raised."""
         if step is self._open:
-            self._open, self._step = None, step.number + 1
+            self._open, self._straight, self._step = None, None, step.number + 1
         if self._reducer is not None:
             self._delivery.throw_away(step, self._reducer.connection.pipeline)
 
@@ -381,7 +380,8 @@ class CompressState:
         self._tracker.loaded(saved["scale"])
         self.seed = saved["seed"]
         if self._reducer is not None:
-            self._reducer.forget(self.seed)
+            self._reducer.forget(self.seed, self._units.values())
+        self._straight = None
 
     def _export(self, key: str, vectors: Mapping[str, dict[str, Tensor]], fill: bool = True) -> dict[str, Any]:
         if fill and self._may_keep():

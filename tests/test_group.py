@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from random import Random
 
 import pytest
 import torch
 import torch.distributed as dist
+from gradwire.hooks.comm import group as group_module
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.comm.pipeline import drive
 from ranks import Pool
@@ -116,3 +118,25 @@ def crossed(rank: int, seed: int) -> bool:
 def test_channels_do_not_mix(ranks: Ranks, world_size: int, seed: int) -> None:
     """Even those of the same name, made one after the other."""
     assert all(ranks(world_size).run(crossed, seed))
+
+
+class Silent:
+    """A process group that nobody has a message for."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+
+def test_each_process_group_is_cut_once_whatever_its_channels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each cut waits, and a process that ends may have a channel for every bucket; the group itself may be gone."""
+    monkeypatch.setattr(group_module, "_groups", weakref.WeakSet())
+    carriers, cuts = [Silent(), Silent()], []
+    kept = [Group(carriers[0]).channel(str(number)) for number in range(5)]
+    kept += [Group(carriers[1])]
+    monkeypatch.setattr(Group, "cut", lambda self: cuts.append(self._group))
+    group_module.cut_all()
+    assert sorted(map(id, cuts)) == sorted(map(id, carriers))
+    assert len(kept) == 6

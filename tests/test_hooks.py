@@ -341,9 +341,9 @@ class Normalised(nn.Module):
 
 def synchronised_norms(rank: int, exchange: str) -> list[str]:
     torch.manual_seed(3)
-    ddp, state = wrap(Normalised(), OneBit(), ddp={"bucket_cap_mb": 0.005}, exchange=exchange)
+    ddp, _ = wrap(Normalised(), OneBit(), ddp={"bucket_cap_mb": 0.005}, exchange=exchange)
     digests = train(rank, ddp, range(10))
-    assert state.statistics().steps == 10
+    assert len(ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(",")) >= 4
     return digests
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from gradwire.hooks.horovod import ahead, basics
 from gradwire.hooks.horovod.agreement import Agreement, Sinks
-from gradwire.hooks.horovod.ahead import Delivered
+from gradwire.hooks.horovod.ahead import Actions, Delivered, Entry, Ledger
 from gradwire.hooks.horovod.desk import Desk
 from gradwire.hooks.horovod.negotiation import Negotiator, Request
 from hypothesis import HealthCheck, Phase, given, settings
@@ -439,3 +439,37 @@ def test_a_change_is_heard_of_on_every_rank(ranks: Ranks, world: int) -> None:
     for text, (size, other) in zip(results[0], sizes, strict=True):
         assert f"allreduce.again: ranks disagree on the shape: rank 0 has [{size}]" in text
         assert f"rank {world - 1} has [{other}]" in text
+
+
+def alone() -> tuple[Ledger, list[tuple[int, list[str]]]]:
+    """Rank 1 of two, by itself, and what it was told to run: epoch, keys."""
+    runs: list[tuple[int, list[str]]] = []
+    nothing = lambda *_: None  # noqa: E731
+    run = lambda epoch, ready: runs.append((epoch, [request["key"] for request, _ in ready]))  # noqa: E731
+    return Ledger(1, 2, 20_000, Actions(nothing, nothing, run, nothing, nothing)), runs
+
+
+def test_what_all_agree_on_is_not_kept() -> None:
+    """An epoch lasts as long as training does."""
+    ledger, runs = alone()
+    request = Op("a").request()
+    for _ in range(1000):
+        ledger.submit(request)
+        ledger.receive(0, 0, Entry(request, True))
+    assert runs == [(0, ["a"])] * 1000
+    assert sum(len(log) for logs in ledger._logs.values() for log in logs) == 0
+
+
+def test_an_epoch_that_begins_while_the_last_one_ends_has_its_own_entries() -> None:
+    """The coordinator's word overtakes rank 0's last entries, and its first of the next epoch are here already."""
+    ledger, runs = alone()
+    old, new = Op("old").request(), Op("new").request()
+    for request in (old, old):
+        ledger.submit(request)
+    ledger.receive(0, 0, Entry(old, True))
+    ledger.follow({"do": "begin", "epoch": 1})
+    ledger.receive(0, 1, Entry(new, True))
+    ledger.receive(0, 0, None)
+    assert (ledger.epoch, ledger.open) == (1, True)
+    ledger.submit(new)
+    assert runs == [(0, ["old"]), (1, ["new"])]

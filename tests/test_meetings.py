@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from gradwire import QSGD, Codec, OneBit, TopK
+from gradwire.hooks.connection import Connection
+from gradwire.hooks.exchanges.gather import Gather
 from ranks import Pool, without_address
 from torch import Tensor, nn
 from training import Ledger, digest, perceptron, wrap
@@ -243,3 +247,45 @@ def let_go(rank: int) -> Any:
 def test_residuals_that_were_delivered_take_no_more_memory(ranks: Ranks) -> None:
     for held in ranks(2).run(let_go):
         assert held == [True] * 3 + [False] * 4
+
+
+def compared_late(rank: int) -> list[str]:
+    """What rank 0 does first, in a step whose comparison rank 1 sends late: a scaler is followed all the same."""
+    seen: list[str] = []
+    announce, compare, reduce = Connection.announce, Connection.compare, Gather.reduce
+
+    def late(self: Connection, *arguments: Any) -> None:
+        time.sleep(0.2 * rank)
+        announce(self, *arguments)
+
+    def noted(self: Connection, choice: Any) -> None:
+        compare(self, choice)
+        seen.append("compared")
+
+    def begun(self: Gather, *arguments: Any) -> Any:
+        seen.append("begun")
+        yield from reduce(self, *arguments)
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    ddp, state = wrap(perceptron(), OneBit(), exchange="gather", grad_scaler=scaler)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    with (
+        patch.object(Connection, "announce", late),
+        patch.object(Connection, "compare", noted),
+        patch.object(Gather, "reduce", begun),
+    ):
+        for step in range(4):
+            seen.clear()
+            optimizer.zero_grad()
+            scaler.scale(ddp(data_of(rank, step)).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    state.close()
+    return seen
+
+
+def test_no_bucket_waits_for_the_comparison_where_a_scaler_is_followed(ranks: Ranks) -> None:
+    """It would cost a latency in each step."""
+    first, _ = ranks(2).run(compared_late)
+    assert first[0] == "begun"
+    assert "compared" in first

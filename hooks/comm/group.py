@@ -375,5 +375,5 @@ def _gloo(store: dist.Store, members: Sequence[int], rank: int) -> dist.ProcessG
 
 def cut_all() -> None:
     """Cut all groups: for a process that ends and has a thread that waits for another rank."""
-    for group in list(_groups):
+    for group in {id(group._group): group for group in list(_groups)}.values():  # of its channels, one serves for all
         group.cut()

@@ -71,7 +71,8 @@ class Ledger:
         self.epoch = 0
         #: Whether the epoch goes on, and whether this rank may still add to its log.
         self.open = self.appending = True
-        self._logs: dict[int, list[list[Line]]] = {}
+        #: By epoch: what each rank has added, and not all agree on yet.
+        self._logs: dict[int, list[deque[Line]]] = {}
         #: How many entries all agree on, and since when there is one that they do not agree on yet.
         self.agreed, self._since = 0, time.monotonic()
         self._together: list[Ready] = []
@@ -103,7 +104,7 @@ class Ledger:
             return
         self._log(epoch)[rank].append(line)
         if epoch == self.epoch:
-            self._follow(line)
+            self._look_at(line)
 
     def end(self, epoch: int) -> None:
         """On rank 0: let this epoch end, as soon as it has begun here."""
@@ -132,17 +133,17 @@ class Ledger:
 
     def look(self) -> None:
         """Now and then, on rank 0: end an epoch in which ranks have waited too long for others."""
-        waiting = self.open and any(len(log) > self.agreed for log in self._log(self.epoch))
+        waiting = self.open and any(self._log(self.epoch))
         if waiting and time.monotonic() - self._since > PATIENCE:
             self.mark()
 
-    def _log(self, epoch: int) -> list[list[Line]]:
-        return self._logs.setdefault(epoch, [[] for _ in range(self.size)])
+    def _log(self, epoch: int) -> list[deque[Line]]:
+        return self._logs.setdefault(epoch, [deque() for _ in range(self.size)])
 
     def _add(self, line: Line) -> None:
         self._do.tell(self.epoch, line)
         self._log(self.epoch)[self.rank].append(line)
-        self._follow(line)
+        self._look_at(line)
 
     def _add_kept(self) -> None:
         """Neighbours that can be fused end together."""
@@ -169,12 +170,15 @@ class Ledger:
         for request in kept:
             self._do.ask(request)
 
-    def _follow(self, line: Line) -> None:
-        if line is None and self.appending:
+    def _look_at(self, line: Line) -> None:
+        if line is None:
             self.mark()
-        logs = self._log(self.epoch)
+        self._compare()
+
+    def _compare(self) -> None:
         while self.open:
-            lines = [log[self.agreed] for log in logs if len(log) > self.agreed]
+            logs = self._log(self.epoch)  # another epoch's, where one has ended and the next begun
+            lines = [log[0] for log in logs if log]
             if None in lines or len({line.request["key"] for line in lines if line is not None}) > 1:
                 self._close()
             elif len(lines) < self.size:
@@ -182,7 +186,7 @@ class Ledger:
                     self._since = time.monotonic()
                 break
             else:
-                self._agree({rank: log[self.agreed] for rank, log in enumerate(logs)})
+                self._agree(dict(enumerate(lines)))
 
     def _agree(self, lines: dict[int, Line]) -> None:
         requests = {rank: line.request for rank, line in lines.items() if line is not None}
@@ -192,6 +196,8 @@ class Ledger:
             return
         self._together.append(ready)
         self.agreed += 1
+        for log in self._log(self.epoch):
+            log.popleft()
         self._since = time.monotonic()
         first = lines[0]
         if first is not None and first.ends:
@@ -211,7 +217,7 @@ class Ledger:
             self._log(self.epoch)[self.rank].append(None)
         if self.rank == 0:
             logs = enumerate(self._log(self.epoch))
-            rest = [(rank, line and line.request) for rank, log in logs for line in log[self.agreed :]]
+            rest = [(rank, line and line.request) for rank, log in logs for line in log]
             self._do.left(rest, self.agreed)
         self._give_up_kept()
         self._release()
@@ -230,7 +236,7 @@ class Ledger:
         self.agreed, self._running, self._since = 0, 0, time.monotonic()
         if epoch == self._to_end or any(None in log for log in self._log(epoch)):
             self.mark()
-        self._follow(Entry({}))
+        self._compare()
 
 
 @dataclass
