@@ -63,7 +63,7 @@ def beside_ddp(rank: int, options: dict[str, Any], way: dict[str, Any] | None = 
 
 
 def test_dense_steps_go_straight_and_equal_ddp(ranks: Ranks) -> None:
-    for digests, expected, straight, dense, payload in ranks(2).run(beside_ddp, {}):
+    for digests, expected, straight, dense, payload in ranks(3).run(beside_ddp, {}):
         assert digests == expected
         assert straight[0] == 0  # ranks compare it
         assert straight[2:] == [straight[1]] * 4
@@ -89,7 +89,7 @@ def test_excluded_parameters_do_not_keep_steps_from_going_straight(ranks: Ranks)
 
 
 def test_what_may_be_undone_does_not_go_straight(ranks: Ranks) -> None:
-    for digests, expected, straight, *_ in ranks(2).run(beside_ddp, {"grad_scaler": torch.amp.GradScaler("cpu")}):
+    for digests, expected, straight, *_ in ranks(3).run(beside_ddp, {"grad_scaler": torch.amp.GradScaler("cpu")}):
         assert digests == expected
         assert set(straight) == {0}
 

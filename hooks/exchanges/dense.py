@@ -66,8 +66,8 @@ class Dense(Exchange):
             total = self.memory
             total[: self.numel].copy_(grad)
             total[self.numel :].copy_(extra)
+        total.mul_(1.0 / self.world_size)  # before the sum, as DDP and `Reducer.reduce_straight` do: to the same bits
         yield self.group.all_reduce(total)
-        total.mul_(1.0 / self.world_size)
         finite = all_finite(total)
         self.not_finite[1] += ~finite
         if not total.is_cuda:
