@@ -44,8 +44,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .backends import Kernels, Workspace, backend_for, kernels_for
-from .backends.sparse import selecting
+from .backends import Kernels, Workspace, backend_for, kernels_for, selecting
 from .entries import index_fields, value_fields
 from .wire import Part
 
@@ -136,7 +135,10 @@ class Codec(ABC):
             raise ValueError(f"cannot compress {numel} elements at once: split the gradient into parts of at most 2^35")
         self.parts(numel)
         device = torch.device(device)
-        return self.kernels(device).workspace(self, numel, device)
+        kernels = self.kernels(device)
+        workspace = kernels.workspace(self, numel, device)
+        workspace.kernels = kernels
+        return workspace
 
     def encode(self, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
         """Write the code of `x` to `wire`.
@@ -153,13 +155,13 @@ class Codec(ABC):
         self._check_gradient(x)
         self._check_wire(wire, x)
         self._check_draw(draw)
-        self.kernels(x.device).encode(self, x, wire, draw, workspace)
+        self._kernels(workspace, x).encode(self, x, wire, draw, workspace)
 
     def decode_add(self, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
         """`out += alpha * decoded`, out being flat contiguous float32. Raises as `encode` does."""
         self._check_gradient(out, "out", (torch.float32,))
         self._check_wire(wire, out)
-        self.kernels(out.device).decode_add(self, wire, out, alpha, workspace)
+        self._kernels(workspace, out).decode_add(self, wire, out, alpha, workspace)
 
     def encode_feedback(
         self, grad: Tensor, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
@@ -182,7 +184,7 @@ class Codec(ABC):
             )
         self._check_wire(wire, grad)
         self._check_draw(draw)
-        self.kernels(grad.device).encode_feedback(self, grad, residual, wire, draw, workspace)
+        self._kernels(workspace, grad).encode_feedback(self, grad, residual, wire, draw, workspace)
 
     def decode_mean(self, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
         """`out` = mean over ranks of what they sent: float32 sum in rank order, times 1/P, cast to `out.dtype`.
@@ -205,7 +207,7 @@ class Codec(ABC):
             self._check_bytes(part[0], size, out)
             if part.stride(0) % 4:
                 raise ValueError(f"rows of a wire must lie at multiples of 4 bytes, not {part.stride(0)}")
-        self.kernels(out.device).decode_mean(self, wires, out, workspace)
+        self._kernels(workspace, out).decode_mean(self, wires, out, workspace)
 
     def _check_gradient(self, x: Tensor, what: str = "gradient", dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
         if not isinstance(x, Tensor):
@@ -221,6 +223,15 @@ class Codec(ABC):
             )
         if x.numel() == 0:
             raise ValueError(f"{what} is empty: a gradient needs at least one element; leave out empty tensors")
+
+    @staticmethod
+    def _kernels(workspace: Workspace, x: Tensor) -> Kernels:
+        if workspace.kernels is None or workspace.status.device != x.device:
+            raise ValueError(
+                f"the workspace is on {workspace.status.device}, the gradient on {x.device}: take one from "
+                f"codec.workspace(numel, {str(x.device)!r}) for each device and codec"
+            )
+        return workspace.kernels
 
     def _check_wire(self, wire: Tensor, x: Tensor) -> None:
         self._check_bytes(wire, self.wire_bytes(x.numel()), x)

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from gradwire.compress import CODECS, Codec, backends, new_draw
 from gradwire.compress.backends import entries_for, use_backend
 from gradwire.compress.backends.addresses import address, rows_at
-from gradwire.compress.backends.entry_kernels import EntryKernels, Pieces
-from gradwire.compress.backends.sparse import whole_rows
+from gradwire.compress.backends.sparse import EntryKernels, Pieces, whole_rows
 from gradwire.compress.entries import index_bytes
 from gradwire.hooks.auto import probe
 from gradwire.hooks.comm.group import Group

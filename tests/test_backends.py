@@ -18,9 +18,10 @@ from gradwire.compress.backends import (
     entries_for,
     reference,
 )
-from gradwire.compress.backends.cpu import common, dense, packing, sparse, topk
+from gradwire.compress.backends.cpu import dense, packing, sparse, topk
+from gradwire.compress.backends.cpu import kernels as cpu_kernels
 from gradwire.compress.backends.cpu.blocks import random_bits
-from gradwire.compress.backends.entry_kernels import Pieces
+from gradwire.compress.backends.sparse import Pieces
 from gradwire.compress.codec import DTYPES
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -210,10 +211,10 @@ def test_threads_do_not_change_a_byte(codec: Codec, monkeypatch: pytest.MonkeyPa
     x, wires = gradient("wide", numel, 3), hostile_wires(codec, numel, 4, 8)
     with threads(1):
         expected = outcome(codec, x, wires)
-    monkeypatch.setattr(common, "ELEMENTS_PER_THREAD", 1 << 12)
+    monkeypatch.setattr(cpu_kernels, "ELEMENTS_PER_THREAD", 1 << 12)
     submitted: list[int] = []
-    pool = common.pool()
-    monkeypatch.setattr(common, "pool", lambda: Counting(pool, submitted))
+    pool = cpu_kernels.pool()
+    monkeypatch.setattr(cpu_kernels, "pool", lambda: Counting(pool, submitted))
     with threads(3):
         results = outcome(codec, x, wires)
     assert submitted, "nothing ran on a second thread"
@@ -258,7 +259,7 @@ def test_a_prediction_never_changes_the_bytes(
 ) -> None:
     """TopK foretells a threshold: right, too high or too low, the k largest are the k largest."""
     codec, numel = TopK(density=density), 20_000
-    monkeypatch.setattr(common, "pieces_of", lambda elements, count: min(pieces, count))
+    monkeypatch.setattr(topk, "pieces_of", lambda elements, count: min(pieces, count))
     kernels, specification = backend_kernels("cpu")["topk"], backend_kernels("reference")["topk"]
     workspace = kernels.workspace(codec, numel, torch.device("cpu"))
     residuals = [torch.zeros(numel), torch.zeros(numel)]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from gradwire.compress.backends import entries_for, use_backend
 from gradwire.compress.backends.cuda import entries as cuda_entries
-from gradwire.compress.backends.entry_kernels import EntryKernels, Pieces
+from gradwire.compress.backends.sparse import EntryKernels, Pieces
 from gradwire.compress.entries import LARGEST_UNIT, VALUE_BLOCK, VALUE_DTYPES, index_layout, value_bytes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

@@ -18,7 +18,7 @@ import torch
 from emulated import emulated_gpu
 from gradwire.compress import Codec, new_draw
 from gradwire.compress.backends import Workspace, backend_kernels, entries_for, use_backend
-from gradwire.compress.backends.entry_kernels import EntryKernels, Pieces
+from gradwire.compress.backends.sparse import EntryKernels, Pieces
 from gradwire.compress.codec import DTYPES
 from gradwire.compress.entries import VALUE_DTYPES
 from guarded import Room

@@ -8,88 +8,29 @@ write the same bytes. `register_backend` adds one for another type of device.
 from __future__ import annotations
 
 import importlib
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from .entry_kernels import EntryKernels
+from .base import Kernels, Workspace
+from .sparse import EntryKernels, Selecting, SparseKernels
 
-
-@dataclass
-class Workspace:
-    """Memory that one codec reuses for one length on one device; it never changes the bytes of the wire.
-
-    Attributes:
-        status: int64[2] on the device, counted up by decoding: entries skipped because their index or code cannot
-            occur in a sound wire, and records (sparse and cast codecs: positions) that are not finite.
-        buffers: what the backend keeps between calls (scratch, a predicted threshold).
-    """
-
-    status: Tensor
-    buffers: dict[str, Any] = field(default_factory=dict)
-
-    @staticmethod
-    def on(device: torch.device | str) -> Workspace:
-        return Workspace(torch.zeros(2, dtype=torch.int64, device=device))
-
-
-class Kernels(ABC):
-    """The operations of one codec on one backend, on arguments that the codec has already checked.
-
-    `encode` and `decode_add` say what the codec means. The two fused forms are composed from them here, and what a
-    backend overrides must equal this composition bit for bit.
-    """
-
-    def workspace(self, codec: Any, numel: int, device: torch.device) -> Workspace:
-        return Workspace.on(device)
-
-    def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
-        """Compile what `codec` needs for gradients of `dtype` on `device`, so that no later call has to: by default it
-        is run once, on one element."""
-        workspace = self.workspace(codec, 1, device)
-        x = torch.ones(1, dtype=dtype, device=device)
-        residual = torch.zeros(1, dtype=torch.float32, device=device)
-        wire = torch.zeros(codec.wire_bytes(1), dtype=torch.uint8, device=device)
-        draw = torch.zeros(3, dtype=torch.int64, device=device)
-        self.encode(codec, x, wire, draw, workspace)
-        self.encode_feedback(codec, x, residual, wire, draw, workspace)
-        self.decode_add(codec, wire, residual, 1.0, workspace)
-        self.decode_mean(codec, [part[None] for part in wire.split(codec.part_bytes(1))], x, workspace)
-
-    @abstractmethod
-    def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None: ...
-
-    @abstractmethod
-    def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None: ...
-
-    def encode_feedback(
-        self, codec: Any, grad: Tensor, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
-    ) -> None:
-        total = grad.float() + residual
-        self.encode(codec, total, wire, draw, workspace)
-        decoded = torch.zeros_like(total)
-        self.decode_add(codec, wire, decoded, 1.0, Workspace.on(total.device))
-        # Where a value could not be sent as a finite number, the old residual stays: it must never become NaN.
-        sent = decoded.isfinite() & total.isfinite()
-        residual.copy_(torch.where(sent, total - decoded, residual))
-
-    def decode_mean(self, codec: Any, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
-        total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
-        for rank in range(wires[0].shape[0]):
-            wire = wires[0][rank] if len(wires) == 1 else torch.cat([part[rank] for part in wires])
-            self.decode_add(codec, wire, total, 1.0, workspace)
-        divide(total, wires[0].shape[0], out)
-
-
-def divide(total: Tensor, world_size: int, out: Tensor) -> None:
-    """`out` = total · (1 / world_size), the reciprocal in float32, cast once."""
-    out.copy_(total * (torch.tensor(1.0, dtype=torch.float32) / world_size).to(total.device))
+__all__ = [
+    "Backend",
+    "Kernels",
+    "Workspace",
+    "backend_for",
+    "backend_kernels",
+    "backend_names",
+    "entries_for",
+    "kernels_for",
+    "register_backend",
+    "selecting",
+    "use_backend",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,6 +97,19 @@ def kernels_for(device: torch.device, codec_name: str) -> Kernels:
             f"{', '.join(kernels)}: return kernels of your own from the codec's `kernels`"
         )
     return kernels[codec_name]
+
+
+@cache
+def selecting(backend: Backend) -> Selecting:
+    """The kernels of sparse codecs that a backend does not know by name.
+
+    Raises:
+        ValueError: it has no kernels for top-k, whose sums serve all.
+    """
+    sums = backend.kernels.get("topk")
+    if not isinstance(sums, SparseKernels):
+        raise ValueError("this backend cannot add up entries: give it kernels for 'topk', whose sums serve all")
+    return Selecting(backend.entries, sums)
 
 
 def entries_for(device: torch.device) -> EntryKernels:

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ..entries import LARGEST_UNIT, VALUE_BLOCK, index_layout
 from . import Backend, Kernels, Workspace
-from .entry_kernels import EntryKernels
-from .sparse import SparseKernels
+from .sparse import EntryKernels, SparseKernels
 
 F32 = np.float32
 #: The one NaN that is ever written.

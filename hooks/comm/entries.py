@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...compress.backends import entries_for
-from ...compress.backends.entry_kernels import Pieces
+from ...compress.backends.sparse import Pieces
 from ...compress.entries import index_bytes, value_bytes
 from .group import Group, Together, Work
 from .pipeline import Stages

@@ -15,13 +15,14 @@ from torch import Tensor
 from ...entries import index_layout
 from .. import Workspace, kept
 from ..addresses import address, rows_at
-from ..entry_kernels import EntryKernels, Pieces
-from ..sparse import SparseKernels, typed_rows
-from . import common, packing, sparse
+from ..sparse import EntryKernels, Pieces, SparseKernels, typed_rows
+from . import packing, sparse
 from .blocks import TILE, scratch_bytes
-from .common import KINDS, CpuKernels, inverse, note, reserved, run
+from .kernels import KINDS, CpuKernels, inverse, note, pieces_of, reserved, run, whole_lines
 
 I32, F32, BYTES = torch.int32, torch.float32, torch.uint8
+#: Of one piece.
+SCRATCH = whole_lines(scratch_bytes(TILE))
 #: How many elements are about as much work as an entry that is unpacked.
 ENTRY_COST = 8
 
@@ -71,7 +72,7 @@ class Entries(EntryKernels):
                 if counts is not None:
                     counts[i] = found
 
-        run(job, len(wires), common.pieces_of(ENTRY_COST * k * len(wires), len(wires)))
+        run(job, len(wires), pieces_of(ENTRY_COST * k * len(wires), len(wires)))
 
     def pack_values(
         self,
@@ -210,11 +211,11 @@ class TopK(SparseKernels, CpuKernels):
     def _rooms(self, codec: Any, numel: int, workspace: Workspace) -> list[tuple[int, int, int, int, int]]:
         """For each piece, memory to select in: it may come to hold all that is sent."""
         k, tiles = codec.k(numel), -(-numel // TILE)
-        pieces = common.pieces_of(numel, tiles)
+        pieces = pieces_of(numel, tiles)
         capacity = min(k + 3 * k // pieces, -(-tiles // pieces) * TILE) + TILE
         # Past the last entry, 64 are read and one is written before it is known that it was the last.
-        list_size, histogram_size, scratch_size = 4 * (capacity + 64), 4 << 11, -(-scratch_bytes(TILE) // 64) * 64
-        size = 2 * list_size + histogram_size + scratch_size
+        list_size, histogram_size = 4 * (capacity + 64), 4 << 11
+        size = 2 * list_size + histogram_size + SCRATCH
         memory = reserved(workspace, "rooms", pieces * size)
         rooms = []
         for index in range(memory, memory + pieces * size, size):
@@ -273,7 +274,7 @@ class TopK(SparseKernels, CpuKernels):
                 there = indices + place, numbers + place
                 sparse.keep(index, value, count, key, shares[i][0], likely, kept, there)
 
-        run(send, pieces, common.pieces_of(ENTRY_COST * k, pieces))
+        run(send, pieces, pieces_of(ENTRY_COST * k, pieces))
         row[0] = places[-1]
         row[1 + places[-1] :].zero_()
         values[places[-1] :].zero_()
@@ -354,7 +355,7 @@ class TopK(SparseKernels, CpuKernels):
     def mean_plain(self, codec: Any, rows: Tensor, values: Tensor, out: Tensor, workspace: Workspace) -> None:
         numel, ranks = out.numel(), len(rows)
         count = -(-numel // TILE)
-        pieces = common.pieces_of(numel, count)
+        pieces = pieces_of(numel, count)
         size = scratch_bytes(TILE)
         scratch = reserved(workspace, "scratch", pieces * size)
         cursors = reserved(workspace, "cursors", pieces * ranks * 16)

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from ...entries import VALUE_BLOCK, index_layout
-from ..entry_kernels import EntryKernels
-from ..sparse import typed_rows, whole_rows
+from ..sparse import EntryKernels, typed_rows, whole_rows
 from .device import SHARES, THREADS, device_for, grid_for
 
 FILE = "entries.cu"

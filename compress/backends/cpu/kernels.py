@@ -1,0 +1,201 @@
+"""What runs kernels on the CPU: threads of our own, memory, compiling ahead, and the codecs of one record a block."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import Kernels, Workspace, kept
+from ..addresses import address, rows_at
+from . import dense
+from .blocks import BFLOAT16, FLOAT16, FLOAT32, TILE, scratch_bytes
+
+KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
+#: Fewer elements than this are not worth another thread: to wake one takes some 0.1 ms.
+ELEMENTS_PER_THREAD = 1 << 20
+
+
+@cache
+def pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="gradwire")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=pool.cache_clear)  # a fork keeps the pool, but not its threads
+
+
+def run(job: Callable[[int, int, int], Any], count: int, pieces: int) -> list[Any]:
+    """job(first, last, piece) over `count` blocks, by this thread and by others."""
+    if pieces == 1:
+        return [job(0, count, 0)]
+    bounds = [count * i // pieces for i in range(pieces + 1)]
+    others = [pool().submit(job, bounds[i], bounds[i + 1], i) for i in range(1, pieces)]
+    results = [job(bounds[0], bounds[1], 0)]
+    return results + [other.result() for other in others]
+
+
+def pieces_of(elements: int, count: int) -> int:
+    return max(1, min(torch.get_num_threads(), elements // ELEMENTS_PER_THREAD, count))
+
+
+def reserved(workspace: Workspace, name: str, size: int) -> int:
+    """The address of at least `size` bytes that the workspace keeps under `name`, at a multiple of 64."""
+    memory, address = workspace.buffers.get(name, (b"", 0))
+    if len(memory) < size + 63:
+        memory = np.empty(size + 63, np.uint8)
+        address = -(-memory.ctypes.data // 64) * 64
+        workspace.buffers[name] = memory, address
+    return address
+
+
+def whole_lines(size: int) -> int:
+    """So many bytes, up to the end of a cache line."""
+    return -(-size // 64) * 64
+
+
+def note(workspace: Workspace, results: list[tuple[int, int]]) -> None:
+    status = workspace.status.numpy()
+    for skipped, unsound in results:
+        status[0] += skipped
+        status[1] += unsound
+
+
+def inverse(world_size: int) -> float:
+    return float(np.float32(1) / np.float32(world_size))
+
+
+class CpuKernels(Kernels):
+    """Kernels that numba compiles."""
+
+    def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
+        """Compile, or load from the cache, everything that this codec runs."""
+        with kept.task(type(codec).__name__):
+            super().prepare(codec, dtype, device)
+
+
+#: A kernel, and what it needs to know of the codec.
+Kernel = tuple[Callable, tuple]
+
+
+class _Blocks(CpuKernels):
+    """Codecs of one record a block; a subclass names its kernels and says what they need to know of the codec."""
+
+    def block(self, codec: Any) -> int:
+        return int(codec.block)
+
+    def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
+        raise NotImplementedError
+
+    def decode_block(self, codec: Any) -> Kernel:
+        raise NotImplementedError
+
+    def workspace(self, codec: Any, numel: int, device: torch.device) -> Workspace:
+        workspace = Workspace.on(device)
+        self._split(codec, numel, workspace)
+        return workspace
+
+    def _split(self, codec: Any, numel: int, workspace: Workspace) -> tuple[int, int, int, int]:
+        """Blocks, pieces to run them in, the address of the first piece's scratch, and bytes from one to the next."""
+        count = -(-numel // self.block(codec))
+        pieces = pieces_of(numel, count)
+        most, scratch, size = workspace.buffers.get("pieces", (0, 0, 0))
+        if pieces > most:
+            size = whole_lines(scratch_bytes(self.block(codec)))
+            scratch = reserved(workspace, "scratch", pieces * size)
+            workspace.buffers["pieces"] = pieces, scratch, size
+        return count, pieces, scratch, size
+
+    def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
+        self._encode(codec, x, 0, wire, draw, workspace)
+
+    def encode_feedback(
+        self, codec: Any, grad: Tensor, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
+    ) -> None:
+        self._encode(codec, grad, address(residual, torch.float32), wire, draw, workspace)
+
+    def _encode(
+        self, codec: Any, x: Tensor, residual: int, wire: Tensor, draw: Tensor | None, workspace: Workspace
+    ) -> None:
+        kernel, rest = self.encode_block(codec, draw)
+        numel, source, target = x.numel(), (KINDS[x.dtype], address(x)), address(wire, torch.uint8)
+        count, pieces, scratch, size = self._split(codec, numel, workspace)
+
+        def job(first: int, last: int, piece: int) -> None:
+            kernel(source, residual, target, (numel, first, last), *rest, scratch + piece * size)
+
+        run(job, count, pieces)
+
+    def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
+        self._decode(codec, wire[None], out, (float(alpha), 1, 1.0), workspace)
+
+    def decode_mean(self, codec: Any, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
+        self._decode(codec, wires[0], out, (1.0, 0, inverse(wires[0].shape[0])), workspace)
+
+    def _decode(
+        self, codec: Any, wires: Tensor, out: Tensor, how: tuple[float, int, float], workspace: Workspace
+    ) -> None:
+        kernel, rest = self.decode_block(codec)
+        numel, target = out.numel(), (KINDS[out.dtype], address(out))
+        sources = *rows_at(wires, torch.uint8), wires.shape[0]
+        count, pieces, scratch, size = self._split(codec, numel, workspace)
+
+        def job(first: int, last: int, piece: int) -> tuple[int, int]:
+            result: tuple[int, int] = kernel(target, sources, (numel, first, last), how, *rest, scratch + piece * size)
+            return result
+
+        note(workspace, run(job, count, pieces))
+
+
+def _draw(codec: Any, draw: Tensor | None) -> tuple[int, int, int, int]:
+    """Whether to draw, and seed, step and stream."""
+    if draw is None or not codec.stochastic:
+        return 0, 0, 0, 0
+    seed, step, stream = draw.tolist()
+    return 1, seed, step, stream
+
+
+class OneBit(_Blocks):
+    def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
+        return dense.onebit_encode, (codec.block, int(codec.scale == "sided"))
+
+    def decode_block(self, codec: Any) -> Kernel:
+        return dense.onebit_decode, (codec.block,)
+
+
+class QSGD(_Blocks):
+    def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
+        return dense.qsgd_encode, (codec.block, codec.bits, int(codec.norm == "l2"), _draw(codec, draw))
+
+    def decode_block(self, codec: Any) -> Kernel:
+        return dense.qsgd_decode, (codec.block, codec.bits)
+
+
+class TernGrad(_Blocks):
+    def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
+        return dense.terngrad_encode, (codec.block, float(codec.clip), _draw(codec, draw))
+
+    def decode_block(self, codec: Any) -> Kernel:
+        return dense.terngrad_decode, (codec.block,)
+
+
+class Cast(_Blocks):
+    """Identity too: a cast to float32."""
+
+    def block(self, codec: Any) -> int:
+        return TILE
+
+    def stored(self, codec: Any) -> int:
+        return KINDS[getattr(codec, "dtype", torch.float32)]
+
+    def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
+        return dense.cast_encode, (self.stored(codec),)
+
+    def decode_block(self, codec: Any) -> Kernel:
+        return dense.cast_decode, (self.stored(codec),)
