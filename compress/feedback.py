@@ -13,7 +13,7 @@ keep plain residuals.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .backends import Workspace, entries_for
+from .backends.sparse import EntryKernels
 from .codec import Codec
 from .layout import Slot
 
@@ -95,9 +96,13 @@ class Kept:
         lost: the sum of the magnitudes that the strategy has given up, float64 [] on the device; None: there are none.
     """
 
+    #: Called before a step changes anything, where it may have to be undone.
+    before_change: Callable[[], None] | None = None
+
     def __init__(self, strategy: Feedback, vectors: Mapping[str, Tensor]) -> None:
         self.strategy, self.vectors = strategy, dict(vectors)
         self.lost: Tensor | None = None
+        self._entries: EntryKernels | None = None
 
     def __getitem__(self, vector: str) -> Tensor:
         return self.vectors[vector]
@@ -109,10 +114,14 @@ class Kept:
 
     def encode(self, codec: Codec, grad: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
         """Compress this rank's gradient. Arguments and errors as in `Codec.encode_feedback`."""
+        if self.before_change is not None:
+            self.before_change()
         self.strategy.encode(self, codec, grad, wire, draw, workspace)
 
     def send_all(self, grad: Tensor) -> Tensor:
         """In the place of `encode`: what a step sends that sends everything, `grad` itself where nothing is kept."""
+        if self.before_change is not None:
+            self.before_change()
         return self.strategy.send_all(self, grad)
 
     def deliver(self, mean: Tensor) -> None:
@@ -145,7 +154,9 @@ class Kept:
             delivered: int32, ascending: of which elements any rank's entries have reached the mean.
         """
         if self.residual is not None:
-            entries_for(self.residual.device).put_back((indices, values), delivered, self.residual)
+            if self._entries is None:
+                self._entries = entries_for(self.residual.device)
+            self._entries.put_back((indices, values), delivered, self.residual)
 
     def give_up(self, magnitude: Tensor) -> None:
         """Count what is neither kept nor sent: the sum of its magnitudes, float64 []."""

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .backends import Workspace
-from .codec import Codec
 from .feedback import NOTHING, RESIDUAL, Feedback, Kept, Residual, plain, total_lost
 from .layout import Layout, OwnedSlice, Slot, layout_numel
 
@@ -77,23 +75,13 @@ class LayoutMemory(Kept):
 
     def __init__(self, strategy: Feedback, vectors: Mapping[str, Tensor], keep_previous: bool) -> None:
         super().__init__(strategy, vectors)
-        self._keep_previous = keep_previous
+        self.before_change = self.remember if keep_previous else None
         self._owned: list[Owned] = []
         self._saved: _Saved | None = None
         #: Whether the last `take` has emptied the residual, and when that is known, on a GPU.
         self._emptied: tuple[Tensor, torch.cuda.Event | None] | None = None
 
     # -- one step ----------------------------------------------------------------------------------------------------
-
-    def encode(self, codec: Codec, grad: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
-        self.remember()
-        self._emptied = None
-        super().encode(codec, grad, wire, draw, workspace)
-
-    def send_all(self, grad: Tensor) -> Tensor:
-        self.remember()
-        self._emptied = None
-        return super().send_all(grad)
 
     def take(self, grad: Tensor) -> Tensor:
         """`send_all`, with what owners of slices keep folded in, which then are none."""
@@ -120,7 +108,7 @@ class LayoutMemory(Kept):
 
     def remember(self) -> None:
         """Before a step changes anything: keep it for `undo`, if that is wanted and nothing is kept since `commit`."""
-        if not self._keep_previous or self.can_undo:
+        if self.before_change is None or self.can_undo:
             return
         saved = self._saved
         if saved is None or [part.where for part in saved.owned] != [part.where for part in self._owned]:
@@ -203,6 +191,9 @@ class Memory:
         strategy: what is done with it.
         keep_previous: keep a copy of everything as it was before the steps that can still be thrown away, for `undo`.
             `commit` says that those before have been applied.
+
+    Attributes:
+        version: changes with what `of` gives for any layout.
     """
 
     def __init__(self, strategy: Feedback | None = None, keep_previous: bool = False) -> None:
@@ -213,6 +204,7 @@ class Memory:
         # What no layout has asked for yet, by vector and parameter: just loaded.
         self._waiting: dict[str, dict[str, Tensor]] = {}
         self._lost = 0.0  # in layouts that are gone
+        self.version = 0
 
     def __bool__(self) -> bool:
         """Whether anything is kept."""
@@ -332,6 +324,7 @@ class Memory:
             if saved[vector] and vector not in self.strategy.vectors:
                 kept = ", ".join(self.strategy.vectors) or "nothing"
                 raise ValueError(f"the checkpoint has {vector} of parameters, and {self.strategy} keeps {kept}")
+        self.version += 1
         self._memories.clear()
         self._layout_of.clear()
         self._lost = 0.0
@@ -369,6 +362,7 @@ class Memory:
                 saved[vector] = target.clone()
                 self._fill(saved[vector], vector, layout, before)
         memory = LayoutMemory(self.strategy, vectors, self._keep_previous)
+        self.version += 1
         if saved:
             memory.can_go_back_to(saved)
         for slot in layout:
@@ -393,5 +387,6 @@ class Memory:
                 slot.view(target).copy_(place.view(olds[old]))
 
     def _drop(self, layouts: Sequence[Layout]) -> None:
+        self.version += 1
         for layout in layouts:
             self._lost += total_lost([self._memories.pop(layout)])

@@ -1,7 +1,7 @@
 """DDP communication hooks and the exchanges behind them."""
 
-from .ddp import compress_hook
+from .ddp import CompressState, compress_hook
 from .sparse import sparse_all_reduce
-from .state import CompressState, Statistics
+from .statistics import Statistics
 
 __all__ = ["CompressState", "Statistics", "compress_hook", "sparse_all_reduce"]

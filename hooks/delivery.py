@@ -18,8 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..compress.layout import Slot
 from ..compress.memory import Memory
 from .comm.pipeline import Pipeline
-from .reducer import Step
-from .unit import Unit
+from .reducer import Step, Unit
 
 #: How long to wait for exchanges that are under way when a backward pass has raised.
 RAISED_SECONDS = 10.0

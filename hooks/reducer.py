@@ -4,28 +4,143 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from ..compress.codec import new_draw
 from ..compress.feedback import NOTHING, Kept
-from ..compress.layout import layout_numel
+from ..compress.layout import Layout, end_to_end, layout_numel, pack
 from ..compress.memory import Memory
-from .auto.drift import Drift
-from .auto.planner import REVIEW_EVERY, Choice
-from .auto.trial import Trial
+from .auto.planner import REVIEW_EVERY, Choice, Plan
+from .auto.tuner import Tuner
 from .comm.group import HANDSHAKE_TIMEOUT
-from .comm.pipeline import Stages, drive, outcome
+from .comm.pipeline import Clock, Stages, clock, drive
+from .comm.threads import outcome
+from .comm.topology import Topology
 from .connection import Connection
-from .exchanges import Exchange
+from .exchanges import Dense, Exchange, Operands, all_finite
 from .loss_scale import Scaling, Tracker
 from .statistics import Statistics
-from .unit import Unit
 
 #: Where everything is dense, every so many steps one goes the usual way: ranks compare steps, and look for NaN.
 LOOK_EVERY = 64
+
+
+class Unit:
+    """What is reduced as one, a bucket of DDP for example: its layout, and the exchange that serves it now, with its
+    buffers.
+
+    Args:
+        index: tells it from the others, alike on all ranks.
+        parameters: whose gradients these are.
+        slots: where they lie.
+        excluded: names of those that stay as they are, inside the same messages.
+        like: a flat gradient.
+    """
+
+    def __init__(self, index: int, parameters: list[Tensor], slots: Layout, excluded: frozenset[str], like: Tensor):
+        self.index, self.parameters, self.numel, self.dtype = index, parameters, like.numel(), like.dtype
+        self.names = frozenset(slot.name for slot in slots)
+        kept = tuple(slot for slot in slots if slot.name not in excluded)
+        rest = tuple(slot for slot in slots if slot.name in excluded)
+        self.layout = end_to_end(kept)
+        self.compressed = tuple(zip(kept, self.layout, strict=True))
+        self.dense = tuple(zip(rest, end_to_end(rest), strict=True))
+        self.extra = torch.zeros(layout_numel(rest), dtype=torch.float32, device=like.device)
+        # Where some parameters stay dense, the others have to move together first.
+        self.packed = torch.zeros(layout_numel(kept), dtype=like.dtype, device=like.device) if rest else None
+        self.choice: Choice | None = None
+        self.plan: Plan | None = None
+        self.clock: Clock | None = None
+        self.exchange: Exchange
+        self.operands: Operands
+        #: What is kept of it, and as of which version of the feedback; None where nothing is, or that is not known.
+        self.kept: Kept | None = None
+        self.kept_version = -1
+        #: How many elements any rank has selected, where a sparse codec's exchange has seen that; else 0.
+        self.union = 0
+        self.device = like.device
+        #: The result of what has none.
+        self.nothing = torch.empty(0)
+        self._overflow: Tensor | bool = False
+
+    def serves(self, parameters: list[Tensor], like: Tensor) -> bool:
+        """Whether DDP's bucket of these parameters still is this one; after a rebuild it may not be."""
+        return (
+            self.numel == like.numel()
+            and self.dtype == like.dtype
+            and len(self.parameters) == len(parameters)
+            and all(a is b for a, b in zip(self.parameters, parameters, strict=True))
+        )
+
+    def prepare(self, plan: Plan, topology: Topology, seed: int) -> None:
+        """Make the exchange that a plan wants, with every buffer it needs."""
+        if self.plan == plan:
+            return
+        numel, extra = layout_numel(self.layout), self.extra.numel()
+        self.exchange = plan.make(f"{self.index} {numel} {extra} {plan}", numel, extra, self.device, topology)
+        stream = 2 * topology.all.rank << 32 | self.index
+        draws = new_draw(seed, 0, stream, self.device), new_draw(seed, 0, stream | 1 << 32, self.device)
+        self.operands = Operands(self.extra, self.extra, self.extra, NOTHING, (), *draws)
+        self.kept = None  # nor what owners keep, whose slices are the exchange's
+        self.seen = [0, 0]
+        self.arrived = torch.zeros(2, dtype=torch.int64, pin_memory=self.extra.is_cuda)
+        self.copied: torch.cuda.Event | None = None
+        self.plan = plan
+
+    def goes_dense(self, choice: Choice, clean: bool) -> bool:
+        """Whether nothing but a float32 all-reduce of the buffer serves it, for good by this choice.
+
+        Args:
+            clean: whether no rank can have kept anything back; else the last mean tells.
+        """
+        if self.dtype != torch.float32 or self.choice != choice or not isinstance(self.exchange, Dense):
+            return False
+        return clean or self.exchange.settled
+
+    def forget(self) -> None:
+        """Draws and predictions begin again."""
+        self.plan = self.choice = None
+
+    def gather(self, buffer: Tensor) -> Tensor:
+        """Where some parameters stay dense: what is to be compressed, flat; fills `extra` with what is not."""
+        assert self.packed is not None
+        pack(self.compressed, buffer, self.packed)
+        pack(self.dense, buffer, self.extra)
+        return self.packed
+
+    def scatter(self, buffer: Tensor) -> None:
+        """Put both back where DDP looks for them."""
+        assert self.packed is not None
+        pack(((there, here) for here, there in self.compressed), self.packed, buffer)
+        pack(((there, here) for here, there in self.dense), self.extra, buffer)
+
+    def look_for_overflow(self, buffer: Tensor) -> None:
+        """Note whether the mean is finite, for `overflowed`: as DDP gets it, so alike on all ranks."""
+        self._overflow = ~all_finite(buffer)
+
+    def overflowed(self) -> bool:
+        """Whether the last mean that was looked at was not finite. Waits for the device."""
+        return bool(self._overflow)
+
+    def new_status(self) -> tuple[int, int]:
+        """Entries skipped and records not finite since the last call; on a GPU as of the call before, since by then the
+        numbers have long been copied."""
+        status = self.exchange.status()
+        if status.is_cuda:
+            if self.copied is not None:
+                self.copied.synchronize()
+            counted = self.arrived.tolist()
+            self.arrived.copy_(status, non_blocking=True)
+            self.copied = torch.cuda.current_stream(status.device).record_event()
+        else:
+            counted = status.tolist()
+        skipped, not_finite = (now - before for now, before in zip(counted, self.seen, strict=True))
+        self.seen = counted
+        return skipped, not_finite
 
 
 @dataclass(eq=False)
@@ -72,11 +187,8 @@ class Reducer:
     ) -> None:
         self.connection, self.seed, self._numel = connection, seed, numel
         self._feedback, self._tracker, self._statistics = feedback, tracker, statistics
-        self._asked: Choice | None = None  # the step's choice, as the user wants it
-        self._current: Choice  # and as a trial of it does
-        self.trial: Trial | None = None
+        self.tuner = Tuner(connection.planner, connection.pipeline.threaded, connection.agreed)
         self._skips = tracker.skips
-        self._drift = Drift()
         self._clean = clean
         self._last: Step | None = None
         self._ended: Step | None = None
@@ -90,9 +202,9 @@ class Reducer:
         """Whether all units of a step are dense and nothing is kept, so that `reduce_straight` does. Alike on all
         ranks."""
         self._await_last()
-        if number % LOOK_EVERY == 0 or self._all_dense is None or self.deciding:
+        if number % LOOK_EVERY == 0 or self._all_dense is None or self.tuner.deciding:
             return False
-        return self.follow(choice) == self._all_dense
+        return self.tuner.follow(choice) == self._all_dense
 
     def reduce_straight(self, buffer: Tensor) -> torch.futures.Future[Tensor]:
         """The mean, by nothing but an all-reduce in the group that the gradients would take anyway."""
@@ -109,7 +221,7 @@ class Reducer:
     def begin(self, number: int, choice: Choice) -> Step:
         """A step begins; `greet` must follow."""
         self._await_last()
-        self._last = Step(number, self.follow(choice), began=time.perf_counter())
+        self._last = Step(number, self.tuner.follow(choice), began=time.perf_counter())
         return self._last
 
     def _await_last(self) -> None:
@@ -130,21 +242,15 @@ class Reducer:
         if self._tracker.asks(step) or not planner.knows(step.choice):  # what the others say is needed before all else
             pipeline.submit(partial(drive, stages))
         else:
-            pipeline.start(stages, unit.nothing, self._statistics.clock(unit.index, unit.device))
+            pipeline.start(stages, unit.nothing, self._clock(unit))
 
     def reduce(self, step: Step, unit: Unit, buffer: Tensor) -> torch.futures.Future[Tensor]:
         """Replace a unit's gradients by their mean; the future gets `buffer`."""
-        clock = self._statistics.clock(unit.index, buffer.device)
-        return self.connection.pipeline.start(self._reduce(step, unit, buffer), buffer, clock)
+        return self.connection.pipeline.start(self._reduce(step, unit, buffer), buffer, self._clock(unit))
 
     def end(self, step: Step) -> None:
         """Every unit of the step has been given to `reduce`."""
         self.connection.pipeline.submit(partial(self._end, step))
-
-    @property
-    def deciding(self) -> bool:
-        """Whether a trial is going on."""
-        return self.trial is not None and self.trial.verdict is None
 
     def forget(self, seed: int, units: Iterable[Unit]) -> None:
         """Residuals have been loaded: draws and decisions of all units begin again."""
@@ -170,7 +276,7 @@ class Reducer:
     def _announce(self, step: Step, saves: int, scaling: Scaling | None) -> None:
         # Ranks that go straight on tell nothing: if some of them still do, waiting for them must end.
         patience, self._was_straight = HANDSHAKE_TIMEOUT if self._was_straight else None, False
-        self.connection.announce(step.number, step.choice, saves, self._drift.changed, scaling, patience)
+        self.connection.announce(step.number, step.choice, saves, self.tuner.changed, scaling, patience)
 
     def _reduce(self, step: Step, unit: Unit, buffer: Tensor) -> Stages:
         """One unit's way to its mean."""
@@ -178,20 +284,27 @@ class Reducer:
         if buffer.is_cuda:
             buffer.record_stream(torch.cuda.current_stream(buffer.device))
         try:
-            exchange = self._prepare(unit, choice, number)
-            unit.draw[1] = unit.owner_draw[1] = number
+            self._prepare(unit, choice, number)
+            exchange = unit.exchange
             if exchange.collective:  # it must not begin before the other ranks are known to mean it too
                 yield self.connection.announced
-            grad = unit.gather(buffer)
-            sent, kept, owned = self._feed(unit, exchange, grad)
-            yield from exchange.reduce(sent, grad, unit.extra, kept, owned, unit.draw, unit.owner_draw)
-            exchange.post()
+            operands = unit.operands
+            operands.draw[1] = operands.owner_draw[1] = number
+            operands.out = grad = buffer if unit.packed is None else unit.gather(buffer)
+            operands.grad = self._feed(unit, grad)
+            yield from exchange.reduce(operands)
+            for port in exchange.ports:  # between two steps: announce the next one's messages
+                port.post()
             # Only exchanges that read on the host gain by knowing it, and to count waits for the device.
             reviews = choice.exchange == "auto" and self.connection.pipeline.threaded
             if reviews and number % REVIEW_EVERY == REVIEW_EVERY - 1:
                 unit.union = exchange.union_of(grad) or unit.union
-            self._feedback.deliver(unit.layout, grad)
-            unit.scatter(buffer)
+            if unit.kept is not None:
+                unit.kept.deliver(grad)
+            else:
+                self._feedback.deliver(unit.layout, grad)
+            if unit.packed is not None:
+                unit.scatter(buffer)
             if self._skips:
                 unit.look_for_overflow(buffer)
             step.reduced.append((unit, buffer))
@@ -200,25 +313,34 @@ class Reducer:
             name = unit.plan.exchange if unit.plan is not None else choice.exchange
             raise self._failure(error, step, f"bucket {unit.index}", name) from error
 
-    def _feed(self, unit: Unit, exchange: Exchange, grad: Tensor) -> tuple[Tensor, Kept, list[Kept]]:
-        """What is to be encoded, what is kept of it, and the same of what this rank encodes for others."""
+    def _feed(self, unit: Unit, grad: Tensor) -> Tensor:
+        """What is to be encoded; puts what is kept, and what this rank keeps for others, among the operands."""
         assert unit.plan is not None
-        if not (unit.plan.feedback and exchange.numel):
-            return self._feedback.take(unit.layout, grad), NOTHING, []
-        self._clean = False
-        kept = self._feedback.of(unit.layout, grad.device)
-        return grad, kept, kept.owned(exchange.owned_slices)
+        feedback, operands = self._feedback, unit.operands
+        if not (unit.plan.feedback and unit.exchange.numel):
+            unit.kept, operands.feedback, operands.owned = None, NOTHING, ()
+            return feedback.take(unit.layout, grad)
+        if unit.kept is None or unit.kept_version != feedback.version:
+            self._clean = False
+            unit.kept = operands.feedback = kept = feedback.of(unit.layout, grad.device)
+            operands.owned = kept.owned(unit.exchange.owned_slices)
+            unit.kept_version = feedback.version
+        return grad
 
-    def _prepare(self, unit: Unit, choice: Choice, number: int) -> Exchange:
-        """The exchange that serves a unit: decided when its choice changes, and now and then."""
-        planner, plan = self.connection.planner, unit.plan
+    def _prepare(self, unit: Unit, choice: Choice, number: int) -> None:
+        """Let a unit have its exchange: decided when its choice changes, and now and then."""
+        plan = unit.plan
         if plan is None or unit.choice != choice or (choice.exchange == "auto" and number % REVIEW_EVERY == 0):
-            numel = layout_numel(unit.layout)
+            planner, numel = self.connection.planner, layout_numel(unit.layout)
             plan, why = planner.plan(choice, numel, unit.union, max(1, round(self._numel / max(1, numel))))
             unit.choice = choice
-            trial = "" if self.trial is None else str(self.trial)
-            self._statistics.decisions[unit.index] = f"{plan.exchange} of {plan.codec}: {why}{trial}"
-        return unit.prepare(plan, planner.topology, self.seed)
+            self._statistics.decisions[unit.index] = f"{plan.exchange} of {plan.codec}: {why}{self.tuner}"
+            unit.prepare(plan, planner.topology, self.seed)
+
+    def _clock(self, unit: Unit) -> Clock:
+        if unit.clock is None:
+            unit.clock = clock(self._statistics.seconds, unit.index, unit.device)
+        return unit.clock
 
     def _count(self, unit: Unit, exchange: Exchange) -> None:
         statistics = self._statistics
@@ -229,7 +351,10 @@ class Reducer:
 
     def _end(self, step: Step) -> None:
         try:
-            self._judge(step, time.perf_counter() - step.began)
+            span, served = time.perf_counter() - step.began, partial(self._served, step)
+            if self.tuner.ended(span, served, self.connection.drifted):
+                for unit, _ in step.reduced:
+                    unit.choice = None
             units = [unit for unit, _ in step.reduced]
             counts = [unit.new_status() for unit in units]
             self._statistics.skipped_entries += sum(skipped for skipped, _ in counts)
@@ -250,38 +375,9 @@ class Reducer:
         except Exception as error:
             raise self._failure(error, step, "at its end", step.choice.exchange) from error
 
-    def _judge(self, step: Step, span: float) -> None:
-        """Tell the trial what the step took. A collective at the end of its turns, and when the network has changed."""
-        trial, asked, planner = self.trial, self._asked, self.connection.planner
-        if trial is None or asked is None:
-            return
-        if trial.verdict is None:
-            served = [(layout_numel(u.layout), u.union, u.plan) for u, _ in step.reduced if u.plan is not None]
-            trial.end_step(span, lambda: planner.rival(asked, served), self.connection.agreed)
-            if trial.verdict is None:
-                return
-            self._drift.restart()
-        else:
-            self._drift.observe(span)
-            if not self.connection.drifted:
-                return
-            planner.recalibrate()
-            self.trial = Trial()
-            self._drift.restart()
-        for unit, _ in step.reduced:
-            unit.choice = None  # decide again, by the verdict
-
-    # ----------------------------------------------------------------------------------------------------------------
-
-    def follow(self, choice: Choice) -> Choice:
-        """What a step of this choice is, as a trial wants it."""
-        if choice != self._asked:
-            self._asked = self._current = choice
-            tried = self.connection.pipeline.threaded and self.connection.planner.undecided(choice)
-            self.trial = Trial() if tried else None
-        if self.trial is not None and self.trial.way != self._current.way:
-            self._current = replace(choice, way=self.trial.way)
-        return self._current
+    @staticmethod
+    def _served(step: Step) -> list[tuple[int, int, Plan]]:
+        return [(layout_numel(unit.layout), unit.union, unit.plan) for unit, _ in step.reduced if unit.plan is not None]
 
     @staticmethod
     def _failure(error: Exception, step: Step, where: str, exchange: str) -> RuntimeError:

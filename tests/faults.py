@@ -24,7 +24,7 @@ import torch.distributed as dist
 from gradwire import QSGD, CompressState, OneBit, TopK, compress_hook
 from gradwire.hooks.auto import cost, probe
 from gradwire.hooks.auto.trial import PLANNED, Trial
-from gradwire.hooks.comm import group, pipeline
+from gradwire.hooks.comm import group, threads
 from gradwire.hooks.comm.group import Group
 from torch.nn.parallel import DistributedDataParallel
 from training import batch, digest, mean_residuals, perceptron, pretend, residuals_of, wrap
@@ -279,7 +279,7 @@ def stuck(rank: int, store: str, exchange: str) -> None:
     kept.extend([model, state])
     vars(sys.modules["__main__"])["late"] = Late(store + ".ends")  # goes first, and when no thread can go on
     model.module[2].register_full_backward_hook(fail)
-    pipeline.STOP_SECONDS = 0.2
+    threads.STOP_SECONDS = 0.2
     train_step(rank, model, 2)
 
 

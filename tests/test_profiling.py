@@ -18,6 +18,7 @@ import pytest
 import torch
 from gradwire import Codec, OneBit, TopK
 from gradwire.hooks import Statistics
+from gradwire.hooks.comm.pipeline import clock
 from ranks import Pool
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 from training import batch, convnet, wrap
@@ -103,8 +104,8 @@ def test_a_profiler_shows_each_bucket_s_phases_and_statistics_agree(
 def test_phases_on_the_profiled_thread_need_no_option() -> None:
     """Over NCCL buckets have no thread of their own."""
     statistics = Statistics()
-    clock = statistics.clock(7, torch.device("cpu"))
-    with profile(activities=[ProfilerActivity.CPU]) as profiler, clock("decode"):
+    decoding = clock(statistics.seconds, 7, torch.device("cpu"))
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, decoding("decode"):
         time.sleep(0.01)
     (event,) = (event for event in profiler.events() if RANGE.fullmatch(event.name))
     assert event.name == "gradwire:decode bucket 7"
@@ -123,7 +124,7 @@ def test_nvtx_names_phases_of_buckets_on_a_gpu(device: str, monkeypatch: pytest.
         seen.append("pop")
 
     monkeypatch.setattr(torch.cuda.nvtx, "range", nvtx)
-    with Statistics().clock(3, torch.device(device))("encode"):
+    with clock(Statistics().seconds, 3, torch.device(device))("encode"):
         seen.append("inside")
     assert seen == (["push gradwire:encode bucket 3", "inside", "pop"] if device == "cuda" else ["inside"])
 

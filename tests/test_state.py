@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from gradwire import QSGD, Codec, CompressState, Identity, OneBit, TernGrad, TopK, compress_hook
 from gradwire.compress.wire import WIRE_VERSION
+from gradwire.hooks.options import Options
 from ranks import Pool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -149,13 +150,13 @@ def disagree(rank: int, case: str) -> tuple[str, float]:
     elif case == "invalid":
         options = {"exchange": "ring"} if rank else {}
     elif case == "version":
-        import gradwire.hooks.state as module
+        import gradwire.hooks.options as module
 
         module.WIRE_VERSION = 1 + rank
     try:
         text = message(lambda: CompressState(ddp, codecs[rank % 2], **options))
     finally:
-        import gradwire.hooks.state as module
+        import gradwire.hooks.options as module
 
         module.WIRE_VERSION = WIRE_VERSION
     return text, time.monotonic() - start
@@ -393,20 +394,16 @@ def test_a_checkpoint_is_tensors_numbers_and_strings(ranks: Ranks) -> None:
         assert types <= {"int", "str", "dict", "NoneType", "float"}
 
 
-def feedback_choices(rank: int) -> dict[str, bool]:
-    ddp = ddp_of(perceptron())
-    return {
-        f"{codec.name} {option}": CompressState(ddp, codec, error_feedback=option)._choice(0).feedback
+def test_feedback_is_on_for_codecs_that_contract() -> None:
+    found = {
+        f"{codec.name} {option}": Options(codec, error_feedback=option).choice(0).feedback
         for codec in (OneBit(), QSGD(), TernGrad(), TopK(), Identity())
         for option in ("auto", True, False)
-    } | {"qsgd rounding": CompressState(ddp, QSGD(), error_feedback=True)._choice(0).codec == QSGD(rounding="nearest")}
-
-
-def test_feedback_is_on_for_codecs_that_contract(ranks: Ranks) -> None:
-    [found] = ranks(1).run(feedback_choices)
+    }
+    assert Options(QSGD(), error_feedback=True).choice(0).codec == QSGD(rounding="nearest")
     assert found == {
         "onebit auto": True, "onebit True": True, "onebit False": False,
-        "qsgd auto": False, "qsgd True": True, "qsgd False": False, "qsgd rounding": True,
+        "qsgd auto": False, "qsgd True": True, "qsgd False": False,
         "terngrad auto": False, "terngrad True": True, "terngrad False": False,
         "topk auto": True, "topk True": True, "topk False": False,
         "identity auto": False, "identity True": False, "identity False": False,

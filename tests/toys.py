@@ -16,7 +16,7 @@ from gradwire.compress.wire import Field, Part
 from gradwire.hooks.auto.cost import Calibration, Estimate
 from gradwire.hooks.comm.group import Group, Port
 from gradwire.hooks.comm.pipeline import Stages
-from gradwire.hooks.exchanges import Bucketful, Exchange
+from gradwire.hooks.exchanges import Bucketful, Exchange, Operands
 from torch import Tensor
 
 
@@ -255,25 +255,16 @@ class Star(Exchange):
     def transfer_bytes(self) -> int:
         return 4 * self.floats
 
-    def reduce(
-        self,
-        grad: Tensor,
-        out: Tensor,
-        extra: Tensor,
-        feedback: Kept,
-        owned: Sequence[Kept],
-        draw: Tensor,
-        owner_draw: Tensor,
-    ) -> Stages:
+    def reduce(self, x: Operands) -> Stages:
         size = len(self.row) - 4 * self.extra
         if self.numel:
-            feedback.encode(self.codec, grad, self.row[:size], draw, self.workspaces[1])
-        self.row[size:].view(torch.float32).copy_(extra)
+            x.feedback.encode(self.codec, x.grad, self.row[:size], x.draw, self.workspaces[1])
+        self.row[size:].view(torch.float32).copy_(x.extra)
         yield self.ports[0].start()
         if self.rank == 0:
             if self.numel:
                 self.codec.decode_mean((self.rows[:, :size],), self.mean[: self.numel], self.workspaces[1])
             self._decode_extra(self.rows[:, size:], self.mean[self.numel :])
         yield self.ports[1].start()
-        out.copy_(self.mean[: self.numel])
-        extra.copy_(self.mean[self.numel :])
+        x.out.copy_(self.mean[: self.numel])
+        x.extra.copy_(self.mean[self.numel :])

@@ -215,8 +215,8 @@ class SparseKernels(Kernels):
     ) -> None:
         numel = x.numel()
         indices, values = wire.split(codec.part_bytes(numel))
-        packed_indices, packed_values = codec.packs_indices, codec.value_dtype != torch.float32
         room, values_room = self._room(codec, 1, numel, x.device, workspace)
+        packed_indices, packed_values = room.shape[1] > 0, values_room.shape[1] > 0
         row = room[0] if packed_indices else indices.view(torch.int32)
         plain = values_room[0] if packed_values else values.view(torch.float32)
         self.encode_plain(codec, x, residual, row, plain, draw, workspace)
@@ -250,7 +250,7 @@ class SparseKernels(Kernels):
 
     @staticmethod
     def _room(codec: Any, ranks: int, numel: int, device: torch.device, workspace: Workspace) -> tuple[Tensor, Tensor]:
-        """Room for plain entries: int32 [ranks, 1 + k] and float32 [ranks, k], of those that are packed."""
+        """Room for plain entries, int32 [ranks, 1 + k] and float32 [ranks, k]; [ranks, 0] for what is not packed."""
         room: tuple[Tensor, Tensor] | None = workspace.buffers.get("plain")
         if room is None or len(room[0]) < ranks:
             k = codec.k(numel)

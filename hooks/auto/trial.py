@@ -16,7 +16,7 @@ from statistics import median
 
 #: As the cost model says for each bucket; the fallback in every bucket; compression in every bucket.
 PLANNED, FALLBACK, COMPRESSED = "planned", "fallback", "compressed"
-#: Steps before the first is timed: DDP builds its buckets anew after the first one.
+#: Steps before the first is timed: DDP rebuilds its buckets after the first one.
 SETTLING = 3
 #: Steps of a turn, of which so many at its begin do not count: residuals are delivered, and memory is new.
 TURN, UNCOUNTED = 5, 2
@@ -83,7 +83,7 @@ class Trial:
             self.verdict = faster
 
     def __str__(self) -> str:
-        """What came of it, for people; nothing while that is not known."""
+        """What it found, for people; nothing while that is not known."""
         if self.verdict is None:
             return ""
         tried = ", ".join(f"{way} {span * 1e3:.3g} ms" for way, span in self.spans.items())

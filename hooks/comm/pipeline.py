@@ -16,21 +16,22 @@ where they are submitted. Collectives that block, on tensors of a GPU, are run u
 
 from __future__ import annotations
 
-import atexit
 import queue
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
-from .group import Work, cut_all
+from .group import Work
+from .threads import start_thread
 
 #: What a unit of work yields: messages under way.
 Stages = Generator[Work, None, Any]
@@ -38,14 +39,8 @@ Job = Callable[[], Any]
 #: What times a phase, "encode", "exchange" or "decode": up to the first messages, waiting, and after them.
 Clock = Callable[[str], AbstractContextManager[None]]
 
-#: The threads that run, and their queues. None is held longer than it runs.
-_threads: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue[Any]] = weakref.WeakKeyDictionary()
-
-#: Collectives whose end calls into Python from a thread of the backend's.
-_called_back: set[object] = set()
-
-#: How long to wait for a pipeline that ends: a message that never comes must not keep the process.
-STOP_SECONDS = 10.0
+#: How profilers show a bucket's phase.
+RANGE = "gradwire:{phase} bucket {bucket}"
 #: What everything is told after one unit has failed.
 STOPPED = "gradwire stopped after an earlier error"
 
@@ -55,6 +50,35 @@ def no_clock(phase: str) -> AbstractContextManager[None]:
     return nullcontext()
 
 
+def clock(seconds: dict[str, float], bucket: int, device: torch.device) -> Clock:
+    """For a bucket: adds each phase's wall time to `seconds`, and shows it to profilers."""
+    return partial(_Phase, seconds, bucket, device.type == "cuda")
+
+
+class _Phase:
+    """Adds the time spent inside to `seconds`. While nobody profiles it opens no range: on small models to enter one
+    takes as long as the phase."""
+
+    __slots__ = ("_bucket", "_nvtx", "_phase", "_ranges", "_seconds", "_start")
+
+    def __init__(self, seconds: dict[str, float], bucket: int, nvtx: bool, phase: str) -> None:
+        self._seconds, self._bucket, self._nvtx, self._phase = seconds, bucket, nvtx, phase
+        self._ranges: ExitStack | None = None
+
+    def __enter__(self) -> None:
+        if self._nvtx or getattr(torch.autograd.profiler, "_is_profiler_enabled", True):
+            name, self._ranges = RANGE.format(phase=self._phase, bucket=self._bucket), ExitStack()
+            self._ranges.enter_context(record_function(name))
+            if self._nvtx:  # torch.profiler's range becomes one of NVTX only under `emit_nvtx`
+                self._ranges.enter_context(torch.cuda.nvtx.range(name))
+        self._start = time.perf_counter()
+
+    def __exit__(self, *exception: object) -> None:
+        self._seconds[self._phase] += time.perf_counter() - self._start
+        if self._ranges is not None:
+            self._ranges.close()
+
+
 def drive(stages: Stages) -> Any:
     """Run stages to their end on this thread, waiting for each; returns what they return."""
     try:
@@ -62,22 +86,6 @@ def drive(stages: Stages) -> Any:
             next(stages).wait()
     except StopIteration as end:
         return end.value
-
-
-def outcome(work: Any) -> torch.futures.Future[Tensor]:
-    """What an all-reduce of one tensor gives, as a future that Python has seen, as DDP wants it."""
-    token = object()
-    _called_back.add(token)
-
-    def first(future: torch.futures.Future[Any]) -> Tensor:
-        try:
-            tensor: Tensor = future.value()[0]
-            return tensor
-        finally:
-            _called_back.discard(token)
-
-    found: torch.futures.Future[Tensor] = work.get_future().then(first)
-    return found
 
 
 @dataclass(eq=False)
@@ -124,12 +132,8 @@ class Pipeline:
         self._failure = failure = _Failure()
         self._core = core = _Core(failure, self._device, overlapped=threaded and self._device is None)
         if threaded:
-            for target, inbox, role in ((core.compute, core.inbox, ""), (core.wait, core.waits, "-messages")):
-                thread = threading.Thread(target=target, name=f"{name}{role}", daemon=True)
-                thread.start()
-                _threads[thread] = inbox
-                if not role:
-                    weakref.finalize(self, _stop, inbox, thread).atexit = False  # `_stop_all` sees to it
+            start_thread(f"{name}-messages", core.wait, None)  # the other one ends it
+            start_thread(name, core.compute, core.inbox, owner=self)
 
     def start(self, stages: Stages, result: Tensor, clock: Clock = no_clock) -> torch.futures.Future[Tensor]:
         """Begin a unit of work; the future gets `result` when its stages have ended, or their exception.
@@ -340,32 +344,3 @@ class _Core:
         except Exception as error:
             return error
         return None
-
-
-def _stop(inbox: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
-    inbox.put(None)
-    if thread is not threading.current_thread():  # the last job may hold the last reference
-        thread.join(STOP_SECONDS)
-
-
-@atexit.register
-def _stop_all() -> None:
-    """Let the threads of all pipelines end before the interpreter does: one that is inside torch then aborts the
-    process.
-
-    A pipeline may be gone by now and its threads not: where the last job holds the last reference, nobody has waited.
-    And a unit may wait for a rank that does not come, as the main thread has raised something, here or there; or a
-    collective of a step in which all is dense.
-    """
-    threads = list(_threads.items())
-    for thread, inbox in threads:
-        if not thread.name.endswith("-messages"):  # the other thread ends those
-            inbox.put(None)
-    for seconds in (STOP_SECONDS, 1.0):
-        deadline = time.monotonic() + seconds
-        for thread, _ in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        while _called_back and time.monotonic() < deadline:
-            time.sleep(0.001)
-        if _called_back or any(thread.is_alive() for thread, _ in threads):
-            cut_all()

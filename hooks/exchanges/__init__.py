@@ -7,7 +7,7 @@ To add one, derive from `Exchange` and call `register`.
 from __future__ import annotations
 
 from ...compress.codec import Codec
-from .base import Bucketful, Exchange, all_finite
+from .base import Bucketful, Exchange, Operands, all_finite
 from .dense import Dense
 from .gather import Gather
 from .hierarchical import Hierarchical
@@ -16,7 +16,8 @@ from .two_pass import TwoPass
 from .union import Union
 
 __all__ = [
-    "EXCHANGES", "Bucketful", "Dense", "Exchange", "Hierarchical", "TwoPass", "all_finite", "possible", "register",
+    "EXCHANGES", "Bucketful", "Dense", "Exchange", "Hierarchical", "Operands", "TwoPass", "all_finite", "possible",
+    "register",
 ]  # fmt: skip
 
 #: By name; of equally fast ones "auto" takes the first.

@@ -47,6 +47,28 @@ class Bucketful:
     union: int = 0
 
 
+@dataclass(eq=False)
+class Operands:
+    """What an exchange is given of one bucket in one step.
+
+    Attributes:
+        grad: flat, of the exchange's `numel` elements; may be `out`.
+        out: flat, of as many.
+        extra: float32, of the exchange's `extra` elements.
+        feedback: what this rank keeps of these elements; it encodes `grad`.
+        owned: the same for each of the exchange's `owned_slices`; empty where nothing is kept.
+        draw, owner_draw: of the rank's own code, and of what it encodes for others (`codec.new_draw`).
+    """
+
+    grad: Tensor
+    out: Tensor
+    extra: Tensor
+    feedback: Kept
+    owned: Sequence[Kept]
+    draw: Tensor
+    owner_draw: Tensor
+
+
 class Exchange(ABC):
     """One bucket's way from gradient to mean. It owns every buffer it needs, and serves the same bucket step by step.
 
@@ -96,31 +118,8 @@ class Exchange(ABC):
         """Bytes that this rank receives from others, in the last step."""
 
     @abstractmethod
-    def reduce(
-        self,
-        grad: Tensor,
-        out: Tensor,
-        extra: Tensor,
-        feedback: Kept,
-        owned: Sequence[Kept],
-        draw: Tensor,
-        owner_draw: Tensor,
-    ) -> Stages:
-        """Write the ranks' mean of `grad` to `out`, and that of `extra` to `extra`.
-
-        Args:
-            grad: flat, of `numel` elements; may be `out`.
-            out: flat, of as many.
-            extra: float32 of `self.extra` elements.
-            feedback: what this rank keeps of these elements; it encodes `grad`.
-            owned: the same for each of `owned_slices`; empty where nothing is kept.
-            draw, owner_draw: of the rank's own code, and of what it encodes for others.
-        """
-
-    def post(self) -> None:
-        """Between two steps: announce the next one's messages, as far as their sizes are known."""
-        for port in self.ports:
-            port.post()
+    def reduce(self, x: Operands) -> Stages:
+        """Write the ranks' mean of `x.grad` to `x.out`, and that of `x.extra` to `x.extra`."""
 
     def union_of(self, out: Tensor) -> int:
         """How many elements any rank has selected, of a sparse codec's, by what was written to `out` last; else 0."""

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from ...compress.codec import Codec
-from ...compress.feedback import Kept
 from ..auto.cost import Calibration, Estimate, Shape
 from ..comm.group import Group
 from ..comm.pipeline import Stages
-from .base import Bucketful, Exchange, all_finite
+from .base import Bucketful, Exchange, Operands, all_finite
 
 
 class Dense(Exchange):
@@ -49,32 +46,23 @@ class Dense(Exchange):
     def transfer_bytes(self) -> int:
         return 2 * 4 * (self.numel + self.extra) * (self.world_size - 1) // self.world_size
 
-    def reduce(
-        self,
-        grad: Tensor,
-        out: Tensor,
-        extra: Tensor,
-        feedback: Kept,
-        owned: Sequence[Kept],
-        draw: Tensor,
-        owner_draw: Tensor,
-    ) -> Stages:
-        total = grad
-        if grad.dtype != torch.float32 or self.extra:
+    def reduce(self, x: Operands) -> Stages:
+        total = x.grad
+        if x.grad.dtype != torch.float32 or self.extra:
             if self.memory is None:
                 self.memory = torch.zeros(self.numel + self.extra, dtype=torch.float32, device=self.device)
             total = self.memory
-            total[: self.numel].copy_(grad)
-            total[self.numel :].copy_(extra)
+            total[: self.numel].copy_(x.grad)
+            total[self.numel :].copy_(x.extra)
         total.mul_(1.0 / self.world_size)  # before the sum, as DDP and `Reducer.reduce_straight` do: to the same bits
         yield self.group.all_reduce(total)
         finite = all_finite(total)
         self.not_finite[1] += ~finite
         if not total.is_cuda:
             self.settled = bool(finite)
-        if total is not out:
-            out.copy_(total[: self.numel])
-            extra.copy_(total[self.numel :])
+        if total is not x.out:
+            x.out.copy_(total[: self.numel])
+            x.extra.copy_(total[self.numel :])
 
     def status(self) -> Tensor:
         return self.not_finite

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from ...compress.codec import Codec, SparseCodec
-from ...compress.feedback import Kept
 from ..auto.cost import Calibration, Estimate
 from ..comm.group import Group, Together
 from ..comm.pipeline import Stages
-from .base import Bucketful, Exchange
+from .base import Bucketful, Exchange, Operands
 
 
 class Gather(Exchange):
@@ -32,6 +29,7 @@ class Gather(Exchange):
         self.tail = tail.view(torch.float32)
         lengths = (*self.sizes[:-1], self.sizes[-1] + 4 * extra)
         self.received = [group.gathered(self.world_size, length, device=device) for length in lengths]
+        self.wires = [rows[:, :size] for rows, size in zip(self.received, self.sizes, strict=True)]
         for part, into in zip(self.row.split(lengths), self.received, strict=True):
             self.gather_port(into, part)
 
@@ -51,24 +49,16 @@ class Gather(Exchange):
     def transfer_bytes(self) -> int:
         return (self.world_size - 1) * self.row.numel()
 
-    def reduce(
-        self,
-        grad: Tensor,
-        out: Tensor,
-        extra: Tensor,
-        feedback: Kept,
-        owned: Sequence[Kept],
-        draw: Tensor,
-        owner_draw: Tensor,
-    ) -> Stages:
+    def reduce(self, x: Operands) -> Stages:
         if self.numel:
-            feedback.encode(self.codec, grad, self.wire, draw, self.workspaces[1])
-        self.tail.copy_(extra)
+            x.feedback.encode(self.codec, x.grad, self.wire, x.draw, self.workspaces[1])
+        if self.extra:
+            self.tail.copy_(x.extra)
         yield Together([port.start() for port in self.ports])
         if self.numel:
-            wires = [gathered[:, :size] for gathered, size in zip(self.received, self.sizes, strict=True)]
-            self.codec.decode_mean(wires, out, self.workspaces[1])
-        self._decode_extra(self.received[-1][:, self.sizes[-1] :], extra)
+            self.codec.decode_mean(self.wires, x.out, self.workspaces[1])
+        if self.extra:
+            self._decode_extra(self.received[-1][:, self.sizes[-1] :], x.extra)
 
     def union_of(self, out: Tensor) -> int:
         return int(torch.count_nonzero(out)) if isinstance(self.codec, SparseCodec) else 0

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ...compress.codec import Codec
-from ...compress.feedback import NOTHING, Kept
+from ...compress.feedback import NOTHING
 from ...compress.layout import OwnedSlice
 from ..auto.cost import HIERARCHICAL, Estimate, Nodes
 from ..comm.group import Group
 from ..comm.pipeline import Stages
-from .base import IDENTITY, Bucketful, Exchange, all_finite
+from .base import IDENTITY, Bucketful, Exchange, Operands, all_finite
 
 
 class Hierarchical(Exchange):
@@ -50,6 +49,7 @@ class Hierarchical(Exchange):
         self.pieces = torch.zeros(extra + inside.size, dtype=torch.float32, device=device)
         self.to_owners = self.swap_port(self.slices, self.sent.view(torch.uint8))
         self.to_all = self.gather_port(self.means, self.mean)
+        self.ports += self.inner.ports
 
     @classmethod
     def estimate_around(cls, inner: type[Exchange], nodes: Nodes, what: Bucketful) -> Estimate:
@@ -78,36 +78,24 @@ class Hierarchical(Exchange):
         """Between nodes alone."""
         return self.inner.transfer_bytes
 
-    def reduce(
-        self,
-        grad: Tensor,
-        out: Tensor,
-        extra: Tensor,
-        feedback: Kept,
-        owned: Sequence[Kept],
-        draw: Tensor,
-        owner_draw: Tensor,
-    ) -> Stages:
+    def reduce(self, x: Operands) -> Stages:
         mine, own = self.sent[: self.numel], self.inner.numel
-        mine.copy_(feedback.send_all(grad))  # with what other exchanges and other slices have left behind
-        self.extras.copy_(extra)
+        mine.copy_(x.feedback.send_all(x.grad))  # with what other exchanges and other slices have left behind
+        self.extras.copy_(x.extra)
         yield self.to_owners.start()
         yield from self.group.sum(self.extras, self.pieces)
         self.extras.mul_(1.0 / self.world_size)
         if self.slice:
             IDENTITY.decode_mean((self.slices,), self.mean, self.workspaces[0])
-        slices = (owned[0] if owned else NOTHING), owned[1:]
-        yield from self.inner.reduce(self.mean[:own], self.mean[:own], self.extras, *slices, draw, owner_draw)
+        slices = (x.owned[0] if x.owned else NOTHING), x.owned[1:]
+        mean = self.mean[:own]
+        yield from self.inner.reduce(Operands(mean, mean, self.extras, *slices, x.draw, x.owner_draw))
         yield self.to_all.start()
         means = self.means.view(-1)[: self.numel]
-        out.copy_(means)
-        extra.copy_(self.extras)
+        x.out.copy_(means)
+        x.extra.copy_(self.extras)
         # The inner exchange has seen this rank's slice alone.
         self.counts[1] += ~(all_finite(means) & all_finite(self.extras))
-
-    def post(self) -> None:
-        super().post()
-        self.inner.post()
 
     def status(self) -> Tensor:
         return torch.stack([self.inner.status()[0], self.counts[1]])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from ..auto.cost import Shape, expected_union
 from ..comm.entries import Carrier, Entries, fill
 from ..comm.group import Group
 from ..comm.pipeline import Stages
-from .base import Bucketful, Exchange, all_finite
+from .base import Bucketful, Exchange, Operands, all_finite
 
 
 class Selected(Exchange):
@@ -59,29 +58,21 @@ class Selected(Exchange):
     def transfer_bytes(self) -> int:
         return self.carrier.received - self.moved[1]
 
-    def reduce(
-        self,
-        grad: Tensor,
-        out: Tensor,
-        extra: Tensor,
-        feedback: Kept,
-        owned: Sequence[Kept],
-        draw: Tensor,
-        owner_draw: Tensor,
-    ) -> Stages:
+    def reduce(self, x: Operands) -> Stages:
         carrier = self.carrier
         self.moved = carrier.sent, carrier.received
         if self.numel:
-            feedback.encode(self.select, grad, self.wire, draw, self.workspaces[1])
+            x.feedback.encode(self.select, x.grad, self.wire, x.draw, self.workspaces[1])
             entries = Entries(*plain_entries(self.wire, self.k))
-            result = yield from self.bring_together(entries, extra, feedback)
-            fill(out, result)
+            result = yield from self.bring_together(entries, x.extra, x.feedback)
+            fill(x.out, result)
             self.counts[0] = carrier.skipped
             self.counts[1] += (~result.values.isfinite()).sum()
         elif self.extra:
-            yield from carrier.all_reduce(extra)
-        extra.mul_(1.0 / self.world_size)
-        self.counts[1] += ~all_finite(extra)
+            yield from carrier.all_reduce(x.extra)
+        if self.extra:
+            x.extra.mul_(1.0 / self.world_size)
+            self.counts[1] += ~all_finite(x.extra)
 
     @abstractmethod
     def bring_together(self, entries: Entries, extra: Tensor, feedback: Kept) -> Stages:

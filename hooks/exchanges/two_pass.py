@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from ...compress.codec import BlockCodec, Codec
-from ...compress.feedback import NOTHING, Kept
+from ...compress.feedback import NOTHING
 from ...compress.layout import OwnedSlice
 from ..auto.cost import Calibration, Estimate
 from ..comm.group import Group
 from ..comm.pipeline import Stages
-from .base import Bucketful, Exchange
+from .base import Bucketful, Exchange, Operands
 
 
 class TwoPass(Exchange):
@@ -30,13 +28,17 @@ class TwoPass(Exchange):
         self.slice = -(-blocks // self.world_size) * block
         self.slice_bytes = codec.wire_bytes(self.slice) if numel else 0
         self.start, own = self._range(self.rank)
-        self.wire = self.bytes(self.world_size * self.slice_bytes)  # whole slices: padded behind the last record
+        sent = self.bytes(self.world_size * self.slice_bytes)  # whole slices: padded behind the last record
         self.slices = self.bytes(self.world_size * self.slice_bytes).view(self.world_size, self.slice_bytes)
         self.mean = torch.zeros(own, dtype=torch.float32, device=device)
         self.row = self.bytes(self.slice_bytes + 4 * extra)
         self.received = group.gathered(self.world_size, self.row.numel(), device=device)
-        self.to_owners = self.swap_port(self.slices, self.wire)
+        self.to_owners = self.swap_port(self.slices, sent)
         self.to_all = self.gather_port(self.received, self.row)
+        # Views of them, without the padding: this rank's wire, its slice from every rank, and of all ranks' means.
+        self.wire, size = sent[: codec.wire_bytes(numel) if numel else 0], codec.wire_bytes(own) if own else 0
+        self.arrived, self.sent = (self.slices[:, :size],), self.row[:size]
+        self.wires = self._wires()
         if numel:
             self.workspaces.append(codec.workspace(numel, device))
         if own:
@@ -45,6 +47,17 @@ class TwoPass(Exchange):
     def _range(self, rank: int) -> tuple[int, int]:
         start = min(rank * self.slice, self.numel)
         return start, min(self.slice, self.numel - start)
+
+    def _wires(self) -> list[tuple[int, int, Tensor]]:
+        """What is decoded at the end: start and length of elements, and their wire."""
+        if self.numel and not self.extra:  # the slices lie end to end: a wire of the whole bucket
+            return [(0, self.numel, self.received.view(1, -1)[:, : len(self.wire)])]
+        ranges = [(rank, *self._range(rank)) for rank in range(self.world_size)]
+        return [
+            (start, length, self.received[rank : rank + 1, : self.codec.wire_bytes(length)])
+            for rank, start, length in ranges
+            if length
+        ]
 
     @classmethod
     def carries(cls, codec: Codec) -> bool:
@@ -62,42 +75,24 @@ class TwoPass(Exchange):
     def payload_bytes(self) -> int:
         if self.world_size == 1:
             return 0
-        return self.wire.numel() // self.world_size * (self.world_size - 1) + self.row.numel()
+        return (self.world_size - 1) * self.slice_bytes + self.row.numel()
 
     @property
     def transfer_bytes(self) -> int:
         return (self.world_size - 1) * (self.slice_bytes + self.row.numel())
 
-    def reduce(
-        self,
-        grad: Tensor,
-        out: Tensor,
-        extra: Tensor,
-        feedback: Kept,
-        owned: Sequence[Kept],
-        draw: Tensor,
-        owner_draw: Tensor,
-    ) -> Stages:
-        self.row[self.slice_bytes :].view(torch.float32).copy_(extra)
+    def reduce(self, x: Operands) -> Stages:
+        if self.extra:
+            self.row[self.slice_bytes :].view(torch.float32).copy_(x.extra)
         if self.numel:
-            wire = self.wire[: self.codec.wire_bytes(self.numel)]
-            feedback.encode(self.codec, grad, wire, draw, self.workspaces[1])
+            x.feedback.encode(self.codec, x.grad, self.wire, x.draw, self.workspaces[1])
             yield self.to_owners.start()
-        if own := self.mean.numel():
-            size = self.codec.wire_bytes(own)
-            self.codec.decode_mean((self.slices[:, :size],), self.mean, self.workspaces[2])
-            own_feedback = owned[0] if owned else NOTHING
-            own_feedback.encode(self.codec, self.mean, self.row[:size], owner_draw, self.workspaces[2])
+        if self.mean.numel():
+            self.codec.decode_mean(self.arrived, self.mean, self.workspaces[2])
+            feedback = x.owned[0] if x.owned else NOTHING
+            feedback.encode(self.codec, self.mean, self.sent, x.owner_draw, self.workspaces[2])
         yield self.to_all.start()
-        if not self.numel:
-            pass
-        elif not self.extra:  # the slices lie end to end: a wire of the whole bucket
-            wire = self.received.view(1, -1)[:, : self.codec.wire_bytes(self.numel)]
-            self.codec.decode_mean((wire,), out, self.workspaces[1])
-        else:
-            for rank in range(self.world_size):
-                start, length = self._range(rank)
-                if length:
-                    wire = self.received[rank : rank + 1, : self.codec.wire_bytes(length)]
-                    self.codec.decode_mean((wire,), out[start : start + length], self.workspaces[1])
-        self._decode_extra(self.received[:, self.slice_bytes :], extra)
+        for start, length, wire in self.wires:
+            self.codec.decode_mean((wire,), x.out[start : start + length], self.workspaces[1])
+        if self.extra:
+            self._decode_extra(self.received[:, self.slice_bytes :], x.extra)

@@ -21,7 +21,7 @@ from ...compress.memory import Memory
 from ..auto.planner import check_exchange, default_exchange
 from ..comm.pipeline import drive
 from ..exchanges import EXCHANGES
-from ..exchanges.base import Exchange
+from ..exchanges.base import Exchange, Operands
 from .collectives import Channel
 
 
@@ -123,7 +123,7 @@ class CompressionState:
             owned = kept.owned(exchange.owned_slices)
         else:
             flat.copy_(self.feedback.take(layout, flat))
-        drive(exchange.reduce(flat, flat, place.nothing, kept, owned, place.draw, place.owner_draw))
+        drive(exchange.reduce(Operands(flat, flat, place.nothing, kept, owned, place.draw, place.owner_draw)))
         self.feedback.deliver(layout, flat)
         self._steps[key] = step + 1
         if not keep:

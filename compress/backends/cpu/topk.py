@@ -190,7 +190,7 @@ class TopK(SparseKernels, CpuKernels):
             (x, residual), workspace = torch.ones(2, 1, dtype=F32), Workspace.on(device)
             source, spare = (KINDS[x.dtype], address(x)), torch.zeros(2, dtype=F32)
             places = address(spare), address(spare) + 4
-            (room,) = self._rooms(codec, 1, workspace)
+            (room,) = self._rooms(1, 1, workspace)
             sparse.collect_again(source, address(residual, F32), (1, 0, 1), 1, 0, places, room)
 
     #: One run of 64 elements in 8 is sampled at most, and one in 128 at least. In between, some 64 of the k are seen.
@@ -205,12 +205,12 @@ class TopK(SparseKernels, CpuKernels):
 
     def workspace(self, codec: Any, numel: int, device: torch.device) -> Workspace:
         workspace = Workspace.on(device)
-        self._rooms(codec, numel, workspace)
+        self._rooms(codec.k(numel), numel, workspace)
         return workspace
 
-    def _rooms(self, codec: Any, numel: int, workspace: Workspace) -> list[tuple[int, int, int, int, int]]:
+    def _rooms(self, k: int, numel: int, workspace: Workspace) -> list[tuple[int, int, int, int, int]]:
         """For each piece, memory to select in: it may come to hold all that is sent."""
-        k, tiles = codec.k(numel), -(-numel // TILE)
+        tiles = -(-numel // TILE)
         pieces = pieces_of(numel, tiles)
         capacity = min(k + 3 * k // pieces, -(-tiles // pieces) * TILE) + TILE
         # Past the last entry, 64 are read and one is written before it is known that it was the last.
@@ -238,8 +238,9 @@ class TopK(SparseKernels, CpuKernels):
         draw: Tensor | None,
         workspace: Workspace,
     ) -> None:
-        numel, rooms = x.numel(), self._rooms(codec, x.numel(), workspace)
-        k, pieces, tiles = codec.k(numel), len(rooms), -(-numel // TILE)
+        numel, k = x.numel(), len(values)
+        rooms = self._rooms(k, numel, workspace)
+        pieces, tiles = len(rooms), -(-numel // TILE)
         source = KINDS[x.dtype], address(x)
         kept = 0 if residual is None else address(residual, F32)
         indices, numbers = address(row[1:], I32), address(values, F32)
@@ -348,7 +349,7 @@ class TopK(SparseKernels, CpuKernels):
     def add_plain(
         self, codec: Any, row: Tensor, values: Tensor, out: Tensor, alpha: float, workspace: Workspace
     ) -> None:
-        k, numel = codec.k(out.numel()), out.numel()
+        k, numel = len(values), out.numel()
         where = address(row, I32), address(values, F32), address(out, F32)
         note(workspace, [sparse.topk_add(*where, numel, k, float(alpha))])
 
@@ -356,15 +357,14 @@ class TopK(SparseKernels, CpuKernels):
         numel, ranks = out.numel(), len(rows)
         count = -(-numel // TILE)
         pieces = pieces_of(numel, count)
-        size = scratch_bytes(TILE)
-        scratch = reserved(workspace, "scratch", pieces * size)
+        scratch = reserved(workspace, "scratch", pieces * SCRATCH)
         cursors = reserved(workspace, "cursors", pieces * ranks * 16)
         target = KINDS[out.dtype], address(out)
         lists = rows_at(rows, I32), rows_at(values, F32)
-        k, scale = codec.k(numel), inverse(ranks)
+        k, scale = values.shape[1], inverse(ranks)
 
         def job(first: int, last: int, piece: int) -> tuple[int, int]:
-            memory = cursors + piece * ranks * 16, scratch + piece * size
+            memory = cursors + piece * ranks * 16, scratch + piece * SCRATCH
             result: tuple[int, int] = sparse.topk_mean(target, *lists, ranks, (numel, first, last), k, scale, *memory)
             return result
 
