@@ -37,7 +37,7 @@ help:
 
 demo: $(INSTALLED)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node 2 \
-		-m gradwire.benchmarks.demo --seeds $(SEEDS) $(DEMO_ARGS)
+		-m gradwire.benchmarks.training.demo --seeds $(SEEDS) $(DEMO_ARGS)
 
 test: lint
 	$(PYTEST) -m 'not slow and not soak and not cuda' $(PYTEST_ARGS)

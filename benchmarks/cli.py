@@ -8,7 +8,11 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from . import advise, allreduce, codecs, exchange, gpu, links, on_links, publish, step, timeline, train, warm
+from . import publish
+from .advisor import advise
+from .codec import codecs, gpu, warm
+from .network import allreduce, exchange, links, program, step, timeline
+from .training import train
 
 COMMANDS = {
     "codecs": (codecs, "time every codec beside the memory roofline and what one would write in torch"),
@@ -17,7 +21,7 @@ COMMANDS = {
     "exchange": (exchange, "time the exchange of one gradient on links of several speeds, beside PyTorch's hooks"),
     "train": (train, "train with each way of exchanging gradients, and find the time to equal loss at each bandwidth"),
     "advise": (advise, "predict from measurements here whether compression pays on a given network"),
-    "links": (on_links, "run a program on links of a known speed and length"),
+    "links": (program, "run a program on links of a known speed and length"),
     "profile": (timeline, "draw one bucket's way through a real step"),
     "publish": (publish, "make every figure of docs/benchmarks.md anew"),
     "warm": (warm, "compile kernels ahead, so that no training begins with it"),

@@ -19,7 +19,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from . import advise, allreduce, codecs, exchange, links, report, step, timeline, train
+from .advisor import advise
+from .codec import codecs
+from .common import report
+from .network import allreduce, exchange, links, step, timeline
+from .training import train
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, DOCS = Path("benchmarks/results"), Path("docs")

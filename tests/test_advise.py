@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gradwire.benchmarks import advice, advise_check, cli, forecast, measurement
-from gradwire.benchmarks.forecast import Here
-from gradwire.benchmarks.network import PAYLOAD
-from gradwire.benchmarks.prediction import Job, Processors, Profile, Task, predict, run, share, simulate
+from gradwire.benchmarks import cli
+from gradwire.benchmarks.advisor import advice, check, measurement, prediction
+from gradwire.benchmarks.advisor.network import PAYLOAD
+from gradwire.benchmarks.advisor.prediction import Here
+from gradwire.benchmarks.advisor.step_simulation import Job, Processors, Profile, Task, predict, run, share, simulate
 from gradwire.compress import OneBit
 from gradwire.hooks.auto import cost
 from gradwire.hooks.auto.cost import CodecSpeed, Work
@@ -201,7 +202,7 @@ def here(**changes: Any) -> Here:
 
 def steps(machine: Here, rate: float, world: int = 2, local: int = 1, latency: float = 0.0) -> dict[str, Any]:
     network = machine.network(world, local, rate, latency, None)
-    return {row["arm"]: row for row in forecast.predictions(machine, network)}
+    return {row["arm"]: row for row in prediction.predictions(machine, network)}
 
 
 def test_advice_follows_the_network() -> None:
@@ -306,8 +307,8 @@ def test_a_gpu_has_no_network_stack() -> None:
         "work": dict.fromkeys(("pack", "unpack", "merge", "scatter", "sweep", "dense"), 0.0),
     }
     messages = {**here().messages, "waking": 1e-3}
-    assert forecast.read({**found, "device": "cpu"}, messages, 8.0, 8).processors == Processors(8.0, 8, 1e-3)
-    machine = forecast.read(found, messages, 8.0, 8)
+    assert prediction.read({**found, "device": "cpu"}, messages, 8.0, 8).processors == Processors(8.0, 8, 1e-3)
+    machine = prediction.read(found, messages, 8.0, 8)
     assert machine.processors == Processors()
     network = machine.network(2, 1, 1e9, 1e-3, None)
     assert network.flat.all_to_all.alpha == 1e-3
@@ -326,7 +327,7 @@ def test_a_check_compares() -> None:
         {"arm": "none", "what": "floor", "step_s": 2.0, "step_quartiles_s": (1.0, 3.0), "times_s": [[2.0]]}
         | dict.fromkeys(("sent_bytes", "encode_s", "exchange_s", "decode_s"))
     ]
-    (row,) = advise_check.compare(measured, [{"none": {"step_s": 3.5}}, {"none": {"step_s": 2.5}}])
+    (row,) = check.compare(measured, [{"none": {"step_s": 3.5}}, {"none": {"step_s": 2.5}}])
     assert row["ratio"] == 1.5
     assert (row["predicted_s"], row["measured_s"]) == (3.0, 2.0)
     assert [prediction["step_s"] for prediction in row["predictions"]] == [3.5, 2.5]
@@ -404,7 +405,7 @@ def test_advice_in_miniature(tiny: str, tmp_path: Path, capsys: pytest.CaptureFi
     assert document["benchmark"] == "advise"
     assert document["measured"]["parameters"] == 64 * 64 + 64
     assert document["measured"]["profile"]["numels"] == [64 * 64 + 64]
-    assert [row["arm"] for row in document["arms"]] == [arm.name for arm in forecast.ARMS]
+    assert [row["arm"] for row in document["arms"]] == [arm.name for arm in prediction.ARMS]
     assert all(row["step_s"] >= row["floor_s"] > 0 for row in document["arms"])
     assert "4 ranks on 2 nodes" in capsys.readouterr().out
     assert (tmp_path / "advice.png").exists()
@@ -430,6 +431,6 @@ def test_a_step_is_cut_into_its_parts() -> None:
 
 def test_memory_is_kept_for_the_check_alone() -> None:
     before = dict(os.environ)
-    with advise_check.keeping_memory():
+    with check.keeping_memory():
         assert os.environ["MALLOC_TRIM_THRESHOLD_"] == str(1 << 40)
     assert dict(os.environ) == before

@@ -142,7 +142,7 @@ SOUND = {
     "hooks.reducer": "from .exchanges import gather\nfrom .. import __version__\nfrom ..compress.memory import Memory",
     "hooks.ddp": "from .reducer import Reducer",
     "benchmarks": "",
-    "benchmarks.demo": "from gradwire.hooks.ddp import CompressState\nfrom .. import TopK",
+    "benchmarks.training.demo": "from gradwire.hooks.ddp import CompressState\nfrom ... import TopK",
 }
 
 
@@ -169,7 +169,7 @@ def test_a_sound_library_passes() -> None:
         ("hooks.comm.pipeline", "from ..exchanges.gather import G", "hooks.exchanges.gather (exchanges) from below"),
         ("hooks.comm.pipeline", "if TYPE_CHECKING:\n    from ..reducer import R", "in a circle"),
         ("hooks.reducer", "from .ddp import compress_hook", "hooks.ddp (hooks) from below"),
-        ("hooks.ddp", "from ..benchmarks import demo", "benchmarks.demo (benchmarks) from below"),
+        ("hooks.ddp", "from ..benchmarks.training import demo", "benchmarks.training.demo (benchmarks) from below"),
         ("hooks.exchanges.gather", "from ..new import helper", "hooks.new (reducer) from below"),
         ("compress.topk", "import torch.distributed", "imports torch.distributed, which compress/ never does"),
         ("compress.topk", "import torch.distributed as dist", "which compress/ never does"),
@@ -181,7 +181,7 @@ def test_a_sound_library_passes() -> None:
         ("compress.topk", "from gradwire.compress.codec import Codec", "absolutely"),
         ("hooks.reducer", "import gradwire", "absolutely"),
         ("hooks.reducer", "from compress.codec import Codec", "by the name of a folder"),
-        ("benchmarks.demo", "import tests.helper", "by the name of a folder"),
+        ("benchmarks.training.demo", "import tests.helper", "by the name of a folder"),
     ],
 )
 def test_a_bad_import_is_found(module: str, source: str, complaint: str) -> None:

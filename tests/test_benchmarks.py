@@ -17,20 +17,10 @@ import numpy as np
 import pytest
 import torch
 from emulated import CSRC, EmulatedDevice, emulated_gpu
-from gradwire.benchmarks import (
-    allreduce,
-    arms,
-    cli,
-    codec_quality,
-    codec_rivals,
-    codec_speed,
-    exchange,
-    gpu,
-    inputs,
-    report,
-    step,
-    timeline,
-)
+from gradwire.benchmarks import cli
+from gradwire.benchmarks.codec import baselines, gpu, inputs, quality, speed
+from gradwire.benchmarks.common import arms, report
+from gradwire.benchmarks.network import allreduce, exchange, step, timeline
 from gradwire.compress import CODECS, QSGD, Cast, Codec, OneBit, TernGrad, TopK
 from gradwire.compress.backends import use_backend
 from strategies import GPU
@@ -107,9 +97,9 @@ def test_bias_is_seen() -> None:
     """What is one standard error of every element away gives 1, and what is off by more than chance gives more."""
     exact, variance = torch.full((1000,), 2.0).double(), torch.full((1000,), 0.01).double()
     chance = 0.1 * torch.randn(1000, generator=torch.Generator().manual_seed(0)).double()
-    assert codec_quality.standard_errors(chance, exact, variance) == pytest.approx(1, abs=0.1)
-    assert codec_quality.standard_errors(chance + 0.2, exact, variance) > 2
-    assert codec_quality.standard_errors(0 * exact, 0 * exact, 0 * exact) == 0
+    assert quality.standard_errors(chance, exact, variance) == pytest.approx(1, abs=0.1)
+    assert quality.standard_errors(chance + 0.2, exact, variance) > 2
+    assert quality.standard_errors(0 * exact, 0 * exact, 0 * exact) == 0
 
 
 def test_entropy_is_of_the_codes_alone() -> None:
@@ -130,7 +120,7 @@ def wire_entropy(codec: Codec, x: torch.Tensor) -> float:
     wire = torch.empty(codec.wire_bytes(len(x)), dtype=torch.uint8)
     with use_backend("reference"):
         codec.encode(x, wire, None, codec.workspace(len(x)))
-    return codec_quality.entropy(codec, wire.numpy(), len(x))
+    return quality.entropy(codec, wire.numpy(), len(x))
 
 
 def test_gradients_are_captured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +149,7 @@ def test_codecs_refuse_what_cannot_be_measured(wrong: str, capsys: pytest.Captur
 
 
 def test_ratios_are_of_medians() -> None:
-    result = codec_speed.ratios({"add": [2.0, 1.0, 9.0], "encode": [3.0, 3.0, 100.0]}, 6_000_000_000)
+    result = speed.ratios({"add": [2.0, 1.0, 9.0], "encode": [3.0, 3.0, 100.0]}, 6_000_000_000)
     assert result["median_s"] == {"add": 2.0, "encode": 3.0}
     assert result["ratio_to_add"] == {"add": 1.0, "encode": 1.5}
     assert result["gelem_per_s"] == {"add": 3.0, "encode": 2.0}
@@ -173,7 +163,7 @@ def test_the_torch_chains_do_what_the_codec_does(codec: Codec) -> None:
     residual = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     grad = torch.randn(numel, generator=torch.Generator().manual_seed(1))
     expected, theirs = residual.clone(), residual.clone()
-    chain = codec_rivals.torch_chain(codec, theirs)
+    chain = baselines.torch_chain(codec, theirs)
     assert chain is not None
     sent = chain(grad)
     wire = torch.empty(codec.wire_bytes(numel), dtype=torch.uint8)
@@ -189,11 +179,11 @@ def test_the_torch_chains_do_what_the_codec_does(codec: Codec) -> None:
 def test_powersgd_keeps_what_it_leaves_out() -> None:
     like = torch.empty(10_001)
     grad = torch.randn(10_001, generator=torch.Generator().manual_seed(1))
-    round_trip = codec_rivals.power_sgd(like, 2)
+    round_trip = baselines.power_sgd(like, 2)
     residual = round_trip(grad)
     assert isinstance(residual, torch.Tensor)
     output = grad - residual
-    rows, columns = codec_rivals.square(10_001)
+    rows, columns = baselines.square(10_001)
     assert torch.linalg.matrix_rank(output[: rows * columns].view(rows, columns), rtol=1e-4) == 2
     assert 0 < residual.norm() < grad.norm()
 

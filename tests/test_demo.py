@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gradwire.benchmarks import demo
-from gradwire.benchmarks.demo import ARMS, Point, Run, falling_density, plot, summarize, table
-from gradwire.benchmarks.language_model import (
+from gradwire.benchmarks.common.language_model import (
     LanguageModel,
     Recipe,
     batches,
@@ -22,6 +20,8 @@ from gradwire.benchmarks.language_model import (
     validation_starts,
     windows,
 )
+from gradwire.benchmarks.training import demo
+from gradwire.benchmarks.training.demo import ARMS, Point, Run, falling_density, plot, summarize, table
 
 
 def test_text_is_split_by_file_and_always_the_same() -> None:
@@ -91,7 +91,7 @@ def test_summary_table_and_picture(tmp_path: Path) -> None:
 
 def test_a_small_run_on_two_ranks(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "gradwire.benchmarks.demo", "--steps", "4", "--arms", "fp32,onebit", "--output", "small"]
+    command += ["-m", "gradwire.benchmarks.training.demo", "--steps", "4", "--arms", "fp32,onebit", "--output", "small"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "loopback, which is no slow network" in done.stdout

@@ -17,12 +17,13 @@ from typing import Any
 
 import faults
 import pytest
-from gradwire.benchmarks import cli, links, proof, star
-from gradwire.benchmarks.star import VIRTUAL, Star
+from gradwire.benchmarks import cli
+from gradwire.benchmarks.network import emulator, flags, links, proof
+from gradwire.benchmarks.network.emulator import VIRTUAL, Switch
 from hypothesis import given
 from hypothesis import strategies as st
 
-NEAR = links.Distance(delay=0.005)
+NEAR = flags.Distance(delay=0.005)
 NO_LINKS, NO_DISTANCE = links.missing(), links.missing(NEAR)
 needs_distance = pytest.mark.skipif(NO_DISTANCE is not None, reason=str(NO_DISTANCE))
 
@@ -31,19 +32,19 @@ needs_distance = pytest.mark.skipif(NO_DISTANCE is not None, reason=str(NO_DISTA
     ("text", "rate"), [("100mbit", 10**8), ("1gbit", 10**9), ("2.5gbit", 25 * 10**8), ("none", None)]
 )
 def test_rates(text: str, rate: int | None) -> None:
-    assert links.parse_rate(text) == rate
+    assert flags.parse_rate(text) == rate
 
 
 @pytest.mark.parametrize("text", ["", "1", "gbit", "-1gbit", "0mbit", "1 gbit", "fast"])
 def test_no_rate(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="such as 100mbit"):
-        links.parse_rate(text)
+        flags.parse_rate(text)
     assert cli.main(["step", f"--rate={text}"]) == 2
     assert "such as 100mbit" in capsys.readouterr().err
 
 
 def test_times() -> None:
-    assert [links.parse_time(text, "-t") for text in ("50us", "1.5ms", "0s")] == pytest.approx([5e-5, 1.5e-3, 0.0])
+    assert [flags.parse_time(text, "-t") for text in ("50us", "1.5ms", "0s")] == pytest.approx([5e-5, 1.5e-3, 0.0])
 
 
 @pytest.mark.parametrize(
@@ -144,7 +145,7 @@ def test_without_root_a_distance_is_refused_too(
 
 
 def test_without_tun_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(star, "_TUN", str(tmp_path / "tun"))
+    monkeypatch.setattr(emulator, "_TUN", str(tmp_path / "tun"))
     if NO_LINKS is None:
         assert "need TUN devices" in str(links.missing(NEAR))
 
@@ -178,7 +179,7 @@ def test_what_counts_as_proof_of_a_distance(ping: float, stream: float, says: st
         assert "NOT" in proof.caption(found)
 
 
-# -- the star between distant ranks ---------------------------------------------------------------------------------
+# -- the switch between distant ranks --------------------------------------------------------------------------------
 
 
 def packet(payload: bytes, segment: int = 0, sender: int = 0, receiver: int = 1, sequence: int = 7) -> bytes:
@@ -190,9 +191,9 @@ def packet(payload: bytes, segment: int = 0, sender: int = 0, receiver: int = 1,
 
 
 def test_a_packet_leaves_at_the_rate_and_arrives_after_the_delay() -> None:
-    between = Star(3, rate=1e6, delay=0.025)
+    between = Switch(3, rate=1e6, delay=0.025)
     full = packet(bytes(1448))
-    frame = (1500 + star.FRAME_BYTES) / 1e6
+    frame = (1500 + emulator.FRAME_BYTES) / 1e6
     ((first, to, same),) = between.take(full, 0, now=1.0)
     assert (to, same) == (1, full)
     assert first == pytest.approx(1.0 + frame + 0.025)
@@ -201,11 +202,11 @@ def test_a_packet_leaves_at_the_rate_and_arrives_after_the_delay() -> None:
     ((other, _, _),) = between.take(packet(bytes(1448), sender=2), 2, now=1.0)
     assert other - second == pytest.approx(frame), "so was the receiver's"
     ((back, _, _),) = between.take(packet(b"", sender=1, receiver=0), 1, now=1.0)
-    assert back == pytest.approx(1.0 + (52 + star.FRAME_BYTES) / 1e6 + 0.025), "the other direction was not"
+    assert back == pytest.approx(1.0 + (52 + emulator.FRAME_BYTES) / 1e6 + 0.025), "the other direction was not"
 
 
 def test_segments_that_travel_in_one_piece_take_as_long_as_alone() -> None:
-    whole, apart = Star(2, rate=1e6, delay=0.01), Star(2, rate=1e6, delay=0.01)
+    whole, apart = Switch(2, rate=1e6, delay=0.01), Switch(2, rate=1e6, delay=0.01)
     ((when, _, _),) = whole.take(packet(bytes(5 * 1448 + 10), segment=1448), 0, now=0.0)
     for size in (1448,) * 5 + (10,):
         ((last, _, _),) = apart.take(packet(bytes(size)), 0, now=0.0)
@@ -213,11 +214,11 @@ def test_segments_that_travel_in_one_piece_take_as_long_as_alone() -> None:
 
 
 def test_a_full_queue_drops_and_a_stranger_is_ignored() -> None:
-    between = Star(2, rate=1e5, delay=0.01)
+    between = Switch(2, rate=1e5, delay=0.01)
     for _ in range(60):
         between.take(packet(bytes(1448)), 0, now=0.0)
     # At most the queue's seconds wait, and the packet on the wire.
-    kept = 1 + int(star.QUEUE_SECONDS / (1514 / 1e5))
+    kept = 1 + int(emulator.QUEUE_SECONDS / (1514 / 1e5))
     assert between.dropped == 60 - kept
     assert between.take(packet(b"", receiver=2), 0, now=9.0) == []
     assert between.take(packet(b"")[:20], 0, now=9.0) == []
@@ -233,7 +234,7 @@ def test_what_is_lost_is_cut_out_segment_by_segment(
     size: int, segment: int, loss: float, sequence: int, seed: int
 ) -> None:
     payload = random.Random(size).randbytes(size)
-    between = Star(2, rate=1e9, delay=0.01, loss=loss, random=random.Random(seed))
+    between = Switch(2, rate=1e9, delay=0.01, loss=loss, random=random.Random(seed))
     arrived = between.take(packet(payload, segment, sequence=sequence), 0, now=0.0)
     segments, got = -(-size // segment), 0
     for _, _, piece in arrived:
@@ -260,7 +261,7 @@ def test_what_is_lost_is_cut_out_segment_by_segment(
 
 
 def test_nothing_is_lost_unless_asked() -> None:
-    between = Star(2, rate=1e9, delay=0.01, loss=0.3)
+    between = Switch(2, rate=1e9, delay=0.01, loss=0.3)
     total = sum(len(between.take(packet(bytes(100)), 0, now=float(n))) for n in range(1000))
     assert total + between.lost == 1000
     assert 200 < between.lost < 400
@@ -273,9 +274,9 @@ def test_packets_are_carried_in_order_and_no_earlier_than_due() -> None:
     ours, theirs = [a for a, _ in pairs], [b for _, b in pairs]
     for side in theirs:
         side.setblocking(False)
-    counted: list[star.Lateness] = []
+    counted: list[emulator.Lateness] = []
     devices = [side.fileno() for side in theirs]
-    carrier = threading.Thread(target=lambda: counted.append(star.serve(Star(2, 1e6, 0.03), devices, ending)))
+    carrier = threading.Thread(target=lambda: counted.append(emulator.serve(Switch(2, 1e6, 0.03), devices, ending)))
     carrier.start()
     try:
         begin = time.monotonic()
@@ -284,7 +285,7 @@ def test_packets_are_carried_in_order_and_no_earlier_than_due() -> None:
             ours[0].send(each)
         ours[1].settimeout(10)
         assert [ours[1].recv(1 << 16) for _ in sent] == sent
-        assert time.monotonic() - begin >= 0.03 + 5 * (1052 + star.FRAME_BYTES) / 1e6
+        assert time.monotonic() - begin >= 0.03 + 5 * (1052 + emulator.FRAME_BYTES) / 1e6
     finally:
         os.close(end)
         carrier.join(10)
@@ -349,7 +350,7 @@ def test_a_program_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_rank_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("gradwire.benchmarks.launch.GRACE", 0.2)
+    monkeypatch.setattr("gradwire.benchmarks.common.launch.GRACE", 0.2)
     script = "import os, sys, time; sys.exit(5) if os.environ['RANK'] == '1' else time.sleep(600)"
     assert links.Loopback(2).run_program([sys.executable, "-c", script]) == 5
     killed = "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"
@@ -387,8 +388,8 @@ def test_distant_links_are_as_long_as_they_should_be_and_leave_nothing_behind() 
 @needs_distance
 def test_a_run_ends_with_the_process_that_carries_its_packets() -> None:
     with links.DistantLinks(2, 10**8, NEAR) as connection:
-        assert connection._star is not None
-        connection._star.kill()
+        assert connection._emulator is not None
+        connection._emulator.kill()
         with pytest.raises(links.LinkError, match="has ended"):
             connection.run_program([sys.executable, "-c", "import time; time.sleep(600)"])
     assert links._namespaces(os.getpid()) == []
@@ -397,7 +398,7 @@ def test_a_run_ends_with_the_process_that_carries_its_packets() -> None:
 @needs_distance
 def test_buffers_hold_what_is_on_its_way() -> None:
     """The product of bandwidth and delay, four times, where the kernel's own limit is lower."""
-    with links.DistantLinks(2, 10**10, links.Distance(0.2)) as connection:
+    with links.DistantLinks(2, 10**10, flags.Distance(0.2)) as connection:
         tcp: dict[str, Any] = connection._tcp()
         for name in ("wmem", "rmem"):
             assert int(tcp[name].split()[2]) >= 4 * 10**10 / 8 * 0.4

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from gradwire.benchmarks import publish
+from gradwire.benchmarks.common.report import Table
 from gradwire.benchmarks.publish import PAGE, ROOT, SET, Publication
-from gradwire.benchmarks.report import Table
 
 
 def test_the_page_says_what_was_measured() -> None:

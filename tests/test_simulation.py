@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire.benchmarks.allreduce import IndexSets
-from gradwire.benchmarks.simulation import Network, SimulatedGroup, Task, World, check, simulate
+from gradwire.benchmarks.network.allreduce import IndexSets
+from gradwire.benchmarks.network.simulation import Network, SimulatedGroup, Task, World, check, simulate
 from gradwire.hooks.comm.entries import Entries
 from gradwire.hooks.comm.group import Group
 from ranks import Pool

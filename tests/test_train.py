@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from gradwire.benchmarks import report, train_report
-from gradwire.benchmarks.arms import COLOURS
-from gradwire.benchmarks.tasks import DIGITS, SMALL, TASKS, Task
-from gradwire.benchmarks.train_arms import ARMS
+from gradwire.benchmarks.common import report
+from gradwire.benchmarks.common.arms import COLOURS
+from gradwire.benchmarks.training import summary
+from gradwire.benchmarks.training.arms import ARMS
+from gradwire.benchmarks.training.tasks import DIGITS, SMALL, TASKS, Task
 
 
 @pytest.mark.parametrize("task", [DIGITS, SMALL], ids=lambda task: task.name)
@@ -64,11 +65,11 @@ def curve(*losses: float | None) -> list[dict[str, Any]]:
 
 
 def test_the_target_is_reached_between_two_readings() -> None:
-    assert train_report.steps_to(curve(8.0, 4.0, 2.0), 3.0) == 15
-    assert train_report.steps_to(curve(8.0, 4.0, 2.0), 4.0) == 10
-    assert train_report.steps_to(curve(8.0, 2.0, 5.0, 2.0), 3.0) == pytest.approx(10 * 5 / 6), "the first time counts"
-    assert train_report.steps_to(curve(8.0, None, 2.0), 3.0) == 20
-    assert train_report.steps_to(curve(8.0, 4.0, None), 3.0) is None
+    assert summary.steps_to(curve(8.0, 4.0, 2.0), 3.0) == 15
+    assert summary.steps_to(curve(8.0, 4.0, 2.0), 4.0) == 10
+    assert summary.steps_to(curve(8.0, 2.0, 5.0, 2.0), 3.0) == pytest.approx(10 * 5 / 6), "the first time counts"
+    assert summary.steps_to(curve(8.0, None, 2.0), 3.0) == 20
+    assert summary.steps_to(curve(8.0, 4.0, None), 3.0) is None
 
 
 def synthetic() -> dict[str, Any]:
@@ -112,7 +113,7 @@ def synthetic() -> dict[str, Any]:
 
 def test_curves_and_step_times_are_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = synthetic()
-    train_report.join(result)
+    summary.join(result)
     (world,) = result["worlds"]
     assert world["target_loss"] == [2.5, 2.5]
     learning = world["learning"]
@@ -131,11 +132,11 @@ def test_curves_and_step_times_are_joined(tmp_path: Path, capsys: pytest.Capture
     # From 4 times faster to 2 times slower over two decades: the lines cross two thirds of the way.
     assert world["crossover"]["topk"]["rate"] == pytest.approx(10 ** (8 + 4 / 3))
     assert world["crossover"]["onebit"]["words"] == "target not reached"
-    report.print_tables(train_report.tables(result))
+    report.print_tables(summary.tables(result))
     printed = capsys.readouterr().out
     assert "not finite" in printed
     assert "(dense)" in printed
-    train_report.plot(result, str(tmp_path / "train.png"))
+    summary.plot(result, str(tmp_path / "train.png"))
     assert (tmp_path / "train.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -147,7 +148,7 @@ def test_crossovers_outside_of_what_was_measured() -> None:
             for text, r in zip(rates, ratios, strict=True)
         }
         world = {"joined": rows, "timings": {text: {"rate": rate} for text, rate in rates.items()}}
-        return str(train_report.crossover("topk", world)["words"])
+        return str(summary.crossover("topk", world)["words"])
 
     assert words(0.5, 0.5, 0.5) == "none up to unshaped"
     assert words(0.5, 0.5, 1.5) == "between 1 Gbit/s and unshaped"
@@ -162,7 +163,7 @@ def test_dense_steps_at_the_start_cost_what_float32_costs() -> None:
     for timing in world["timings"].values():
         timing["arms"]["powersgd"] = {"times_s": [1.0], "compresses": True}
     result["arguments"]["arms"].append("powersgd")
-    train_report.join(result)
+    summary.join(result)
     assert world["joined"]["100mbit"]["powersgd"]["time_to_target_s"] == [2 * 16 + 23, 2 * 16 + 23]
 
 

@@ -1,0 +1,273 @@
+"""How fast each codec is on one machine, and what it does to a gradient, without a network.
+
+Speed: beside each codec, in turns with it, runs the roofline, `torch.add(grad, residual, out=residual)`. With float32
+it moves 12 bytes an element, and an encode with error feedback cannot move less. Codecs also meet what one would write
+in torch, and the work of PyTorch's own hooks. Gradients change a little from call to call, as they do in training, and
+a codec has run for a while before it is timed: TopK's residual takes some 1/density calls to fill.
+
+Quality: relative error, cosine, bias over many draws, and the bits spent beside the entropy of the codes, on gradients
+that are made or captured from the demo's model while it learns.
+
+By default: all codecs, float32, 2^24 elements, one thread and all. Lists given to several options are crossed. GPUs
+have a command of their own, `gradwire-bench gpu`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...compress import CODECS, Codec, TopK
+from ..common import report
+from ..common.progress import Progress
+from . import inputs
+from .baselines import pytorch_rivals
+from .quality import quality
+from .speed import Condition, label, measure, measure_rivals, torch_threads
+
+OPERATIONS = {
+    "add": "torch.add(grad, residual, out=residual): the roofline",
+    "copy": "out.copy_(grad)",
+    "encode_feedback": "codec.encode_feedback",
+    "encode": "codec.encode",
+    "decode_mean": "codec.decode_mean",
+    "torch": "the same as encode_feedback, in torch operations",
+    "round_trip": "the work of one of PyTorch's hooks on a bucket, without communication",
+}
+SHOWN = ("encode_feedback", "encode", "decode_mean")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+#: The reference backend is the specification in NumPy, some hundred times slower: it gets less to do.
+REFERENCE_NUMEL, REFERENCE_REPEATS = 1 << 20, 3
+BACKENDS_HELP = "cpu and/or reference: the latter on one thread, on at most 2^20 elements (default: cpu)"
+#: Okabe and Ito's colours, which tell apart whatever one's eyes: for each operation in the picture.
+COLOURS = {"encode_feedback": "#0072B2", "decode_mean": "#E69F00"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    names = tuple(dict.fromkeys(codec.name for codec in CODECS))
+    threads = sorted({1, os.cpu_count() or 1})
+    tables = ("speed", "quality")
+    parser.add_argument("--tables", nargs="+", choices=tables, default=list(tables), help="default: both")
+    parser.add_argument("--codecs", nargs="+", choices=names, default=list(names), help="default: all")
+    parser.add_argument("--density", type=float, nargs="+", default=[0.01], help="of TopK, one or several")
+    parser.add_argument("--json", metavar="FILE", help="write arguments, environment and every timing there")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw times beside the roofline")
+    speed = parser.add_argument_group("speed")
+    speed.add_argument("--numel", type=int, nargs="+", default=[1 << 24], help="elements (default: 2^24)")
+    speed.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES), default=["float32"], help="of the gradient")
+    speed.add_argument("--backends", nargs="+", choices=("cpu", "reference"), default=["cpu"], help=BACKENDS_HELP)
+    speed.add_argument("--threads", type=int, nargs="+", default=threads, help="for torch and gradwire (1 and all)")
+    speed.add_argument("--speed-inputs", nargs="+", choices=inputs.INPUTS, default=["gaussian"], help="gradients")
+    speed.add_argument("--ranks", type=int, default=4, help="wires that decode_mean reads (default: %(default)s)")
+    speed.add_argument("--repeats", type=int, default=31, help="timings of each operation (default: %(default)s)")
+    speed.add_argument("--warmup", type=int, default=100, help="untimed encodes first (default: %(default)s)")
+    more = parser.add_argument_group("quality")
+    more.add_argument("--inputs", nargs="+", choices=inputs.INPUTS, default=list(inputs.INPUTS), help="default: all")
+    more.add_argument("--quality-numel", type=int, default=1 << 18, help="elements (default: 2^18)")
+    more.add_argument("--seeds", type=int, default=64, help="draws of stochastic codecs (default: %(default)s)")
+    more.add_argument(
+        "--captured", type=Path, metavar="FILE.npy", help="keep captured gradients there, or take them from there"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """`gradwire-bench codecs`."""
+    for name, least in {"ranks": 1, "repeats": 1, "quality_numel": 1, "seeds": 2, "numel": 1, "threads": 1}.items():
+        value = getattr(options, name)
+        if min(value if isinstance(value, list) else [value]) < least:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: expected at least {least}")
+    arguments = {name: value for name, value in vars(options).items() if name not in ("command", "json", "plot")}
+    with torch_threads(max(options.threads)):
+        result = report.document("codecs", {**arguments, "captured": options.captured and str(options.captured)})
+    result |= {"operations": OPERATIONS, "codecs": [], "rivals": [], "quality": []}
+    codecs = selected(options.codecs, options.density)
+    wants = [
+        *(options.speed_inputs if "speed" in options.tables else ()),
+        *options.inputs * ("quality" in options.tables),
+    ]
+    recorded = inputs.captured(options.captured) if "captured" in wants else None
+    crossed = conditions(options) if "speed" in options.tables else []
+    checked = options.inputs if "quality" in options.tables else []
+    with Progress("codecs", len(crossed) * (len(codecs) + 1) + len(checked) * len(codecs)) as progress:
+        for condition in crossed:
+            add_speed(result, condition, codecs, options, recorded, progress)
+        for name in checked:
+            gradient = inputs.gradient(name, options.quality_numel, 0, recorded)
+            with torch_threads(1):
+                for codec in codecs:
+                    progress.advance(1, f"{label(codec)} on {name} gradients")
+                    result["quality"].append(
+                        {"label": label(codec), "gradients": name, **quality(codec, gradient, options.seeds)}
+                    )
+    report.deliver(result, tables(result), options, plot)
+    return 0
+
+
+def selected(names: Sequence[str], densities: Sequence[float]) -> list[Codec]:
+    """The codecs of those names, TopK once for each density."""
+    codecs: list[Codec] = []
+    for codec in CODECS:
+        if codec.name in names:
+            codecs += [TopK(density=d) for d in densities] if isinstance(codec, TopK) else [codec]
+    return codecs
+
+
+def conditions(options: argparse.Namespace) -> list[Condition]:
+    """Every cell of the cross; the reference backend runs on one thread, and on at most `REFERENCE_NUMEL` elements."""
+    cells = itertools.product(options.backends, options.dtypes, options.numel, options.speed_inputs, options.threads)
+    found = []
+    for backend, dtype, numel, name, threads in cells:
+        slow = backend == "reference"
+        most = min(numel, REFERENCE_NUMEL) if slow else numel
+        found.append(Condition(backend, DTYPES[dtype], most, name, 1 if slow else threads))
+    return list(dict.fromkeys(found))
+
+
+def add_speed(
+    result: dict[str, Any],
+    condition: Condition,
+    codecs: Sequence[Codec],
+    options: argparse.Namespace,
+    recorded: Tensor | None,
+    progress: Progress,
+) -> None:
+    """Time every codec under one condition, and PyTorch's own compressions where that makes sense."""
+    gradients = [x.to(condition.dtype) for x in inputs.sequence(condition.gradients, condition.numel, 4, recorded)]
+    slow = condition.backend == "reference"
+    repeats, warmup = (min(REFERENCE_REPEATS, options.repeats), 1) if slow else (options.repeats, options.warmup)
+    where = f"{condition.threads} thread(s)"
+    for codec in codecs:
+        progress.advance(1, f"{label(codec)}, {where}")
+        result["codecs"].append(measure(codec, gradients, condition, options.ranks, repeats, warmup))
+    progress.advance(1, f"PyTorch's own, {where}")
+    if not slow and condition.dtype == torch.float32:
+        rivals = pytorch_rivals(gradients[0], options.ranks)
+        result["rivals"] += measure_rivals(rivals, gradients, condition, repeats)
+
+
+def tables(result: Mapping[str, Any]) -> list[report.Table]:
+    """Times under each condition, then what each codec does to each kind of gradient."""
+    facts = ("backend", "dtype", "numel", "gradients", "threads")
+    arguments = result["arguments"]
+    rows = [*result["codecs"], *result["rivals"]]
+    where = report.describe(result["environment"])
+    notes = (
+        f"{where}\nmedians of {arguments['repeats']} in turns, in units of torch.add(grad, residual, out=residual) in "
+        "the same run; (10⁹ elements a second)\nof add's GB/s: encode_feedback's least traffic, gradient and wire "
+        "once, residual twice"
+    )
+    found = []
+    for condition in dict.fromkeys(tuple(row[name] for name in facts) for row in rows):
+        group = [row for row in rows if tuple(row[name] for name in facts) == condition]
+        backend, dtype, numel, gradients, threads = condition
+        title = f"Codecs on {numel:,} {dtype}, {gradients}, backend {backend}, {threads} thread(s)"
+        columns = ["codec", "bytes/elem", "add Gelem/s", "copy", "encode_feedback", "encode"]
+        columns += [f"decode_mean P={arguments['ranks']}", "of add's GB/s", "torch chain", "round trip"]
+        found.append(report.Table(title, columns, [speed_row(row) for row in group], notes))
+    if result["quality"]:
+        columns = ["codec", "gradients", "rel. error", "cosine", "bias", "bias / std. error", "of clipped"]
+        columns += ["bits spent", "entropy"]
+        title = f"Quality on {arguments['quality_numel']:,} float32"
+        notes = (
+            f"{where}\nbias: mean signed error / mean magnitude; over {arguments['seeds']} draws: the mean's distance "
+            "from the gradient in standard errors, about 1 where unbiased; TernGrad's beside what it clips to"
+        )
+        found.append(report.Table(title, columns, [quality_row(row) for row in result["quality"]], notes))
+    return found
+
+
+def speed_row(row: Mapping[str, Any]) -> list[str]:
+    ratio, speed = row["ratio_to_add"], row["gelem_per_s"]
+
+    def cell(name: str) -> str:
+        return f"{ratio[name]:.2f} ({speed[name]:.3g})" if name in ratio else ""
+
+    def plain(name: str) -> str:
+        return f"{ratio[name]:.1f}" if name in ratio else ""
+
+    share = f"{row['share_of_add']['encode_feedback']:.0%}" if "share_of_add" in row else ""
+    start = [row["label"], f"{row['wire_bytes_per_element']:.4f}", f"{speed['add']:.2f}"]
+    return [*start, plain("copy"), *map(cell, SHOWN), share, plain("torch"), plain("round_trip")]
+
+
+def quality_row(row: Mapping[str, Any]) -> list[str]:
+    def optional(value: float | None) -> str:
+        return "" if value is None else f"{value:.3g}"
+
+    return [
+        row["label"],
+        row["gradients"],
+        f"{row['relative_error']:.3g}",
+        f"{row['cosine']:.4f}",
+        f"{row['bias']:.1e}",
+        optional(row["bias_in_standard_errors"]),
+        optional(row["bias_of_clipped_in_standard_errors"]),
+        f"{row['bits_per_element']:.3f}",
+        f"{row['entropy_bits_per_element']:.3f}",
+    ]
+
+
+def plot(result: Mapping[str, Any], path: Path) -> None:
+    """Bars for each codec: encode_feedback and decode_mean beside the roofline, a panel for each condition.
+
+    Raises:
+        ValueError: nothing was timed.
+    """
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    from matplotlib import pyplot
+
+    facts = ("backend", "dtype", "numel", "gradients", "threads")
+    panels: dict[tuple, list[Mapping[str, Any]]] = {}
+    for row in result["codecs"]:
+        panels.setdefault(tuple(row[name] for name in facts), []).append(row)
+    if not panels:
+        raise ValueError("--plot draws speed, and nothing was timed: --tables must include speed")
+    columns = min(2, len(panels))
+    lines = -(-len(panels) // columns)
+    size = (6.5 * columns, (1.2 + 0.55 * max(map(len, panels.values()))) * lines + 0.6)
+    figure, grid = pyplot.subplots(
+        lines, columns, figsize=size, sharex=True, sharey=True, squeeze=False, layout="constrained"
+    )
+    for spare in grid.flat[len(panels) :]:
+        spare.set_visible(False)
+    for axes, (condition, rows) in zip(grid.flat, panels.items(), strict=False):
+        backend, dtype, numel, gradients, threads = condition
+        for place, (name, colour) in enumerate(COLOURS.items()):
+            values = [row["ratio_to_add"][name] for row in rows]
+            where = [i + 0.38 * (place - 0.5) for i in range(len(rows))]
+            bars = axes.barh(where, values, height=0.36, color=colour, label=bar_label(name, result))
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+            axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=8, bbox=box)
+        axes.axvline(1, color="black", linewidth=1.2, linestyle="--", label="torch.add: the roofline")
+        axes.set_yticks(range(len(rows)), [row["label"] for row in rows])
+        add = report.median([row["gelem_per_s"]["add"] for row in rows])
+        axes.set_title(
+            f"{threads} thread{'s' * (threads > 1)}, {numel:,} {dtype}, {gradients}, backend {backend}\n"
+            f"torch.add: {add:.2f}·10⁹ elements a second",
+            fontsize=9,
+        )
+        axes.set_xlabel("time, in units of torch.add(grad, residual, out=residual)", fontsize=9)
+        axes.grid(axis="x", alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.margins(x=0.12)
+    figure.suptitle("What codecs cost beside the least that error feedback must do: shorter is faster")
+    grid[0][0].invert_yaxis()
+    handles, labels = grid[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    figure.text(0.995, 0.002, result["environment"]["cpu"], ha="right", va="bottom", fontsize=7, color="grey")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def bar_label(operation: str, result: Mapping[str, Any]) -> str:
+    return f"decode_mean, {result['arguments']['ranks']} ranks" if operation == "decode_mean" else operation

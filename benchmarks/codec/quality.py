@@ -1,0 +1,123 @@
+"""What a codec does to a gradient: error, direction, bias, and how near its bits come to the entropy of its codes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...compress import QSGD, Codec, OneBit, SparseCodec, TernGrad, new_draw
+
+#: What rounding to float32 may change a decoded value by, as a share of the value.
+ROUNDING = 2.0**-23
+
+
+@torch.no_grad()
+def quality(codec: Codec, x: Tensor, seeds: int) -> dict[str, Any]:
+    """Measures of `codec`, encoding without a residual, on the float32 gradient `x`.
+
+    `bias` is the mean signed error over the mean magnitude. A stochastic codec is drawn `seeds` times for
+    `bias_in_standard_errors`, which is about 1 where it is unbiased: see `standard_errors`.
+    """
+    numel, workspace = x.numel(), codec.workspace(x.numel())
+    wire = torch.empty(codec.wire_bytes(numel), dtype=torch.uint8)
+
+    def decoded(seed: int) -> Tensor:
+        codec.encode(x, wire, new_draw(seed), workspace)
+        out = torch.zeros(numel)
+        codec.decode_add(wire, out, 1.0, workspace)
+        return out.double()
+
+    exact, once = x.double(), decoded(0)
+    result: dict[str, Any] = {
+        "name": codec.name,
+        "codec": repr(codec),
+        "relative_error": share(float((once - exact).norm()), float(exact.norm())),
+        "cosine": share(float(torch.dot(once, exact)), float(once.norm() * exact.norm())),
+        "bits_per_element": 8 * len(wire) / numel,
+        "entropy_bits_per_element": entropy(codec, wire.numpy(), numel),
+        "bias_in_standard_errors": None,
+        "bias_of_clipped_in_standard_errors": None,
+    }
+    mean = once
+    if codec.stochastic:
+        total, squares = torch.zeros_like(exact), torch.zeros_like(exact)
+        for seed in range(seeds):
+            deviation = decoded(seed) - exact
+            total += deviation
+            squares += deviation.square()
+        mean = exact + total / seeds
+        variance = (squares - total.square() / seeds).clamp(min=0) / (seeds - 1)
+        result["bias_in_standard_errors"] = standard_errors(mean - exact, exact, variance / seeds)
+        if isinstance(codec, TernGrad):
+            clipped = within_scale(codec, exact, wire)
+            result["bias_of_clipped_in_standard_errors"] = standard_errors(mean - clipped, exact, variance / seeds)
+    result["bias"] = share(float((mean - exact).mean()), float(exact.abs().mean()))
+    return result
+
+
+def share(part: float, whole: float) -> float:
+    """part / whole, and 0 of nothing: a gradient may be all zeros."""
+    return part / whole if whole else 0.0
+
+
+def standard_errors(deviation: Tensor, exact: Tensor, variance: Tensor) -> float:
+    """The norm of a mean's deviation in units of what its variance lets one expect, rounding to float32 included."""
+    expected = (variance + (ROUNDING * exact).square()).sum()
+    return float((deviation.square().sum() / expected).sqrt()) if expected > 0 else 0.0
+
+
+def within_scale(codec: TernGrad, exact: Tensor, wire: Tensor) -> Tensor:
+    """What TernGrad is unbiased for: each element clipped at the scale of its block, which the wire holds."""
+    numel = exact.numel()
+    (part,) = codec.parts(numel)
+    scale = torch.from_numpy(part.view(wire.numpy())["scale"].astype(np.float64)[:, 0])
+    limit = scale.repeat_interleave(codec.block)[:numel]
+    return torch.minimum(torch.maximum(exact, -limit), limit)
+
+
+def entropy(codec: Codec, wire: np.ndarray, numel: int) -> float:
+    """Bits an element that an ideal coder would need for this wire, knowing how often each code occurs.
+
+    Codes count with their empirical entropy, each on its own; units, levels and scales as they are sent. Sparse codecs:
+    the number of ways to place the entries, log2 of n over k, and values as they are sent. What has no codes, as casts:
+    the entropy of each byte of an element by itself.
+    """
+    parts = codec.parts(numel)
+    if isinstance(codec, SparseCodec):
+        used = entries(codec, wire[: parts[0].nbytes], numel)
+        ways = math.lgamma(numel + 1) - math.lgamma(used + 1) - math.lgamma(numel - used + 1)
+        return (ways / math.log(2) + 8 * parts[1].nbytes) / numel
+    (part,) = parts
+    records = part.view(wire)
+    if isinstance(codec, OneBit):
+        codes = np.unpackbits(records["signs"].reshape(-1), bitorder="little")
+    elif isinstance(codec, QSGD):
+        bits = np.unpackbits(records["codes"].reshape(-1), bitorder="little").reshape(-1, codec.bits)
+        codes = bits @ (1 << np.arange(codec.bits))
+    elif isinstance(codec, TernGrad):
+        digits = records["trits"].reshape(-1, 1, 256) // np.array([1, 3, 9, 27, 81])[:, None] % 3
+        codes = digits.reshape(-1)
+    else:
+        planes = wire.reshape(-1, part.nbytes // numel)[:numel]  # a cast of odd length is padded
+        return sum(symbol_entropy(planes[:, byte]) for byte in range(planes.shape[1]))
+    aside = sum(8 * np.dtype(f.dtype).itemsize * f.count for f in part.fields if f.dtype == "<f4")
+    return symbol_entropy(codes[:numel]) + aside * part.records / numel
+
+
+def entries(codec: SparseCodec, indices: np.ndarray, numel: int) -> int:
+    """How many entries a wire's indices hold."""
+    record = codec.parts(numel)[0].view(indices)
+    if not codec.packs_indices:
+        return int(record["count"][0, 0])
+    return int(np.unpackbits(record["upper"].view(np.uint8)).sum())
+
+
+def symbol_entropy(codes: np.ndarray) -> float:
+    """The empirical entropy of the codes, in bits each."""
+    _, counts = np.unique(codes, return_counts=True)
+    shares = counts / counts.sum()
+    return float(-(shares * np.log2(shares)).sum()) + 0.0

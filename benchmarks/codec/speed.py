@@ -1,0 +1,186 @@
+"""Timings of a codec's operations, in turns with the roofline's."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...compress import Codec, new_draw
+from ...compress.backends import use_backend
+from ..common import report
+from .baselines import Operation, Rival, torch_chain
+
+#: Seconds between two timings on several threads. OpenMP's threads, which serve torch's operations, wait for more work
+#: for some milliseconds, each keeping a core busy: what is timed next would have to share it. This thread's own core
+#: stays awake meanwhile.
+PAUSE = 0.01
+#: A chain of torch operations takes 50 times as long as what it is compared with: fewer timings will do.
+CHAIN_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Under which a codec is timed; `gradients` is a name from `inputs.INPUTS`."""
+
+    backend: str
+    dtype: torch.dtype
+    numel: int
+    gradients: str
+    threads: int
+
+    def facts(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "dtype": str(self.dtype).removeprefix("torch.")}
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def label(codec: Codec) -> str:
+    """A codec with its first option, which is the one that matters most."""
+    options = [f"{f.name}={getattr(codec, f.name)}" for f in dataclasses.fields(codec)[:1]]
+    return f"{type(codec).__name__}({', '.join(options)})"
+
+
+@torch.no_grad()
+def measure(
+    codec: Codec, gradients: Sequence[Tensor], condition: Condition, ranks: int, repeats: int, warmup: int
+) -> dict[str, Any]:
+    """Time one codec's operations. Times in seconds, medians and all."""
+    with use_backend(condition.backend), torch_threads(condition.threads):
+        return _measure(codec, gradients, condition, ranks, repeats, warmup)
+
+
+def _measure(
+    codec: Codec, gradients: Sequence[Tensor], condition: Condition, ranks: int, repeats: int, warmup: int
+) -> dict[str, Any]:
+    # Stochastic codecs are timed as they keep a residual: rounding to nearest. Their encode draws.
+    feedback, numel = codec.with_feedback(), gradients[0].numel()
+    following, draw, sizes = cycle(gradients), new_draw(0), codec.part_bytes(numel)
+    workspace, plain = feedback.workspace(numel), codec.workspace(numel)
+    wire = torch.empty(codec.wire_bytes(numel), dtype=torch.uint8)
+    residual, accumulated, out = torch.zeros(numel), torch.zeros(numel), torch.empty_like(gradients[0])
+    wires = [torch.empty(ranks, size, dtype=torch.uint8) for size in sizes]
+    for rank in range(ranks):
+        draw[2] = rank
+        codec.encode(gradients[rank % len(gradients)], wire, draw, plain)
+        for rows, part in zip(wires, wire.split(sizes), strict=True):
+            rows[rank] = part
+    decoded = torch.zeros(numel)
+    codec.decode_add(wire, decoded, 1.0, plain)
+    sent = gradients[(ranks - 1) % len(gradients)].float()
+    for _ in range(warmup):
+        feedback.encode_feedback(next(following), residual, wire, draw, workspace)
+    operations: dict[str, Operation] = {
+        "add": lambda grad: torch.add(grad, accumulated, out=accumulated),
+        "encode_feedback": lambda grad: feedback.encode_feedback(grad, residual, wire, draw, workspace),
+        "copy": out.copy_,
+        "encode": lambda grad: codec.encode(grad, wire, draw, plain),
+        "decode_mean": lambda grad: codec.decode_mean(wires, out, plain),
+    }
+    chain = torch_chain(feedback, residual.clone()) if condition.backend == "cpu" else None
+    times = timed(operations, gradients, repeats, condition.threads, draw)
+    if chain is not None:
+        times |= timed({"torch": chain}, gradients, min(repeats, CHAIN_REPEATS), condition.threads, draw)
+    per_element, size = len(wire) / numel, gradients[0].element_size()
+    moved = {
+        "add": size + 8.0,
+        "copy": 2.0 * size,
+        "encode_feedback": size + 8 + per_element,
+        "encode": size + per_element,
+        "decode_mean": ranks * per_element + size,
+    }
+    return {
+        "name": codec.name,
+        "codec": repr(codec),
+        "label": label(codec),
+        **condition.facts(),
+        "wire_bytes_per_element": per_element,
+        "relative_error": float((decoded - sent).norm() / sent.norm()),
+        **ratios(times, numel),
+        **traffic(times, moved, numel),
+        "times_s": times,
+    }
+
+
+@torch.no_grad()
+def measure_rivals(
+    rivals: Sequence[Rival], gradients: Sequence[Tensor], condition: Condition, repeats: int
+) -> list[dict[str, Any]]:
+    """Time PyTorch's own compressions, each in turns with the roofline."""
+    rows, numel = [], gradients[0].numel()
+    accumulated = torch.zeros(numel)
+    with torch_threads(condition.threads):
+        for rival in rivals:
+            operations: dict[str, Operation] = {
+                "add": lambda grad: torch.add(grad, accumulated, out=accumulated),
+                "round_trip": rival.operation,
+            }
+            times = timed(operations, gradients, repeats, condition.threads)
+            facts = {"name": rival.name, "label": rival.label, **condition.facts()}
+            spent = {"wire_bytes_per_element": rival.wire_bytes_per_element}
+            rows.append({**facts, **spent, **ratios(times, numel), "times_s": times})
+    return rows
+
+
+def timed(
+    operations: Mapping[str, Operation],
+    gradients: Sequence[Tensor],
+    repeats: int,
+    threads: int,
+    draw: Tensor | None = None,
+) -> dict[str, list[float]]:
+    """Seconds of every operation, `repeats` times, in turns."""
+    clock = time.perf_counter
+    times: dict[str, list[float]] = {name: [] for name in operations}
+    for turn in range(repeats + 1):
+        if draw is not None:
+            draw[1] = turn
+        for place, (name, operation) in enumerate(operations.items()):
+            grad = gradients[(turn + place) % len(gradients)]  # never what the operation before left in the cache
+            begin = clock()
+            while threads > 1 and clock() - begin < PAUSE:
+                pass
+            begin = clock()
+            operation(grad)
+            spent = clock() - begin
+            if turn:  # the first turn touches everything once
+                times[name].append(spent)
+    return times
+
+
+def ratios(times: Mapping[str, Sequence[float]], numel: int) -> dict[str, dict[str, float]]:
+    """For each operation: its median in seconds, 10^9 elements a second, and the median in units of the roofline's."""
+    medians = {name: report.median(values) for name, values in times.items()}
+    return {
+        "median_s": medians,
+        "gelem_per_s": {name: numel / median / 1e9 for name, median in medians.items()},
+        "ratio_to_add": {name: median / medians["add"] for name, median in medians.items()},
+    }
+
+
+def traffic(
+    times: Mapping[str, Sequence[float]], moved: Mapping[str, float], numel: int
+) -> dict[str, dict[str, float]]:
+    """For each operation: the bytes an element that it must read and write at least, the 10^9 bytes a second that
+    makes, and those as a share of the roofline's."""
+    rates = {name: moved[name] * numel / report.median(times[name]) / 1e9 for name in moved}
+    return {
+        "bytes_per_element": dict(moved),
+        "gbyte_per_s": rates,
+        "share_of_add": {name: rate / rates["add"] for name, rate in rates.items()},
+    }

@@ -1,0 +1,360 @@
+"""Sparse all-reduce: every algorithm by world size, density and overlap, on links of a known speed.
+
+For each cell, `k = density * numel` entries a rank, of which `overlap` are the same on all ranks, are reduced by every
+algorithm of `gradwire.sparse_all_reduce`, by "auto", and by "split-k" (the exchange of a model's gradients, where
+owners keep the k largest sums). Shown are the median time of the slowest rank, the bytes that the interface of a rank
+received, as the kernel counts them, which algorithm was fastest, and what "auto" took.
+
+Links need root and iproute2; `--rate none` runs over loopback, where bytes cannot be told apart by rank.
+
+`--simulate 16 256 4096` runs the same algorithms in one process instead, on simulated ranks (see `simulation`) with
+links of `--rate` and a latency of `--alpha` microseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...compress.feedback import plain
+from ...hooks.comm.entries import fill
+from ...hooks.comm.pipeline import drive
+from ..common import report
+from . import flags, links, simulation
+from .proof import caption, received_bytes
+
+ALGORITHMS = ("gather", "union", "split", "dense")
+AUTO, KEPT = "auto", "split-k"
+ARMS = (*ALGORITHMS, AUTO, KEPT)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--world", type=int, nargs="+", default=[2, 4, 8], metavar="P", help="world sizes")
+    densities, overlaps = [0.001, 0.01, 0.1, 0.5], [0.0, 0.5, 1.0]
+    parser.add_argument("--density", type=float, nargs="+", default=densities, metavar="D", help="entries / elements")
+    parser.add_argument("--overlap", type=float, nargs="+", default=overlaps, metavar="O", help="share in common")
+    parser.add_argument("--numel", type=int, default=1 << 22, help="elements of the vector (%(default)s)")
+    parser.add_argument("--values", choices=tuple(DTYPES), default="float32", help="how values travel")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM", help=", ".join(ARMS))
+    parser.add_argument("--rate", default="1gbit", help="of each link: 100mbit, 1gbit, 2.5gbit … or none")
+    flags.add_distance(parser)
+    parser.add_argument("--repeats", type=int, default=5, help="calls of each arm a cell (%(default)s)")
+    parser.add_argument("--timeout", type=float, default=1200.0, help="seconds for each world size")
+    parser.add_argument("--simulate", type=int, nargs="+", metavar="P", help="simulated world sizes, up to 4096")
+    parser.add_argument("--alpha", type=float, default=50.0, help="simulated latency in µs (%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw time against density")
+
+
+def run(options: argparse.Namespace) -> int:
+    rates, distance = flags.network_of(options)
+    rate = rates[options.rate]
+    for name, values in (("density", options.density), ("overlap", options.overlap)):
+        if not all(0 <= value <= 1 for value in values) or (name == "density" and 0 in values):
+            raise ValueError(f"--{name} {values}: expected numbers up to 1, and densities above 0")
+    if options.simulate:
+        return run_simulation(options, rate, distance)
+    arguments = {name: getattr(options, name) for name in ("density", "overlap", "numel", "values", "arms", "repeats")}
+    network = {"world": options.world, "rate": options.rate, **flags.recorded(distance)}
+    result = report.document("allreduce", {**arguments, **network})
+    result["environment"]["threads"] = 1  # of each rank
+    result["links"], result["cells"] = {}, []
+    for world_size in options.world:
+        with links.open_links(world_size, rate, distance) as connection:
+            proof, ranks = connection.run_proven(measure, arguments, options.timeout)
+            result["links"][str(world_size)] = proof
+        result["cells"] += summarize(ranks, world_size, shaped=rate is not None)
+    report.deliver(result, tables(result), options, plot)
+    return 0
+
+
+def run_simulation(options: argparse.Namespace, rate: int | None, distance: flags.Distance | None) -> int:
+    """The same algorithms on simulated ranks; a delay is their latency."""
+    if rate is None:
+        raise ValueError("--simulate needs a --rate: nothing is known of a loopback's")
+    if not all(2 <= size <= 4096 for size in options.simulate):
+        raise ValueError(f"--simulate {options.simulate}: expected world sizes from 2 to 4096")
+    names = ("density", "overlap", "numel", "values", "simulate", "rate", "alpha")
+    recorded, threads = flags.recorded(distance), torch.get_num_threads()
+    torch.set_num_threads(1)  # of each simulated rank
+    try:
+        result = report.document("allreduce-simulation", {name: getattr(options, name) for name in names} | recorded)
+        network = simulation.Network(options.alpha * 1e-6 if distance is None else distance.delay, 8 / rate)
+        simulated_cell(options, 2, 0.01, 0.5, network)  # compiles
+        cells = itertools.product(options.simulate, options.density, options.overlap)
+        result["cells"] = [simulated_cell(options, *cell, network) for cell in cells]
+    finally:
+        torch.set_num_threads(threads)
+    report.deliver(result, tables(result), options, plot)
+    return 0
+
+
+def simulated_cell(
+    options: argparse.Namespace, world_size: int, density: float, overlap: float, network: simulation.Network
+) -> dict[str, Any]:
+    numel = options.numel
+    k = max(1, math.ceil(density * numel))
+    index_set = IndexSets(numel, density, overlap)
+    sets = [index_set(rank) for rank in range(world_size)]
+    arms = {}
+    for arm in ("gather", "union", "split", KEPT):
+        if arm in options.arms and not (arm == "union" and k * world_size > simulation.UNION_ENTRIES):
+            task = simulation.Task(arm, numel, DTYPES[options.values], sets)
+            arms[arm] = simulation.simulate(task, world_size, network)
+    if "dense" in options.arms:
+        arms["dense"] = simulation.estimate_dense(numel, world_size, network)
+    contest = [arm for arm in arms if arm in ALGORITHMS]
+    winner = min(contest, key=lambda arm: arms[arm]["seconds"]) if contest else None
+    return {"world_size": world_size, "density": density, "overlap": overlap, "k": k, "arms": arms, "winner": winner}
+
+
+def tables(result: Mapping[str, Any]) -> list[report.Table]:
+    """What was measured, or simulated."""
+    return [(simulation_table if result["benchmark"] == "allreduce-simulation" else link_table)(result)]
+
+
+def simulation_table(result: Mapping[str, Any]) -> report.Table:
+    arguments = result["arguments"]
+    shown = list(dict.fromkeys(arm for cell in result["cells"] for arm in cell["arms"]))
+    rows = []
+    for cell in result["cells"]:
+        row = [f"{cell['world_size']}", f"{cell['density']:.3g}", f"{cell['overlap']:.2g}"]
+        for arm in shown:
+            found = cell["arms"].get(arm)
+            text = f"{found['seconds'] * 1e3:.3g} / {found['received_bytes'] / 1e6:.3g}" if found else "not run"
+            row.append(text)
+        rows.append([*row, cell["winner"] or ""])
+    title = (
+        f"SIMULATED sparse all-reduce of {arguments['numel']} elements, values as {arguments['values']}, links of "
+        f"{arguments['rate']}, {arguments['alpha']:g} µs"
+    )
+    notes = [
+        report.describe(result["environment"]),
+        "ms / MB received by one rank. Selection, packing and merging are run, and counted as processor time of one "
+        "thread here; the network is arithmetic; split-k gives the k largest sums alone and is no contestant",
+    ]
+    return report.Table(title, ["P", "density", "overlap", *shown, "fastest"], rows, "\n".join(notes))
+
+
+def measure(
+    density: Sequence[float], overlap: Sequence[float], numel: int, values: str, arms: Sequence[str], repeats: int
+) -> list[dict[str, Any]]:
+    """What every rank does: each arm in each cell."""
+    cells = []
+    for share in density:
+        for common in overlap:
+            indices = IndexSets(numel, share, common)(dist.get_rank())
+            numbers = torch.randn(len(indices), generator=torch.Generator().manual_seed(dist.get_rank()))
+            found = {}
+            for arm in arms:
+                runner = (
+                    Kept(indices, numbers, numel, values) if arm == KEPT else Call(arm, indices, numbers, numel, values)
+                )
+                found[arm] = timed(runner, repeats)
+            cells.append({"density": share, "overlap": common, "k": len(indices), "arms": found})
+    return cells
+
+
+class IndexSets:
+    """k ascending indices for each rank, of which a share is common to all and the rest is the rank's own choice."""
+
+    def __init__(self, numel: int, density: float, overlap: float) -> None:
+        k = max(1, math.ceil(density * numel))
+        common = round(overlap * k)
+        order = torch.randperm(numel, generator=torch.Generator().manual_seed(0))
+        self.common, self.rest, self.own = order[:common], order[common:], k - common
+
+    def __call__(self, rank: int) -> Tensor:
+        generator = torch.Generator().manual_seed(1 + rank)
+        if 4 * self.own > len(self.rest):
+            mine = self.rest[torch.randperm(len(self.rest), generator=generator)[: self.own]]
+        else:  # as many as are needed, without a permutation of all
+            drawn = torch.randint(len(self.rest), (2 * self.own + 64,), generator=generator)
+            values, inverse = drawn.unique(return_inverse=True)
+            first = torch.full((len(values),), len(drawn)).scatter_reduce_(0, inverse, torch.arange(len(drawn)), "amin")
+            mine = self.rest[values[first.argsort()[: self.own]]]
+        return torch.cat([self.common, mine]).sort().values
+
+
+class Call:
+    """One of the algorithms of `sparse_all_reduce`, into a dense vector."""
+
+    def __init__(self, algorithm: str, indices: Tensor, values: Tensor, numel: int, dtype: str) -> None:
+        self.algorithm, self.numel = algorithm, numel
+        self.indices, self.values = indices, values.to(DTYPES[dtype])
+        self.out = torch.zeros(numel, dtype=self.values.dtype)
+        self.chosen, self.moved = algorithm, 0
+
+    def __call__(self) -> None:
+        from gradwire.hooks import sparse
+
+        call = sparse.prepare(self.indices, self.values, self.numel, algorithm=self.algorithm, out=self.out)
+        result = sparse.reduce(call)
+        self.out.copy_(result) if isinstance(result, torch.Tensor) else fill(self.out, result)
+        self.chosen, self.moved = call.decision.name, call.agreed_bytes + call.carrier.received
+        self.why = str(call.decision)
+
+
+class Kept:
+    """The exchange of a model's gradients in which owners keep the k largest sums, after the selection."""
+
+    def __init__(self, indices: Tensor, values: Tensor, numel: int, dtype: str) -> None:
+        from gradwire import TopK
+        from gradwire.hooks.comm.entries import Entries
+        from gradwire.hooks.comm.group import Group
+        from gradwire.hooks.exchanges.split import Split
+
+        codec = TopK(density=len(indices) / numel, values=DTYPES[dtype])
+        self.exchange = Split(codec, numel, 0, torch.device("cpu"), Group(dist.group.WORLD))
+        self.entries = Entries(indices.int(), values)
+        self.feedback = plain(torch.zeros(numel))
+        self.out, self.none = torch.zeros(numel), torch.zeros(0)
+        self.chosen, self.moved = "split", 0
+
+    def __call__(self) -> None:
+        before = self.exchange.carrier.received
+        fill(self.out, drive(self.exchange.bring_together(self.entries, self.none, self.feedback)))
+        self.moved = self.exchange.carrier.received - before
+
+
+def timed(runner: Call | Kept, repeats: int) -> dict[str, Any]:
+    """Seconds of each call, bytes received by the interface and by what the collectives move, a call."""
+    runner()  # opens connections, probes the group, compiles
+    runner()
+    times, received = [], []
+    for _ in range(repeats):
+        dist.barrier()
+        time.sleep(0.01)  # lets the barrier's own packets arrive
+        before = received_bytes()
+        begin = time.perf_counter()
+        runner()
+        times.append(time.perf_counter() - begin)
+        dist.barrier()
+        received.append(received_bytes() - before)
+    return {
+        "times_s": times,
+        "received_bytes": report.median(received),
+        "formula_bytes": runner.moved,
+        "chosen": runner.chosen,
+        "why": getattr(runner, "why", ""),
+    }
+
+
+def summarize(ranks: Sequence[Sequence[Mapping[str, Any]]], world_size: int, shaped: bool) -> list[dict[str, Any]]:
+    """One cell of the table for each density and overlap: a call lasts until its slowest rank is done."""
+    cells = []
+    for sides in zip(*ranks, strict=True):
+        arms = {}
+        for name, arm in sides[0]["arms"].items():
+            turns = [max(turn) for turn in zip(*(side["arms"][name]["times_s"] for side in sides), strict=True)]
+            arms[name] = {
+                "seconds": report.median(turns),
+                "quartiles_s": report.quartiles(turns),
+                "received_bytes": max(side["arms"][name]["received_bytes"] for side in sides) if shaped else None,
+                "formula_bytes": max(side["arms"][name]["formula_bytes"] for side in sides),
+                "chosen": arm["chosen"],
+                "why": arm["why"],
+            }
+        contest = {name: arms[name]["seconds"] for name in ALGORITHMS if name in arms}
+        winner = min(contest, key=lambda name: contest[name]) if contest else None
+        cell = {key: sides[0][key] for key in ("density", "overlap", "k")}
+        cells.append({"world_size": world_size, **cell, "arms": arms, "winner": winner})
+    return cells
+
+
+def link_table(result: Mapping[str, Any]) -> report.Table:
+    arms = result["arguments"]["arms"]
+    shown = [arm for arm in arms if arm != AUTO]
+    rows = []
+    for cell in result["cells"]:
+        row = [f"{cell['world_size']}", f"{cell['density']:.3g}", f"{cell['overlap']:.2g}"]
+        for arm in shown:
+            found = cell["arms"][arm]
+            bytes_ = found["received_bytes"] or found["formula_bytes"]
+            row.append(f"{found['seconds'] * 1e3:.1f} / {bytes_ / 1e6:.3g}")
+        row.append(cell["winner"] or "")
+        if AUTO in arms:
+            auto, best = cell["arms"][AUTO], cell["arms"].get(cell["winner"])
+            row += [auto["chosen"], "" if best is None else f"{auto['seconds'] / best['seconds']:.2f}"]
+        rows.append(row)
+    columns = ["P", "density", "overlap", *shown, "fastest", *(["auto took", "auto / fastest"] if AUTO in arms else [])]
+    rate, arguments = result["arguments"]["rate"], result["arguments"]
+    title = f"Sparse all-reduce of {arguments['numel']} elements, values as {arguments['values']}, links of {rate}"
+    notes = [
+        report.describe(result["environment"]),
+        f"ms / MB received by one rank; median of {arguments['repeats']} calls, slowest rank; one thread a rank; "
+        "split-k gives the k largest sums alone and is no contestant",
+    ]
+    notes += [f"P = {world_size}: {caption(proof)}" for world_size, proof in result["links"].items()]
+    notes.append(
+        "bytes are those of the formula"
+        if rate == "none"
+        else "bytes as the kernel counts them, headers included: " + overhead(result["cells"])
+    )
+    return report.Table(title, columns, rows, "\n".join(notes))
+
+
+def overhead(cells: Sequence[Mapping[str, Any]]) -> str:
+    """How far the kernel's count lies above what collectives move."""
+    large = [
+        arm["received_bytes"] / arm["formula_bytes"] - 1
+        for cell in cells
+        for arm in cell["arms"].values()
+        if arm["received_bytes"] and arm["formula_bytes"] > 1e6
+    ]
+    if not large:
+        return "no message was large enough to tell the protocol's share"
+    return f"{min(large):+.1%} to {max(large):+.1%} against the formula, of messages above 1 MB"
+
+
+def plot(result: Mapping[str, Any], path: Path) -> None:
+    """Time against density, a panel for each world size and overlap."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    worlds = list(dict.fromkeys(cell["world_size"] for cell in result["cells"]))
+    overlaps = list(dict.fromkeys(cell["overlap"] for cell in result["cells"]))
+    size = (3.4 * len(overlaps) + 1.6, 2.8 * len(worlds) + 0.6)
+    figure, panels = pyplot.subplots(
+        len(worlds), len(overlaps), figsize=size, squeeze=False, sharex=True, sharey="row", layout="constrained"
+    )
+    styles = dict(zip(ARMS, ("C0-o", "C1-s", "C2-^", "C7-", "k", "C3--v"), strict=True))
+    for row, world_size in enumerate(worlds):
+        for column, overlap in enumerate(overlaps):
+            panel = panels[row][column]
+            cells = [c for c in result["cells"] if (c["world_size"], c["overlap"]) == (world_size, overlap)]
+            for arm in dict.fromkeys(arm for cell in cells for arm in cell["arms"]):
+                there = [cell for cell in cells if arm in cell["arms"]]
+                at = [cell["density"] for cell in there]
+                times = [cell["arms"][arm]["seconds"] * 1e3 for cell in there]
+                if arm == AUTO:
+                    panel.plot(at, times, "ko", fillstyle="none", markersize=11, label="auto")
+                else:
+                    panel.plot(at, times, styles[arm], label=arm, markersize=4)
+            panel.set(xscale="log", yscale="log", title=f"{world_size} ranks, overlap {overlap:.0%}")
+            panel.grid(alpha=0.3, which="both")
+            if row == len(worlds) - 1:
+                panel.set_xlabel("density")
+            if column == 0:
+                panel.set_ylabel("ms")
+    with contextlib.suppress(IndexError):
+        figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside right center")
+    arguments = result["arguments"]
+    what = "Simulated sparse" if "simulate" in arguments else "Sparse"
+    figure.suptitle(f"{what} all-reduce of {arguments['numel']:,} elements on links of {arguments['rate']}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,266 @@
+"""The exchange of one whole gradient, from the ranks' gradients to their mean, on links of several speeds.
+
+Every arm runs as it does in training: a DDP model of N parameters in DDP's usual buckets, its hook, and a backward pass
+that computes nothing but one multiplication an element. Timed is `backward()` alone, until the slowest rank has the
+mean in its `.grad`. The floor is the same without communication: autograd, and DDP's copies into the buckets and out.
+Shown are the times as they are and less the floor; ratios are to PyTorch's fp16 hook in the same run. Gradients have
+more in common between ranks and steps than they differ, as in training, and gradwire's arms keep their residuals.
+
+There is no computation to hide behind, and none to compete with: what a training step gains is `gradwire-bench step`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..common import report
+from ..common.arms import COLOURS, FLOOR, HOOKS, OPPONENT, deciding, hook_of, in_turns, slowest
+from . import flags, links
+from .proof import caption, sent_bytes
+
+ARMS = tuple(name for name in HOOKS if name != "powersgd")  # which needs matrices
+DEFAULT_ARMS = [name for name in ARMS if "-" not in name]  # the others fix what a codec would choose
+#: PyTorch's arms need one step for DDP to build its buckets; codecs some more to fill their residuals.
+PLAIN, PLAIN_WARMUP = (FLOOR, "fp32", OPPONENT), 1
+#: The parameter is cut into this many, so that DDP can make buckets.
+PIECES = 8
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    rates = ["100mbit", "1gbit", "10gbit", "none"]
+    parser.add_argument("--rates", nargs="+", default=rates, metavar="RATE", help=f"default: {' '.join(rates)}")
+    flags.add_distance(parser)
+    parser.add_argument("--world", type=int, default=2, help="ranks (default: %(default)s)")
+    parser.add_argument("--numel", type=int, default=25_600_000, help="of the gradient (default: %(default)s)")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=DEFAULT_ARMS, help="what to compare")
+    parser.add_argument("--density", type=float, default=0.001, help="of the topk arm (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, help="each runs every arm once (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=2, help="timed in each round, twice from 1 Gbit/s on (%(default)s)"
+    )
+    parser.add_argument("--warmup", type=int, default=5, help="untimed steps of gradwire's arms (default: %(default)s)")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for each rate (default: %(default)s)")
+    parser.add_argument("--json", metavar="FILE", help="write arguments, environment and every timing there")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw time against the links' rate")
+
+
+def run(options: argparse.Namespace) -> int:
+    """`gradwire-bench exchange`."""
+    if options.numel < PIECES:
+        raise ValueError(f"--numel {options.numel}: expected at least {PIECES}")
+    rates, distance = flags.network_of(options)
+    # The tax needs the floor, and ratios their base.
+    arms = list(dict.fromkeys([FLOOR, OPPONENT, *options.arms]))
+    arguments = {"arms": arms, **{name: getattr(options, name) for name in ("numel", "density", "rounds", "steps")}}
+    arguments["warmup"] = options.warmup
+    network = {"rates": options.rates, "world": options.world, **flags.recorded(distance)}
+    result = report.document("exchange", {**network, **arguments})
+    result["environment"]["threads"] = 1
+    result["rates"] = []
+    for text, rate in rates.items():
+        short = rate is None or rate >= 10**9
+        steps = 2 * options.steps if short else options.steps
+        with links.open_links(options.world, rate, distance) as connection:
+            proof, ranks = connection.run_proven(measure, {**arguments, "steps": steps}, options.timeout)
+        rows = summarize([rank["arms"] for rank in ranks], shaped=rate is not None)
+        found = {"rate": text, "bits_per_s": rate, "links": str(connection), "proof": proof}
+        result["rates"].append({**found, "buckets": ranks[0]["buckets"], "arms": rows})
+        rate_table(result, result["rates"][-1]).print()
+    if options.json:
+        report.write_json(options.json, result)
+    if options.plot:
+        plot(result, options.plot)
+    return 0
+
+
+class Pieces(nn.Module):
+    """Parameters of `numel` elements together, whose gradient is whatever `forward` is given."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.pieces = nn.ParameterList(torch.zeros(len(part)) for part in torch.empty(numel).tensor_split(PIECES))
+
+    def forward(self, gradient: Tensor) -> Tensor:
+        parts = gradient.tensor_split(PIECES)
+        return torch.stack([(p * part).sum() for p, part in zip(self.pieces, parts, strict=True)]).sum()
+
+
+class Arm:
+    """One way to exchange gradients."""
+
+    def __init__(self, name: str, numel: int, density: float, gradients: Sequence[Tensor]) -> None:
+        self.model = DistributedDataParallel(Pieces(numel))
+        hook = hook_of(name, self.model, density)
+        self.state = hook.state
+        if hook.function is not None:
+            self.model.register_comm_hook(hook.state, hook.function)
+        self.gradients = cycle(gradients)
+        self.times: list[list[float]] = []
+        self.sent: list[int] = []
+        self.spent: dict[str, float] = {}
+
+    def step(self) -> float:
+        """Seconds from the start of backward, on all ranks together, until this rank has the mean."""
+        self.model.zero_grad()
+        loss = self.model(next(self.gradients))
+        dist.barrier()
+        begin = time.perf_counter()
+        loss.backward()
+        return time.perf_counter() - begin
+
+    def round(self, steps: int) -> None:
+        self.step()  # its connections and its memory were idle while the others had their turn
+        before, sent = self.counted(), sent_bytes()
+        self.times.append([self.step() for _ in range(steps)])
+        self.sent.append((sent_bytes() - sent) // steps)
+        self.spent = {phase: (done - before[phase]) / steps for phase, done in self.counted().items()}
+
+    def counted(self) -> dict[str, float]:
+        """Seconds in each phase so far, of gradwire's arms."""
+        return dict(self.state.statistics().seconds) if hasattr(self.state, "statistics") else {}
+
+    def result(self) -> dict[str, Any]:
+        decisions = self.state.statistics().decisions if hasattr(self.state, "statistics") else {}
+        sent = report.median(self.sent)
+        return {"times": self.times, "sent_bytes": sent, "phases_s": self.spent, "decisions": decisions}
+
+
+def measure(arms: Sequence[str], numel: int, density: float, rounds: int, steps: int, warmup: int) -> dict[str, Any]:
+    """What every rank does."""
+    base = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    gradients = [base + 0.3 * torch.randn(numel, generator=generator) for _ in range(3)]
+    runners = {name: Arm(name, numel, density, gradients) for name in arms}
+    for name, arm in runners.items():
+        for _ in range(PLAIN_WARMUP if name in PLAIN else max(PLAIN_WARMUP, warmup)):
+            arm.step()
+        while deciding(arm.state):
+            arm.step()
+    runners[FLOOR].state.buckets = 0
+    runners[FLOOR].step()
+    buckets = runners[FLOOR].state.buckets
+    in_turns({name: partial(arm.round, steps) for name, arm in runners.items()}, rounds)
+    return {"buckets": buckets, "arms": {name: arm.result() for name, arm in runners.items()}}
+
+
+def summarize(ranks: Sequence[Mapping[str, Any]], shaped: bool) -> list[dict[str, Any]]:
+    """One row for each arm: medians over all steps, which last until the slowest rank is done, and what follows."""
+    rounds = {name: slowest([rank[name]["times"] for rank in ranks]) for name in ranks[0]}
+    flat = {name: [time for turn in turns for time in turn] for name, turns in rounds.items()}
+    medians = {name: report.median(times) for name, times in flat.items()}
+    floor, opponent = medians[FLOOR], medians[OPPONENT]
+    rows = []
+    for name, times in flat.items():
+        seconds = medians[name]
+        above = seconds - floor
+        rows.append(
+            {
+                "arm": name,
+                "what": HOOKS[name],
+                "seconds": seconds,
+                "quartiles_s": report.quartiles(times),
+                "above_floor_s": above,
+                "times_faster": opponent / seconds,
+                "times_faster_above_floor": (opponent - floor) / above if above > 0 else None,
+                "sent_bytes": max(rank[name]["sent_bytes"] for rank in ranks) if shaped else None,
+                "phases_s": ranks[0][name]["phases_s"],
+                "decisions": ranks[0][name]["decisions"],
+                "times_s": rounds[name],
+            }
+        )
+    return rows
+
+
+def tables(result: Mapping[str, Any]) -> list[report.Table]:
+    """One for each rate."""
+    return [rate_table(result, found) for found in result["rates"]]
+
+
+def rate_table(result: Mapping[str, Any], found: Mapping[str, Any]) -> report.Table:
+    arguments = result["arguments"]
+    rows = []
+    for row in found["arms"]:
+        low, high = row["quartiles_s"]
+        ratio = row["times_faster_above_floor"]
+        compared = row["arm"] != FLOOR
+        rows.append(
+            [
+                row["what"] + (f" {arguments['density']:g}" if row["arm"] == "topk" else ""),
+                f"{row['seconds'] * 1e3:.1f}",
+                f"{low * 1e3:.1f} to {high * 1e3:.1f}",
+                f"{row['above_floor_s'] * 1e3:.1f}" if compared else "",
+                f"{row['times_faster']:.1f}" if compared else "",
+                f"{ratio:.1f}" if compared and ratio is not None else "",
+                "" if row["sent_bytes"] is None else f"{row['sent_bytes'] / 1e6:.2f}",
+                ", ".join(f"{seconds * 1e3:.0f}" for seconds in row["phases_s"].values()),
+            ]
+        )
+    columns = ("arm", "ms", "quartiles", "less floor", "times fp16", "less floor", "sent MB", "enc, exch, dec ms")
+    title = f"Exchange of one gradient of {arguments['numel'] / 1e6:g} M float32, {found['links']}"
+    turns = found["arms"][0]["times_s"]
+    notes = [
+        report.describe(result["environment"]),
+        f"{len(turns)} rounds of {len(turns[0])}, {found['buckets']} buckets, one thread a rank; "
+        "times fp16: how often faster than PyTorch's fp16 hook; sent: by one rank, as the kernel counts",
+        caption(found["proof"]),
+    ]
+    return report.Table(title, columns, rows, "\n".join(notes))
+
+
+def plot(result: Mapping[str, Any], path: Path) -> None:
+    """Time above the floor against the links' rate."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
+    shaped = sorted((f for f in result["rates"] if f["bits_per_s"]), key=lambda found: float(found["bits_per_s"]))
+    rates = [found["bits_per_s"] / 1e6 for found in shaped]
+    for name in (name for name in result["arguments"]["arms"] if name != FLOOR):
+        rows = [next(row for row in found["arms"] if row["arm"] == name) for found in shaped]
+        label = HOOKS[name] + (f" {result['arguments']['density']:.1%}" if name == "topk" else "")
+        # What lies in the noise of the floor is drawn at a millisecond.
+        times = [max(row["above_floor_s"] * 1e3, 1) for row in rows]
+        axes.plot(rates, times, "o-", color=COLOURS[name], label=label, markersize=5, linewidth=1.8)
+        # Ratios stand above the upper of the two lines that have them, and below the lower.
+        for rate, spent, row, other in zip(rates, times, rows, shaped, strict=True):
+            ratio = row["times_faster_above_floor"]
+            if name in ("onebit", "topk") and ratio is not None:
+                marked = {r["arm"]: r["above_floor_s"] for r in other["arms"] if r["arm"] in ("onebit", "topk")}
+                above = row["above_floor_s"] == max(marked.values())
+                axes.annotate(
+                    f"{ratio:.0f} x" if ratio >= 10 else f"{ratio:.1f} x",
+                    (rate, spent),
+                    (0, 9 if above else -18),
+                    textcoords="offset points",
+                    ha="center",
+                    color=COLOURS[name],
+                    weight="bold",
+                )
+    axes.set(xscale="log", yscale="log", xlabel="each rank's link, Mbit/s", ylabel="ms above the floor")
+    slow = [found["rate"] for found in shaped if not found["proof"]["reached"]]
+    axes.set_xticks(
+        rates, [f"{rate:g}" + "\n(not reached)" * (f["rate"] in slow) for rate, f in zip(rates, shaped, strict=True)]
+    )
+    axes.minorticks_off()
+    axes.margins(x=0.08, y=0.12)
+    axes.grid(alpha=0.25, which="both")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9)
+    what = f"{result['arguments']['numel'] / 1e6:g} M float32 between {result['arguments']['world']} ranks"
+    axes.set_title(f"One gradient, {what}; x: times faster than PyTorch's fp16 hook", fontsize=11)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=140)
+    pyplot.close(figure)

@@ -1,0 +1,93 @@
+"""How fast and how long links are, as the flags of subcommands say it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+_UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+_TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+def parse_rate(text: str) -> int | None:
+    """Bits a second of "1gbit", "100mbit" or "2.5gbit"; None for "none".
+
+    Raises:
+        ValueError: anything else.
+    """
+    if text == "none":
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text)
+    if match is None or float(match[1]) <= 0:
+        raise ValueError(f"rate {text!r}: expected a number and a unit such as 100mbit or 1gbit, or none")
+    return round(float(match[1]) * _UNITS[match[2]])
+
+
+def parse_time(text: str, option: str) -> float:
+    """Seconds of "50us", "1.5ms" or "0s". Raises ValueError, naming the option, for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", text)
+    if match is None:
+        raise ValueError(f"{option} {text}: expected a number and a unit such as 50us or 1ms")
+    return float(match[1]) * _TIMES[match[2]]
+
+
+@dataclass(frozen=True)
+class Distance:
+    """What makes a link long.
+
+    Attributes:
+        delay: seconds, one way.
+        loss: the probability that a packet is lost.
+        mtu: bytes of the largest packet.
+    """
+
+    delay: float
+    loss: float = 0.0
+    mtu: int = 1500
+
+    def __post_init__(self) -> None:
+        if not self.delay > 0:
+            raise ValueError(f"a delay of {self.delay:g} s: expected more than 0; without one, links have no distance")
+        if not 0 <= self.loss < 1:
+            raise ValueError(f"a loss of {self.loss:%}: expected a share from 0 to less than all")
+        if not 1500 <= self.mtu <= 65000:
+            raise ValueError(f"an MTU of {self.mtu}: expected 1500 to 65000 bytes")
+
+
+def add_distance(parser: argparse.ArgumentParser) -> None:
+    """The options of links with a distance, beside those of their rate."""
+    parser.add_argument("--delay", help="of each packet, one way, such as 25ms (default: none but the machine's own)")
+    parser.add_argument("--loss", help="with --delay: of packets, at random, such as 0.1%% (default: none)")
+    parser.add_argument("--mtu", type=int, help="with --delay: bytes of the largest packet (default: 1500)")
+
+
+def distance_of(options: argparse.Namespace) -> Distance | None:
+    """What `add_distance`'s options say; None without a delay. Raises ValueError where they make no sense."""
+    if options.delay is None:
+        if options.loss is not None or options.mtu is not None:
+            raise ValueError("--loss and --mtu are of links with a distance: give them a --delay")
+        return None
+    lost = re.fullmatch(r"(\d+(?:\.\d+)?)%", options.loss or "0%")
+    if lost is None:
+        raise ValueError(f"--loss {options.loss}: expected a share in percent such as 0.1%")
+    return Distance(parse_time(options.delay, "--delay"), float(lost[1]) / 100, options.mtu or 1500)
+
+
+def network_of(options: argparse.Namespace) -> tuple[dict[str, int | None], Distance | None]:
+    """What `--rate`, or `--rates`, and `add_distance`'s options say: bits a second by how they were written.
+
+    Raises:
+        ValueError: they make no sense, by themselves or together.
+    """
+    rates = {text: parse_rate(text) for text in getattr(options, "rates", None) or [options.rate]}
+    distance = distance_of(options)
+    if distance is not None and None in rates.values():
+        raise ValueError("--delay needs a rate: a loopback has no distance")
+    return rates, distance
+
+
+def recorded(distance: Distance | None) -> dict[str, Any]:
+    """What a document's arguments say of it; nothing where there is none."""
+    return {} if distance is None else {"distance": asdict(distance)}

@@ -1,0 +1,338 @@
+"""Links of a known speed, and length, between processes of one machine.
+
+`ShapedLinks` gives every rank a network namespace of its own, joins them by veth pairs on a bridge (in a namespace
+too, so nothing outside is touched), and limits what each rank sends with a token bucket:
+
+    with ShapedLinks(world_size=2, rate=parse_rate("1gbit")) as links:
+        results = links.run(function, {"argument": 1}, timeout=60)    # function runs on every rank, joined by Gloo
+        proof, results = links.run_proven(function, {"argument": 1}, timeout=60)    # after an all-reduce that shows
+                                                                                    # at which rate the links run
+
+`DistantLinks` are links of the same kind on which every packet arrives later, by a delay. The kernel's own way to
+that, the scheduler netem, is missing in many kernels; so these are TUN devices, and packets wait in a process,
+`emulator`.
+
+Both need root and iproute2. `Loopback` has the same interface without any of that, and without shaping.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from ..common.launch import PREFIX, LinkError, Processes, path_of
+from . import emulator
+from . import proof as proving
+from .flags import Distance
+from .proof import Proof, proven
+
+INTERFACE = "link0"
+_SEARCH = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
+#: TCP's settings that decide what it does at a distance; a proof names them.
+_TCP = ("congestion_control", "wmem", "rmem", "slow_start_after_idle")
+
+
+def missing(distance: Distance | None = None) -> str | None:
+    """One sentence on what shaped links, or those with a distance, lack on this machine, or None if it has them."""
+    if not sys.platform.startswith("linux"):
+        return f"shaped links need Linux's network namespaces, which {sys.platform} does not have"
+    if os.geteuid() != 0:
+        return "shaped links need root, to make network namespaces"
+    tools = [tool for tool in ("ip", "tc") if shutil.which(tool, path=_SEARCH) is None]
+    if tools:
+        return f"shaped links need iproute2, and {' and '.join(tools)} cannot be found: install iproute2"
+    probe = f"{PREFIX}-{os.getpid()}-probe"
+    try:
+        _ip("netns", "add", probe)
+        _ip("netns", "delete", probe)
+    except LinkError as error:
+        return f"shaped links need network namespaces, which this machine refuses to make ({error})"
+    if distance is not None:
+        try:
+            os.close(emulator.open_tun(_device(0)))
+        except OSError as error:
+            return f"links with a distance need TUN devices, which this machine refuses to make ({error})"
+    return None
+
+
+class Loopback(Processes):
+    """P processes on this machine's loopback interface, as fast as the machine is."""
+
+    rate: int | None = None
+    delay: float = 0.0
+
+    def run_proven(
+        self,
+        function: Callable[..., Any] | None,
+        arguments: Mapping[str, Any],
+        timeout: float,
+        follow: Callable[[str], None] | None = None,
+        strict: bool = False,
+    ) -> tuple[Proof | None, list[Any]]:
+        """As `run`, after a proof by the same processes that the links run at their rate; a loopback has none: None.
+
+        The proof is an all-reduce whose bytes need 20 ms, and which takes 20 ms. All-reduce, because Gloo's keeps a
+        link full; its all-gather of megabytes wavers between 1 and 1.5 times that. At a distance pings and streams
+        show more (see `proof`).
+
+        Args:
+            function: as in `run`; None: prove alone.
+            strict: refuse links that are slower than their rate, as where the processors cannot send that fast;
+                else the proof says so (`reached`, and `caption`).
+
+        Raises:
+            LinkError: the all-reduce was faster than the rate allows, or a ping than the delay, or, if `strict`, so
+                slow that something else is the limit.
+        """
+        if self.rate is None:
+            return None, [] if function is None else self.run(function, arguments, timeout, follow)
+        size = self.world_size
+        numel = max(size, round(self.rate / 8 * proving.SECONDS / 8 * size / (size - 1)))
+        job: dict[str, Any] = {"numel": numel, "repeats": 5 if self.delay else 15, "peers": self._peers()}
+        job |= {"size": proving.stream_bytes(self.rate), "arguments": dict(arguments)}
+        job["function"] = None if function is None else path_of(function)
+        ranks = self.run(proven, job, timeout, follow)
+        proof = proving.prove(self.rate, self.delay, size, numel, ranks, self._tcp())
+        proving.check_proof(proof, str(self), strict)
+        return proof, [rank["result"] for rank in ranks]
+
+    def __str__(self) -> str:
+        return f"unshaped loopback between {self.world_size} ranks"
+
+    def _peers(self) -> list[str]:
+        """The addresses to ping, by rank; none where links have no distance."""
+        return []
+
+    def _tcp(self) -> dict[str, str]:
+        return {}
+
+
+class ShapedLinks(Loopback):
+    """P network namespaces on a bridge, each sending at most `rate`. A context manager: it makes and removes them.
+
+    Args:
+        world_size: P, at most 200.
+        rate: bits a second that each rank may send, headers included.
+        burst: bytes that pass unshaped after an idle moment; by default a millisecond of the link, at least 16 KB.
+            With much more the link looks free to anything that pauses.
+    """
+
+    rate: int
+    distance: Distance | None = None
+
+    def __init__(self, world_size: int, rate: int, burst: int | None = None) -> None:
+        if not 2 <= world_size <= 200:
+            raise ValueError(f"world size {world_size}: shaped links join 2 to 200 ranks")
+        super().__init__(world_size)
+        self.rate = rate
+        self.burst = burst or max(16 * 1024, rate // 8 // 1000)
+
+    def __enter__(self) -> Self:
+        reason = missing(self.distance)
+        if reason is not None:
+            raise LinkError(reason)
+        remove_leftovers()
+        try:
+            self._make()
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._remove()
+
+    def __str__(self) -> str:
+        return f"links of {self.rate / 10**6:g} Mbit/s between {self.world_size} ranks"
+
+    def _name(self, member: int | str) -> str:
+        return f"{PREFIX}-{os.getpid()}-{member}"
+
+    def _make(self) -> None:
+        switch = self._name("switch")
+        _ip("netns", "add", switch)
+        _ip("-n", switch, "link", "add", "bridge0", "type", "bridge")
+        _ip("-n", switch, "link", "set", "bridge0", "up")
+        for rank in range(self.world_size):
+            name, port = self._name(rank), f"port{rank}"
+            _ip("netns", "add", name)
+            _ip("-n", name, "link", "add", INTERFACE, "type", "veth", "peer", "name", port, "netns", switch)
+            _ip("-n", switch, "link", "set", port, "master", "bridge0", "up")
+            _ip("-n", name, "address", "add", f"{_address(rank)}/24", "dev", INTERFACE)
+            _ip("-n", name, "link", "set", INTERFACE, "up")
+            _ip("-n", name, "link", "set", "lo", "up")
+            shaper = ["tbf", "rate", f"{self.rate}bit", "burst", f"{self.burst}b", "latency", "200ms"]
+            _tool("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, "root", *shaper)
+
+    def _remove(self) -> None:
+        for name in _namespaces(os.getpid()):
+            _remove_namespace(name)
+
+    def _port(self) -> int:
+        return 29500  # nobody else is in these namespaces
+
+    def _address(self, port: int) -> dict[str, str]:
+        return {"MASTER_ADDR": _address(0), "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": INTERFACE}
+
+    def _prefix(self, rank: int) -> list[str]:
+        return [_which("ip"), "netns", "exec", self._name(rank)]
+
+
+class DistantLinks(ShapedLinks):
+    """P network namespaces, each sending and receiving at most `rate`, and every packet arrives `distance` later.
+
+    The largest TCP buffers are raised, where they are smaller, to four times what is on its way on a full link: with
+    less, one connection does not fill it, and what sends most would look slower than on a host that was set up for such
+    links. All else is as the kernel has it, slow start after an idle moment among it, since that is what users have.
+    """
+
+    def __init__(self, world_size: int, rate: int, distance: Distance) -> None:
+        super().__init__(world_size, rate)
+        self.distance, self.delay = distance, distance.delay
+        self._emulator: subprocess.Popen[str] | None = None
+        #: What `emulator` has counted, once the links are gone.
+        self.carried: dict[str, float] = {}
+
+    def __str__(self) -> str:
+        assert self.distance is not None
+        lost = f", {self.distance.loss * 100:g} % lost" if self.distance.loss else ""
+        return f"{super().__str__()}, {self.delay * 1e3:g} ms one way{lost}, MTU {self.distance.mtu}"
+
+    def _make(self) -> None:
+        assert self.distance is not None
+        # As the kernel gives them to other cards, but of at most a millisecond of the link: what arrives arrives whole.
+        piece = max(self.distance.mtu, min(1 << 16, self.rate // 8 // 1000))
+        devices: list[int] = []
+        try:
+            for rank in range(self.world_size):
+                name, device = self._name(rank), _device(rank)
+                devices.append(emulator.open_tun(device))
+                _ip("netns", "add", name)
+                _ip("link", "set", device, "netns", name, "name", INTERFACE)
+                _ip("-n", name, "link", "set", INTERFACE, "mtu", str(self.distance.mtu), "txqueuelen", "2000")
+                _ip("-n", name, "link", "set", INTERFACE, "gso_max_size", str(piece))
+                _ip("-n", name, "address", "add", f"{_address(rank)}/24", "dev", INTERFACE)
+                _ip("-n", name, "link", "set", INTERFACE, "up")
+                _ip("-n", name, "link", "set", "lo", "up")
+                self._enlarge(rank)
+            told = {"devices": devices, "rate": self.rate, **asdict(self.distance)}
+            self._emulator = subprocess.Popen(
+                [sys.executable, emulator.__file__, json.dumps(told)],
+                stdin=subprocess.PIPE,  # its end tells the process to end, however this one ends
+                stdout=subprocess.PIPE,
+                text=True,
+                pass_fds=devices,
+                start_new_session=True,
+            )
+        finally:
+            for number in devices:
+                os.close(number)
+        assert self._emulator.stdout is not None
+        if self._emulator.stdout.readline().strip() != "ready":
+            raise LinkError(f"the process that carries packets between {self} did not start")
+
+    def _enlarge(self, rank: int) -> None:
+        """TCP's largest buffers in a rank's namespace."""
+        enough = round(4 * self.rate / 8 * 2 * self.delay)
+        for name in ("tcp_rmem", "tcp_wmem"):
+            least, first, most = _setting(name).split()
+            if int(most) < enough:
+                file = f"/proc/sys/net/ipv4/{name}"
+                _tool(*self._prefix(rank), "sh", "-c", f"echo {least} {first} {enough} > {file}")
+
+    def _check(self) -> None:
+        if self._emulator is not None and self._emulator.poll() is not None:
+            raise LinkError(f"the process that carries packets between {self} has ended")
+
+    def _remove(self) -> None:
+        if self._emulator is not None:  # first, as it reads from what is removed
+            with suppress(subprocess.TimeoutExpired):
+                said, _ = self._emulator.communicate(timeout=10)
+                self.carried = json.loads(said or "{}")
+            self._emulator.kill()
+            self._emulator.wait()
+            self._emulator = None
+        super()._remove()
+
+    def _peers(self) -> list[str]:
+        return [_address(rank) for rank in range(self.world_size)]
+
+    def _tcp(self) -> dict[str, str]:
+        inside = [*self._prefix(0), "cat", *(f"/proc/sys/net/ipv4/tcp_{name}" for name in _TCP)]
+        values = _tool(*inside).splitlines()
+        return dict(zip(_TCP, (" ".join(value.split()) for value in values), strict=True))
+
+
+def open_links(world_size: int, rate: int | None, distance: Distance | None = None) -> Loopback:
+    """`ShapedLinks` at `rate`, `DistantLinks` if there is a distance, or `Loopback` where the rate is None; to be used
+    in a `with` statement."""
+    if rate is None:
+        return Loopback(world_size)
+    return ShapedLinks(world_size, rate) if distance is None else DistantLinks(world_size, rate, distance)
+
+
+def remove_leftovers() -> None:
+    """Remove the namespaces, and end the processes in them, of runs that were killed before they could do so."""
+    for name in _namespaces():
+        try:
+            os.kill(int(name.split("-")[1]), 0)
+        except ProcessLookupError:
+            _remove_namespace(name)
+        except PermissionError:
+            pass
+
+
+def _address(rank: int) -> str:
+    return f"10.231.0.{rank + 1}"
+
+
+def _device(rank: int) -> str:
+    """A TUN device's name, until it is in its namespace; at most 15 characters."""
+    return f"gw{os.getpid()}r{rank}"
+
+
+def _setting(name: str) -> str:
+    return Path(f"/proc/sys/net/ipv4/{name}").read_text().strip()
+
+
+def _which(tool: str) -> str:
+    return shutil.which(tool, path=_SEARCH) or tool
+
+
+def _tool(tool: str, *arguments: str) -> str:
+    command = [_which(tool), *arguments]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=30)
+    if done.returncode:
+        raise LinkError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _ip(*arguments: str) -> str:
+    return _tool("ip", *arguments)
+
+
+def _namespaces(owner: int | None = None) -> list[str]:
+    """Our namespaces, or those that the process `owner` made."""
+    pattern = re.compile(rf"{PREFIX}-{owner or '[0-9]+'}-[a-z0-9]+")
+    names = (line.split()[0] for line in _ip("netns", "list").splitlines() if line.strip())
+    return [name for name in names if pattern.fullmatch(name)]
+
+
+def _remove_namespace(name: str) -> None:
+    for pid in _ip("netns", "pids", name).split():
+        with suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+    _ip("netns", "delete", name)

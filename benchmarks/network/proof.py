@@ -1,0 +1,258 @@
+"""That links run at their rate and are as long as they should be: shown on them, by the processes that use them.
+
+Without a distance an all-reduce shows the rate, as it takes what its bytes take. At a distance Gloo's waits for rounds
+within it (of 25 MB at 1 Gbit/s and 25 ms, 0.8 s where the bytes need 0.2), so a stream over TCP shows the rate, a ping
+the delay, and the all-reduce that nothing is faster than it can be.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict
+
+import torch
+import torch.distributed as dist
+
+from ..common.launch import LinkError, function_at
+from ..common.report import median
+
+#: How much longer than its bytes need an all-reduce, or a stream, may take on links that run at their rate.
+TOLERANCE = 1.3
+#: Seconds of sending that an all-reduce takes.
+SECONDS = 0.02
+#: Pieces of a stream, each a tenth of a second of the link: first untimed, as TCP's window opens, then timed.
+PIECES_FIRST, PIECES, PIECE_SECONDS = 10, 5, 0.1
+_STREAM_PORT = 29499
+#: How much longer than two ways a ping may take: a share of them, and seconds that busy processors need to answer.
+PING_SHARE, PING_SECONDS = 0.1, 2e-3
+PINGS = 9
+
+
+class Proof(TypedDict):
+    """An all-reduce on the links: bytes that each rank sends, the seconds that takes at the rate (with the delay, one
+    way, where there is one), the median and the fastest measured, and whether the rate was reached.
+
+    On links with a distance also that delay, the quickest ping and the median of all, what a piece of a stream from
+    each rank to the next needs and the median of all, and the kernel's settings of TCP by their names.
+    """
+
+    bytes_sent: float
+    expected_s: float
+    median_s: float
+    fastest_s: float
+    reached: bool
+    delay_s: NotRequired[float]
+    fastest_ping_s: NotRequired[float]
+    median_ping_s: NotRequired[float]
+    expected_stream_s: NotRequired[float]
+    median_stream_s: NotRequired[float]
+    tcp: NotRequired[dict[str, str]]
+
+
+def stream_bytes(rate: int) -> int:
+    """Of a piece of the stream."""
+    return round(rate / 8 * PIECE_SECONDS)
+
+
+def prove(
+    rate: int, delay: float, world_size: int, numel: int, ranks: Sequence[Mapping[str, Any]], tcp: dict[str, str]
+) -> Proof:
+    """What the measurements of all ranks (`proven`'s) show of links of `rate` bits a second, each way `delay` long."""
+    sent = 2 * (world_size - 1) * 4 * numel / world_size
+    slowest_rank = [max(step) for step in zip(*(rank["times"] for rank in ranks), strict=True)]
+    expected, typical = sent * 8 / rate + delay, median(slowest_rank)
+    proof = Proof(
+        bytes_sent=sent,
+        expected_s=expected,
+        median_s=typical,
+        fastest_s=min(slowest_rank),
+        reached=typical <= TOLERANCE * expected,
+    )
+    if delay:
+        pings = [ping for rank in ranks for ping in rank["pings"]]
+        proof["delay_s"], proof["fastest_ping_s"], proof["median_ping_s"] = delay, min(pings), median(pings)
+        proof["expected_stream_s"] = PIECE_SECONDS
+        proof["median_stream_s"] = median([seconds for rank in ranks for seconds in rank["streams"]])
+        proof["reached"] = proof["median_stream_s"] <= TOLERANCE * proof["expected_stream_s"]
+        proof["tcp"] = tcp
+    return proof
+
+
+def check_proof(proof: Proof, links: str, strict: bool = True) -> None:
+    """Raises LinkError unless the measured all-reduce took about as long as its bytes take at the rate; and, at a
+    distance, a stream too, and a ping as long as two ways.
+
+    Longer is an error only if `strict`.
+    """
+    expected, fastest = proof["expected_s"], proof["fastest_s"]
+    if fastest < 0.95 * expected:
+        raise LinkError(
+            f"{links} are not shaped: an all-reduce took {fastest * 1e3:.1f} ms, its bytes need {expected * 1e3:.1f}"
+        )
+    if "delay_s" in proof and proof["fastest_ping_s"] < 0.99 * 2 * proof["delay_s"]:
+        raise LinkError(
+            f"{links} are shorter than that: a ping took {proof['fastest_ping_s'] * 1e3:.2f} ms, two ways are "
+            f"{proof['delay_s'] * 2e3:g}"
+        )
+    if strict and not (proof["reached"] and as_long(proof)):
+        raise LinkError(
+            f"{links} do not reach their rate or keep their delay: {_measured(proof)}; the machine is busy, or too "
+            "slow for this rate"
+        )
+
+
+def as_long(proof: Proof) -> bool:
+    """Whether pings take no longer than two ways, within the tolerance; so they do where there is no distance."""
+    return "delay_s" not in proof or proof["median_ping_s"] <= 2 * proof["delay_s"] * (1 + PING_SHARE) + PING_SECONDS
+
+
+def caption(proof: Proof | None) -> str:
+    """What a table has to say about the links below it; None is a loopback's proof."""
+    if proof is None:
+        return "NOT SHAPED: loopback, as fast as the processors allow; says nothing about a network"
+    if not proof["reached"]:
+        first = "TCP, or what" if "delay_s" in proof else "what"
+        limit = f"{first} this machine can send and receive is the limit, not the link"
+        return f"RATE NOT REACHED: {_measured(proof)}; {limit}"
+    if not as_long(proof):
+        return f"DELAY NOT KEPT: {_measured(proof)}; the machine is busy"
+    return f"links proven: {_measured(proof)}"
+
+
+def _measured(proof: Proof) -> str:
+    expected, took = proof["expected_s"] * 1e3, proof["median_s"] * 1e3
+    all_reduce = f"an all-reduce that needs {expected:.1f} ms at this rate took {took:.1f}"
+    if "delay_s" not in proof:
+        return all_reduce
+    ways, ping = proof["delay_s"] * 2e3, proof["median_ping_s"] * 1e3
+    needs, stream = proof["expected_stream_s"] * 1e3, proof["median_stream_s"] * 1e3
+    return (
+        f"a ping there and back, {ways:g} ms, took {ping:.2f}; a piece of a stream that needs {needs:.1f} ms took "
+        f"{stream:.1f}; {all_reduce}; TCP: {', '.join(f'{name} {value}' for name, value in proof['tcp'].items())}"
+    )
+
+
+def proven(
+    numel: int, repeats: int, peers: Sequence[str], size: int, function: str | None, arguments: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What every rank does for `links.Loopback.run_proven`.
+
+    Args:
+        numel, repeats: of `timed_all_reduce`.
+        peers: every rank's address, to ping the next one's, and send it a stream; empty: do not.
+        size: bytes of a piece of the stream.
+        function, arguments: what to call after that, by `launch.path_of`; None: nothing.
+    """
+    return {
+        "times": timed_all_reduce(numel, repeats),
+        "pings": ping(peers[(dist.get_rank() + 1) % len(peers)], PINGS) if peers else [],
+        "streams": timed_streams(peers, size) if peers else [],
+        "result": None if function is None else function_at(function)(**arguments),
+    }
+
+
+def timed_all_reduce(numel: int, repeats: int) -> list[float]:
+    """Seconds of each of `repeats` all-reduces of `numel` float32, with idle moments between them."""
+    x = torch.zeros(numel)
+    times = []
+    for repeat in range(5 + repeats):
+        dist.barrier()
+        if repeat >= 5:  # the first ones open TCP's windows
+            time.sleep(0.01)
+        begin = time.perf_counter()
+        dist.all_reduce(x)
+        times.append(time.perf_counter() - begin)
+    return times[5:]
+
+
+def timed_streams(peers: Sequence[str], size: int) -> list[float]:
+    """Seconds in which each next `size` bytes of a stream over TCP arrive from the rank before, once its window is
+    open. A collective: all ranks send, and receive, at once."""
+    rank, moments = dist.get_rank(), []
+    with socket.create_server((peers[rank], _STREAM_PORT)) as server:
+        dist.barrier()
+        with socket.create_connection((peers[(rank + 1) % len(peers)], _STREAM_PORT)) as following:
+            preceding, _ = server.accept()
+            with preceding:
+                sending = threading.Thread(target=_send, args=(following, bytes(size)))
+                sending.start()
+                into = bytearray(1 << 20)
+                for _ in range(PIECES_FIRST + PIECES):
+                    left = size
+                    while left:
+                        came = preceding.recv_into(into, min(left, len(into)))
+                        if not came:
+                            raise LinkError("the stream of the rank before has ended early")
+                        left -= came
+                    moments.append(time.perf_counter())
+                sending.join()
+    return [after - before for before, after in pairwise(moments[PIECES_FIRST - 1 :])]
+
+
+def _send(wire: socket.socket, piece: bytes) -> None:
+    """The other end of `timed_streams`."""
+    for _ in range(PIECES_FIRST + PIECES):
+        wire.sendall(piece)
+
+
+def ping(address: str, times: int) -> list[float]:
+    """Seconds from each echo request to its reply (RFC 792), which the other side's kernel sends. Needs root.
+
+    Raises:
+        OSError: none comes within five seconds, or there is no right to ask.
+    """
+    identifier, spent = os.getpid() & 0xFFFF, []
+    with socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP) as wire:
+        for number in range(times):
+            head = struct.pack("!BBHHH", 8, 0, 0, identifier, number)
+            total = sum(struct.unpack("!4H", head))
+            total = (total & 0xFFFF) + (total >> 16)
+            head = struct.pack("!BBHHH", 8, 0, ~total & 0xFFFF, identifier, number)
+            wire.settimeout(1.0)
+            for _ in range(5):  # some links lose packets
+                begin = time.perf_counter()
+                wire.sendto(head, (address, 0))
+                if _replied(wire, identifier, number):
+                    spent.append(time.perf_counter() - begin)
+                    break
+            else:
+                raise OSError(f"{address} does not answer a ping")
+            time.sleep(2e-3)
+    return spent
+
+
+def _replied(wire: socket.socket, identifier: int, number: int) -> bool:
+    """Whether the reply comes in time; others' packets are passed over."""
+    while True:
+        try:
+            packet = wire.recv(2048)
+        except TimeoutError:
+            return False
+        begin = (packet[0] & 15) * 4
+        if packet[begin] == 0 and struct.unpack_from("!HH", packet, begin + 4) == (identifier, number):
+            return True
+
+
+def sent_bytes() -> int:
+    """Bytes this rank's interface has sent so far, counted by the kernel, headers and all.
+
+    On links with a distance the headers of what the kernel sends in one piece count once.
+    """
+    return _counter("tx_bytes")
+
+
+def received_bytes() -> int:
+    """Bytes this rank's interface has received so far, counted by the kernel, as `sent_bytes`."""
+    return _counter("rx_bytes")
+
+
+def _counter(name: str) -> int:
+    interface = os.environ["GLOO_SOCKET_IFNAME"]
+    return int(Path(f"/sys/class/net/{interface}/statistics/{name}").read_text())

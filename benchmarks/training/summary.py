@@ -1,0 +1,327 @@
+"""What came of the training benchmark: learning curves and step times joined, a table for each, and a picture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from ..common import report
+from ..common.arms import COLOURS, FLOOR, OPPONENT
+from ..network import flags
+from ..network.proof import caption
+from .arms import ARMS, DENSE
+
+#: PyTorch's own ways that need no tuning; a codec pays where it beats the faster of them.
+PLAIN = (DENSE, OPPONENT)
+
+
+def join(result: dict[str, Any]) -> None:
+    """Add to each world what each arm learned, and when it reached the target at each rate; in place."""
+    for world in result["worlds"]:
+        runs = by_arm(world["runs"])
+        margin = result["task"]["margin"]
+        world["target_loss"] = [(1 + margin) * final(run) for run in runs[DENSE]]
+        world["learning"] = {name: learned(runs[name], runs[DENSE], world["target_loss"]) for name in runs}
+        world["joined"] = {
+            text: {name: timed(name, timing["arms"], world["learning"]) for name in result["arguments"]["arms"]}
+            for text, timing in world["timings"].items()
+        }
+        for rows in world["joined"].values():
+            for row in rows.values():
+                row["speedup"] = speedup(row, rows[OPPONENT])
+        world["crossover"] = {
+            name: crossover(name, world) for name in result["arguments"]["arms"] if name not in (FLOOR, *PLAIN)
+        }
+
+
+def by_arm(runs: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Runs of each arm, in the order of their seeds."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for run in sorted(runs, key=lambda run: run["seed"]):
+        found.setdefault(run["arm"], []).append(run)
+    return found
+
+
+def final(run: Mapping[str, Any]) -> float:
+    """The loss at the end; infinite where it was not finite."""
+    loss = run["curve"][-1]["loss"]
+    return math.inf if loss is None else float(loss)
+
+
+def learned(
+    runs: Sequence[dict[str, Any]], dense: Sequence[dict[str, Any]], targets: Sequence[float]
+) -> dict[str, Any]:
+    """One arm's final losses, their change against float32 with the same seed, and the steps until each target."""
+    finals = [final(run) for run in runs]
+    changes = [mine / final(other) - 1 for mine, other in zip(finals, dense, strict=True)]
+    finite = all(math.isfinite(loss) for loss in finals)
+    return {
+        "final_loss": report.interval(finals) if finite else None,
+        "change": report.interval(changes) if finite else None,
+        "accuracy": [run["curve"][-1].get("accuracy") for run in runs],
+        "bits_per_element": fmean(run["bits_per_element"] for run in runs),
+        "steps_to_target": [steps_to(run["curve"], target) for run, target in zip(runs, targets, strict=True)],
+    }
+
+
+def steps_to(curve: Sequence[Mapping[str, Any]], target: float) -> float | None:
+    """After how many steps a curve reaches `target`, straight between its readings; None if it never does."""
+    for before, after in pairwise(curve):
+        if after["loss"] is not None and after["loss"] <= target:
+            high = math.inf if before["loss"] is None else before["loss"]
+            share = 1.0 if math.isinf(high) else (high - target) / (high - after["loss"])
+            return float(before["step"] + share * (after["step"] - before["step"]))
+    return None
+
+
+def timed(name: str, timings: Mapping[str, Any], learning: Mapping[str, Any]) -> dict[str, Any]:
+    """One arm at one rate: its step, and how long it took to the target with each seed."""
+    step = report.median(timings[name]["times_s"])
+    row = {
+        "step_s": step,
+        "step_quartiles_s": report.quartiles(timings[name]["times_s"]),
+        "compresses": timings[name]["compresses"],
+        "learns_as": None,
+        "time_to_target_s": None,
+    }
+    if name != FLOOR:
+        # `auto` learns as its codec does, unless it found that nothing is to be gained.
+        row["learns_as"] = (ARMS[name].learns_as or name) if timings[name]["compresses"] else DENSE
+        dense = report.median(timings[DENSE]["times_s"])
+        begin = ARMS[name].dense_steps
+        row["time_to_target_s"] = [
+            None if steps is None else min(steps, begin) * dense + max(0.0, steps - begin) * step
+            for steps in learning[row["learns_as"]]["steps_to_target"]
+        ]
+    return row
+
+
+def speedup(row: Mapping[str, Any], opponent: Mapping[str, Any]) -> dict[str, float] | None:
+    """How many times sooner than the opponent with the same seed: geometric mean and interval. None if ever late."""
+    mine, theirs = row["time_to_target_s"], opponent["time_to_target_s"]
+    if mine is None or None in mine or None in theirs:
+        return None
+    logs = report.interval([math.log(other / own) for own, other in zip(mine, theirs, strict=True)])
+    return {name: math.exp(value) for name, value in logs.items()}
+
+
+def mean_time(row: Mapping[str, Any]) -> float | None:
+    """Mean time to the target, None unless every seed reached it."""
+    times = row["time_to_target_s"]
+    return None if times is None or None in times else fmean(times)
+
+
+def crossover(name: str, world: Mapping[str, Any]) -> dict[str, Any]:
+    """Up to which bandwidth an arm reaches the target before float32 and fp16 do: bits a second, and in words.
+
+    Between two measured rates, where the logarithm of the ratio, straight over the logarithm of the rate, is zero.
+    """
+    ratios = []
+    for text, rows in world["joined"].items():
+        mine, plain = mean_time(rows[name]), [mean_time(rows[other]) for other in PLAIN]
+        if mine is None or None in plain:
+            return {"rate": None, "words": "target not reached"}
+        rate = world["timings"][text]["rate"]
+        ratios.append((math.inf if rate is None else rate, mine / min(p for p in plain if p is not None), text))
+    ratios.sort()
+    if ratios[0][1] >= 1:
+        return {"rate": None, "words": f"below {spoken(ratios[0][2])}, if at all"}
+    for (low, below, first), (high, above, second) in pairwise(ratios):
+        if above < 1:
+            continue
+        if math.isinf(high):
+            return {"rate": None, "words": f"between {spoken(first)} and {spoken(second)}"}
+        share = math.log(below) / (math.log(below) - math.log(above))
+        rate = low * (high / low) ** share
+        return {"rate": rate, "words": f"{rate / 1e9:.2g} Gbit/s"}
+    return {"rate": None, "words": f"none up to {spoken(ratios[-1][2])}"}
+
+
+def spoken(rate: str) -> str:
+    """A rate as people write it."""
+    bits = flags.parse_rate(rate)
+    if bits is None:
+        return "unshaped"
+    return f"{bits / 1e9:g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:g} Mbit/s"
+
+
+def tables(result: Mapping[str, Any]) -> list[report.Table]:
+    """Two for each number of ranks."""
+    return [table for world in result["worlds"] for table in (learning_table(result, world), time_table(result, world))]
+
+
+def learning_table(result: Mapping[str, Any], world: Mapping[str, Any]) -> report.Table:
+    """What each arm learned."""
+    task, seeds = result["task"], result["arguments"]["seeds"]
+    accurate = any(learned["accuracy"][0] is not None for learned in world["learning"].values())
+    columns = ["arm", "bits an element", "times fewer", f"final loss, {task['loss_unit']}", "against float32, paired"]
+    columns += ["accuracy"] * accurate + ["steps to target"]
+    rows = []
+    for name, row in world["learning"].items():
+        loss, change, steps = row["final_loss"], row["change"], row["steps_to_target"]
+        rows.append(
+            [
+                ARMS[name].title,
+                f"{row['bits_per_element']:.3g}",
+                f"{32 / row['bits_per_element']:.1f}",
+                "not finite" if loss is None else f"{loss['mean']:.3f}",
+                "" if change is None or name == DENSE else percent(change, seeds),
+                *([f"{fmean(row['accuracy']):.1%}"] if accurate else []),
+                "not reached" if None in steps else f"{fmean(steps):.0f}",
+            ]
+        )
+    run = f"{task['optimizer']}, {task['steps']} steps, {seeds} seed(s)"
+    title = f"Learning: {task['title']}, {world['world']} ranks, {run}"
+    notes = [
+        report.describe(result["environment"]),
+        f"target: within {task['margin']:.0%} of where float32 ends with the same seed; in brackets: 95 % interval of "
+        "the mean over seeds (Student's t)",
+        f"{task['steps'] / result['steps_per_epoch']:.2g} epochs; one recipe for all arms, its learning rate found for "
+        "float32",
+    ]
+    return report.Table(title, columns, rows, "\n".join(notes))
+
+
+def percent(interval: Mapping[str, float], seeds: int) -> str:
+    mean = f"{interval['mean']:+.1%}"
+    return mean if seeds == 1 else f"{mean} [{interval['low']:+.1%}, {interval['high']:+.1%}]"
+
+
+def time_table(result: Mapping[str, Any], world: Mapping[str, Any]) -> report.Table:
+    """When each arm reached the target."""
+    rates, seeds = list(world["joined"]), result["arguments"]["seeds"]
+    columns = ["arm", *(f"{spoken(rate)}:\nstep ms, to target s" for rate in rates)]
+    columns += [f"times sooner than\nfp16, {spoken(rates[0])}", "faster than float32\nand fp16 up to"]
+    rows = []
+    for name in result["arguments"]["arms"]:
+        cells = []
+        for rate in rates:
+            row = world["joined"][rate][name]
+            time = mean_time(row)
+            late = "" if name == FLOOR else "-" if time is None else f"{time:.1f}"
+            cells.append(f"{row['step_s'] * 1e3:.0f}  {late}" + " (dense)" * (not row["compresses"]))
+        gain = world["joined"][rates[0]][name]["speedup"]
+        rows.append(
+            [
+                ARMS[name].title,
+                *cells,
+                "" if gain is None or name == OPPONENT else times(gain, seeds),
+                world["crossover"].get(name, {}).get("words", ""),
+            ]
+        )
+    title = f"Time to equal loss: {result['task']['title']}, {result['task']['optimizer']}, {world['world']} ranks"
+    notes = [
+        report.describe(result["environment"]),
+        "learning curves by seed, joined with the median step at each rate; -: target not reached by every seed",
+        *(f"{spoken(rate)}: {caption(timing['proof'])}" for rate, timing in world["timings"].items()),
+    ]
+    cores = result["environment"]["cores"]
+    if world["world"] > cores:
+        notes.append(
+            f"OVERSUBSCRIBED: {world['world']} ranks share {cores} cores, so computing takes longer than it would"
+        )
+    return report.Table(title, columns, rows, "\n".join(notes))
+
+
+def times(interval: Mapping[str, float], seeds: int) -> str:
+    mean = f"{interval['mean']:.2f}"
+    return mean if seeds == 1 else f"{mean} [{interval['low']:.2f}, {interval['high']:.2f}]"
+
+
+def plot(result: Mapping[str, Any], path: str) -> None:
+    """A row for each number of ranks: loss against epochs, loss against time at the slowest rate, and time to the
+    target against bandwidth. Needs matplotlib."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    worlds = result["worlds"]
+    figure, axes = pyplot.subplots(
+        len(worlds), 3, figsize=(15, 4.6 * len(worlds) + 0.8), layout="constrained", squeeze=False
+    )
+    for (by_epoch, by_time, by_rate), world in zip(axes, worlds, strict=True):
+        draw_curves(by_epoch, by_time, result, world)
+        draw_rates(by_rate, world)
+        for panel in (by_epoch, by_time, by_rate):
+            panel.grid(alpha=0.25)
+            panel.spines[["top", "right"]].set_visible(False)
+    named: dict[str, Any] = {}
+    for panel in (*axes[0][2:], axes[0][0]):  # some arms never reach the target, one has no curve of its own
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
+            named.setdefault(label, handle)
+    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=5, frameon=False)
+    seeds = result["arguments"]["seeds"]
+    bands = f"{seeds} seed{'s' * (seeds > 1)} (bands: range over seeds)"
+    figure.suptitle(f"{result['task']['title']}, {result['task']['optimizer']}, {bands}")
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def draw_curves(by_epoch: Any, by_time: Any, result: Mapping[str, Any], world: Mapping[str, Any]) -> None:
+    """Loss of every arm that learns by itself, against epochs and against seconds."""
+    unit, slowest = result["task"]["loss_unit"], next(iter(world["joined"]))
+    target = fmean(world["target_loss"])
+    for name, runs in by_arm(world["runs"]).items():
+        arm, row = ARMS[name], world["joined"][slowest].get(name)
+        readings = list(zip(*(run["curve"] for run in runs), strict=True))
+        losses = [[math.nan if point["loss"] is None else point["loss"] for point in reading] for reading in readings]
+        steps = [reading[0]["step"] for reading in readings]
+        panels = [(by_epoch, [step / result["steps_per_epoch"] for step in steps])]
+        if row is not None:
+            dense = world["joined"][slowest][DENSE]["step_s"]
+            begin = arm.dense_steps
+            panels.append((by_time, [min(s, begin) * dense + max(0, s - begin) * row["step_s"] for s in steps]))
+        colour = COLOURS[arm.name]
+        for panel, x in panels:
+            panel.plot(x, [fmean(loss) for loss in losses], color=colour, linewidth=1.8, label=arm.title)
+            panel.fill_between(x, [min(v) for v in losses], [max(v) for v in losses], color=colour, alpha=0.15, lw=0)
+    start = by_arm(world["runs"])[DENSE][0]["curve"]
+    for panel in (by_epoch, by_time):
+        panel.axhline(target, color="#000000", linewidth=0.8, linestyle=":")
+        # An arm that diverges leaves the picture rather than flattening the others.
+        panel.set_ylim(0.0 if target < 0.5 else 0.97 * target, min(start[0]["loss"], start[1]["loss"] * 1.1))
+    by_epoch.set(xlabel="epochs", ylabel=f"validation loss, {unit}", title=f"{world['world']} ranks: learning")
+    by_epoch.set_xlim(left=0)
+    by_time.set(xlabel="seconds", title=f"the same at {spoken(slowest)}; dotted: target (mean)", xscale="log")
+
+
+def draw_rates(panel: Any, world: Mapping[str, Any]) -> None:
+    """Time to the target against bandwidth; a ring where an arm stops being faster than float32 and fp16."""
+    from matplotlib.ticker import LogLocator
+
+    rates = list(world["joined"])
+    shaped = [flags.parse_rate(rate) for rate in rates]
+    fastest = max((rate for rate in shaped if rate is not None), default=10**9)
+    places = [fastest * 4 if rate is None else rate for rate in shaped]  # loopback has no rate: beyond the others
+    for name in world["joined"][rates[0]]:
+        found = [mean_time(world["joined"][rate][name]) for rate in rates]
+        if name == FLOOR or None in found:
+            continue
+        arm, colour = ARMS[name], COLOURS[name]
+        style = "--" if arm.decides else "-"
+        panel.plot(places, found, style, color=colour, marker="o", markersize=4, linewidth=1.8, label=arm.title)
+        crossing = world["crossover"].get(name, {}).get("rate")
+        if crossing is not None:
+            height = [math.log(t) for t in found if t is not None]
+            order = sorted(zip(places, height, strict=True))
+            panel.plot(crossing, math.exp(between(order, crossing)), "o", color=colour, ms=11, mfc="none", mew=2)
+    panel.set(xscale="log", yscale="log", ylabel="seconds to the target", xlabel="bandwidth of a rank's link")
+    panel.set_xticks(places, [spoken(rate) for rate in rates])
+    panel.minorticks_off()
+    panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    panel.yaxis.set_major_formatter("{x:g}")
+    panel.set_title("time to equal loss; ring: crossover")
+
+
+def between(points: Sequence[tuple[float, float]], x: float) -> float:
+    """The height at `x` of the line through `points`, over the logarithm of their places."""
+    for (low, first), (high, second) in pairwise(points):
+        if low <= x <= high:
+            return first + (second - first) * math.log(x / low) / math.log(high / low)
+    return points[-1][1]

@@ -1,0 +1,227 @@
+"""Time to equal validation loss: what a gradient compressor is worth, learning and network together.
+
+Learning does not depend on the network, and a step's time not on what was learned. So each arm trains once for each
+seed, over loopback, with its validation loss read along the way; its steps are timed on links of each bandwidth, arms
+in turns; and the two are joined: a reading after s steps was made after s times the median step. The target is a loss
+within 1 % (digits: 10 %) of what float32 ends at with the same seed. All arms see the same data under one recipe, whose
+learning rate was found for float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..common import report
+from ..common.arms import FLOOR, OPPONENT, deciding, in_turns
+from ..common.progress import Progress
+from ..network import flags, links
+from . import summary
+from .arms import ARMS, DENSE, Arm, Attached
+from .demo import require_equal_replicas
+from .summary import tables
+from .tasks import TASKS, Task, validate
+
+#: Marks rank 0's lines about how far it is.
+PROGRESS = "progress "
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--task", choices=TASKS, default="small", help="what to learn (default: %(default)s)")
+    parser.add_argument("--world", type=int, nargs="+", default=[2], help="ranks, one or several (default: 2)")
+    parser.add_argument(
+        "--rates", nargs="+", default=["100mbit", "1gbit", "10gbit", "none"], help="of the links; none: loopback"
+    )
+    flags.add_distance(parser)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="what to compare (default: all)")
+    parser.add_argument("--seeds", type=int, default=3, help="train with seeds 0 to N-1 (default: %(default)s)")
+    parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd", help="default: %(default)s")
+    parser.add_argument("--steps", type=int, help="optimizer steps; by default the task's own")
+    parser.add_argument("--readings", type=int, default=12, help="of the validation loss, in a run (%(default)s)")
+    parser.add_argument("--timed", type=int, default=6, help="timed steps of each arm at each rate (%(default)s)")
+    parser.add_argument("--warmup", type=int, default=3, help="untimed steps of each arm first (%(default)s)")
+    parser.add_argument("--timeout", type=float, default=3600, help="seconds for each part (default: %(default)s)")
+    parser.add_argument("--json", metavar="FILE", help="write arguments, environment, curves and timings there")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw curves and times to equal loss there")
+
+
+def run(options: argparse.Namespace) -> int:
+    """`gradwire-bench train`."""
+    for name in ("seeds", "readings", "timed"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name} {getattr(options, name)}: expected at least 1")
+    steps = TASKS[options.task].steps if options.steps is None else options.steps
+    if steps < 1:
+        raise ValueError(f"--steps {steps}: expected at least 1")
+    task = resolve(options.task, options.optimizer, steps)
+    for world_size in options.world:
+        task.share(world_size)
+    rates, distance = flags.network_of(options)
+    reason = links.missing(distance) if any(rates.values()) else None
+    if reason is not None:
+        raise links.LinkError(f"{reason}; --rates none trains and times over loopback alone")
+    teachers = [arm.learns_as for arm in map(ARMS.__getitem__, options.arms) if arm.learns_as is not None]
+    arms = list(dict.fromkeys([FLOOR, DENSE, OPPONENT, *teachers, *options.arms]))
+    names = ("task", "world", "rates", "seeds", "optimizer", "steps", "readings", "timed", "warmup")
+    arguments = {name: getattr(options, name) for name in names} | flags.recorded(distance) | {"arms": arms}
+    result = report.document("train", arguments)
+    result["environment"]["threads"] = 1
+    result |= {"task": task.describe(), "steps_per_epoch": task.steps_per_epoch, "worlds": []}
+    for world_size in options.world:
+        result["worlds"].append(measure_world(task, world_size, arms, rates, distance, options))
+    summary.join(result)
+    report.deliver(result, tables(result), options, summary.plot)
+    return 0
+
+
+def measure_world(
+    task: Task,
+    world_size: int,
+    arms: Sequence[str],
+    rates: Mapping[str, int | None],
+    distance: flags.Distance | None,
+    options: argparse.Namespace,
+) -> dict[str, Any]:
+    """Learning curves, then step times at each rate, for one number of ranks."""
+    learners = [name for name in arms if name != FLOOR and ARMS[name].learns_as is None]
+    common = {"task": task.name, "optimizer": task.optimizer, "steps": task.steps}
+    with Progress(f"{task.name}, {world_size} ranks", len(learners) * options.seeds * task.steps) as progress:
+        learned = links.Loopback(world_size).run(
+            learn,
+            {**common, "arms": learners, "seeds": options.seeds, "readings": options.readings},
+            options.timeout,
+            follow=follower(progress),
+        )
+    timings = {}
+    for text, rate in rates.items():
+        with links.open_links(world_size, rate, distance) as connection:
+            steps = (options.warmup + options.timed) * len(arms)
+            with Progress(f"{task.name}, {world_size} ranks, {text}", steps) as progress:
+                proof, timed = connection.run_proven(
+                    time_steps,
+                    {**common, "arms": list(arms), "timed": options.timed, "warmup": options.warmup},
+                    options.timeout,
+                    follow=follower(progress),
+                )
+        timings[text] = {"rate": rate, "proof": proof, "arms": slowest(timed)}
+    return {"world": world_size, "runs": learned[0], "timings": timings}
+
+
+def follower(progress: Progress) -> Callable[[str], None]:
+    """Shows what rank 0 says of how far it is."""
+
+    def follow(line: str) -> None:
+        if line.startswith(PROGRESS):
+            progress.advance(*json.loads(line.removeprefix(PROGRESS)))
+
+    return follow
+
+
+def say(steps: int, note: str) -> None:
+    """So many more steps are done; for `follower`."""
+    if dist.get_rank() == 0:
+        print(PROGRESS + json.dumps([steps, note]), flush=True)
+
+
+def resolve(task: str, optimizer: str, steps: int) -> Task:
+    return dataclasses.replace(TASKS[task], optimizer=optimizer, steps=steps)
+
+
+def learn(
+    task: str, optimizer: str, steps: int, arms: Sequence[str], seeds: int, readings: int
+) -> list[dict[str, Any]]:
+    """What every rank does: train each arm with each seed. Returns the curves."""
+    job = resolve(task, optimizer, steps)
+    return [
+        train(job, ARMS[arm], seed, readings) for seed in range(seeds) for arm in arms
+    ]  # seeds outside: what the machine does meanwhile hits all arms alike
+
+
+def train(task: Task, arm: Arm, seed: int, readings: int) -> dict[str, Any]:
+    """Train one arm. A collective.
+
+    Raises:
+        RuntimeError: the ranks' models differ at the end.
+    """
+    start = time.monotonic()
+    attached, optimizer, data = prepared(task, arm, seed)
+    model = attached.model.module
+    due = {-(-task.steps * i // readings) for i in range(1, readings + 1)}
+    curve: list[dict[str, Any]] = [{"step": 0, **validate(task, model)}]
+    for step in range(task.steps):
+        task.train_step(attached.model, optimizer, step, next(data))
+        if step + 1 in due:
+            reading = validate(task, model)
+            curve.append({"step": step + 1, **{name: finite(value) for name, value in reading.items()}})
+            say(step + 1 - curve[-2]["step"], f"{arm.title}, seed {seed}: {reading['loss']:.3f} {task.loss_unit}")
+    require_equal_replicas(model)
+    attached.close()
+    return {
+        "arm": arm.name,
+        "seed": seed,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "bits_per_element": attached.bits_per_element(arm),
+        "seconds": time.monotonic() - start,
+        "curve": curve,
+    }
+
+
+def prepared(task: Task, arm: Arm, seed: int) -> tuple[Attached, torch.optim.Optimizer, Any]:
+    """A model in its arm's hands, its optimizer, and its batches. A collective."""
+    torch.manual_seed(seed)
+    gc.collect()  # DDP lives in reference cycles, with gradients of the arm before
+    attached = arm.wrap(task.model(), task.bucket_mb, seed)
+    return attached, task.new_optimizer(attached.model), task.batches(seed, dist.get_rank(), dist.get_world_size())
+
+
+def finite(value: float) -> float | None:
+    """JSON knows no NaN and no infinity."""
+    return value if math.isfinite(value) else None
+
+
+def time_steps(
+    task: str, optimizer: str, steps: int, arms: Sequence[str], timed: int, warmup: int
+) -> dict[str, dict[str, Any]]:
+    """What every rank does on links: time steps of every arm, in turns. Returns seconds and what the arm decided."""
+    job = resolve(task, optimizer, steps)
+    runners = {name: prepared(job, ARMS[name], 0) for name in arms}
+    times: dict[str, list[float]] = {name: [] for name in arms}
+
+    def turn(name: str) -> None:
+        attached, updates, data = runners[name]
+        batch = next(data)
+        dist.barrier()
+        begin = time.perf_counter()
+        job.train_step(attached.model, updates, len(times[name]), batch)
+        times[name].append(time.perf_counter() - begin)
+        say(1, ARMS[name].title)
+
+    for attached, updates, data in runners.values():
+        while deciding(attached.state):
+            job.train_step(attached.model, updates, 0, next(data))
+    in_turns({name: partial(turn, name) for name in arms}, warmup + timed)
+    result = {name: {"times_s": times[name][warmup:], "compresses": runners[name][0].compresses()} for name in arms}
+    for attached, *_ in runners.values():
+        attached.close()
+    return result
+
+
+def slowest(ranks: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """For each arm its steps, each lasting until its slowest rank is done, and whether any bucket is compressed."""
+    return {
+        name: {
+            "times_s": [max(step) for step in zip(*(rank[name]["times_s"] for rank in ranks), strict=True)],
+            "compresses": ranks[0][name]["compresses"],
+        }
+        for name in ranks[0]
+    }
