@@ -405,7 +405,7 @@ def test_advice_in_miniature(tiny: str, tmp_path: Path, capsys: pytest.CaptureFi
     assert document["benchmark"] == "advise"
     assert document["measured"]["parameters"] == 64 * 64 + 64
     assert document["measured"]["profile"]["numels"] == [64 * 64 + 64]
-    assert [row["arm"] for row in document["arms"]] == [arm.name for arm in prediction.ARMS]
+    assert [row["arm"] for row in document["arms"]] == [arm.name for arm in measurement.PREDICTED]
     assert all(row["step_s"] >= row["floor_s"] > 0 for row in document["arms"])
     assert "4 ranks on 2 nodes" in capsys.readouterr().out
     assert (tmp_path / "advice.png").exists()

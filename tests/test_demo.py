@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from gradwire.benchmarks.common.language_model import (
     windows,
 )
 from gradwire.benchmarks.training import demo
-from gradwire.benchmarks.training.demo import ARMS, Point, Run, falling_density, plot, summarize, table
+from gradwire.benchmarks.training.demo import Point, Run, falling_density, plot, summarize, table
 
 
 def test_text_is_split_by_file_and_always_the_same() -> None:
@@ -105,4 +104,3 @@ def test_without_processes_it_says_how(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.delenv("RANK", raising=False)
     assert demo.main([]) == 2
     assert "torchrun" in capsys.readouterr().err
-    assert dataclasses.is_dataclass(ARMS[0])

@@ -22,7 +22,7 @@ def test_the_page_says_what_was_measured() -> None:
 
 def test_a_wrong_figure_is_found() -> None:
     text = (ROOT / PAGE).read_text()
-    wrong = text.replace("| DDP, float32 |", "| DDP, float64 |")
+    wrong = text.replace("| PyTorch DDP |", "| PyTorch, float64 |")
     assert wrong != text
     assert publish.filled(wrong) == text
     with pytest.raises(ValueError, match=f"no place for {SET[0].name}"):

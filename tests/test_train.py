@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 import torch
 from gradwire.benchmarks.common import report
-from gradwire.benchmarks.common.arms import COLOURS
 from gradwire.benchmarks.training import summary
-from gradwire.benchmarks.training.arms import ARMS
-from gradwire.benchmarks.training.tasks import DIGITS, SMALL, TASKS, Task
+from gradwire.benchmarks.training.tasks import ARMS, DIGITS, SMALL, TASKS, Task
 
 
 @pytest.mark.parametrize("task", [DIGITS, SMALL], ids=lambda task: task.name)
@@ -193,4 +191,4 @@ def test_a_small_run_of_the_real_thing(tmp_path: Path) -> None:
 
 
 def test_arms_are_told_apart() -> None:
-    assert len({COLOURS[name] for name in ARMS}) == len({arm.title for arm in ARMS.values()}) == len(ARMS)
+    assert len({arm.colour for arm in ARMS.values()}) == len({arm.title for arm in ARMS.values()}) == len(ARMS)

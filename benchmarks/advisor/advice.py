@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common import report
-from ..common.arms import COLOURS
+from ..common.arms import ARMS
 
 #: A codec that gains less over the best of PyTorch's own ways is not worth what it leaves out.
 WORTHWHILE = 0.05
@@ -128,7 +128,7 @@ def plot(path: str, curves: Mapping[float, Sequence[Mapping[str, Any]]], rate: f
     for place, arm in enumerate(first):
         steps = [rows[place]["step_s"] * 1e3 for rows in curves.values()]
         style = "--" if arm["codec"] is None else "-"
-        axes.plot(list(curves), steps, style, color=COLOURS[arm["arm"]], linewidth=1.8, label=arm["what"])
+        axes.plot(list(curves), steps, style, color=ARMS[arm["arm"]].colour, linewidth=1.8, label=arm["what"])
     axes.axhline(first[0]["floor_s"] * 1e3, color="#555555", linewidth=1, linestyle=":", label="no communication")
     axes.axvline(rate, color="#555555", linewidth=1)
     axes.set(xscale="log", yscale="log", xlabel="bandwidth of each node's network card", title=title)

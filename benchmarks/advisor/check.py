@@ -18,9 +18,11 @@ from statistics import fmean
 from typing import Any
 
 from ..common import report
+from ..common.arms import ARMS, FLOOR
 from ..network import flags, links, step
 from ..network.proof import caption
 from . import advice
+from .measurement import PREDICTED
 from .prediction import Here, measure, predictions
 
 WORLD = 2
@@ -31,8 +33,8 @@ RIGS: dict[str, dict[str, Any]] = {
 }
 #: Of "small": eight buckets.
 SMALL_BUCKETS = 1.0
-#: Arms that both have, under the same names.
-CHECKED = ("fp32", "fp16", "onebit", "topk", "qsgd", "terngrad")
+#: The arms that are predicted and measured.
+CHECKED = tuple(arm.name for arm in PREDICTED if arm.name != "topk-0.1")
 ROUNDS = 2
 #: Untimed steps: DDP rebuilds its buckets after the first.
 WARM_UP = 2
@@ -90,7 +92,7 @@ def check(model: str, rate: int, distance: flags.Distance | None, bucket_mb: flo
     before = measure(model, WORLD, 1.0, bucket_mb)
     longest = sum(row["step_s"] for row in predicted(before, rate, delay).values())
     steps = max(FEWEST_STEPS, min(MOST_STEPS, round(ROUND_SECONDS / longest)))
-    arguments = {"arms": [step.FLOOR, *CHECKED], "density": 0.01, "steps": steps, "rounds": ROUNDS}
+    arguments = {"arms": [FLOOR, *CHECKED], "density": 0.01, "steps": steps, "rounds": ROUNDS}
     arguments |= {"warmup": WARM_UP, **RIGS[model], "bucket_mb": bucket_mb, "distant": distance is not None}
     with links.open_links(WORLD, rate, distance) as connection:
         proof, ranks = connection.run_proven(step.measure, arguments, timeout=900, strict=True)
@@ -107,8 +109,8 @@ def check(model: str, rate: int, distance: flags.Distance | None, bucket_mb: flo
 def predicted(here: Here, rate: int, delay: float = 0.0) -> dict[str, dict[str, Any]]:
     """By the name of an arm, its prediction at `rate` and `delay`; the step without communication is the profile's."""
     rows = predictions(here, here.network(WORLD, 1, rate, delay, None))
-    floor = {"arm": step.FLOOR, "step_s": here.profile.floor, "what": step.ARMS[step.FLOOR]}
-    return {row["arm"]: row for row in (floor, *rows) if row["arm"] in (step.FLOOR, *CHECKED)}
+    floor = {"arm": FLOOR, "step_s": here.profile.floor}
+    return {row["arm"]: row for row in (floor, *rows) if row["arm"] in (FLOOR, *CHECKED)}
 
 
 def compare(
@@ -127,7 +129,6 @@ def compare(
         rows.append(
             {
                 "arm": row["arm"],
-                "what": row["what"],
                 "measured_s": row["step_s"],
                 "measured_quartiles_s": row["step_quartiles_s"],
                 "predicted_s": expected,
@@ -145,7 +146,7 @@ def table(checked: Mapping[str, Any], environment: Mapping[str, Any]) -> report.
     """Prediction and measurement at one rate."""
     rows = [
         [
-            row["what"],
+            ARMS[row["arm"]].title,
             f"{row['predicted_s'] * 1e3:.1f}",
             " and ".join(f"{prediction['step_s'] * 1e3:.1f}" for prediction in row["predictions"]),
             f"{row['measured_s'] * 1e3:.1f}",
@@ -155,7 +156,7 @@ def table(checked: Mapping[str, Any], environment: Mapping[str, Any]) -> report.
         for row in checked["arms"]
     ]
     columns = ("arm", "predicted ms", "before and after", "measured ms", "quartiles", "predicted / measured")
-    far = [row["what"] for row in checked["arms"] if abs(row["ratio"] - 1) > TARGET]
+    far = [ARMS[row["arm"]].title for row in checked["arms"] if abs(row["ratio"] - 1) > TARGET]
     rig, proof = checked["rig"], checked["proof"]
     shown = f"links proven: what needs {proof['expected_s'] * 1e3:.1f} ms took {proof['median_s'] * 1e3:.1f}"
     if "delay_s" in proof:

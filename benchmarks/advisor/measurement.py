@@ -21,20 +21,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ...compress import QSGD, Codec, OneBit, TernGrad, TopK
 from ...compress.codec import DTYPES
 from ...hooks.auto import probe
 from ...hooks.comm.group import Group, Work
 from ..common import models
+from ..common.arms import ARMS, BASELINE, DENSE
 from ..common.report import median
 
-CODECS: dict[str, Codec] = {
-    "onebit": OneBit(),
-    "topk": TopK(density=0.01),
-    "topk-0.1": TopK(density=0.001),
-    "qsgd": QSGD(),
-    "terngrad": TernGrad(),
-}
+#: What is predicted, PyTorch's own ways first.
+PREDICTED = tuple(ARMS[name] for name in (DENSE, BASELINE, "onebit", "topk", "topk-0.1", "qsgd", "terngrad"))
+CODECS = {arm.name: arm.codec for arm in PREDICTED if arm.codec is not None}
 #: Short names for models that come along.
 MODELS = {name: f"{models.__name__}:{name}" for name in ("linear", "small", "language")}
 #: DDP rebuilds its buckets after the first step.

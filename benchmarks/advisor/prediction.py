@@ -10,13 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...compress.codec import Codec
 from ...hooks.auto import cost
 from ...hooks.auto.planner import calibrated, compressed
 from ...hooks.comm.group import Group
 from ...hooks.comm.topology import make_topology
 from ...hooks.exchanges import Bucketful
-from ..codec.codecs import label
+from ..common.arms import BASELINE, Arm, label
 from ..network import links
 from . import measurement
 from .network import Network, from_flags
@@ -24,22 +23,6 @@ from .step_simulation import Job, Prediction, Processors, Profile, predict
 
 #: Seconds for one measuring run.
 TIMEOUT = 600.0
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One way to exchange gradients; `codec` is None for PyTorch's own."""
-
-    name: str
-    title: str
-    codec: Codec | None = None
-
-
-ARMS = (
-    Arm("fp32", "PyTorch DDP"),
-    Arm("fp16", "PyTorch's fp16 hook"),
-    *(Arm(name, f"gradwire, {label(codec)}", codec) for name, codec in measurement.CODECS.items()),
-)
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
@@ -154,7 +137,7 @@ def read(found: Mapping[str, Any], messages: Mapping[str, Any], cores: float, th
 def predictions(here: Here, network: Network) -> list[dict[str, Any]]:
     """One row for each arm."""
     rows = []
-    for arm in ARMS:
+    for arm in measurement.PREDICTED:
         jobs, exchanges, received = jobs_of(arm, here, network)
         at_once = network.flat.at_once if arm.codec is not None else min(network.flat.at_once, cost.GLOO_COLLECTIVES)
         prediction = predict(here.profile, jobs, here.processors, at_once)
@@ -186,7 +169,7 @@ def jobs_of(arm: Arm, here: Here, network: Network) -> tuple[list[Job], list[str
     jobs, names, received = [], [], 0.0
     for numel in here.profile.numels:
         if arm.codec is None:
-            half = arm.name == "fp16"
+            half = arm.name == BASELINE
             words = -(-numel * (2 if half else here.element_bytes) // 4)
             estimate = network.flat.dense(cost.Shape(words, 0, network.world_size, 0))
             there, back = (cast * numel if half else 0.0 for cast in here.casts)

@@ -99,7 +99,7 @@ def terngrad_chain(codec: TernGrad, blocks: Tensor) -> Operation:
 
 
 @dataclass(frozen=True)
-class Rival:
+class Baseline:
     """One of PyTorch's own compressions: a round trip, what the hook computes on a bucket, without communication."""
 
     name: str
@@ -108,16 +108,16 @@ class Rival:
     operation: Operation
 
 
-def pytorch_rivals(like: Tensor, ranks: int) -> list[Rival]:
+def pytorch_baselines(like: Tensor, ranks: int) -> list[Baseline]:
     """PyTorch's own hooks' work on a bucket as long as `like`, float32; the operations take the gradient."""
     casts = [
-        Rival(f"torch-{name}", f"PyTorch {name}_compress_hook", 2.0, cast_round_trip(like, dtype, ranks))
+        Baseline(f"torch-{name}", f"PyTorch {name}_compress_hook", 2.0, cast_round_trip(like, dtype, ranks))
         for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16))
     ]
     rank = 2
     rows, columns = square(like.numel())
     sent = 4 * rank * (rows + columns) / like.numel()
-    power = Rival("torch-powersgd", "PyTorch PowerSGD, rank 2", sent, power_sgd(like, rank))
+    power = Baseline("torch-powersgd", "PyTorch PowerSGD, rank 2", sent, power_sgd(like, rank))
     return [*casts, power] if rows > 1 else casts
 
 

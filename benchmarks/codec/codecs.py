@@ -26,11 +26,12 @@ from torch import Tensor
 
 from ...compress import CODECS, Codec, TopK
 from ..common import report
+from ..common.arms import label
 from ..common.progress import Progress
 from . import inputs
-from .baselines import pytorch_rivals
+from .baselines import pytorch_baselines
 from .quality import quality
-from .speed import Condition, label, measure, measure_rivals, torch_threads
+from .speed import Condition, measure, measure_baselines, torch_threads
 
 OPERATIONS = {
     "add": "torch.add(grad, residual, out=residual): the roofline",
@@ -148,8 +149,8 @@ def add_speed(
         result["codecs"].append(measure(codec, gradients, condition, options.ranks, repeats, warmup))
     progress.advance(1, f"PyTorch's own, {where}")
     if not slow and condition.dtype == torch.float32:
-        rivals = pytorch_rivals(gradients[0], options.ranks)
-        result["rivals"] += measure_rivals(rivals, gradients, condition, repeats)
+        baselines = pytorch_baselines(gradients[0], options.ranks)
+        result["rivals"] += measure_baselines(baselines, gradients, condition, repeats)
 
 
 def tables(result: Mapping[str, Any]) -> list[report.Table]:

@@ -24,16 +24,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from ... import CompressState, compress_hook
 from ...compress import QSGD, Cast, Codec, OneBit, TernGrad, TopK, new_draw
 from ...compress.backends import entries_for
 from ...compress.backends.cuda.sparse import Union, gather_at, scatter_to
 from ...compress.entries import VALUE_DTYPES, index_layout, value_bytes
 from ..common import report
+from ..common.arms import ARMS, DENSE, Arm, label
 from .baselines import torch_chain
-from .speed import label
 
 ROOT = Path(__file__).resolve().parents[2]
 CODECS: tuple[Codec, ...] = (OneBit(), QSGD(bits=4), TernGrad(), TopK(0.01), TopK(0.001), Cast(torch.float16))
@@ -301,30 +299,26 @@ def step(device: torch.device, width: int, layers: int = 8, steps: int = 30) -> 
             backend = "nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timedelta(seconds=60))
             stack.callback(dist.destroy_process_group)
-        arms: dict[str, Codec | None] = {"ddp": None} | {label(codec): codec for codec in CODECS}
-        return {name: step_seconds(codec, device, width, layers, steps) for name, codec in arms.items()}
+        arms = {"ddp": ARMS[DENSE]} | {label(codec): Arm(label(codec), codec=codec) for codec in CODECS}
+        return {name: step_seconds(arm, device, width, layers, steps) for name, arm in arms.items()}
 
 
-def step_seconds(codec: Codec | None, device: torch.device, width: int, layers: int, steps: int) -> dict[str, Any]:
+def step_seconds(arm: Arm, device: torch.device, width: int, layers: int, steps: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))).to(device)
-    ddp = DistributedDataParallel(model)
-    state = CompressState(ddp, codec, exchange="gather") if codec is not None else None
-    if state is not None:
-        ddp.register_comm_hook(state, compress_hook)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
+    installed = arm.install(model, exchange="gather")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     inputs = torch.randn(256, width, device=device)
 
     def one() -> None:
-        ddp(inputs).square().mean().backward()
+        installed.model(inputs).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
 
     pending = [timed(device, one) for _ in range(steps)]
     seconds = [spent() for spent in pending][steps // 3 :]
     finite = all(bool(p.isfinite().all()) for p in model.parameters())
-    if state is not None:
-        state.close()
+    installed.close()
     return {"median_s": report.median(seconds), "quartiles_s": report.quartiles(seconds), "finite": finite}
 
 

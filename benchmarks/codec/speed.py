@@ -16,7 +16,8 @@ from torch import Tensor
 from ...compress import Codec, new_draw
 from ...compress.backends import use_backend
 from ..common import report
-from .baselines import Operation, Rival, torch_chain
+from ..common.arms import label
+from .baselines import Baseline, Operation, torch_chain
 
 #: Seconds between two timings on several threads. OpenMP's threads, which serve torch's operations, wait for more work
 #: for some milliseconds, each keeping a core busy: what is timed next would have to share it. This thread's own core
@@ -48,12 +49,6 @@ def torch_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def label(codec: Codec) -> str:
-    """A codec with its first option, which is the one that matters most."""
-    options = [f"{f.name}={getattr(codec, f.name)}" for f in dataclasses.fields(codec)[:1]]
-    return f"{type(codec).__name__}({', '.join(options)})"
 
 
 @torch.no_grad()
@@ -118,21 +113,21 @@ def _measure(
 
 
 @torch.no_grad()
-def measure_rivals(
-    rivals: Sequence[Rival], gradients: Sequence[Tensor], condition: Condition, repeats: int
+def measure_baselines(
+    baselines: Sequence[Baseline], gradients: Sequence[Tensor], condition: Condition, repeats: int
 ) -> list[dict[str, Any]]:
     """Time PyTorch's own compressions, each in turns with the roofline."""
     rows, numel = [], gradients[0].numel()
     accumulated = torch.zeros(numel)
     with torch_threads(condition.threads):
-        for rival in rivals:
+        for baseline in baselines:
             operations: dict[str, Operation] = {
                 "add": lambda grad: torch.add(grad, accumulated, out=accumulated),
-                "round_trip": rival.operation,
+                "round_trip": baseline.operation,
             }
             times = timed(operations, gradients, repeats, condition.threads)
-            facts = {"name": rival.name, "label": rival.label, **condition.facts()}
-            spent = {"wire_bytes_per_element": rival.wire_bytes_per_element}
+            facts = {"name": baseline.name, "label": baseline.label, **condition.facts()}
+            spent = {"wire_bytes_per_element": baseline.wire_bytes_per_element}
             rows.append({**facts, **spent, **ratios(times, numel), "times_s": times})
     return rows
 

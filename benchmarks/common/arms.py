@@ -1,55 +1,27 @@
-"""The ways to exchange gradients that benchmarks compare, and how they take turns."""
+"""The arms of benchmarks: the ways to exchange gradients that are compared, and how they take turns."""
 
 # Annotations stay evaluated here: DDP compares those of a hook with its own.
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ...compress import QSGD, Codec, OneBit, TernGrad, TopK
+from ... import CompressState, compress_hook
+from ...compress import QSGD, Cast, Codec, OneBit, TernGrad, TopK
+from ...hooks import Statistics
 
-#: What each arm is.
-HOOKS = {
-    "none": "no communication",
-    "fp32": "PyTorch DDP, float32",
-    "fp16": "PyTorch's fp16 hook",
-    "powersgd": "PyTorch's PowerSGD hook, rank 2, one bucket",
-    "onebit": "gradwire, OneBit",
-    "onebit-gather": "gradwire, OneBit by gather",
-    "onebit-two_pass": "gradwire, OneBit by two_pass",
-    "topk": "gradwire, TopK",
-    "topk-gather": "gradwire, TopK by gather",
-    "qsgd": "gradwire, QSGD",
-    "terngrad": "gradwire, TernGrad",
-    "auto": "gradwire, OneBit by auto",
-}
-#: In every picture of arms; mostly Okabe and Ito's palette, which colour-blind readers can tell apart.
-COLOURS = {
-    "none": "#BBBBBB",
-    "fp32": "#000000",
-    "fp16": "#999999",
-    "bf16": "#AA7744",
-    "powersgd": "#56B4E9",
-    "onebit": "#D55E00",
-    "onebit-gather": "#D55E00",
-    "onebit-two_pass": "#8C3D00",
-    "topk": "#CC79A7",
-    "topk-gather": "#CC79A7",
-    "topk-0.1": "#E69F00",
-    "topk8": "#E69F00",
-    "qsgd": "#0072B2",
-    "terngrad": "#009E73",
-    "auto": "#B5A900",
-}
-COMPRESSING = ("onebit", "topk", "qsgd", "terngrad")
-FLOOR, OPPONENT = "none", "fp16"
+FLOOR, DENSE, BASELINE = "none", "fp32", "fp16"
 #: Steps that PowerSGD's hook leaves dense: the fewest that it takes. Its default of 1000 is longer than our runs.
 POWERSGD_DENSE_STEPS = 2
+#: PowerSGD's hook dies on Gloo when several of its buckets are in flight.
+ONE_BUCKET_MB = 10_000
 
 
 class Hook(NamedTuple):
@@ -73,39 +45,187 @@ def without_communication(floor: Floor, bucket: dist.GradBucket) -> torch.future
     return future
 
 
-def bucket_cap(name: str, cap: float | None = None) -> float | None:
-    """DDP's `bucket_cap_mb` for an arm, `cap` where it may be chosen: PowerSGD's hook dies on Gloo when several of its
-    buckets are in flight."""
-    return 10_000 if name == "powersgd" else cap
+def label(codec: Codec) -> str:
+    """A codec with its first option, which is the one that matters most, and those that are not the default."""
+    fields = dataclasses.fields(codec)
+    shown = [field.name for field in fields if field is fields[0] or getattr(codec, field.name) != field.default]
+    return f"{type(codec).__name__}({', '.join(f'{name}={getattr(codec, name)}' for name in shown)})"
 
 
-def codec_of(name: str, density: float) -> Codec:
-    """The codec of one of gradwire's arms, whatever its exchange; "auto" has OneBit's."""
-    codecs: dict[str, Codec] = {"topk": TopK(density=density), "qsgd": QSGD(), "terngrad": TernGrad()}
-    return codecs.get(name.partition("-")[0], OneBit())
+@dataclass(frozen=True)
+class Arm:
+    """One way to exchange the gradients of a model.
+
+    Attributes:
+        name: on command lines and in JSON files.
+        colour: in pictures.
+        what: for people, of an arm without a codec.
+        codec: gradwire's; None: PyTorch's own ways, or no communication.
+        exchange: gradwire's; "auto" may send float32 too; None: for `install` to say.
+        horovod: by the Horovod interface instead of DDP.
+        rank: PowerSGD's.
+        bits: on the wire for each element, where nothing counts them.
+        learns_as: the arm whose learning curve holds for this one too; None: its own.
+    """
+
+    name: str
+    colour: str = "#000000"
+    what: str = ""
+    codec: Codec | None = None
+    exchange: str | None = None
+    horovod: bool = False
+    rank: int = 0
+    bits: float = 32.0
+    learns_as: str | None = None
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        if self.codec is None:
+            return f"{self.what}, rank {self.rank}, one bucket" if self.rank else self.what
+        by = f" by {self.exchange}" if self.exchange else ""
+        codec = label(self.codec).replace("torch.", "")
+        return f"{'Horovod interface' if self.horovod else 'gradwire'}, {codec}{by}"
+
+    @property
+    def dense_steps(self) -> int:
+        """Steps at the start that cost what float32 costs."""
+        return POWERSGD_DENSE_STEPS if self.rank else 0
+
+    def at(self, density: float) -> "Arm":
+        """This arm with a density of its own, where it has TopK's and the name leaves it open."""
+        return dataclasses.replace(self, codec=TopK(density=density)) if self.codec == ONE_PERCENT else self
+
+    def hook(
+        self,
+        ddp: DistributedDataParallel,
+        seed: int = 0,
+        exchange: str = "auto",
+        schedule: Callable[[int], Codec] | None = None,
+    ) -> Hook:
+        """The hook and its state, for a model; the arguments are `install`'s. A collective."""
+        if self.codec is not None:
+            # All but "auto" compress always.
+            way: dict[str, Any] = {"exchange": self.exchange or exchange}
+            way |= {} if self.exchange == "auto" else {"fallback": None}
+            return Hook(CompressState(ddp, schedule or self.codec, seed=seed, **way), compress_hook)
+        if self.rank:
+            power = powerSGD_hook.PowerSGDState(
+                None,
+                matrix_approximation_rank=self.rank,
+                start_powerSGD_iter=POWERSGD_DENSE_STEPS,
+                orthogonalization_epsilon=1e-8,  # without it, columns of zeros become NaN
+                compression_stats_logging_frequency=10**9,
+            )
+            return Hook(power, powerSGD_hook.powerSGD_hook)
+        if self.name == FLOOR:
+            return Hook(Floor(), without_communication)
+        return Hook(None, default_hooks.fp16_compress_hook if self.name == BASELINE else None)
+
+    def install(
+        self,
+        model: nn.Module,
+        bucket_mb: float | None = None,
+        seed: int = 0,
+        exchange: str = "auto",
+        schedule: Callable[[int], Codec] | None = None,
+    ) -> "Installed":
+        """DDP around `model`, with this arm's hook. A collective.
+
+        Args:
+            bucket_mb: DDP's `bucket_cap_mb`; None: its default.
+            seed: of stochastic codecs.
+            exchange: of an arm that names none; "auto" takes one of those that the codec has.
+            schedule: the codec of each step, in place of the arm's.
+        """
+        if self.horovod:
+            return Installed(self, model, model)
+        ddp = DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET_MB if self.rank else bucket_mb)
+        hook = self.hook(ddp, seed, exchange, schedule)
+        if hook.function is not None:
+            ddp.register_comm_hook(hook.state, hook.function)
+        return Installed(self, model, ddp, hook.state)
 
 
-def hook_of(name: str, model: DistributedDataParallel, density: float = 0.01, rank: int = 2) -> Hook:
-    """The hook of an arm and its state, for a model; codecs that are named compress always. `rank`: PowerSGD's."""
-    if name == FLOOR:
-        return Hook(Floor(), without_communication)
-    if name == "fp32":
-        return Hook(None, None)
-    if name == "fp16":
-        return Hook(None, default_hooks.fp16_compress_hook)
-    if name == "powersgd":
-        power = powerSGD_hook.PowerSGDState(
-            None,
-            matrix_approximation_rank=rank,
-            start_powerSGD_iter=POWERSGD_DENSE_STEPS,
-            orthogonalization_epsilon=1e-8,  # without it, columns of zeros become NaN
-            compression_stats_logging_frequency=10**9,
+@dataclass(frozen=True)
+class Installed:
+    """A model whose gradients an arm exchanges: by itself, as it is called in training, and the state of its hook."""
+
+    arm: Arm
+    module: nn.Module
+    model: nn.Module
+    state: Any = None
+
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The model's optimizer: the given one, or Horovod's around it."""
+        if not self.arm.horovod:
+            return optimizer
+        import gradwire.hooks.horovod as hvd
+
+        hvd.init()
+        compression = hvd.Compression.none if self.arm.codec is None else self.arm.codec
+        return hvd.DistributedOptimizer(
+            optimizer, named_parameters=self.module.named_parameters(), compression=compression
         )
-        return Hook(power, powerSGD_hook.powerSGD_hook)
-    from ... import CompressState, compress_hook
 
-    options: dict[str, Any] = {} if name == "auto" else {"fallback": None, "exchange": name.partition("-")[2] or "auto"}
-    return Hook(CompressState(model, codec_of(name, density), **options), compress_hook)
+    @property
+    def deciding(self) -> bool:
+        """Whether the arm still tries what to do, if it is one that decides. Alike on all ranks."""
+        return bool(getattr(self.state, "deciding", False))
+
+    def statistics(self) -> Statistics | None:
+        """What gradwire has counted so far; None of the other arms."""
+        return self.state.statistics() if isinstance(self.state, CompressState) else None
+
+    def bits_per_element(self) -> float:
+        """Sent for each element of a gradient, so far."""
+        done = self.statistics()
+        if done is not None:
+            return 32 * done.payload_bytes / done.dense_bytes
+        if self.arm.rank:
+            _, before, after = self.state.compression_stats()
+            return 32 * after / before if before else 32.0
+        return self.arm.bits
+
+    def compresses(self) -> bool:
+        """Whether anything but float32 travels."""
+        done = self.statistics()
+        return done is None or any(not decision.startswith("dense ") for decision in done.decisions.values())
+
+    def close(self) -> None:
+        if isinstance(self.state, CompressState):
+            self.state.close()
+
+
+ONE_PERCENT = TopK(density=0.01)
+#: A density at which int8 values and packed indices still take 29 times fewer bytes than float32, and error feedback's
+#: delay, of about 1/density steps, is short beside a run of a few hundred.
+EIGHT_PERCENT = TopK(density=0.08, values=torch.int8)
+
+#: Every arm. The colours are mostly Okabe and Ito's, which colour-blind readers can tell apart.
+ARMS = {
+    arm.name: arm
+    for arm in (
+        Arm(FLOOR, "#BBBBBB", "no communication"),
+        Arm(DENSE, "#000000", "PyTorch DDP"),
+        Arm(BASELINE, "#999999", "PyTorch's fp16 hook", bits=16.0),
+        Arm("bf16", "#AA7744", codec=Cast(torch.bfloat16)),
+        Arm("powersgd", "#56B4E9", "PyTorch's PowerSGD hook", rank=2),
+        Arm("qsgd", "#0072B2", codec=QSGD()),
+        Arm("terngrad", "#009E73", codec=TernGrad()),
+        Arm("onebit", "#D55E00", codec=OneBit()),
+        Arm("onebit-gather", "#D55E00", codec=OneBit(), exchange="gather"),
+        Arm("onebit-two_pass", "#8C3D00", codec=OneBit(), exchange="two_pass"),
+        Arm("topk", "#CC79A7", codec=ONE_PERCENT),
+        Arm("topk-gather", "#CC79A7", codec=ONE_PERCENT, exchange="gather"),
+        Arm("topk-0.1", "#E69F00", codec=TopK(density=0.001)),
+        Arm("topk8", "#E69F00", codec=EIGHT_PERCENT),
+        Arm("auto", "#B5A900", codec=OneBit(), exchange="auto"),
+        Arm("hvd-none", what="Horovod interface, float32", horovod=True),
+        Arm("hvd-onebit", codec=OneBit(), horovod=True),
+        Arm("hvd-topk", codec=ONE_PERCENT, horovod=True),
+    )
+}
 
 
 def in_turns(turns: Mapping[str, Callable[[], None]], rounds: int) -> None:
@@ -114,11 +234,6 @@ def in_turns(turns: Mapping[str, Callable[[], None]], rounds: int) -> None:
     for round_ in range(rounds):
         for place in range(len(names)):
             turns[names[(place + round_) % len(names)]]()
-
-
-def deciding(state: Any) -> bool:
-    """Whether a hook's state still tries what to do, if it is one that decides. Alike on all ranks."""
-    return bool(getattr(state, "deciding", False))
 
 
 def average(ranks: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:

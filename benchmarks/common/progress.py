@@ -15,18 +15,20 @@ class Progress:
     Args:
         title: what is under way.
         total: how many units of work it has.
+        silent: show nothing, as on all ranks but one.
     """
 
-    def __init__(self, title: str, total: float) -> None:
+    def __init__(self, title: str, total: float, *, silent: bool = False) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
         self.title, self.total, self.done, self.spoke = title, total, 0.0, time.monotonic()
         console = Console(stderr=True)
-        self.lines = not console.is_terminal
+        self.lines = not silent and not console.is_terminal
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"))
+        hidden = silent or self.lines
         self.bar = Progress(
-            *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=self.lines, transient=True
+            *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=hidden, transient=True
         )
         self.task = self.bar.add_task(title, total=total, note="")
 
@@ -38,7 +40,7 @@ class Progress:
         self.bar.stop()
 
     def advance(self, units: float, note: str = "") -> None:
-        """So many more units are done; `note` says what came of them."""
+        """`units` more are done; `note` says with which result."""
         self.done += units
         self.bar.update(self.task, advance=units, note=note)
         if self.lines and time.monotonic() - self.spoke > QUIET:

@@ -22,17 +22,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ..common import report
-from ..common.arms import COLOURS, FLOOR, HOOKS, OPPONENT, deciding, hook_of, in_turns, slowest
+from ..common.arms import ARMS, BASELINE, FLOOR, in_turns, slowest
 from . import flags, links
 from .proof import caption, sent_bytes
 
-ARMS = tuple(name for name in HOOKS if name != "powersgd")  # which needs matrices
-DEFAULT_ARMS = [name for name in ARMS if "-" not in name]  # the others fix what a codec would choose
+CHOICES = tuple(arm.name for arm in ARMS.values() if not arm.horovod and not arm.rank)  # PowerSGD needs matrices
+DEFAULT_ARMS = [FLOOR, "fp32", BASELINE, "onebit", "topk", "qsgd", "terngrad", "auto"]
 #: PyTorch's arms need one step for DDP to build its buckets; codecs some more to fill their residuals.
-PLAIN, PLAIN_WARMUP = (FLOOR, "fp32", OPPONENT), 1
+PLAIN, PLAIN_WARMUP = (FLOOR, "fp32", BASELINE), 1
 #: The parameter is cut into this many, so that DDP can make buckets.
 PIECES = 8
 
@@ -43,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_distance(parser)
     parser.add_argument("--world", type=int, default=2, help="ranks (default: %(default)s)")
     parser.add_argument("--numel", type=int, default=25_600_000, help="of the gradient (default: %(default)s)")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=DEFAULT_ARMS, help="what to compare")
+    parser.add_argument("--arms", nargs="+", choices=CHOICES, default=DEFAULT_ARMS, help="what to compare")
     parser.add_argument("--density", type=float, default=0.001, help="of the topk arm (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="each runs every arm once (default: %(default)s)")
     parser.add_argument(
@@ -61,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"--numel {options.numel}: expected at least {PIECES}")
     rates, distance = flags.network_of(options)
     # The tax needs the floor, and ratios their base.
-    arms = list(dict.fromkeys([FLOOR, OPPONENT, *options.arms]))
+    arms = list(dict.fromkeys([FLOOR, BASELINE, *options.arms]))
     arguments = {"arms": arms, **{name: getattr(options, name) for name in ("numel", "density", "rounds", "steps")}}
     arguments["warmup"] = options.warmup
     network = {"rates": options.rates, "world": options.world, **flags.recorded(distance)}
@@ -96,15 +95,11 @@ class Pieces(nn.Module):
         return torch.stack([(p * part).sum() for p, part in zip(self.pieces, parts, strict=True)]).sum()
 
 
-class Arm:
-    """One way to exchange gradients."""
+class Runner:
+    """An arm's model, and its backward passes."""
 
     def __init__(self, name: str, numel: int, density: float, gradients: Sequence[Tensor]) -> None:
-        self.model = DistributedDataParallel(Pieces(numel))
-        hook = hook_of(name, self.model, density)
-        self.state = hook.state
-        if hook.function is not None:
-            self.model.register_comm_hook(hook.state, hook.function)
+        self.arm = ARMS[name].at(density).install(Pieces(numel))
         self.gradients = cycle(gradients)
         self.times: list[list[float]] = []
         self.sent: list[int] = []
@@ -112,8 +107,8 @@ class Arm:
 
     def step(self) -> float:
         """Seconds from the start of backward, on all ranks together, until this rank has the mean."""
-        self.model.zero_grad()
-        loss = self.model(next(self.gradients))
+        self.arm.model.zero_grad()
+        loss = self.arm.model(next(self.gradients))
         dist.barrier()
         begin = time.perf_counter()
         loss.backward()
@@ -128,10 +123,12 @@ class Arm:
 
     def counted(self) -> dict[str, float]:
         """Seconds in each phase so far, of gradwire's arms."""
-        return dict(self.state.statistics().seconds) if hasattr(self.state, "statistics") else {}
+        statistics = self.arm.statistics()
+        return {} if statistics is None else dict(statistics.seconds)
 
     def result(self) -> dict[str, Any]:
-        decisions = self.state.statistics().decisions if hasattr(self.state, "statistics") else {}
+        statistics = self.arm.statistics()
+        decisions = {} if statistics is None else statistics.decisions
         sent = report.median(self.sent)
         return {"times": self.times, "sent_bytes": sent, "phases_s": self.spent, "decisions": decisions}
 
@@ -141,17 +138,18 @@ def measure(arms: Sequence[str], numel: int, density: float, rounds: int, steps:
     base = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     gradients = [base + 0.3 * torch.randn(numel, generator=generator) for _ in range(3)]
-    runners = {name: Arm(name, numel, density, gradients) for name in arms}
-    for name, arm in runners.items():
+    runners = {name: Runner(name, numel, density, gradients) for name in arms}
+    for name, runner in runners.items():
         for _ in range(PLAIN_WARMUP if name in PLAIN else max(PLAIN_WARMUP, warmup)):
-            arm.step()
-        while deciding(arm.state):
-            arm.step()
-    runners[FLOOR].state.buckets = 0
+            runner.step()
+        while runner.arm.deciding:
+            runner.step()
+    floor = runners[FLOOR].arm.state
+    floor.buckets = 0
     runners[FLOOR].step()
-    buckets = runners[FLOOR].state.buckets
-    in_turns({name: partial(arm.round, steps) for name, arm in runners.items()}, rounds)
-    return {"buckets": buckets, "arms": {name: arm.result() for name, arm in runners.items()}}
+    buckets = floor.buckets
+    in_turns({name: partial(runner.round, steps) for name, runner in runners.items()}, rounds)
+    return {"buckets": buckets, "arms": {name: runner.result() for name, runner in runners.items()}}
 
 
 def summarize(ranks: Sequence[Mapping[str, Any]], shaped: bool) -> list[dict[str, Any]]:
@@ -159,7 +157,7 @@ def summarize(ranks: Sequence[Mapping[str, Any]], shaped: bool) -> list[dict[str
     rounds = {name: slowest([rank[name]["times"] for rank in ranks]) for name in ranks[0]}
     flat = {name: [time for turn in turns for time in turn] for name, turns in rounds.items()}
     medians = {name: report.median(times) for name, times in flat.items()}
-    floor, opponent = medians[FLOOR], medians[OPPONENT]
+    floor, baseline = medians[FLOOR], medians[BASELINE]
     rows = []
     for name, times in flat.items():
         seconds = medians[name]
@@ -167,12 +165,11 @@ def summarize(ranks: Sequence[Mapping[str, Any]], shaped: bool) -> list[dict[str
         rows.append(
             {
                 "arm": name,
-                "what": HOOKS[name],
                 "seconds": seconds,
                 "quartiles_s": report.quartiles(times),
                 "above_floor_s": above,
-                "times_faster": opponent / seconds,
-                "times_faster_above_floor": (opponent - floor) / above if above > 0 else None,
+                "times_faster": baseline / seconds,
+                "times_faster_above_floor": (baseline - floor) / above if above > 0 else None,
                 "sent_bytes": max(rank[name]["sent_bytes"] for rank in ranks) if shaped else None,
                 "phases_s": ranks[0][name]["phases_s"],
                 "decisions": ranks[0][name]["decisions"],
@@ -196,7 +193,7 @@ def rate_table(result: Mapping[str, Any], found: Mapping[str, Any]) -> report.Ta
         compared = row["arm"] != FLOOR
         rows.append(
             [
-                row["what"] + (f" {arguments['density']:g}" if row["arm"] == "topk" else ""),
+                ARMS[row["arm"]].at(arguments["density"]).title,
                 f"{row['seconds'] * 1e3:.1f}",
                 f"{low * 1e3:.1f} to {high * 1e3:.1f}",
                 f"{row['above_floor_s'] * 1e3:.1f}" if compared else "",
@@ -230,10 +227,10 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
     rates = [found["bits_per_s"] / 1e6 for found in shaped]
     for name in (name for name in result["arguments"]["arms"] if name != FLOOR):
         rows = [next(row for row in found["arms"] if row["arm"] == name) for found in shaped]
-        label = HOOKS[name] + (f" {result['arguments']['density']:.1%}" if name == "topk" else "")
+        arm = ARMS[name].at(result["arguments"]["density"])
         # What lies in the noise of the floor is drawn at a millisecond.
         times = [max(row["above_floor_s"] * 1e3, 1) for row in rows]
-        axes.plot(rates, times, "o-", color=COLOURS[name], label=label, markersize=5, linewidth=1.8)
+        axes.plot(rates, times, "o-", color=arm.colour, label=arm.title, markersize=5, linewidth=1.8)
         # Ratios stand above the upper of the two lines that have them, and below the lower.
         for rate, spent, row, other in zip(rates, times, rows, shaped, strict=True):
             ratio = row["times_faster_above_floor"]
@@ -246,7 +243,7 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
                     (0, 9 if above else -18),
                     textcoords="offset points",
                     ha="center",
-                    color=COLOURS[name],
+                    color=arm.colour,
                     weight="bold",
                 )
     axes.set(xscale="log", yscale="log", xlabel="each rank's link, Mbit/s", ylabel="ms above the floor")

@@ -25,38 +25,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ..common import report
-from ..common.arms import (
-    FLOOR,
-    HOOKS,
-    OPPONENT,
-    Floor,
-    average,
-    bucket_cap,
-    codec_of,
-    deciding,
-    hook_of,
-    in_turns,
-    slowest,
-)
+from ..common.arms import ARMS, BASELINE, FLOOR, Floor, average, in_turns, slowest
 from ..common.models import perceptron
 from . import flags, links
 from .proof import caption, sent_bytes
 
-HOROVOD = "hvd-"
-#: What each arm is; `--arms` takes these names.
-ARMS = {
-    **HOOKS,
-    "hvd-none": "Horovod interface, float32",
-    "hvd-onebit": "Horovod interface, OneBit",
-    "hvd-topk": "Horovod interface, TopK",
-}
 #: Untimed steps of a round on links with a distance.
 OPENING = 3
-DEFAULT_ARMS = (FLOOR, "fp32", OPPONENT, "onebit", "topk")
+DEFAULT_ARMS = (FLOOR, "fp32", BASELINE, "onebit", "topk")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -120,22 +98,23 @@ def measure(
         bucket_mb: DDP's; None: its default.
         distant: whether links have a distance, so that steps follow each other without a barrier.
     """
-    runners = {name: Arm(name, density, width, layers, batch, bucket_mb, distant) for name in arms}
-    for arm in runners.values():
+    runners = {name: Runner(name, density, width, layers, batch, bucket_mb, distant) for name in arms}
+    for runner in runners.values():
         for _ in range(warmup):
-            arm.step()
-        while deciding(arm.state):
-            arm.step()
-    in_turns({name: partial(arm.round, steps) for name, arm in runners.items()}, rounds)
+            runner.step()
+        while runner.arm.deciding:
+            runner.step()
+    in_turns({name: partial(runner.round, steps) for name, runner in runners.items()}, rounds)
+    floor = runners[FLOOR].arm
     return {
-        "parameters": sum(p.numel() for p in runners[FLOOR].model.parameters()),
-        "buckets": runners[FLOOR].state.buckets,
-        "arms": {name: arm.result() for name, arm in runners.items()},
+        "parameters": sum(p.numel() for p in floor.model.parameters()),
+        "buckets": floor.state.buckets,
+        "arms": {name: runner.result() for name, runner in runners.items()},
     }
 
 
-class Arm:
-    """One way to exchange gradients, with a model of its own."""
+class Runner:
+    """An arm's model, and its steps."""
 
     def __init__(
         self,
@@ -148,44 +127,22 @@ class Arm:
         distant: bool = False,
     ) -> None:
         self.distant = distant
-        self.model: nn.Module
-        self.model, self.x, self.y = perceptron(width, layers, batch)
-        if not name.startswith(HOROVOD):
-            self.model = DistributedDataParallel(self.model, bucket_cap_mb=bucket_cap(name, bucket_mb))
-        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        model, self.x, self.y = perceptron(width, layers, batch)
+        self.arm = ARMS[name].at(density).install(model, bucket_mb)
+        self.optimizer = self.arm.optimizer(torch.optim.SGD(model.parameters(), lr=1e-3))
         self.times: list[list[float]] = []
         self.counts: list[dict[str, float]] = []
         self.sent = 0
-        self.state: Any = None
-        self._register(name, density)
-
-    def _register(self, name: str, density: float) -> None:
-        if name.startswith(HOROVOD):
-            import gradwire.hooks.horovod as hvd
-
-            hvd.init()
-            codec = name.removeprefix(HOROVOD)
-            self.optimizer = hvd.DistributedOptimizer(
-                self.optimizer,
-                named_parameters=self.model.named_parameters(),
-                compression=hvd.Compression.none if codec == "none" else codec_of(codec, density),
-            )
-            return
-        assert isinstance(self.model, DistributedDataParallel)
-        hook = hook_of(name, self.model, density)
-        self.state = hook.state
-        if hook.function is not None:
-            self.model.register_comm_hook(hook.state, hook.function)
 
     def step(self) -> float:
         """Seconds of one training step, started on all ranks together where they are near."""
         if not self.distant:
             dist.barrier()
         begin = time.perf_counter()
-        if isinstance(self.state, Floor):
-            self.state.buckets = 0
+        if isinstance(self.arm.state, Floor):
+            self.arm.state.buckets = 0
         self.optimizer.zero_grad()
-        F.mse_loss(self.model(self.x), self.y).backward()
+        F.mse_loss(self.arm.model(self.x), self.y).backward()
         self.optimizer.step()
         return time.perf_counter() - begin
 
@@ -204,9 +161,9 @@ class Arm:
 
     def counted(self) -> dict[str, float]:
         """What gradwire has counted so far; nothing for the other arms."""
-        if not hasattr(self.state, "statistics"):
+        statistics = self.arm.statistics()
+        if statistics is None:
             return {}
-        statistics = self.state.statistics()
         seconds = {f"{phase}_s": spent for phase, spent in statistics.seconds.items()}
         return {"payload_bytes": statistics.payload_bytes, **seconds}
 
@@ -229,18 +186,17 @@ def summarize(ranks: Sequence[Mapping[str, Any]], shaped: bool, distant: bool = 
     for name, turns in rounds.items():
         times = [step for turn in turns for step in turn]
         taxes = taxes_of(turns, rounds[FLOOR])
-        opponent = taxes_of(rounds[OPPONENT], rounds[FLOOR]) if OPPONENT in rounds else None
+        baseline = taxes_of(rounds[BASELINE], rounds[FLOOR]) if BASELINE in rounds else None
         ratio = ratios = None
-        if opponent is not None and name != FLOOR:
-            ratio, *ratios = (tax / other for tax, other in zip(taxes, opponent, strict=True))
+        if baseline is not None and name != FLOOR:
+            ratio, *ratios = (tax / other for tax, other in zip(taxes, baseline, strict=True))
         counted = ranks[0][name]["counted"]
         paired = None
-        if distant and OPPONENT in rounds:
-            paired = [report.median(a) / report.median(b) for a, b in zip(turns, rounds[OPPONENT], strict=True)]
+        if distant and BASELINE in rounds:
+            paired = [report.median(a) / report.median(b) for a, b in zip(turns, rounds[BASELINE], strict=True)]
         rows.append(
             {
                 "arm": name,
-                "what": ARMS.get(name, name),
                 "step_s": report.median(times),
                 "step_quartiles_s": report.quartiles(times),
                 "tax_s": taxes[0],
@@ -262,7 +218,7 @@ def taxes_of(arm: Sequence[Sequence[float]], floor: Sequence[Sequence[float]]) -
 
 
 def paired_of(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """The cells of an arm's step beside the opponent's, round by round; none without a distance."""
+    """The cells of an arm's step beside the baseline's, round by round; none without a distance."""
     if "step_ratio" not in row:
         return ()
     by_round = row["step_ratio_by_round"]
@@ -279,7 +235,7 @@ def tables(result: Mapping[str, Any]) -> list[report.Table]:
         low, high = row["step_quartiles_s"]
         rows.append(
             [
-                row["what"],
+                ARMS[row["arm"]].at(arguments["density"]).title,
                 f"{row['step_s'] * 1e3:.1f}",
                 f"{low * 1e3:.1f} to {high * 1e3:.1f}",
                 f"{row['tax_s'] * 1e3:.1f}",

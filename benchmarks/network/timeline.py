@@ -19,11 +19,12 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, record_function
 
 from ..common import report
-from ..common.arms import COMPRESSING, HOOKS, hook_of
+from ..common.arms import ARMS
 from ..common.models import perceptron
 from . import flags, links
 from .proof import caption
 
+CHOICES = ("onebit", "topk", "qsgd", "terngrad")
 PHASES = ("encode", "exchange", "decode")
 STEP, READY, BACKWARD = "step", "ready bucket", "backward"
 #: What the main thread is seen doing, besides its backward pass.
@@ -49,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate", default="1gbit", help="of each rank's link, such as 100mbit; none: unshaped loopback")
     flags.add_distance(parser)
     parser.add_argument("--world", type=int, default=2, help="ranks (default: %(default)s)")
-    parser.add_argument("--arm", choices=COMPRESSING, default="onebit", help="the codec (default: %(default)s)")
+    parser.add_argument("--arm", choices=CHOICES, default="onebit", help="the codec (default: %(default)s)")
     parser.add_argument("--density", type=float, default=0.01, help="of topk (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=9, help="recorded (default: %(default)s)")
     parser.add_argument("--warmup", type=int, default=6, help="steps before (default: %(default)s)")
@@ -96,7 +97,7 @@ def measure(
     """What every rank does: each step's spans, and each phase's seconds by the trace and by the statistics."""
     model, x, y = perceptron(width, layers, batch)
     ddp = torch.nn.parallel.DistributedDataParallel(model)
-    state = hook_of(arm, ddp, density).state
+    state = ARMS[arm].at(density).hook(ddp).state
     ddp.register_comm_hook(state, marked)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
 
@@ -178,11 +179,13 @@ def tables(result: Mapping[str, Any]) -> list[report.Table]:
         notes.append(
             f"rank {rank}, all {result['arguments']['steps']} steps, ms by the trace / by statistics(): {sums}"
         )
-    title = (
-        f"{HOOKS[result['arguments']['arm']]}: a step of {result['drawn']['seconds'] * 1e3:.1f} ms, {result['links']}"
-    )
+    title = f"{title_of(result)}: a step of {result['drawn']['seconds'] * 1e3:.1f} ms, {result['links']}"
     columns = ("ms", "complete at", "queued", *PHASES, "decoded at")
     return [report.Table(title, columns, rows, "\n".join(notes))]
+
+
+def title_of(result: Mapping[str, Any]) -> str:
+    return ARMS[result["arguments"]["arm"]].at(result["arguments"]["density"]).title
 
 
 def plot(result: Mapping[str, Any], path: Path) -> None:
@@ -201,9 +204,8 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
     figure, (whole, part) = pyplot.subplots(2, 1, figsize=(11.5, 5.6), height_ratios=(5, 3), layout="constrained")
     draw_step(whole, spans, chosen)
     draw_bucket(part, [span for span in spans if span["bucket"] == chosen], chosen)
-    arguments = result["arguments"]
     took = f"{result['drawn']['seconds'] * 1e3:.0f} ms"
-    figure.suptitle(f"One training step of {took}: {HOOKS[arguments['arm']]}, {result['links']}", fontsize=12)
+    figure.suptitle(f"One training step of {took}: {title_of(result)}, {result['links']}", fontsize=12)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=140)
     pyplot.close(figure)

@@ -11,24 +11,23 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import hashlib
 import itertools
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.nn.parallel import DistributedDataParallel
 
-from ... import QSGD, Codec, CompressState, OneBit, TernGrad, TopK, compress_hook
-from ..common.arms import COLOURS
+from ... import Codec, TopK
+from ..common import arms as common
+from ..common.arms import BASELINE, DENSE, Arm
 from ..common.language_model import (
     Corpus,
     LanguageModel,
@@ -41,7 +40,9 @@ from ..common.language_model import (
     validation_starts,
     windows,
 )
+from ..common.progress import Progress
 from ..common.report import Table, document, write_json
+from .tasks import require_equal_replicas
 
 #: Small, so that even this model has several buckets, as large ones do.
 BUCKET_MB = 1
@@ -49,8 +50,6 @@ BUCKET_MB = 1
 VALIDATION_WINDOWS = 512
 EVALUATIONS = 10
 PHASES = ("encode", "exchange", "decode")
-#: Seconds between lines when the output is no terminal.
-QUIET = 15.0
 
 
 def falling_density(step: int, steps: int) -> Codec:
@@ -61,40 +60,8 @@ def falling_density(step: int, steps: int) -> Codec:
     return TopK(ramp[stage] if stage < len(ramp) else 0.01)
 
 
-@dataclass(frozen=True)
-class Arm:
-    """One way of exchanging gradients.
-
-    Attributes:
-        name, title: for the command line, and for people.
-        codec: as `CompressState` takes it, given the number of steps; None for PyTorch's own.
-        element_bytes: what PyTorch's own send for each element, which nobody counts for us.
-    """
-
-    name: str
-    title: str
-    codec: Callable[[int], Codec | Callable[[int], Codec]] | None = None
-    element_bytes: int = 0
-
-    def attach(self, model: DistributedDataParallel, steps: int, seed: int) -> CompressState | None:
-        """Register the hook. A collective."""
-        if self.codec is not None:
-            state = CompressState(model, self.codec(steps), exchange="gather", seed=seed)
-            model.register_comm_hook(state, compress_hook)
-            return state
-        if self.element_bytes == 2:
-            model.register_comm_hook(None, fp16_compress_hook)
-        return None
-
-
-ARMS = (
-    Arm("fp32", "fp32 (plain DDP)", element_bytes=4),
-    Arm("fp16", "fp16 (PyTorch's hook)", element_bytes=2),
-    Arm("qsgd", "QSGD, 4 bits", lambda steps: QSGD(bits=4)),
-    Arm("terngrad", "TernGrad", lambda steps: TernGrad()),
-    Arm("onebit", "1-bit", lambda steps: OneBit()),
-    Arm("topk", "top-k, 1 %", lambda steps: lambda step: falling_density(step, steps)),
-)
+#: The arms of the demo, by name.
+ARMS = {name: common.ARMS[name] for name in (DENSE, BASELINE, "qsgd", "terngrad", "onebit", "topk")}
 
 
 @dataclass(frozen=True)
@@ -129,7 +96,7 @@ class Run:
         return sent * 8 / steps / self.elements_per_step
 
 
-def train(arm: Arm, recipe: Recipe, corpus: Corpus, seed: int, display: Display) -> Run:
+def train(arm: Arm, recipe: Recipe, corpus: Corpus, seed: int, progress: Progress) -> Run:
     """Train one arm. A collective; rank 0's figures are the ones to keep.
 
     Raises:
@@ -139,90 +106,35 @@ def train(arm: Arm, recipe: Recipe, corpus: Corpus, seed: int, display: Display)
     torch.manual_seed(seed)
     model = LanguageModel(context=recipe.context)
     elements = sum(p.numel() for p in model.parameters())
-    ddp = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
-    state = arm.attach(ddp, recipe.steps, seed)
+    schedule = partial(falling_density, steps=recipe.steps) if arm.name == "topk" else None
+    installed = arm.install(model, BUCKET_MB, seed, exchange="gather", schedule=schedule)
     optimizer = recipe.optimizer(model)
     data = batches(corpus.train, recipe.batch, recipe.context, seed, rank)
     starts = validation_starts(corpus.validation, VALIDATION_WINDOWS, recipe.context)
     inputs, targets = windows(corpus.validation, starts, recipe.context)
     readings = {-(-recipe.steps * i // EVALUATIONS) for i in range(1, EVALUATIONS + 1)}
 
-    curve, times = [], []
-    display.begin(arm, seed)
+    curve, times, note = [], [], ""
     for step in range(recipe.steps):
         batch = next(data)
         start = time.perf_counter()
-        train_step(ddp, optimizer, recipe, step, *batch)
+        train_step(installed.model, optimizer, recipe, step, *batch)
         times.append(time.perf_counter() - start)
         if step + 1 in readings:
             loss = torch.tensor(total_loss(model, inputs[rank::world_size], targets[rank::world_size]))
             dist.all_reduce(loss)
-            sent = state.statistics().payload_bytes if state else arm.element_bytes * elements * (step + 1)
+            done = installed.statistics()
+            sent = done.payload_bytes if done else round(arm.bits / 8) * elements * (step + 1)
             curve.append(Point(step + 1, bits_per_byte(loss.item(), targets.numel()), sent))
-        display.advance(step + 1, curve)
-    phases = dict(state.statistics().seconds) if state else {}
-    if state:
-        state.close()
+            note = f"{curve[-1].bits_per_byte:.3f} bits per byte"
+        progress.advance(1, f"{arm.title}, seed {seed}, step {step + 1}: {note}")
+    done = installed.statistics()
+    installed.close()
     require_equal_replicas(model)
-    run = Run(arm.name, seed, elements, tuple(curve), statistics.median(times), sum(times), phases)
-    display.end(run)
-    return run
-
-
-def require_equal_replicas(model: torch.nn.Module) -> None:
-    """Raises RuntimeError on every rank unless all ranks hold the same weights, bit for bit. A collective."""
-    mine = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
-    all_ranks: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(all_ranks, mine)
-    if len(set(all_ranks)) > 1:
-        raise RuntimeError(f"the ranks' models differ after training: SHA-256 of their weights {all_ranks}")
-
-
-class Display:
-    """Progress of the whole demo: bars on a terminal, now and then a line elsewhere, nothing on other ranks."""
-
-    def __init__(self, runs: int, steps: int, *, silent: bool = False) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-        self.silent, self.runs, self.steps, self.done = silent, runs, steps, 0
-        console = Console()
-        self.lines = not silent and not console.is_terminal
-        self.bars = Progress(
-            TextColumn("{task.description:24}"),
-            BarColumn(),
-            TextColumn("{task.fields[note]:>20}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            disable=silent or self.lines,
-        )
-        self.all = self.bars.add_task("all", total=runs * steps, note=f"{runs} runs")
-
-    def __enter__(self) -> Display:
-        self.bars.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.bars.stop()
-
-    def begin(self, arm: Arm, seed: int) -> None:
-        self.name, self.spoke = f"{arm.title}, seed {seed}", time.monotonic()
-        self.task = self.bars.add_task(self.name, total=self.steps, note="")
-
-    def advance(self, step: int, curve: Sequence[Point]) -> None:
-        note = f"{curve[-1].bits_per_byte:.3f} bits per byte" if curve else ""
-        self.bars.update(self.task, completed=step, note=note)
-        self.bars.advance(self.all)
-        if self.lines and step < self.steps and time.monotonic() - self.spoke > QUIET:
-            self.spoke = time.monotonic()
-            print(f"    {self.name}: step {step} of {self.steps}{', ' * bool(note)}{note}", flush=True)
-
-    def end(self, run: Run) -> None:
-        self.done += 1
-        if self.lines:
-            result = f"{run.curve[-1].bits_per_byte:.3f} bits per byte after {run.steps} steps"
-            print(f"[{self.done}/{self.runs}] {self.name}: {result}, {run.training_seconds:.0f} s", flush=True)
+    if rank == 0:
+        print(f"{arm.title}, seed {seed}: {note} after {recipe.steps} steps, {sum(times):.0f} s", flush=True)
+    phases = dict(done.seconds) if done else {}
+    return Run(arm.name, seed, elements, tuple(curve), statistics.median(times), sum(times), phases)
 
 
 def summarize(runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -276,7 +188,7 @@ def table(summaries: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[
         bits, end = s["bits_per_element"], s["bits_per_element_at_the_end"]
         rows.append(
             [
-                titles()[s["arm"]],
+                ARMS[s["arm"]].title,
                 f"{s['bits_per_byte']:.3f}" + (f" ± {s['spread']:.3f}" if s["spread"] is not None else ""),
                 "" if s["change"] is None else f"{s['change']:+.1%}",
                 f"{s['sent_bytes_per_step'] / 1e3:,.0f}" + "*" * (not s["share_of_step"]),
@@ -287,10 +199,6 @@ def table(summaries: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[
             ]
         )
     return columns, rows
-
-
-def titles() -> dict[str, str]:
-    return {arm.name: arm.title for arm in ARMS}
 
 
 def limits(seeds: int, ranks: int, cores: int | None) -> list[str]:
@@ -317,19 +225,18 @@ def plot(runs: Sequence[Run], path: Path, caption: str) -> None:
     from matplotlib import pyplot
 
     figure, (by_step, by_bytes) = pyplot.subplots(1, 2, figsize=(12, 5), sharey=True, layout="constrained")
-    for arm in ARMS:
+    for arm in ARMS.values():
         curves = [run.curve for run in runs if run.arm == arm.name]
         if not curves:
             continue
-        colour = COLOURS[arm.name]
         readings = list(zip(*curves, strict=True))
         losses = [[point.bits_per_byte for point in reading] for reading in readings]
         mean = [statistics.mean(loss) for loss in losses]
         steps = [reading[0].step for reading in readings]
         megabytes = [statistics.mean(point.sent_bytes for point in reading) / 1e6 for reading in readings]
         for axes, x in ((by_step, steps), (by_bytes, megabytes)):
-            axes.plot(x, mean, color=colour, marker="o", markersize=3, linewidth=1.8, label=arm.title)
-            axes.fill_between(x, [min(v) for v in losses], [max(v) for v in losses], color=colour, alpha=0.15, lw=0)
+            axes.plot(x, mean, color=arm.colour, marker="o", markersize=3, linewidth=1.8, label=arm.title)
+            axes.fill_between(x, [min(v) for v in losses], [max(v) for v in losses], color=arm.colour, alpha=0.15, lw=0)
     by_step.set(xlabel="steps", ylabel="validation loss, bits per byte", title="Learning: the same steps")
     by_bytes.set(xlabel="megabytes sent per rank", xscale="log", title="Price: the bytes it took")
     by_step.set_xlim(left=0)
@@ -362,7 +269,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=positive, default=1, help="train every arm with seeds 0 to N-1 (1)")
     parser.add_argument("--steps", type=positive, default=Recipe.steps, help=f"optimizer steps ({Recipe.steps})")
     parser.add_argument("--learning-rate", type=float, default=Recipe.learning_rate, help="after the warm-up")
-    parser.add_argument("--arms", type=arms, default=ARMS, help=f"of {','.join(titles())}; all by default")
+    parser.add_argument("--arms", type=arms, default=tuple(ARMS.values()), help=f"of {','.join(ARMS)}; all by default")
     parser.add_argument("--output", default="demo", help="write OUTPUT.png and OUTPUT.json (demo)")
     return parser.parse_args(arguments)
 
@@ -374,11 +281,10 @@ def positive(text: str) -> int:
 
 
 def arms(text: str) -> tuple[Arm, ...]:
-    known = {arm.name: arm for arm in ARMS}
-    unknown = [name for name in text.split(",") if name not in known]
+    unknown = [name for name in text.split(",") if name not in ARMS]
     if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r}: expected some of {','.join(known)}")
-    return tuple(known[name] for name in text.split(","))
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r}: expected some of {','.join(ARMS)}")
+    return tuple(ARMS[name] for name in text.split(","))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -402,9 +308,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     runs: list[Run] = []
     try:
-        with Display(len(names) * options.seeds, recipe.steps, silent=rank != 0) as display:
+        total = len(names) * options.seeds * recipe.steps
+        with Progress("demo", total, silent=rank != 0) as progress:
             for seed, arm in itertools.product(range(options.seeds), options.arms):
-                runs.append(train(arm, recipe, corpus, seed, display))
+                runs.append(train(arm, recipe, corpus, seed, progress))
         if rank == 0:
             content["seconds"] = time.monotonic() - start
             content["parameters"] = runs[0].elements_per_step

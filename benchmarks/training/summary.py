@@ -10,13 +10,13 @@ from statistics import fmean
 from typing import Any
 
 from ..common import report
-from ..common.arms import COLOURS, FLOOR, OPPONENT
+from ..common.arms import BASELINE, DENSE, FLOOR
 from ..network import flags
 from ..network.proof import caption
-from .arms import ARMS, DENSE
+from .tasks import ARMS
 
 #: PyTorch's own ways that need no tuning; a codec pays where it beats the faster of them.
-PLAIN = (DENSE, OPPONENT)
+PLAIN = (DENSE, BASELINE)
 
 
 def join(result: dict[str, Any]) -> None:
@@ -32,7 +32,7 @@ def join(result: dict[str, Any]) -> None:
         }
         for rows in world["joined"].values():
             for row in rows.values():
-                row["speedup"] = speedup(row, rows[OPPONENT])
+                row["speedup"] = speedup(row, rows[BASELINE])
         world["crossover"] = {
             name: crossover(name, world) for name in result["arguments"]["arms"] if name not in (FLOOR, *PLAIN)
         }
@@ -100,9 +100,9 @@ def timed(name: str, timings: Mapping[str, Any], learning: Mapping[str, Any]) ->
     return row
 
 
-def speedup(row: Mapping[str, Any], opponent: Mapping[str, Any]) -> dict[str, float] | None:
-    """How many times sooner than the opponent with the same seed: geometric mean and interval. None if ever late."""
-    mine, theirs = row["time_to_target_s"], opponent["time_to_target_s"]
+def speedup(row: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[str, float] | None:
+    """How many times sooner than the baseline with the same seed: geometric mean and interval. None if ever late."""
+    mine, theirs = row["time_to_target_s"], baseline["time_to_target_s"]
     if mine is None or None in mine or None in theirs:
         return None
     logs = report.interval([math.log(other / own) for own, other in zip(mine, theirs, strict=True)])
@@ -209,7 +209,7 @@ def time_table(result: Mapping[str, Any], world: Mapping[str, Any]) -> report.Ta
             [
                 ARMS[name].title,
                 *cells,
-                "" if gain is None or name == OPPONENT else times(gain, seeds),
+                "" if gain is None or name == BASELINE else times(gain, seeds),
                 world["crossover"].get(name, {}).get("words", ""),
             ]
         )
@@ -254,7 +254,7 @@ def plot(result: Mapping[str, Any], path: str) -> None:
     for panel in (*axes[0][2:], axes[0][0]):  # some arms never reach the target, one has no curve of its own
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
             named.setdefault(label, handle)
-    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=5, frameon=False)
+    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=4, frameon=False)
     seeds = result["arguments"]["seeds"]
     bands = f"{seeds} seed{'s' * (seeds > 1)} (bands: range over seeds)"
     figure.suptitle(f"{result['task']['title']}, {result['task']['optimizer']}, {bands}")
@@ -277,10 +277,10 @@ def draw_curves(by_epoch: Any, by_time: Any, result: Mapping[str, Any], world: M
             dense = world["joined"][slowest][DENSE]["step_s"]
             begin = arm.dense_steps
             panels.append((by_time, [min(s, begin) * dense + max(0, s - begin) * row["step_s"] for s in steps]))
-        colour = COLOURS[arm.name]
         for panel, x in panels:
-            panel.plot(x, [fmean(loss) for loss in losses], color=colour, linewidth=1.8, label=arm.title)
-            panel.fill_between(x, [min(v) for v in losses], [max(v) for v in losses], color=colour, alpha=0.15, lw=0)
+            panel.plot(x, [fmean(loss) for loss in losses], color=arm.colour, linewidth=1.8, label=arm.title)
+            low, high = [min(loss) for loss in losses], [max(loss) for loss in losses]
+            panel.fill_between(x, low, high, color=arm.colour, alpha=0.15, lw=0)
     start = by_arm(world["runs"])[DENSE][0]["curve"]
     for panel in (by_epoch, by_time):
         panel.axhline(target, color="#000000", linewidth=0.8, linestyle=":")
@@ -303,14 +303,14 @@ def draw_rates(panel: Any, world: Mapping[str, Any]) -> None:
         found = [mean_time(world["joined"][rate][name]) for rate in rates]
         if name == FLOOR or None in found:
             continue
-        arm, colour = ARMS[name], COLOURS[name]
-        style = "--" if arm.decides else "-"
-        panel.plot(places, found, style, color=colour, marker="o", markersize=4, linewidth=1.8, label=arm.title)
+        arm = ARMS[name]
+        style = "--" if arm.exchange == "auto" else "-"
+        panel.plot(places, found, style, color=arm.colour, marker="o", markersize=4, linewidth=1.8, label=arm.title)
         crossing = world["crossover"].get(name, {}).get("rate")
         if crossing is not None:
             height = [math.log(t) for t in found if t is not None]
             order = sorted(zip(places, height, strict=True))
-            panel.plot(crossing, math.exp(between(order, crossing)), "o", color=colour, ms=11, mfc="none", mew=2)
+            panel.plot(crossing, math.exp(between(order, crossing)), "o", color=arm.colour, ms=11, mfc="none", mew=2)
     panel.set(xscale="log", yscale="log", ylabel="seconds to the target", xlabel="bandwidth of a rank's link")
     panel.set_xticks(places, [spoken(rate) for rate in rates])
     panel.minorticks_off()

@@ -1,4 +1,4 @@
-"""What the training benchmark learns: three tasks that need no download, the same in every arm.
+"""What the training benchmark learns: three tasks that need no download, the same in every arm; and the arms.
 
 A task's global batch does not depend on the number of ranks, so its float32 curve does not either, up to rounding.
 """
@@ -6,9 +6,10 @@ A task's global batch does not depend on the number of ranks, so its float32 cur
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -17,6 +18,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..common import arms
+from ..common.arms import BASELINE, DENSE, FLOOR
 from ..common.language_model import (
     Corpus,
     LanguageModel,
@@ -234,6 +237,15 @@ LARGE = Text(
 TASKS: dict[str, Task] = {task.name: task for task in (DIGITS, SMALL, LARGE)}
 
 
+#: The arms that learn. `auto` takes the codec that a short run learns well with.
+ARMS = {
+    name: arms.ARMS[name]
+    for name in (FLOOR, DENSE, BASELINE, "bf16", "powersgd", "qsgd", "terngrad", "onebit", "topk", "topk8", "auto")
+}
+ARMS["powersgd"] = replace(ARMS["powersgd"], rank=4)
+ARMS["auto"] = replace(ARMS["auto"], codec=ARMS["topk8"].codec, learns_as="topk8")
+
+
 def validate(task: Task, model: nn.Module) -> dict[str, float]:
     """Loss in the task's unit, and accuracy where it has one. A collective: every rank reads its share."""
     sums = task.validation(model, dist.get_rank(), dist.get_world_size())
@@ -242,3 +254,12 @@ def validate(task: Task, model: nn.Module) -> dict[str, float]:
     summed = dict(zip(sums, total.tolist(), strict=True))
     reading = {"loss": summed["loss"] / summed["count"]}
     return reading | ({"accuracy": summed["right"] / summed["count"]} if "right" in summed else {})
+
+
+def require_equal_replicas(model: torch.nn.Module) -> None:
+    """Raises RuntimeError on every rank unless all ranks hold the same weights, bit for bit. A collective."""
+    mine = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+    all_ranks: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(all_ranks, mine)
+    if len(set(all_ranks)) > 1:
+        raise RuntimeError(f"the ranks' models differ after training: SHA-256 of their weights {all_ranks}")

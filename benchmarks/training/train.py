@@ -23,14 +23,12 @@ import torch
 import torch.distributed as dist
 
 from ..common import report
-from ..common.arms import FLOOR, OPPONENT, deciding, in_turns
+from ..common.arms import BASELINE, DENSE, FLOOR, Arm, Installed, in_turns
 from ..common.progress import Progress
 from ..network import flags, links
 from . import summary
-from .arms import ARMS, DENSE, Arm, Attached
-from .demo import require_equal_replicas
 from .summary import tables
-from .tasks import TASKS, Task, validate
+from .tasks import ARMS, TASKS, Task, require_equal_replicas, validate
 
 #: Marks rank 0's lines about how far it is.
 PROGRESS = "progress "
@@ -71,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
     if reason is not None:
         raise links.LinkError(f"{reason}; --rates none trains and times over loopback alone")
     teachers = [arm.learns_as for arm in map(ARMS.__getitem__, options.arms) if arm.learns_as is not None]
-    arms = list(dict.fromkeys([FLOOR, DENSE, OPPONENT, *teachers, *options.arms]))
+    arms = list(dict.fromkeys([FLOOR, DENSE, BASELINE, *teachers, *options.arms]))
     names = ("task", "world", "rates", "seeds", "optimizer", "steps", "readings", "timed", "warmup")
     arguments = {name: getattr(options, name) for name in names} | flags.recorded(distance) | {"arms": arms}
     result = report.document("train", arguments)
@@ -154,34 +152,37 @@ def train(task: Task, arm: Arm, seed: int, readings: int) -> dict[str, Any]:
         RuntimeError: the ranks' models differ at the end.
     """
     start = time.monotonic()
-    attached, optimizer, data = prepared(task, arm, seed)
-    model = attached.model.module
+    installed, optimizer, data = prepared(task, arm, seed)
+    model = installed.module
     due = {-(-task.steps * i // readings) for i in range(1, readings + 1)}
     curve: list[dict[str, Any]] = [{"step": 0, **validate(task, model)}]
     for step in range(task.steps):
-        task.train_step(attached.model, optimizer, step, next(data))
+        task.train_step(installed.model, optimizer, step, next(data))
         if step + 1 in due:
             reading = validate(task, model)
             curve.append({"step": step + 1, **{name: finite(value) for name, value in reading.items()}})
             say(step + 1 - curve[-2]["step"], f"{arm.title}, seed {seed}: {reading['loss']:.3f} {task.loss_unit}")
     require_equal_replicas(model)
-    attached.close()
+    installed.close()
     return {
         "arm": arm.name,
         "seed": seed,
         "parameters": sum(p.numel() for p in model.parameters()),
-        "bits_per_element": attached.bits_per_element(arm),
+        "bits_per_element": installed.bits_per_element(),
         "seconds": time.monotonic() - start,
         "curve": curve,
     }
 
 
-def prepared(task: Task, arm: Arm, seed: int) -> tuple[Attached, torch.optim.Optimizer, Any]:
-    """A model in its arm's hands, its optimizer, and its batches. A collective."""
+def prepared(task: Task, arm: Arm, seed: int) -> tuple[Installed, torch.optim.Optimizer, Any]:
+    """A model in its arm's hands, its optimizer, and its batches. A collective.
+
+    "gather", so that what learns is what is timed: "auto" decides by measurements, which differ between runs.
+    """
     torch.manual_seed(seed)
     gc.collect()  # DDP lives in reference cycles, with gradients of the arm before
-    attached = arm.wrap(task.model(), task.bucket_mb, seed)
-    return attached, task.new_optimizer(attached.model), task.batches(seed, dist.get_rank(), dist.get_world_size())
+    installed = arm.install(task.model(), task.bucket_mb, seed, exchange="gather")
+    return installed, task.new_optimizer(installed.model), task.batches(seed, dist.get_rank(), dist.get_world_size())
 
 
 def finite(value: float) -> float | None:
@@ -198,21 +199,21 @@ def time_steps(
     times: dict[str, list[float]] = {name: [] for name in arms}
 
     def turn(name: str) -> None:
-        attached, updates, data = runners[name]
+        installed, updates, data = runners[name]
         batch = next(data)
         dist.barrier()
         begin = time.perf_counter()
-        job.train_step(attached.model, updates, len(times[name]), batch)
+        job.train_step(installed.model, updates, len(times[name]), batch)
         times[name].append(time.perf_counter() - begin)
         say(1, ARMS[name].title)
 
-    for attached, updates, data in runners.values():
-        while deciding(attached.state):
-            job.train_step(attached.model, updates, 0, next(data))
+    for installed, updates, data in runners.values():
+        while installed.deciding:
+            job.train_step(installed.model, updates, 0, next(data))
     in_turns({name: partial(turn, name) for name in arms}, warmup + timed)
     result = {name: {"times_s": times[name][warmup:], "compresses": runners[name][0].compresses()} for name in arms}
-    for attached, *_ in runners.values():
-        attached.close()
+    for installed, *_ in runners.values():
+        installed.close()
     return result
 
 
