@@ -31,7 +31,7 @@ help:
 	@echo 'make drawn     training scripts drawn for $(DRAWN_SECONDS) seconds (DRAWN_SECONDS=7200), and what breaks a law'
 	@echo 'make lint      ruff and mypy alone'
 	@echo 'make bench     gradwire-bench $(BENCH_ARGS)'
-	@echo 'make benchmarks  every figure of docs/benchmarks.md anew: an hour, on a machine that does nothing else'
+	@echo 'make benchmarks  regenerate every figure of docs/benchmarks.md: an hour, on a machine that does nothing else'
 	@echo 'make gpu-report  test, check and time the CUDA kernels on this machine’s GPU'
 	@echo 'make clean     remove .venv and everything that was built'
 

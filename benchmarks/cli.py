@@ -23,7 +23,7 @@ COMMANDS = {
     "advise": (advise, "predict from measurements here whether compression pays on a given network"),
     "links": (program, "run a program on links of a known speed and length"),
     "profile": (timeline, "draw one bucket's way through a real step"),
-    "publish": (publish, "make every figure of docs/benchmarks.md anew"),
+    "publish": (publish, "regenerate every figure of docs/benchmarks.md"),
     "warm": (warm, "compile kernels ahead, so that no training begins with it"),
     "gpu": (gpu, "test, check and time the CUDA kernels on this machine's GPU"),
 }
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.command != "warm" and importlib.util.find_spec("rich") is None:
         return _fail("the benchmarks need a few more packages: pip install 'gradwire[bench]'")
-    before = signal.signal(signal.SIGTERM, _terminate)  # so that whoever ends us still gets everything cleaned up
+    before = signal.signal(signal.SIGTERM, _terminate)  # so that it cleans up too
     try:
         return COMMANDS[options.command][0].run(options)
     except (links.LinkError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Make every figure of docs/benchmarks.md anew: run the whole set, then write its tables into the page.
+"""Regenerate every figure of docs/benchmarks.md: run the whole set, then write its tables into the page.
 
 Each entry of the set is one `gradwire-bench` command, which writes its JSON file to benchmarks/results/ and its picture
 to docs/. Those that need shaped links are left out where links cannot be had, and said to be; their older figures stay.
@@ -167,7 +167,7 @@ def make(publications: Sequence[Publication], no_links: str | None) -> None:
 
 
 def write_page() -> None:
-    """Write every table of the page anew, from the JSON files."""
+    """Regenerate every table of the page from the JSON files."""
     page = ROOT / PAGE
     page.write_text(filled(page.read_text()))
 

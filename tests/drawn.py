@@ -168,8 +168,8 @@ class Rescale(Short):
 
 @dataclass(frozen=True, repr=False)
 class Join(Short):
-    """Uneven inputs under DDP.join(): so many steps on each rank, the first one without all ranks with an overflow on
-    one that has most, or without."""
+    """Uneven inputs under DDP.join(): a number of steps for each rank, the first one without all ranks with an overflow
+    on one that has most, or without."""
 
     steps: tuple[int, ...]
     overflow: Overflow | None = None

@@ -131,7 +131,7 @@ class Step(Short):
 
 @dataclass(frozen=True, repr=False)
 class Join(Short):
-    """So many steps on each rank, the last of the longest with an overflow or not; then all join."""
+    """`steps` on each rank, the last of the longest with an overflow or not; then all join."""
 
     steps: tuple[int, ...]
     overflow: Overflow | None = None
@@ -333,7 +333,7 @@ class Machine:
             last = steps.index(max(steps))
         self.number = hvd.broadcast_object(self.number, last)
         assert self.number == first + max(steps) * self.passes
-        for model in self.models:  # who had fewer steps takes what came of the others'
+        for model in self.models:  # a rank with fewer steps takes the results of the others'
             hvd.broadcast_parameters([p.data for p in model.parameters], last)
             hvd.broadcast_parameters(model.wanted + model.received, last)
         if self.scaler is not None:

@@ -171,7 +171,7 @@ def settle(request: dict[str, Any], python: str, filters: int) -> None:
     sys.executable = python
     multiprocessing.spawn.set_executable(python)
     random.seed()
-    np.random.seed()  # noqa: NPY002 - whoever uses it
+    np.random.seed()  # noqa: NPY002 - for tests that use it
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "0")) or len(request["affinity"]))
     options = [option for option in os.environ.get("PYTHONWARNINGS", "").split(",") if option] + request["warnings"]
     sys.warnoptions[:] = options

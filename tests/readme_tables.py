@@ -1,4 +1,4 @@
-"""The tables in README.md that say what the codecs are. `python tests/readme_tables.py` writes them anew."""
+"""The tables in README.md that say what the codecs are. `python tests/readme_tables.py` regenerates them."""
 
 from __future__ import annotations
 

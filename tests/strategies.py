@@ -90,7 +90,7 @@ def gradient(kind: str, numel: int, seed: int, dtype: torch.dtype = torch.float3
 
 @dataclass(frozen=True)
 class Case:
-    """A gradient, a residual and a draw, made anew at each use."""
+    """A gradient, a residual and a draw, made again at each use."""
 
     numel: int
     kind: str

@@ -257,7 +257,7 @@ def test_two_threads_at_once(codec: Codec) -> None:
 def test_a_prediction_never_changes_the_bytes(
     density: float, dtype: torch.dtype, pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TopK foretells a threshold: right, too high or too low, the k largest are the k largest."""
+    """TopK predicts a threshold: right, too high or too low, the k largest are the k largest."""
     codec, numel = TopK(density=density), 20_000
     monkeypatch.setattr(topk, "pieces_of", lambda elements, count: min(pieces, count))
     kernels, specification = backend_kernels("cpu")["topk"], backend_kernels("reference")["topk"]
@@ -299,7 +299,7 @@ def test_a_prediction_never_changes_the_bytes(
 
 @pytest.mark.parametrize("run", [1, 64, 2048])
 @pytest.mark.parametrize(("density", "most"), [(0.001, 1.8), (0.01, 1.6), (0.1, 1.3)])
-def test_a_sample_foretells_little_more_than_k(run: int, density: float, most: float) -> None:
+def test_a_sampled_threshold_finds_little_more_than_k(run: int, density: float, most: float) -> None:
     """And no fewer, whatever the scale: a second pass is rare, even where elements that lie together are alike."""
     numel, gradients = 1 << 20, []
     for step in range(40):
@@ -335,7 +335,7 @@ def test_a_workspace_grows_with_the_codec_that_uses_it() -> None:
 
 
 def candidates(codec: TopK, gradients: Sequence[Tensor]) -> list[float]:
-    """Of each of several gradients, how many elements are at or above the foretold threshold, over k."""
+    """Of each of several gradients, how many elements are at or above the predicted threshold, over k."""
     numel, kernels = len(gradients[0]), backend_kernels("cpu")["topk"]
     workspace = kernels.workspace(codec, numel, torch.device("cpu"))
     wire = torch.empty(codec.wire_bytes(numel), dtype=torch.uint8)
@@ -368,7 +368,7 @@ def test_prepare_compiles_all_that_is_ever_run(codec: Codec, monkeypatch: pytest
             codec.decode_add(wire, torch.zeros(numel), 0.5, workspace)
             codec.decode_mean(parts_of(codec, torch.stack([wire, wire]), numel), x, workspace)
             if codec.name == "topk":
-                # A threshold that was foretold too high: a second pass.
+                # A threshold that was predicted too high: a second pass.
                 monkeypatch.setattr(backend_kernels("cpu")["topk"], "_estimate", lambda *_: topk.Estimate(1 << 30))
                 codec.encode_feedback(x, torch.zeros(numel), wire, draw, workspace)
                 exchange_entries(numel)

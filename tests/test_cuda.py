@@ -72,7 +72,7 @@ def test_neither_the_grid_nor_the_order_of_threads_changes_a_byte(codec: Codec, 
     kinds=st.lists(st.sampled_from(tuple(KINDS)), min_size=2, max_size=5),
     dtype=st.sampled_from(DTYPES),
 )
-def test_top_k_is_exact_whatever_the_last_gradient_foretold(
+def test_top_k_is_exact_whatever_the_predicted_threshold(
     density: float, numel: int, kinds: list[str], dtype: torch.dtype
 ) -> None:
     """A threshold that is too high finds fewer than k; one that is too low finds more than there is room for."""

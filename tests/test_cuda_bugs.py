@@ -249,7 +249,7 @@ BUGS = (
 )
 
 NUMEL = 5003
-#: Steps with feedback: ties, tails, values that are not finite, and thresholds that foretell too much and too little.
+#: Steps with feedback: ties, tails, values that are not finite, and thresholds predicted too high and too low.
 STEPS = ("normal", "ties", "not finite", "tiny", "huge", "largest", "constant")
 
 

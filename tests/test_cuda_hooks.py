@@ -72,7 +72,7 @@ def test_over_nccl_streams_agree(ranks: Ranks, codec: Codec) -> None:
 
 
 @every_codec
-def test_a_captured_graph_draws_anew(codec: Codec) -> None:
+def test_a_captured_graph_draws_again(codec: Codec) -> None:
     """A step that a graph has baked in would give every replay the same noise."""
     numel = 50_000
     x = torch.randn(numel, device="cuda")

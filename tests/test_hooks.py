@@ -208,7 +208,7 @@ def subgroup(rank: int) -> Any:
         model = perceptron()
         ddp, state = wrap(model, OneBit(), ddp={"process_group": group})
         result = train(rank, ddp, range(4)), list(state.state_dict()["residuals"])
-        state.close()  # and is connected anew to the same ranks, by the next step
+        state.close()  # and is reconnected to the same ranks, by the next step
         result += (list(state.state_dict()["residuals"]), train(rank, ddp, range(4, 6)))
     everyone, _ = wrap(perceptron(), OneBit())
     return result, train(rank, everyone, range(3))

@@ -219,7 +219,7 @@ def nameless(rank: int) -> None:
         # What they leave out could never be told apart, so never arrive.
         assert "name=" in raised(ValueError, lambda c=codec: hvd.allreduce(x, compression=c))  # type: ignore[misc]
         assert "name=" in raised(ValueError, lambda c=codec: hvd.grouped_allreduce([x], compression=c))  # type: ignore[misc]
-    # Without anything to keep, or told not to, it works, each time anew.
+    # Without anything to keep, or told not to, it works, each time from the start.
     lossy = hvd.Compression.codec(TopK(0.01), error_feedback=False)
     for _ in range(2):
         assert (hvd.allreduce(x, compression=lossy) != 0).nonzero().view(-1).tolist() == [297, 298, 299]
@@ -484,7 +484,7 @@ def uneven_batches(rank: int) -> None:
         codec = hvd.Compression.qsgd(bits=8)
         got = hvd.allreduce(torch.full((600,), 1.0), op=hvd.Sum, compression=codec, name="codec")
         assert torch.allclose(got, torch.full((600,), float(n - step)), atol=0.05)
-        hvd.allgather(torch.ones(1))  # nameless ones are counted anew afterwards
+        hvd.allgather(torch.ones(1))  # nameless ones are counted from zero again afterwards
     assert hvd.join() == n - 1
     equal(hvd.allgather(torch.tensor([rank])), list(range(n)))
     equal(hvd.allreduce(torch.ones(1), op=hvd.Sum), [float(n)])  # and all are back

@@ -608,7 +608,7 @@ def resumed(rank: int, codec: Codec, feedback: bool | str) -> None:
     assert torch.equal(weights(again), weights(model))
     # Without the residuals, or the counter of the draws, it would not be: the test can tell.
     file.seek(0)
-    saved = torch.load(file, weights_only=True)  # anew: loading shares tensors, which training has changed
+    saved = torch.load(file, weights_only=True)  # again: loading shares tensors, which training has changed
     forgetful = model_of(seed=9)
     forgetful.load_state_dict(saved["model"])
     third = sgd(forgetful, compression=compression)

@@ -205,14 +205,14 @@ def test_a_full_disk_costs_nothing_but_the_cache(folder: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("damage", [b"", b"\0" * 5000, None])
-def test_a_damaged_file_is_made_anew(folder: Path, damage: bytes | None) -> None:
+def test_a_damaged_file_is_compiled_again(folder: Path, damage: bytes | None) -> None:
     assert kernel(2)(3) == 6
     (file,) = files(folder)
     file.write_bytes(file.read_bytes()[:-1] if damage is None else damage)
-    for anew in (1, 0):
+    for new in (1, 0):
         before = numba_cache.Cache.compiled, numba_cache.Cache.loaded
         assert kernel(2)(3) == 6
-        assert (numba_cache.Cache.compiled, numba_cache.Cache.loaded) == (before[0] + anew, before[1] + 1 - anew)
+        assert (numba_cache.Cache.compiled, numba_cache.Cache.loaded) == (before[0] + new, before[1] + 1 - new)
     assert files(folder) == [file]
 
 

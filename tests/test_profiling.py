@@ -46,7 +46,7 @@ def profiled_steps(rank: int, codec: Codec, exchange: str) -> dict[str, Any]:
         time.sleep(LATE * rank)
         loss.backward()
 
-    for number in range(2):  # after the first one DDP builds its buckets anew
+    for number in range(2):  # after the first one DDP rebuilds its buckets
         step(number)
     before = state.statistics().seconds
     with every_thread() as profiler:

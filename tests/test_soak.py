@@ -220,7 +220,7 @@ def end_in_order(forker: Forker, way: str, exchange: str) -> None:
 
 @contextmanager
 def busy(cores: int) -> Iterator[None]:
-    """So many cores have something else to do."""
+    """Keep `cores` cores busy with something else."""
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(cores)]
     try:
         yield

@@ -278,7 +278,7 @@ def test_a_result_outlives_the_next_call(ranks: Ranks) -> None:
 
 
 def half_known(rank: int) -> bool:
-    """Rank 0 has met the group before, rank 1 has not: both must probe, or one waits for ever."""
+    """Rank 0 has met the group before, rank 1 has not: both must probe, or one hangs."""
     group = Group(dist.group.WORLD)
     probe.calibration(group, torch.device("cpu"))
     if rank == 1:

@@ -25,7 +25,7 @@ from guarded import Room
 from strategies import LENGTHS, VARIANTS, same
 from torch import Tensor
 
-#: Of so many cases, one goes through the emulated GPU too, which is some hundred times slower.
+#: One case in this many goes through the emulated GPU too, which is some hundred times slower.
 EMULATED_SHARE = 100
 CPU = torch.device("cpu")
 #: What sits at the border of some range, as a word.
@@ -243,7 +243,7 @@ class Fuzz:
 
 
 def main(seed: int, first: int, count: int = 1, *, place: str | None = None) -> None:
-    """So many cases. The number of each is written to `place` before it is run."""
+    """Run `count` cases. The number of each is written to `place` before it is run."""
     faulthandler.enable()
     torch.set_num_threads(1)
     descriptor = os.open(place, os.O_WRONLY | os.O_CREAT) if place else None

@@ -146,7 +146,7 @@ def cores_of(options: argparse.Namespace, local: int) -> float:
 
 
 def check_ranks(world: int, local: int) -> None:
-    """Raises ValueError unless so many ranks can lie on nodes."""
+    """Raises ValueError unless `world` ranks fill nodes of `local`."""
     if world < 2:
         raise ValueError(f"--world {world}: expected at least 2 ranks, as one exchanges nothing")
     if local < 1 or world % local:

@@ -35,7 +35,7 @@ CODECS = {arm.name: arm.codec for arm in PREDICTED if arm.codec is not None}
 MODELS = {name: f"{models.__name__}:{name}" for name in ("linear", "small", "language")}
 #: DDP rebuilds its buckets after the first step.
 WARM_UP = 4
-#: Steps are timed for about so long, and so many at least and at most.
+#: Seconds for which steps are timed, about, and how many at least and at most.
 SECONDS, FEWEST, MOST = 4.0, 5, 25
 #: Bytes of the messages whose work is measured, and how often.
 MESSAGE, MESSAGES = 1 << 23, 8
@@ -319,7 +319,7 @@ def _processor(run: Callable[[], Work]) -> float:
 
 
 def _waking(group: Group, threads: int) -> float:
-    """Seconds that a short exchange takes longer while so many threads of every rank compute: the scheduler lets a
+    """Seconds that a short exchange takes longer while `threads` of every rank compute: the scheduler lets a
     thread that wakes up wait until another one's slice is over."""
     cpu, rows = torch.device("cpu"), torch.zeros(group.size, probe.SHORT, dtype=torch.uint8)
     received, stop = torch.empty_like(rows), threading.Event()

@@ -93,7 +93,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Processors:
-    """What a rank computes with: so many cores, and so many threads in whatever computes. A GPU counts as one.
+    """What a rank computes with: cores, and the threads of each computation. A GPU counts as one core.
 
     Attributes:
         waking: seconds that a message waits, besides its latency, for a core on which others compute.

@@ -33,7 +33,7 @@ SKIPPED = frozenset(
         "pydoc_data",
     }
 )
-#: One file in so many is kept for validation.
+#: One file in this many is kept for validation.
 VALIDATION_SHARE = 10
 VOCABULARY = 256
 

@@ -233,7 +233,7 @@ def _transpose(arguments: list[Any]) -> None:
         into[: ends[-1]] = everything[place]
 
 
-#: Ranks that unpack and sum what they gather, beyond so many entries in all: the others would do the same once more.
+#: Entries of all ranks beyond which only some unpack and sum what they gather: the others would do the same.
 EVERYBODY = 1 << 19
 #: Entries of all ranks together beyond which `union` is left out: every rank has to look at all of them.
 UNION_ENTRIES = 1 << 21

@@ -1,4 +1,4 @@
-"""What came of the training benchmark: learning curves and step times joined, a table for each, and a picture."""
+"""The training benchmark's results: learning curves and step times joined, a table for each, and a picture."""
 
 from __future__ import annotations
 

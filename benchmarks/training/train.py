@@ -126,7 +126,7 @@ def follower(progress: Progress) -> Callable[[str], None]:
 
 
 def say(steps: int, note: str) -> None:
-    """So many more steps are done; for `follower`."""
+    """Tell `follower` that `steps` more are done."""
     if dist.get_rank() == 0:
         print(PROGRESS + json.dumps([steps, note]), flush=True)
 
