@@ -16,10 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from emulated import CSRC, EmulatedDevice, emulated_gpu
 from gradwire.benchmarks import cli
 from gradwire.benchmarks.codec import baselines, gpu, inputs, quality, speed
 from gradwire.benchmarks.common import report
+from gradwire.benchmarks.common.arms import ARMS
 from gradwire.benchmarks.network import allreduce, exchange, step, timeline
 from gradwire.compress import CODECS, QSGD, Cast, Codec, OneBit, TernGrad, TopK
 from gradwire.compress.backends import use_backend
@@ -223,6 +225,23 @@ def test_arms_name_their_exchange_and_their_buckets(tmp_path: Path) -> None:
     assert sent["onebit-gather"] == 4 * OneBit().wire_bytes(4160)
     assert sent["onebit-two_pass"] == 4 * 2 * OneBit().wire_bytes(3 * 1024)
     assert sent["topk-gather"] == 4 * TopK(density=0.01).wire_bytes(4160)
+
+
+def test_arms_are_told_apart_and_take_a_density() -> None:
+    assert len({arm.title for arm in ARMS.values()}) == len(ARMS)
+    assert [name for name, arm in ARMS.items() if arm.at(0.5) != arm] == ["topk", "topk-gather", "hvd-topk"]
+    assert ARMS["topk"].at(0.5).title == "gradwire, TopK(density=0.5)"
+    assert ARMS["topk8"].title == "gradwire, TopK(density=0.08, values=int8)"
+
+
+def test_powersgd_gets_one_bucket() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        models = {name: ARMS[name].install(torch.nn.Linear(2, 2), 1.0).model for name in ("fp16", "powersgd")}
+        caps = {name: model.bucket_bytes_cap for name, model in models.items()}
+    finally:
+        dist.destroy_process_group()
+    assert caps == {"fp16": 1 << 20, "powersgd": 10_000 << 20}
 
 
 def test_far_away_a_step_lasts_as_long_as_on_average() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from ..common import report
@@ -118,12 +117,7 @@ def plot(path: str, curves: Mapping[float, Sequence[Mapping[str, Any]]], rate: f
     Args:
         curves: for each bandwidth in bits a second, rows with `arm`, `what`, `step_s` and `floor_s`.
     """
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
+    figure, axes = report.subplots(figsize=(9, 5.5))
     first = next(iter(curves.values()))
     for place, arm in enumerate(first):
         steps = [rows[place]["step_s"] * 1e3 for rows in curves.values()]
@@ -134,13 +128,11 @@ def plot(path: str, curves: Mapping[float, Sequence[Mapping[str, Any]]], rate: f
     axes.set(xscale="log", yscale="log", xlabel="bandwidth of each node's network card", title=title)
     axes.set_ylabel("predicted step, ms")
     axes.set_xticks([1e8, 1e9, 1e10, 1e11], ["100 Mbit/s", "1 Gbit/s", "10 Gbit/s", "100 Gbit/s"])
-    axes.yaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.annotate(
         "yours", (rate, 1), xycoords=("data", "axes fraction"), xytext=(4, -12), textcoords="offset points", fontsize=9
     )
     axes.grid(alpha=0.25, which="both")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    report.save(figure, path, dpi=150)

@@ -221,11 +221,6 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
     Raises:
         ValueError: nothing was timed.
     """
-    import matplotlib as mpl
-
-    mpl.use("agg")
-    from matplotlib import pyplot
-
     facts = ("backend", "dtype", "numel", "gradients", "threads")
     panels: dict[tuple, list[Mapping[str, Any]]] = {}
     for row in result["codecs"]:
@@ -235,9 +230,7 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
     columns = min(2, len(panels))
     lines = -(-len(panels) // columns)
     size = (6.5 * columns, (1.2 + 0.55 * max(map(len, panels.values()))) * lines + 0.6)
-    figure, grid = pyplot.subplots(
-        lines, columns, figsize=size, sharex=True, sharey=True, squeeze=False, layout="constrained"
-    )
+    figure, grid = report.subplots(lines, columns, figsize=size, sharex=True, sharey=True, squeeze=False)
     for spare in grid.flat[len(panels) :]:
         spare.set_visible(False)
     for axes, (condition, rows) in zip(grid.flat, panels.items(), strict=False):
@@ -265,9 +258,7 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
     handles, labels = grid[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
     figure.text(0.995, 0.002, result["environment"]["cpu"], ha="right", va="bottom", fontsize=7, color="grey")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    report.save(figure, path, dpi=110)
 
 
 def bar_label(operation: str, result: Mapping[str, Any]) -> str:

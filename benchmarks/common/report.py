@@ -146,3 +146,22 @@ def deliver(
         write_json(options.json, result)
     if plot is not None and options.plot:
         plot(result, options.plot)
+
+
+def subplots(*grid: int, **options: Any) -> tuple[Any, Any]:
+    """A figure for a file, and its axes: `pyplot.subplots`. Needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    return pyplot.subplots(*grid, layout="constrained", **options)
+
+
+def save(figure: Any, path: str | Path, dpi: int) -> None:
+    """Write a figure to its file, and close it."""
+    from matplotlib import pyplot
+
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=dpi)
+    pyplot.close(figure)

@@ -320,17 +320,10 @@ def overhead(cells: Sequence[Mapping[str, Any]]) -> str:
 
 def plot(result: Mapping[str, Any], path: Path) -> None:
     """Time against density, a panel for each world size and overlap."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
     worlds = list(dict.fromkeys(cell["world_size"] for cell in result["cells"]))
     overlaps = list(dict.fromkeys(cell["overlap"] for cell in result["cells"]))
     size = (3.4 * len(overlaps) + 1.6, 2.8 * len(worlds) + 0.6)
-    figure, panels = pyplot.subplots(
-        len(worlds), len(overlaps), figsize=size, squeeze=False, sharex=True, sharey="row", layout="constrained"
-    )
+    figure, panels = report.subplots(len(worlds), len(overlaps), figsize=size, squeeze=False, sharex=True, sharey="row")
     styles = dict(zip(ARMS, ("C0-o", "C1-s", "C2-^", "C7-", "k", "C3--v"), strict=True))
     for row, world_size in enumerate(worlds):
         for column, overlap in enumerate(overlaps):
@@ -355,6 +348,4 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
     arguments = result["arguments"]
     what = "Simulated sparse" if "simulate" in arguments else "Sparse"
     figure.suptitle(f"{what} all-reduce of {arguments['numel']:,} elements on links of {arguments['rate']}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    report.save(figure, path, dpi=120)

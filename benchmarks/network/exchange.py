@@ -217,12 +217,7 @@ def rate_table(result: Mapping[str, Any], found: Mapping[str, Any]) -> report.Ta
 
 def plot(result: Mapping[str, Any], path: Path) -> None:
     """Time above the floor against the links' rate."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
+    figure, axes = report.subplots(figsize=(9, 5.5))
     shaped = sorted((f for f in result["rates"] if f["bits_per_s"]), key=lambda found: float(found["bits_per_s"]))
     rates = [found["bits_per_s"] / 1e6 for found in shaped]
     for name in (name for name in result["arguments"]["arms"] if name != FLOOR):
@@ -258,6 +253,4 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
     axes.legend(frameon=False, fontsize=9)
     what = f"{result['arguments']['numel'] / 1e6:g} M float32 between {result['arguments']['world']} ranks"
     axes.set_title(f"One gradient, {what}; x: times faster than PyTorch's fp16 hook", fontsize=11)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=140)
-    pyplot.close(figure)
+    report.save(figure, path, dpi=140)

@@ -190,25 +190,18 @@ def title_of(result: Mapping[str, Any]) -> str:
 
 def plot(result: Mapping[str, Any], path: Path) -> None:
     """Above, the whole step; below, the way of the bucket that takes longest, larger."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
     spans = [{**s, "start": s["start"] * 1e3, "end": s["end"] * 1e3} for s in result["drawn"]["spans"]]
     time_of: dict[int, float] = {}
     for span in spans:
         if span["what"] in PHASES:
             time_of[span["bucket"]] = time_of.get(span["bucket"], 0.0) + span["end"] - span["start"]
     chosen = max(time_of, key=lambda bucket: time_of[bucket])
-    figure, (whole, part) = pyplot.subplots(2, 1, figsize=(11.5, 5.6), height_ratios=(5, 3), layout="constrained")
+    figure, (whole, part) = report.subplots(2, 1, figsize=(11.5, 5.6), height_ratios=(5, 3))
     draw_step(whole, spans, chosen)
     draw_bucket(part, [span for span in spans if span["bucket"] == chosen], chosen)
     took = f"{result['drawn']['seconds'] * 1e3:.0f} ms"
     figure.suptitle(f"One training step of {took}: {title_of(result)}, {result['links']}", fontsize=12)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=140)
-    pyplot.close(figure)
+    report.save(figure, path, dpi=140)
 
 
 def draw_step(axes: Any, spans: Sequence[Span], chosen: int) -> None:

@@ -41,7 +41,7 @@ from ..common.language_model import (
     windows,
 )
 from ..common.progress import Progress
-from ..common.report import Table, document, write_json
+from ..common.report import Table, document, save, subplots, write_json
 from .tasks import require_equal_replicas
 
 #: Small, so that even this model has several buckets, as large ones do.
@@ -219,12 +219,7 @@ def limits(seeds: int, ranks: int, cores: int | None) -> list[str]:
 
 def plot(runs: Sequence[Run], path: Path, caption: str) -> None:
     """Two panels: validation loss against steps, and against bytes sent. With several seeds, mean and range."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (by_step, by_bytes) = pyplot.subplots(1, 2, figsize=(12, 5), sharey=True, layout="constrained")
+    figure, (by_step, by_bytes) = subplots(1, 2, figsize=(12, 5), sharey=True)
     for arm in ARMS.values():
         curves = [run.curve for run in runs if run.arm == arm.name]
         if not curves:
@@ -245,9 +240,7 @@ def plot(runs: Sequence[Run], path: Path, caption: str) -> None:
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     figure.supxlabel(caption, fontsize=8, color="#555555")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    save(figure, path, dpi=150)
 
 
 def report(runs: Sequence[Run], content: dict[str, Any], output: str, recipe: Recipe) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -235,15 +234,8 @@ def times(interval: Mapping[str, float], seeds: int) -> str:
 def plot(result: Mapping[str, Any], path: str) -> None:
     """A row for each number of ranks: loss against epochs, loss against time at the slowest rate, and time to the
     target against bandwidth. Needs matplotlib."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
     worlds = result["worlds"]
-    figure, axes = pyplot.subplots(
-        len(worlds), 3, figsize=(15, 4.6 * len(worlds) + 0.8), layout="constrained", squeeze=False
-    )
+    figure, axes = report.subplots(len(worlds), 3, figsize=(15, 4.6 * len(worlds) + 0.8), squeeze=False)
     for (by_epoch, by_time, by_rate), world in zip(axes, worlds, strict=True):
         draw_curves(by_epoch, by_time, result, world)
         draw_rates(by_rate, world)
@@ -258,9 +250,7 @@ def plot(result: Mapping[str, Any], path: str) -> None:
     seeds = result["arguments"]["seeds"]
     bands = f"{seeds} seed{'s' * (seeds > 1)} (bands: range over seeds)"
     figure.suptitle(f"{result['task']['title']}, {result['task']['optimizer']}, {bands}")
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    report.save(figure, path, dpi=110)
 
 
 def draw_curves(by_epoch: Any, by_time: Any, result: Mapping[str, Any], world: Mapping[str, Any]) -> None:
