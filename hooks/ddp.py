@@ -4,6 +4,7 @@ Annotations stay evaluated here: `register_comm_hook` compares the hook's with i
 """
 
 import copy
+import gc
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -32,7 +33,7 @@ from .registration import expect_hook
 from .statistics import Statistics
 
 #: What belongs to a process and is left out of copies of a state.
-OF_PROCESS = ("_reducer", "_units", "_names", "_open", "_straight")
+OF_PROCESS = ("_reducer", "_units", "_names", "_open", "_straight", "_ends")
 
 
 class CompressState:
@@ -75,6 +76,7 @@ class CompressState:
     _names: dict[int, str]
     _open: Step | None  # from its first bucket to its last
     _straight: bool | None  # whether the step that is open goes without it
+    _ends: bool | None  # of that step: whether autograd will tell when it ends
     _delivery: Delivery
 
     def __init__(
@@ -110,7 +112,7 @@ class CompressState:
         }
         self._device = next((p.device for p in self._parameters.values()), torch.device("cpu"))
         self._excluded: frozenset[str] = frozenset()
-        self._model: weakref.ref[DistributedDataParallel] | None = weakref.ref(model)
+        self._model: Callable[[], DistributedDataParallel | None] | None = weakref.ref(model)
         self._step = self._saves = 0
         self._warned = False
         self._feedback = Memory()
@@ -184,12 +186,11 @@ class CompressState:
             raise RuntimeError(
                 "gradwire's exchanges cannot be captured in a CUDA graph: leave backward out of the graph"
             )
+        if self._model is None:
+            self._model = _registered_at(self)
         reducer = self._reducer or self._connect(None)  # none after `close`, or in a copy
         if self._goes_straight(reducer):
-            if bucket.is_last():
-                self._straight, self._step = None, self._step + 1
-                self._statistics.steps += 1
-            return reducer.reduce_straight(buffer)
+            return self._submit_straight(bucket, buffer, reducer)
         unit = self._unit(bucket, buffer)
         if self._open is not None and not unit.names.isdisjoint(self._open.names):
             # A pass that raised unnoticed, after one inside it had ended: its means are overwritten by now.
@@ -220,6 +221,31 @@ class CompressState:
                 fixed and not leaves_out and reducer.goes_straight(self._step, self._options.choice(self._step))
             )
         return bool(self._straight)
+
+    def _submit_straight(
+        self, bucket: dist.GradBucket, buffer: Tensor, reducer: Reducer
+    ) -> torch.futures.Future[Tensor]:
+        """A bucket of a step that goes without the pipeline: waited for as DDP would, when backward has ended."""
+        if self._ends is None:
+            self._ends = AtEnd(self._end_straight, self._leave_straight).queue()
+        future = reducer.reduce_straight(buffer)
+        if bucket.is_last() and not self._ends:
+            self._end_straight()
+        return future
+
+    def _end_straight(self) -> None:
+        self._leave_straight()
+        model = self._ddp()
+        try:
+            if self._reducer is not None:
+                self._reducer.end_straight()
+        except Exception:
+            if model is not None:
+                model.reducer._reset_state()
+            raise
+
+    def _leave_straight(self) -> None:
+        self._straight, self._ends, self._step = None, None, self._step + 1
 
     def _begin(self, reducer: Reducer) -> Step:
         self._delivery.settle(reducer.connection.pipeline)
@@ -400,7 +426,7 @@ class CompressState:
     def _disconnect(self) -> None:
         for name in OF_PROCESS:
             self.__dict__.pop(name, None)
-        self._reducer = self._open = self._straight = None
+        self._reducer = self._open = self._straight = self._ends = None
         self._tracker.disconnected()
         self._units = {}
         self._names = {id(p): name for name, p in self._parameters.items()}
@@ -499,6 +525,14 @@ def strides_in_bucket(parameter: Tensor) -> tuple[int, ...]:
                 return torch.empty(parameter.shape, device="meta").stride()
             expected *= size
     return parameter.stride()
+
+
+def _registered_at(state: CompressState) -> Callable[[], DistributedDataParallel | None]:
+    """The model whose hook has this state: pickling does not tell, and what DDP does with the means must be known."""
+    for found in gc.get_objects():
+        if isinstance(found, DistributedDataParallel) and any(s is state for _, s in getattr(found, "_comm_hooks", ())):
+            return weakref.ref(found)
+    return lambda: None
 
 
 def clean_name(name: str) -> str:

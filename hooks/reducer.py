@@ -16,9 +16,8 @@ from ..compress.layout import Layout, end_to_end, layout_numel, pack
 from ..compress.memory import Memory
 from .auto.planner import REVIEW_EVERY, Choice, Plan
 from .auto.tuner import Tuner
-from .comm.group import HANDSHAKE_TIMEOUT
+from .comm.group import HANDSHAKE_TIMEOUT, Work
 from .comm.pipeline import Clock, Stages, clock, drive
-from .comm.threads import outcome
 from .comm.topology import Topology
 from .connection import Connection
 from .exchanges import Dense, Exchange, Operands, all_finite
@@ -195,6 +194,7 @@ class Reducer:
         #: The choice under which all units are dense and no rank keeps anything.
         self._all_dense: Choice | None = None
         self._was_straight = False
+        self._straight: list[tuple[Work, Tensor, torch.futures.Future[Tensor]]] = []
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
@@ -207,16 +207,29 @@ class Reducer:
         return self.tuner.follow(choice) == self._all_dense
 
     def reduce_straight(self, buffer: Tensor) -> torch.futures.Future[Tensor]:
-        """The mean, by nothing but an all-reduce in the group that the gradients would take anyway."""
-        self._was_straight = True
-        statistics, group = self._statistics, self.connection.dense_group
+        """The mean, by nothing but an all-reduce in the group that the gradients would take anyway. `end_straight` must
+        follow: where nobody else waits, no thread of the backend's has to call into Python."""
+        group = self.connection.dense_group
         assert group is not None
-        statistics.elements += buffer.numel()
-        statistics.dense_bytes += 4 * buffer.numel()
-        if group.size > 1:
-            statistics.payload_bytes += 4 * buffer.numel()
-            statistics.transfer_bytes += 8 * buffer.numel() * (group.size - 1) // group.size
-        return outcome(group.all_reduce(buffer.mul_(1.0 / group.size)))
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+        self._straight.append((group.all_reduce(buffer.mul_(1.0 / group.size)), buffer, future))
+        return future
+
+    def end_straight(self) -> None:
+        """Every gradient of the step has been given to `reduce_straight`: wait for the means."""
+        under_way, self._straight = self._straight, []
+        self._was_straight = True
+        for work, buffer, future in under_way:
+            work.wait()
+            future.set_result(buffer)
+        statistics, ranks = self._statistics, self.connection.group.size
+        numel = sum(buffer.numel() for _, buffer, _ in under_way)
+        statistics.steps += 1
+        statistics.elements += numel
+        statistics.dense_bytes += 4 * numel
+        if ranks > 1:
+            statistics.payload_bytes += 4 * numel
+            statistics.transfer_bytes += 8 * numel * (ranks - 1) // ranks
 
     def begin(self, number: int, choice: Choice) -> Step:
         """A step begins; `greet` must follow."""

@@ -20,8 +20,8 @@ class Statistics:
         nonfinite_steps: steps whose mean had a NaN or an infinity; of steps in which all is dense every 64th is looked
             at.
         decisions: for each bucket, by index, which exchange serves it, and why.
-        seconds: wall time up to a bucket's first messages ("encode"), waiting for messages ("exchange", of all buckets
-            that are under way for the longest), and computing after them ("decode"); all of it overlaps with backward.
+        seconds: wall time up to a bucket's first messages ("encode"), waiting for messages ("exchange"; buckets
+            wait beside each other), and computing after them ("decode"); all of it overlaps with backward.
             Profilers show the same times as ranges (`comm.pipeline.RANGE`).
     """
 

@@ -236,6 +236,19 @@ FAILED: tuple[tuple[Configuration, list[Event]], ...] = (
     ),
     # A loss scale that a joined rank has not seen fall.
     (Configuration(scaler="enabled"), [Step(), Join(steps=(3, 1, 1, 1), overflow=Overflow())]),
+    # A mean that DDP throws away, of a pickled model whose state nobody has told about it.
+    (
+        Configuration(
+            codec=OneBit(),
+            parameters=(Parameter((300,)), Parameter((1500,), "never")),
+            find_unused_parameters=True,
+        ),
+        [Copy(how="pickle"), Step()],
+    ),
+    (
+        Configuration(parameters=(Parameter((40, 20)), Parameter((1500,), "turns")), find_unused_parameters=True),
+        [Copy(how="pickle"), Step(backwards=2)],
+    ),
     # A copy with the scaler of the original.
     (Configuration(scaler="enabled"), [Step(), Copy(together=False), Step(overflow=Overflow()), Step()]),
 )

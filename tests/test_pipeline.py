@@ -107,6 +107,36 @@ def test_units_are_under_way_together_and_jobs_wait_for_all() -> None:
     assert seen[-2:] == ["job", "c ends"], "after everything before it, before everything after"
 
 
+def test_no_unit_waits_for_what_another_waits_for() -> None:
+    """Other ranks wait in orders of their own: one that hangs on this one's answer would close a circle."""
+    pipeline, seen = Pipeline("test"), list[str]()
+    bells = {name: [Bell(), Bell(), Bell()] for name in "abc"}
+    futures = {name: pipeline.start(stages(name, bells[name], seen), torch.ones(1)) for name in "abc"}
+    for name in "abc":
+        bells[name][0].rung.set()
+    assert until(lambda: {"a1", "b1", "c1"} <= set(seen))
+    for name in "cb":  # the first still waits
+        for bell in bells[name]:
+            bell.rung.set()
+        futures[name].wait()
+    assert not futures["a"].done()
+    for bell in bells["a"]:
+        bell.rung.set()
+    futures["a"].wait()
+
+
+def test_units_are_resumed_in_order_for_the_first_time() -> None:
+    """Collectives start no later than then."""
+    pipeline, seen = Pipeline("test"), list[str]()
+    bells = [Bell() for _ in range(20)]
+    futures = [pipeline.start(stages(f"{i:02} ", [bell], seen), torch.ones(1)) for i, bell in enumerate(bells)]
+    for bell in reversed(bells):
+        bell.rung.set()
+    for future in futures:
+        future.wait()
+    assert [name for name in seen if name.endswith("ends")] == [f"{i:02}  ends" for i in range(20)]
+
+
 def test_a_unit_that_fails_takes_all_others_along_at_once() -> None:
     pipeline, seen = Pipeline("test"), list[str]()
     bells = [Bell() for _ in range(3)]

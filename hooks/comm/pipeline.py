@@ -1,13 +1,16 @@
-"""Asynchrony: one thread that computes, one that waits, and every bucket of a step under way at once.
+"""Asynchrony: one thread that computes, others that wait, and every bucket of a step under way at once.
 
 A unit of work is a generator, its *stages*: it yields what it has put under way and goes on when that has arrived. The
-computing thread begins units in the order of their submission and resumes each when its own messages are there; the
-waiting thread waits for them, first put under way first. So a message costs a step its latency once for each stage,
-whatever the number of buckets.
+computing thread begins units in the order of their submission and resumes each when its own messages are there. So a
+message costs a step its latency once for each stage, whatever the number of buckets.
+
+What units have put under way at first is waited for by one thread, in the order of submission: no rank waits for
+another's waiting there, as units begin without. What they put under way later hangs on what other ranks have waited
+for, in an order of their own, and would close a circle of waits if it had to queue: each has a thread to itself.
 
 Messages find their counterpart by tags (`comm.group`), so the order in which units are resumed, which depends on time,
-matters to nobody. Collectives have no tags: a unit starts none later than in its first stages, which follow each other
-in the order of submission on all ranks.
+matters to nobody. Collectives have no tags: a unit starts none later than when it is resumed for the first time, and
+for that units follow each other in the order of submission on all ranks.
 
 On a GPU the stages' kernels run on streams of the pipeline's own, beside backward's: what is encoded on one, the rest
 on another. NCCL's collectives do not block the host, so there nothing needs a thread: units are launched to their end
@@ -39,6 +42,8 @@ Job = Callable[[], Any]
 #: What times a phase, "encode", "exchange" or "decode": up to the first messages, waiting, and after them.
 Clock = Callable[[str], AbstractContextManager[None]]
 
+#: Threads add to the same numbers.
+_adding = threading.Lock()
 #: How profilers show a bucket's phase.
 RANGE = "gradwire:{phase} bucket {bucket}"
 #: What everything is told after one unit has failed.
@@ -74,7 +79,8 @@ class _Phase:
         self._start = time.perf_counter()
 
     def __exit__(self, *exception: object) -> None:
-        self._seconds[self._phase] += time.perf_counter() - self._start
+        with _adding:
+            self._seconds[self._phase] += time.perf_counter() - self._start
         if self._ranges is not None:
             self._ranges.close()
 
@@ -95,7 +101,8 @@ class _Unit:
     future: torch.futures.Future[Any]
     clock: Clock
     ready: torch.cuda.Event | None
-    begun: bool = False
+    #: How often it has put something under way.
+    stage: int = 0
 
 
 @dataclass(eq=False)
@@ -130,9 +137,8 @@ class Pipeline:
         self.threaded = threaded
         self._device = device if device.type == "cuda" else None
         self._failure = failure = _Failure()
-        self._core = core = _Core(failure, self._device, overlapped=threaded and self._device is None)
+        self._core = core = _Core(failure, self._device, overlapped=threaded and self._device is None, name=name)
         if threaded:
-            start_thread(f"{name}-messages", core.wait, None)  # the other one ends it
             start_thread(name, core.compute, core.inbox, owner=self)
 
     def start(self, stages: Stages, result: Tensor, clock: Clock = no_clock) -> torch.futures.Future[Tensor]:
@@ -222,8 +228,14 @@ class _Core:
     failure: _Failure
     device: torch.device | None
     overlapped: bool
+    name: str
     inbox: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
-    waits: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
+    first: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
+    later: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
+    #: Threads that wait, the first of them for what is in `first`.
+    waiting: list[threading.Thread] = field(default_factory=list)
+    #: What the others wait for, or have waited for and not been asked about.
+    waits: int = 0
     under_way: dict[_Unit, None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -239,12 +251,13 @@ class _Core:
             while submitted and (isinstance(submitted[0], _Unit) or not self.under_way):
                 item = submitted.popleft()
                 if item is None:
-                    self.waits.put(None)
+                    self._end()
                     return
                 self.take(item)
                 del item  # it holds its owner; waiting for the next one must not keep that alive
             item = self.inbox.get()
             if isinstance(item, _Arrived):
+                self.waits -= item.unit.stage > 1
                 self.resume(item.unit, item.error)
             else:
                 submitted.append(item)
@@ -269,7 +282,7 @@ class _Core:
             with self._stream(1):
                 while work is not None:
                     if self.overlapped:
-                        self.waits.put((item, work))
+                        self._await(item, work)
                         return
                     work = self._advance(item, self._wait(item, work))
 
@@ -278,7 +291,25 @@ class _Core:
         if unit in self.under_way:
             work = self._advance(unit, error)
             if work is not None:
-                self.waits.put((unit, work))
+                self._await(unit, work)
+
+    def _await(self, unit: _Unit, work: Work) -> None:
+        """Have a thread tell when this has arrived."""
+        if unit.stage == 1:
+            inbox, wanted = self.first, not self.waiting
+        else:
+            self.waits += 1
+            inbox, wanted = self.later, self.waits >= len(self.waiting)
+        if wanted:
+            name = f"{self.name}-messages-{len(self.waiting)}"
+            self.waiting.append(start_thread(name, partial(self.wait, inbox), None))
+        inbox.put((unit, work))
+
+    def _end(self) -> None:
+        for number in range(len(self.waiting)):
+            (self.later if number else self.first).put(None)
+        for thread in self.waiting if self.failure.text is None else ():  # else it may wait for what never comes
+            thread.join()
 
     def _run(self, barrier: _Barrier) -> None:
         if self.streams is not None:
@@ -293,10 +324,12 @@ class _Core:
 
     def _advance(self, unit: _Unit, error: Exception | None = None) -> Work | None:
         """Run the unit's next stage; None: it has ended, well or not."""
-        phase, unit.begun = "decode" if unit.begun else "encode", True
+        phase = "decode" if unit.stage else "encode"
         try:
             with unit.clock(phase):
-                return next(unit.stages) if error is None else unit.stages.throw(error)
+                work = next(unit.stages) if error is None else unit.stages.throw(error)
+            unit.stage += 1
+            return work
         except StopIteration:
             del self.under_way[unit]
             unit.future.set_result(unit.result)
@@ -325,10 +358,10 @@ class _Core:
         for stream in self.streams or ():
             stream.synchronize()
 
-    # -- the waiting thread ------------------------------------------------------------------------------------------
+    # -- threads that wait -------------------------------------------------------------------------------------------
 
-    def wait(self) -> None:
-        while (item := self.waits.get()) is not None:
+    def wait(self, inbox: queue.SimpleQueue[Any]) -> None:
+        while (item := inbox.get()) is not None:
             unit, work = item
             if self.failure.text is not None:
                 self.failure.left.append(work)

@@ -10,17 +10,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from .group import cut_all
 
 #: The threads that run, and what tells them to end, None in a queue; without one another thread does. None is held
 #: longer than it runs.
 _threads: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue[Any] | None] = weakref.WeakKeyDictionary()
-
-#: Collectives whose end calls into Python from a thread of the backend's.
-_called_back: set[object] = set()
 
 #: How long to wait for a thread that ends: a message that never comes must not keep the process.
 STOP_SECONDS = 10.0
@@ -28,29 +22,14 @@ STOP_SECONDS = 10.0
 
 def start_thread(
     name: str, target: Callable[[], None], inbox: queue.SimpleQueue[Any] | None, owner: object | None = None
-) -> None:
+) -> threading.Thread:
     """Start a daemon that None in its inbox ends: when its owner is collected, or the interpreter ends."""
     thread = threading.Thread(target=target, name=name, daemon=True)
     thread.start()
     _threads[thread] = inbox
     if owner is not None and inbox is not None:
         weakref.finalize(owner, _stop, inbox, thread).atexit = False  # `_stop_all` sees to it
-
-
-def outcome(work: Any) -> torch.futures.Future[Tensor]:
-    """What an all-reduce of one tensor gives, as a future that Python has seen, as DDP wants it."""
-    token = object()
-    _called_back.add(token)
-
-    def first(future: torch.futures.Future[Any]) -> Tensor:
-        try:
-            tensor: Tensor = future.value()[0]
-            return tensor
-        finally:
-            _called_back.discard(token)
-
-    found: torch.futures.Future[Tensor] = work.get_future().then(first)
-    return found
+    return thread
 
 
 def _stop(inbox: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
@@ -64,8 +43,7 @@ def _stop_all() -> None:
     """Let all threads end.
 
     A pipeline may be gone by now and its threads not: where the last job holds the last reference, nobody has waited.
-    And a unit may wait for a rank that does not come, as the main thread has raised something, here or there; or a
-    collective of a step in which all is dense.
+    And a unit may wait for a rank that does not come, as the main thread has raised something, here or there.
     """
     threads = list(_threads.items())
     for _, inbox in threads:
@@ -75,7 +53,5 @@ def _stop_all() -> None:
         deadline = time.monotonic() + seconds
         for thread, _ in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        while _called_back and time.monotonic() < deadline:
-            time.sleep(0.001)
-        if _called_back or any(thread.is_alive() for thread, _ in threads):
+        if any(thread.is_alive() for thread, _ in threads):
             cut_all()
