@@ -33,7 +33,7 @@ from .registration import expect_hook
 from .statistics import Statistics
 
 #: What belongs to a process and is left out of copies of a state.
-OF_PROCESS = ("_reducer", "_units", "_names", "_open", "_straight", "_ends")
+OF_PROCESS = ("_reducer", "_units", "_names", "_open", "_straight")
 
 
 class CompressState:
@@ -76,7 +76,6 @@ class CompressState:
     _names: dict[int, str]
     _open: Step | None  # from its first bucket to its last
     _straight: bool | None  # whether the step that is open goes without it
-    _ends: bool | None  # of that step: whether autograd will tell when it ends
     _delivery: Delivery
 
     def __init__(
@@ -190,7 +189,13 @@ class CompressState:
             self._model = _registered_at(self)
         reducer = self._reducer or self._connect(None)  # none after `close`, or in a copy
         if self._goes_straight(reducer):
-            return self._submit_straight(bucket, buffer, reducer)
+            future = reducer.reduce_straight(buffer)
+            if bucket.is_last():
+                self._straight, self._step = None, self._step + 1
+                self._statistics.steps += 1
+                if not at_end(self._end_straight):
+                    self._end_straight()
+            return future
         unit = self._unit(bucket, buffer)
         if self._open is not None and not unit.names.isdisjoint(self._open.names):
             # A pass that raised unnoticed, after one inside it had ended: its means are overwritten by now.
@@ -222,19 +227,8 @@ class CompressState:
             )
         return bool(self._straight)
 
-    def _submit_straight(
-        self, bucket: dist.GradBucket, buffer: Tensor, reducer: Reducer
-    ) -> torch.futures.Future[Tensor]:
-        """A bucket of a step that goes without the pipeline: waited for as DDP would, when backward has ended."""
-        if self._ends is None:
-            self._ends = AtEnd(self._end_straight, self._leave_straight).queue()
-        future = reducer.reduce_straight(buffer)
-        if bucket.is_last() and not self._ends:
-            self._end_straight()
-        return future
-
     def _end_straight(self) -> None:
-        self._leave_straight()
+        """DDP is about to wait for the means of a step that went without the pipeline."""
         model = self._ddp()
         try:
             if self._reducer is not None:
@@ -243,9 +237,6 @@ class CompressState:
             if model is not None:
                 model.reducer._reset_state()
             raise
-
-    def _leave_straight(self) -> None:
-        self._straight, self._ends, self._step = None, None, self._step + 1
 
     def _begin(self, reducer: Reducer) -> Step:
         self._delivery.settle(reducer.connection.pipeline)
@@ -426,7 +417,7 @@ class CompressState:
     def _disconnect(self) -> None:
         for name in OF_PROCESS:
             self.__dict__.pop(name, None)
-        self._reducer = self._open = self._straight = self._ends = None
+        self._reducer = self._open = self._straight = None
         self._tracker.disconnected()
         self._units = {}
         self._names = {id(p): name for name, p in self._parameters.items()}

@@ -207,8 +207,8 @@ class Reducer:
         return self.tuner.follow(choice) == self._all_dense
 
     def reduce_straight(self, buffer: Tensor) -> torch.futures.Future[Tensor]:
-        """The mean, by nothing but an all-reduce in the group that the gradients would take anyway. `end_straight` must
-        follow: where nobody else waits, no thread of the backend's has to call into Python."""
+        """The mean, by nothing but an all-reduce in the group that the gradients would take anyway; it is there after
+        `end_straight`, so that no thread of the backend's has to call into Python."""
         group = self.connection.dense_group
         assert group is not None
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
@@ -224,7 +224,6 @@ class Reducer:
             future.set_result(buffer)
         statistics, ranks = self._statistics, self.connection.group.size
         numel = sum(buffer.numel() for _, buffer, _ in under_way)
-        statistics.steps += 1
         statistics.elements += numel
         statistics.dense_bytes += 4 * numel
         if ranks > 1:
