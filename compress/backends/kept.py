@@ -71,7 +71,7 @@ def private(folder: Path) -> bool:
 
 
 def write(path: Path, content: bytes) -> None:
-    """All of it or nothing, whoever reads or writes the same file meanwhile.
+    """All of it or nothing, even if other processes read or write the same file meanwhile.
 
     Raises:
         OSError: it cannot be written.

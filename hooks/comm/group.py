@@ -141,7 +141,7 @@ class Group:
 
     def channel(self, name: str) -> Group:
         """The same ranks and connections, for messages that no others are mistaken for: what one rank sends here
-        arrives, in this order, at whoever has made a channel of this name as often as it has.
+        arrives, in this order, at the ranks that have made a channel of this name equally often.
 
         Of its collectives those of CPU tensors may run beside others, in any order, `all_reduce` excepted.
         """

@@ -43,7 +43,7 @@ class World:
             return f"noname.{self.joins}.{number}"
 
     def joined(self) -> None:
-        """All ranks have joined: those that had fewer batches have counted fewer operations, so count anew."""
+        """All ranks have joined: those with fewer batches have counted fewer operations, so counting restarts."""
         with self.counting:
             self.counters.clear()
             self.joins += 1
@@ -244,7 +244,7 @@ def gloo_enabled() -> bool:
 
 
 def mpi_built() -> bool:
-    """False: collectives go over Gloo or NCCL, whoever launches the processes."""
+    """False: collectives go over Gloo or NCCL, however the processes are launched."""
     return False
 
 

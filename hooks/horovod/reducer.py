@@ -115,7 +115,7 @@ class GradientReducer:
         self.set_passes(self.options.backward_passes_per_step)
 
     def wait(self) -> None:
-        """Until nothing changes gradients and residuals any more; not for ever, where other ranks have gone on."""
+        """Until nothing changes gradients and residuals any more; within limits, as other ranks may have stopped."""
         for unit in self._units:
             if unit.pending is not None:
                 unit.pending.settle(WAIT_SECONDS)

@@ -85,7 +85,7 @@ class Cache(_Cache):
         """numba's CompileResult for these arguments, or None."""
         target_context.refresh()
         for path in self._paths(sig, target_context) if self._enabled else ():
-            # Whatever is wrong with a file, to compile anew writes it anew.
+            # Whatever is wrong with a file, compiling again replaces it.
             with suppress(Exception):
                 content = path.read_bytes()
                 if hashlib.sha256(content[32:]).digest() == content[:32]:

@@ -169,7 +169,7 @@ def _layout(numel: int, k: int) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Keys that a sample foretells: every element from `threshold` on is a candidate, the k-th largest is about
+    """Keys predicted from a sample: every element from `threshold` on is a candidate, the k-th largest is about
     `likely`, and hardly above `high`. The first two are 1 if there is no telling."""
 
     threshold: int = 1
@@ -178,7 +178,7 @@ class Estimate:
 
 
 class TopK(SparseKernels, CpuKernels):
-    """Exact selection among the candidates of one pass, whose threshold is foretold by a sample of the gradient."""
+    """Exact selection among the candidates of one pass, whose threshold is predicted from a sample of the gradient."""
 
     entries = Entries()
 

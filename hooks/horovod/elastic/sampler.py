@@ -13,7 +13,7 @@ from ..basics import rank, size
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
-    """Divides a dataset among the ranks, and leaves out what this epoch has seen, whoever saw it.
+    """Divides a dataset among the ranks, and leaves out what any rank has seen in this epoch.
 
     Record every batch after it has been used (`record_batch`), keep the sampler in the state (`TorchState(sampler=…)`),
     and call `set_epoch` at the end of every epoch.

@@ -6,7 +6,7 @@ and `run` begins with the newest commit that any host has.
 
 The files are `<folder>/commit.pt` on every host, written by its first rank. The folder is `GRADWIRE_ELASTIC_DIR`, or
 `<temporary folder>/gradwire-elastic-<user id>/<torchrun's run id>`; without torchrun, and without the variable, commits
-stay in memory. Files are pickles: whoever can write to the folder can run code in the job.
+stay in memory. Files are pickles: write access to the folder is the right to run code in the job.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _forget_commit() -> None:
-    """The job is done: another one of the same name begins anew. Not before every rank is."""
+    """The job is done: another one of the same name starts from scratch. Not before every rank is."""
     allgather_object(rank())
     path = commit_file()
     if path is not None and local_rank() == 0 and "GRADWIRE_ELASTIC_DIR" not in os.environ:
