@@ -189,6 +189,8 @@ class CompressState:
             self._model = _registered_at(self)
         reducer = self._reducer or self._connect(None)  # none after `close`, or in a copy
         if self._goes_straight(reducer):
+            if not reducer.straight:  # a pass that raises must not leave DDP's buckets to a sum that is under way
+                AtEnd(_nothing, reducer.drop_straight).queue()
             future = reducer.reduce_straight(buffer)
             if bucket.is_last():
                 self._straight, self._step = None, self._step + 1
@@ -516,6 +518,9 @@ def strides_in_bucket(parameter: Tensor) -> tuple[int, ...]:
                 return torch.empty(parameter.shape, device="meta").stride()
             expected *= size
     return parameter.stride()
+
+
+def _nothing() -> None: ...
 
 
 def _registered_at(state: CompressState) -> Callable[[], DistributedDataParallel | None]:

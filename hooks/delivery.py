@@ -18,10 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..compress.layout import Slot
 from ..compress.memory import Memory
 from .comm.pipeline import Pipeline
-from .reducer import Step, Unit
-
-#: How long to wait for exchanges that are under way when a backward pass has raised.
-RAISED_SECONDS = 10.0
+from .reducer import RAISED_TIMEOUT, Step, Unit
 
 
 class Delivery:
@@ -83,7 +80,7 @@ class Delivery:
         if not pipeline.failed:
             pipeline.submit(partial(self._keep_all, step))
         # Before DDP's buckets change; but the other ranks may be in trouble too.
-        if pipeline.idle(RAISED_SECONDS) and pipeline.failed:
+        if pipeline.idle(RAISED_TIMEOUT.total_seconds()) and pipeline.failed:
             self._keep_all(step)
 
     def _keep_all(self, step: Step) -> Tensor:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..compress.codec import new_draw
@@ -16,7 +19,7 @@ from ..compress.layout import Layout, end_to_end, layout_numel, pack
 from ..compress.memory import Memory
 from .auto.planner import REVIEW_EVERY, Choice, Plan
 from .auto.tuner import Tuner
-from .comm.group import HANDSHAKE_TIMEOUT, Work
+from .comm.group import HANDSHAKE_TIMEOUT
 from .comm.pipeline import Clock, Stages, clock, drive
 from .comm.topology import Topology
 from .connection import Connection
@@ -26,6 +29,8 @@ from .statistics import Statistics
 
 #: Where everything is dense, every so many steps one goes the usual way: ranks compare steps, and look for NaN.
 LOOK_EVERY = 64
+#: How long to wait for what is under way when a backward pass has raised.
+RAISED_TIMEOUT = timedelta(seconds=10)
 
 
 class Unit:
@@ -71,24 +76,63 @@ class Unit:
         return (
             self.numel == like.numel()
             and self.dtype == like.dtype
+            and self.device == like.device
             and len(self.parameters) == len(parameters)
             and all(a is b for a, b in zip(self.parameters, parameters, strict=True))
         )
 
-    def prepare(self, plan: Plan, topology: Topology, seed: int) -> None:
-        """Make the exchange that a plan wants, with every buffer it needs."""
-        if self.plan == plan:
-            return
-        numel, extra = layout_numel(self.layout), self.extra.numel()
-        self.exchange = plan.make(f"{self.index} {numel} {extra} {plan}", numel, extra, self.device, topology)
-        stream = 2 * topology.all.rank << 32 | self.index
+    def use(self, exchange: Exchange, seed: int, rank: int) -> None:
+        """Let an exchange serve from now on."""
+        stream = 2 * rank << 32 | self.index
         draws = new_draw(seed, 0, stream, self.device), new_draw(seed, 0, stream | 1 << 32, self.device)
-        self.operands = Operands(self.extra, self.extra, self.extra, NOTHING, (), *draws)
+        self.exchange, self.operands = exchange, Operands(self.extra, self.extra, self.extra, NOTHING, (), *draws)
         self.kept = None  # nor what owners keep, whose slices are the exchange's
         self.seen = [0, 0]
         self.arrived = torch.zeros(2, dtype=torch.int64, pin_memory=self.extra.is_cuda)
         self.copied: torch.cuda.Event | None = None
-        self.plan = plan
+
+    def follow(self, plan: Plan, topology: Topology, seed: int) -> None:
+        """Let the exchange serve that a plan wants."""
+        if self.plan != plan:
+            numel, extra = layout_numel(self.layout), self.extra.numel()
+            exchange = plan.make(f"{self.index} {numel} {extra} {plan}", numel, extra, self.device, topology)
+            self.use(exchange, seed, topology.all.rank)
+            self.plan = plan
+
+    def reduce(self, buffer: Tensor, feedback: Memory, keeps: bool, step: int) -> Stages:
+        """Stages: replace the gradients by their mean.
+
+        Args:
+            buffer: where they lie.
+            feedback: what compression has left out so far.
+            keeps: whether what it leaves out now is kept there; what is there goes out in any case.
+            step: of the draws.
+        """
+        operands = self.operands
+        operands.draw[1] = operands.owner_draw[1] = step
+        operands.out = grad = buffer if self.packed is None else self.gather(buffer)
+        operands.grad = self._feed(grad, feedback, keeps)
+        yield from self.exchange.reduce(operands)
+        for port in self.exchange.ports:  # between two steps: announce the next one's messages
+            port.post()
+        if self.kept is not None:
+            self.kept.deliver(grad)
+        else:
+            feedback.deliver(self.layout, grad)
+        if self.packed is not None:
+            self.scatter(buffer)
+
+    def _feed(self, grad: Tensor, feedback: Memory, keeps: bool) -> Tensor:
+        """What is to be encoded; puts what is kept, and what this rank keeps for others, among the operands."""
+        operands = self.operands
+        if not keeps:
+            self.kept, operands.feedback, operands.owned = None, NOTHING, ()
+            return feedback.take(self.layout, grad)
+        if self.kept is None or self.kept_version != feedback.version:
+            self.kept = operands.feedback = kept = feedback.of(self.layout, grad.device)
+            operands.owned = kept.owned(self.exchange.owned_slices)
+            self.kept_version = feedback.version
+        return grad
 
     def goes_dense(self, choice: Choice, clean: bool) -> bool:
         """Whether nothing but a float32 all-reduce of the buffer serves it, for good by this choice.
@@ -194,7 +238,8 @@ class Reducer:
         #: The choice under which all units are dense and no rank keeps anything.
         self._all_dense: Choice | None = None
         self._was_straight = False
-        self._straight: list[tuple[Work, Tensor, torch.futures.Future[Tensor]]] = []
+        #: What `reduce_straight` has put under way in this step.
+        self.straight: list[tuple[dist.Work, Tensor, torch.futures.Future[Tensor]]] = []
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
@@ -212,12 +257,12 @@ class Reducer:
         group = self.connection.dense_group
         assert group is not None
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
-        self._straight.append((group.all_reduce(buffer.mul_(1.0 / group.size)), buffer, future))
+        self.straight.append((group.all_reduce(buffer.mul_(1.0 / group.size)), buffer, future))
         return future
 
     def end_straight(self) -> None:
         """Every gradient of the step has been given to `reduce_straight`: wait for the means."""
-        under_way, self._straight = self._straight, []
+        under_way, self.straight = self.straight, []
         self._was_straight = True
         for work, buffer, future in under_way:
             work.wait()
@@ -229,6 +274,13 @@ class Reducer:
         if ranks > 1:
             statistics.payload_bytes += 4 * numel
             statistics.transfer_bytes += 8 * numel * (ranks - 1) // ranks
+
+    def drop_straight(self) -> None:
+        """Nobody wants the means of the step: wait until nothing is written to them, if other ranks let it end."""
+        under_way, self.straight = self.straight, []
+        for work, _, _ in under_way:
+            with suppress(RuntimeError):
+                work.wait(RAISED_TIMEOUT)
 
     def begin(self, number: int, choice: Choice) -> Step:
         """A step begins; `greet` must follow."""
@@ -297,47 +349,23 @@ class Reducer:
             buffer.record_stream(torch.cuda.current_stream(buffer.device))
         try:
             self._prepare(unit, choice, number)
-            exchange = unit.exchange
-            if exchange.collective:  # it must not begin before the other ranks are known to mean it too
+            assert unit.plan is not None
+            if unit.exchange.collective:  # it must not begin before the other ranks are known to mean it too
                 yield self.connection.announced
-            operands = unit.operands
-            operands.draw[1] = operands.owner_draw[1] = number
-            operands.out = grad = buffer if unit.packed is None else unit.gather(buffer)
-            operands.grad = self._feed(unit, grad)
-            yield from exchange.reduce(operands)
-            for port in exchange.ports:  # between two steps: announce the next one's messages
-                port.post()
+            keeps = unit.plan.feedback and unit.exchange.numel > 0
+            self._clean &= not keeps
+            yield from unit.reduce(buffer, self._feedback, keeps, number)
             # Only exchanges that read on the host gain by knowing it, and to count waits for the device.
             reviews = choice.exchange == "auto" and self.connection.pipeline.threaded
             if reviews and number % REVIEW_EVERY == REVIEW_EVERY - 1:
-                unit.union = exchange.union_of(grad) or unit.union
-            if unit.kept is not None:
-                unit.kept.deliver(grad)
-            else:
-                self._feedback.deliver(unit.layout, grad)
-            if unit.packed is not None:
-                unit.scatter(buffer)
+                unit.union = unit.exchange.union_of(unit.operands.out) or unit.union
             if self._skips:
                 unit.look_for_overflow(buffer)
             step.reduced.append((unit, buffer))
-            self._count(unit, exchange)
+            self._count(unit)
         except Exception as error:
             name = unit.plan.exchange if unit.plan is not None else choice.exchange
             raise self._failure(error, step, f"bucket {unit.index}", name) from error
-
-    def _feed(self, unit: Unit, grad: Tensor) -> Tensor:
-        """What is to be encoded; puts what is kept, and what this rank keeps for others, among the operands."""
-        assert unit.plan is not None
-        feedback, operands = self._feedback, unit.operands
-        if not (unit.plan.feedback and unit.exchange.numel):
-            unit.kept, operands.feedback, operands.owned = None, NOTHING, ()
-            return feedback.take(unit.layout, grad)
-        if unit.kept is None or unit.kept_version != feedback.version:
-            self._clean = False
-            unit.kept = operands.feedback = kept = feedback.of(unit.layout, grad.device)
-            operands.owned = kept.owned(unit.exchange.owned_slices)
-            unit.kept_version = feedback.version
-        return grad
 
     def _prepare(self, unit: Unit, choice: Choice, number: int) -> None:
         """Let a unit have its exchange: decided when its choice changes, and now and then."""
@@ -347,19 +375,19 @@ class Reducer:
             plan, why = planner.plan(choice, numel, unit.union, max(1, round(self._numel / max(1, numel))))
             unit.choice = choice
             self._statistics.decisions[unit.index] = f"{plan.exchange} of {plan.codec}: {why}{self.tuner}"
-            unit.prepare(plan, planner.topology, self.seed)
+            unit.follow(plan, planner.topology, self.seed)
 
     def _clock(self, unit: Unit) -> Clock:
         if unit.clock is None:
             unit.clock = clock(self._statistics.seconds, unit.index, unit.device)
         return unit.clock
 
-    def _count(self, unit: Unit, exchange: Exchange) -> None:
+    def _count(self, unit: Unit) -> None:
         statistics = self._statistics
         statistics.elements += unit.numel
         statistics.dense_bytes += 4 * unit.numel
-        statistics.payload_bytes += exchange.payload_bytes
-        statistics.transfer_bytes += exchange.transfer_bytes
+        statistics.payload_bytes += unit.exchange.payload_bytes
+        statistics.transfer_bytes += unit.exchange.transfer_bytes
 
     def _end(self, step: Step) -> None:
         try:

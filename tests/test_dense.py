@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partialmethod
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -11,6 +15,7 @@ import pytest
 import torch
 from gradwire import Codec, Identity, OneBit, TopK
 from gradwire.hooks import reducer
+from gradwire.hooks.comm.group import Group
 from gradwire.hooks.reducer import Reducer
 from ranks import Pool
 from torch import nn
@@ -92,6 +97,55 @@ def test_what_may_be_undone_does_not_go_straight(ranks: Ranks) -> None:
     for digests, expected, straight, *_ in ranks(3).run(beside_ddp, {"grad_scaler": torch.amp.GradScaler("cpu")}):
         assert digests == expected
         assert set(straight) == {0}
+
+
+class Late:
+    """Makes all-reduces begin late, in their order, as on a slow network."""
+
+    def __init__(self) -> None:
+        self._pool, self._real = ThreadPoolExecutor(1), Group.all_reduce
+
+    def __call__(self, group: Group, tensor: torch.Tensor) -> Any:
+        def begin() -> None:
+            time.sleep(0.1)
+            self._real(group, tensor).wait()
+
+        future = self._pool.submit(begin)
+        return SimpleNamespace(wait=lambda timeout=None: future.result())
+
+
+def raised_in_the_middle(rank: int) -> tuple[bool, int, float]:
+    """Buckets of a step that goes straight, when a backward pass raises and the gradients are written to."""
+    ddp, state = wrap(convnet(), OneBit(), exchange="dense", ddp={"gradient_as_bucket_view": True})
+    train(rank, ddp, range(3))
+    first, late = next(ddp.module.parameters()), Late()
+
+    def fail(grad: torch.Tensor) -> None:
+        raise ValueError("in backward")
+
+    handle = first.register_hook(fail)
+    with patch.object(Group, "all_reduce", partialmethod(late)), Counted() as straight:
+        with pytest.raises(ValueError, match="in backward"):
+            straight.train(rank, ddp, range(3, 4))
+        handle.remove()
+        ddp.reducer._reset_state()
+        grads = [p.grad for p in ddp.parameters() if p.grad is not None]
+        for grad in grads:
+            grad.fill_(1.0)
+        time.sleep(1.0)
+        kept = all(bool((grad == 1.0).all()) for grad in grads)
+        ddp.zero_grad(set_to_none=False)
+    errors = Ledger(ddp.module)
+    train(rank, ddp, range(4, 6), errors)
+    state.close()
+    return kept, straight._now, errors.error(state)
+
+
+def test_a_pass_that_raises_leaves_no_sum_under_way(ranks: Ranks) -> None:
+    for kept, straight, error in ranks(2).run(raised_in_the_middle):
+        assert straight > 0
+        assert kept
+        assert error < 1e-5
 
 
 def there_and_back(rank: int) -> Any:

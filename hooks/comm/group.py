@@ -311,9 +311,9 @@ class Group:
                 with contextlib.suppress(RuntimeError):
                     gloo.recv([torch.zeros(1)], peer, NEVER_SENT).wait(timedelta(milliseconds=1))
 
-    def all_reduce(self, tensor: Tensor) -> Work:
+    def all_reduce(self, tensor: Tensor) -> dist.Work:
         """Start: `tensor` = sum over the ranks, in the backend's order."""
-        work: Work = self._group.allreduce([tensor])
+        work: dist.Work = self._group.allreduce([tensor])
         return work
 
     def sum(self, tensor: Tensor, pieces: Tensor) -> Generator[Work, None, None]:

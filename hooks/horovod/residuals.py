@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compress.codec import Codec, new_draw
-from ...compress.feedback import NOTHING, RESIDUAL
+from ...compress.codec import Codec
+from ...compress.feedback import RESIDUAL
 from ...compress.layout import Layout, Slot, layout_numel
 from ...compress.memory import Memory
 from ..auto.planner import check_exchange, default_exchange
 from ..comm.pipeline import drive
 from ..exchanges import EXCHANGES
-from ..exchanges.base import Exchange, Operands
+from ..reducer import Unit
 from .collectives import Channel
 
 
@@ -66,18 +66,6 @@ class CodecCompression:
         return self.feedback and self.exchange != "dense"
 
 
-@dataclass
-class _Place:
-    """What serves tensors of one name: the exchange with its buffers, and the draws of the stochastic codecs."""
-
-    where: tuple[Layout, torch.dtype, torch.device]
-    exchange: Exchange
-    channel: Channel
-    draw: Tensor
-    owner_draw: Tensor
-    nothing: Tensor
-
-
 class CompressionState:
     """One rank's residuals and counters for one way of compressing. `reduce` is for one thread at a time; the other
     methods are for when no reduction is under way.
@@ -89,7 +77,7 @@ class CompressionState:
     def __init__(self, compression: CodecCompression) -> None:
         self.compression = compression
         self.feedback = Memory()
-        self._places: dict[str, _Place] = {}
+        self._units: dict[str, tuple[Channel, Unit]] = {}
         self._shapes: dict[str, list[tuple[int, ...]]] = {}
         self._steps: dict[str, int] = {}
         self._scale = 1.0
@@ -113,30 +101,21 @@ class CompressionState:
             return
         self.consolidated = False
         self._shapes[layout[0].name] = [slot.shape for slot in layout]
-        place = self._place(layout, flat, channel)
-        exchange, key = place.exchange, layout[0].name
+        unit, key = self._unit(layout, flat, channel), layout[0].name
         step = self._steps.get(key, max(self._steps.values(), default=1) - 1)
-        place.draw[1] = place.owner_draw[1] = step
-        kept, owned = NOTHING, []
-        if self.compression.keeps:
-            kept = self.feedback.of(layout, flat.device)
-            owned = kept.owned(exchange.owned_slices)
-        else:
-            flat.copy_(self.feedback.take(layout, flat))
-        drive(exchange.reduce(Operands(flat, flat, place.nothing, kept, owned, place.draw, place.owner_draw)))
-        self.feedback.deliver(layout, flat)
+        drive(unit.reduce(flat, self.feedback, self.compression.keeps, step))
         self._steps[key] = step + 1
         if not keep:
-            del self._places[key], self._shapes[key]
+            del self._units[key], self._shapes[key]
 
     def is_new(self, name: str) -> bool:
         """Whether nothing is kept of the exchanges of tensors whose first is called `name`: what an exchange remembers
         of earlier steps must be equal on all ranks."""
-        return name not in self._places
+        return name not in self._units
 
     def restart(self, name: str) -> None:
         """Let that be so."""
-        self._places.pop(name, None)
+        self._units.pop(name, None)
 
     def keep_previous(self) -> None:
         """From now on keep the residuals as they were before each step, for `undo`."""
@@ -189,41 +168,35 @@ class CompressionState:
         self._steps = dict(state["steps"])
         self._scale = state["scale"] or 1.0
         self.consolidated = state["rank"] == -1
-        self._places.clear()
+        self._units.clear()
 
     def disconnect(self) -> None:
         """Let go of the connections, and of every buffer, but keep the residuals."""
-        self._places.clear()
+        self._units.clear()
 
     def reset(self) -> None:
         """Forget everything."""
         self.feedback.load({})
         self._steps.clear()
         self._scale = 1.0
-        self._places.clear()
+        self._units.clear()
 
-    def _place(self, layout: Layout, flat: Tensor, channel: Channel) -> _Place:
-        where = (layout, flat.dtype, flat.device)
-        place = self._places.get(layout[0].name)
-        if place is None or place.where != where or place.channel is not channel:
+    def _unit(self, layout: Layout, flat: Tensor, channel: Channel) -> Unit:
+        """What serves tensors of this layout, on this channel."""
+        known, unit = self._units.get(layout[0].name, (None, None))
+        if unit is None or known is not channel or unit.layout != layout or not unit.serves([], flat):
             codec = self.compression.codec
             codec = codec.with_feedback() if self.compression.feedback else codec
             name = self.compression.exchange
             if name == "auto":
                 name = default_exchange(codec, channel.size)
             group = channel.group(flat.device)
+            # Numbered by its name, so that neither the order of operations nor a restart changes the draws.
+            unit = Unit(zlib.crc32(layout[0].name.encode()), [], layout, frozenset(), flat)
             exchange = EXCHANGES[name](codec, layout_numel(layout), 0, flat.device, group)
-            # Named by what it carries, so that neither the order of operations nor a restart changes the draws.
-            stream = 2 * group.rank << 32 | zlib.crc32(layout[0].name.encode())
-            place = self._places[layout[0].name] = _Place(
-                where,
-                exchange,
-                channel,
-                new_draw(self.compression.seed, 0, stream, flat.device),
-                new_draw(self.compression.seed, 0, stream | 1 << 32, flat.device),
-                torch.zeros(0, dtype=torch.float32, device=flat.device),
-            )
-        return place
+            unit.use(exchange, self.compression.seed, group.rank)
+            self._units[layout[0].name] = channel, unit
+        return unit
 
 
 #: The states that optimizers have made, in their order: one that has not been used yet may be another rank's first.
