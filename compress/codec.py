@@ -137,7 +137,7 @@ class Codec(ABC):
         device = torch.device(device)
         kernels = self.kernels(device)
         workspace = kernels.workspace(self, numel, device)
-        workspace.kernels = kernels
+        workspace.codec, workspace.kernels = self, kernels
         return workspace
 
     def encode(self, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
@@ -224,12 +224,13 @@ class Codec(ABC):
         if x.numel() == 0:
             raise ValueError(f"{what} is empty: a gradient needs at least one element; leave out empty tensors")
 
-    @staticmethod
-    def _kernels(workspace: Workspace, x: Tensor) -> Kernels:
-        if workspace.kernels is None or workspace.status.device != x.device:
+    def _kernels(self, workspace: Workspace, x: Tensor) -> Kernels:
+        if workspace.codec is not self or workspace.kernels is None:
+            return self.kernels(x.device)
+        if workspace.status.device != x.device:
             raise ValueError(
                 f"the workspace is on {workspace.status.device}, the gradient on {x.device}: take one from "
-                f"codec.workspace(numel, {str(x.device)!r}) for each device and codec"
+                f"codec.workspace(numel, {str(x.device)!r})"
             )
         return workspace.kernels
 

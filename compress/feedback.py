@@ -13,7 +13,7 @@ keep plain residuals.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -96,8 +96,8 @@ class Kept:
         lost: the sum of the magnitudes that the strategy has given up, float64 [] on the device; None: there are none.
     """
 
-    #: Called before a step changes anything, where it may have to be undone.
-    before_change: Callable[[], None] | None = None
+    #: Whether to `remember` before a step changes anything, as it may have to be undone.
+    remembers = False
 
     def __init__(self, strategy: Feedback, vectors: Mapping[str, Tensor]) -> None:
         self.strategy, self.vectors = strategy, dict(vectors)
@@ -114,15 +114,18 @@ class Kept:
 
     def encode(self, codec: Codec, grad: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
         """Compress this rank's gradient. Arguments and errors as in `Codec.encode_feedback`."""
-        if self.before_change is not None:
-            self.before_change()
+        if self.remembers:
+            self.remember()
         self.strategy.encode(self, codec, grad, wire, draw, workspace)
 
     def send_all(self, grad: Tensor) -> Tensor:
         """In the place of `encode`: what a step sends that sends everything, `grad` itself where nothing is kept."""
-        if self.before_change is not None:
-            self.before_change()
+        if self.remembers:
+            self.remember()
         return self.strategy.send_all(self, grad)
+
+    def remember(self) -> None:
+        """Keep everything as it is."""
 
     def deliver(self, mean: Tensor) -> None:
         """Turn the decoded mean into what is handed out, in place."""

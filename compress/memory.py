@@ -75,7 +75,7 @@ class LayoutMemory(Kept):
 
     def __init__(self, strategy: Feedback, vectors: Mapping[str, Tensor], keep_previous: bool) -> None:
         super().__init__(strategy, vectors)
-        self.before_change = self.remember if keep_previous else None
+        self.remembers = keep_previous
         self._owned: list[Owned] = []
         self._saved: _Saved | None = None
         #: Whether the last `take` has emptied the residual, and when that is known, on a GPU.
@@ -108,7 +108,7 @@ class LayoutMemory(Kept):
 
     def remember(self) -> None:
         """Before a step changes anything: keep it for `undo`, if that is wanted and nothing is kept since `commit`."""
-        if self.before_change is None or self.can_undo:
+        if not self.remembers or self.can_undo:
             return
         saved = self._saved
         if saved is None or [part.where for part in saved.owned] != [part.where for part in self._owned]:

@@ -190,7 +190,7 @@ class CompressState:
         reducer = self._reducer or self._connect(None)  # none after `close`, or in a copy
         if self._goes_straight(reducer):
             if not reducer.straight:  # a pass that raises must not leave DDP's buckets to a sum that is under way
-                AtEnd(_nothing, reducer.drop_straight).queue()
+                AtEnd(_nothing, self._drop_straight).queue()
             future = reducer.reduce_straight(buffer)
             if bucket.is_last():
                 self._straight, self._step = None, self._step + 1
@@ -228,6 +228,12 @@ class CompressState:
                 fixed and not leaves_out and reducer.goes_straight(self._step, self._options.choice(self._step))
             )
         return bool(self._straight)
+
+    def _drop_straight(self) -> None:
+        """The backward pass has raised in a step that goes without the pipeline."""
+        self._straight = None
+        if self._reducer is not None:
+            self._reducer.drop_straight()
 
     def _end_straight(self) -> None:
         """DDP is about to wait for the means of a step that went without the pipeline."""
@@ -526,8 +532,14 @@ def _nothing() -> None: ...
 def _registered_at(state: CompressState) -> Callable[[], DistributedDataParallel | None]:
     """The model whose hook has this state: pickling does not tell, and what DDP does with the means must be known."""
     for found in gc.get_objects():
-        if isinstance(found, DistributedDataParallel) and any(s is state for _, s in getattr(found, "_comm_hooks", ())):
+        # No `isinstance`: it asks each object for its class, and some proxies raise.
+        if DistributedDataParallel in type(found).__mro__ and any(s is state for _, s in found._comm_hooks):
             return weakref.ref(found)
+    warnings.warn(
+        "a copied CompressState does not find the model that it is registered at, and cannot keep means that DDP "
+        "throws away: register the state itself, or make a new one and load its state_dict()",
+        stacklevel=3,
+    )
     return lambda: None
 
 

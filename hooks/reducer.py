@@ -113,6 +113,7 @@ class Unit:
         operands.out = grad = buffer if self.packed is None else self.gather(buffer)
         operands.grad = self._feed(grad, feedback, keeps)
         yield from self.exchange.reduce(operands)
+        operands.grad = operands.out = self.extra  # holds nothing between steps
         for port in self.exchange.ports:  # between two steps: announce the next one's messages
             port.post()
         if self.kept is not None:
@@ -204,6 +205,20 @@ class Step:
     began: float = 0.0
 
 
+class _Sum(torch.futures.Future[Tensor]):
+    """A sum that the backend makes in place; who waits for it sees to it that others need not."""
+
+    def __init__(self, work: dist.Work, buffer: Tensor) -> None:
+        super().__init__(devices=[buffer.device] if buffer.is_cuda else None)
+        self.work, self.buffer = work, buffer
+
+    def wait(self) -> Tensor:
+        if not self.done():
+            self.work.wait()
+            self.set_result(self.buffer)
+        return super().wait()
+
+
 class Reducer:
     """Reduces the gradients of one model among the ranks of a connection, step by step.
 
@@ -237,9 +252,10 @@ class Reducer:
         self._ended: Step | None = None
         #: The choice under which all units are dense and no rank keeps anything.
         self._all_dense: Choice | None = None
+        self._dense_units: list[Unit] = []
         self._was_straight = False
         #: What `reduce_straight` has put under way in this step.
-        self.straight: list[tuple[dist.Work, Tensor, torch.futures.Future[Tensor]]] = []
+        self.straight: list[_Sum] = []
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
@@ -249,26 +265,30 @@ class Reducer:
         self._await_last()
         if number % LOOK_EVERY == 0 or self._all_dense is None or self.tuner.deciding:
             return False
-        return self.tuner.follow(choice) == self._all_dense
+        if self.tuner.follow(choice) != self._all_dense:
+            return False
+        last, self._dense_units = self._dense_units, []
+        for unit in last:  # not before it is known what has become of their means
+            self._feedback.let_go(unit.layout)
+        return True
 
     def reduce_straight(self, buffer: Tensor) -> torch.futures.Future[Tensor]:
         """The mean, by nothing but an all-reduce in the group that the gradients would take anyway; it is there after
-        `end_straight`, so that no thread of the backend's has to call into Python."""
+        `end_straight`, or when it has been waited for: no thread of the backend's has to call into Python."""
         group = self.connection.dense_group
         assert group is not None
-        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
-        self.straight.append((group.all_reduce(buffer.mul_(1.0 / group.size)), buffer, future))
+        self._was_straight = True
+        future = _Sum(group.all_reduce(buffer.mul_(1.0 / group.size)), buffer)
+        self.straight.append(future)
         return future
 
     def end_straight(self) -> None:
         """Every gradient of the step has been given to `reduce_straight`: wait for the means."""
         under_way, self.straight = self.straight, []
-        self._was_straight = True
-        for work, buffer, future in under_way:
-            work.wait()
-            future.set_result(buffer)
+        for future in under_way:
+            future.wait()
         statistics, ranks = self._statistics, self.connection.group.size
-        numel = sum(buffer.numel() for _, buffer, _ in under_way)
+        numel = sum(future.buffer.numel() for future in under_way)
         statistics.elements += numel
         statistics.dense_bytes += 4 * numel
         if ranks > 1:
@@ -278,13 +298,14 @@ class Reducer:
     def drop_straight(self) -> None:
         """Nobody wants the means of the step: wait until nothing is written to them, if other ranks let it end."""
         under_way, self.straight = self.straight, []
-        for work, _, _ in under_way:
+        for future in under_way:
             with suppress(RuntimeError):
-                work.wait(RAISED_TIMEOUT)
+                future.work.wait(RAISED_TIMEOUT)
 
     def begin(self, number: int, choice: Choice) -> Step:
         """A step begins; `greet` must follow."""
         self._await_last()
+        self._all_dense = None
         self._last = Step(number, self.tuner.follow(choice), began=time.perf_counter())
         return self._last
 
@@ -358,7 +379,8 @@ class Reducer:
             # Only exchanges that read on the host gain by knowing it, and to count waits for the device.
             reviews = choice.exchange == "auto" and self.connection.pipeline.threaded
             if reviews and number % REVIEW_EVERY == REVIEW_EVERY - 1:
-                unit.union = unit.exchange.union_of(unit.operands.out) or unit.union
+                grad = buffer if unit.packed is None else unit.packed
+                unit.union = unit.exchange.union_of(grad) or unit.union
             if self._skips:
                 unit.look_for_overflow(buffer)
             step.reduced.append((unit, buffer))
@@ -407,9 +429,8 @@ class Reducer:
             dense = self._feedback.strategy.only_residual and all(
                 unit.goes_dense(step.choice, self._clean) for unit in units
             )
-            self._all_dense = step.choice if dense and self.connection.dense_group is not None else None
-            for unit in units if self._all_dense is not None else ():
-                self._feedback.let_go(unit.layout)
+            if dense and self.connection.dense_group is not None:
+                self._all_dense, self._dense_units = step.choice, units
             self._ended = step
             self.connection.post()
         except Exception as error:

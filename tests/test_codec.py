@@ -633,3 +633,18 @@ def test_every_codec_has_golden_bytes() -> None:
 def test_identity_is_the_identity(numel: int, seed: int) -> None:
     x = gradient("any bits", numel, seed)
     assert same(decode(Identity(), encode(Identity(), x), numel), x + 0.0)
+
+
+def test_a_workspace_of_another_codec_does_no_harm() -> None:
+    x, other = torch.randn(100_000), Identity().workspace(100_000)
+    small, large = OneBit(block=256), OneBit(block=1 << 16)
+    guarded = torch.full((small.wire_bytes(len(x)) + 4096,), 7, dtype=torch.uint8)
+    wire, expected = guarded[:-4096], torch.zeros(small.wire_bytes(len(x)), dtype=torch.uint8)
+    small.encode(x, wire, None, other)
+    small.encode(x, expected, None, small.workspace(len(x)))
+    assert torch.equal(wire, expected)
+    assert bool((guarded[-4096:] == 7).all())
+    wires = [torch.zeros(large.wire_bytes(len(x)), dtype=torch.uint8) for _ in range(2)]
+    for into, workspace in zip(wires, (small.workspace(len(x)), large.workspace(len(x))), strict=True):
+        large.encode(x, into, None, workspace)
+    assert torch.equal(*wires)

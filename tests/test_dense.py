@@ -13,7 +13,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from gradwire import Codec, Identity, OneBit, TopK
+import torch.distributed as dist
+from gradwire import Codec, CompressState, Identity, OneBit, TopK, compress_hook
 from gradwire.hooks import reducer
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.reducer import Reducer
@@ -97,6 +98,30 @@ def test_what_may_be_undone_does_not_go_straight(ranks: Ranks) -> None:
     for digests, expected, straight, *_ in ranks(3).run(beside_ddp, {"grad_scaler": torch.amp.GradScaler("cpu")}):
         assert digests == expected
         assert set(straight) == {0}
+
+
+def waited_for_in_the_hook(rank: int) -> list[float]:
+    """The norms of all means, taken where the hook is called."""
+    ddp = DistributedDataParallel(convnet(), bucket_cap_mb=0.02)
+    state, norms = CompressState(ddp, OneBit(), exchange="dense"), list[float]()
+
+    def hook(state: CompressState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        future = compress_hook(state, bucket)
+        norms.append(float(future.wait().norm()))
+        return future
+
+    hook.__annotations__ = compress_hook.__annotations__
+    ddp.register_comm_hook(state, hook)
+    with Counted() as straight:
+        straight.train(rank, ddp, range(4))
+    state.close()
+    assert sum(straight.steps) > 0
+    return norms
+
+
+def test_a_hook_may_wait_for_the_mean(ranks: Ranks) -> None:
+    first, second = ranks(2).run(waited_for_in_the_hook)
+    assert first == second
 
 
 class Late:

@@ -249,6 +249,16 @@ FAILED: tuple[tuple[Configuration, list[Event]], ...] = (
         Configuration(parameters=(Parameter((40, 20)), Parameter((1500,), "turns")), find_unused_parameters=True),
         [Copy(how="pickle"), Step(backwards=2)],
     ),
+    # A mean that DDP throws away in the step that has emptied the residuals.
+    (
+        Configuration(
+            codec=Schedule((TopK(0.05), Identity())),
+            exchange="auto",
+            parameters=(Parameter((40, 20)), Parameter((300,), "turns")),
+            find_unused_parameters=True,
+        ),
+        [Step()] * 6,
+    ),
     # A copy with the scaler of the original.
     (Configuration(scaler="enabled"), [Step(), Copy(together=False), Step(overflow=Overflow()), Step()]),
 )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -297,3 +299,15 @@ def test_entries_are_taken_and_given_back() -> None:
     assert kept[RESIDUAL].tolist() == [0.5, 2.0, 3.5, 4.0, 0.0, 6.0]
     kept.give_back_unless(at, torch.tensor([7.0, 8.0, 9.0]), torch.tensor([1, 2], dtype=torch.int32))
     assert kept[RESIDUAL].tolist() == [7.0, 2.0, 3.5, 4.0, 9.0, 6.0]
+
+
+def test_memory_that_is_dropped_waits_for_no_collector() -> None:
+    layout = (Slot("p", 0, (8,), (1,)),)
+    memory = Memory(keep_previous=True)
+    kept = weakref.ref(memory.of(layout))
+    gc.disable()
+    try:
+        memory.load({})
+        assert kept() is None
+    finally:
+        gc.enable()

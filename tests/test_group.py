@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from random import Random
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -50,6 +51,44 @@ def swapped(rank: int, size: int) -> bool:
 @SIZES
 def test_all_to_all(ranks: Ranks, world_size: int, size: int) -> None:
     assert all(ranks(world_size).run(swapped, size))
+
+
+def connected_at_last(rank: int, failing: int) -> tuple[int, list[int]]:
+    """How often a rank tried to connect, of which the last one fails at first, and what the group then gathers."""
+    attempts, real = [], group_module._connected
+
+    def connect(place: dist.Store, index: int, size: int) -> dist.ProcessGroupGloo:
+        attempts.append(place)
+        made = real(place, index, size)
+        if rank == dist.get_world_size() - 1 and len(attempts) <= failing:
+            raise RuntimeError("Gloo connectFullMesh failed: connection closed by peer")
+        return made
+
+    with patch.object(group_module, "_connected", connect):
+        group = Group.of_ranks(list(range(dist.get_world_size())))
+    rows = torch.zeros(group.size, 1, dtype=torch.int64)
+    group.all_gather(rows, torch.tensor([rank])).wait()
+    return len(attempts), rows.view(-1).tolist()
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_ranks_try_again_where_one_has_lost_a_connection(ranks: Ranks, failing: int) -> None:
+    assert ranks(3).run(connected_at_last, failing) == [(failing + 1, [0, 1, 2])] * 3
+
+
+def never_connected(rank: int) -> str:
+    try:
+        connected_at_last(rank, 9)
+    except RuntimeError as error:
+        return str(error)
+    return "connected"
+
+
+def test_ranks_that_never_connect_say_so_alike(ranks: Ranks) -> None:
+    for text in ranks(2).run(never_connected):
+        assert "ranks [0, 1] could not connect in 3 attempts" in text
+        assert "{1: 'Gloo connectFullMesh failed: connection closed by peer'}" in text
+    assert ranks(2).run(connected_at_last, 0) == [(1, [0, 1])] * 2, "the next time all is well"
 
 
 def ragged(rank: int) -> bool:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire import QSGD, Codec, OneBit, TopK
+from gradwire import QSGD, Codec, CompressState, OneBit, TopK
 from gradwire.hooks.connection import Connection
+from gradwire.hooks.ddp import _registered_at
 from gradwire.hooks.exchanges.gather import Gather
 from ranks import Pool, without_address
 from torch import Tensor, nn
@@ -289,3 +291,16 @@ def test_no_bucket_waits_for_the_comparison_where_a_scaler_is_followed(ranks: Ra
     first, _ = ranks(2).run(compared_late)
     assert first[0] == "begun"
     assert "compared" in first
+
+
+def test_looking_for_a_model_asks_no_object_for_its_class() -> None:
+    class Gone: ...
+
+    gone = Gone()
+    dead = weakref.proxy(gone)
+    del gone
+    with pytest.warns(UserWarning, match="does not find the model"):
+        found = _registered_at(cast("CompressState", object()))
+    assert found() is None
+    with pytest.raises(ReferenceError):
+        dead.anything()

@@ -125,6 +125,23 @@ def test_no_unit_waits_for_what_another_waits_for() -> None:
     futures["a"].wait()
 
 
+def test_a_thread_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline, seen = Pipeline("test"), list[str]()
+    bells = [Bell(), Bell()]
+
+    def refuse(*arguments: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    future = pipeline.start(stages("a", bells, seen), torch.ones(1))
+    assert until(lambda: seen == ["a0"])
+    monkeypatch.setattr("gradwire.hooks.comm.pipeline.start_thread", refuse)
+    bells[0].rung.set()
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        future.wait()
+    assert pipeline.idle(10)
+    assert pipeline.failed
+
+
 def test_units_are_resumed_in_order_for_the_first_time() -> None:
     """Collectives start no later than then."""
     pipeline, seen = Pipeline("test"), list[str]()

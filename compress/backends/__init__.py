@@ -135,7 +135,8 @@ def _backend(name: str) -> Backend:
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Run every codec in this process on backend `name`, whatever the device: for comparing backends.
+    """Run every codec in this process on backend `name`, whatever the device: for comparing backends. Workspaces made
+    before, and what has some, keep theirs.
 
     Raises:
         ValueError: unknown backend.

@@ -19,11 +19,12 @@ class Workspace:
         status: int64[2] on the device, counted up by decoding: entries skipped because their index or code cannot
             occur in a sound wire, and records (sparse and cast codecs: positions) that are not finite.
         buffers: what the backend keeps between calls (scratch, a predicted threshold).
-        kernels: what runs the codec, if the codec has made this.
+        codec, kernels: whose it is, and what runs that; None in one that a backend has made by itself.
     """
 
     status: Tensor
     buffers: dict[str, Any] = field(default_factory=dict)
+    codec: Any = None
     kernels: Kernels | None = None
 
     @staticmethod

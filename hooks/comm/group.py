@@ -24,6 +24,10 @@ from .dissemination import Dissemination
 #: How long ranks wait for each other when a state is made.
 HANDSHAKE_TIMEOUT = timedelta(seconds=60)
 
+#: How often ranks try to connect, and how long one that has failed waits to hear whether the others are there.
+ATTEMPTS, VERDICT_TIMEOUT = 3, timedelta(seconds=10)
+READY = b"ready"
+
 #: The most ranks that send a few bytes to each other directly: with more, sending takes longer than some latencies.
 DIRECT_RANKS = 16
 
@@ -370,7 +374,34 @@ def _meeting_place(members: Sequence[int], rank: int) -> dist.Store:
 
 
 def _gloo(store: dist.Store, members: Sequence[int], rank: int) -> dist.ProcessGroupGloo:
-    return dist.ProcessGroupGloo(store, members.index(rank), len(members), HANDSHAKE_TIMEOUT)
+    """A Gloo group. Now and then a rank loses a connection while the group is made, mostly on busy machines, and the
+    others do not notice: so each tells whether it is ready, and where one is not they all try again.
+
+    Raises:
+        RuntimeError: a rank did not arrive, or they failed again and again.
+    """
+    own = members.index(rank)
+    keys, verdicts = [f"verdict of {i}" for i in range(len(members))], list[bytes]()
+    for attempt in range(ATTEMPTS):
+        place, group, error = dist.PrefixStore(f"attempt {attempt}", store), None, None
+        try:
+            group = _connected(place, own, len(members))
+        except RuntimeError as failed:
+            error = failed
+        place.set(keys[own], READY.decode() if error is None else str(error)[:400])
+        try:
+            place.wait(keys, HANDSHAKE_TIMEOUT if error is None else VERDICT_TIMEOUT)
+        except RuntimeError as missing:  # a rank has not arrived
+            raise error or missing from missing
+        verdicts = place.multi_get(keys)
+        if group is not None and all(verdict == READY for verdict in verdicts):
+            return group
+    told = {members[i]: verdict.decode() for i, verdict in enumerate(verdicts) if verdict != READY}
+    raise RuntimeError(f"ranks {list(members)} could not connect in {ATTEMPTS} attempts: {told}")
+
+
+def _connected(place: dist.Store, rank: int, size: int) -> dist.ProcessGroupGloo:
+    return dist.ProcessGroupGloo(place, rank, size, HANDSHAKE_TIMEOUT)
 
 
 def cut_all() -> None:

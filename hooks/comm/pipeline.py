@@ -302,7 +302,13 @@ class _Core:
             inbox, wanted = self.later, self.waits >= len(self.waiting)
         if wanted:
             name = f"{self.name}-messages-{len(self.waiting)}"
-            self.waiting.append(start_thread(name, partial(self.wait, inbox), None))
+            try:
+                self.waiting.append(start_thread(name, partial(self.wait, inbox), None))
+            except RuntimeError as error:  # with fewer threads than waits ranks might wait in a circle
+                del self.under_way[unit]
+                self.failure.left.append(work)
+                self._fail(error, unit.future)
+                return
         inbox.put((unit, work))
 
     def _end(self) -> None:

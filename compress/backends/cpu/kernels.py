@@ -105,12 +105,12 @@ class _Blocks(CpuKernels):
         """Blocks, pieces to run them in, the address of the first piece's scratch, and bytes from one to the next."""
         count = -(-numel // self.block(codec))
         pieces = pieces_of(numel, count)
-        most, scratch, size = workspace.buffers.get("pieces", (0, 0, 0))
-        if pieces > most:
-            size = whole_lines(scratch_bytes(self.block(codec)))
-            scratch = reserved(workspace, "scratch", pieces * size)
-            workspace.buffers["pieces"] = pieces, scratch, size
-        return count, pieces, scratch, size
+        block, known = self.block(codec), workspace.buffers.get("pieces")
+        if known is None or known[0] != block or known[1] < pieces:
+            size = whole_lines(scratch_bytes(block))
+            known = block, pieces, reserved(workspace, "scratch", pieces * size), size
+            workspace.buffers["pieces"] = known
+        return count, pieces, known[2], known[3]
 
     def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
         self._encode(codec, x, 0, wire, draw, workspace)
