@@ -164,7 +164,7 @@ SURVIVORS = (0, 5)
 
 def die(rank: int) -> list[str]:
     """Algorithm by algorithm, a rank goes in the middle of a call, and the others are told."""
-    groups = [dist.new_group([0, 1 + n, 5]) for n in range(len(sparse.ALGORITHMS))]
+    groups = [dist.new_group([0, 1 + n, 5], timeout=GROUP_TIMEOUT) for n in range(len(sparse.ALGORITHMS))]
     indices, told = torch.arange(0, 50_000, 5), []
     for n, (algorithm, group) in enumerate(zip(sparse.ALGORITHMS, groups, strict=True)):
         if rank == 1 + n:
@@ -191,6 +191,35 @@ def test_a_rank_that_dies_is_an_error_within_the_timeout() -> None:
     for rank in SURVIVORS:
         assert len(told[rank]) == len(sparse.ALGORITHMS)
         assert all(told[rank])
+
+
+def die_between(rank: int, survived: int) -> float:
+    """Rank 1 goes when rank 0 has its message of one stage, and rank 2 has not; how long the others wait."""
+    group = dist.new_group([0, 1, 2])  # its timeout is half an hour
+    sent, calls = Group._send, iter(range(100))
+
+    def send(self: Group, received: Any, parts: Any, works: Any) -> Any:
+        if rank == 1 and next(calls) == survived:
+            self._group.send([parts[0]], 0, self._tag).wait()
+            time.sleep(0.5)
+            os._exit(1)
+        return sent(self, received, parts, works)
+
+    Group._send = send  # type: ignore[method-assign, assignment]
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="does not answer"):
+        sparse_all_reduce(torch.arange(0, 9000, 5), torch.ones(1800), 9000, algorithm="gather", group=group)
+    return time.monotonic() - begin
+
+
+@pytest.mark.parametrize("survived", [0, 1])
+def test_a_rank_that_dies_between_two_messages_leaves_nobody_waiting(survived: int) -> None:
+    pool = Pool(3)
+    try:
+        told = pool.run(die_between, survived, may_die=(1,), within=30.0)
+    finally:
+        pool.close()
+    assert max(told[0], told[2]) < 10.0
 
 
 def lie(rank: int) -> list[Any]:

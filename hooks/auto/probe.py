@@ -77,8 +77,12 @@ def calibrate(group: Group, device: torch.device) -> Calibration:
         x = torch.zeros(max(1, size * p // 8), dtype=torch.float32, device=device)
         return Collective(lambda: group.all_reduce(x))
 
-    first, second, third = (_line(make, group, device) for make in (gather, swap, all_reduce))
-    at_once = 1 if device.type == "cuda" else EVERY  # a GPU's stream orders them
+    streams = device.type == "cuda"
+    first = _line(gather, group, device)
+    # From rank to rank both are the same messages, and noise must not tell them apart.
+    second = _line(swap, group, device) if streams else first
+    third = _line(all_reduce, group, device)
+    at_once = 1 if streams else EVERY  # a GPU's stream orders them
     return Calibration(first, second, third, work(group, device), _latency(group, device), at_once)
 
 

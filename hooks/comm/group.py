@@ -300,6 +300,15 @@ class Group:
                 f"rank {self.ranks[peer]} does not answer; what it said last may say why. {error}"
             ) from error
 
+    @contextlib.contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Where messages fail here, they fail on every rank: the others may wait for some that this one gave up."""
+        try:
+            yield
+        except RuntimeError:
+            self.cut()
+            raise
+
     def cut(self) -> None:
         """End every wait for another rank by an error, here and there, where Gloo carries the group.
 

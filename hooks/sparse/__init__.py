@@ -111,7 +111,8 @@ def sparse_all_reduce(
     """
     with torch.no_grad():
         call = prepare(indices, values, numel, group, op, algorithm, out)
-        result = reduce(call)
+        with call.carrier.group.failing_together():
+            result = reduce(call)
         if out is not None:
             return out.copy_(result) if isinstance(result, Tensor) else fill(out, result)
         if isinstance(result, Tensor):
@@ -173,7 +174,9 @@ def prepare(
     decision = cost.Decision(algorithm, ())
     if algorithm == "auto":
         shape = cost.Shape(numel, max(sides.counts), ranks.size, estimate_union(sides, numel), travel)
-        decision = choose(probe.calibration(ranks, here, sides.calibrated), shape)
+        with ranks.failing_together():
+            calibration = probe.calibration(ranks, here, sides.calibrated)
+        decision = choose(calibration, shape)
     entries = Entries(offer.indices.to(here, torch.int32), offer.values.to(here, torch.float32))
     bounds = bounds_of(sides.samples, numel) if decision.name == "split" else []
     scale = 1.0 / ranks.size if op == "mean" else 1.0
