@@ -251,7 +251,10 @@ class Machine:
         except Drawn:
             raised = {name: w + given[name] - before[name] for name, w in self.window.items()}
             self.abandoned.append([given, raised, self.window])
-            self.allowance = {name: a + rounded[name] for name, a in self.allowance.items()}
+            for name, window in self.window.items():
+                if self.parameters[name].dtype == torch.bfloat16:  # nobody has seen the mean that was thrown away
+                    rounded[name] += 2**-9 * (float((window - before[name]).norm()) + self.largest[name])
+                self.allowance[name] += rounded[name]
             self.begun = False
             self.ddp.reducer._reset_state()
             self._zero()
