@@ -6,7 +6,7 @@
 
 __version__ = "0.1.0"
 
-from .compress import CODECS, QSGD, Cast, Codec, Identity, OneBit, TernGrad, TopK
+from .compress import CODECS, QSGD, Cast, Codec, Identity, OneBit, Residual, TernGrad, TopK, Tracking
 from .hooks import CompressState, compress_hook, sparse_all_reduce
 
 __all__ = [
@@ -17,8 +17,10 @@ __all__ = [
     "CompressState",
     "Identity",
     "OneBit",
+    "Residual",
     "TernGrad",
     "TopK",
+    "Tracking",
     "__version__",
     "compress_hook",
     "sparse_all_reduce",

@@ -4,10 +4,12 @@ import torch
 
 from .cast import Cast, Identity
 from .codec import BlockCodec, Codec, SparseCodec, new_draw
+from .feedback import Feedback, Residual
 from .onebit import OneBit
 from .qsgd import QSGD
 from .terngrad import TernGrad
 from .topk import TopK
+from .tracking import Tracking
 
 #: One example of every codec. Contract tests, benchmarks and the command line take the codecs from here.
 CODECS: tuple[Codec, ...] = (
@@ -26,10 +28,13 @@ __all__ = [
     "BlockCodec",
     "Cast",
     "Codec",
+    "Feedback",
     "Identity",
     "OneBit",
+    "Residual",
     "SparseCodec",
     "TernGrad",
     "TopK",
+    "Tracking",
     "new_draw",
 ]

@@ -40,6 +40,11 @@ class Feedback(ABC):
         """Whether steps that send everything are as without a strategy, once the residual is empty."""
         return set(self.vectors) <= {RESIDUAL}
 
+    @property
+    def clips(self) -> float | None:
+        """The largest norm of a rank's own gradient, of all parameters together: it is scaled to that first."""
+        return None
+
     def check(self, codec: Codec) -> None:  # noqa: B027 - most take any codec
         """Raises ValueError for a codec around which this strategy does not work."""
 
@@ -62,14 +67,15 @@ class Feedback(ABC):
     def deliver(self, kept: Kept, mean: Tensor) -> None:  # noqa: B027 - most hand out the mean
         """Turn the decoded mean over the ranks, equal on all of them, into what is handed out: in place."""
 
-    def thrown_away(self, kept: Kept, slot: Slot, part: Tensor) -> None:
+    def thrown_away(self, kept: Kept, slot: Slot, mean: Tensor, gradient: Tensor | None) -> None:
         """What was handed out for one parameter has not been applied on any rank.
 
         Args:
-            part: that, less what had gone in if that is thrown away too: float32 in the parameter's shape, zero where
-                it was not finite.
+            mean: that, float32 in the parameter's shape.
+            gradient: what had gone in on this rank, float32, where it will go in again; else None.
         """
-        slot.view(kept[RESIDUAL]).add_(part)
+        part = mean if gradient is None else mean - gradient
+        slot.view(kept[RESIDUAL]).add_(torch.where(part.isfinite(), part, 0.0))
 
     @abstractmethod
     def invariant(
@@ -161,6 +167,11 @@ class Kept:
                 self._entries = entries_for(self.residual.device)
             self._entries.put_back((indices, values), delivered, self.residual)
 
+    def replace(self, where: Tensor, values: Tensor) -> None:
+        """Let what is still to be sent of some elements (bool) be these values, in all that this rank keeps."""
+        residual = self[RESIDUAL]
+        residual.copy_(torch.where(where, values, residual))
+
     def give_up(self, magnitude: Tensor) -> None:
         """Count what is neither kept nor sent: the sum of its magnitudes, float64 []."""
         self.lost = magnitude if self.lost is None else self.lost + magnitude
@@ -228,7 +239,7 @@ class NoFeedback(Feedback):
     def send_all(self, kept: Kept, grad: Tensor) -> Tensor:
         return grad
 
-    def thrown_away(self, kept: Kept, slot: Slot, part: Tensor) -> None:
+    def thrown_away(self, kept: Kept, slot: Slot, mean: Tensor, gradient: Tensor | None) -> None:
         """It is gone, as without compression."""
 
     def invariant(

@@ -144,6 +144,12 @@ class LayoutMemory(Kept):
             part.fold_into(self[RESIDUAL])
             part.residual.zero_()
 
+    def replace(self, where: Tensor, values: Tensor) -> None:
+        super().replace(where, values)
+        for part in self._owned:
+            start, length, _ = part.where
+            part.residual.masked_fill_(where[start : start + length], 0.0)
+
     def commit(self) -> None:
         if self._saved is not None:
             self._saved.valid = False
@@ -274,14 +280,12 @@ class Memory:
             layout: in which the parameter was reduced; `holds` it.
             slot: the parameter's, of `layout`.
             mean: flat, in that layout: what was handed out.
-            gradient: what had gone in on this rank, in the parameter's shape, where that is to be thrown away too.
+            gradient: what had gone in on this rank, in the parameter's shape, where it will go in again.
         """
         memory = self.of(layout, mean.device)
         memory.remember()
-        part = slot.view(mean).float()
-        if gradient is not None:
-            part = part - gradient
-        self.strategy.thrown_away(memory, slot, torch.where(part.isfinite(), part, 0.0))
+        again = None if gradient is None else gradient.float()
+        self.strategy.thrown_away(memory, slot, slot.view(mean).float(), again)
 
     def rescale(self, factor: float) -> None:
         """Multiply everything: gradients are in units of a loss scale, and that has changed."""

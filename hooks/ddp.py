@@ -49,7 +49,7 @@ class CompressState:
             so may decisions: name an exchange where runs must be repeatable.
         error_feedback: whether to keep what compression leaves out and add it to the next gradient. "auto" does so for
             codecs that contract (the deterministic ones); True makes stochastic codecs round to nearest. Or a strategy
-            of `compress.feedback`, as `Residual(decay=0.95)`; True means `Residual()`.
+            of its own: `Residual(decay=0.95)`, or `Tracking()` for optimizers like Adam; True means `Residual()`.
         warmup_steps: this many first steps are dense.
         exclude: names of parameters, with "*" for any part ("*.bias"), or a predicate `(name, parameter)`: these stay
             float32, inside the same messages.
@@ -314,7 +314,9 @@ class CompressState:
                     )
                 start = int(grad.storage_offset()) - int(buffer.storage_offset())
                 slots.append(Slot(name, start, tuple(parameter.shape), strides_in_bucket(parameter)))
-            unit = self._units[index] = Unit(index, parameters, tuple(slots), self._excluded, buffer)
+            unit = self._units[index] = Unit(
+                index, parameters, tuple(slots), self._excluded, buffer, self._feedback.strategy
+            )
         return unit
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
@@ -380,7 +382,8 @@ class CompressState:
 
     def _export(self, key: str, vectors: Mapping[str, dict[str, Tensor]], fill: bool = True) -> dict[str, Any]:
         if fill and self._options.may_keep():
-            kept = {name: p for name, p in self._parameters.items() if name not in self._excluded}
+            excluded = () if self._options.keeps_all else self._excluded
+            kept = {name: p for name, p in self._parameters.items() if name not in excluded}
             vectors = {vector: checkpoint.filled(found, kept) for vector, found in vectors.items()}
         facts = {
             "codec": self._options.codec_text,

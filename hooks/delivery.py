@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..compress.layout import Slot
+from ..compress.layout import Layout, Slot
 from ..compress.memory import Memory
 from .comm.pipeline import Pipeline
-from .reducer import RAISED_TIMEOUT, Step, Unit
+from .reducer import RAISED_TIMEOUT, Step
 
 
 class Delivery:
@@ -84,23 +84,25 @@ class Delivery:
             self._keep_all(step)
 
     def _keep_all(self, step: Step) -> Tensor:
-        for bucket, slot, mean in self._returned(step):
-            self._feedback.give_back(bucket.layout, slot, mean)
+        for layout, slot, mean, _ in self._returned(step):
+            self._feedback.give_back(layout, slot, mean)
         return torch.empty(0)
 
     def _keep_unused(self, step: Step, names: set[str]) -> Tensor:
-        for bucket, slot, mean in self._returned(step):
+        for layout, slot, mean, buffer in self._returned(step):
             if slot.name in names:
                 grad = self._parameters[slot.name].grad if step.own else None
                 # In DDP's own bucket the mean has replaced the gradient that had gone in. Elsewhere both are there.
-                if grad is None or grad.untyped_storage().data_ptr() != mean.untyped_storage().data_ptr():
-                    self._feedback.give_back(bucket.layout, slot, mean, grad)
+                if grad is None or grad.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr():
+                    self._feedback.give_back(layout, slot, mean, grad)
         return torch.empty(0)
 
-    def _returned(self, step: Step) -> Iterator[tuple[Unit, Slot, Tensor]]:
-        """Each parameter with a residual, and the flat mean that it lies in. A step that is undone sent nothing."""
+    def _returned(self, step: Step) -> Iterator[tuple[Layout, Slot, Tensor, Tensor]]:
+        """Each parameter of which something is kept: its layout, its place there, the flat mean in that layout, and
+        DDP's buffer. A step that is undone sent nothing."""
         if not step.undone:
-            for bucket, buffer in step.reduced:
-                if self._feedback.holds(bucket.layout):
-                    mean = buffer if bucket.packed is None else bucket.packed
-                    yield from ((bucket, slot, mean) for slot in bucket.layout)
+            for unit, buffer in step.reduced:
+                mean = buffer if unit.packed is None else unit.packed
+                for layout, means in ((unit.layout, mean), (unit.beside, unit.extra)):
+                    if self._feedback.holds(layout):
+                        yield from ((layout, slot, means, buffer) for slot in layout)

@@ -88,9 +88,14 @@ class Options:
         check_exchange(self.exchange, codec)
         return Choice(codec, "dense" if warm else self.exchange, feedback)
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether something is kept of every parameter in every step, sent whole or not."""
+        return self.strategy is not None and not self.strategy.only_residual
+
     def may_keep(self) -> bool:
-        """Whether there may ever be residuals."""
-        if self.exchange == "auto" and self.fallback == torch.bfloat16:
+        """Whether anything may ever be kept."""
+        if (self.exchange == "auto" and self.fallback == torch.bfloat16) or self.keeps_all:
             return True
         return self.scheduled or self.choice(self.warmup_steps).feedback
 

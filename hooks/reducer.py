@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..compress.codec import new_draw
-from ..compress.feedback import NOTHING, Kept
+from ..compress.feedback import NOTHING, Feedback, Kept
 from ..compress.layout import Layout, end_to_end, layout_numel, pack
 from ..compress.memory import Memory
 from .auto.planner import REVIEW_EVERY, Choice, Plan
@@ -43,19 +43,34 @@ class Unit:
         slots: where they lie.
         excluded: names of those that stay as they are, inside the same messages.
         like: a flat gradient.
+        strategy: what is kept between steps, where that is more than a residual.
     """
 
-    def __init__(self, index: int, parameters: list[Tensor], slots: Layout, excluded: frozenset[str], like: Tensor):
+    def __init__(
+        self,
+        index: int,
+        parameters: list[Tensor],
+        slots: Layout,
+        excluded: frozenset[str],
+        like: Tensor,
+        strategy: Feedback | None = None,
+    ) -> None:
         self.index, self.parameters, self.numel, self.dtype = index, parameters, like.numel(), like.dtype
         self.names = frozenset(slot.name for slot in slots)
         kept = tuple(slot for slot in slots if slot.name not in excluded)
         rest = tuple(slot for slot in slots if slot.name in excluded)
-        self.layout = end_to_end(kept)
+        self.layout, self.beside = end_to_end(kept), end_to_end(rest)
         self.compressed = tuple(zip(kept, self.layout, strict=True))
-        self.dense = tuple(zip(rest, end_to_end(rest), strict=True))
+        self.dense = tuple(zip(rest, self.beside, strict=True))
         self.extra = torch.zeros(layout_numel(rest), dtype=torch.float32, device=like.device)
-        # Where some parameters stay dense, the others have to move together first.
-        self.packed = torch.zeros(layout_numel(kept), dtype=like.dtype, device=like.device) if rest else None
+        #: Whether what stays as it is goes through the strategy too.
+        self.keeps_beside = bool(rest) and strategy is not None and not strategy.only_residual
+        # Where some parameters stay dense, the others have to move together first. What adds up means would add up
+        # their rounding too.
+        wide = strategy is not None and not strategy.only_residual
+        dtype = torch.float32 if wide else like.dtype
+        moves = bool(rest) or dtype != like.dtype
+        self.packed = torch.zeros(layout_numel(kept), dtype=dtype, device=like.device) if moves else None
         self.choice: Choice | None = None
         self.plan: Plan | None = None
         self.clock: Clock | None = None
@@ -112,6 +127,8 @@ class Unit:
         operands.draw[1] = operands.owner_draw[1] = step
         operands.out = grad = buffer if self.packed is None else self.gather(buffer)
         operands.grad = self._feed(grad, feedback, keeps)
+        if self.keeps_beside:
+            self.extra.copy_(feedback.take(self.beside, self.extra))
         yield from self.exchange.reduce(operands)
         operands.grad = operands.out = self.extra  # holds nothing between steps
         for port in self.exchange.ports:  # between two steps: announce the next one's messages
@@ -120,6 +137,8 @@ class Unit:
             self.kept.deliver(grad)
         else:
             feedback.deliver(self.layout, grad)
+        if self.keeps_beside:
+            feedback.deliver(self.beside, self.extra)
         if self.packed is not None:
             self.scatter(buffer)
 
@@ -150,7 +169,7 @@ class Unit:
         self.plan = self.choice = None
 
     def gather(self, buffer: Tensor) -> Tensor:
-        """Where some parameters stay dense: what is to be compressed, flat; fills `extra` with what is not."""
+        """Where that is not all of the buffer as it is: what is to be compressed, flat; fills `extra` with the rest."""
         assert self.packed is not None
         pack(self.compressed, buffer, self.packed)
         pack(self.dense, buffer, self.extra)
@@ -196,6 +215,9 @@ class Step:
     choice: Choice
     names: set[str] = field(default_factory=set)
     reduced: list[tuple[Unit, Tensor]] = field(default_factory=list)
+    #: Units that wait for the norm of all gradients, and the norms of theirs.
+    held: list[tuple[Unit, Tensor, torch.futures.Future[Tensor]]] = field(default_factory=list)
+    norms: list[Tensor] = field(default_factory=list)
     #: Whether gradients of this rank go in, and not zeros in the place of a rank that has joined.
     own: bool = True
     #: Whether the scaler will skip it, as far as is known.
@@ -331,11 +353,34 @@ class Reducer:
 
     def reduce(self, step: Step, unit: Unit, buffer: Tensor) -> torch.futures.Future[Tensor]:
         """Replace a unit's gradients by their mean; the future gets `buffer`."""
-        return self.connection.pipeline.start(self._reduce(step, unit, buffer), buffer, self._clock(unit))
+        future = self.connection.pipeline.new_future()
+        if self._feedback.strategy.clips is None:
+            self._start(step, unit, buffer, future)
+        else:
+            step.held.append((unit, buffer, future))
+            step.norms.append(torch.linalg.vector_norm(buffer, dtype=torch.float32))
+        return future
+
+    def _start(self, step: Step, unit: Unit, buffer: Tensor, future: torch.futures.Future[Tensor]) -> None:
+        self.connection.pipeline.start(self._reduce(step, unit, buffer), buffer, self._clock(unit), future)
 
     def end(self, step: Step) -> None:
         """Every unit of the step has been given to `reduce`."""
+        if step.held:
+            self._clip(step)
         self.connection.pipeline.submit(partial(self._end, step))
+
+    def _clip(self, step: Step) -> None:
+        """The norm of this rank's own gradient is known: scale it to what the strategy allows, and let it go."""
+        limit, norm = self._feedback.strategy.clips, torch.stack(step.norms).double().norm()
+        assert limit is not None
+        factor = (limit * (self._tracker.loss_scale.read() or 1.0) / norm).clamp(max=1.0)
+        factor = torch.where(norm.isfinite(), factor, 1.0)  # what is not finite is not to spread
+        for unit, buffer, future in step.held:
+            if factor.is_cuda or float(factor) < 1.0:
+                buffer.mul_(factor)
+            self._start(step, unit, buffer, future)
+        step.held.clear()
 
     def forget(self, seed: int, units: Iterable[Unit]) -> None:
         """Residuals have been loaded: draws and decisions of all units begin again."""

@@ -10,7 +10,8 @@ from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 import torch
-from gradwire import Codec, TopK
+from gradwire import Codec, TopK, Tracking
+from gradwire.compress import Feedback
 from torch import nn
 
 
@@ -83,7 +84,7 @@ class Configuration(Short):
     world_size: int = 2
     codec: Codec | Schedule | None = TENTH
     exchange: str = "gather"
-    error_feedback: bool | str = "auto"
+    error_feedback: bool | str | Feedback = "auto"
     fallback: torch.dtype | None = None
     network: float = 1e-7
     topology: int | None = None
@@ -109,14 +110,19 @@ class Configuration(Short):
         return codec.default_feedback if self.error_feedback == "auto" else bool(self.error_feedback)
 
     @property
+    def tracks(self) -> bool:
+        """Whether what is handed out is an estimate of the momentum, and not the gradient."""
+        return isinstance(self.error_feedback, Tracking)
+
+    @property
     def nothing_is_lost(self) -> bool:
-        return all(codec.lossless or self.keeps(codec) for codec in self.codecs)
+        return not self.tracks and all(codec.lossless or self.keeps(codec) for codec in self.codecs)
 
     @property
     def nothing_is_kept(self) -> bool:
         """What "auto" casts to bfloat16 always keeps its rounding error."""
         casts = self.exchange == "auto" and self.fallback == torch.bfloat16
-        return not casts and not any(self.keeps(codec) for codec in self.codecs)
+        return not casts and not self.tracks and not any(self.keeps(codec) for codec in self.codecs)
 
     @property
     def scales(self) -> bool:

@@ -22,6 +22,8 @@ import torch.distributed as dist
 from drawn import Close, Configuration, Copy, Event, Join, Overflow, Parameter, Raise, Rescale, Resize, Resume, Step
 from drawn_model import Drawn, Linear, Recorder, fail, infinite, with_scale
 from gradwire import CompressState, compress_hook
+from gradwire.compress.feedback import RESIDUAL
+from gradwire.compress.tracking import ESTIMATE, MOMENTUM
 from gradwire.hooks.auto import cost, probe
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -381,6 +383,8 @@ class Machine:
                         f"{name}: {off / max(size, 1e-30):.3g} of the largest norm is lost, allowed are "
                         f"{bound / max(size, 1e-30):.3g}"
                     )
+        elif self.configuration.tracks:
+            self._check_balance()
         elif self.configuration.nothing_is_kept:
             kept = [name for name, residual in residuals.items() if residual.count_nonzero()]
             if kept:
@@ -390,6 +394,16 @@ class Machine:
         threads = [t.name for t in set(threading.enumerate()) - self.threads if t.name.startswith("gradwire")]
         if threads:
             self.violations.append(f"threads left after close: {', '.join(threads)}")
+
+    def _check_balance(self) -> None:
+        """With `Tracking`, of every parameter: estimate + mean residual = mean momentum. A collective."""
+        saved = self.state.consolidated_state_dict()
+        kept = {RESIDUAL: saved["residuals"], **saved["vectors"]}
+        for name in self.parameters:
+            estimate, residual, momentum = (kept[v]["mean"][name].double() for v in (ESTIMATE, RESIDUAL, MOMENTUM))
+            off, size = (float(x.norm()) for x in (estimate + residual - momentum, momentum.abs() + estimate.abs()))
+            if not off <= 1e-5 * size:
+                self.violations.append(f"{name}: estimate and residual are {off / size:.3g} away from the momentum")
 
 
 # `raise` is a word of the language.

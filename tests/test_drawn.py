@@ -34,7 +34,8 @@ from drawn import (
     verdict,
 )
 from drawn_machine import play
-from gradwire import QSGD, Cast, Codec, Identity, OneBit, TernGrad, TopK
+from gradwire import QSGD, Cast, Codec, Identity, OneBit, TernGrad, TopK, Tracking
+from gradwire.compress import Feedback
 from gradwire.hooks.exchanges import EXCHANGES, possible
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
@@ -70,7 +71,9 @@ def configurations(draw: st.DrawFn) -> Configuration:
     family = draw(st.sampled_from([SPARSE, BLOCKS, CODECS]))
     codecs = [draw(st.sampled_from(family)) for _ in range(draw(st.sampled_from([1, 1, 2, 3])))]
     carried = [name for name in EXCHANGES if all(name in possible(codec) for codec in codecs)]
-    feedback: st.SearchStrategy[bool | str] = st.sampled_from(["auto", "auto", True, False])
+    feedback: st.SearchStrategy[bool | str | Feedback] = st.sampled_from(
+        ["auto", "auto", True, False, Tracking(), Tracking(0.5, clip=1.0)]
+    )
     ways: dict[str, Any] = {}
     uses: tuple[str, ...] = ("always", "tied", "frozen")
     how = draw(st.sampled_from(["plain", "unused", "static", "skip"]))

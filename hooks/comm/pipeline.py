@@ -141,26 +141,35 @@ class Pipeline:
         if threaded:
             start_thread(name, core.compute, core.inbox, owner=self)
 
-    def start(self, stages: Stages, result: Tensor, clock: Clock = no_clock) -> torch.futures.Future[Tensor]:
-        """Begin a unit of work; the future gets `result` when its stages have ended, or their exception.
+    def start(
+        self,
+        stages: Stages,
+        result: Tensor,
+        clock: Clock = no_clock,
+        future: torch.futures.Future[Tensor] | None = None,
+    ) -> torch.futures.Future[Tensor]:
+        """Begin a unit of work; the future, from `new_future` if it was handed out already, gets `result` when its
+        stages have ended, or their exception.
 
         On a GPU the stages see what the current stream holds now, and what waits for the future sees what they wrote.
         """
-        future, ready = self._future()
-        self._put(_Unit(stages, result, future, clock, ready))
+        future = self.new_future() if future is None else future
+        self._put(_Unit(stages, result, future, clock, self._ready()))
         return future
 
     def submit(self, job: Job) -> torch.futures.Future[Any]:
         """Run a job when all that came before has ended; what comes after waits for it."""
-        future, ready = self._future()
-        self._put(_Barrier(job, future, ready))
+        future = self.new_future()
+        self._put(_Barrier(job, future, self._ready()))
         return future
 
-    def _future(self) -> tuple[torch.futures.Future[Any], torch.cuda.Event | None]:
-        if self._device is None:
-            return torch.futures.Future(), None
-        ready = torch.cuda.current_stream(self._device).record_event()
-        return torch.futures.Future(devices=[self._device]), ready
+    def new_future(self) -> torch.futures.Future[Any]:
+        """For the result of something that is submitted later."""
+        return torch.futures.Future(devices=None if self._device is None else [self._device])
+
+    def _ready(self) -> torch.cuda.Event | None:
+        """When what the current stream holds now has run."""
+        return None if self._device is None else torch.cuda.current_stream(self._device).record_event()
 
     def _put(self, item: _Unit | _Barrier) -> None:
         if self.threaded:
