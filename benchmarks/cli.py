@@ -12,7 +12,7 @@ from . import publish
 from .advisor import advise
 from .codec import codecs, gpu, warm
 from .network import allreduce, exchange, links, program, step, timeline
-from .training import train
+from .training import learn, train
 
 COMMANDS = {
     "codecs": (codecs, "time every codec beside the memory roofline and what one would write in torch"),
@@ -20,6 +20,7 @@ COMMANDS = {
     "step": (step, "time a DDP step on links of a known speed, beside PyTorch's own hooks"),
     "exchange": (exchange, "time the exchange of one gradient on links of several speeds, beside PyTorch's hooks"),
     "train": (train, "train with each way of exchanging gradients, and find the time to equal loss at each bandwidth"),
+    "learn": (learn, "train with each way of compressing, on ranks that share a process: loss against bytes"),
     "advise": (advise, "predict from measurements here whether compression pays on a given network"),
     "links": (program, "run a program on links of a known speed and length"),
     "profile": (timeline, "draw one bucket's way through a real step"),

@@ -1,0 +1,119 @@
+"""Ranks that share a process: the library's own exchanges, feedback and codecs, with memory in the place of a network.
+
+For learning alone, which depends on what is exchanged and not on how long that takes. Stages of all ranks run in
+lockstep: each has put its messages under way before any is waited for.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...compress import Codec
+from ...compress.feedback import Feedback
+from ...compress.layout import Layout, layout_numel
+from ...compress.memory import Memory
+from ...hooks.comm.group import Group
+from ...hooks.exchanges import EXCHANGES
+from ...hooks.reducer import Unit
+
+Mailbox = dict[tuple[int, int], deque[Tensor]]
+
+
+class _Delivered:
+    """What was put into a mailbox, fetched when it is waited for."""
+
+    def __init__(self, mailbox: Mailbox, rank: int, received: Sequence[Tensor]) -> None:
+        self._mailbox, self._rank, self._received = mailbox, rank, received
+
+    def wait(self) -> None:
+        for source, target in enumerate(self._received):
+            if source != self._rank and target.numel():
+                target.copy_(self._mailbox[source, self._rank].popleft())
+
+
+class VirtualGroup(Group):
+    """One rank of several in this process. Messages lie where they were sent from until they are waited for."""
+
+    def __init__(self, rank: int, size: int, mailbox: Mailbox) -> None:
+        self.rank, self.size = rank, size
+        self._mailbox, self._tag = mailbox, 0
+
+    def _pairwise(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Any:
+        received[self.rank].copy_(sent[self.rank])
+        for target, part in enumerate(sent):
+            if target != self.rank and part.numel():
+                self._mailbox[self.rank, target].append(part)
+        return _Delivered(self._mailbox, self.rank, received)
+
+    def all_reduce(self, tensor: Tensor) -> Any:
+        """Summed in the order of the ranks."""
+        rows = tensor.new_empty(self.size, tensor.numel())
+        work = self.all_gather(rows, tensor.clone())
+
+        class Sum:
+            def wait(self) -> None:
+                work.wait()
+                total = rows[0].clone()
+                for row in rows[1:]:
+                    total += row
+                tensor.copy_(total)
+
+        return Sum()
+
+
+class VirtualRanks:
+    """What P ranks' gradients become, step by step.
+
+    Args:
+        layout: of the flat gradient.
+        exchange: a name of `hooks.exchanges`.
+        strategy: what each rank keeps; None: nothing.
+        seed: of stochastic codecs.
+    """
+
+    def __init__(
+        self, size: int, layout: Layout, codec: Codec, exchange: str, strategy: Feedback | None, seed: int = 0
+    ) -> None:
+        numel, mailbox = layout_numel(layout), defaultdict[tuple[int, int], deque[Tensor]](deque)
+        self.keeps = strategy is not None and not codec.lossless
+        codec = codec.with_feedback() if self.keeps else codec
+        self.strategy, self.step = strategy, 0
+        self.memories = [Memory(strategy) for _ in range(size)]
+        self.units = []
+        for rank in range(size):
+            unit = Unit(0, [], layout, frozenset(), torch.empty(numel), strategy)
+            group = VirtualGroup(rank, size, mailbox)
+            unit.use(EXCHANGES[exchange](codec, numel, 0, torch.device("cpu"), group), seed, rank)
+            self.units.append(unit)
+
+    def reduce(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Replace each rank's flat float32 gradient by what is handed out there, and return that.
+
+        Raises:
+            RuntimeError: the ranks' results differ.
+        """
+        limit = None if self.strategy is None else self.strategy.clips
+        if limit is not None:
+            for gradient in gradients:
+                gradient.mul_(min(1.0, limit / max(float(gradient.norm()), 1e-30)))
+        stages = [
+            unit.reduce(gradient, memory, self.keeps, self.step)
+            for unit, memory, gradient in zip(self.units, self.memories, gradients, strict=True)
+        ]
+        while works := [work for stage in stages if (work := next(stage, None)) is not None]:
+            for work in works:
+                work.wait()
+        self.step += 1
+        if not all(torch.equal(gradient, gradients[0]) for gradient in gradients[1:]):
+            raise RuntimeError(f"ranks differ after step {self.step}")
+        return gradients[0]
+
+    @property
+    def transfer_bytes(self) -> int:
+        """What a rank received in the last step, the most of any."""
+        return max(unit.exchange.transfer_bytes for unit in self.units)

@@ -1,0 +1,292 @@
+"""Loss against bytes: what models learn through each way of compressing, every way at its own best learning rate.
+
+Ranks share a process (`common.virtual`), so a network plays no part: bytes are what a rank receives by the exchange
+that the arm names, compared with those of a float32 ring all-reduce. Every arm trains at every rate of the grid with
+every seed; its best rate is the one with the least mean loss, float32's too. Differences to float32 are paired by seed.
+
+Runs are written one by one, and those that are there already are not made again: interrupt it, and go on later.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...compress import Codec, Identity, OneBit, Residual, TernGrad, TopK, Tracking
+from ...compress.feedback import Feedback
+from ...compress.layout import Layout, Slot, end_to_end
+from ..common import report
+from ..common.arms import label
+from ..common.language_model import update
+from ..common.progress import Progress
+from ..common.virtual import VirtualRanks
+from .tasks import TASKS, Task
+
+FLOAT32 = "adamw"
+#: Of a Tracking optimizer and of AdamW itself.
+BETAS = {True: (0.0, 0.99), False: (0.9, 0.99)}
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to learn.
+
+    Attributes:
+        codec, exchange, strategy: as of `VirtualRanks`.
+        corrected: the learning rate of step t is divided by 1 - β^t, which corrects the bias of the estimate that is
+            handed out, as Adam does with its own first moment.
+    """
+
+    codec: Codec = field(default_factory=Identity)
+    exchange: str = "dense"
+    strategy: Feedback | None = None
+    corrected: bool = False
+
+    @property
+    def title(self) -> str:
+        if isinstance(self.codec, Identity) and self.strategy is None:
+            return "float32"
+        feedback = "" if self.strategy is None else f", {type(self.strategy).__name__}"
+        return f"{label(self.codec)} by {self.exchange}{feedback}{', corrected' * self.corrected}".replace("torch.", "")
+
+    @property
+    def colour(self) -> str:
+        return {type(None): "#000000", Tracking: "#0072B2"}.get(type(self.strategy), "#D55E00")
+
+
+TERNARY = TernGrad(clip=1.25)
+SMOOTH = Tracking(0.9, clip=1.0)
+
+
+def _top(density: float) -> Codec:
+    return TopK(density=density, values=torch.int8)
+
+
+WAYS = {
+    FLOAT32: Way(),
+    "tracking": Way(strategy=SMOOTH),
+    "tracking-c": Way(strategy=SMOOTH, corrected=True),
+    "ternary": Way(TERNARY, "two_pass", SMOOTH),
+    "ternary-c": Way(TERNARY, "two_pass", SMOOTH, corrected=True),
+    "onebit-tracking": Way(OneBit(block=256), "two_pass", SMOOTH),
+    "topk8": Way(_top(0.08), "split", SMOOTH),
+    "topk4": Way(_top(0.04), "split", SMOOTH),
+    "topk2": Way(_top(0.02), "split", SMOOTH),
+    "topk2-c": Way(_top(0.02), "split", SMOOTH, corrected=True),
+    "topk1": Way(_top(0.01), "split", SMOOTH),
+    "onebit-residual": Way(OneBit(block=256), "two_pass", Residual()),
+    "terngrad": Way(TernGrad(), "two_pass"),
+    "topk8-residual": Way(_top(0.08), "split", Residual()),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="RUNS.jsonl", help="where runs are written, and read from")
+    parser.add_argument("--task", choices=TASKS, default="small", help="what to learn (default: %(default)s)")
+    parser.add_argument("--world", type=int, default=4, help="ranks (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=16, help="samples of all ranks in a step (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=1500, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--arms", nargs="+", choices=WAYS, default=list(WAYS), help="what to compare (default: all)")
+    parser.add_argument("--learning-rates", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3], help="%(default)s")
+    parser.add_argument("--seeds", type=int, default=3, help="train with seeds 0 to N-1 (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time (default: %(default)s)")
+    parser.add_argument("--json", metavar="FILE", help="write arguments, environment and all runs there")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw loss against bytes there")
+
+
+def run(options: argparse.Namespace) -> int:
+    """`gradwire-bench learn`."""
+    task = task_of(options.task, options.batch, options.steps)
+    task.share(options.world)
+    arms = list(dict.fromkeys([FLOAT32, *options.arms]))
+    common = {"task": options.task, "world": options.world, "batch": options.batch, "steps": options.steps}
+    wanted = [
+        {**common, "arm": arm, "learning_rate": rate, "seed": seed}
+        for seed in range(options.seeds)
+        for rate in options.learning_rates
+        for arm in arms
+    ]
+    path = Path(options.file)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    known = list(runs_in(path))
+    missing = [job for job in wanted if not any(job.items() <= run.items() for run in known)]
+    context = get_context("spawn")
+    with Progress("learn", len(missing)) as progress, ProcessPoolExecutor(options.jobs, context) as pool:
+        futures = [pool.submit(learn, **job) for job in missing]
+        for future in as_completed(futures):
+            done = future.result()
+            with path.open("a") as file:
+                file.write(json.dumps(done) + "\n")
+            known.append(done)
+            progress.advance(1, f"{done['arm']} at {done['learning_rate']:g}: {done['loss']:.3f}")
+    result = report.document("learn", {**common, "arms": arms, "seeds": options.seeds})
+    result |= {"task": task.describe(), "runs": [run for job in wanted for run in known if job.items() <= run.items()]}
+    report.deliver(result, [table(result)], options, plot)
+    return 0
+
+
+def runs_in(path: Path) -> Iterator[dict[str, Any]]:
+    """The runs that a file has, if it is there."""
+    if path.exists():
+        yield from map(json.loads, path.read_text().splitlines())
+
+
+def task_of(name: str, batch: int, steps: int) -> Task:
+    return replace(TASKS[name], batch=batch, steps=steps, optimizer="adamw")
+
+
+def learn(task: str, world: int, batch: int, steps: int, arm: str, learning_rate: float, seed: int) -> dict[str, Any]:
+    """One run: its arguments, the validation loss at the end, and bytes that a rank received for each parameter in a
+    step, of float32's."""
+    torch.set_num_threads(1)
+    job, way = task_of(task, batch, steps), WAYS[arm]
+    torch.manual_seed(seed)
+    model = job.model()
+    parameters = list(model.parameters())
+    layout = layout_of(model)
+    ranks = VirtualRanks(world, layout, way.codec, way.exchange, way.strategy, seed)
+    tracks = isinstance(way.strategy, Tracking)
+    optimizer = torch.optim.AdamW(parameters, betas=BETAS[tracks], weight_decay=0.01, fused=True)
+    data = [job.batches(seed, rank, world) for rank in range(world)]
+    flats = [torch.zeros(sum(p.numel() for p in parameters)) for _ in range(world)]
+    received = 0
+    for step in range(steps):
+        for flat, batches in zip(flats, data, strict=True):
+            inputs, targets = next(batches)
+            job.loss(model(inputs), targets).backward()
+            move(parameters, flat, layout)
+        put(parameters, ranks.reduce(flats), layout)
+        received += ranks.transfer_bytes
+        rate = learning_rate / job.learning_rates["adamw"] * job.rate(step)
+        if way.corrected and isinstance(way.strategy, Tracking):
+            rate /= 1.0 - way.strategy.beta ** (step + 1)
+        update(optimizer, rate, job.clip)
+    sums = job.validation(model, 0, 1)
+    ring = 2 * (world - 1) / world * 4 * len(flats[0])
+    arguments = {"task": task, "world": world, "batch": batch, "steps": steps, "arm": arm}
+    return {
+        **arguments,
+        "learning_rate": learning_rate,
+        "seed": seed,
+        "loss": sums["loss"] / sums["count"],
+        "share_of_bytes": received / steps / ring,
+    }
+
+
+def layout_of(model: nn.Module) -> Layout:
+    """The parameters in the order in which gradients become ready, as in a bucket of DDP's."""
+    slots = [Slot(name, 0, tuple(p.shape), p.stride()) for name, p in model.named_parameters()]
+    return end_to_end(reversed(slots))
+
+
+def move(parameters: Sequence[nn.Parameter], flat: Tensor, layout: Layout) -> None:
+    """Gradients into a flat one, and away from the parameters."""
+    for parameter, slot in zip(reversed(parameters), layout, strict=True):
+        assert parameter.grad is not None
+        slot.view(flat).copy_(parameter.grad)
+        parameter.grad = None
+
+
+def put(parameters: Sequence[nn.Parameter], flat: Tensor, layout: Layout) -> None:
+    """A flat gradient back to the parameters."""
+    for parameter, slot in zip(reversed(parameters), layout, strict=True):
+        parameter.grad = slot.view(flat).clone()
+
+
+# -- what came out -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Best:
+    """An arm at its best learning rate: losses by seed, and how many times fewer bytes than float32 it takes."""
+
+    arm: str
+    learning_rate: float
+    losses: tuple[float, ...]
+    times_fewer: float
+
+    @property
+    def loss(self) -> float:
+        return statistics.fmean(self.losses)
+
+
+def best(runs: Sequence[Mapping[str, Any]]) -> list[Best]:
+    """Every arm at its best rate, in the order in which they come; only rates that all seeds have been trained at."""
+    found: dict[str, Best] = {}
+    seeds = {run["seed"] for run in runs}
+    for arm, rate in dict.fromkeys((run["arm"], run["learning_rate"]) for run in runs):
+        mine = sorted((r for r in runs if (r["arm"], r["learning_rate"]) == (arm, rate)), key=lambda r: r["seed"])
+        if {run["seed"] for run in mine} == seeds:
+            fewer = 1.0 / statistics.fmean(run["share_of_bytes"] for run in mine)
+            one = Best(arm, rate, tuple(run["loss"] for run in mine), fewer)
+            if arm not in found or one.loss < found[arm].loss:
+                found[arm] = one
+    return list(found.values())
+
+
+def table(result: Mapping[str, Any]) -> report.Table:
+    """Every arm, the fewest bytes last."""
+    found = best(result["runs"])
+    dense = next(one for one in found if one.arm == FLOAT32)
+    rows = []
+    for one in sorted(found, key=lambda one: one.times_fewer):
+        off = report.interval([100 * (a / b - 1) for a, b in zip(one.losses, dense.losses, strict=True)])
+        rows.append(
+            [
+                WAYS[one.arm].title,
+                f"{one.times_fewer:.3g}",
+                f"{one.learning_rate:g}",
+                f"{one.loss:.3f}",
+                f"{min(one.losses):.3f}-{max(one.losses):.3f}",
+                f"{off['mean']:+.1f} [{off['low']:+.1f}, {off['high']:+.1f}]",
+            ]
+        )
+    arguments = result["arguments"]
+    unit = result["task"]["loss_unit"]
+    columns = ["", "fewer bytes", "rate", unit, "least-most", "% of float32's"]
+    title = f"{result['task']['title']}, AdamW, {arguments['world']} ranks, {arguments['steps']} steps"
+    caption = (
+        f"validation loss, mean of {arguments['seeds']} seeds, every arm at its best learning rate; the last column is "
+        f"paired by seed, with 95 % intervals; Tracking: {SMOOTH}, and AdamW without its first moment\n"
+    )
+    caption += report.describe(result["environment"])
+    return report.Table(title, columns, rows, caption)
+
+
+def plot(result: Mapping[str, Any], path: str) -> None:
+    """Loss against bytes, and the arms that no other beats in both."""
+    figure, axes = report.subplots(figsize=(8, 5))
+    found = sorted(best(result["runs"]), key=lambda one: one.times_fewer)
+    front = [
+        one for one in found if all(other.loss >= one.loss or other.times_fewer < one.times_fewer for other in found)
+    ]
+    axes.plot([one.times_fewer for one in front], [one.loss for one in front], color="#BBBBBB", zorder=1)
+    for one in found:
+        axes.errorbar(
+            one.times_fewer,
+            one.loss,
+            yerr=[[one.loss - min(one.losses)], [max(one.losses) - one.loss]],
+            fmt="o",
+            color="#000000"
+            if one.arm == FLOAT32
+            else "#0072B2"
+            if isinstance(WAYS[one.arm].strategy, Tracking)
+            else "#D55E00",
+        )
+        axes.annotate(one.arm, (one.times_fewer, one.loss), (5, 5), textcoords="offset points", fontsize=8)
+    axes.set_xscale("log")
+    axes.set_xlabel("times fewer bytes than float32")
+    axes.set_ylabel(f"validation loss, {result['task']['loss_unit']}")
+    axes.set_title("Blue: Tracking, which is AdamW without its first moment", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    report.save(figure, path, dpi=150)
