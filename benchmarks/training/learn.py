@@ -106,6 +106,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """`gradwire-bench learn`."""
+    for name, least in (("world", 2), ("steps", 1), ("seeds", 1), ("jobs", 1)):
+        if getattr(options, name) < least:
+            raise ValueError(f"--{name} {getattr(options, name)}: expected at least {least}")
     task = task_of(options.task, options.batch, options.steps)
     task.share(options.world)
     arms = list(dict.fromkeys([FLOAT32, *options.arms]))

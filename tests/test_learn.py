@@ -1,0 +1,131 @@
+"""Learning on ranks that share a process: the same as on ranks that do not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from gradwire import QSGD, Codec, Identity, OneBit, Residual, TernGrad, TopK, Tracking
+from gradwire.benchmarks import cli
+from gradwire.benchmarks.common.virtual import VirtualRanks
+from gradwire.benchmarks.training import learn
+from gradwire.compress import Feedback
+from gradwire.compress.layout import Slot
+from gradwire.compress.memory import Memory
+from gradwire.hooks.comm.group import Group
+from gradwire.hooks.comm.pipeline import drive
+from gradwire.hooks.exchanges import EXCHANGES
+from gradwire.hooks.reducer import Unit
+from ranks import Pool
+from training import digest
+
+Ranks = Callable[[int], Pool]
+NUMEL, STEPS = 5000, 4
+LAYOUT = (Slot("a", 0, (NUMEL,), (1,)),)
+
+
+def gradient(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def really(rank: int, codec: Codec, exchange: str, strategy: Feedback | None) -> tuple[list[str], int]:
+    """Digests of what is handed out, and bytes received in the last step."""
+    keeps = strategy is not None and not codec.lossless
+    codec = codec.with_feedback() if keeps else codec
+    unit = Unit(0, [], LAYOUT, frozenset(), torch.empty(NUMEL), strategy)
+    group = Group(dist.group.WORLD).channel(f"{codec} {exchange} {strategy}")
+    unit.use(EXCHANGES[exchange](codec, NUMEL, 0, torch.device("cpu"), group), 3, rank)
+    memory, digests = Memory(strategy), []
+    for step in range(STEPS):
+        flat = gradient(rank, step)
+        drive(unit.reduce(flat, memory, keeps, step))
+        digests.append(digest([flat]))
+    return digests, unit.exchange.transfer_bytes
+
+
+@pytest.mark.parametrize(
+    ("codec", "exchange", "strategy"),
+    [
+        (OneBit(), "two_pass", Residual()),
+        (TernGrad(clip=1.25), "two_pass", Tracking()),
+        (QSGD(), "gather", None),
+        (TopK(0.05), "split", Tracking()),
+        (TopK(0.05, values=torch.int8), "union", Residual(0.9)),
+        (Identity(), "gather", Tracking()),
+    ],
+    ids=str,
+)
+def test_virtual_ranks_are_as_real_ones(ranks: Ranks, codec: Codec, exchange: str, strategy: Feedback | None) -> None:
+    virtual = VirtualRanks(3, LAYOUT, codec, exchange, strategy, seed=3)
+    digests = [digest([virtual.reduce([gradient(rank, step) for rank in range(3)])]) for step in range(STEPS)]
+    real = ranks(3).run(really, codec, exchange, strategy)
+    assert [found for found, _ in real] == [digests] * 3
+    assert max(received for _, received in real) == virtual.transfer_bytes
+
+
+def test_virtual_ranks_clip_each_gradient() -> None:
+    virtual = VirtualRanks(2, LAYOUT, Identity(), "dense", Tracking(0.0, clip=1.0))
+    large, small = 5 * gradient(0, 0), 1e-3 * gradient(1, 0)
+    expected = (large / large.norm() + small) / 2
+    assert torch.allclose(virtual.reduce([large.clone(), small.clone()]), expected, atol=1e-6)
+
+
+def test_ranks_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    virtual = VirtualRanks(2, LAYOUT, OneBit(), "gather", None)
+    reduce = Unit.reduce
+
+    def wrong(self: Unit, buffer: torch.Tensor, *others: object) -> object:
+        yield from reduce(self, buffer, *others)  # type: ignore[arg-type]
+        buffer[0] += self is virtual.units[1]
+
+    monkeypatch.setattr(Unit, "reduce", wrong)
+    with pytest.raises(RuntimeError, match="ranks differ after step 1"):
+        virtual.reduce([gradient(0, 0), gradient(1, 0)])
+
+
+ARGUMENTS = ["--task", "digits", "--world", "2", "--steps", "3", "--seeds", "2", "--jobs", "1", "--arms", "ternary"]
+
+
+def test_runs_are_made_once_and_compared_at_their_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, plot = tmp_path / "runs.jsonl", tmp_path / "loss.png"
+    arguments = ["learn", str(file), *ARGUMENTS, "--learning-rates", "1e-3", "1e-2"]
+    assert cli.main([*arguments, "--plot", str(plot), "--json", str(tmp_path / "loss.json")]) == 0
+    first = file.read_text()
+    runs = [json.loads(line) for line in first.splitlines()]
+    assert len(runs) == 8
+    assert plot.stat().st_size > 10_000
+    assert cli.main(arguments) == 0
+    assert file.read_text() == first, "nothing is made again"
+    assert "float32" in capsys.readouterr().out
+    shares = {run["arm"]: run["share_of_bytes"] for run in runs}
+    assert shares["adamw"] == 1.0
+    assert 15 < 1 / shares["ternary"] < 21
+    for one in learn.best(runs):
+        losses = {run["learning_rate"]: 0.0 for run in runs}
+        for run in runs:
+            losses[run["learning_rate"]] += run["loss"] / 2 * (run["arm"] == one.arm)
+        assert one.loss == pytest.approx(min(losses.values()))
+        assert one.learning_rate == min(losses, key=losses.__getitem__)
+
+
+def test_one_rank_has_nobody_to_tell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["learn", str(tmp_path / "runs.jsonl"), "--world", "1"]) == 2
+    assert "--world 1: expected at least 2" in capsys.readouterr().err
+
+
+def test_a_rate_that_not_all_seeds_have_seen_does_not_count() -> None:
+    runs = [
+        {"arm": "adamw", "learning_rate": rate, "seed": seed, "loss": loss, "share_of_bytes": 1.0}
+        for rate, seed, loss in ((0.1, 0, 3.0), (0.1, 1, 3.2), (0.2, 0, 1.0))
+    ]
+    assert [(one.learning_rate, one.losses) for one in learn.best(runs)] == [(0.1, (3.0, 3.2))]
+
+
+def test_float32_on_virtual_ranks_learns_alike_on_any_number() -> None:
+    """The global batch does not depend on the number of ranks, and so does not the curve, but for rounding."""
+    two, four = (learn.learn("digits", world, 64, 12, learn.FLOAT32, 2e-3, 0) for world in (2, 4))
+    assert four["loss"] == pytest.approx(two["loss"], rel=1e-3)
