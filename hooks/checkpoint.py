@@ -62,7 +62,7 @@ def read(
         ValueError: it does not fit.
     """
     saved = upgraded(saved)
-    missing = expected.keys() - saved.keys()
+    missing = expected.keys() - saved.keys() - {"vectors"}
     if missing:
         raise ValueError(f"this is not a checkpoint of CompressState: it lacks {', '.join(sorted(missing))}")
     for fact in ("format", "codec"):
@@ -70,6 +70,15 @@ def read(
             raise ValueError(f"the checkpoint has {fact} {saved[fact]}, this state {expected[fact]}")
     by_rank = {RESIDUAL: saved["residuals"], **saved.get("vectors", {})}
     vectors = {vector: found.get(key, found.get(MEAN)) for vector, found in by_rank.items()}
+    absent = sorted(expected.get("vectors", {}).keys() - vectors.keys())
+    if absent:  # a residual alone would stay in what is added up
+        text = (
+            f"the checkpoint has no {' and no '.join(absent)} of parameters, which this state keeps besides residuals"
+        )
+        if strict:
+            raise ValueError(f"{text}; load_state_dict(..., strict=False) begins without what was kept")
+        warnings.warn(f"{text}; it begins without what was kept", stacklevel=4)
+        vectors = {}
     if None in vectors.values():
         text = (
             f"the checkpoint has the residuals of {', '.join(saved['residuals']) or 'no rank'}, and this is {key}: "

@@ -221,3 +221,26 @@ def test_a_pass_that_raises_lets_go_of_what_was_held(ranks: Ranks) -> None:
     first, second = ranks(2).run(raised_while_held)
     assert first == second
     assert first[0] == 4
+
+
+def load_of_a_residual(rank: int) -> tuple[str, list[str], bool]:
+    """A checkpoint made with plain error feedback, loaded strictly and otherwise."""
+    model = perceptron()
+    ddp, plain = wrap(model, OneBit())
+    ddp(batch(rank, 0, model)).square().mean().backward()
+    saved = plain.state_dict()
+    plain.close()
+    _, state = wrap(perceptron(), OneBit(), error_feedback=Tracking())
+    with pytest.raises(ValueError, match="no estimate") as refused:
+        state.load_state_dict(saved)
+    with pytest.warns(UserWarning, match="begins without") as warned:
+        state.load_state_dict(saved, strict=False)
+    kept = bool(state._feedback)
+    state.close()
+    return str(refused.value), [str(w.message) for w in warned], kept
+
+
+def test_a_residual_alone_does_not_get_into_the_estimate(ranks: Ranks) -> None:
+    for refused, _, kept in ranks(2).run(load_of_a_residual):
+        assert "strict=False" in refused
+        assert not kept
