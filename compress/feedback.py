@@ -48,6 +48,9 @@ class Feedback(ABC):
     def check(self, codec: Codec) -> None:  # noqa: B027 - most take any codec
         """Raises ValueError for a codec around which this strategy does not work."""
 
+    def prepare(self, device: torch.device) -> None:  # noqa: B027 - may be nothing
+        """Compile what it runs on tensors of a device, so that no step has to."""
+
     @abstractmethod
     def encode(
         self, kept: Kept, codec: Codec, grad: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .backends import Workspace
+from .backends import Workspace, backend_for
 from .codec import Codec
 from .feedback import RESIDUAL, Feedback, Kept
 from .layout import Slot
@@ -60,26 +60,29 @@ class Tracking(Feedback):
     def clips(self) -> float | None:
         return self.clip
 
+    def prepare(self, device: torch.device) -> None:
+        kept = Kept(self, {vector: torch.zeros(1, device=device) for vector in self.vectors})
+        self.deliver(kept, self.send_all(kept, torch.zeros(1, device=device)))
+
     def encode(
         self, kept: Kept, codec: Codec, grad: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
     ) -> None:
-        codec.encode_feedback(self._change(kept, grad), kept[RESIDUAL], wire, draw, workspace)
+        change = workspace.buffers.get("change")
+        if change is None or change.numel() != grad.numel():
+            change = workspace.buffers["change"] = torch.empty_like(kept[RESIDUAL])
+        self._enter(kept, grad, change)
+        codec.encode_feedback(change, kept[RESIDUAL], wire, draw, workspace)
 
     def send_all(self, kept: Kept, grad: Tensor) -> Tensor:
-        return super().send_all(kept, self._change(kept, grad))
+        change = torch.empty_like(kept[RESIDUAL])
+        self._enter(kept, grad, change)
+        return super().send_all(kept, change)
 
     def deliver(self, kept: Kept, mean: Tensor) -> None:
         estimate = kept[ESTIMATE]
-        total = estimate + mean
-        finite = total.isfinite()
-        if mean.is_cuda or not bool(finite.all()):
+        if not backend_for(mean.device).tracking.follow(estimate, mean):
             # The ranks have sent what did not arrive. On each of them this restores the law.
-            kept.replace(~finite, kept[MOMENTUM] - estimate)
-            estimate.copy_(torch.where(finite, total, estimate))
-            mean.copy_(total.masked_fill_(~finite, torch.nan))
-        else:
-            estimate.copy_(total)
-            mean.copy_(total)
+            kept.replace(mean.isnan(), kept[MOMENTUM] - estimate)
 
     def thrown_away(self, kept: Kept, slot: Slot, mean: Tensor, gradient: Tensor | None) -> None:
         """What has entered m goes out with a later H. Only a gradient that comes again must leave it."""
@@ -96,10 +99,6 @@ class Tracking(Feedback):
         momentum = self.beta * before[MOMENTUM] + (1.0 - self.beta) * gradient
         return torch.stack([balance[1] - balance[0], after[MOMENTUM] - momentum])
 
-    def _change(self, kept: Kept, grad: Tensor) -> Tensor:
-        """Let a gradient enter m: δ, the change of m."""
-        momentum = kept[MOMENTUM]
-        new = momentum + (1.0 - self.beta) * (grad.float() - momentum)
-        change = new - momentum
-        momentum.copy_(torch.where(new.isfinite(), new, momentum))
-        return change
+    def _enter(self, kept: Kept, grad: Tensor, change: Tensor) -> None:
+        """Let a gradient enter m; δ, the change of m, goes to `change`."""
+        backend_for(grad.device).tracking.change(grad, kept[MOMENTUM], 1.0 - self.beta, change)

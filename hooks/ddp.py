@@ -127,6 +127,7 @@ class CompressState:
             choice = self._options.choice(0)
             for dtype in {p.dtype for p in self._parameters.values()}:
                 choice.codec.kernels(self._device).prepare(choice.codec, dtype, self._device)
+            self._feedback.strategy.prepare(self._device)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = error
         self._connect(problem)

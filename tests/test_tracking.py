@@ -10,9 +10,12 @@ import torch
 import torch.distributed as dist
 from gradwire import QSGD, Codec, Identity, OneBit, TopK, Tracking
 from gradwire.compress import new_draw
+from gradwire.compress.backends import TrackingKernels, backend_for
 from gradwire.compress.feedback import RESIDUAL
 from gradwire.compress.memory import Memory
 from gradwire.compress.tracking import ESTIMATE, MOMENTUM
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from ranks import Pool
 from simulated import SimulatedRanks
 from strategies import parts_of
@@ -29,6 +32,32 @@ BETA = 0.8
 @pytest.mark.parametrize("strategy", [Tracking(), Tracking(beta=0.0)], ids=str)
 def test_nothing_of_the_momentum_is_lost_whatever_happens(strategy: Tracking, codec: Codec) -> None:
     hold(strategy, codec)
+
+
+ANY = st.sampled_from([0.0, -0.0, 1e-45, -3e-39, 1.0, -2.5, 3e38, -3e38, float("inf"), float("-inf"), float("nan")])
+
+
+@settings(deadline=None)
+@given(st.integers(0, 300), st.lists(ANY, max_size=8), st.integers(0, 3), st.sampled_from([0.1, 1.0, 0.25]), st.data())
+def test_the_cpus_passes_are_those_of_torch(
+    numel: int, odd: list[float], shift: int, share: float, data: st.DataObject
+) -> None:
+    """Also at addresses that no vector is aligned to."""
+    generator = torch.Generator().manual_seed(numel)
+    ours, torchs = backend_for(torch.device("cpu")).tracking, TrackingKernels()
+    one, two = torch.randn(2, numel, generator=generator)
+    for value in odd if numel else ():
+        data.draw(st.sampled_from([one, two]))[data.draw(st.integers(0, numel - 1))] = value
+    for name, arguments in (("change", (share, torch.zeros(numel))), ("follow", ())):
+        found = []
+        for kernels in (ours, torchs):
+            given = [one, two, *(x for x in arguments if isinstance(x, torch.Tensor))]
+            tensors = [torch.empty(numel + shift)[shift:].copy_(x) for x in given]
+            numbers = [x for x in arguments if not isinstance(x, torch.Tensor)]
+            result = getattr(kernels, name)(*tensors[:2], *numbers, *tensors[2:])
+            found.append((result, [x.view(torch.int32) for x in (t.where(~t.isnan(), torch.nan) for t in tensors)]))
+        assert found[0][0] == found[1][0]
+        assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True)), name
 
 
 @pytest.mark.parametrize("value", [1.0, -0.1, float("nan"), True, "most"])

@@ -10,17 +10,18 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 
 import torch
 
-from .base import Kernels, Workspace
+from .base import Kernels, TrackingKernels, Workspace
 from .sparse import EntryKernels, Selecting, SparseKernels
 
 __all__ = [
     "Backend",
     "Kernels",
+    "TrackingKernels",
     "Workspace",
     "backend_for",
     "backend_kernels",
@@ -40,10 +41,12 @@ class Backend:
     Attributes:
         kernels: of each codec, by its name. One that is not there has to bring kernels of its own.
         entries: what packs and merges the entries of sparse gradients.
+        tracking: the passes of `compress.tracking`.
     """
 
     kernels: Mapping[str, Kernels]
     entries: EntryKernels
+    tracking: TrackingKernels = field(default_factory=TrackingKernels)
 
 
 def _built_in(name: str) -> Backend:

@@ -83,3 +83,23 @@ class Kernels(ABC):
 def divide(total: Tensor, world_size: int, out: Tensor) -> None:
     """`out` = total · (1 / world_size), the reciprocal in float32, cast once."""
     out.copy_(total * (torch.tensor(1.0, dtype=torch.float32) / world_size).to(total.device))
+
+
+class TrackingKernels:
+    """The passes of `compress.tracking` over flat tensors, in torch, for devices without anything better."""
+
+    def change(self, grad: Tensor, momentum: Tensor, share: float, out: Tensor) -> None:
+        """Let a gradient of any dtype enter the momentum, float32: `out`, float32, = its change by share · (grad -
+        momentum). Where the momentum would not be finite, it stays, and `out` is not finite."""
+        new = momentum + (grad.float() - momentum) * share
+        torch.sub(new, momentum, out=out)
+        momentum.copy_(torch.where(new.isfinite(), new, momentum))
+
+    def follow(self, estimate: Tensor, mean: Tensor) -> bool:
+        """Add a mean, float32, to the estimate, and put that in its place; where the sum is not finite the estimate
+        stays, and NaN is in its place. Returns whether all is finite, as far as is known without waiting."""
+        total = estimate + mean
+        finite = total.isfinite()
+        estimate.copy_(torch.where(finite, total, estimate))
+        mean.copy_(total.masked_fill_(~finite, torch.nan))
+        return not finite.is_cuda and bool(finite.all())

@@ -11,6 +11,7 @@ from __future__ import annotations
 from .. import Backend
 from .kernels import QSGD, Cast, OneBit, TernGrad
 from .topk import Entries, TopK
+from .tracking import Tracking
 
 BACKEND = Backend(
     kernels={
@@ -22,4 +23,5 @@ BACKEND = Backend(
         "identity": Cast(),
     },
     entries=Entries(),
+    tracking=Tracking(),
 )
