@@ -102,7 +102,7 @@ def test_runs_are_made_once_and_compared_at_their_best(tmp_path: Path, capsys: p
     assert file.read_text() == first, "nothing is made again"
     assert "float32" in capsys.readouterr().out
     shares = {run["arm"]: run["share_of_bytes"] for run in runs}
-    assert shares["adamw"] == 1.0
+    assert shares["float32"] == 1.0
     assert 15 < 1 / shares["ternary"] < 21
     for one in learn.best(runs):
         losses = {run["learning_rate"]: 0.0 for run in runs}
@@ -119,7 +119,7 @@ def test_one_rank_has_nobody_to_tell(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_a_rate_that_not_all_seeds_have_seen_does_not_count() -> None:
     runs = [
-        {"arm": "adamw", "learning_rate": rate, "seed": seed, "loss": loss, "share_of_bytes": 1.0}
+        {"arm": "float32", "learning_rate": rate, "seed": seed, "loss": loss, "share_of_bytes": 1.0}
         for rate, seed, loss in ((0.1, 0, 3.0), (0.1, 1, 3.2), (0.2, 0, 1.0))
     ]
     assert [(one.learning_rate, one.losses) for one in learn.best(runs)] == [(0.1, (3.0, 3.2))]
@@ -127,5 +127,5 @@ def test_a_rate_that_not_all_seeds_have_seen_does_not_count() -> None:
 
 def test_float32_on_virtual_ranks_learns_alike_on_any_number() -> None:
     """The global batch does not depend on the number of ranks, and so does not the curve, but for rounding."""
-    two, four = (learn.learn("digits", world, 64, 12, learn.FLOAT32, 2e-3, 0) for world in (2, 4))
+    two, four = (learn.learn("digits", "sgd", world, 64, 12, learn.FLOAT32, 0.1, 0) for world in (2, 4))
     assert four["loss"] == pytest.approx(two["loss"], rel=1e-3)

@@ -32,9 +32,8 @@ from ..common.progress import Progress
 from ..common.virtual import VirtualRanks
 from .tasks import TASKS, Task
 
-FLOAT32 = "adamw"
-#: Of a Tracking optimizer and of AdamW itself.
-BETAS = {True: (0.0, 0.99), False: (0.9, 0.99)}
+FLOAT32 = "float32"
+MOMENTUM = 0.9
 
 
 @dataclass(frozen=True)
@@ -96,8 +95,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world", type=int, default=4, help="ranks (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=16, help="samples of all ranks in a step (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=1500, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw", help="default: %(default)s")
     parser.add_argument("--arms", nargs="+", choices=WAYS, default=list(WAYS), help="what to compare (default: all)")
-    parser.add_argument("--learning-rates", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3], help="%(default)s")
+    parser.add_argument(
+        "--learning-rates", type=float, nargs="+", help="by default the task's own, half and twice that"
+    )
     parser.add_argument("--seeds", type=int, default=3, help="train with seeds 0 to N-1 (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write arguments, environment and all runs there")
@@ -109,14 +111,16 @@ def run(options: argparse.Namespace) -> int:
     for name, least in (("world", 2), ("steps", 1), ("seeds", 1), ("jobs", 1)):
         if getattr(options, name) < least:
             raise ValueError(f"--{name} {getattr(options, name)}: expected at least {least}")
-    task = task_of(options.task, options.batch, options.steps)
+    task = task_of(options.task, options.optimizer, options.batch, options.steps)
     task.share(options.world)
+    own = task.learning_rates[task.optimizer]
+    rates = options.learning_rates or [own / 2, own, 2 * own]
     arms = list(dict.fromkeys([FLOAT32, *options.arms]))
-    common = {"task": options.task, "world": options.world, "batch": options.batch, "steps": options.steps}
+    common = {name: getattr(options, name) for name in ("task", "optimizer", "world", "batch", "steps")}
     wanted = [
         {**common, "arm": arm, "learning_rate": rate, "seed": seed}
         for seed in range(options.seeds)
-        for rate in options.learning_rates
+        for rate in rates
         for arm in arms
     ]
     path = Path(options.file)
@@ -144,22 +148,31 @@ def runs_in(path: Path) -> Iterator[dict[str, Any]]:
         yield from map(json.loads, path.read_text().splitlines())
 
 
-def task_of(name: str, batch: int, steps: int) -> Task:
-    return replace(TASKS[name], batch=batch, steps=steps, optimizer="adamw")
+def task_of(name: str, optimizer: str, batch: int, steps: int) -> Task:
+    return replace(TASKS[name], optimizer=optimizer, batch=batch, steps=steps)
 
 
-def learn(task: str, world: int, batch: int, steps: int, arm: str, learning_rate: float, seed: int) -> dict[str, Any]:
+def optimizer_of(task: Task, parameters: Sequence[nn.Parameter], tracks: bool) -> torch.optim.Optimizer:
+    """The task's; without momentum of its own where `tracks`."""
+    momentum = 0.0 if tracks else MOMENTUM
+    if task.optimizer == "sgd":
+        return torch.optim.SGD(parameters, momentum=momentum)
+    return torch.optim.AdamW(parameters, betas=(momentum, 0.99), weight_decay=0.01, fused=True)
+
+
+def learn(
+    task: str, optimizer: str, world: int, batch: int, steps: int, arm: str, learning_rate: float, seed: int
+) -> dict[str, Any]:
     """One run: its arguments, the validation loss at the end, and bytes that a rank received for each parameter in a
     step, of float32's."""
     torch.set_num_threads(1)
-    job, way = task_of(task, batch, steps), WAYS[arm]
+    job, way = task_of(task, optimizer, batch, steps), WAYS[arm]
     torch.manual_seed(seed)
     model = job.model()
     parameters = list(model.parameters())
     layout = layout_of(model)
     ranks = VirtualRanks(world, layout, way.codec, way.exchange, way.strategy, seed)
-    tracks = isinstance(way.strategy, Tracking)
-    optimizer = torch.optim.AdamW(parameters, betas=BETAS[tracks], weight_decay=0.01, fused=True)
+    updates = optimizer_of(job, parameters, isinstance(way.strategy, Tracking))
     data = [job.batches(seed, rank, world) for rank in range(world)]
     flats = [torch.zeros(sum(p.numel() for p in parameters)) for _ in range(world)]
     received = 0
@@ -170,15 +183,18 @@ def learn(task: str, world: int, batch: int, steps: int, arm: str, learning_rate
             move(parameters, flat, layout)
         put(parameters, ranks.reduce(flats), layout)
         received += ranks.transfer_bytes
-        rate = learning_rate / job.learning_rates["adamw"] * job.rate(step)
-        if way.corrected and isinstance(way.strategy, Tracking):
-            rate /= 1.0 - way.strategy.beta ** (step + 1)
-        update(optimizer, rate, job.clip)
+        rate = learning_rate / job.learning_rates[optimizer] * job.rate(step)
+        if isinstance(way.strategy, Tracking):
+            beta = way.strategy.beta
+            rate /= 1.0 - beta ** (step + 1) if way.corrected else 1.0
+            rate /= 1.0 - beta if optimizer == "sgd" else 1.0  # torch's momentum is a sum, not a mean
+        update(updates, rate, job.clip)
     sums = job.validation(model, 0, 1)
     ring = 2 * (world - 1) / world * 4 * len(flats[0])
-    arguments = {"task": task, "world": world, "batch": batch, "steps": steps, "arm": arm}
+    arguments = {"task": task, "optimizer": optimizer, "world": world, "batch": batch, "steps": steps}
     return {
         **arguments,
+        "arm": arm,
         "learning_rate": learning_rate,
         "seed": seed,
         "loss": sums["loss"] / sums["count"],
@@ -257,10 +273,12 @@ def table(result: Mapping[str, Any]) -> report.Table:
     arguments = result["arguments"]
     unit = result["task"]["loss_unit"]
     columns = ["", "fewer bytes", "rate", unit, "least-most", "% of float32's"]
-    title = f"{result['task']['title']}, AdamW, {arguments['world']} ranks, {arguments['steps']} steps"
+    title = (
+        f"{result['task']['title']}, {arguments['optimizer']}, {arguments['world']} ranks, {arguments['steps']} steps"
+    )
     caption = (
         f"validation loss, mean of {arguments['seeds']} seeds, every arm at its best learning rate; the last column is "
-        f"paired by seed, with 95 % intervals; Tracking: {SMOOTH}, and AdamW without its first moment\n"
+        f"paired by seed, with 95 % intervals; Tracking: {SMOOTH}, and no momentum in the optimizer\n"
     )
     caption += report.describe(result["environment"])
     return report.Table(title, columns, rows, caption)
@@ -290,6 +308,6 @@ def plot(result: Mapping[str, Any], path: str) -> None:
     axes.set_xscale("log")
     axes.set_xlabel("times fewer bytes than float32")
     axes.set_ylabel(f"validation loss, {result['task']['loss_unit']}")
-    axes.set_title("Blue: Tracking, which is AdamW without its first moment", fontsize=10)
+    axes.set_title("Blue: Tracking, with no momentum in the optimizer", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     report.save(figure, path, dpi=150)
