@@ -6,7 +6,7 @@
 
 __version__ = "0.1.0"
 
-from .compress import CODECS, QSGD, Cast, Codec, Identity, OneBit, TernGrad, TopK
+from .compress import CODECS, QSGD, Cast, Codec, Identity, OneBit, Ternary, TernGrad, TopK
 from .hooks import CompressState, compress_hook, sparse_all_reduce
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "Identity",
     "OneBit",
     "TernGrad",
+    "Ternary",
     "TopK",
     "__version__",
     "compress_hook",

@@ -6,6 +6,7 @@ from .cast import Cast, Identity
 from .codec import BlockCodec, Codec, SparseCodec, new_draw
 from .onebit import OneBit
 from .qsgd import QSGD
+from .ternary import Ternary
 from .terngrad import TernGrad
 from .topk import TopK
 
@@ -14,6 +15,7 @@ CODECS: tuple[Codec, ...] = (
     OneBit(),
     QSGD(),
     TernGrad(),
+    Ternary(),
     TopK(),
     Cast(torch.float16),
     Cast(torch.bfloat16),
@@ -30,6 +32,7 @@ __all__ = [
     "OneBit",
     "SparseCodec",
     "TernGrad",
+    "Ternary",
     "TopK",
     "new_draw",
 ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from gradwire.compress import CODECS, QSGD, Codec, OneBit, TernGrad, TopK, new_draw
+from gradwire.compress import CODECS, QSGD, Codec, OneBit, Ternary, TernGrad, TopK, new_draw
 from gradwire.compress.backends import backend_names
 from gradwire.compress.codec import DTYPES
 from gradwire.compress.entries import index_layout
@@ -25,6 +25,7 @@ VARIANTS: tuple[Codec, ...] = (
     QSGD(bits=3, block=256, norm="l2", rounding="nearest"),
     TernGrad(clip=math.inf),
     TernGrad(block=2560, rounding="nearest"),
+    Ternary(block=2560),
     TopK(density=1.0),
     TopK(density=0.001),
     TopK(density=0.3),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from cuda_on_cpu import EmulationError
 from emulated import CSRC, EmulatedDevice, emulated_gpu, forget
-from gradwire.compress import QSGD, Codec, OneBit, TernGrad, TopK, new_draw
+from gradwire.compress import QSGD, Codec, OneBit, Ternary, TernGrad, TopK, new_draw
 from gradwire.compress.backends import use_backend
 from gradwire.compress.entries import index_layout
 from strategies import gradient, same
@@ -118,6 +118,9 @@ BUGS = (
         f"misaligned|alignment|race|{DIFFERS}",
     ),
     Bug("trits in the wrong plane", "ternary.cu", "digit *= 3;", "digit = 3;", TernGrad(), DIFFERS),
+    Bug(
+        "a level that a lane keeps to itself", "ternary.cu", "max(warp_sum(count), 1)", "max(count, 1)", Ternary(), "."
+    ),
     Bug(
         "a NaN that the maximum drops",
         "common.cuh",

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...compress import QSGD, Codec, OneBit, SparseCodec, TernGrad, new_draw
+from ...compress import QSGD, Codec, OneBit, SparseCodec, Ternary, TernGrad, new_draw
 
 #: What rounding to float32 may change a decoded value by, as a share of the value.
 ROUNDING = 2.0**-23
@@ -98,7 +98,7 @@ def entropy(codec: Codec, wire: np.ndarray, numel: int) -> float:
     elif isinstance(codec, QSGD):
         bits = np.unpackbits(records["codes"].reshape(-1), bitorder="little").reshape(-1, codec.bits)
         codes = bits @ (1 << np.arange(codec.bits))
-    elif isinstance(codec, TernGrad):
+    elif isinstance(codec, TernGrad | Ternary):
         digits = records["trits"].reshape(-1, 1, 256) // np.array([1, 3, 9, 27, 81])[:, None] % 3
         codes = digits.reshape(-1)
     else:

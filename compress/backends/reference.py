@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..entries import LARGEST_UNIT, VALUE_BLOCK, index_layout
+from ..wire import Part
 from . import Backend, Kernels, Workspace
 from .sparse import EntryKernels, SparseKernels
 
@@ -22,6 +23,8 @@ NAN_BITS = np.uint32(0x7FC00000)
 NAN = NAN_BITS.view(F32)
 TINY = F32(2.0**-149)
 LANES = 256
+#: How often `Ternary` refines its level.
+LLOYD_STEPS = 2
 
 
 def numbers(x: Tensor) -> np.ndarray:
@@ -189,13 +192,16 @@ class TernGrad(Kernels):
             sound = np.isfinite(largest)
             r = in_blocks(uniform(draw if codec.stochastic else None, len(a)), codec.block)
             level = levels_of(np.where(sound[:, None], magnitudes, F32(0)), p, scaled_scale, 1, r)
-        trit = level + (level & (rows < 0))
-        planes = trit.reshape(len(rows), -1, 5, LANES)
-        (part,) = codec.parts(len(a))
+        self.write(codec.parts(len(a))[0], wire, np.where(sound, scale, NAN), level + (level & (rows < 0)))
+
+    @staticmethod
+    def write(part: Part, wire: Tensor, scale: np.ndarray, trit: np.ndarray) -> None:
+        """The records of scales [blocks] and trits [blocks, block]."""
+        planes = trit.reshape(len(trit), -1, 5, LANES)
         record = part.view(wire.numpy())
-        record["scale"][:, 0] = np.where(sound, scale, NAN)
+        record["scale"][:, 0] = scale
         powers = np.array([1, 3, 9, 27, 81], np.uint8)
-        record["trits"] = (planes * powers[:, None]).sum(axis=2, dtype=np.uint8).reshape(len(rows), -1)
+        record["trits"] = (planes * powers[:, None]).sum(axis=2, dtype=np.uint8).reshape(len(trit), -1)
 
     def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
         (part,) = codec.parts(out.numel())
@@ -208,6 +214,37 @@ class TernGrad(Kernels):
         signed = np.array([0, 1, -1], F32)[trit].reshape(part.records, -1)
         with np.errstate(all="ignore"):
             add(out, alpha, signed * record["scale"])
+
+
+class Ternary(TernGrad):
+    def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
+        a = numbers(x)
+        rows, lengths = in_blocks(a, codec.block), block_lengths(len(a), codec.block)
+        magnitudes = np.abs(rows)
+        zero = F32(0)
+
+        def mean_above(threshold: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            """The sum of the magnitudes above a threshold, and their mean; 0 where there are none."""
+            above = magnitudes > threshold[:, None]
+            total = block_sums(np.where(above, magnitudes, zero))
+            return total, total / np.maximum(above.sum(axis=1), 1).astype(F32)
+
+        with np.errstate(all="ignore"):
+            total, largest = block_sums(magnitudes), magnitudes.max(axis=1)
+            sound = np.isfinite(total)  # then every element is finite
+            p, _ = power_of_two_scale(np.where(sound, largest, zero))
+            level, best = np.zeros_like(total), np.zeros_like(total)
+            threshold = total / lengths * F32(0.5)
+            while (sound & (threshold < largest)).any():
+                kept, mean = mean_above(threshold)
+                gain = (kept * p) * (mean * p)  # as if the largest magnitude were about 1: never beyond float32
+                level, best = np.where(gain > best, mean, level), np.maximum(gain, best)
+                threshold = np.maximum(threshold + threshold, TINY)
+            for _ in range(LLOYD_STEPS):
+                _, level = mean_above(level * F32(0.5))
+        some = (magnitudes > (level * F32(0.5))[:, None]) & sound[:, None]
+        trit = some.astype(np.uint8) + (some & (rows < 0))
+        self.write(codec.parts(len(a))[0], wire, np.where(sound, level, NAN), trit)
 
 
 class Entries(EntryKernels):
@@ -383,6 +420,7 @@ BACKEND = Backend(
         "onebit": OneBit(),
         "qsgd": QSGD(),
         "terngrad": TernGrad(),
+        "ternary": Ternary(),
         "topk": TopK(),
         "cast": Cast(),
         "identity": Identity(),

@@ -9,7 +9,7 @@ and ranks.
 from __future__ import annotations
 
 from .. import Backend
-from .kernels import QSGD, Cast, OneBit, TernGrad
+from .kernels import QSGD, Cast, OneBit, Ternary, TernGrad
 from .topk import Entries, TopK
 
 BACKEND = Backend(
@@ -17,6 +17,7 @@ BACKEND = Backend(
         "onebit": OneBit(),
         "qsgd": QSGD(),
         "terngrad": TernGrad(),
+        "ternary": Ternary(),
         "topk": TopK(),
         "cast": Cast(),
         "identity": Cast(),
