@@ -6,7 +6,7 @@
 
 __version__ = "0.1.0"
 
-from .compress import CODECS, QSGD, Cast, Codec, Identity, OneBit, Ternary, TernGrad, TopK
+from .compress import CODECS, QSGD, Cast, Codec, Identity, OneBit, Outliers, Ternary, TernGrad, TopK
 from .hooks import CompressState, compress_hook, sparse_all_reduce
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "CompressState",
     "Identity",
     "OneBit",
+    "Outliers",
     "TernGrad",
     "Ternary",
     "TopK",

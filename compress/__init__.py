@@ -5,6 +5,7 @@ import torch
 from .cast import Cast, Identity
 from .codec import BlockCodec, Codec, SparseCodec, new_draw
 from .onebit import OneBit
+from .outliers import Outliers
 from .qsgd import QSGD
 from .ternary import Ternary
 from .terngrad import TernGrad
@@ -17,6 +18,7 @@ CODECS: tuple[Codec, ...] = (
     TernGrad(),
     Ternary(),
     TopK(),
+    Outliers(OneBit()),
     Cast(torch.float16),
     Cast(torch.bfloat16),
     Identity(),
@@ -30,6 +32,7 @@ __all__ = [
     "Codec",
     "Identity",
     "OneBit",
+    "Outliers",
     "SparseCodec",
     "TernGrad",
     "Ternary",

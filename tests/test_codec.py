@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from golden import FOLDER, GRADIENT, Golden, saved
-from gradwire.compress import CODECS, QSGD, Cast, Codec, Identity, OneBit, Ternary, TernGrad, TopK, new_draw
+from gradwire.compress import CODECS, QSGD, Cast, Codec, Identity, OneBit, Outliers, Ternary, TernGrad, TopK, new_draw
 from gradwire.compress.backends import reference, use_backend
 from gradwire.compress.codec import DTYPES
 from hypothesis import HealthCheck, given, settings
@@ -226,8 +226,14 @@ def test_nonfinite_is_seen_and_the_residual_keeps_its_value(codec: Codec, bad: f
     assert new.isfinite().all()
     hit = ~decoded.isfinite()
     assert same(new[hit], old[hit])
-    block = codec.block_size
-    if block is None or block < 256:
+    poisoned = isinstance(codec, Outliers)  # the whole block of the inner code, but for what is sent exactly
+    block = codec.inner.block_size if isinstance(codec, Outliers) else codec.block_size
+    if poisoned:
+        assert block is not None
+        assert 0 < int(hit.sum()) <= block
+        assert not hit[: at // block * block].any()
+        assert not hit[(at // block + 1) * block :].any()
+    elif block is None or block < 256:
         assert int(hit.sum()) == 1
     else:  # all of its block, nothing else
         assert hit[at // block * block : (at // block + 1) * block].all()
@@ -238,7 +244,7 @@ def test_nonfinite_is_seen_and_the_residual_keeps_its_value(codec: Codec, bad: f
     out, workspace = torch.empty(numel, device=device), codec.workspace(numel, device)
     codec.decode_mean(parts_of(codec, torch.stack([clean, dirty, clean]), numel), out, workspace)
     assert not out[at].isfinite()
-    assert workspace.status.tolist() == [0, 1]
+    assert workspace.status.tolist() == [0, 1 + poisoned]
 
 
 @pytest.mark.parametrize(
@@ -313,7 +319,8 @@ def test_the_checker_finds_residuals_that_grow(codec: Codec) -> None:
 
 
 def test_feedback_is_on_for_codes_that_contract_only() -> None:
-    assert [codec.name for codec in CODECS if codec.default_feedback] == ["onebit", "ternary", "topk", "cast", "cast"]
+    contracting = ["onebit", "ternary", "topk", "outliers", "cast", "cast"]
+    assert [codec.name for codec in CODECS if codec.default_feedback] == contracting
     assert not QSGD().default_feedback
     assert QSGD(rounding="nearest").default_feedback
 

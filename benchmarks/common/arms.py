@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from ... import CompressState, compress_hook
-from ...compress import QSGD, Cast, Codec, OneBit, Ternary, TernGrad, TopK
+from ...compress import QSGD, Cast, Codec, OneBit, Outliers, Ternary, TernGrad, TopK
 from ...hooks import Statistics
 
 FLOOR, DENSE, BASELINE = "none", "fp32", "fp16"
@@ -215,6 +215,7 @@ ARMS = {
         Arm("terngrad", "#009E73", codec=TernGrad()),
         Arm("ternary", "#005C43", codec=Ternary()),
         Arm("onebit", "#D55E00", codec=OneBit()),
+        Arm("onebit-outliers", "#5E2900", codec=Outliers(OneBit())),
         Arm("onebit-gather", "#D55E00", codec=OneBit(), exchange="gather"),
         Arm("onebit-two_pass", "#8C3D00", codec=OneBit(), exchange="two_pass"),
         Arm("topk", "#CC79A7", codec=ONE_PERCENT),

@@ -6,6 +6,7 @@ here is fast. Whoever writes another backend compares its bytes with these.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor
 from ..entries import LARGEST_UNIT, VALUE_BLOCK, index_layout
 from ..wire import Part
 from . import Backend, Kernels, Workspace
+from .outliers import inner_kernels
 from .sparse import EntryKernels, SparseKernels
 
 F32 = np.float32
@@ -361,20 +363,59 @@ class TopK(SparseKernels):
     def add_plain(
         self, codec: Any, row: Tensor, values: Tensor, out: Tensor, alpha: float, workspace: Workspace
     ) -> None:
+        index, value = self.sound(codec, row, values, out, workspace)
+        target = out.numpy()
+        with np.errstate(all="ignore"):
+            target[index] += F32(alpha) * value
+
+    @staticmethod
+    def sound(
+        codec: Any, row: Tensor, values: Tensor, out: Tensor, workspace: Workspace
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The entries that count: those whose index is in range and above every index in range before it."""
         k = codec.k(out.numel())
         claimed = int(row[0]) & 0xFFFFFFFF
         count = min(claimed, k)
         index = row[1 : 1 + count].numpy().astype(np.int64) & 0xFFFFFFFF
         value = values[:count].numpy()
-        # An entry counts if its index is in range and above every index in range before it.
         in_range = index < out.numel()
         before = np.maximum.accumulate(np.concatenate([[-1], np.where(in_range, index, -1)]))[:-1]
         sound = in_range & (index > before)
         workspace.status[0] += max(claimed - k, 0) + int((~sound).sum())
         workspace.status[1] += int((~np.isfinite(value[sound])).sum())
-        target = out.numpy()
+        return index[sound], value[sound]
+
+
+class Outliers(Kernels):
+    """Args: the kernels of all codecs."""
+
+    entries = Entries()
+
+    def __init__(self, kernels: Mapping[str, Kernels]) -> None:
+        self.codecs = kernels
+
+    def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
+        numel, k = x.numel(), codec.k(x.numel())
+        indices, values, blocks = wire.split(codec.part_bytes(numel))
+        row, found = torch.zeros(1 + k, dtype=torch.int32), torch.zeros(k)
+        TopK().encode_plain(codec.selection, x, None, row, found, None, workspace)
+        self.entries.pack_indices(row[1:], row[:1], 0, numel, indices)
+        self.entries.pack_values(found, codec.values, values)
+        rest, used = x.float().clone(), int(row[0])
+        rest[row[1 : 1 + used][found[:used].isfinite()].long()] = 0.0
+        inner_kernels(self.codecs, codec.inner, x.device).encode(codec.inner, rest, blocks, draw, workspace)
+
+    def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
+        numel, k = out.numel(), codec.k(out.numel())
+        indices, values, blocks = wire.split(codec.part_bytes(numel))
+        row, found = torch.zeros(1 + k, dtype=torch.int32), torch.zeros(k)
+        self.entries.unpack_indices(indices[None], 0, numel, row[None, 0], row[None, 1:])
+        self.entries.unpack_values(values[None], codec.values, found[None])
+        index, value = TopK.sound(codec, row, found, out, workspace)
         with np.errstate(all="ignore"):
-            target[index[sound]] += F32(alpha) * value[sound]
+            instead = out.numpy()[index] + F32(alpha) * value
+        inner_kernels(self.codecs, codec.inner, out.device).decode_add(codec.inner, blocks, out, alpha, workspace)
+        out.numpy()[index] = instead  # whatever the inner code says there
 
 
 class Cast(Kernels):
@@ -415,15 +456,14 @@ def add(out: Tensor, alpha: float, values: np.ndarray) -> None:
         target += F32(alpha) * values.reshape(-1)[: len(target)]
 
 
-BACKEND = Backend(
-    kernels={
-        "onebit": OneBit(),
-        "qsgd": QSGD(),
-        "terngrad": TernGrad(),
-        "ternary": Ternary(),
-        "topk": TopK(),
-        "cast": Cast(),
-        "identity": Identity(),
-    },
-    entries=Entries(),
-)
+KERNELS: dict[str, Kernels] = {
+    "onebit": OneBit(),
+    "qsgd": QSGD(),
+    "terngrad": TernGrad(),
+    "ternary": Ternary(),
+    "topk": TopK(),
+    "cast": Cast(),
+    "identity": Identity(),
+}
+KERNELS["outliers"] = Outliers(KERNELS)
+BACKEND = Backend(KERNELS, Entries())

@@ -8,19 +8,19 @@ and ranks.
 
 from __future__ import annotations
 
-from .. import Backend
+from .. import Backend, Kernels
 from .kernels import QSGD, Cast, OneBit, Ternary, TernGrad
+from .outliers import Outliers
 from .topk import Entries, TopK
 
-BACKEND = Backend(
-    kernels={
-        "onebit": OneBit(),
-        "qsgd": QSGD(),
-        "terngrad": TernGrad(),
-        "ternary": Ternary(),
-        "topk": TopK(),
-        "cast": Cast(),
-        "identity": Cast(),
-    },
-    entries=Entries(),
-)
+KERNELS: dict[str, Kernels] = {
+    "onebit": OneBit(),
+    "qsgd": QSGD(),
+    "terngrad": TernGrad(),
+    "ternary": Ternary(),
+    "topk": TopK(),
+    "cast": Cast(),
+    "identity": Cast(),
+}
+KERNELS["outliers"] = Outliers(KERNELS, Entries())
+BACKEND = Backend(KERNELS, Entries())

@@ -18,6 +18,7 @@ from .. import Backend, Kernels, Workspace, kept
 from ..sparse import whole_rows
 from .device import SHARES, THREADS, Argument, Device, device_for
 from .entries import Entries
+from .outliers import Outliers
 from .sparse import SUFFIXES, TopK
 
 #: How the kernels name a format that is stored.
@@ -155,15 +156,14 @@ class Cast(_Blocks):
         return self.encode_options(codec, None)
 
 
-BACKEND = Backend(
-    kernels={
-        "onebit": OneBit(),
-        "qsgd": QSGD(),
-        "terngrad": TernGrad(),
-        "ternary": Ternary(),
-        "topk": TopK(),
-        "cast": Cast(),
-        "identity": Cast(),
-    },
-    entries=Entries(),
-)
+KERNELS: dict[str, Kernels] = {
+    "onebit": OneBit(),
+    "qsgd": QSGD(),
+    "terngrad": TernGrad(),
+    "ternary": Ternary(),
+    "topk": TopK(),
+    "cast": Cast(),
+    "identity": Cast(),
+}
+KERNELS["outliers"] = Outliers(KERNELS, Entries())
+BACKEND = Backend(KERNELS, Entries())
