@@ -49,7 +49,9 @@ def label(codec: Codec) -> str:
     """A codec with its first option, which is the one that matters most, and those that are not the default."""
     fields = dataclasses.fields(codec)
     shown = [field.name for field in fields if field is fields[0] or getattr(codec, field.name) != field.default]
-    return f"{type(codec).__name__}({', '.join(f'{name}={getattr(codec, name)}' for name in shown)})"
+    values = [getattr(codec, name) for name in shown]
+    texts = [label(value) if isinstance(value, Codec) else value for value in values]
+    return f"{type(codec).__name__}({', '.join(f'{name}={text}' for name, text in zip(shown, texts, strict=True))})"
 
 
 @dataclass(frozen=True)
