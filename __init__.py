@@ -6,7 +6,20 @@
 
 __version__ = "0.1.0"
 
-from .compress import CODECS, QSGD, Cast, Codec, Identity, OneBit, Residual, TernGrad, TopK, Tracking
+from .compress import (
+    CODECS,
+    QSGD,
+    Cast,
+    Codec,
+    Identity,
+    OneBit,
+    Outliers,
+    Residual,
+    Ternary,
+    TernGrad,
+    TopK,
+    Tracking,
+)
 from .hooks import CompressState, compress_hook, sparse_all_reduce
 
 __all__ = [
@@ -17,8 +30,10 @@ __all__ = [
     "CompressState",
     "Identity",
     "OneBit",
+    "Outliers",
     "Residual",
     "TernGrad",
+    "Ternary",
     "TopK",
     "Tracking",
     "__version__",

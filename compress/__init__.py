@@ -6,7 +6,9 @@ from .cast import Cast, Identity
 from .codec import BlockCodec, Codec, SparseCodec, new_draw
 from .feedback import Feedback, Residual
 from .onebit import OneBit
+from .outliers import Outliers
 from .qsgd import QSGD
+from .ternary import Ternary
 from .terngrad import TernGrad
 from .topk import TopK
 from .tracking import Tracking
@@ -16,7 +18,9 @@ CODECS: tuple[Codec, ...] = (
     OneBit(),
     QSGD(),
     TernGrad(),
+    Ternary(),
     TopK(),
+    Outliers(OneBit()),
     Cast(torch.float16),
     Cast(torch.bfloat16),
     Identity(),
@@ -31,9 +35,11 @@ __all__ = [
     "Feedback",
     "Identity",
     "OneBit",
+    "Outliers",
     "Residual",
     "SparseCodec",
     "TernGrad",
+    "Ternary",
     "TopK",
     "Tracking",
     "new_draw",

@@ -48,13 +48,18 @@ class TernGrad(BlockCodec):
         return replace(self, rounding="nearest")
 
     def fields(self) -> tuple[Field, ...]:
-        return (
-            Field("scale", "<f4", 1, "what a nonzero trit stands for"),
-            Field(
-                "trits",
-                "u1",
-                self.block // 5,
-                "byte j of each 256 holds elements j, j+256, … j+1024 of 1280 as digits of base 3, the first lowest: "
-                "0 is zero, 1 plus, 2 minus; 243 and above never occur",
-            ),
-        )
+        return trit_fields(self.block)
+
+
+def trit_fields(block: int) -> tuple[Field, ...]:
+    """A record of `block` trits and what they are multiplied by."""
+    return (
+        Field("scale", "<f4", 1, "what a nonzero trit stands for"),
+        Field(
+            "trits",
+            "u1",
+            block // 5,
+            "byte j of each 256 holds elements j, j+256, … j+1024 of 1280 as digits of base 3, the first lowest: "
+            "0 is zero, 1 plus, 2 minus; 243 and above never occur",
+        ),
+    )

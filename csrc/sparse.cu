@@ -11,8 +11,9 @@
 //   write     indices and values in order; what is sent leaves the residual.
 //
 // Where the prediction failed, because fewer than k were found or more than fit, the last four look at every element
-// instead of the candidates: same code, another source. A key is a magnitude as an integer.
-#include "common.cuh"
+// instead of the candidates: same code, another source. A key is a magnitude as an integer. Without `not_finite`, where
+// a call notes what of a is not finite, the residual is only read.
+#include "checked.cuh"
 
 constexpr int THREADS = 256, TILE = THREADS * SLOTS;
 constexpr int DIGITS = 3, BINS = 2048;
@@ -87,7 +88,7 @@ __device__ void collect(const T* x, float* residual, i64 numel, State* state, u3
                 ++slot;
             }
         }
-        if (residual != nullptr) {
+        if (residual != nullptr && not_finite != nullptr) {
             // Where a is not finite the residual stays, and which those are is kept: x + residual is a there alone.
             if (any_wild) not_finite[tile * THREADS + threadIdx.x] = (u8)wild;
 #pragma unroll
@@ -131,6 +132,7 @@ struct Source {
         }
         where = (u32)(tile * TILE + i);
         if (residual == nullptr) return canonical(to_float(x[where]));
+        if (not_finite == nullptr) return canonical(to_float(x[where]) + residual[where]);
         const bool wild = tiles[tile].y >> 31 && not_finite[where / SLOTS] >> where % SLOTS & 1;
         return wild ? canonical(to_float(x[where]) + residual[where]) : residual[where];
     }
@@ -288,7 +290,7 @@ __device__ void write(const Source<T>& source, float* residual, const State* sta
                 const u32 at = slot + __popc(taken & lower_lanes);
                 indices[1 + at] = where;
                 values[at] = v;
-                if (residual != nullptr && is_finite(v)) residual[where] = 0.0f;
+                if (residual != nullptr && source.not_finite != nullptr && is_finite(v)) residual[where] = 0.0f;
             }
             slot += __popc(taken);
             equal_before += __popc(equals);
@@ -358,31 +360,6 @@ __device__ void repair(const u8* rows, i64 pitch, i64 numel, int k, const u32* b
     for (i64 tile = (before < 0 ? 0 : before / TILE + 1) + lane; tile <= tiles; tile += WARP) start[tile] = (u32)count;
     report(status, skipped, 0);
 }
-
-// Entry i of a rank's wire: whether it counts, and its index.
-struct Entries {
-    const u32* indices;
-    const float* values;
-    const int* reach;  // null where the wire ascends
-
-    __device__ Entries(const u8* rows, i64 pitch, const u8* value_rows, i64 value_pitch, int rank, int k,
-                       const u32* broken, const int* reach)
-        : indices((const u32*)(rows + rank * pitch) + 1), values((const float*)(value_rows + rank * value_pitch)),
-          reach(broken[rank] ? reach + (i64)rank * k : nullptr) {}
-
-    __device__ i64 count(int k) const {
-        return min((i64)indices[-1], (i64)k);
-    }
-
-    __device__ bool at(i64 i, i64& index) const {
-        if (reach == nullptr) {
-            index = indices[i];
-            return true;
-        }
-        index = reach[i];
-        return index > (i > 0 ? reach[i - 1] : -1);
-    }
-};
 
 // out = mean over ranks, tile by tile in shared memory: rank after rank, and a rank has an index once at most.
 template <class T>

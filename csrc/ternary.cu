@@ -1,8 +1,8 @@
-// TernGrad: record = scale (float32), then five trits a byte. A byte's five lie 256 elements apart, so that a lane
-// packs its own: byte 8 · lane + j of 1280 elements holds slot j of the lane's five rows, the first row lowest.
+// TernGrad and Ternary: record = scale (float32), then five trits a byte. A byte's five lie 256 elements apart, so that a
+// lane packs its own: byte 8 · lane + j of 1280 elements holds slot j of the lane's five rows, the first row lowest.
 #include "common.cuh"
 
-constexpr int TRITS = 5;
+constexpr int TRITS = 5, LLOYD_STEPS = 2;
 
 template <int ROWS, class T>
 __device__ void terngrad_encode_block(const T* x, float* residual, u8* wire, i64 numel, int block, float clip,
@@ -56,8 +56,89 @@ __device__ void terngrad_encode(const T* x, float* residual, u8* wire, i64 numel
     });
 }
 
+// The canonical sum of the magnitudes above a threshold, and their mean; 0 where there are none.
+template <class B>
+__device__ float sum_above(const B& block, float threshold, float& mean) {
+    float sums[SLOTS] = {};
+    int count = 0;
+    block.each_row([&](int, const float(&v)[SLOTS]) {
+#pragma unroll
+        for (int j = 0; j < SLOTS; ++j) {
+            const bool above = fabsf(v[j]) > threshold;
+            count += above;
+            sums[j] = sums[j] + (above ? fabsf(v[j]) : 0.0f);
+        }
+    });
+    const float total = fold(sums);
+    mean = total / (float)max(warp_sum(count), 1);
+    return total;
+}
+
+// What a nonzero trit stands for, of a block of n elements whose magnitudes have a finite sum. Every lane gets it.
+template <class B>
+__device__ float best_level(const B& block, float total, int n) {
+    const int largest = largest_bits(block);
+    const float p = power(254 - scale_exponent(largest)), limit = __int_as_float(largest);
+    float level = 0.0f, best = 0.0f, mean;
+    for (float at = total / (float)n * 0.5f; at < limit; at = fmaxf(at + at, 0x1p-149f)) {
+        const float kept = sum_above(block, at, mean), gain = (kept * p) * (mean * p);
+        if (gain > best) level = mean, best = gain;
+    }
+    for (int step = 0; step < LLOYD_STEPS; ++step) {
+        sum_above(block, level * 0.5f, mean);
+        level = mean;
+    }
+    return level;
+}
+
+template <int ROWS, class T>
+__device__ void ternary_encode_block(const T* x, float* residual, u8* wire, i64 numel, int block, i64 b) {
+    const Block<ROWS, T> a(x, residual, b * block, numel, block);
+    float sums[SLOTS] = {};
+    a.each_row([&](int, const float(&v)[SLOTS]) {
+#pragma unroll
+        for (int j = 0; j < SLOTS; ++j) sums[j] = sums[j] + fabsf(v[j]);
+    });
+    const float total = fold(sums);
+    const int lane = threadIdx.x % WARP, n = (int)(a.end - b * block);
+    const bool sound = is_finite(total);  // then every element is finite
+    const float level = sound ? best_level(a, total, n) : 0.0f, threshold = level * 0.5f;
+    u8* const record = wire + b * (4 + block / TRITS);
+    if (lane == 0) *(float*)record = sound ? level : __int_as_float(NOT_A_NUMBER);
+
+    u32 packed[2] = {}, digit = 1;
+    a.each_row([&](int row, const float(&v)[SLOTS]) {
+        if (sound) {
+            float rest[SLOTS];
+#pragma unroll
+            for (int j = 0; j < SLOTS; ++j) {
+                const bool some = fabsf(v[j]) > threshold, minus = some && v[j] < 0.0f;
+                packed[j / 4] += (((u32)some + (u32)minus) * digit) << 8 * (j % 4);  // at most 242: no carry
+                rest[j] = v[j] - (minus ? -level : some ? level : 0.0f);
+            }
+            if (residual != nullptr) store8(residual, a.residual_aligned, a.at(row), a.end, rest);
+        }
+        digit *= 3;
+        if (row % TRITS == TRITS - 1) {
+            u32* const words = (u32*)(record + 4 + row / TRITS * ROW) + 2 * lane;
+            words[0] = packed[0], words[1] = packed[1];
+            packed[0] = packed[1] = 0, digit = 1;
+        }
+    });
+}
+
 template <class T>
-__device__ void terngrad_decode(const Target<T>& target, const u8* wires, i64 pitch, int ranks, int block,
+__device__ void ternary_encode(const T* x, float* residual, u8* wire, i64 numel, int block) {
+    each_block(numel, block, [&](i64 b) {
+        if (block == TRITS * ROW)
+            ternary_encode_block<TRITS>(x, residual, wire, numel, block, b);
+        else
+            ternary_encode_block<0>(x, residual, wire, numel, block, b);
+    });
+}
+
+template <class T>
+__device__ void ternary_decode(const Target<T>& target, const u8* wires, i64 pitch, int ranks, int block,
                                 i64* status) {
     const int lane = threadIdx.x % WARP;
     int skipped = 0, not_finite = 0;
@@ -113,18 +194,31 @@ __global__ void terngrad_encode_bf16(const Bfloat* x, float* residual, u8* wire,
     terngrad_encode(x, residual, wire, numel, block, clip, draw);
 }
 
-__global__ void terngrad_decode_f32(float* out, i64 numel, float alpha, int add, float scale, const u8* wires,
-                                    i64 pitch, int ranks, int block, i64* status) {
-    terngrad_decode(Target<float>{out, numel, alpha, add, scale}, wires, pitch, ranks, block, status);
+// x: numel elements. residual: float32, updated in place, or null.
+__global__ void ternary_encode_f32(const float* x, float* residual, u8* wire, i64 numel, int block) {
+    ternary_encode(x, residual, wire, numel, block);
 }
 
-__global__ void terngrad_decode_f16(Half* out, i64 numel, float alpha, int add, float scale, const u8* wires,
-                                    i64 pitch, int ranks, int block, i64* status) {
-    terngrad_decode(Target<Half>{out, numel, alpha, add, scale}, wires, pitch, ranks, block, status);
+__global__ void ternary_encode_f16(const Half* x, float* residual, u8* wire, i64 numel, int block) {
+    ternary_encode(x, residual, wire, numel, block);
 }
 
-__global__ void terngrad_decode_bf16(Bfloat* out, i64 numel, float alpha, int add, float scale, const u8* wires,
+__global__ void ternary_encode_bf16(const Bfloat* x, float* residual, u8* wire, i64 numel, int block) {
+    ternary_encode(x, residual, wire, numel, block);
+}
+
+__global__ void ternary_decode_f32(float* out, i64 numel, float alpha, int add, float scale, const u8* wires,
+                                    i64 pitch, int ranks, int block, i64* status) {
+    ternary_decode(Target<float>{out, numel, alpha, add, scale}, wires, pitch, ranks, block, status);
+}
+
+__global__ void ternary_decode_f16(Half* out, i64 numel, float alpha, int add, float scale, const u8* wires,
+                                    i64 pitch, int ranks, int block, i64* status) {
+    ternary_decode(Target<Half>{out, numel, alpha, add, scale}, wires, pitch, ranks, block, status);
+}
+
+__global__ void ternary_decode_bf16(Bfloat* out, i64 numel, float alpha, int add, float scale, const u8* wires,
                                      i64 pitch, int ranks, int block, i64* status) {
-    terngrad_decode(Target<Bfloat>{out, numel, alpha, add, scale}, wires, pitch, ranks, block, status);
+    ternary_decode(Target<Bfloat>{out, numel, alpha, add, scale}, wires, pitch, ranks, block, status);
 }
 }

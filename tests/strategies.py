@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from gradwire.compress import CODECS, QSGD, Codec, OneBit, TernGrad, TopK, new_draw
+from gradwire.compress import CODECS, QSGD, Codec, OneBit, Outliers, Ternary, TernGrad, TopK, new_draw
 from gradwire.compress.backends import backend_names
 from gradwire.compress.codec import DTYPES
 from gradwire.compress.entries import index_layout
@@ -25,6 +25,7 @@ VARIANTS: tuple[Codec, ...] = (
     QSGD(bits=3, block=256, norm="l2", rounding="nearest"),
     TernGrad(clip=math.inf),
     TernGrad(block=2560, rounding="nearest"),
+    Ternary(block=2560),
     TopK(density=1.0),
     TopK(density=0.001),
     TopK(density=0.3),
@@ -32,6 +33,8 @@ VARIANTS: tuple[Codec, ...] = (
     TopK(values=torch.bfloat16),
     TopK(density=0.3, values=torch.int8),
     TopK(indices="plain", values=torch.int8),
+    Outliers(QSGD(bits=3), density=0.05),
+    Outliers(Ternary(), density=0.3, values=torch.int8),
 )
 
 #: Where there is a GPU, "cuda" means it. Elsewhere the kernels run on the CPU: see `emulated` and `conftest`.
@@ -133,18 +136,19 @@ def hostile_wires(codec: Codec, numel: int, ranks: int, seed: int) -> Tensor:
     size = codec.wire_bytes(numel)
     rows = torch.from_numpy(rng.integers(0, 256, (ranks, size + 4 * rng.integers(0, 3)), dtype=np.uint8))[:, :size]
     workspace = codec.workspace(numel)
+    sparse = codec.selection if isinstance(codec, Outliers) else codec
     for rank, row in enumerate(rows):
         fate = rng.integers(0, 4)
-        if fate < 2 or (fate == 2 and isinstance(codec, TopK)):
+        if fate < 2 or (fate == 2 and isinstance(sparse, TopK)):
             wire = torch.empty(size, dtype=torch.uint8)
             codec.encode(gradient("normal", numel, seed + rank), wire, new_draw(seed, 0, rank), workspace)
             row.copy_(wire)
         if fate == 1:
             row[torch.from_numpy(rng.integers(0, size, 3))] = 255
-        if fate == 2 and isinstance(codec, TopK):
-            k = codec.k(numel)
+        if fate == 2 and isinstance(sparse, TopK):
+            k = sparse.k(numel)
             words = row[: codec.part_bytes(numel)[0]].numpy().view(np.uint32)
-            if codec.indices == "plain":
+            if sparse.indices == "plain":
                 words[0] = rng.integers(0, 2 * k + 2)
                 words[1:] = rng.integers(0, 2 * numel + 1, k)
                 if rng.integers(0, 2):

@@ -23,7 +23,7 @@ from gradwire.benchmarks.codec import baselines, gpu, inputs, quality, speed
 from gradwire.benchmarks.common import report
 from gradwire.benchmarks.common.arms import ARMS
 from gradwire.benchmarks.network import allreduce, exchange, step, timeline
-from gradwire.compress import CODECS, QSGD, Cast, Codec, OneBit, TernGrad, TopK
+from gradwire.compress import CODECS, QSGD, Cast, Codec, OneBit, Ternary, TernGrad, TopK
 from gradwire.compress.backends import use_backend
 from strategies import GPU
 
@@ -111,7 +111,8 @@ def test_entropy_is_of_the_codes_alone() -> None:
     x = torch.tensor([-3.0, -1.0, 1.0, 3.0]).repeat(2560)
     assert wire_entropy(QSGD(bits=3, rounding="nearest"), x) == pytest.approx(2 + 32 / 512)
     x = torch.tensor([-1.0, 0.0, 0.0, 1.0]).repeat(2560)
-    assert wire_entropy(TernGrad(rounding="nearest"), x) == pytest.approx(1.5 + 32 / 1280)
+    for ternary in (TernGrad(rounding="nearest"), Ternary()):
+        assert wire_entropy(ternary, x) == pytest.approx(1.5 + 32 / 1280)
     for codec in (TopK(0.01), TopK(0.01, indices="plain")):  # two entries of 200: 19900 pairs
         x = torch.arange(200.0)
         assert wire_entropy(codec, x) == pytest.approx((math.log2(19900) + 64) / 200)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from golden import FOLDER, GRADIENT, Golden, saved
-from gradwire.compress import CODECS, QSGD, Cast, Codec, Identity, OneBit, TernGrad, TopK, new_draw
+from gradwire.compress import CODECS, QSGD, Cast, Codec, Identity, OneBit, Outliers, Ternary, TernGrad, TopK, new_draw
 from gradwire.compress.backends import reference, use_backend
 from gradwire.compress.codec import DTYPES
 from hypothesis import HealthCheck, given, settings
@@ -88,6 +88,7 @@ def test_bits_per_element_are_really_packed() -> None:
     assert QSGD(bits=4).bits_per_element() == pytest.approx(4.0625)
     assert QSGD(bits=3).bits_per_element() == pytest.approx(3.0625)
     assert TernGrad().bits_per_element(1280 * 1024) == pytest.approx(1.625)
+    assert Ternary().bits_per_element(1280 * 1024) == pytest.approx(1.625)
     assert TopK(0.01, indices="plain").bits_per_element() == pytest.approx(0.64, rel=1e-3)
     assert TopK(0.01).bits_per_element() == pytest.approx(0.4057, rel=1e-3)
     assert TopK(0.01, values=torch.bfloat16).bits_per_element() == pytest.approx(0.2457, rel=1e-3)
@@ -129,6 +130,7 @@ def test_padding_is_zero_on_the_wire(device: torch.device) -> None:
     assert not tail(OneBit(), 1000, 8 + 125).any()
     assert not tail(QSGD(bits=4), 300, 4 + 150).any()
     assert not tail(TernGrad(), 100, 4 + 100).any()
+    assert not tail(Ternary(), 100, 4 + 100).any()
     assert not tail(Cast(), 3, 6).any()
     sparse = torch.zeros(1000, device=device)
     sparse[7] = 1
@@ -224,8 +226,14 @@ def test_nonfinite_is_seen_and_the_residual_keeps_its_value(codec: Codec, bad: f
     assert new.isfinite().all()
     hit = ~decoded.isfinite()
     assert same(new[hit], old[hit])
-    block = codec.block_size
-    if block is None or block < 256:
+    poisoned = isinstance(codec, Outliers)  # the whole block of the inner code, but for what is sent exactly
+    block = codec.inner.block_size if isinstance(codec, Outliers) else codec.block_size
+    if poisoned:
+        assert block is not None
+        assert 0 < int(hit.sum()) <= block
+        assert not hit[: at // block * block].any()
+        assert not hit[(at // block + 1) * block :].any()
+    elif block is None or block < 256:
         assert int(hit.sum()) == 1
     else:  # all of its block, nothing else
         assert hit[at // block * block : (at // block + 1) * block].all()
@@ -236,15 +244,19 @@ def test_nonfinite_is_seen_and_the_residual_keeps_its_value(codec: Codec, bad: f
     out, workspace = torch.empty(numel, device=device), codec.workspace(numel, device)
     codec.decode_mean(parts_of(codec, torch.stack([clean, dirty, clean]), numel), out, workspace)
     assert not out[at].isfinite()
-    assert workspace.status.tolist() == [0, 1]
+    assert workspace.status.tolist() == [0, 1 + poisoned]
 
 
-@pytest.mark.parametrize("codec", [OneBit(), QSGD(norm="l2"), QSGD(rounding="nearest"), TernGrad(), TopK(0.5)], ids=str)
+@pytest.mark.parametrize(
+    "codec",
+    [OneBit(), QSGD(norm="l2"), QSGD(rounding="nearest"), TernGrad(), Ternary(), TopK(0.5)],
+    ids=str,
+)
 def test_sums_that_overflow_are_seen_or_avoided(codec: Codec, device: torch.device) -> None:
     x = torch.full((2000,), 3.4e38, device=device)
     decoded, new = feedback(codec, x, torch.zeros_like(x))
     assert new.isfinite().all()
-    if codec.name == "onebit":
+    if codec.name in ("onebit", "ternary"):
         assert not decoded.isfinite().any()  # a mean of finite numbers whose sum is not
     if codec == QSGD(rounding="nearest"):
         assert torch.allclose(decoded, x)
@@ -307,7 +319,8 @@ def test_the_checker_finds_residuals_that_grow(codec: Codec) -> None:
 
 
 def test_feedback_is_on_for_codes_that_contract_only() -> None:
-    assert [codec.name for codec in CODECS if codec.default_feedback] == ["onebit", "topk", "cast", "cast"]
+    contracting = ["onebit", "ternary", "topk", "outliers", "cast", "cast"]
+    assert [codec.name for codec in CODECS if codec.default_feedback] == contracting
     assert not QSGD().default_feedback
     assert QSGD(rounding="nearest").default_feedback
 
@@ -392,7 +405,9 @@ def test_averaging_ranks_shrinks_the_noise(codec: Codec, device: torch.device) -
     assert float(errors.mean(0).norm()) < 1.5 * float(errors[0].norm()) / math.sqrt(ranks)
 
 
-@pytest.mark.parametrize("codec", [OneBit(), OneBit(scale="symmetric"), TernGrad(), QSGD(norm="l2")], ids=str)
+@pytest.mark.parametrize(
+    "codec", [OneBit(), OneBit(scale="symmetric"), TernGrad(), Ternary(), QSGD(norm="l2")], ids=str
+)
 def test_padding_enters_no_statistic(codec: Codec, device: torch.device) -> None:
     """The last block of three elements has their scale, not that of three among a thousand zeros."""
     assert codec.block_size is not None
@@ -473,7 +488,13 @@ def test_a_nan_does_not_stop_the_selection(device: torch.device) -> None:
 def test_signs_are_not_inverted_bytes(device: torch.device) -> None:
     """`~` on a byte of signs makes 0 into 255, and -1 into +254."""
     x = torch.tensor([3.0, -3.0] * 512, device=device)
-    for codec in (OneBit(), OneBit(scale="symmetric"), QSGD(rounding="nearest"), TernGrad(rounding="nearest")):
+    for codec in (
+        OneBit(),
+        OneBit(scale="symmetric"),
+        QSGD(rounding="nearest"),
+        TernGrad(rounding="nearest"),
+        Ternary(),
+    ):
         assert torch.allclose(decode(codec, encode(codec, x), 1024), x)
 
 
@@ -534,6 +555,7 @@ def test_codes_outside_their_table_are_counted(device: torch.device) -> None:
         (lambda: OneBit(scale="mean"), "scale='mean'"),
         (lambda: TernGrad(block=1024), "block=1024"),
         (lambda: TernGrad(clip=0), "clip=0"),
+        (lambda: Ternary(block=1024), "block=1024"),
         (lambda: Cast(torch.float32), "dtype=torch.float32"),
         (lambda: TopK().wire_bytes(1 << 31), str(1 << 31)),
         (lambda: OneBit().workspace(0), "0 elements"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from cuda_on_cpu import EmulationError
 from emulated import CSRC, EmulatedDevice, emulated_gpu, forget
-from gradwire.compress import QSGD, Codec, OneBit, TernGrad, TopK, new_draw
+from gradwire.compress import QSGD, Codec, OneBit, Outliers, Ternary, TernGrad, TopK, new_draw
 from gradwire.compress.backends import use_backend
 from gradwire.compress.entries import index_layout
 from strategies import gradient, same
@@ -119,6 +119,9 @@ BUGS = (
     ),
     Bug("trits in the wrong plane", "ternary.cu", "digit *= 3;", "digit = 3;", TernGrad(), DIFFERS),
     Bug(
+        "a level that a lane keeps to itself", "ternary.cu", "max(warp_sum(count), 1)", "max(count, 1)", Ternary(), "."
+    ),
+    Bug(
         "a NaN that the maximum drops",
         "common.cuh",
         "largest = max(largest, magnitude_bits(v[j]));",
@@ -197,6 +200,14 @@ BUGS = (
         "if (i < count && !(before < at)) {",
         TopK(indices="plain"),
         "out-of-bounds",
+    ),
+    Bug(
+        "outliers that the inner code counts again",
+        "outliers.cu",
+        "x == nullptr ? 0.0f : 0.0f - to_float(x[index])",
+        "0.0f",
+        Outliers(OneBit()),
+        DIFFERS,
     ),
     Bug(
         "low bits in one word alone",

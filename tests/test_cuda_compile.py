@@ -25,7 +25,7 @@ SHARED = 48 * 1024
 #: The kernels that go over whole gradients, where every byte of traffic counts.
 STREAMING = re.compile(r"\w+_(encode|decode|collect)_(f32|f16|bf16)")
 #: Files without such a kernel: what they work on is a hundredth of a gradient.
-SMALL_FILES = {"entries.cu"}
+SMALL_FILES = {"entries.cu", "outliers.cu"}
 #: Their arithmetic predicts the next call's threshold with a logarithm, and no byte of a wire depends on it.
 GUESSES = {"topk_place"}
 

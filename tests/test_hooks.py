@@ -11,7 +11,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire import QSGD, Cast, Codec, CompressState, Identity, OneBit, TernGrad, TopK, compress_hook
+from gradwire import (
+    QSGD,
+    Cast,
+    Codec,
+    CompressState,
+    Identity,
+    OneBit,
+    Outliers,
+    Ternary,
+    TernGrad,
+    TopK,
+    compress_hook,
+)
 from gradwire.hooks.exchanges import possible
 from ranks import Pool
 from torch import Tensor, nn
@@ -20,7 +32,10 @@ from training import Ledger, batch, convnet, digest, perceptron, residuals_of, t
 
 Ranks = Callable[[int], Pool]
 
-LOSSLESS_SUM = [OneBit(), QSGD(rounding="nearest"), TernGrad(rounding="nearest"), TopK(0.05), Cast(torch.bfloat16)]
+LOSSLESS_SUM = [
+    OneBit(), QSGD(rounding="nearest"), TernGrad(rounding="nearest"), TopK(0.05), Outliers(Ternary(), 0.05),
+    Cast(torch.bfloat16),
+]  # fmt: skip
 
 
 def equal_on_all(results: list[Any]) -> bool:

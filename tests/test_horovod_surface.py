@@ -137,7 +137,8 @@ def test_constants_and_classes() -> None:
         assert type(named(name)()) is bool
     assert hvd.gloo_built()
     assert not hvd.mpi_enabled()
-    for codec in ("topk(density=0.1)", "onebit()", "qsgd(bits=2)", "terngrad()"):
+    nested = "outliers(hvd.Compression.onebit())"
+    for codec in ("topk(density=0.1)", "onebit()", "qsgd(bits=2)", "terngrad()", "ternary()", nested):
         assert eval(f"hvd.Compression.{codec}").wire_bytes(1000) < 4000
     for name in hvd.__all__:
         assert hasattr(hvd, name)

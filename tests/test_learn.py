@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire import QSGD, Codec, Identity, OneBit, Residual, TernGrad, TopK, Tracking
+from gradwire import QSGD, Codec, Identity, OneBit, Outliers, Residual, Ternary, TopK, Tracking
 from gradwire.benchmarks import cli
 from gradwire.benchmarks.common.virtual import VirtualRanks
 from gradwire.benchmarks.training import learn
@@ -51,8 +51,9 @@ def really(rank: int, codec: Codec, exchange: str, strategy: Feedback | None) ->
     ("codec", "exchange", "strategy"),
     [
         (OneBit(), "two_pass", Residual()),
-        (TernGrad(clip=1.25), "two_pass", Tracking()),
+        (Ternary(), "two_pass", Tracking()),
         (QSGD(), "gather", None),
+        (Outliers(OneBit(), 0.02), "gather", Residual()),
         (TopK(0.05), "split", Tracking()),
         (TopK(0.05, values=torch.int8), "union", Residual(0.9)),
         (Identity(), "gather", Tracking()),
@@ -87,7 +88,20 @@ def test_ranks_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
         virtual.reduce([gradient(0, 0), gradient(1, 0)])
 
 
-ARGUMENTS = ["--task", "digits", "--world", "2", "--steps", "3", "--seeds", "2", "--jobs", "1", "--arms", "ternary"]
+ARGUMENTS = [
+    "--task",
+    "digits",
+    "--world",
+    "2",
+    "--steps",
+    "3",
+    "--seeds",
+    "2",
+    "--jobs",
+    "1",
+    "--arms",
+    "tracking-ternary",
+]
 
 
 def test_runs_are_made_once_and_compared_at_their_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,7 +117,7 @@ def test_runs_are_made_once_and_compared_at_their_best(tmp_path: Path, capsys: p
     assert "float32" in capsys.readouterr().out
     shares = {run["arm"]: run["share_of_bytes"] for run in runs}
     assert shares["float32"] == 1.0
-    assert 15 < 1 / shares["ternary"] < 21
+    assert 15 < 1 / shares["tracking-ternary"] < 21
     for one in learn.best(runs):
         losses = {run["learning_rate"]: 0.0 for run in runs}
         for run in runs:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...compress import QSGD, Cast, Codec, OneBit, TernGrad, TopK, new_draw
+from ...compress import QSGD, Cast, Codec, OneBit, Outliers, Ternary, TernGrad, TopK, new_draw
 from ...compress.backends import entries_for
 from ...compress.backends.cuda.sparse import Union, gather_at, scatter_to
 from ...compress.entries import VALUE_DTYPES, index_layout, value_bytes
@@ -34,7 +34,16 @@ from ..common.arms import ARMS, DENSE, Arm, label
 from .baselines import torch_chain
 
 ROOT = Path(__file__).resolve().parents[2]
-CODECS: tuple[Codec, ...] = (OneBit(), QSGD(bits=4), TernGrad(), TopK(0.01), TopK(0.001), Cast(torch.float16))
+CODECS: tuple[Codec, ...] = (
+    OneBit(),
+    QSGD(bits=4),
+    TernGrad(),
+    Ternary(),
+    TopK(0.01),
+    TopK(0.001),
+    Outliers(OneBit()),
+    Cast(torch.float16),
+)
 #: A bucket of DDP's default size, in float32 elements: what the host's time is measured on.
 BUCKET = 25 * 1024 * 1024 // 4
 SECTIONS = ("tests", "sanitizer", "kernels", "step")

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...compress import QSGD, Codec, OneBit, SparseCodec, TernGrad, new_draw
+from ...compress import QSGD, Codec, OneBit, Outliers, SparseCodec, Ternary, TernGrad, new_draw
 
 #: What rounding to float32 may change a decoded value by, as a share of the value.
 ROUNDING = 2.0**-23
@@ -84,9 +84,12 @@ def entropy(codec: Codec, wire: np.ndarray, numel: int) -> float:
 
     Codes count with their empirical entropy, each on its own; units, levels and scales as they are sent. Sparse codecs:
     the number of ways to place the entries, log2 of n over k, and values as they are sent. What has no codes, as casts:
-    the entropy of each byte of an element by itself.
+    the entropy of each byte of an element by itself. Outliers: of both their codes.
     """
     parts = codec.parts(numel)
+    if isinstance(codec, Outliers):
+        exact = sum(codec.selection.part_bytes(numel))
+        return entropy(codec.selection, wire[:exact], numel) + entropy(codec.inner, wire[exact:], numel)
     if isinstance(codec, SparseCodec):
         used = entries(codec, wire[: parts[0].nbytes], numel)
         ways = math.lgamma(numel + 1) - math.lgamma(used + 1) - math.lgamma(numel - used + 1)
@@ -98,7 +101,7 @@ def entropy(codec: Codec, wire: np.ndarray, numel: int) -> float:
     elif isinstance(codec, QSGD):
         bits = np.unpackbits(records["codes"].reshape(-1), bitorder="little").reshape(-1, codec.bits)
         codes = bits @ (1 << np.arange(codec.bits))
-    elif isinstance(codec, TernGrad):
+    elif isinstance(codec, TernGrad | Ternary):
         digits = records["trits"].reshape(-1, 1, 256) // np.array([1, 3, 9, 27, 81])[:, None] % 3
         codes = digits.reshape(-1)
     else:

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from ... import CompressState, compress_hook
-from ...compress import QSGD, Cast, Codec, OneBit, TernGrad, TopK
+from ...compress import QSGD, Cast, Codec, OneBit, Outliers, Ternary, TernGrad, TopK
 from ...hooks import Statistics
 
 FLOOR, DENSE, BASELINE = "none", "fp32", "fp16"
@@ -49,7 +49,9 @@ def label(codec: Codec) -> str:
     """A codec with its first option, which is the one that matters most, and those that are not the default."""
     fields = dataclasses.fields(codec)
     shown = [field.name for field in fields if field is fields[0] or getattr(codec, field.name) != field.default]
-    return f"{type(codec).__name__}({', '.join(f'{name}={getattr(codec, name)}' for name in shown)})"
+    values = [getattr(codec, name) for name in shown]
+    texts = [label(value) if isinstance(value, Codec) else value for value in values]
+    return f"{type(codec).__name__}({', '.join(f'{name}={text}' for name, text in zip(shown, texts, strict=True))})"
 
 
 @dataclass(frozen=True)
@@ -213,7 +215,9 @@ ARMS = {
         Arm("powersgd", "#56B4E9", "PyTorch's PowerSGD hook", rank=2),
         Arm("qsgd", "#0072B2", codec=QSGD()),
         Arm("terngrad", "#009E73", codec=TernGrad()),
+        Arm("ternary", "#005C43", codec=Ternary()),
         Arm("onebit", "#D55E00", codec=OneBit()),
+        Arm("onebit-outliers", "#5E2900", codec=Outliers(OneBit())),
         Arm("onebit-gather", "#D55E00", codec=OneBit(), exchange="gather"),
         Arm("onebit-two_pass", "#8C3D00", codec=OneBit(), exchange="two_pass"),
         Arm("topk", "#CC79A7", codec=ONE_PERCENT),

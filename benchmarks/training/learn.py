@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...compress import Codec, Identity, OneBit, Residual, TernGrad, TopK, Tracking
+from ...compress import Codec, Identity, OneBit, Outliers, Residual, Ternary, TernGrad, TopK, Tracking
 from ...compress.feedback import Feedback
 from ...compress.layout import Layout, Slot, end_to_end
 from ..common import report
@@ -63,7 +63,6 @@ class Way:
         return {type(None): "#000000", Tracking: "#0072B2"}.get(type(self.strategy), "#D55E00")
 
 
-TERNARY = TernGrad(clip=1.25)
 SMOOTH = Tracking(0.9, clip=1.0)
 
 
@@ -74,18 +73,21 @@ def _top(density: float) -> Codec:
 WAYS = {
     FLOAT32: Way(),
     "tracking": Way(strategy=SMOOTH),
-    "tracking-c": Way(strategy=SMOOTH, corrected=True),
-    "ternary": Way(TERNARY, "two_pass", SMOOTH),
-    "ternary-c": Way(TERNARY, "two_pass", SMOOTH, corrected=True),
-    "onebit-tracking": Way(OneBit(block=256), "two_pass", SMOOTH),
-    "topk8": Way(_top(0.08), "split", SMOOTH),
-    "topk4": Way(_top(0.04), "split", SMOOTH),
-    "topk2": Way(_top(0.02), "split", SMOOTH),
-    "topk2-c": Way(_top(0.02), "split", SMOOTH, corrected=True),
-    "topk1": Way(_top(0.01), "split", SMOOTH),
-    "onebit-residual": Way(OneBit(block=256), "two_pass", Residual()),
+    "tracking-corrected": Way(strategy=SMOOTH, corrected=True),
+    "tracking-ternary": Way(Ternary(), "two_pass", SMOOTH),
+    "tracking-ternary-corrected": Way(Ternary(), "two_pass", SMOOTH, corrected=True),
+    "tracking-onebit": Way(OneBit(block=256), "two_pass", SMOOTH),
+    "tracking-topk8": Way(_top(0.08), "split", SMOOTH),
+    "tracking-topk4": Way(_top(0.04), "split", SMOOTH),
+    "tracking-topk2": Way(_top(0.02), "split", SMOOTH),
+    "tracking-topk2-corrected": Way(_top(0.02), "split", SMOOTH, corrected=True),
+    "tracking-topk1": Way(_top(0.01), "split", SMOOTH),
     "terngrad": Way(TernGrad(), "two_pass"),
-    "topk8-residual": Way(_top(0.08), "split", Residual()),
+    "ternary": Way(Ternary(), "two_pass", Residual()),
+    "onebit": Way(OneBit(block=256), "two_pass", Residual()),
+    "onebit-outliers": Way(Outliers(OneBit()), "gather", Residual()),
+    "ternary-outliers": Way(Outliers(Ternary()), "gather", Residual()),
+    "topk8": Way(_top(0.08), "split", Residual()),
 }
 
 

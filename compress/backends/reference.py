@@ -6,6 +6,7 @@ here is fast. Whoever writes another backend compares its bytes with these.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,7 +14,9 @@ import torch
 from torch import Tensor
 
 from ..entries import LARGEST_UNIT, VALUE_BLOCK, index_layout
+from ..wire import Part
 from . import Backend, Kernels, Workspace
+from .outliers import inner_kernels
 from .sparse import EntryKernels, SparseKernels
 
 F32 = np.float32
@@ -22,6 +25,8 @@ NAN_BITS = np.uint32(0x7FC00000)
 NAN = NAN_BITS.view(F32)
 TINY = F32(2.0**-149)
 LANES = 256
+#: How often `Ternary` refines its level.
+LLOYD_STEPS = 2
 
 
 def numbers(x: Tensor) -> np.ndarray:
@@ -189,13 +194,16 @@ class TernGrad(Kernels):
             sound = np.isfinite(largest)
             r = in_blocks(uniform(draw if codec.stochastic else None, len(a)), codec.block)
             level = levels_of(np.where(sound[:, None], magnitudes, F32(0)), p, scaled_scale, 1, r)
-        trit = level + (level & (rows < 0))
-        planes = trit.reshape(len(rows), -1, 5, LANES)
-        (part,) = codec.parts(len(a))
+        self.write(codec.parts(len(a))[0], wire, np.where(sound, scale, NAN), level + (level & (rows < 0)))
+
+    @staticmethod
+    def write(part: Part, wire: Tensor, scale: np.ndarray, trit: np.ndarray) -> None:
+        """The records of scales [blocks] and trits [blocks, block]."""
+        planes = trit.reshape(len(trit), -1, 5, LANES)
         record = part.view(wire.numpy())
-        record["scale"][:, 0] = np.where(sound, scale, NAN)
+        record["scale"][:, 0] = scale
         powers = np.array([1, 3, 9, 27, 81], np.uint8)
-        record["trits"] = (planes * powers[:, None]).sum(axis=2, dtype=np.uint8).reshape(len(rows), -1)
+        record["trits"] = (planes * powers[:, None]).sum(axis=2, dtype=np.uint8).reshape(len(trit), -1)
 
     def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
         (part,) = codec.parts(out.numel())
@@ -208,6 +216,37 @@ class TernGrad(Kernels):
         signed = np.array([0, 1, -1], F32)[trit].reshape(part.records, -1)
         with np.errstate(all="ignore"):
             add(out, alpha, signed * record["scale"])
+
+
+class Ternary(TernGrad):
+    def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
+        a = numbers(x)
+        rows, lengths = in_blocks(a, codec.block), block_lengths(len(a), codec.block)
+        magnitudes = np.abs(rows)
+        zero = F32(0)
+
+        def mean_above(threshold: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            """The sum of the magnitudes above a threshold, and their mean; 0 where there are none."""
+            above = magnitudes > threshold[:, None]
+            total = block_sums(np.where(above, magnitudes, zero))
+            return total, total / np.maximum(above.sum(axis=1), 1).astype(F32)
+
+        with np.errstate(all="ignore"):
+            total, largest = block_sums(magnitudes), magnitudes.max(axis=1)
+            sound = np.isfinite(total)  # then every element is finite
+            p, _ = power_of_two_scale(np.where(sound, largest, zero))
+            level, best = np.zeros_like(total), np.zeros_like(total)
+            threshold = total / lengths * F32(0.5)
+            while (sound & (threshold < largest)).any():
+                kept, mean = mean_above(threshold)
+                gain = (kept * p) * (mean * p)  # as if the largest magnitude were about 1: never beyond float32
+                level, best = np.where(gain > best, mean, level), np.maximum(gain, best)
+                threshold = np.maximum(threshold + threshold, TINY)
+            for _ in range(LLOYD_STEPS):
+                _, level = mean_above(level * F32(0.5))
+        some = (magnitudes > (level * F32(0.5))[:, None]) & sound[:, None]
+        trit = some.astype(np.uint8) + (some & (rows < 0))
+        self.write(codec.parts(len(a))[0], wire, np.where(sound, level, NAN), trit)
 
 
 class Entries(EntryKernels):
@@ -324,20 +363,59 @@ class TopK(SparseKernels):
     def add_plain(
         self, codec: Any, row: Tensor, values: Tensor, out: Tensor, alpha: float, workspace: Workspace
     ) -> None:
+        index, value = self.sound(codec, row, values, out, workspace)
+        target = out.numpy()
+        with np.errstate(all="ignore"):
+            target[index] += F32(alpha) * value
+
+    @staticmethod
+    def sound(
+        codec: Any, row: Tensor, values: Tensor, out: Tensor, workspace: Workspace
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The entries that count: those whose index is in range and above every index in range before it."""
         k = codec.k(out.numel())
         claimed = int(row[0]) & 0xFFFFFFFF
         count = min(claimed, k)
         index = row[1 : 1 + count].numpy().astype(np.int64) & 0xFFFFFFFF
         value = values[:count].numpy()
-        # An entry counts if its index is in range and above every index in range before it.
         in_range = index < out.numel()
         before = np.maximum.accumulate(np.concatenate([[-1], np.where(in_range, index, -1)]))[:-1]
         sound = in_range & (index > before)
         workspace.status[0] += max(claimed - k, 0) + int((~sound).sum())
         workspace.status[1] += int((~np.isfinite(value[sound])).sum())
-        target = out.numpy()
+        return index[sound], value[sound]
+
+
+class Outliers(Kernels):
+    """Args: the kernels of all codecs."""
+
+    entries = Entries()
+
+    def __init__(self, kernels: Mapping[str, Kernels]) -> None:
+        self.codecs = kernels
+
+    def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
+        numel, k = x.numel(), codec.k(x.numel())
+        indices, values, blocks = wire.split(codec.part_bytes(numel))
+        row, found = torch.zeros(1 + k, dtype=torch.int32), torch.zeros(k)
+        TopK().encode_plain(codec.selection, x, None, row, found, None, workspace)
+        self.entries.pack_indices(row[1:], row[:1], 0, numel, indices)
+        self.entries.pack_values(found, codec.values, values)
+        rest, used = x.float().clone(), int(row[0])
+        rest[row[1 : 1 + used][found[:used].isfinite()].long()] = 0.0
+        inner_kernels(self.codecs, codec.inner, x.device).encode(codec.inner, rest, blocks, draw, workspace)
+
+    def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
+        numel, k = out.numel(), codec.k(out.numel())
+        indices, values, blocks = wire.split(codec.part_bytes(numel))
+        row, found = torch.zeros(1 + k, dtype=torch.int32), torch.zeros(k)
+        self.entries.unpack_indices(indices[None], 0, numel, row[None, 0], row[None, 1:])
+        self.entries.unpack_values(values[None], codec.values, found[None])
+        index, value = TopK.sound(codec, row, found, out, workspace)
         with np.errstate(all="ignore"):
-            target[index[sound]] += F32(alpha) * value[sound]
+            instead = out.numpy()[index] + F32(alpha) * value
+        inner_kernels(self.codecs, codec.inner, out.device).decode_add(codec.inner, blocks, out, alpha, workspace)
+        out.numpy()[index] = instead  # whatever the inner code says there
 
 
 class Cast(Kernels):
@@ -378,14 +456,14 @@ def add(out: Tensor, alpha: float, values: np.ndarray) -> None:
         target += F32(alpha) * values.reshape(-1)[: len(target)]
 
 
-BACKEND = Backend(
-    kernels={
-        "onebit": OneBit(),
-        "qsgd": QSGD(),
-        "terngrad": TernGrad(),
-        "topk": TopK(),
-        "cast": Cast(),
-        "identity": Identity(),
-    },
-    entries=Entries(),
-)
+KERNELS: dict[str, Kernels] = {
+    "onebit": OneBit(),
+    "qsgd": QSGD(),
+    "terngrad": TernGrad(),
+    "ternary": Ternary(),
+    "topk": TopK(),
+    "cast": Cast(),
+    "identity": Identity(),
+}
+KERNELS["outliers"] = Outliers(KERNELS)
+BACKEND = Backend(KERNELS, Entries())

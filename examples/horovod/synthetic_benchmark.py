@@ -21,6 +21,7 @@ COMPRESSIONS = {
     "onebit": hvd.Compression.onebit,
     "qsgd": lambda: hvd.Compression.qsgd(bits=4),
     "terngrad": hvd.Compression.terngrad,
+    "ternary": hvd.Compression.ternary,
 }
 
 parser = argparse.ArgumentParser(description="synthetic benchmark")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compress import QSGD, OneBit, TernGrad, TopK
+from ...compress import QSGD, OneBit, Outliers, Ternary, TernGrad, TopK
 from ...compress.codec import Codec
 from .residuals import CodecCompression
 
@@ -71,7 +71,8 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Any]:
 class Compression:
     """What `compression=` takes: one of these, any codec of `gradwire.compress`, or your own `Compressor`.
 
-    `Compression.topk(density=0.01)`, `.onebit()`, `.qsgd(bits=4)` and `.terngrad()` are codecs with their arguments;
+    `Compression.topk(density=0.01)`, `.onebit()`, `.ternary()`, `.qsgd(bits=4)`, `.terngrad()` and
+    `.outliers(OneBit())` are codecs with their arguments;
     `Compression.codec(codec, error_feedback=…, exchange=…, seed=…)` also says how it is used.
     """
 
@@ -82,6 +83,8 @@ class Compression:
     onebit = OneBit
     qsgd = QSGD
     terngrad = TernGrad
+    ternary = Ternary
+    outliers = Outliers
     codec = CodecCompression
 
 
@@ -90,6 +93,8 @@ _EXAMPLES = {
     "OneBit": "Compression.onebit()",
     "QSGD": "Compression.qsgd(bits=4)",
     "TernGrad": "Compression.terngrad()",
+    "Ternary": "Compression.ternary()",
+    "Outliers": "Compression.outliers(OneBit())",
     "CodecCompression": "Compression.codec(TopK(density=0.01), exchange='auto')",
 }
 

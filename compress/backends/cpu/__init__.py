@@ -8,20 +8,20 @@ and ranks.
 
 from __future__ import annotations
 
-from .. import Backend
-from .kernels import QSGD, Cast, OneBit, TernGrad
+from .. import Backend, Kernels
+from .kernels import QSGD, Cast, OneBit, Ternary, TernGrad
+from .outliers import Outliers
 from .topk import Entries, TopK
 from .tracking import Tracking
 
-BACKEND = Backend(
-    kernels={
-        "onebit": OneBit(),
-        "qsgd": QSGD(),
-        "terngrad": TernGrad(),
-        "topk": TopK(),
-        "cast": Cast(),
-        "identity": Cast(),
-    },
-    entries=Entries(),
-    tracking=Tracking(),
-)
+KERNELS: dict[str, Kernels] = {
+    "onebit": OneBit(),
+    "qsgd": QSGD(),
+    "terngrad": TernGrad(),
+    "ternary": Ternary(),
+    "topk": TopK(),
+    "cast": Cast(),
+    "identity": Cast(),
+}
+KERNELS["outliers"] = Outliers(KERNELS, Entries())
+BACKEND = Backend(KERNELS, Entries(), Tracking())

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import Kernels, Workspace, kept
 from ..addresses import address, rows_at
-from . import dense
+from . import dense, ternary
 from .blocks import BFLOAT16, FLOAT16, FLOAT32, TILE, scratch_bytes
 
 KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
@@ -179,10 +179,15 @@ class QSGD(_Blocks):
 
 class TernGrad(_Blocks):
     def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
-        return dense.terngrad_encode, (codec.block, float(codec.clip), _draw(codec, draw))
+        return ternary.terngrad_encode, (codec.block, float(codec.clip), _draw(codec, draw))
 
     def decode_block(self, codec: Any) -> Kernel:
-        return dense.terngrad_decode, (codec.block,)
+        return ternary.ternary_decode, (codec.block,)
+
+
+class Ternary(TernGrad):
+    def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
+        return ternary.ternary_encode, (codec.block,)
 
 
 class Cast(_Blocks):

@@ -111,14 +111,14 @@ def sample(x: Source, residual: int, strata: tuple[int, int], threshold: int, ke
 
 @compiled
 def accumulate(
-    kind: int, x: int, residual: int, start: int, n: int, threshold: int, scratch: int
+    kind: int, x: int, residual: int, update: int, start: int, n: int, threshold: int, scratch: int
 ) -> tuple[int, int, int]:
     """Where a lies, a tile from `start` on, and where the residual does, which becomes a where that is finite. The
     masks of the candidates are in scratch: a word for 64 elements; and which words are not 0 is returned too. If x is
-    0, the residual holds a already."""
+    0, the residual holds a already. Unless `update`, a and what there is of the residual are in scratch."""
     a, masks, old = scratch + A, scratch + SUMS, residual + 4 * start
     words: Any = 0
-    if x and residual and kind == FLOAT32 and n == TILE:
+    if x and residual and update and kind == FLOAT32 and n == TILE:
         source, kept = x + 4 * start, 0
         for i in range(0, TILE, 64):
             e = load_f32(old + 4 * i)
@@ -142,11 +142,11 @@ def accumulate(
     else:
         clear(a, 4 * TILE)
         copy(a, old, 4 * n)
-    e_block = residual_block(residual, start, n, TILE, scratch)
+    e_block = residual_block(residual if update else 0, start, n, TILE, scratch)
     for i in range(0, TILE, 64):
         v = load_f32(a + 4 * i)
         words |= candidates(v, threshold, masks, i)
-        if residual:
+        if residual and update:
             store(e_block + 4 * i, select(finite(v), v, load_f32(e_block + 4 * i)))
     return a, e_block, words
 
@@ -184,9 +184,11 @@ def gather(index: int, value: int, count: int, a: int, e: int, start: int, likel
 
 
 @compiled
-def collect(x: Source, residual: int, span: Span, k: int, threshold: int, likely: int, room: Room) -> tuple[int, int]:
+def collect(
+    x: Source, residual: int, update: int, span: Span, k: int, threshold: int, likely: int, room: Room
+) -> tuple[int, int]:
     """One pass: every element whose key is `threshold` or more becomes a candidate. Returns how many there are, and
-    from which key on they are 0 in the residual.
+    from which key on they are 0 in the residual, unless that is only read: if not `update`.
 
     When the candidates no longer fit, all but the k largest go, and from then on only what is above them is collected:
     among equals the earlier stay. So the k largest are always found, if there are k at or above the first threshold.
@@ -201,28 +203,28 @@ def collect(x: Source, residual: int, span: Span, k: int, threshold: int, likely
             store(scratch, np.int64(value))
             store(scratch + 8, np.int64(count))
             key, ties = kth_largest(scratch, 1, k, histogram)
-            count = keep(index, value, count, key, ties, likely, residual, (index, value))
+            count = keep(index, value, count, key, ties, likely, residual if update else 0, (index, value))
             threshold, likely = key + 1, 0  # those kept are 0 in the residual, whatever their key
-        a, e, words = accumulate(kind, source, residual, start, n, threshold, scratch)
+        a, e, words = accumulate(kind, source, residual, update, start, n, threshold, scratch)
         count = gather(index, value, count, a, e, start, max(threshold, likely), scratch + SUMS, words)
-        if residual and n < TILE:
+        if residual and update and n < TILE:
             copy(residual + 4 * start, e, 4 * n)
     return count, likely
 
 
 @compiled
 def collect_again(
-    x: Source, residual: int, span: Span, k: int, count: int, spare: Entries, room: Room
+    x: Source, residual: int, update: int, span: Span, k: int, count: int, spare: Entries, room: Room
 ) -> tuple[int, int]:
     """Once more, for all there is, after a threshold that was too high; `spare` has room for `count` entries."""
     index, value = room[0], room[1]
     kept_index, kept_value = spare
     kept = 0
-    if residual:
+    if residual and update:
         # With every candidate put back, the residual holds a.
         kept = put_back(residual, index, value, count, kept_index, kept_value)
         x = (FLOAT32, 0)
-    result = collect(x, residual, span, k, 1, 1, room)
+    result = collect(x, residual, update, span, k, 1, 1, room)
     for i in range(0, 4 * kept, 4):
         store(residual + 4 * int_at(kept_index + i), get_i32(kept_value + i))
     return result

@@ -191,7 +191,7 @@ class TopK(SparseKernels, CpuKernels):
             source, spare = (KINDS[x.dtype], address(x)), torch.zeros(2, dtype=F32)
             places = address(spare), address(spare) + 4
             (room,) = self._rooms(1, 1, workspace)
-            sparse.collect_again(source, address(residual, F32), (1, 0, 1), 1, 0, places, room)
+            sparse.collect_again(source, address(residual, F32), 1, (1, 0, 1), 1, 0, places, room)
 
     #: One run of 64 elements in 8 is sampled at most, and one in 128 at least. In between, some 64 of the k are seen.
     strides = 8, 128
@@ -238,6 +238,19 @@ class TopK(SparseKernels, CpuKernels):
         draw: Tensor | None,
         workspace: Workspace,
     ) -> None:
+        self.choose(codec, x, residual, row, values, workspace, update=True)
+
+    def choose(
+        self,
+        codec: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        row: Tensor,
+        values: Tensor,
+        workspace: Workspace,
+        update: bool,
+    ) -> None:
+        """`encode_plain`; unless `update`, the residual is only read."""
         numel, k = x.numel(), len(values)
         rooms = self._rooms(k, numel, workspace)
         pieces, tiles = len(rooms), -(-numel // TILE)
@@ -248,7 +261,7 @@ class TopK(SparseKernels, CpuKernels):
 
         def collect(first: int, last: int, piece: int) -> Any:
             span = numel, first, last
-            return sparse.collect(source, kept, span, k, guess.threshold, guess.likely, rooms[piece])
+            return sparse.collect(source, kept, int(update), span, k, guess.threshold, guess.likely, rooms[piece])
 
         found = run(collect, tiles, pieces)
         counts = [count for count, _ in found]
@@ -260,7 +273,7 @@ class TopK(SparseKernels, CpuKernels):
             def again(first: int, last: int, piece: int) -> Any:
                 spare = indices + 4 * before[piece], numbers + 4 * before[piece]
                 span = numel, first, last
-                return sparse.collect_again(source, kept, span, k, counts[piece], spare, rooms[piece])
+                return sparse.collect_again(source, kept, int(update), span, k, counts[piece], spare, rooms[piece])
 
             found = run(again, tiles, pieces)
             counts = [count for count, _ in found]
@@ -273,7 +286,7 @@ class TopK(SparseKernels, CpuKernels):
             for i in range(first, last):
                 (index, value, *_), (count, likely), place = rooms[i], found[i], 4 * places[i]
                 there = indices + place, numbers + place
-                sparse.keep(index, value, count, key, shares[i][0], likely, kept, there)
+                sparse.keep(index, value, count, key, shares[i][0], likely, kept if update else 0, there)
 
         run(send, pieces, pieces_of(ENTRY_COST * k, pieces))
         row[0] = places[-1]

@@ -18,6 +18,7 @@ from .. import Backend, Kernels, Workspace, kept
 from ..sparse import whole_rows
 from .device import SHARES, THREADS, Argument, Device, device_for
 from .entries import Entries
+from .outliers import Outliers
 from .sparse import SUFFIXES, TopK
 
 #: How the kernels name a format that is stored.
@@ -36,9 +37,10 @@ def grid_for(numel: int, block: int, sm_count: int) -> int:
 class _Blocks(Kernels):
     """Codecs of one record a block; a subclass names its kernels and says what they need to know of the codec."""
 
-    #: Kernels are `{family}_encode_{suffix}` and `{family}_decode_{suffix}` of csrc/`file`.
+    #: Kernels are `{encoder}_encode_{suffix}` and `{decoder}_decode_{suffix}` of csrc/`file`.
     file: str
-    family: str
+    encoder: str
+    decoder: str
 
     def block(self, codec: Any) -> int:
         return int(codec.block)
@@ -52,8 +54,9 @@ class _Blocks(Kernels):
 
     def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
         with kept.task(type(codec).__name__):
-            for operation, kind in (("encode", dtype), ("decode", dtype), ("decode", torch.float32)):
-                device_for(device).function(self.file, f"{self.family}_{operation}_{SUFFIXES[kind]}")
+            encoding, decoding = f"{self.encoder}_encode", f"{self.decoder}_decode"
+            for kernel, kind in ((encoding, dtype), (decoding, dtype), (decoding, torch.float32)):
+                device_for(device).function(self.file, f"{kernel}_{SUFFIXES[kind]}")
 
     def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
         self._encode(codec, x, None, wire, draw)
@@ -65,7 +68,7 @@ class _Blocks(Kernels):
 
     def _encode(self, codec: Any, x: Tensor, residual: Tensor | None, wire: Tensor, draw: Tensor | None) -> None:
         arguments = (x, residual, wire, np.int64(x.numel()), *self.encode_options(codec, draw))
-        self._launch(codec, f"{self.family}_encode", x, arguments)
+        self._launch(codec, f"{self.encoder}_encode", x, arguments)
 
     def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
         self._decode(codec, wire, 0, 1, out, (np.float32(alpha), np.int32(1), np.float32(1)), workspace)
@@ -88,7 +91,7 @@ class _Blocks(Kernels):
     ) -> None:
         # The status word goes last.
         source = wires, np.int64(pitch), np.int32(ranks), *self.decode_options(codec), workspace.status
-        self._launch(codec, f"{self.family}_decode", out, (out, np.int64(out.numel()), *how, *source))
+        self._launch(codec, f"{self.decoder}_decode", out, (out, np.int64(out.numel()), *how, *source))
 
     def _launch(self, codec: Any, kernel: str, like: Tensor, arguments: Sequence[Argument]) -> None:
         device: Device = device_for(like.device)
@@ -102,7 +105,7 @@ def drawn(codec: Any, draw: Tensor | None) -> Tensor | None:
 
 
 class OneBit(_Blocks):
-    file, family = "sign.cu", "onebit"
+    file, encoder, decoder = "sign.cu", "onebit", "onebit"
 
     def encode_options(self, codec: Any, draw: Tensor | None) -> tuple[Argument, ...]:
         return np.int32(codec.block), np.int32(codec.scale == "sided")
@@ -112,7 +115,7 @@ class OneBit(_Blocks):
 
 
 class QSGD(_Blocks):
-    file, family = "quantize.cu", "qsgd"
+    file, encoder, decoder = "quantize.cu", "qsgd", "qsgd"
 
     def encode_options(self, codec: Any, draw: Tensor | None) -> tuple[Argument, ...]:
         return np.int32(codec.block), np.int32(codec.bits), np.int32(codec.norm == "l2"), drawn(codec, draw)
@@ -122,7 +125,7 @@ class QSGD(_Blocks):
 
 
 class TernGrad(_Blocks):
-    file, family = "ternary.cu", "terngrad"
+    file, encoder, decoder = "ternary.cu", "terngrad", "ternary"
 
     def encode_options(self, codec: Any, draw: Tensor | None) -> tuple[Argument, ...]:
         return np.int32(codec.block), np.float32(codec.clip), drawn(codec, draw)
@@ -131,10 +134,17 @@ class TernGrad(_Blocks):
         return (np.int32(codec.block),)
 
 
+class Ternary(TernGrad):
+    encoder = "ternary"
+
+    def encode_options(self, codec: Any, draw: Tensor | None) -> tuple[Argument, ...]:
+        return (np.int32(codec.block),)
+
+
 class Cast(_Blocks):
     """Identity too: a cast to float32."""
 
-    file, family = "cast.cu", "cast"
+    file, encoder, decoder = "cast.cu", "cast", "cast"
 
     def block(self, codec: Any) -> int:
         return ROW
@@ -146,14 +156,14 @@ class Cast(_Blocks):
         return self.encode_options(codec, None)
 
 
-BACKEND = Backend(
-    kernels={
-        "onebit": OneBit(),
-        "qsgd": QSGD(),
-        "terngrad": TernGrad(),
-        "topk": TopK(),
-        "cast": Cast(),
-        "identity": Cast(),
-    },
-    entries=Entries(),
-)
+KERNELS: dict[str, Kernels] = {
+    "onebit": OneBit(),
+    "qsgd": QSGD(),
+    "terngrad": TernGrad(),
+    "ternary": Ternary(),
+    "topk": TopK(),
+    "cast": Cast(),
+    "identity": Cast(),
+}
+KERNELS["outliers"] = Outliers(KERNELS, Entries())
+BACKEND = Backend(KERNELS, Entries())

@@ -70,12 +70,25 @@ class TopK(SparseKernels):
         draw: Tensor | None,
         workspace: Workspace,
     ) -> None:
+        self.choose(codec, x, residual, row, values, workspace, update=True)
+
+    def choose(
+        self,
+        codec: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        row: Tensor,
+        values: Tensor,
+        workspace: Workspace,
+        update: bool,
+    ) -> None:
+        """`encode_plain`; unless `update`, the residual is only read."""
         numel, k, room = x.numel(), codec.k(x.numel()), workspace.buffers
         device, suffix = device_for(x.device), SUFFIXES[x.dtype]
         tiles = tiles_of(numel)
         capacity, k32 = np.int32(len(room["index"])), np.int32(k)
         source = x, residual, np.int64(numel), room["state"], room["index"], room["value"]
-        marks = room["tiles"], room["not_finite"]
+        marks = room["tiles"], room["not_finite"] if update else None
         by_warp = -(-tiles * WARP // THREADS)
 
         def launch(name: str, grid: int, *arguments: Argument, threads: int = THREADS) -> None:
@@ -95,7 +108,7 @@ class TopK(SparseKernels):
         self, codec: Any, row: Tensor, values: Tensor, out: Tensor, alpha: float, workspace: Workspace
     ) -> None:
         k = codec.k(out.numel())
-        device, room = self._check(row, 0, 1, out.numel(), k, workspace)
+        device, room = self.check(row, 0, 1, out.numel(), k, workspace)
         grid = grid_for(k, device)
         arguments = (out, np.float32(alpha), row, values, np.int32(k), room[0], room[2], workspace.status)
         device.function(FILE, "topk_add")(grid, THREADS, arguments)
@@ -103,7 +116,7 @@ class TopK(SparseKernels):
     def mean_plain(self, codec: Any, rows: Tensor, values: Tensor, out: Tensor, workspace: Workspace) -> None:
         numel, ranks = out.numel(), rows.shape[0]
         k, pitch, memory = codec.k(numel), 4 * rows.stride(0), whole_rows(rows)
-        device, room = self._check(memory, pitch, ranks, numel, k, workspace)
+        device, room = self.check(memory, pitch, ranks, numel, k, workspace)
         pitches = memory, np.int64(pitch), whole_rows(values), np.int64(4 * values.stride(0))
         mean = np.float32(1) / np.float32(ranks)
         arguments = (out, np.int64(numel), mean, *pitches, np.int32(ranks), np.int32(k), *room, workspace.status)
@@ -111,7 +124,7 @@ class TopK(SparseKernels):
         device.function(FILE, f"topk_mean_{SUFFIXES[out.dtype]}")(grid, THREADS, arguments)
 
     @staticmethod
-    def _check(
+    def check(
         rows: Tensor, pitch: int, ranks: int, numel: int, k: int, workspace: Workspace
     ) -> tuple[Device, tuple[Tensor, Tensor, Tensor]]:
         """Which wires are broken, where each tile's entries start, and the running maxima of broken wires."""

@@ -1,0 +1,70 @@
+"""Outliers on a GPU: what launches the kernels of csrc/outliers.cu, between those of the two codecs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import Workspace, kept
+from ..outliers import OutlierKernels, Room, inner_kernels
+from ..sparse import whole_rows
+from .device import THREADS, device_for, grid_for
+from .sparse import SUFFIXES
+
+FILE = "outliers.cu"
+
+
+class Outliers(OutlierKernels):
+    """Two passes over the gradient encode it. Decoding passes over the sum once for each rank."""
+
+    def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
+        with kept.task(type(codec).__name__):
+            super().prepare(codec, dtype, device)
+            device_for(device).function(FILE, "outliers_put")
+
+    def take_out(self, room: Room, x: Tensor | None, target: Tensor) -> None:
+        device, row, values = device_for(target.device), room.rows[0], room.values[0]
+        suffix = "f32" if x is None else SUFFIXES[x.dtype]
+        grid = grid_for(len(values), device)
+        device.function(FILE, f"outliers_take_{suffix}")(grid, THREADS, (row, values, x, target))
+
+    def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
+        parts = [part[None] for part in wire.split(codec.part_bytes(out.numel()))]
+        self._add(codec, parts, out, alpha, workspace)
+
+    def decode_mean(self, codec: Any, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
+        total, ranks = out, len(wires[0])
+        if out.dtype != torch.float32:
+            room = self.room(codec, out.numel(), out.device, ranks, workspace)
+            if room.rest is None:
+                room.rest = torch.empty(out.numel(), dtype=torch.float32, device=out.device)
+            total = room.rest
+        total.zero_()
+        self._add(codec, wires, total, 1.0, workspace)
+        total.mul_(float(np.float32(1) / np.float32(ranks)))
+        if total is not out:
+            out.copy_(total)
+
+    def _add(self, codec: Any, wires: Sequence[Tensor], out: Tensor, alpha: float, workspace: Workspace) -> None:
+        """Rank after rank, out += alpha · decoded; `out` is float32."""
+        indices, values, blocks = wires
+        ranks, numel, k = len(indices), out.numel(), codec.k(out.numel())
+        room = self.room(codec, numel, out.device, ranks, workspace)
+        rows, found = room.rows[:ranks], room.values[:ranks]
+        self.entries.unpack_indices(indices, 0, numel, rows[:, 0], rows[:, 1:])
+        self.entries.unpack_values(values, codec.values, found)
+        topk: Any = self.codecs["topk"]
+        memory, pitch = whole_rows(rows), np.int64(4 * rows.stride(0))
+        device, (broken, _, reach) = topk.check(memory, int(pitch), ranks, numel, k, room.selection)
+        inner = inner_kernels(self.codecs, codec.inner, out.device)
+        add, put = (device.function(FILE, f"outliers_{name}") for name in ("add_to_values", "put"))
+        grid, checked = grid_for(k, device), (np.int32(k), broken, reach)
+        for rank in range(ranks):
+            entries = memory, pitch, found[rank], np.int32(rank), *checked
+            add(grid, THREADS, (out, np.float32(alpha), *entries, workspace.status))
+            inner.decode_add(codec.inner, blocks[rank], out, alpha, room.inner)
+            put(grid, THREADS, (out, *entries))
