@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
 from random import Random
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire.hooks.comm import group as group_module
-from gradwire.hooks.comm.group import Group
+from gradwire.hooks.comm.group import Group, Port
 from gradwire.hooks.comm.pipeline import drive
 from ranks import Pool
 
@@ -179,3 +180,28 @@ def test_each_process_group_is_cut_once_whatever_its_channels(monkeypatch: pytes
     group_module.cut_all()
     assert sorted(map(id, cuts)) == sorted(map(id, carriers))
     assert len(kept) == 6
+
+
+def announced_twice(rank: int) -> list[int]:
+    """Rank 1 hurries ahead: what rank 0 has received must stay until it asks for more. How many receives wait."""
+    group = Group(dist.group.WORLD).channel("announced twice")
+    rows, row = torch.zeros(2, 3), torch.zeros(3)
+    port = group.gather_port(rows, row)
+    assert isinstance(port, Port)
+    waiting = []
+    for step in range(6):
+        port.post()
+        waiting.append(len(port._posted))
+        row.fill_(10 * step + rank)
+        work = port.start()
+        work.wait()
+        work.wait()  # once more changes nothing
+        time.sleep(0.1 * (1 - rank))  # meanwhile rank 1 sends the next
+        assert rows[:, 0].tolist() == [10 * step, 10 * step + 1]
+    dist.barrier()
+    return waiting
+
+
+def test_messages_are_announced_twice_ahead(ranks: Callable[[int], Pool]) -> None:
+    """A step shorter than a latency would wait for the announcement of its own messages."""
+    assert ranks(2).run(announced_twice) == [[2] * 6] * 2

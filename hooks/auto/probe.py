@@ -67,11 +67,11 @@ def calibrate(group: Group, device: torch.device) -> Calibration:
 
     def gather(size: int) -> Port | Collective:
         rows = torch.zeros(p, size, dtype=torch.uint8, device=device)
-        return gathers.gather_port(rows, rows[0].clone())
+        return gathers.gather_port(rows, rows[0].clone(), ahead=1)
 
     def swap(size: int) -> Port | Collective:
         rows = torch.zeros(p, size, dtype=torch.uint8, device=device)
-        return swaps.swap_port(torch.empty_like(rows), rows)
+        return swaps.swap_port(torch.empty_like(rows), rows, ahead=1)
 
     def all_reduce(size: int) -> Port | Collective:  # as many bytes received as in the others
         x = torch.zeros(max(1, size * p // 8), dtype=torch.float32, device=device)

@@ -8,7 +8,7 @@ import hashlib
 import json
 import struct
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -79,31 +79,64 @@ class Port:
     """Messages between all ranks whose sizes never change, time after time: one stage of an exchange.
 
     Gloo lets a message go only once its receiver has announced itself. `post` does so ahead, so that the message takes
-    one latency and not two; from then on the memory that it arrives in may be written to.
+    one latency and not two: twice ahead, as what is announced at the end of a step that is shorter than a latency comes
+    too late for the next one.
 
     Args:
         group: a channel, or else messages are received only when they are sent.
-        received, sent: of each rank and for each rank; what is empty goes nowhere.
+        received, sent: of each rank and for each rank; what is empty goes nowhere. What arrives is there once it has
+            been waited for.
+        ahead: how many times to announce ahead. With one, messages arrive in `received` itself, between `post` and the
+            end of waiting; else in memory of their own.
     """
 
-    def __init__(self, group: Group, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+    def __init__(self, group: Group, received: Sequence[Tensor], sent: Sequence[Tensor], ahead: int = 2) -> None:
         self._group, self._received, self._sent = group, received, sent
-        self._posted: list[tuple[int, dist.Work]] | None = None
+        apart = ahead > 1 and group.named
+        self._free: list[Sequence[Tensor]]
+        self._free = [[torch.empty_like(part) for part in received] if apart else received for _ in range(ahead)]
+        self._posted: deque[tuple[Sequence[Tensor], list[tuple[int, dist.Work]]]] = deque()
 
     def post(self) -> None:
-        """Announce the next messages. Nothing may read what the last ones brought any more."""
-        if self._group.named and self._posted is None:
-            with contextlib.suppress(RuntimeError):  # a rank that has gone, maybe as all is done; `start` would say so
-                self._posted = self._group._receive(self._received)
+        """Announce the next messages. With one ahead, nothing may read what the last ones brought any more."""
+        with contextlib.suppress(RuntimeError):  # a rank that has gone, maybe as all is done; `start` would say so
+            while self._group.named and self._free:
+                self._post()
+
+    def _post(self) -> None:
+        self._posted.append((self._free[-1], self._group._receive(self._free[-1])))
+        self._free.pop()
 
     def start(self) -> Work:
-        """Send; the messages of the other ranks, of as many starts, arrive meanwhile."""
+        """Send; the messages of the other ranks, of as many starts, arrive meanwhile. Wait for them before the next."""
         if not self._group.named:
             return self._group._pairwise(self._received, self._sent)
-        posted, self._posted = self._posted, None
-        if posted is None:
-            posted = self._group._receive(self._received)
-        return self._group._send(self._received, self._sent, posted)
+        if not self._posted:
+            self._post()
+        place, works = self._posted.popleft()
+        return _Arriving(self, place, self._group._send(self._received, self._sent, works))
+
+    def arrived(self, place: Sequence[Tensor]) -> None:
+        """Messages have arrived at a place, and are moved to where they are wanted."""
+        if place is not self._received:
+            for source, (part, target) in enumerate(zip(place, self._received, strict=True)):
+                if source != self._group.rank:
+                    target.copy_(part)
+        self._free.append(place)
+
+
+class _Arriving:
+    """Messages that a port receives."""
+
+    def __init__(self, port: Port, place: Sequence[Tensor], messages: Work) -> None:
+        self._port, self._messages = port, messages
+        self._place: Sequence[Tensor] | None = place
+
+    def wait(self) -> None:
+        self._messages.wait()
+        place, self._place = self._place, None
+        if place is not None:
+            self._port.arrived(place)
 
 
 class Collective:
@@ -217,11 +250,11 @@ class Group:
         """Start: `output` = the ranks' rows, end to end."""
         return self.gather_port(output, row).start()
 
-    def gather_port(self, output: Tensor, row: Tensor) -> Port | Collective:
-        """For all-gathers of this row, into this memory."""
+    def gather_port(self, output: Tensor, row: Tensor, ahead: int = 2) -> Port | Collective:
+        """For all-gathers of this row, into this memory. `ahead`: as of `Port`."""
         if row.is_cuda:
             return Collective(lambda: self._group._allgather_base(output.view(-1), row))
-        return Port(self, output.view(-1).chunk(self.size), [row.view(-1)] * self.size)
+        return Port(self, output.view(-1).chunk(self.size), [row.view(-1)] * self.size, ahead)
 
     def small_all_gather(self, output: Tensor, row: Tensor) -> Work:
         """Start: as `all_gather`, for a few bytes of each rank that are on their way while the rank does other things.
@@ -255,11 +288,11 @@ class Group:
         """Start: row r of `rows` goes to rank r; row r of `output` comes from it."""
         return self.swap_port(output, rows).start()
 
-    def swap_port(self, output: Tensor, rows: Tensor) -> Port | Collective:
-        """For all-to-alls of these rows, into this memory."""
+    def swap_port(self, output: Tensor, rows: Tensor, ahead: int = 2) -> Port | Collective:
+        """For all-to-alls of these rows, into this memory. `ahead`: as of `Port`."""
         if rows.is_cuda:
             return Collective(lambda: self._group.alltoall_base(output.view(-1), rows.view(-1), [], []))
-        return Port(self, output.view(-1).chunk(self.size), rows.view(-1).chunk(self.size))
+        return Port(self, output.view(-1).chunk(self.size), rows.view(-1).chunk(self.size), ahead)
 
     def all_to_all_v(self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int]) -> Work:
         """Start: as `all_to_all` for rows of different lengths: `sent[r]` elements go to rank r, `received[r]` come."""

@@ -132,14 +132,14 @@ class Exchange(ABC):
     def bytes(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
-    def gather_port(self, output: Tensor, row: Tensor) -> Port | Collective:
+    def gather_port(self, output: Tensor, row: Tensor, ahead: int = 2) -> Port | Collective:
         """For all-gathers that are alike in every step."""
-        self.ports.append(self._own_group("gather").gather_port(output, row))
+        self.ports.append(self._own_group("gather").gather_port(output, row, ahead))
         return self.ports[-1]
 
-    def swap_port(self, output: Tensor, rows: Tensor) -> Port | Collective:
+    def swap_port(self, output: Tensor, rows: Tensor, ahead: int = 2) -> Port | Collective:
         """For all-to-alls that are alike in every step."""
-        self.ports.append(self._own_group("swap").swap_port(output, rows))
+        self.ports.append(self._own_group("swap").swap_port(output, rows, ahead))
         return self.ports[-1]
 
     def _own_group(self, name: str) -> Group:

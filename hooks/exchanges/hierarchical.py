@@ -47,8 +47,9 @@ class Hierarchical(Exchange):
         self.means = torch.zeros(inside.size, self.slice, dtype=torch.float32, device=device)
         self.counts = torch.zeros(2, dtype=torch.int64, device=device)
         self.pieces = torch.zeros(extra + inside.size, dtype=torch.float32, device=device)
-        self.to_owners = self.swap_port(self.slices, self.sent.view(torch.uint8))
-        self.to_all = self.gather_port(self.means, self.mean)
+        # Inside a node nothing is far, and messages are as long as the gradient.
+        self.to_owners = self.swap_port(self.slices, self.sent.view(torch.uint8), ahead=1)
+        self.to_all = self.gather_port(self.means, self.mean, ahead=1)
         self.ports += self.inner.ports
 
     @classmethod
