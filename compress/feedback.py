@@ -41,7 +41,7 @@ class Feedback(ABC):
         return set(self.vectors) <= {RESIDUAL}
 
     @property
-    def clips(self) -> float | None:
+    def largest_norm(self) -> float | None:
         """The largest norm of a rank's own gradient, of all parameters together: it is scaled to that first."""
         return None
 

@@ -57,12 +57,13 @@ class Tracking(Feedback):
             raise ValueError(f"clip={clip!r}: expected a positive number, the largest norm, or None")
 
     @property
-    def clips(self) -> float | None:
+    def largest_norm(self) -> float | None:
         return self.clip
 
     def prepare(self, device: torch.device) -> None:
-        kept = Kept(self, {vector: torch.zeros(1, device=device) for vector in self.vectors})
-        self.deliver(kept, self.send_all(kept, torch.zeros(1, device=device)))
+        one = torch.zeros(1, dtype=torch.float32, device=device)
+        kept = Kept(self, {vector: one.clone() for vector in self.vectors})
+        self.deliver(kept, self.send_all(kept, one))
 
     def encode(
         self, kept: Kept, codec: Codec, grad: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace

@@ -4,6 +4,33 @@
 
 constexpr int TRITS = 5, LLOYD_STEPS = 2;
 
+// Writes the trits of a block, and what they leave to the residual; `decide` says which elements are not zero.
+template <class A, class Decide>
+__device__ void write_trits(const A& a, bool sound, float level, float* residual, u8* record, const Decide& decide) {
+    const int lane = threadIdx.x % WARP;
+    u32 packed[2] = {}, digit = 1;
+    a.each_row([&](int row, const float(&v)[SLOTS]) {
+        if (sound) {
+            bool some[SLOTS];
+            float rest[SLOTS];
+            decide(row, v, some);
+#pragma unroll
+            for (int j = 0; j < SLOTS; ++j) {
+                const bool minus = some[j] && v[j] < 0.0f;
+                packed[j / 4] += (((u32)some[j] + (u32)minus) * digit) << 8 * (j % 4);  // at most 242: no carry
+                rest[j] = v[j] - (minus ? -level : some[j] ? level : 0.0f);
+            }
+            if (residual != nullptr) store8(residual, a.residual_aligned, a.at(row), a.end, rest);
+        }
+        digit *= 3;
+        if (row % TRITS == TRITS - 1) {
+            u32* const words = (u32*)(record + 4 + row / TRITS * ROW) + 2 * lane;
+            words[0] = packed[0], words[1] = packed[1];
+            packed[0] = packed[1] = 0, digit = 1;
+        }
+    });
+}
+
 template <int ROWS, class T>
 __device__ void terngrad_encode_block(const T* x, float* residual, u8* wire, i64 numel, int block, float clip,
                                       const Rounding& rounding, i64 b) {
@@ -22,25 +49,11 @@ __device__ void terngrad_encode_block(const T* x, float* residual, u8* wire, i64
     if (lane == 0) *(float*)record = sound ? level : __int_as_float(NOT_A_NUMBER);
     const float inverse = scaled > 0.0f ? 1.0f / scaled : 0.0f;
 
-    u32 packed[2] = {}, digit = 1;
-    a.each_row([&](int row, const float(&v)[SLOTS]) {
-        if (sound) {
-            float r[SLOTS];
-            rounding(a.at(row), r);
+    write_trits(a, sound, level, residual, record, [&](int row, const float(&v)[SLOTS], bool(&some)[SLOTS]) {
+        float r[SLOTS];
+        rounding(a.at(row), r);
 #pragma unroll
-            for (int j = 0; j < SLOTS; ++j) {
-                const bool some = fabsf(v[j]) * p * inverse + r[j] >= 1.0f, minus = some && v[j] < 0.0f;
-                packed[j / 4] += (((u32)some + (u32)minus) * digit) << 8 * (j % 4);  // at most 242: no carry
-                r[j] = v[j] - (minus ? -level : some ? level : 0.0f);
-            }
-            if (residual != nullptr) store8(residual, a.residual_aligned, a.at(row), a.end, r);
-        }
-        digit *= 3;
-        if (row % TRITS == TRITS - 1) {
-            u32* const words = (u32*)(record + 4 + row / TRITS * ROW) + 2 * lane;
-            words[0] = packed[0], words[1] = packed[1];
-            packed[0] = packed[1] = 0, digit = 1;
-        }
+        for (int j = 0; j < SLOTS; ++j) some[j] = fabsf(v[j]) * p * inverse + r[j] >= 1.0f;
     });
 }
 
@@ -106,24 +119,9 @@ __device__ void ternary_encode_block(const T* x, float* residual, u8* wire, i64 
     u8* const record = wire + b * (4 + block / TRITS);
     if (lane == 0) *(float*)record = sound ? level : __int_as_float(NOT_A_NUMBER);
 
-    u32 packed[2] = {}, digit = 1;
-    a.each_row([&](int row, const float(&v)[SLOTS]) {
-        if (sound) {
-            float rest[SLOTS];
+    write_trits(a, sound, level, residual, record, [&](int, const float(&v)[SLOTS], bool(&some)[SLOTS]) {
 #pragma unroll
-            for (int j = 0; j < SLOTS; ++j) {
-                const bool some = fabsf(v[j]) > threshold, minus = some && v[j] < 0.0f;
-                packed[j / 4] += (((u32)some + (u32)minus) * digit) << 8 * (j % 4);  // at most 242: no carry
-                rest[j] = v[j] - (minus ? -level : some ? level : 0.0f);
-            }
-            if (residual != nullptr) store8(residual, a.residual_aligned, a.at(row), a.end, rest);
-        }
-        digit *= 3;
-        if (row % TRITS == TRITS - 1) {
-            u32* const words = (u32*)(record + 4 + row / TRITS * ROW) + 2 * lane;
-            words[0] = packed[0], words[1] = packed[1];
-            packed[0] = packed[1] = 0, digit = 1;
-        }
+        for (int j = 0; j < SLOTS; ++j) some[j] = fabsf(v[j]) > threshold;
     });
 }
 

@@ -354,7 +354,7 @@ class Reducer:
     def reduce(self, step: Step, unit: Unit, buffer: Tensor) -> torch.futures.Future[Tensor]:
         """Replace a unit's gradients by their mean; the future gets `buffer`."""
         future = self.connection.pipeline.new_future()
-        if self._feedback.strategy.clips is None:
+        if self._feedback.strategy.largest_norm is None:
             self._start(step, unit, buffer, future)
         else:
             step.held.append((unit, buffer, future))
@@ -372,7 +372,7 @@ class Reducer:
 
     def _clip(self, step: Step) -> None:
         """The norm of this rank's own gradient is known: scale it to what the strategy allows, and let it go."""
-        limit, norm = self._feedback.strategy.clips, torch.stack(step.norms).double().norm()
+        limit, norm = self._feedback.strategy.largest_norm, torch.stack(step.norms).double().norm()
         assert limit is not None
         factor = (limit * (self._tracker.loss_scale.read() or 1.0) / norm).clamp(max=1.0)
         factor = torch.where(norm.isfinite(), factor, 1.0)  # what is not finite is not to spread

@@ -30,7 +30,7 @@ def group_of(world_size: int) -> Group:
 
 
 def reduce_once(rank: int, world_size: int, exchange: str, codec: Codec, numel: int, extra: int, seed: int) -> Any:
-    """One exchange of random gradients; how far the law is off, and digests of what came out."""
+    """One exchange of random gradients; how far the law is off, of what went in, and digests of what came out."""
     group = group_of(world_size)
     generator = torch.Generator().manual_seed(seed + rank)
     grad, extras = torch.randn(numel, generator=generator), torch.randn(extra, generator=generator)
@@ -42,8 +42,9 @@ def reduce_once(rank: int, world_size: int, exchange: str, codec: Codec, numel: 
         for start, length, weight in runner.owned_slices:
             owned.append(torch.randn(length, generator=generator))
             before[start : start + length] += weight * owned[-1].double()
-    total = torch.cat([before, extras.double()])
+    total, size = torch.cat([before, extras.double()]), before.abs()
     group.all_reduce(total).wait()
+    group.all_reduce(size).wait()
     out, extra_out = torch.full((numel,), torch.nan), extras.clone()
     draws = new_draw(seed, 3, rank), new_draw(seed, 3, 1 << 32 | rank)
     feedback = NOTHING if residual is None else plain(residual)
@@ -54,7 +55,7 @@ def reduce_once(rank: int, world_size: int, exchange: str, codec: Codec, numel: 
     group.all_reduce(after).wait()
     wanted = total / world_size
     got = torch.cat([out.double() + after / world_size, extra_out.double()])
-    off = float((wanted - got)[:numel].norm() / wanted[:numel].norm()) if numel else 0.0
+    off = float((wanted - got)[:numel].norm() / (size / world_size).norm()) if numel else 0.0
     extra_off = float((wanted - got)[numel:].abs().max()) if extra else 0.0
     return off, extra_off, digest([out, extra_out]), runner.payload_bytes, runner.transfer_bytes
 

@@ -97,7 +97,7 @@ class VirtualRanks:
         Raises:
             RuntimeError: the ranks' results differ.
         """
-        limit = None if self.strategy is None else self.strategy.clips
+        limit = None if self.strategy is None else self.strategy.largest_norm
         if limit is not None:
             for gradient in gradients:
                 gradient.mul_(min(1.0, limit / max(float(gradient.norm()), 1e-30)))

@@ -397,7 +397,7 @@ class Outliers(Kernels):
     def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
         numel, k = x.numel(), codec.k(x.numel())
         indices, values, blocks = wire.split(codec.part_bytes(numel))
-        row, found = torch.zeros(1 + k, dtype=torch.int32), torch.zeros(k)
+        row, found = torch.zeros(1 + k, dtype=torch.int32), torch.zeros(k, dtype=torch.float32)
         TopK().encode_plain(codec.selection, x, None, row, found, None, workspace)
         self.entries.pack_indices(row[1:], row[:1], 0, numel, indices)
         self.entries.pack_values(found, codec.values, values)
@@ -408,7 +408,7 @@ class Outliers(Kernels):
     def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
         numel, k = out.numel(), codec.k(out.numel())
         indices, values, blocks = wire.split(codec.part_bytes(numel))
-        row, found = torch.zeros(1 + k, dtype=torch.int32), torch.zeros(k)
+        row, found = torch.zeros(1 + k, dtype=torch.int32), torch.zeros(k, dtype=torch.float32)
         self.entries.unpack_indices(indices[None], 0, numel, row[None, 0], row[None, 1:])
         self.entries.unpack_values(values[None], codec.values, found[None])
         index, value = TopK.sound(codec, row, found, out, workspace)

@@ -108,7 +108,7 @@ class Outliers(OutlierKernels, CpuKernels):
             known = (
                 (codec, size),
                 [
-                    (torch.zeros(padded), scratch + i * SCRATCH, inner.workspace(codec.inner, size, device))
+                    (torch.zeros(padded, dtype=F32), scratch + i * SCRATCH, inner.workspace(codec.inner, size, device))
                     for i in range(pieces)
                 ],
             )
