@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from typing import Any, Literal, Self
 
@@ -23,8 +23,8 @@ from .comm import handshake
 from .connection import Connection
 from .exchanges import EXCHANGES, all_finite
 from .options import Exclude, Options, check_dtypes, excluded_names
-from .outer import TOGETHER, GlobalParameters, Outer, check_saved, fragments_of, together
-from .reducer import Reducer, Step
+from .outer import TOGETHER, GlobalParameters, Outer, UnderWay, check_saved, fragments_of, together
+from .reducer import Reducer
 from .replicas import start_alike, trainable
 from .schedule import Rounds, Schedule
 from .statistics import Statistics
@@ -33,17 +33,6 @@ from .statistics import Statistics
 LocalExchange = Literal["auto", "gather", "two_pass", "union", "split", "dense"]
 
 OWNER = "LocalUpdates"
-
-
-@dataclass
-class _UnderWay:
-    """Differences that are being exchanged, or their means."""
-
-    globals: list[GlobalParameters]
-    buffers: list[Tensor]
-    futures: list[torch.futures.Future[Tensor]]
-    due: int  # after so many counted steps they are applied
-    step: Step | None  # None: from a checkpoint
 
 
 class LocalUpdates:
@@ -72,7 +61,7 @@ class LocalUpdates:
 
     Args:
         model: each rank's own, not in DDP; float32, float16 or bfloat16, on one device. Parameters that do not require
-            gradients now are only started alike.
+            gradients are equal at the start, and then left alone.
         optimizer: of some or all of its parameters; any of torch's.
         codec: what compresses Δ, or a function of the round (counted from 0) that returns one, equal on all ranks.
         every: H, local steps from one exchange to the next, of each parameter.
@@ -128,7 +117,7 @@ class LocalUpdates:
         self._parameters: dict[str, nn.Parameter] = {}
         self._rounds = self._steps = self._count = 0
         self._moved = False  # whether ranks may have different parameters
-        self._under_way: _UnderWay | None = None
+        self._under_way: UnderWay | None = None
         self._handle: Any = None
         self._statistics = Statistics()
         fragments_in: list[list[dict[str, nn.Parameter]]] = []
@@ -262,7 +251,7 @@ class LocalUpdates:
         reducer.greet(step, parts[0].unit, 0, None)
         futures = [reducer.reduce(step, shared.unit, x) for shared, x in zip(parts, buffers, strict=True)]
         reducer.end(step)
-        self._under_way = _UnderWay(parts, buffers, futures, self._count + self._schedule.delay, step)
+        self._under_way = UnderWay(parts, buffers, futures, self._count + self._schedule.delay, step)
 
     def _apply(self, blend: float) -> None:
         """Wait for what is under way, and make the outer step."""
@@ -276,7 +265,7 @@ class LocalUpdates:
             shared.move(mean)
             shared.hand_out(blend)
 
-    def _arrived(self) -> _UnderWay:
+    def _arrived(self) -> UnderWay:
         """What is under way, when it has arrived."""
         assert self._under_way is not None
         self._running().connection.pipeline.wait()
@@ -284,7 +273,7 @@ class LocalUpdates:
             future.wait()
         return self._under_way
 
-    def _refuse(self, done: _UnderWay) -> None:
+    def _refuse(self, done: UnderWay) -> None:
         """The mean is not finite, on all ranks alike: find out whose fault it is. A collective."""
         names = (name for shared in done.globals for name in shared.not_finite())
         found = self._running().connection.control.objects(next(names, None))
@@ -361,7 +350,7 @@ class LocalUpdates:
                 shared.fill(shared.momentum, saved["momentum"])
         parts = [shared for shared in self._all() if shared.names <= saved["arrived"].keys()]
         means = [shared.fill(shared.empty(), saved["arrived"]) for shared in parts]
-        self._under_way = _UnderWay(parts, means, [], saved["due"], None) if parts else None
+        self._under_way = UnderWay(parts, means, [], saved["due"], None) if parts else None
         reducer.forget(self._options.seed, (shared.unit for shared in self._all()))
 
     def _export(self, key: str, vectors: dict[str, dict[str, Tensor]]) -> dict[str, Any]:

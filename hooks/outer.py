@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..compress.feedback import Feedback
 from ..compress.layout import Layout, Slot, end_to_end
 from .exchanges import all_finite
-from .reducer import Unit
+from .reducer import Step, Unit
 
 #: What a checkpoint has by parameter that is the same on all ranks; "arrived": means that are not yet applied.
 TOGETHER = ("global", "momentum", "arrived")
@@ -126,6 +126,17 @@ class GlobalParameters:
         return self.fill(
             self.empty(), {s.name: p.detach() for s, p in zip(self.slots, self.unit.parameters, strict=True)}
         )
+
+
+@dataclass
+class UnderWay:
+    """Differences that are being exchanged, or their means."""
+
+    globals: list[GlobalParameters]
+    buffers: list[Tensor]
+    futures: list[torch.futures.Future[Tensor]]
+    due: int  # after so many counted steps they are applied
+    step: Step | None  # None: from a checkpoint
 
 
 def together(
