@@ -20,7 +20,7 @@ from .compress import (
     TopK,
     Tracking,
 )
-from .hooks import CompressState, compress_hook, sparse_all_reduce
+from .hooks import CompressState, LocalUpdates, compress_hook, sparse_all_reduce
 
 __all__ = [
     "CODECS",
@@ -29,6 +29,7 @@ __all__ = [
     "Codec",
     "CompressState",
     "Identity",
+    "LocalUpdates",
     "OneBit",
     "Outliers",
     "Residual",

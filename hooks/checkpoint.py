@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compress.feedback import RESIDUAL
+from .connection import Connection
 
 FORMAT = 2
 #: The key of residuals that are the mean over the ranks.
@@ -48,6 +49,7 @@ def read(
     key: str,
     parameters: Mapping[str, nn.Parameter],
     strict: bool,
+    owner: str = "CompressState",
 ) -> tuple[Mapping[str, Any], dict[str, dict[str, Tensor]]]:
     """A checkpoint in today's format, and what it has that is this rank's or everybody's: residuals, and other vectors.
 
@@ -57,6 +59,7 @@ def read(
         key: this rank's.
         parameters: the model's, by name.
         strict: whether to refuse a checkpoint that has no residuals for this rank; else start with none, and warn.
+        owner: whose checkpoints these are, for messages.
 
     Raises:
         ValueError: it does not fit.
@@ -64,7 +67,7 @@ def read(
     saved = upgraded(saved)
     missing = expected.keys() - saved.keys() - {"vectors"}
     if missing:
-        raise ValueError(f"this is not a checkpoint of CompressState: it lacks {', '.join(sorted(missing))}")
+        raise ValueError(f"this is not a checkpoint of {owner}: it lacks {', '.join(sorted(missing))}")
     for fact in ("format", "codec"):
         if saved[fact] != expected[fact]:
             raise ValueError(f"the checkpoint has {fact} {saved[fact]}, this state {expected[fact]}")
@@ -99,6 +102,21 @@ def read(
             )
     # A checkpoint has zeros where nothing was kept.
     return saved, {v: {name: x for name, x in found.items() if bool(x.any())} for v, found in vectors.items()}
+
+
+def means(
+    connection: Connection, vectors: Mapping[str, Mapping[str, Tensor]], parameters: Mapping[str, nn.Parameter]
+) -> dict[str, dict[str, Tensor]]:
+    """The mean over the ranks of what each keeps of the parameters, by vector and name. A collective."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for vector, mine in vectors.items():
+        found[vector] = {}
+        for name in sorted({name for names in connection.control.objects(sorted(mine)) for name in names}):
+            parameter = parameters[name]
+            mean = mine.get(name, torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device))
+            connection.group.all_reduce(mean).wait()
+            found[vector][name] = mean.div_(connection.group.size)
+    return found
 
 
 def filled(residuals: dict[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:

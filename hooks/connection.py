@@ -18,7 +18,7 @@ from .comm.pipeline import Pipeline
 from .comm.topology import make_topology
 from .loss_scale import Scaling
 
-CONSTRUCT = "Construct CompressState with equal arguments and models on every rank"
+CONSTRUCT = "Construct {} with equal arguments and models on every rank"
 
 
 class Connection:
@@ -33,6 +33,7 @@ class Connection:
         topology, fallback: `CompressState`'s.
         probes: whether to measure the group, for `exchange="auto"`.
         straight: whether steps in which all is dense may go without the pipeline.
+        owner: what the user constructs, for messages.
 
     Attributes:
         group: for gradients, on the pipeline.
@@ -58,6 +59,7 @@ class Connection:
         *,
         probes: bool,
         straight: bool,
+        owner: str = "CompressState",
     ) -> None:
         ranks = dist.get_process_group_ranks(model_group)
         if problem is None and given is not None and dist.get_process_group_ranks(given) != ranks:
@@ -76,11 +78,11 @@ class Connection:
         except RuntimeError as failure:
             raise RuntimeError(
                 f"gradwire could not reach all ranks within {HANDSHAKE_TIMEOUT.total_seconds():.0f} s: every rank must "
-                f"construct CompressState. {failure}"
+                f"construct {owner}. {failure}"
             ) from failure
         if problem is not None:
             raise problem
-        handshake.compare(sides, CONSTRUCT)
+        handshake.compare(sides, CONSTRUCT.format(owner))
         # NCCL's collectives order themselves on streams, so the model's own group serves; Gloo needs one apart.
         # Several states may use one group: each has a channel of it.
         self.group = (self.control if blocking and given is None else Group(carrier)).channel("state")
@@ -149,14 +151,17 @@ class Connection:
                 return told
         return None
 
-    def agree(self, call: str, step: int) -> None:
+    def agree(self, call: str, step: int, patience: timedelta | None = HANDSHAKE_TIMEOUT) -> None:
         """Make sure that all ranks are in the same call, at the same step.
+
+        Args:
+            patience: how long the others may take to come; None: the group's timeout.
 
         Raises:
             ValueError: they are not; on every rank alike.
             RuntimeError: a rank did not come.
         """
-        self._words.timeout, usual = HANDSHAKE_TIMEOUT, self._words.timeout
+        self._words.timeout, usual = patience or self._words.timeout, self._words.timeout
         try:
             self._announce(step, _digest(call))
             self._compare(call, {})

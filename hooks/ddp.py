@@ -348,14 +348,7 @@ class CompressState:
         connection = (self._reducer or self._connect(None)).connection
         connection.agree("consolidated_state_dict()", self._step)
         self._feedback.fold()
-        means: dict[str, dict[str, Tensor]] = {}
-        for vector, mine in self._feedback.everything().items():
-            means[vector] = {}
-            for name in sorted({name for names in connection.control.objects(sorted(mine)) for name in names}):
-                parameter = self._parameters[name]
-                mean = mine.get(name, torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device))
-                connection.group.all_reduce(mean).wait()
-                means[vector][name] = mean.div_(connection.group.size)
+        means = checkpoint.means(connection, self._feedback.everything(), self._parameters)
         return self._export(checkpoint.MEAN, means)
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:

@@ -120,12 +120,17 @@ class Options:
 
 def check_model(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
     """Raises TypeError for gradients that cannot be compressed."""
-    for name, parameter in parameters.items():
-        if parameter.dtype not in DTYPES:
-            raise TypeError(f"parameter {name!r} is {parameter.dtype}: gradwire compresses float32, float16, bfloat16")
+    check_dtypes(parameters)
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise TypeError(f"module {name!r} makes sparse gradients: build it with sparse=False")
+
+
+def check_dtypes(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raises TypeError for parameters of a dtype that is not compressed."""
+    for name, parameter in parameters.items():
+        if parameter.dtype not in DTYPES:
+            raise TypeError(f"parameter {name!r} is {parameter.dtype}: gradwire compresses float32, float16, bfloat16")
 
 
 def excluded_names(exclude: Exclude | None, parameters: Mapping[str, nn.Parameter]) -> frozenset[str]:

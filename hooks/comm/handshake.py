@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor
 
 
-def describe_model(parameters: Mapping[str, nn.Parameter], excluded: Iterable[str]) -> list[str]:
+def describe_model(parameters: Mapping[str, Tensor], excluded: Iterable[str]) -> list[str]:
     """One line for each parameter, in the order of the model."""
     left_out = frozenset(excluded)
     return [

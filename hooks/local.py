@@ -1,0 +1,395 @@
+"""Periodic synchronisation: every rank trains a model of its own, and every so many steps they exchange how far they
+have come, compressed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import count
+from typing import Any, Literal, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .. import __version__
+from ..compress.codec import Codec
+from ..compress.feedback import Feedback
+from ..compress.memory import Memory
+from . import checkpoint
+from .auto.planner import Choice, default_exchange
+from .comm import handshake
+from .connection import Connection
+from .exchanges import EXCHANGES, all_finite
+from .options import Exclude, Options, check_dtypes, excluded_names
+from .outer import TOGETHER, GlobalParameters, Outer, UnderWay, check_saved, fragments_of, together
+from .reducer import Reducer
+from .replicas import start_alike, trainable
+from .schedule import Rounds, Schedule
+from .statistics import Statistics
+
+#: What `LocalUpdates(exchange=…)` takes.
+LocalExchange = Literal["auto", "gather", "two_pass", "union", "split", "dense"]
+
+OWNER = "LocalUpdates"
+
+
+class LocalUpdates:
+    """Local SGD and what follows from it: each rank trains its own model with its own optimizer, and every `every`
+    steps all ranks exchange Δ = θ0 - θ, how far their parameters have moved from the global ones. A round is
+
+        e = β·e + Δ;  send the code of e, keep in e what it leaves out;  ū = the ranks' mean
+        m = μ·m + ū;  θ0 = θ0 - lr·(ū + μ·m)  (nesterov; else lr·m, and lr·ū without momentum);  θ = θ0
+
+    which is local SGD as it stands (Stich, ICLR 2019), post-local SGD with `after` (Lin et al., ICLR 2020), DiLoCo with
+    `outer_lr=0.7, outer_momentum=0.9` (Douillard et al., 2023), Streaming DiLoCo with `fragments`, `delay` and `blend`
+    (Douillard et al., 2025), and SparseLoCo with `TopK` and `error_feedback=Residual(decay=0.95)` (Sarfi et al., 2025).
+
+        updates = LocalUpdates(model, optimizer, codec, every=30)
+        for batch in data:
+            loss(model(batch)).backward(); optimizer.step(); optimizer.zero_grad()
+            updates.step()
+
+    Inside `with updates:` the optimizer's steps are counted by themselves, and `step` must not be called. Constructing
+    it is a collective: ranks compare options and parameters, and all start from the first rank's parameters and
+    buffers, as in DDP. Later on the optimizer's state and buffers, such as BatchNorm's statistics, stay each rank's
+    own.
+
+    θ0 and e are float32, whatever the parameters are. Memory: 4 bytes an element for θ0, 4 for the momentum, where
+    there is one, 8 where a residual is kept, and 4 while messages are under way.
+
+    Args:
+        model: each rank's own, not in DDP; float32, float16 or bfloat16, on one device. Parameters that do not require
+            gradients are equal at the start, and then left alone.
+        optimizer: of some or all of its parameters; any of torch's.
+        codec: what compresses Δ, or a function of the round (counted from 0) that returns one, equal on all ranks.
+        every: H, local steps from one exchange to the next, of each parameter.
+        after: before so many steps, every one is followed by an exchange.
+        outer_lr, outer_momentum, nesterov: of the outer optimizer, as in torch.optim.SGD.
+        fragments: F groups of parameters, of about equal size; each has its exchange every H steps, one every H/F.
+        delay: τ steps from sending to applying, fewer than H/F: training goes on while messages are under way.
+        blend: α in [0, 1): θ becomes θ0 + α·(θ - θ0).
+        exchange: "gather", "two_pass", "union", "split" or "dense"; "auto" is the one with the fewest bytes to receive
+            where nothing is measured: "dense" for `Identity`, "two_pass" for codes of blocks on more than two ranks,
+            else "gather".
+        error_feedback: as in `CompressState`: e's strategy; False: e = Δ, and what the code leaves out is forgotten.
+        exclude: as in `CompressState`: names of parameters that travel as float32.
+        device: where θ0 and momentum live; "cpu" saves memory of the GPU. By default with the parameters.
+        bucket_cap_mb: Δ is compressed and sent in pieces of about so many MiB, as DDP's buckets are.
+        process_group: the ranks; by default all.
+        seed: of stochastic rounding.
+
+    Raises:
+        TypeError, ValueError: an argument cannot work, here or on another rank, or the ranks disagree.
+        RuntimeError: torch.distributed is not initialised, or a rank did not arrive within 60 s.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        codec: Codec | Callable[[int], Codec],
+        *,
+        every: int,
+        after: int = 0,
+        outer_lr: float = 1.0,
+        outer_momentum: float = 0.0,
+        nesterov: bool = True,
+        fragments: int = 1,
+        delay: int = 0,
+        blend: float = 0.0,
+        exchange: LocalExchange = "auto",
+        error_feedback: bool | Literal["auto"] | Feedback = "auto",
+        exclude: Exclude | None = None,
+        device: torch.device | str | None = None,
+        bucket_cap_mb: float = 25.0,
+        process_group: dist.ProcessGroup | None = None,
+        seed: int = 0,
+    ) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise RuntimeError(f"{OWNER} needs torch.distributed: call torch.distributed.init_process_group() first")
+        self._options = Options(codec, exchange, error_feedback, fallback=None, topology=None, seed=seed)
+        self._outer = Outer(outer_lr, outer_momentum, nesterov)
+        self._optimizer = optimizer
+        self._schedule = Schedule(every, after, fragments, delay, blend)
+        self._group: Any = process_group or dist.group.WORLD
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._rounds = self._steps = self._count = 0
+        self._moved = False  # whether ranks may have different parameters
+        self._under_way: UnderWay | None = None
+        self._handle: Any = None
+        self._statistics = Statistics()
+        fragments_in: list[list[dict[str, nn.Parameter]]] = []
+        excluded: frozenset[str] = frozenset()
+        problem: Exception | None = None
+        place = torch.device("cpu")
+        try:
+            self._parameters = trainable(model, optimizer)
+            place = next(iter(self._parameters.values())).device
+            self._check()
+            excluded = excluded_names(exclude, self._parameters)
+            fragments_in = fragments_of(self._parameters, fragments, bucket_cap_mb)
+            choice = self._choice(0)
+            choice.codec.kernels(place).prepare(choice.codec, torch.float32, place)
+            (self._options.strategy or Memory().strategy).prepare(place)
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            problem = error
+        description = {} if problem is not None else self._description(model, bucket_cap_mb, excluded)
+        connection = Connection(
+            self._group, None, place, description, problem, None, None, probes=False, straight=False, owner=OWNER
+        )
+        self._feedback = Memory(self._options.strategy, keep_previous=True)
+        tracker, numel = Rounds(self._feedback), sum(p.numel() for p in self._parameters.values())
+        self._reducer: Reducer | None = Reducer(
+            connection, self._feedback, tracker, self._statistics, seed, clean=False, numel=numel
+        )
+        start_alike(connection.group, place, [*model.parameters(), *model.buffers()])
+        where, strategy, index = torch.device(place if device is None else device), self._feedback.strategy, count()
+        self._fragments = [
+            [GlobalParameters(next(index), part, excluded, strategy, where, self._outer) for part in fragment]
+            for fragment in fragments_in
+        ]
+
+    def __repr__(self) -> str:
+        text = f"{len(self._parameters)} parameters every {self._schedule.every} steps: {self._options.codec_text}"
+        return f"<{OWNER} of {text} by {self._options.exchange!r}, step {self._steps}, round {self._rounds}>"
+
+    def __enter__(self) -> Self:
+        if self._handle is not None:
+            raise RuntimeError(f"this {OWNER} counts the optimizer's steps already: leave the first `with` first")
+        self._handle = self._optimizer.register_step_post_hook(lambda *_: self._counted())
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._handle.remove()
+        self._handle = None
+
+    @property
+    def rounds(self) -> int:
+        """Exchanges so far; one of a fragment counts as one."""
+        return self._rounds
+
+    def statistics(self) -> Statistics:
+        """What this rank has done so far, in rounds in the place of steps."""
+        if self._reducer is not None:
+            self._reducer.connection.pipeline.flush()
+        return copy.deepcopy(self._statistics)
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """The optimizer has made a step: count it, and every `every` of them make a round, or its part. Every rank must
+        call it equally often, as long as it trains; with a GradScaler also where that skips the optimizer's step.
+
+        Raises:
+            RuntimeError: the mean of a round is not finite, on every rank alike: then θ0, momentum and residuals are as
+                they were before the round, and the model is untouched; or another rank has failed or is gone.
+            ValueError: another rank means something else; on every rank alike.
+        """
+        if self._handle is not None:
+            raise RuntimeError("inside `with` the optimizer's steps are counted by themselves: leave out step()")
+        self._counted()
+
+    def synchronise(self) -> None:
+        """Make a round of all parameters now, without delay and blend, and count from here on: before evaluation,
+        before saving a model, and at the end. All ranks then have the same parameters. Nothing happens where no rank
+        has made a step since they last had. A collective; ranks may have made different numbers of steps.
+
+        Raises:
+            RuntimeError, ValueError: as `step` does, or a rank calls something else.
+        """
+        connection = self._running().connection
+        connection.pipeline.wait()
+        connection.agree("synchronise()", self._rounds, patience=None)
+        moved = any(connection.control.objects(self._moved))
+        if self._under_way is not None:
+            self._apply(0.0)
+        self._count = 0
+        if moved:
+            self._exchange_all()
+
+    def rewind(self) -> None:
+        """Put the global parameters back into the model: this rank forgets what it has trained since the last round."""
+        for shared in self._all():
+            shared.hand_out()
+
+    def close(self) -> None:
+        """Wait for what is under way, then give back the thread and the connections. Nothing can follow."""
+        if self._reducer is not None:
+            self._reducer.connection.pipeline.flush()
+        self._reducer = None
+
+    def _counted(self) -> None:
+        self._running()
+        schedule, self._moved = self._schedule, True
+        self._steps += 1
+        if self._steps <= schedule.after:
+            self._exchange_all()
+            return
+        self._count += 1
+        if self._under_way is not None and self._count >= self._under_way.due:
+            self._apply(schedule.blend)
+        fragment = schedule.fragment(self._count)
+        if fragment is not None:
+            self._send(self._fragments[fragment])
+            if schedule.delay == 0:
+                self._apply(schedule.blend)
+                self._moved = not schedule.agrees
+
+    def _exchange_all(self) -> None:
+        self._send(self._all())
+        self._apply(0.0)
+        self._moved = False
+
+    def _send(self, parts: list[GlobalParameters]) -> None:
+        """Begin to exchange how far this rank's parameters have moved."""
+        reducer = self._running()
+        step = reducer.begin(self._rounds, self._choice(self._rounds))
+        self._rounds += 1
+        buffers = [shared.difference() for shared in parts]
+        reducer.greet(step, parts[0].unit, 0, None)
+        futures = [reducer.reduce(step, shared.unit, x) for shared, x in zip(parts, buffers, strict=True)]
+        reducer.end(step)
+        self._under_way = UnderWay(parts, buffers, futures, self._count + self._schedule.delay, step)
+
+    def _apply(self, blend: float) -> None:
+        """Wait for what is under way, and make the outer step."""
+        done = self._arrived()
+        self._under_way = None
+        if done.step is not None:
+            done.step.reduced.clear()  # else they would lie there until the next round
+        if not bool(torch.stack([all_finite(mean) for mean in done.buffers]).all()):
+            self._refuse(done)
+        for shared, mean in zip(done.globals, done.buffers, strict=True):
+            shared.move(mean)
+            shared.hand_out(blend)
+
+    def _arrived(self) -> UnderWay:
+        """What is under way, when it has arrived."""
+        assert self._under_way is not None
+        self._running().connection.pipeline.wait()
+        for future in self._under_way.futures:  # on a GPU, what comes next on this stream waits for it
+            future.wait()
+        return self._under_way
+
+    def _refuse(self, done: UnderWay) -> None:
+        """The mean is not finite, on all ranks alike: find out whose fault it is. A collective."""
+        names = (name for shared in done.globals for name in shared.not_finite())
+        found = self._running().connection.control.objects(next(names, None))
+        whose = "; ".join(f"rank {rank} has NaN or infinity in {name!r}" for rank, name in enumerate(found) if name)
+        raise RuntimeError(
+            f"gradwire: the mean of round {self._rounds - 1} is not finite: "
+            f"{whose or f'no parameter is to blame, so the code of {self._options.codec_text} has overflowed'}. The "
+            "global parameters and residuals are as before the round: call rewind() on every rank to go on from "
+            "there, with an optimizer whose state is finite, or load a checkpoint"
+        )
+
+    def _all(self) -> list[GlobalParameters]:
+        return [shared for fragment in self._fragments for shared in fragment]
+
+    def _running(self) -> Reducer:
+        if self._reducer is None:
+            raise RuntimeError(f"this {OWNER} is closed: make another, and load its state_dict() there")
+        return self._reducer
+
+    def _choice(self, number: int) -> Choice:
+        choice = self._options.choice(number)
+        if choice.exchange == "auto":
+            choice = replace(choice, exchange=default_exchange(choice.codec, dist.get_world_size(self._group)))
+        return choice
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part: tensors, numbers and strings only, so `torch.load` reads it with `weights_only=True`. It
+        loads on the same rank of the same number of ranks. The model's and the optimizer's own go beside it: between
+        two rounds every rank has others. What is under way is waited for, and saved as it has arrived.
+        """
+        self._running().connection.pipeline.wait()
+        self._feedback.fold()
+        key = checkpoint.rank_key(dist.get_rank(self._group), dist.get_world_size(self._group))
+        return self._export(key, self._feedback.everything())
+
+    def consolidated_state_dict(self) -> dict[str, Any]:
+        """After `synchronise()`, which it calls: the mean of the residuals over the ranks, and what is the same on all
+        anyway. Loads on any number of ranks, with the model of any rank, and nothing is lost. A collective.
+
+        Raises:
+            RuntimeError, ValueError: as `synchronise`.
+        """
+        self.synchronise()
+        self._feedback.fold()
+        means = checkpoint.means(self._running().connection, self._feedback.everything(), self._parameters)
+        return self._export(checkpoint.MEAN, means)
+
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Go on from a checkpoint. Every rank must load one of the same step; load the model's and the optimizer's too,
+        which are left alone here.
+
+        Args:
+            state_dict: from `state_dict` on this rank of as many, or from `consolidated_state_dict`.
+            strict: with False, a checkpoint that has no residuals for this rank loads too, with a warning.
+
+        Raises:
+            ValueError: it is of another format, rank, world size, codec or model. Nothing has changed then.
+        """
+        reducer = self._running()
+        key = checkpoint.rank_key(dist.get_rank(self._group), dist.get_world_size(self._group))
+        nothing: dict[str, dict[str, Tensor]] = {vector: {} for vector in self._feedback.strategy.vectors}
+        expected = checkpoint.export(key, nothing, **self._facts(), **{what: {} for what in TOGETHER})
+        saved, vectors = checkpoint.read(state_dict, expected, key, self._parameters, strict, OWNER)
+        check_saved(saved, self._parameters, self._all())
+        reducer.connection.pipeline.wait()
+        self._feedback.load(vectors)
+        self._rounds, self._steps, self._count = saved["step"], saved["local_steps"], saved["counted_steps"]
+        self._options.seed, self._moved = saved["seed"], bool(saved["moved"])
+        for shared in self._all():
+            shared.fill(shared.values, saved["global"])
+            if shared.momentum is not None:
+                shared.fill(shared.momentum, saved["momentum"])
+        parts = [shared for shared in self._all() if shared.names <= saved["arrived"].keys()]
+        means = [shared.fill(shared.empty(), saved["arrived"]) for shared in parts]
+        self._under_way = UnderWay(parts, means, [], saved["due"], None) if parts else None
+        reducer.forget(self._options.seed, (shared.unit for shared in self._all()))
+
+    def _export(self, key: str, vectors: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
+        if self._options.may_keep():
+            vectors = {vector: checkpoint.filled(found, self._parameters) for vector, found in vectors.items()}
+        done = None if self._under_way is None else self._arrived()
+        arrived = [] if done is None else list(zip(done.globals, done.buffers, strict=True))
+        return checkpoint.export(key, vectors, **self._facts(), **together(self._all(), arrived))
+
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "codec": self._options.codec_text,
+            "step": self._rounds,
+            "seed": self._options.seed,
+            "local_steps": self._steps,
+            "counted_steps": self._count,
+            "moved": self._moved,
+            "due": 0 if self._under_way is None else self._under_way.due,
+        }
+
+    # -- what must be right ------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        self._schedule.check()
+        self._outer.check()
+        if self._options.exchange not in ("auto", *EXCHANGES):
+            names = ", ".join(map(repr, ("auto", *EXCHANGES)))
+            raise ValueError(f"exchange={self._options.exchange!r}: expected one of {names}")
+        self._options.check(dist.get_world_size(self._group))
+        check_dtypes(self._parameters)
+
+    def _description(self, model: nn.Module, bucket_cap_mb: float, excluded: Iterable[str]) -> dict[str, Any]:
+        held = dict[str, Tensor](model.named_parameters()) | dict(model.named_buffers())
+        return {
+            "version": __version__,
+            **self._options.describe(dist.get_world_size(self._group)),
+            "schedule": str(self._schedule),
+            "outer optimizer": str(self._outer),
+            "bucket_cap_mb": bucket_cap_mb,
+            "the model's parameters": handshake.describe_model(self._parameters, excluded),
+            "what the model holds": handshake.describe_model(held, ()),
+        }

@@ -1,0 +1,231 @@
+"""Periodic updates: the parameters that all ranks agree on, and the outer optimizer that moves them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..compress.feedback import Feedback
+from ..compress.layout import Layout, Slot, end_to_end
+from .exchanges import all_finite
+from .reducer import Step, Unit
+
+#: What a checkpoint has by parameter that is the same on all ranks; "arrived": means that are not yet applied.
+TOGETHER = ("global", "momentum", "arrived")
+
+
+@dataclass(frozen=True)
+class Outer:
+    """SGD on the global parameters, with ranks' mean difference in the place of a gradient: to the same bits as
+    `torch.optim.SGD(lr=lr, momentum=momentum, nesterov=nesterov)`.
+
+    Args:
+        lr: above 0.
+        momentum: 0 or more, below 1; with 0 there is none, and nothing is kept.
+        nesterov: the kind of momentum.
+    """
+
+    lr: float
+    momentum: float
+    nesterov: bool
+
+    def check(self) -> None:
+        """Raises ValueError for numbers that cannot be meant."""
+        if not _is_number(self.lr) or not 0.0 < self.lr < float("inf"):
+            raise ValueError(f"outer_lr={self.lr!r}: expected a number above 0, such as 1.0 or DiLoCo's 0.7")
+        if not _is_number(self.momentum) or not 0.0 <= self.momentum < 1.0:
+            raise ValueError(f"outer_momentum={self.momentum!r}: expected a number in [0, 1), such as DiLoCo's 0.9")
+
+    def step(self, parameters: Tensor, momentum: Tensor | None, mean: Tensor) -> None:
+        """Move the parameters, and their momentum, where there is one: in place. All float32 and flat."""
+        if momentum is not None:
+            momentum.mul_(self.momentum).add_(mean)
+            mean = mean.add(momentum, alpha=self.momentum) if self.nesterov else momentum
+        parameters.add_(mean, alpha=-self.lr)
+
+
+class GlobalParameters:
+    """Those of one unit: as all ranks had them after the last outer step, float32, and beside them this rank's own.
+
+    Args:
+        index: tells the unit from the others, alike on all ranks.
+        parameters: this rank's, by name, which training changes.
+        excluded: names of those that are not compressed.
+        strategy: what is kept between rounds.
+        device: where the global ones and their momentum live.
+        outer: what moves them.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        parameters: Mapping[str, nn.Parameter],
+        excluded: frozenset[str],
+        strategy: Feedback,
+        device: torch.device,
+        outer: Outer,
+    ) -> None:
+        own = list(parameters.values())
+        like = torch.empty(sum(p.numel() for p in own), dtype=torch.float32, device=own[0].device)
+        self.slots, self.outer = _end_to_end(parameters), outer
+        self.unit = Unit(index, list[Tensor](own), self.slots, excluded, like, strategy)
+        self.values = self._local().to(device)
+        self.momentum = torch.zeros_like(self.values) if outer.momentum else None
+
+    @property
+    def names(self) -> frozenset[str]:
+        return self.unit.names
+
+    @torch.no_grad()
+    def difference(self) -> Tensor:
+        """Global less local parameters, a new flat float32 tensor beside the local ones: what ranks exchange."""
+        local = self._local()
+        return torch.sub(self.values.to(local.device), local, out=local)
+
+    @torch.no_grad()
+    def move(self, mean: Tensor) -> None:
+        """The outer step, by the mean of the ranks' differences."""
+        self.outer.step(self.values, self.momentum, mean.to(self.values.device))
+
+    @torch.no_grad()
+    def hand_out(self, blend: float = 0.0) -> None:
+        """Let this rank's parameters be the global ones, or lie between both: global + blend·(local - global)."""
+        values = self.values.to(self.unit.device)
+        for slot, parameter in self.pairs:
+            agreed = slot.view(values)
+            parameter.copy_(torch.lerp(agreed, parameter.float(), blend) if blend else agreed)
+
+    def by_name(self, flat: Tensor) -> dict[str, Tensor]:
+        """Copies of the parts of a flat tensor in this layout, in the parameters' shapes."""
+        return {slot.name: slot.view(flat).clone() for slot in self.slots}
+
+    def fill(self, flat: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
+        """What `by_name` gave, back into a flat tensor, which is returned."""
+        for slot in self.slots:
+            slot.view(flat).copy_(parts[slot.name])
+        return flat
+
+    def not_finite(self) -> Iterator[str]:
+        """The names of this rank's parameters that have a NaN or an infinity. Waits for the device."""
+        return (slot.name for slot, parameter in self.pairs if not bool(all_finite(parameter.detach())))
+
+    @property
+    def pairs(self) -> Iterable[tuple[Slot, Tensor]]:
+        """Each parameter of this rank, and its slot."""
+        return zip(self.slots, self.unit.parameters, strict=True)
+
+    def empty(self) -> Tensor:
+        """A flat tensor beside this rank's parameters."""
+        return torch.empty(self.unit.numel, dtype=torch.float32, device=self.unit.device)
+
+    def _local(self) -> Tensor:
+        return self.fill(
+            self.empty(), {s.name: p.detach() for s, p in zip(self.slots, self.unit.parameters, strict=True)}
+        )
+
+
+@dataclass
+class UnderWay:
+    """Differences that are being exchanged, or their means."""
+
+    globals: list[GlobalParameters]
+    buffers: list[Tensor]
+    futures: list[torch.futures.Future[Tensor]]
+    due: int  # after so many counted steps they are applied
+    step: Step | None  # None: from a checkpoint
+
+
+def together(
+    every: Iterable[GlobalParameters], arrived: Iterable[tuple[GlobalParameters, Tensor]]
+) -> dict[str, dict[str, Tensor]]:
+    """For a checkpoint: what is the same on all ranks, by `TOGETHER` and name.
+
+    Args:
+        arrived: means that have not been applied.
+    """
+    found: dict[str, dict[str, Tensor]] = {what: {} for what in TOGETHER}
+    for shared in every:
+        found["global"] |= shared.by_name(shared.values)
+        found["momentum"] |= {} if shared.momentum is None else shared.by_name(shared.momentum)
+    for shared, mean in arrived:
+        found["arrived"] |= shared.by_name(mean)
+    return found
+
+
+def check_saved(
+    saved: Mapping[str, Any], parameters: Mapping[str, nn.Parameter], every: Sequence[GlobalParameters]
+) -> None:
+    """Raises ValueError where what `together` gave does not fit."""
+    needed = {"global": True, "momentum": every[0].momentum is not None, "arrived": False}
+    for what, needs in needed.items():
+        missing = sorted(parameters.keys() - saved[what].keys())
+        if needs and missing:
+            raise ValueError(f"the checkpoint has no {what} tensors of {', '.join(map(repr, missing))}")
+        for name, values in saved[what].items():
+            own = parameters.get(name)
+            if own is None or own.shape != values.shape:
+                mine = "no such parameter" if own is None else f"shape {tuple(own.shape)}"
+                raise ValueError(
+                    f"the checkpoint is of another model: it has {name!r} of shape {tuple(values.shape)}, this "
+                    f"model {mine}"
+                )
+    arrived = saved["arrived"].keys()
+    if arrived != {name for shared in every if shared.names <= arrived for name in shared.names}:
+        raise ValueError(
+            "the checkpoint was saved while messages were under way, with other fragments or another "
+            "bucket_cap_mb: load it with the same, or save after synchronise()"
+        )
+
+
+def fragments_of(
+    parameters: Mapping[str, nn.Parameter], fragments: int, bucket_cap_mb: float
+) -> list[list[dict[str, nn.Parameter]]]:
+    """Parameters in so many groups of about equal size, each one or several units of at most so many MiB of float32, or
+    of one parameter; in the order of the model.
+
+    Raises:
+        ValueError: there are not as many parameters, or `bucket_cap_mb` is no size.
+    """
+    if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, int | float) or not bucket_cap_mb > 0:
+        raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r}: expected a number of MiB above 0")
+    most = int(bucket_cap_mb * (1 << 18))
+    names = list(parameters)
+    if fragments > len(names):
+        raise ValueError(f"fragments={fragments} of {len(names)} trainable parameters: expected no more than these")
+    groups, start = [], 0
+    sizes = [parameters[name].numel() for name in names]
+    for left in range(fragments, 0, -1):
+        share, size, end = sum(sizes[start:]) / left, sizes[start], start + 1
+        # The one that crosses the boundary goes where more of it lies; and none of the others may be left empty.
+        while len(names) - end >= left and size + sizes[end] / 2 <= share:
+            size, end = size + sizes[end], end + 1
+        end = len(names) if left == 1 else end
+        groups.append(_units({name: parameters[name] for name in names[start:end]}, most))
+        start = end
+    return groups
+
+
+def _units(parameters: Mapping[str, nn.Parameter], most: int) -> list[dict[str, nn.Parameter]]:
+    units: list[dict[str, nn.Parameter]] = []
+    size = 0
+    for name, parameter in parameters.items():
+        if not units or size + parameter.numel() > most:
+            units.append({})
+            size = 0
+        units[-1][name] = parameter
+        size += parameter.numel()
+    return units
+
+
+def _end_to_end(parameters: Mapping[str, nn.Parameter]) -> Layout:
+    """Each in its shape, contiguous, one after the other: the same on all ranks, whatever the strides there."""
+    strides = {name: torch.empty(p.shape, device="meta").stride() for name, p in parameters.items()}
+    return end_to_end(Slot(name, 0, tuple(p.shape), strides[name]) for name, p in parameters.items())
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

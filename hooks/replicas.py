@@ -1,0 +1,54 @@
+"""Periodic updates: each rank's own model, which must be one that can be trained alone, and starts as all others do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .comm.group import Group
+
+
+def trainable(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    """The model's parameters that require gradients and have elements, by name.
+
+    Raises:
+        TypeError, ValueError: model and optimizer cannot be meant.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}, expected a torch.nn.Module")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}, expected a torch.optim.Optimizer of the model's")
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise TypeError(
+            "model is wrapped in DistributedDataParallel, which averages gradients at every step: hand LocalUpdates "
+            "the module inside, model.module, and train that"
+        )
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.numel()]
+    parameters = {name.replace("_orig_mod.", ""): p for name, p in trained}
+    if not parameters:
+        raise ValueError("model has no parameters that require gradients: there is nothing to synchronise")
+    own = {id(p) for p in model.parameters()}
+    strange = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+    if strange:
+        raise ValueError(
+            f"optimizer has {len(strange)} parameters that are not the model's, the first of shape "
+            f"{tuple(strange[0].shape)}: make it of model.parameters(), and LocalUpdates after both"
+        )
+    devices = dict.fromkeys(p.device for p in parameters.values())
+    if len(devices) > 1:
+        raise ValueError(f"model is on {', '.join(map(str, devices))}: LocalUpdates takes parameters on one device")
+    return parameters
+
+
+@torch.no_grad()
+def start_alike(group: Group, device: torch.device, tensors: Iterable[Tensor]) -> None:
+    """Let every rank have what the first one has: as bytes, so that nothing is rounded."""
+    for tensor in tensors if group.size > 1 else ():
+        if tensor.numel():
+            own = tensor.detach().contiguous().view(-1).view(torch.uint8).to(device)
+            sent = own.clone() if group.rank == 0 else torch.zeros_like(own)
+            group.all_reduce(sent).wait()
+            tensor.copy_(sent.view(tensor.dtype).view(tensor.shape))

@@ -1,0 +1,649 @@
+"""Periodic updates: nothing lost, replicas equal, and what DiLoCo and its like would compute."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gradwire import (
+    QSGD,
+    Cast,
+    Codec,
+    Identity,
+    LocalUpdates,
+    OneBit,
+    Outliers,
+    Residual,
+    Ternary,
+    TernGrad,
+    TopK,
+    Tracking,
+)
+from gradwire.hooks.exchanges import possible
+from gradwire.hooks.outer import fragments_of
+from ranks import Pool
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from training import batch, digest, perceptron, residuals_of
+
+Ranks = Callable[[int], Pool]
+
+KEEPING = [
+    OneBit(), QSGD(rounding="nearest"), TernGrad(rounding="nearest"), TopK(0.05), Outliers(Ternary(), 0.05),
+    Cast(torch.bfloat16),
+]  # fmt: skip
+
+
+class Parts(nn.Module):
+    """A part in bfloat16, one that is frozen, one that only some ranks use, one that none does, and BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.frozen = nn.Linear(20, 24), nn.Linear(24, 24).requires_grad_(False)
+        self.narrow = nn.Linear(24, 24).bfloat16()
+        self.norm = nn.BatchNorm1d(24)
+        self.some, self.never = nn.Linear(24, 24), nn.Linear(24, 24)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.frozen(torch.tanh(self.first(x)))
+        x = self.norm(self.narrow(x.bfloat16()).float())
+        return self.some(x) if dist.get_rank() == self.calls % 2 else x
+
+
+def parts_and_groups() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Parts()
+    others = [p for name, p in model.named_parameters() if p.requires_grad and not name.startswith("first")]
+    groups = [{"params": model.first.parameters(), "lr": 0.05}, {"params": others, "weight_decay": 0.01}]
+    return model, torch.optim.SGD(groups, lr=0.02, momentum=0.5)
+
+
+def plain(lr: float = 0.05) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = perceptron(20, 24)
+    return model, torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def train(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> Any:
+    """Local steps; yields before each is counted."""
+    for step in steps:
+        optimizer.zero_grad()
+        model(batch(rank, step, model)).square().mean().backward()
+        optimizer.step()
+        yield step
+
+
+def globals_of(updates: LocalUpdates) -> dict[str, Tensor]:
+    """What all ranks have agreed on."""
+    found: dict[str, Tensor] = updates.state_dict()["global"]
+    return found
+
+
+def mean_over_ranks(x: Tensor) -> Tensor:
+    """In float64, by torch alone."""
+    total = x.detach().double().contiguous()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+class Ledger:
+    """Sums the mean Δ of every round, by parameter, as seen from outside."""
+
+    def __init__(self, model: nn.Module, updates: LocalUpdates) -> None:
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.updates, self.start = updates, globals_of(updates)
+        self.wanted = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in self.parameters.items()}
+
+    def expect(self) -> None:
+        """A round follows."""
+        now = globals_of(self.updates)
+        for name, p in self.parameters.items():
+            self.wanted[name] += mean_over_ranks(now[name] - p.detach().float())
+
+    def error(self) -> float:
+        """How far off the law is, relative to all that the ranks have moved. A collective."""
+        now, state = globals_of(self.updates), self.updates.state_dict()
+        residuals = residuals_of(state)
+        off = total = 0.0
+        for name, wanted in self.wanted.items():
+            kept = mean_over_ranks(residuals[name]) if name in residuals else mean_over_ranks(torch.zeros(()))
+            moved = self.start[name].double() - now[name].double()
+            off += float((wanted - moved - kept).square().sum())
+            total += float(wanted.square().sum())
+        assert total > 0
+        return (off / total) ** 0.5
+
+
+def rounds_with_a_ledger(rank: int, codec: Codec, exchange: Any, forget: bool = False) -> Any:
+    model, optimizer = parts_and_groups()
+    options: dict[str, Any] = {"exchange": exchange, "exclude": ["norm.*"], "bucket_cap_mb": 0.004}
+    updates = LocalUpdates(model, optimizer, codec, every=3, **options)
+    ledger, same = Ledger(model, updates), []
+    for step in train(rank, model, optimizer, range(11 + (rank == 1))):
+        if step % 3 == 2 and step < 9:
+            ledger.expect()
+        if step < 11:
+            updates.step()
+        if step % 3 == 2 and step < 9:
+            same.append(digest(model.parameters()))
+        if forget and step == 5:
+            updates._feedback.load({})
+    ledger.expect()  # of two steps, and three on a rank that has not counted its last
+    updates.synchronise()
+    same.append(digest([*model.parameters(), *globals_of(updates).values()]))
+    rounds = updates.rounds
+    updates.synchronise()
+    assert (updates.rounds, len(updates.statistics().decisions)) == (rounds, 4)
+    error = ledger.error()
+    updates.close()
+    return same, error
+
+
+@pytest.mark.parametrize(
+    ("codec", "exchange", "size"),
+    [
+        *((codec, exchange, 2 + number % 2) for number, codec in enumerate(KEEPING) for exchange in possible(codec)),
+        (TopK(0.05), "split", 2),
+        (TopK(0.05), "union", 3),
+        (OneBit(), "two_pass", 3),
+        (TopK(0.05, values=torch.int8), "split", 3),
+        (Identity(), "dense", 3),
+        (Identity(), "gather", 2),
+    ],
+    ids=str,
+)
+def test_nothing_is_lost(ranks: Ranks, codec: Codec, exchange: str, size: int) -> None:
+    """With unused and frozen parameters, parameter groups, bfloat16, excluded ones and an uneven last round."""
+    same, errors = zip(*ranks(size).run(rounds_with_a_ledger, codec, exchange), strict=True)
+    assert all(found == same[0] for found in same), "replicas differ"
+    assert max(errors) < 2e-6
+
+
+def test_the_law_notices_a_lost_residual(ranks: Ranks) -> None:
+    assert min(error for _, error in ranks(2).run(rounds_with_a_ledger, OneBit(), "gather", True)) > 1e-2
+
+
+# -- what others compute ----------------------------------------------------------------------------------------------
+
+
+def all_ranks(x: Tensor) -> list[Tensor]:
+    rows = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, x.contiguous())
+    return rows
+
+
+def rank_mean(rows: list[Tensor]) -> Tensor:
+    """As gradwire sums: in the order of the ranks, then times 1/P."""
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    return total * (1.0 / len(rows))
+
+
+def diloco(rank: int, options: dict[str, Any], nesterov: bool) -> Any:
+    """Against torch.optim.SGD on θ0 with the mean Δ as gradient, Adam inside."""
+    lr, momentum = options.get("outer_lr", 1.0), options.get("outer_momentum", 0.0)
+    models = [perceptron(20, 24), perceptron(20, 24)]
+    inner = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    updates = LocalUpdates(models[0], inner[0], Identity(), every=4, exchange="gather", nesterov=nesterov, **options)
+    theta0 = [p.detach().clone().requires_grad_() for p in models[1].parameters()]
+    outer = torch.optim.SGD(theta0, lr=lr, momentum=momentum, nesterov=nesterov and momentum > 0)
+    walks = zip(*(train(rank, *both, range(12)) for both in zip(models, inner, strict=True)), strict=True)
+    for step, _ in walks:
+        updates.step()
+        if step < options.get("after", 0) or (step - options.get("after", 0)) % 4 == 3:
+            for shared, p in zip(theta0, models[1].parameters(), strict=True):
+                shared.grad = rank_mean(all_ranks(shared.detach() - p.detach()))
+            outer.step()
+            with torch.no_grad():
+                for shared, p in zip(theta0, models[1].parameters(), strict=True):
+                    p.copy_(shared)
+    updates.close()
+    return digest(models[0].parameters()) == digest(models[1].parameters()), digest(models[0].parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "nesterov"),
+    [
+        ({"outer_lr": 0.7, "outer_momentum": 0.9}, True),
+        ({"outer_lr": 0.7, "outer_momentum": 0.9, "device": "cpu", "bucket_cap_mb": 0.002}, False),
+        ({"outer_lr": 0.5, "after": 4}, True),
+        ({}, True),
+    ],
+    ids=str,
+)
+def test_diloco_is_torch_sgd_on_the_global_parameters_bit_for_bit(
+    ranks: Ranks, options: dict[str, Any], nesterov: bool
+) -> None:
+    same, digests = zip(*ranks(2).run(diloco, options, nesterov), strict=True)
+    assert all(same)
+    assert digests[0] == digests[1]
+
+
+def local_sgd(rank: int) -> float:
+    """The parameters are averaged, as they are."""
+    model, optimizer = plain()
+    updates = LocalUpdates(model, optimizer, Identity(), every=3)
+    off = 0.0
+    for step in train(rank, model, optimizer, range(6)):
+        wanted = [mean_over_ranks(p) for p in model.parameters()]
+        updates.step()
+        if step % 3 == 2:
+            found = [p.detach() for p in model.parameters()]
+            off = max(off, *(float((a - b).abs().max()) for a, b in zip(wanted, found, strict=True)))
+    updates.close()
+    return off
+
+
+def test_local_sgd_averages_parameters(ranks: Ranks) -> None:
+    assert max(ranks(3).run(local_sgd)) < 1e-6
+
+
+def sparse_loco(rank: int) -> Any:
+    """e = βe + Δ; top-k of it is sent, the rest kept; θ0 -= the mean of what was sent."""
+    models = [perceptron(20, 24), perceptron(20, 24)]
+    inner = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    codec = TopK(0.05)
+    updates = LocalUpdates(models[0], inner[0], codec, every=3, error_feedback=Residual(decay=0.95))
+    flat = torch.cat([p.detach().reshape(-1) for p in models[1].parameters()])
+    e = torch.zeros_like(flat)
+    for step, _ in zip(*(train(rank, *both, range(9)) for both in zip(models, inner, strict=True)), strict=True):
+        updates.step()
+        if step % 3 == 2:
+            e = 0.95 * e + (flat - torch.cat([p.detach().reshape(-1) for p in models[1].parameters()]))
+            chosen = e.abs().topk(codec.k(e.numel())).indices
+            sent = torch.zeros_like(e)
+            sent[chosen] = e[chosen]
+            e -= sent
+            flat = flat - rank_mean(all_ranks(sent))
+            nn.utils.vector_to_parameters(flat.clone(), models[1].parameters())
+    residuals = residuals_of(updates.state_dict())
+    mine = torch.cat([residuals[name].reshape(-1) for name, _ in models[0].named_parameters()])
+    updates.close()
+    return digest(models[0].parameters()) == digest(models[1].parameters()), float((mine - e).abs().max())
+
+
+def test_sparse_loco(ranks: Ranks) -> None:
+    for same, off in ranks(2).run(sparse_loco):
+        assert same
+        assert off < 1e-7
+
+
+def streaming(rank: int, fragments: int, delay: int, blend: float) -> Any:
+    """Fragments in turn, applied `delay` steps after they were sent, and blended into what training has made since."""
+    models = [perceptron(20, 24), perceptron(20, 24)]
+    inner = [torch.optim.SGD(model.parameters(), lr=0.05) for model in models]
+    options: dict[str, Any] = {
+        "outer_lr": 0.7,
+        "outer_momentum": 0.9,
+        "fragments": fragments,
+        "delay": delay,
+        "blend": blend,
+    }
+    updates = LocalUpdates(models[0], inner[0], Identity(), every=6, exchange="gather", **options)
+    names = dict(models[1].named_parameters())
+    parts = [list(units[0]) for units in fragments_of(names, fragments, 25)]
+    theta0 = {name: p.detach().clone() for name, p in names.items()}
+    outers = [torch.optim.SGD([theta0[n] for n in part], lr=0.7, momentum=0.9, nesterov=True) for part in parts]
+    arriving: dict[int, list[int]] = {}
+    same = []
+    for step, _ in zip(*(train(rank, *both, range(20)) for both in zip(models, inner, strict=True)), strict=True):
+        updates.step()
+        count, interval = step + 1, 6 // fragments
+        if count % interval == 0:
+            turn = (count // interval - 1) % fragments
+            for name in parts[turn]:
+                theta0[name].grad = rank_mean(all_ranks(theta0[name] - names[name].detach()))
+            arriving.setdefault(count + delay, []).append(turn)
+        for turn in arriving.pop(count, []):
+            outers[turn].step()
+            with torch.no_grad():
+                for name in parts[turn]:
+                    names[name].copy_(torch.lerp(theta0[name], names[name], blend))
+        same.append(digest(models[0].parameters()) == digest(models[1].parameters()))
+    apart = digest(models[0].parameters())
+    updates.synchronise()
+    together = digest([*models[0].parameters(), *globals_of(updates).values()])
+    for name, values in globals_of(updates).items():
+        assert torch.equal(values, models[0].get_parameter(name))
+    updates.close()
+    return all(same), apart, together
+
+
+@pytest.mark.parametrize(("fragments", "delay", "blend"), [(3, 0, 0.0), (3, 1, 0.0), (2, 2, 0.25), (1, 4, 0.5)])
+def test_streaming_diloco(ranks: Ranks, fragments: int, delay: int, blend: float) -> None:
+    same, apart, together = zip(*ranks(2).run(streaming, fragments, delay, blend), strict=True)
+    assert all(same)
+    assert apart[0] != apart[1]
+    assert together[0] == together[1]
+
+
+def counted(rank: int) -> Any:
+    digests = []
+    for by_hand in (True, False):
+        model, optimizer = plain()
+        updates = LocalUpdates(model, optimizer, TopK(0.1), every=2)
+        if by_hand:
+            for _ in train(rank, model, optimizer, range(5)):
+                updates.step()
+        else:
+            with updates:
+                for _ in train(rank, model, optimizer, range(5)):
+                    with pytest.raises(RuntimeError, match="leave out step"):
+                        updates.step()
+        digests.append((digest(model.parameters()), updates.rounds))
+        optimizer.step()
+        assert updates.rounds == 2
+        updates.close()
+        with pytest.raises(RuntimeError, match="is closed: make another"):
+            updates.step()
+    return digests
+
+
+def test_inside_with_the_optimizers_steps_are_counted(ranks: Ranks) -> None:
+    for by_hand, by_itself in ranks(2).run(counted):
+        assert by_hand == by_itself
+        assert by_hand[1] == 2
+
+
+# -- what is not finite -----------------------------------------------------------------------------------------------
+
+
+def one_is_not_finite(rank: int, codec: Codec, exchange: Any, bad: float, strategy: Any) -> Any:
+    model, optimizer = plain()
+    updates = LocalUpdates(
+        model, optimizer, codec, every=2, exchange=exchange, error_feedback=strategy, outer_momentum=0.5
+    )
+    for _ in train(rank, model, optimizer, range(2)):
+        updates.step()
+    before = updates.state_dict()
+    messages = []
+    for step in train(rank, model, optimizer, range(2, 4)):
+        if step == 3 and rank == 1:
+            with torch.no_grad():
+                model.get_parameter("2.weight")[3, 4] = bad
+        own = digest(model.parameters())
+        try:
+            updates.step()
+        except RuntimeError as error:
+            messages.append(str(error))
+    assert own == digest(model.parameters()), "local progress is changed"
+    after = updates.state_dict()
+    for what in ("global", "momentum", "residuals", *({"vectors"} & before.keys())):
+        assert digest(leaves(after[what])) == digest(leaves(before[what])), what
+    counted = updates.statistics().nonfinite_steps
+    updates.rewind()
+    for _ in train(rank, model, optimizer, range(4, 6)):
+        updates.step()
+    end = digest([*model.parameters(), *globals_of(updates).values()])
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+    updates.close()
+    return messages, counted, end
+
+
+def leaves(tree: Any) -> list[Tensor]:
+    """The tensors of a nested dictionary, by key."""
+    return [tree] if isinstance(tree, Tensor) else [x for key in sorted(tree) for x in leaves(tree[key])]
+
+
+@pytest.mark.parametrize(
+    ("codec", "exchange", "bad", "strategy", "size"),
+    [
+        (OneBit(), "two_pass", float("nan"), "auto", 3),
+        (TopK(0.05), "gather", float("inf"), "auto", 2),
+        (TopK(0.05), "split", float("nan"), "auto", 2),
+        (TopK(0.05), "union", float("nan"), Residual(decay=0.9), 2),
+        (Ternary(), "gather", float("nan"), Tracking(), 2),
+        (OneBit(), "dense", float("-inf"), "auto", 2),
+    ],
+    ids=str,
+)
+def test_what_is_not_finite_on_one_rank_is_refused_on_all(
+    ranks: Ranks, codec: Codec, exchange: str, bad: float, strategy: Any, size: int
+) -> None:
+    """And leaves global parameters, momentum and residuals as they were, from where training can go on."""
+    results = ranks(size).run(one_is_not_finite, codec, exchange, bad, strategy)
+    for messages, counted_rounds, end in results:
+        assert len(messages) == 1
+        assert "round 1 is not finite: rank 1 has NaN or infinity in '2.weight'" in messages[0]
+        assert "rank 0 has" not in messages[0]
+        assert counted_rounds == 1
+        assert end == results[0][2]
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+STREAMING: dict[str, Any] = {"every": 4, "fragments": 2, "delay": 1, "outer_lr": 0.7, "outer_momentum": 0.9}
+
+
+def through_a_file(saved: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def resumed(rank: int, codec: Codec, exchange: Any, options: dict[str, Any], save_at: int) -> Any:
+    """Training that goes on, and training that is saved in the midst of a round and goes on elsewhere."""
+    ends = []
+    for save in (False, True):
+        model, optimizer = plain()
+        updates = LocalUpdates(model, optimizer, codec, exchange=exchange, **options)
+        for _ in train(rank, model, optimizer, range(save_at)):
+            updates.step()
+        saved = through_a_file([model.state_dict(), updates.state_dict()])  # also folds what owners of slices keep
+        if save:
+            updates.close()
+            model, optimizer = plain()
+            updates = LocalUpdates(model, optimizer, codec, exchange=exchange, **options)
+            model.load_state_dict(saved[0])
+            updates.load_state_dict(saved[1])
+        for _ in train(rank, model, optimizer, range(save_at, 13)):
+            updates.step()
+        updates.synchronise()
+        ends.append(digest([*model.parameters(), *leaves(updates.state_dict()["residuals"])]))
+        updates.close()
+    return ends
+
+
+@pytest.mark.parametrize(
+    ("codec", "exchange", "options", "save_at"),
+    [
+        (OneBit(), "two_pass", {"every": 3}, 4),
+        (TopK(0.1), "split", {"every": 3, "outer_momentum": 0.5, "bucket_cap_mb": 0.002}, 5),
+        (QSGD(bits=4), "gather", STREAMING, 6),
+        (TopK(0.1), "gather", STREAMING | {"blend": 0.5}, 7),
+        (Ternary(), "gather", {"every": 2, "error_feedback": Tracking()}, 5),
+    ],
+    ids=str,
+)
+def test_resuming_is_bit_identical(
+    ranks: Ranks, codec: Codec, exchange: str, options: dict[str, Any], save_at: int
+) -> None:
+    for straight, through in ranks(2).run(resumed, codec, exchange, options, save_at):
+        assert straight == through
+
+
+def save_consolidated(rank: int) -> Any:
+    model, optimizer = plain()
+    updates = LocalUpdates(model, optimizer, TopK(0.05), **STREAMING)
+    for _ in train(rank, model, optimizer, range(6)):  # one fragment is under way
+        updates.step()
+    saved = updates.consolidated_state_dict()
+    assert not saved["arrived"]
+    assert digest(model.parameters()) == digest(saved["global"][name] for name, _ in model.named_parameters())
+    mine = residuals_of(updates.state_dict())
+    for name, mean in residuals_of(saved).items():
+        torch.testing.assert_close(mean.double(), mean_over_ranks(mine[name]), atol=1e-7, rtol=0)
+    updates.close()
+    return {name: x.tolist() for name, x in model.state_dict().items()}, _plain(saved)
+
+
+def _plain(tree: Any) -> Any:
+    """What pickles between processes without shared memory."""
+    if isinstance(tree, dict):
+        return {key: _plain(value) for key, value in tree.items()}
+    return {"tensor": tree.tolist()} if isinstance(tree, Tensor) else tree
+
+
+def _tensors(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return torch.tensor(tree["tensor"]) if tree.keys() == {"tensor"} else {k: _tensors(v) for k, v in tree.items()}
+    return tree
+
+
+def load_consolidated(rank: int, weights: Any, saved: Any) -> Any:
+    model, optimizer = plain(0.5)
+    updates = LocalUpdates(model, optimizer, TopK(0.05), **STREAMING | {"outer_lr": 1.0, "outer_momentum": 0.0})
+    model.load_state_dict({name: torch.tensor(x) for name, x in weights.items()})
+    updates.load_state_dict(_tensors(saved))
+    ledger = Ledger(model, updates)
+    for name, residual in residuals_of(_tensors(saved)).items():
+        ledger.wanted[name] += residual  # the mean of what the other ranks had kept
+    for _ in train(rank, model, optimizer, range(1)):
+        updates.step()
+    ledger.expect()
+    updates.synchronise()
+    error = ledger.error()
+    updates.close()
+    return error
+
+
+def test_a_consolidated_checkpoint_loads_on_another_number_of_ranks_and_nothing_is_lost(ranks: Ranks) -> None:
+    results = ranks(2).run(save_consolidated)
+    assert results[0] == results[1]
+    assert max(ranks(3).run(load_consolidated, *results[0])) < 2e-6
+
+
+def wrong_checkpoints(rank: int) -> list[str]:
+    model, optimizer = plain()
+    updates = LocalUpdates(model, optimizer, TopK(0.05), every=2, outer_momentum=0.9)
+    good = updates.state_dict()
+    before = digest(leaves(good["global"]))
+    first = next(iter(good["global"]))
+    bad = {
+        "is not a checkpoint of LocalUpdates: it lacks arrived, codec": {"format": 2},
+        "has codec OneBit": good | {"codec": str(OneBit())},
+        "has no momentum tensors of": good | {"momentum": {}},
+        "of another model": good | {"global": good["global"] | {first: torch.zeros(3)}},
+        "save after synchronise": good | {"arrived": {first: good["global"][first]}},
+        "has the residuals of rank 5 of 9": good | {"residuals": {"rank 5 of 9": {}}},
+    }
+    for text, saved in bad.items():
+        with pytest.raises(ValueError, match=text):
+            updates.load_state_dict(saved)
+    after = digest(leaves(updates.state_dict()["global"]))
+    updates.close()
+    return [before, after]
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(ranks: Ranks) -> None:
+    for before, after in ranks(2).run(wrong_checkpoints):
+        assert before == after
+
+
+# -- wrong use --------------------------------------------------------------------------------------------------------
+
+
+def refused(rank: int, options: dict[str, Any], culprit: int | None) -> str:
+    """What is raised where a rank, or all of them, pass these."""
+    mine = options if culprit in (None, rank) else {}
+    inner, optimizer = plain()
+    model: nn.Module = DistributedDataParallel(inner) if mine.get("model") == "ddp" else inner
+    if mine.get("optimizer") == "another's":
+        optimizer = torch.optim.SGD([*model.parameters(), torch.zeros(7, requires_grad=True)], lr=0.1)
+    if mine.get("parameters") == "frozen":
+        model.requires_grad_(False)
+    if mine.get("parameters") == "double":
+        model.get_submodule("2").double()
+    if mine.get("parameters") == "other":
+        model.register_buffer("more", torch.zeros(3 + rank))
+    rest = {key: value for key, value in mine.items() if key not in ("model", "optimizer", "parameters")}
+    with pytest.raises((ValueError, TypeError)) as raised:
+        LocalUpdates(model, optimizer, rest.pop("codec", TopK(0.1)), **{"every": 4, **rest})
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"every": 0}, "every=0: expected a whole number of 1 or more"),
+        ({"every": 2.5}, "every=2.5"),
+        ({"after": -1}, "after=-1: expected a whole number of 0 or more"),
+        ({"fragments": 3}, "every=4 is no multiple of fragments=3"),
+        ({"every": 12, "fragments": 12}, "fragments=12 of 6 trainable parameters"),
+        ({"fragments": 2, "delay": 2}, "fewer than every / fragments = 2"),
+        ({"blend": 1.0}, "blend=1.0: expected a number in [0, 1)"),
+        ({"outer_lr": 0}, "outer_lr=0: expected a number above 0"),
+        ({"outer_momentum": 1.0}, "outer_momentum=1.0: expected a number in [0, 1)"),
+        ({"bucket_cap_mb": 0}, "bucket_cap_mb=0: expected a number of MiB above 0"),
+        ({"exchange": "hierarchical"}, "exchange='hierarchical': expected one of 'auto'"),
+        ({"codec": OneBit(), "exchange": "union"}, "needs indices on the wire"),
+        ({"codec": OneBit}, "codec=OneBit is a class"),
+        ({"model": "ddp"}, "hand LocalUpdates the module inside, model.module"),
+        ({"optimizer": "another's"}, "1 parameters that are not the model's, the first of shape (7,)"),
+        ({"parameters": "frozen"}, "no parameters that require gradients"),
+        ({"parameters": "double"}, "is torch.float64: gradwire compresses"),
+    ],
+    ids=str,
+)
+def test_wrong_use_is_refused(ranks: Ranks, options: dict[str, Any], text: str) -> None:
+    for message in ranks(2).run(refused, options, None):
+        assert text in message
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"every": 0}, "rank 1: ValueError: every=0"),
+        ({"outer_lr": 0.7}, "ranks disagree on outer optimizer: rank 0 has Outer(lr=1.0"),
+        ({"every": 8}, "ranks disagree on schedule: rank 0 has Schedule(every=4"),
+        ({"parameters": "other"}, "ranks disagree on what the model holds"),
+        ({"codec": OneBit()}, "ranks disagree on codec"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_on_one_rank_is_refused_on_all(ranks: Ranks, options: dict[str, Any], text: str) -> None:
+    first, second = ranks(2).run(refused, options, 1)
+    assert text in first
+    assert text.removeprefix("rank 1: ValueError: ") in second
+
+
+def different_starts(rank: int) -> Any:
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 2).requires_grad_(False))
+    model.get_buffer("1.running_mean").add_(rank)
+    wanted = digest(model.state_dict().values())
+    updates = LocalUpdates(model, torch.optim.SGD(model.parameters(), lr=0.1), Identity(), every=2)
+    updates.close()
+    return wanted, digest(model.state_dict().values())
+
+
+def test_all_start_from_the_first_ranks_parameters_and_buffers(ranks: Ranks) -> None:
+    results = ranks(3).run(different_starts)
+    assert len({before for before, _ in results}) == 3
+    assert {after for _, after in results} == {results[0][0]}
+
+
+def test_without_a_process_group_the_error_says_what_to_do() -> None:
+    model, optimizer = plain()
+    with pytest.raises(RuntimeError, match=r"call torch.distributed.init_process_group\(\) first"):
+        LocalUpdates(model, optimizer, Identity(), every=1)
+
+
+@pytest.mark.parametrize("fragments", [1, 2, 3, 5, 8])
+def test_fragments_are_of_about_equal_size(fragments: int) -> None:
+    sizes = [5, 300, 1, 1, 90, 400, 20, 7]
+    parameters = {str(number): nn.Parameter(torch.zeros(size)) for number, size in enumerate(sizes)}
+    found = fragments_of(parameters, fragments, 25)
+    names = [name for fragment in found for unit in fragment for name in unit]
+    assert names == list(parameters)
+    assert len(found) == fragments
+    counts = [sum(p.numel() for unit in fragment for p in unit.values()) for fragment in found]
+    assert min(counts) > 0
+    assert max(counts) <= sum(sizes) / fragments + max(sizes)
