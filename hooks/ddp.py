@@ -468,6 +468,12 @@ class CompressState:
                 '"ddp_optimizer"'
             )
         self._options.check(dist.get_world_size(model.process_group))
+        clips = self._options.strategy is not None and self._options.strategy.largest_norm is not None
+        if clips and model.static_graph and getattr(model, "skip_all_reduce_unused_params", False):
+            raise ValueError(
+                f"error_feedback={self._options.strategy} waits for the norm of all gradients; with static_graph=True "
+                "and skip_all_reduce_unused_params=True nobody knows when they are there: leave out one of the three"
+            )
         self._feedback = Memory(self._options.strategy, keep_previous=loss_scale.skips)
         self._tracker = Tracker(loss_scale, self._feedback)
         self._delivery = Delivery(self._parameters, self._feedback)

@@ -359,6 +359,9 @@ class Reducer:
         else:
             step.held.append((unit, buffer, future))
             step.norms.append(torch.linalg.vector_norm(buffer, dtype=torch.float32))
+            # In a static graph's first pass DDP waits for the means before anybody can tell that it is over.
+            if sum(other.numel for other, *_ in step.held) == self._numel:
+                self._clip(step)
         return future
 
     def _start(self, step: Step, unit: Unit, buffer: Tensor, future: torch.futures.Future[Tensor]) -> None:

@@ -263,6 +263,15 @@ FAILED: tuple[tuple[Configuration, list[Event]], ...] = (
         ),
         [Step()] * 6,
     ),
+    # Buckets that wait for the norm of all gradients, while DDP waits for them.
+    (
+        Configuration(
+            error_feedback=Tracking(0.5, clip=1.0),
+            parameters=(Parameter((40, 20)), Parameter((300,), dtype=torch.bfloat16)),
+            static_graph=True,
+        ),
+        [Step(), Step()],
+    ),
     # A copy with the scaler of the original.
     (Configuration(scaler="enabled"), [Step(), Copy(together=False), Step(overflow=Overflow()), Step()]),
 )

@@ -223,6 +223,44 @@ def test_a_gradient_that_comes_again_has_not_entered(ranks: Ranks) -> None:
     assert max(ranks(2).run(came_again)) < 1e-6
 
 
+def held_in(rank: int, ddp: dict[str, Any]) -> tuple[int, str]:
+    """Buckets that wait for the norm of all gradients, in DDP's ways to end a pass."""
+    model = TwoHeads()
+    wrapped, state = wrap(model, OneBit(), error_feedback=Tracking(BETA, clip=0.1), ddp={"bucket_cap_mb": 0.004, **ddp})
+    for step in range(3):
+        model.zero_grad()
+        wrapped(data_of(rank, step), "left").square().mean().backward()
+    found = state.step, digest(p.grad for p in model.parameters())
+    state.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    "ddp",
+    [
+        {"static_graph": True},
+        {"find_unused_parameters": True},
+        {"find_unused_parameters": True, "skip_all_reduce_unused_params": True},
+    ],
+    ids=str,
+)
+def test_what_is_held_is_let_go_however_a_pass_ends(ranks: Ranks, ddp: dict[str, Any]) -> None:
+    first, second = ranks(2).run(held_in, ddp)
+    assert first == second
+    assert first[0] == 3
+
+
+def refused_while_held(rank: int) -> str:
+    ways = {"static_graph": True, "skip_all_reduce_unused_params": True}
+    with pytest.raises(ValueError, match="leave out one of the three") as refused:
+        wrap(TwoHeads(), OneBit(), error_feedback=Tracking(clip=1.0), ddp=ways)
+    return str(refused.value)
+
+
+def test_a_pass_whose_end_nobody_knows_is_refused(ranks: Ranks) -> None:
+    assert len(set(ranks(2).run(refused_while_held))) == 1
+
+
 def raised_while_held(rank: int) -> tuple[int, str]:
     """A backward pass raises before the norm of the gradient is known; training goes on."""
     model = perceptron()
