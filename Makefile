@@ -24,7 +24,7 @@ TYPED := $(addprefix $(LINK)/,__init__.py benchmarks compress csrc hooks) tests
 .PHONY: help demo test test-all soak drawn lint bench benchmarks gpu-report clean
 
 help:
-	@echo 'make demo      train a small model on two processes with every codec (SEEDS=$(SEEDS))'
+	@echo 'make demo      train a small model on two processes, dense and with four codecs (SEEDS=$(SEEDS))'
 	@echo 'make test      lint, types and the quick tests (PYTEST_ARGS="-k topk")'
 	@echo 'make test-all  the slow tests too'
 	@echo 'make soak      ranks killed, stopped and delayed, processes ended by the hundred: an hour or so'
