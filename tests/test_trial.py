@@ -225,3 +225,21 @@ def joined(rank: int) -> Any:
 
 def test_a_rank_that_has_joined_goes_along_with_the_trial(ranks: Ranks) -> None:
     assert ranks(2).run(joined) == [(False, 30), (False, 30)]
+
+
+@pytest.mark.parametrize(
+    ("planned", "other", "rival", "verdict"),
+    [
+        (0.9, 1.0, FALLBACK, FALLBACK),
+        (0.7, 1.0, FALLBACK, PLANNED),
+        (1.1, 1.0, FALLBACK, FALLBACK),
+        (1.0, 0.9, COMPRESSED, PLANNED),
+        (1.0, 0.7, COMPRESSED, COMPRESSED),
+    ],
+)
+def test_compression_has_to_win_clearly(planned: float, other: float, rival: str, verdict: str) -> None:
+    """Steps without it go straight once it is decided, and are faster then than while they are compared."""
+    tried = Trial()
+    while tried.verdict is None:
+        tried.end_step(planned if tried.way == PLANNED else other, lambda: (rival, 0.0), lambda mine: mine)
+    assert tried.verdict == verdict

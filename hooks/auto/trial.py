@@ -25,6 +25,9 @@ TURNS = 4
 #: How much faster the network may be than it was when it was probed, and how much slower one way may be than the other
 #: in its first turn and still get a second one.
 DOUBT, HOPELESS = 1.25, 1.5
+#: By how much the way that compresses more has to win: without compression steps go straight afterwards, which they do
+#: not while they are compared, and noise is no reason to compress.
+CLEARLY = 0.8
 
 
 class Trial:
@@ -78,7 +81,9 @@ class Trial:
             if least > DOUBT * self.spans[PLANNED]:
                 self.verdict = PLANNED
             return
-        faster, slower = sorted((PLANNED, self._other), key=self.spans.__getitem__)
+        more, less = (PLANNED, FALLBACK) if self._other == FALLBACK else (self._other, PLANNED)
+        handicapped = {more: self.spans[more] / CLEARLY, less: self.spans[less]}
+        faster, slower = sorted(handicapped, key=handicapped.__getitem__)
         if turns == TURNS or self.spans[slower] > HOPELESS * self.spans[faster]:
             self.verdict = faster
 
