@@ -23,7 +23,7 @@ from .advisor import advise
 from .codec import codecs
 from .common import report
 from .network import allreduce, exchange, links, step, timeline
-from .training import train
+from .training import learn, train
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, DOCS = Path("benchmarks/results"), Path("docs")
@@ -33,6 +33,7 @@ COMMANDS: dict[str, ModuleType] = {
     "allreduce": allreduce,
     "codecs": codecs,
     "exchange": exchange,
+    "learn": learn,
     "profile": timeline,
     "step": step,
     "train": train,

@@ -39,6 +39,11 @@ class Progress:
     def __exit__(self, *exception: object) -> None:
         self.bar.stop()
 
+    def more(self, units: float) -> None:
+        """There are `units` more to do than was known."""
+        self.total += units
+        self.bar.update(self.task, total=self.total)
+
     def advance(self, units: float, note: str = "") -> None:
         """`units` more are done; `note` says with which result."""
         self.done += units

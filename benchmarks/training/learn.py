@@ -1,8 +1,9 @@
 """Loss against bytes: what models learn through each way of compressing, every way at its own best learning rate.
 
 Ranks share a process (`common.virtual`), so a network plays no part: bytes are what a rank receives by the exchange
-that the arm names, compared with those of a float32 ring all-reduce. Every arm trains at every rate of the grid with
-every seed; its best rate is the one with the least mean loss, float32's too. Differences to float32 are paired by seed.
+that the arm names, compared with those of a float32 ring all-reduce. Every arm searches its learning rate with the
+first seed, float32 too: half, once and twice a rate to begin with, then on as long as the best one lies at an end. The
+other seeds train at that rate. Differences to float32 are paired by seed.
 
 Runs are written one by one, and those that are there already are not made again: interrupt it, and go on later.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -100,7 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw", help="default: %(default)s")
     parser.add_argument("--arms", nargs="+", choices=WAYS, default=list(WAYS), help="what to compare (default: all)")
     parser.add_argument(
-        "--learning-rates", type=float, nargs="+", help="by default the task's own, half and twice that"
+        "--learning-rates", type=float, nargs="+", help="try these and no others; by default each arm searches its own"
     )
     parser.add_argument("--seeds", type=int, default=3, help="train with seeds 0 to N-1 (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time (default: %(default)s)")
@@ -115,32 +117,28 @@ def run(options: argparse.Namespace) -> int:
             raise ValueError(f"--{name} {getattr(options, name)}: expected at least {least}")
     task = task_of(options.task, options.optimizer, options.batch, options.steps)
     task.share(options.world)
-    own = task.learning_rates[task.optimizer]
-    rates = options.learning_rates or [own / 2, own, 2 * own]
     arms = list(dict.fromkeys([FLOAT32, *options.arms]))
     common = {name: getattr(options, name) for name in ("task", "optimizer", "world", "batch", "steps")}
-    wanted = [
-        {**common, "arm": arm, "learning_rate": rate, "seed": seed}
-        for seed in range(options.seeds)
-        for rate in rates
-        for arm in arms
-    ]
     path = Path(options.file)
     path.parent.mkdir(parents=True, exist_ok=True)
-    known = list(runs_in(path))
-    missing = [job for job in wanted if not any(job.items() <= run.items() for run in known)]
-    context = get_context("spawn")
-    with Progress("learn", len(missing)) as progress, ProcessPoolExecutor(options.jobs, context) as pool:
-        futures = [pool.submit(learn, **job) for job in missing]
-        for future in as_completed(futures):
-            done = future.result()
-            with path.open("a") as file:
-                file.write(json.dumps(done) + "\n")
-            known.append(done)
-            progress.advance(1, f"{done['arm']} at {done['learning_rate']:g}: {done['loss']:.3f}")
+    rates = options.learning_rates
+    known = [run for run in runs_in(path) if common.items() <= run.items() and run["arm"] in arms]
+    known = [run for run in known if run["seed"] < options.seeds and (not rates or run["learning_rate"] in rates)]
+    begin = task.learning_rates[task.optimizer]
+    with Progress("learn", 0) as progress, ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
+        while missing := list(still_needed(known, arms, rates, begin, options.seeds)):
+            progress.more(len(missing))
+            futures = [pool.submit(learn, **common, **job) for job in missing]
+            for future in as_completed(futures):
+                done = future.result()
+                with path.open("a") as file:
+                    file.write(json.dumps(done) + "\n")
+                known.append(done)
+                progress.advance(1, f"{done['arm']} at {done['learning_rate']:g}: {done['loss']:.3f}")
     result = report.document("learn", {**common, "arms": arms, "seeds": options.seeds})
-    result |= {"task": task.describe(), "runs": [run for job in wanted for run in known if job.items() <= run.items()]}
-    report.deliver(result, [table(result)], options, plot)
+    known.sort(key=lambda run: (arms.index(run["arm"]), run["learning_rate"], run["seed"]))
+    result |= {"task": task.describe(), "runs": known}
+    report.deliver(result, tables(result), options, plot)
     return 0
 
 
@@ -148,6 +146,42 @@ def runs_in(path: Path) -> Iterator[dict[str, Any]]:
     """The runs that a file has, if it is there."""
     if path.exists():
         yield from map(json.loads, path.read_text().splitlines())
+
+
+def still_needed(
+    known: Sequence[Mapping[str, Any]], arms: Sequence[str], rates: Sequence[float] | None, begin: float, seeds: int
+) -> Iterator[dict[str, Any]]:
+    """What has to be run next, arm by arm: rates with the first seed, then the other seeds at the best one.
+
+    Args:
+        known: runs that are there.
+        rates: the grid; None: a search that begins at `begin`.
+    """
+    for arm in arms:
+        mine = {(run["learning_rate"], run["seed"]): run["loss"] for run in known if run["arm"] == arm}
+        tried = {rate: loss for (rate, seed), loss in mine.items() if seed == 0}
+        grid = rates or grid_around(tried, begin)
+        wanted = [(rate, 0) for rate in grid if rate not in tried]
+        if not wanted:
+            best = min(grid, key=lambda rate: tried[rate])
+            wanted = [(best, seed) for seed in range(1, seeds) if (best, seed) not in mine]
+        yield from ({"arm": arm, "learning_rate": rate, "seed": seed} for rate, seed in wanted)
+
+
+#: A search goes no further than this from where it begins.
+FURTHEST = 16
+
+
+def grid_around(tried: Mapping[float, float], begin: float) -> list[float]:
+    """The rates of a search so far, and the next one, if the best lies at an end: losses by rate so far."""
+    grid = sorted({begin / 2, begin, 2 * begin} | tried.keys())
+    if grid[0] in tried and grid[-1] in tried:
+        best = min(tried, key=tried.__getitem__)
+        if best == grid[0] > begin / FURTHEST:
+            grid.insert(0, best / 2)
+        elif best == grid[-1] < begin * FURTHEST:
+            grid.append(best * 2)
+    return grid
 
 
 def task_of(name: str, optimizer: str, batch: int, steps: int) -> Task:
@@ -193,13 +227,14 @@ def learn(
         update(updates, rate, job.clip)
     sums = job.validation(model, 0, 1)
     ring = 2 * (world - 1) / world * 4 * len(flats[0])
+    loss = sums["loss"] / sums["count"]
     arguments = {"task": task, "optimizer": optimizer, "world": world, "batch": batch, "steps": steps}
     return {
         **arguments,
         "arm": arm,
         "learning_rate": learning_rate,
         "seed": seed,
-        "loss": sums["loss"] / sums["count"],
+        "loss": loss if math.isfinite(loss) else math.inf,  # it has diverged
         "share_of_bytes": received / steps / ring,
     }
 
@@ -242,17 +277,21 @@ class Best:
 
 
 def best(runs: Sequence[Mapping[str, Any]]) -> list[Best]:
-    """Every arm at its best rate, in the order in which they come; only rates that all seeds have been trained at."""
-    found: dict[str, Best] = {}
+    """Every arm at the rate that is best with the first seed, in the order in which they come."""
+    found = []
     seeds = {run["seed"] for run in runs}
-    for arm, rate in dict.fromkeys((run["arm"], run["learning_rate"]) for run in runs):
+    for arm in dict.fromkeys(run["arm"] for run in runs):
+        rate = min((r for r in runs if r["arm"] == arm and r["seed"] == 0), key=lambda r: r["loss"])["learning_rate"]
         mine = sorted((r for r in runs if (r["arm"], r["learning_rate"]) == (arm, rate)), key=lambda r: r["seed"])
-        if {run["seed"] for run in mine} == seeds:
-            fewer = 1.0 / statistics.fmean(run["share_of_bytes"] for run in mine)
-            one = Best(arm, rate, tuple(run["loss"] for run in mine), fewer)
-            if arm not in found or one.loss < found[arm].loss:
-                found[arm] = one
-    return list(found.values())
+        assert {run["seed"] for run in mine} == seeds, f"{arm}: not every seed was trained at {rate}"
+        fewer = 1.0 / statistics.fmean(run["share_of_bytes"] for run in mine)
+        found.append(Best(arm, rate, tuple(run["loss"] for run in mine), fewer))
+    return found
+
+
+def tables(result: Mapping[str, Any]) -> list[report.Table]:
+    """`table`, and the losses at all rates that were tried."""
+    return [table(result), search(result)]
 
 
 def table(result: Mapping[str, Any]) -> report.Table:
@@ -284,6 +323,18 @@ def table(result: Mapping[str, Any]) -> report.Table:
     )
     caption += report.describe(result["environment"])
     return report.Table(title, columns, rows, caption)
+
+
+def search(result: Mapping[str, Any]) -> report.Table:
+    """Losses of the first seed at each rate."""
+    first = {(run["arm"], run["learning_rate"]): run["loss"] for run in result["runs"] if run["seed"] == 0}
+    rates = sorted({rate for _, rate in first})
+    rows = [
+        [WAYS[arm].title, *(f"{first[arm, rate]:.3f}" if (arm, rate) in first else "" for rate in rates)]
+        for arm in dict.fromkeys(arm for arm, _ in first)
+    ]
+    columns = ["", *(f"{rate:g}" for rate in rates)]
+    return report.Table("By learning rate, first seed", columns, rows, "validation loss; the others train at the best")
 
 
 def plot(result: Mapping[str, Any], path: str) -> None:
