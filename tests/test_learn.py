@@ -122,9 +122,9 @@ def test_runs_are_made_once_and_compared_at_their_best(tmp_path: Path, capsys: p
     assert shares["float32"] == 1.0
     assert 15 < 1 / shares["tracking-ternary"] < 21
     for one in learn.best(runs):
-        first = {r["learning_rate"]: r["loss"] for r in runs if r["arm"] == one.arm and r["seed"] == 0}
-        assert one.learning_rate == min(first, key=first.__getitem__)
-        assert one.losses[0] == first[one.learning_rate]
+        tried = {r["learning_rate"]: r["loss"] for r in runs if r["arm"] == one.arm and r["seed"] == 0}
+        assert one.learning_rate == min(tried, key=tried.__getitem__)
+        assert one.losses[0] == tried[one.learning_rate]
 
 
 def test_one_rank_has_nobody_to_tell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
