@@ -89,7 +89,11 @@ WAYS = {
     "onebit": Way(OneBit(block=256), "two_pass", Residual()),
     "onebit-outliers": Way(Outliers(OneBit()), "gather", Residual()),
     "ternary-outliers": Way(Outliers(Ternary()), "gather", Residual()),
+    "topk12": Way(_top(0.12), "split", Residual()),
     "topk8": Way(_top(0.08), "split", Residual()),
+    "topk4": Way(_top(0.04), "split", Residual()),
+    "topk2": Way(_top(0.02), "split", Residual()),
+    "topk1": Way(_top(0.01), "split", Residual()),
 }
 
 
@@ -104,6 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--learning-rates", type=float, nargs="+", help="try these and no others; by default each arm searches its own"
     )
+    parser.add_argument("--begin", type=float, help="the rate that searches begin at (default: the task's own)")
     parser.add_argument("--seeds", type=int, default=3, help="train with seeds 0 to N-1 (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write arguments, environment and all runs there")
@@ -124,7 +129,7 @@ def run(options: argparse.Namespace) -> int:
     rates = options.learning_rates
     known = [run for run in runs_in(path) if common.items() <= run.items() and run["arm"] in arms]
     known = [run for run in known if run["seed"] < options.seeds and (not rates or run["learning_rate"] in rates)]
-    begin = task.learning_rates[task.optimizer]
+    begin = options.begin or task.learning_rates[task.optimizer]
     with Progress("learn", 0) as progress, ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
         while missing := list(still_needed(known, arms, rates, begin, options.seeds)):
             progress.more(len(missing))
