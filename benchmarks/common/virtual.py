@@ -79,17 +79,20 @@ class VirtualRanks:
     def __init__(
         self, size: int, layout: Layout, codec: Codec, exchange: str, strategy: Feedback | None, seed: int = 0
     ) -> None:
-        numel, mailbox = layout_numel(layout), defaultdict[tuple[int, int], deque[Tensor]](deque)
-        self.keeps = strategy is not None and not codec.lossless
-        codec = codec.with_feedback() if self.keeps else codec
+        mailbox = defaultdict[tuple[int, int], deque[Tensor]](deque)
+        self.numel, self.seed = layout_numel(layout), seed
         self.strategy, self.step = strategy, 0
         self.memories = [Memory(strategy) for _ in range(size)]
-        self.units = []
-        for rank in range(size):
-            unit = Unit(0, [], layout, frozenset(), torch.empty(numel), strategy)
-            group = VirtualGroup(rank, size, mailbox)
-            unit.use(EXCHANGES[exchange](codec, numel, 0, torch.device("cpu"), group), seed, rank)
-            self.units.append(unit)
+        self.groups = [VirtualGroup(rank, size, mailbox) for rank in range(size)]
+        self.units = [Unit(0, [], layout, frozenset(), torch.empty(self.numel), strategy) for _ in range(size)]
+        self.use(codec, exchange)
+
+    def use(self, codec: Codec, exchange: str) -> None:
+        """Go on with another codec and exchange; what is kept stays."""
+        self.keeps = self.strategy is not None and not codec.lossless
+        codec = codec.with_feedback() if self.keeps else codec
+        for rank, (unit, group) in enumerate(zip(self.units, self.groups, strict=True)):
+            unit.use(EXCHANGES[exchange](codec, self.numel, 0, torch.device("cpu"), group), self.seed, rank)
 
     def reduce(self, gradients: Sequence[Tensor]) -> Tensor:
         """Replace each rank's flat float32 gradient by what is handed out there, and return that.

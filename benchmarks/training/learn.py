@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...compress import Codec, Identity, OneBit, Outliers, Residual, Ternary, TernGrad, TopK, Tracking
+from ...compress import QSGD, Codec, Identity, OneBit, Outliers, Residual, Ternary, TernGrad, TopK, Tracking
 from ...compress.feedback import Feedback
 from ...compress.layout import Layout, Slot, end_to_end
 from ..common import report
@@ -44,6 +44,7 @@ class Way:
 
     Attributes:
         codec, exchange, strategy: as of `VirtualRanks`.
+        begins: so many steps, to begin with, send 8 bits an element.
         corrected: the learning rate of step t is divided by 1 - β^t, which corrects the bias of the estimate that is
             handed out, as Adam does with its own first moment.
     """
@@ -51,6 +52,7 @@ class Way:
     codec: Codec = field(default_factory=Identity)
     exchange: str = "dense"
     strategy: Feedback | None = None
+    begins: int = 0
     corrected: bool = False
 
     @property
@@ -58,7 +60,9 @@ class Way:
         if isinstance(self.codec, Identity) and self.strategy is None:
             return "float32"
         feedback = "" if self.strategy is None else f", {type(self.strategy).__name__}"
-        return f"{label(self.codec)} by {self.exchange}{feedback}{', corrected' * self.corrected}".replace("torch.", "")
+        begins = f", after {self.begins} steps of 8 bits" if self.begins else ""
+        text = f"{label(self.codec)} by {self.exchange}{feedback}{begins}{', corrected' * self.corrected}"
+        return text.replace("torch.", "")
 
     @property
     def colour(self) -> str:
@@ -89,7 +93,7 @@ WAYS = {
     "onebit": Way(OneBit(block=256), "two_pass", Residual()),
     "onebit-outliers": Way(Outliers(OneBit()), "gather", Residual()),
     "ternary-outliers": Way(Outliers(Ternary()), "gather", Residual()),
-    "topk12": Way(_top(0.12), "split", Residual()),
+    "topk7.5-begun": Way(_top(0.075), "split", Residual(), begins=75),
     "topk8": Way(_top(0.08), "split", Residual()),
     "topk4": Way(_top(0.04), "split", Residual()),
     "topk2": Way(_top(0.02), "split", Residual()),
@@ -213,11 +217,15 @@ def learn(
     parameters = list(model.parameters())
     layout = layout_of(model)
     ranks = VirtualRanks(world, layout, way.codec, way.exchange, way.strategy, seed)
+    if way.begins:
+        ranks.use(QSGD(bits=8), "two_pass")
     updates = optimizer_of(job, parameters, isinstance(way.strategy, Tracking))
     data = [job.batches(seed, rank, world) for rank in range(world)]
     flats = [torch.zeros(sum(p.numel() for p in parameters)) for _ in range(world)]
     received = 0
     for step in range(steps):
+        if step == way.begins > 0:
+            ranks.use(way.codec, way.exchange)
         for flat, batches in zip(flats, data, strict=True):
             inputs, targets = next(batches)
             job.loss(model(inputs), targets).backward()
