@@ -20,7 +20,7 @@ from .compress import (
     TopK,
     Tracking,
 )
-from .hooks import CompressState, LocalUpdates, compress_hook, sparse_all_reduce
+from .hooks import CompressState, LocalUpdates, compress_hook, recommend, sparse_all_reduce
 
 __all__ = [
     "CODECS",
@@ -39,5 +39,6 @@ __all__ = [
     "Tracking",
     "__version__",
     "compress_hook",
+    "recommend",
     "sparse_all_reduce",
 ]

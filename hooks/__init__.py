@@ -2,7 +2,16 @@
 
 from .ddp import CompressState, compress_hook
 from .local import LocalUpdates
+from .optimizers import Recommendation, recommend
 from .sparse import sparse_all_reduce
 from .statistics import Statistics
 
-__all__ = ["CompressState", "LocalUpdates", "Statistics", "compress_hook", "sparse_all_reduce"]
+__all__ = [
+    "CompressState",
+    "LocalUpdates",
+    "Recommendation",
+    "Statistics",
+    "compress_hook",
+    "recommend",
+    "sparse_all_reduce",
+]

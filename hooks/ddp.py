@@ -27,6 +27,7 @@ from .comm import handshake
 from .connection import Connection
 from .delivery import Delivery
 from .loss_scale import LossScale, Tracker
+from .optimizers import expect_optimizer, judge
 from .options import ExchangeName, Exclude, Options, check_model, excluded_names
 from .reducer import Reducer, Step, Unit
 from .registration import expect_hook
@@ -132,6 +133,7 @@ class CompressState:
             problem = error
         self._connect(problem)
         expect_hook(self._parameters.values(), self._model, partial(_refuse, weakref.ref(self)))
+        expect_optimizer(self._parameters.values(), partial(judge, self._options))
 
     def __repr__(self) -> str:
         options = self._options

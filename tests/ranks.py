@@ -129,6 +129,7 @@ def _serve(rank: int, world_size: int, store: str, timeout: timedelta, pipe: Con
     import torch.distributed as dist
 
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", message=".*gradwire.recommend")  # tests are of what is exchanged
     torch.set_num_threads(1)
     files = dist.FileStore(store, world_size)
     dist.init_process_group("gloo", store=files, rank=rank, world_size=world_size, timeout=timeout)

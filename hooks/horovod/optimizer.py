@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..optimizers import concern
 from .basics import world
 from .compression import Compression, codec_of
 from .functions import allgather_object
@@ -50,6 +51,8 @@ def DistributedOptimizer(
         sparse_as_dense: make sparse gradients dense; otherwise the ranks' rows are gathered.
         process_set: the ranks that take part; others step alone.
 
+    Warns where optimizer and codec are known not to go together.
+
     Raises:
         ValueError: an argument cannot work; the message says which and why.
     """
@@ -72,7 +75,10 @@ def DistributedOptimizer(
     if num_groups:
         warnings.warn("Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
-    codec_of(compression)
+    codec = codec_of(compression)
+    problem = None if codec is None else concern(optimizer, codec.codec, codec.feedback)
+    if problem is not None:
+        warnings.warn(problem, stacklevel=2)
     named = _names(optimizer, named_parameters)
     options = Options(
         compression, backward_passes_per_step, op, gradient_predivide_factor, _groups(groups, named), sparse_as_dense,

@@ -1,0 +1,165 @@
+"""Optimizers: what to compress with for each, what is known to fail, and a look at the one in use."""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..compress import QSGD, Cast, Codec, OneBit, Outliers, Residual, Ternary, TernGrad, TopK
+from ..compress.feedback import Feedback
+from .options import Options
+
+ADAPTIVE = (
+    "the largest elements in 8 bits each, the others in a residual: codes of few levels swell the second moment, and "
+    "this does not."
+)
+PLAIN = "the largest elements in 8 bits each, the others in a residual: outliers decide under SGD, and arrive at once."
+#: Elements by which a density is chosen.
+MILLION = 1_000_000
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """What to compress with, and why.
+
+    Attributes:
+        codec, feedback: as `CompressState(model, codec, error_feedback=feedback)` takes them.
+        ratio: how many times fewer bytes than float32 the codec's wires have.
+        why: a sentence or two, with what was measured.
+    """
+
+    codec: Codec
+    feedback: Feedback | bool
+    ratio: float
+    why: str
+
+    def __str__(self) -> str:
+        return f"CompressState(model, {self.codec}, error_feedback={self.feedback}): {self.why}"
+
+
+def recommend(
+    optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | str,
+    *,
+    ratio: float | None = None,
+    bits: float | None = None,
+) -> Recommendation:
+    """The codec and the feedback with which models have ended best under an optimizer, for so few bytes.
+
+    Args:
+        optimizer: one, its class, or its name, such as "adamw".
+        ratio: how many times fewer bytes than float32, from 2 to 2000.
+        bits: the same as bits an element, 32 / ratio. One of the two.
+
+    Raises:
+        TypeError: `optimizer` is none of these, or not one of `ratio` and `bits` was given.
+        ValueError: nothing of ours is that small, or that large.
+    """
+    if (ratio is None) == (bits is None):
+        raise TypeError(f"recommend(ratio={ratio!r}, bits={bits!r}): give one of the two")
+    name, asked = ("bits", bits) if ratio is None else ("ratio", ratio)
+    if isinstance(asked, bool) or not isinstance(asked, int | float) or not asked > 0:
+        raise ValueError(f"{name}={asked!r}: expected a number above 0")
+    times = float(asked) if ratio is not None else 32.0 / float(asked)
+    if not 2.0 <= times <= 2000.0:
+        raise ValueError(f"{name}={asked!r}: expected from 2 to 2000 times fewer bytes than float32, 16 to 0.016 bits")
+    adaptive = is_adaptive(optimizer)
+    if times <= 2.0:
+        return _recommendation(Cast(torch.float16), True, "half the bytes; what rounding leaves out is kept.")
+    if times <= _ratio(QSGD()):
+        return _recommendation(QSGD(), False, "4 bits, unbiased: nothing is kept, and nothing arrives late.")
+    return _recommendation(_top(times), Residual(), ADAPTIVE if adaptive else PLAIN)
+
+
+def _recommendation(codec: Codec, feedback: Feedback | bool, why: str) -> Recommendation:
+    return Recommendation(codec, feedback, _ratio(codec), why)
+
+
+def _ratio(codec: Codec) -> float:
+    return 4.0 * MILLION / codec.wire_bytes(MILLION)
+
+
+def _top(times: float) -> TopK:
+    """The densest that takes so many times fewer bytes, its density to two digits."""
+    few, many = 1e-5, 0.5
+    for _ in range(40):
+        middle = (few + many) / 2
+        few, many = (middle, many) if _ratio(TopK(middle, values=torch.int8)) >= times else (few, middle)
+    digits = 10.0 ** (math.floor(math.log10(few)) - 1)
+    return TopK(density=round(math.floor(few / digits) * digits, 8), values=torch.int8)
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+
+def is_adaptive(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | str) -> bool:
+    """Whether it divides each element by a running size of its own, as Adam does: by its name.
+
+    Raises:
+        TypeError: it is neither an optimizer nor the class or name of one.
+    """
+    if isinstance(optimizer, str):
+        name = optimizer
+    elif isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
+        name = optimizer.__name__
+    elif isinstance(optimizer, torch.optim.Optimizer):
+        name = type(optimizer).__name__
+    else:
+        raise TypeError(f"optimizer={optimizer!r}: expected a torch optimizer, its class, or its name")
+    return any(part in name.lower() for part in ("ada", "rmsprop", "lamb", "rprop"))
+
+
+def concern(optimizer: torch.optim.Optimizer, codec: Codec, feedback: bool) -> str | None:
+    """What is known to go wrong with an optimizer, a codec, and whether a plain residual is kept; None: nothing.
+
+    See docs/benchmarks.md, "The same model at the end".
+    """
+    name, inner = type(optimizer).__name__, codec.inner if isinstance(codec, Outliers) else codec
+    if not feedback or not isinstance(inner, OneBit | Ternary | TernGrad):
+        return None
+    if is_adaptive(optimizer):
+        return (
+            f"{codec} with {name}: every element gets an error of its block's size, which swells the second moment "
+            f"where gradients are small, and the model ends worse. {_instead(optimizer, codec)}"
+        )
+    if inner is codec and isinstance(inner, OneBit):
+        return (
+            f"{codec} with {name}: at a learning rate found for float32 it may diverge, as outliers are cut and arrive "
+            f"late. {_instead(optimizer, codec)}"
+        )
+    return None
+
+
+def _instead(optimizer: torch.optim.Optimizer, codec: Codec) -> str:
+    other = recommend(optimizer, ratio=_ratio(codec))
+    return f"For as few bytes: {other.codec} (gradwire.recommend)"
+
+
+def judge(options: Options, optimizer: torch.optim.Optimizer) -> None:
+    """Warn of what `concern` knows, for what a user has asked for."""
+    choice = options.choice(options.warmup_steps)
+    problem = concern(optimizer, choice.codec, choice.feedback and not options.keeps_all)
+    if problem is not None and choice.exchange != "dense":
+        warnings.warn(problem, stacklevel=5)  # where the optimizer's step was called
+
+
+def expect_optimizer(parameters: Iterable[nn.Parameter], judge: Callable[[torch.optim.Optimizer], None]) -> None:
+    """Have `judge` look at the first optimizer that steps one of these parameters, before it does."""
+    known = [weakref.ref(parameter) for parameter in parameters]
+
+    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        alive = {id(parameter) for reference in known if (parameter := reference()) is not None}
+        own = any(id(parameter) in alive for group in optimizer.param_groups for parameter in group["params"])
+        if own or not alive:
+            handle.remove()
+        if own:
+            judge(optimizer)
+
+    handle = register_optimizer_step_pre_hook(look)

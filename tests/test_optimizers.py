@@ -1,0 +1,176 @@
+"""Recommendations, and what is said of optimizers that are known not to go with a codec."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gradwire import (
+    CODECS,
+    QSGD,
+    Cast,
+    Codec,
+    CompressState,
+    OneBit,
+    Outliers,
+    Residual,
+    Ternary,
+    TernGrad,
+    TopK,
+    Tracking,
+    compress_hook,
+    recommend,
+)
+from gradwire.hooks.optimizers import concern, expect_optimizer, is_adaptive
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import Pool
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+Ranks = Callable[[int], Pool]
+
+
+def adam(**options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([nn.Parameter(torch.ones(3))], **options)
+
+
+def sgd(**options: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1, **options)
+
+
+# -- recommend ---------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(st.floats(2, 2000), st.sampled_from(["adamw", "SGD", torch.optim.Adam, torch.optim.SGD]))
+def test_what_is_recommended_takes_no_more_bytes_than_asked_for(ratio: float, optimizer: Any) -> None:
+    found = recommend(optimizer, ratio=ratio)
+    assert found.ratio >= ratio
+    assert found.ratio == 4e6 / found.codec.wire_bytes(10**6)
+    assert recommend(optimizer, bits=32 / ratio).codec.wire_bytes(10**6) <= 4e6 / ratio * (1 + 1e-9)
+    if ratio >= 8:  # below that nothing lies between 4 bits and 16
+        assert found.ratio <= 1.15 * ratio
+
+
+@pytest.mark.parametrize("make", [adam, sgd])
+@settings(deadline=None)
+@given(ratio=st.floats(2, 2000))
+def test_nothing_is_recommended_that_is_warned_of(make: Callable[[], torch.optim.Optimizer], ratio: float) -> None:
+    found = recommend(make(), ratio=ratio)
+    assert concern(make(), found.codec, found.feedback is not False) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({}, TypeError, "give one of the two"),
+        ({"ratio": 20, "bits": 1}, TypeError, "give one of the two"),
+        ({"ratio": 1.5}, ValueError, "ratio=1.5: expected from 2 to 2000"),
+        ({"bits": 0.001}, ValueError, "bits=0.001: expected from 2 to 2000"),
+        ({"ratio": float("nan")}, ValueError, "ratio=nan: expected a number above 0"),
+        ({"bits": True}, ValueError, "bits=True: expected a number above 0"),
+        ({"ratio": 0}, ValueError, "ratio=0: expected a number above 0"),
+    ],
+)
+def test_a_wish_that_cannot_be_met_is_refused(options: dict[str, Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        recommend("adamw", **options)
+    with pytest.raises(TypeError, match="expected a torch optimizer"):
+        recommend(3, ratio=20)  # type: ignore[arg-type]
+
+
+def test_a_recommendation_can_be_read_and_pasted() -> None:
+    found = recommend("adamw", ratio=20)
+    assert str(found).startswith(f"CompressState(model, {found.codec}, error_feedback={found.feedback}): ")
+    assert len(found.why) > 40
+
+
+def test_who_divides_by_a_size_of_its_own() -> None:
+    adaptive = {name for name, kind in vars(torch.optim).items() if isinstance(kind, type) and is_adaptive(name)}
+    assert adaptive >= {"Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "Adafactor", "RMSprop"}
+    assert not adaptive & {"SGD", "ASGD", "LBFGS", "Muon", "Optimizer"}
+
+
+# -- concern -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+def test_who_is_warned_of(codec: Codec) -> None:
+    """Codes of few levels with a residual, under Adam; and under SGD, OneBit without outliers."""
+    inner = codec.inner if isinstance(codec, Outliers) else codec
+    assert bool(concern(adam(), codec, True)) == isinstance(inner, OneBit | Ternary | TernGrad)
+    assert bool(concern(sgd(momentum=0.9), codec, True)) == isinstance(codec, OneBit)
+    assert concern(adam(), codec, False) is None
+    for optimizer in (adam(), sgd()):
+        text = concern(optimizer, codec, True)
+        if text is not None:
+            assert str(codec) in text
+            assert type(optimizer).__name__ in text
+            assert f"{recommend(optimizer, ratio=4e6 / codec.wire_bytes(10**6)).codec} (gradwire.recommend)" in text
+
+
+def test_the_first_step_of_an_optimizer_is_looked_at_once() -> None:
+    mine, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    seen: list[torch.optim.Optimizer] = []
+    expect_optimizer([mine], seen.append)
+    mine.grad, other.grad = torch.ones(2), torch.ones(2)
+    stranger, own = torch.optim.SGD([other], lr=0.1), torch.optim.AdamW([other, mine])
+    before = len(_global_optimizer_pre_hooks)
+    stranger.step()
+    assert seen == []
+    own.step()
+    own.step()
+    assert seen == [own]
+    assert len(_global_optimizer_pre_hooks) == before - 1
+
+
+def test_nothing_is_left_of_parameters_that_are_gone() -> None:
+    mine, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    other.grad = torch.ones(2)
+    before = len(_global_optimizer_pre_hooks)
+    expect_optimizer([mine], lambda _: pytest.fail("none of them is stepped"))
+    del mine
+    gc.collect()
+    torch.optim.SGD([other], lr=0.1).step()
+    assert len(_global_optimizer_pre_hooks) == before
+
+
+def _warnings(rank: int, codec: Codec, kind: str, options: dict[str, Any]) -> list[str]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(40, 3))
+    state = CompressState(model, codec, fallback=None, **options)
+    model.register_comm_hook(state, compress_hook)
+    optimizer = torch.optim.AdamW(model.parameters()) if kind == "adamw" else torch.optim.SGD(model.parameters(), 0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            model(torch.ones(2, 40)).sum().backward()
+            optimizer.step()
+    state.close()
+    return [str(one.message) for one in caught if "gradwire" in str(one.message)]
+
+
+@pytest.mark.parametrize(
+    ("codec", "kind", "options", "warned"),
+    [
+        (OneBit(), "adamw", {}, True),
+        (OneBit(), "sgd", {}, True),
+        (Outliers(OneBit()), "sgd", {}, False),
+        (Ternary(), "adamw", {"error_feedback": Tracking(0.0)}, False),
+        (Ternary(), "adamw", {"error_feedback": Residual()}, True),
+        (TopK(density=0.1), "adamw", {}, False),
+        (TernGrad(), "adamw", {}, False),
+        (OneBit(), "adamw", {"exchange": "dense"}, False),
+        (QSGD(), "sgd", {}, False),
+        (Cast(torch.float16), "adamw", {}, False),
+    ],
+)
+def test_a_state_warns_once(ranks: Ranks, codec: Codec, kind: str, options: dict[str, Any], warned: bool) -> None:
+    for texts in ranks(2).run(_warnings, codec, kind, options):
+        assert len(texts) == warned
