@@ -97,6 +97,14 @@ SET = (
         "step --rate 100mbit --delay 25ms --rounds 3 --steps 3 --warmup 2 --arms fp16 onebit-gather topk-gather",
         plot=False,
     ),
+    Publication(
+        "learn-adamw",
+        "learn benchmarks/results/learn.jsonl --begin 4e-3 --arms topk7.5-begun topk8 topk2 tracking-ternary",
+    ),
+    Publication(
+        "learn-sgd",
+        "learn benchmarks/results/learn.jsonl --optimizer sgd --arms topk8 topk2 onebit-outliers",
+    ),
     Publication("train-digits", "train --task digits --world 2 4"),
     Publication("train-small", "train --task small --readings 8 --timed 4"),
     Publication(

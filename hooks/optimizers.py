@@ -157,9 +157,9 @@ def expect_optimizer(parameters: Iterable[nn.Parameter], judge: Callable[[torch.
     def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         alive = {id(parameter) for reference in known if (parameter := reference()) is not None}
         own = any(id(parameter) in alive for group in optimizer.param_groups for parameter in group["params"])
-        if own or not alive:
-            handle.remove()
         if own:
             judge(optimizer)
+        if own or not alive:  # as long as it raises, it will be asked again
+            handle.remove()
 
     handle = register_optimizer_step_pre_hook(look)
