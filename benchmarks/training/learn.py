@@ -93,11 +93,10 @@ WAYS = {
     "onebit": Way(OneBit(block=256), "two_pass", Residual()),
     "onebit-outliers": Way(Outliers(OneBit()), "gather", Residual()),
     "ternary-outliers": Way(Outliers(Ternary()), "gather", Residual()),
-    "topk7.5-begun": Way(_top(0.075), "split", Residual(), begins=75),
-    "topk8": Way(_top(0.08), "split", Residual()),
-    "topk4": Way(_top(0.04), "split", Residual()),
-    "topk2": Way(_top(0.02), "split", Residual()),
-    "topk1": Way(_top(0.01), "split", Residual()),
+    "topk7.5-split": Way(_top(0.075), "split", Residual(), begins=75),
+    "topk4": Way(_top(0.04), "gather", Residual(), begins=60),
+    "topk2": Way(_top(0.02), "gather", Residual()),
+    "topk1": Way(_top(0.01), "gather", Residual()),
 }
 
 
