@@ -5,6 +5,7 @@ import torch
 from .cast import Cast, Identity
 from .codec import BlockCodec, Codec, SparseCodec, new_draw
 from .feedback import Feedback, Residual
+from .momentum import Momentum
 from .onebit import OneBit
 from .outliers import Outliers
 from .qsgd import QSGD
@@ -34,6 +35,7 @@ __all__ = [
     "Codec",
     "Feedback",
     "Identity",
+    "Momentum",
     "OneBit",
     "Outliers",
     "Residual",

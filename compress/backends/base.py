@@ -72,6 +72,17 @@ class Kernels(ABC):
         sent = decoded.isfinite() & total.isfinite()
         residual.copy_(torch.where(sent, total - decoded, residual))
 
+    def entries_of(self, codec: Any, wire: Tensor, numel: int, workspace: Workspace) -> tuple[Tensor, Tensor]:
+        """The entries on a sound wire of a sparse codec that this rank has encoded, without a pass over all elements
+        where the wire has their indices: int32 indices, -1 where there is none, and float32 values.
+
+        Both may be memory of the workspace, which the next call overwrites.
+        """
+        decoded = torch.zeros(numel, dtype=torch.float32, device=wire.device)
+        self.decode_add(codec, wire, decoded, 1.0, Workspace.on(wire.device))
+        indices = decoded.nonzero().view(-1)
+        return indices.int(), decoded[indices]
+
     def decode_mean(self, codec: Any, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
         total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
         for rank in range(wires[0].shape[0]):
@@ -103,3 +114,30 @@ class TrackingKernels:
         estimate.copy_(torch.where(finite, total, estimate))
         mean.copy_(total.masked_fill_(~finite, torch.nan))
         return not finite.is_cuda and bool(finite.all())
+
+
+class MomentumKernels:
+    """The passes of `compress.momentum` over flat tensors, in torch, for devices without anything better."""
+
+    def enter(self, grad: Tensor, momentum: Tensor, beta: float, nesterov: bool, out: Tensor) -> None:
+        """Let a gradient g of any dtype enter the momentum u, float32: u = βu + g, and `out`, float32, = u; with
+        `nesterov` u = β(u + g), and `out` = u + g. Where `out` is not finite the momentum stays."""
+        g = grad.float()
+        new = (momentum + g) * beta if nesterov else momentum * beta + g
+        torch.add(new, g, out=out) if nesterov else out.copy_(new)
+        momentum.copy_(torch.where(out.isfinite(), new, momentum))
+
+    def mask(self, momentum: Tensor, indices: Tensor, values: Tensor) -> Tensor:
+        """Let the momentum be zero where an entry has a finite value.
+
+        Args:
+            indices, values: int32, none of them twice, except for -1, which is skipped; float32.
+
+        Returns:
+            What the momentum was there, float32; anything where the index is -1.
+        """
+        at = indices.long().clamp_(min=0)
+        before = momentum[at]
+        # Added, so that what is skipped changes nothing, wherever it points: not even the sign of a zero.
+        momentum.index_add_(0, at, (-before).masked_fill_((indices < 0) | ~values.isfinite(), -0.0))
+        return before
