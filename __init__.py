@@ -20,6 +20,7 @@ from .compress import (
     TernGrad,
     TopK,
     Tracking,
+    schedules,
 )
 from .hooks import CompressState, LocalUpdates, compress_hook, sparse_all_reduce
 
@@ -41,5 +42,6 @@ __all__ = [
     "Tracking",
     "__version__",
     "compress_hook",
+    "schedules",
     "sparse_all_reduce",
 ]

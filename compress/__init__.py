@@ -2,6 +2,7 @@
 
 import torch
 
+from . import schedules
 from .cast import Cast, Identity
 from .codec import BlockCodec, Codec, SparseCodec, new_draw
 from .feedback import Feedback, Residual
@@ -45,4 +46,5 @@ __all__ = [
     "TopK",
     "Tracking",
     "new_draw",
+    "schedules",
 ]
