@@ -164,7 +164,7 @@ def came_again(rank: int, codec: Codec, strategy: Momentum) -> tuple[float, floa
 
 
 @pytest.mark.parametrize("codec", [OneBit(), TopK(0.1)], ids=str)
-@pytest.mark.parametrize("strategy", KINDS[:3], ids=str)
+@pytest.mark.parametrize("strategy", [*KINDS[:3], Momentum(BETA, clip=1e-3)], ids=str)
 def test_a_gradient_that_comes_again_has_not_entered(ranks: Ranks, codec: Codec, strategy: Momentum) -> None:
     """DDP leaves the gradient of what no rank used as it is."""
     for law, momentum in ranks(2).run(came_again, codec, strategy):
