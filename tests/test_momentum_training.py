@@ -77,6 +77,13 @@ def test_a_run_that_sends_everything_is_sgds(
     assert off < 1e-5
 
 
+def test_so_it_is_between_nodes(ranks: Ranks) -> None:
+    options = {"exchange": "hierarchical", "topology": 2}
+    found = ranks(4).run(like_torch, Identity(), options, True, 1.0)
+    assert len({one for _, one in found}) == 1, "replicas differ"
+    assert found[0][0] < 1e-5
+
+
 def test_what_is_compressed_is_not_sgds(ranks: Ranks) -> None:
     """Or the test above could not fail."""
     (off, first), (_, second) = ranks(2).run(like_torch, TopK(0.1), {"exchange": "gather"}, False, 1.0)
