@@ -69,7 +69,7 @@ def test_the_cpus_passes_are_those_of_torch(
 
 CODECS: list[SparseCodec] = [
     TopK(0.1), TopK(1.0), TopK(0.2, values=I8), TopK(0.2, indices="plain"),
-    Threshold(), ChunkedTopK(), RandomK(),
+    Threshold(), Threshold(2.5), Threshold(2.5).plain, ChunkedTopK(), RandomK(),
 ]  # fmt: skip
 
 
