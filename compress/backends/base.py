@@ -72,16 +72,16 @@ class Kernels(ABC):
         sent = decoded.isfinite() & total.isfinite()
         residual.copy_(torch.where(sent, total - decoded, residual))
 
-    def entries_of(self, codec: Any, wire: Tensor, numel: int, workspace: Workspace) -> tuple[Tensor, Tensor]:
+    def entries_of(self, codec: Any, wire: Tensor, numel: int, workspace: Workspace) -> tuple[Tensor, Tensor, Tensor]:
         """The entries on a sound wire of a sparse codec that this rank has encoded, without a pass over all elements
-        where the wire has their indices: int32 indices, -1 where there is none, and float32 values.
+        where the wire has their indices: int32 indices [k], float32 values [k], and how many are used, int32 [1].
 
-        Both may be memory of the workspace, which the next call overwrites.
+        All may be memory of the workspace, which the next call overwrites.
         """
         decoded = torch.zeros(numel, dtype=torch.float32, device=wire.device)
         self.decode_add(codec, wire, decoded, 1.0, Workspace.on(wire.device))
         indices = decoded.nonzero().view(-1)
-        return indices.int(), decoded[indices]
+        return indices.int(), decoded[indices], torch.full((1,), len(indices), dtype=torch.int32, device=wire.device)
 
     def decode_mean(self, codec: Any, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
         total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
@@ -127,17 +127,21 @@ class MomentumKernels:
         torch.add(new, g, out=out) if nesterov else out.copy_(new)
         momentum.copy_(torch.where(out.isfinite(), new, momentum))
 
-    def mask(self, momentum: Tensor, indices: Tensor, values: Tensor) -> Tensor:
+    def mask(self, momentum: Tensor, indices: Tensor, values: Tensor, count: Tensor | None = None) -> Tensor:
         """Let the momentum be zero where an entry has a finite value.
 
         Args:
-            indices, values: int32, none of them twice, except for -1, which is skipped; float32.
+            indices, values: int32, none of them twice, and float32.
+            count: how many are used, int32 [1] on the device; None: all.
 
         Returns:
-            What the momentum was there, float32; anything where the index is -1.
+            What the momentum was there, float32; anything where an entry is not used.
         """
-        at = indices.long().clamp_(min=0)
+        at, stays = indices.long(), ~values.isfinite()
+        if count is not None:
+            unused = torch.arange(len(indices), device=indices.device) >= count
+            at, stays = at.masked_fill(unused, 0), stays | unused
         before = momentum[at]
-        # Added, so that what is skipped changes nothing, wherever it points: not even the sign of a zero.
-        momentum.index_add_(0, at, (-before).masked_fill_((indices < 0) | ~values.isfinite(), -0.0))
+        # Added, so that what is not used changes nothing, wherever it points: not even the sign of a zero.
+        momentum.index_add_(0, at, (-before).masked_fill_(stays, -0.0))
         return before

@@ -234,11 +234,10 @@ class SparseKernels(Kernels):
         rows, values = self._plain(codec, wires, out.numel(), workspace)
         self.mean_plain(codec, rows, values, out, workspace)
 
-    def entries_of(self, codec: Any, wire: Tensor, numel: int, workspace: Workspace) -> tuple[Tensor, Tensor]:
+    def entries_of(self, codec: Any, wire: Tensor, numel: int, workspace: Workspace) -> tuple[Tensor, Tensor, Tensor]:
         parts = [part[None] for part in wire.split(codec.part_bytes(numel))]
         rows, values = self._plain(codec, parts, numel, workspace)
-        count, indices = rows[0, :1], rows[0, 1:]
-        return indices.masked_fill(torch.arange(len(indices), device=wire.device) >= count, -1), values[0]
+        return rows[0, 1:], values[0], rows[0, :1]
 
     def _plain(self, codec: Any, wires: Sequence[Tensor], numel: int, workspace: Workspace) -> tuple[Tensor, Tensor]:
         """The ranks' entries as they are, unpacked into the workspace where they are packed."""
