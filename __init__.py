@@ -12,6 +12,7 @@ from .compress import (
     Cast,
     Codec,
     Identity,
+    Momentum,
     OneBit,
     Outliers,
     Residual,
@@ -19,6 +20,7 @@ from .compress import (
     TernGrad,
     TopK,
     Tracking,
+    schedules,
 )
 from .hooks import CompressState, LocalUpdates, compress_hook, recommend, sparse_all_reduce
 
@@ -30,6 +32,7 @@ __all__ = [
     "CompressState",
     "Identity",
     "LocalUpdates",
+    "Momentum",
     "OneBit",
     "Outliers",
     "Residual",
@@ -40,5 +43,6 @@ __all__ = [
     "__version__",
     "compress_hook",
     "recommend",
+    "schedules",
     "sparse_all_reduce",
 ]

@@ -2,9 +2,11 @@
 
 import torch
 
+from . import schedules
 from .cast import Cast, Identity
 from .codec import BlockCodec, Codec, SparseCodec, new_draw
 from .feedback import Feedback, Residual
+from .momentum import Momentum
 from .onebit import OneBit
 from .outliers import Outliers
 from .qsgd import QSGD
@@ -34,6 +36,7 @@ __all__ = [
     "Codec",
     "Feedback",
     "Identity",
+    "Momentum",
     "OneBit",
     "Outliers",
     "Residual",
@@ -43,4 +46,5 @@ __all__ = [
     "TopK",
     "Tracking",
     "new_draw",
+    "schedules",
 ]

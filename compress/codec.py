@@ -377,6 +377,12 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}")
 
 
+def check_flag(name: str, value: object) -> None:
+    """Raises ValueError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}: expected True or False")
+
+
 def check_number(name: str, value: float, low: float, high: float) -> None:
     """Raises ValueError unless `value` is a number with low < value <= high."""
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value) or not low < value <= high:

@@ -13,9 +13,9 @@ keep plain residuals.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -45,6 +45,20 @@ class Feedback(ABC):
         """The largest norm of a rank's own gradient, of all parameters together: it is scaled to that first."""
         return None
 
+    @property
+    def has_momentum(self) -> bool:
+        """Whether what is handed out is a momentum already, so that an optimizer must not have one too."""
+        return False
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises ValueError for an optimizer that has momentum of its own, where this strategy hands out momentum."""
+        for group in optimizer.param_groups if self.has_momentum else ():
+            for name, value in _momentum_of(group):
+                raise ValueError(
+                    f"{type(optimizer).__name__} has {name}={value!r}, and {self} hands out a momentum already: make "
+                    "the optimizer without, as SGD(momentum=0) or AdamW(betas=(0.0, 0.99)), or take Residual()"
+                )
+
     def check(self, codec: Codec) -> None:  # noqa: B027 - most take any codec
         """Raises ValueError for a codec around which this strategy does not work."""
 
@@ -69,6 +83,13 @@ class Feedback(ABC):
 
     def deliver(self, kept: Kept, mean: Tensor) -> None:  # noqa: B027 - most hand out the mean
         """Turn the decoded mean over the ranks, equal on all of them, into what is handed out: in place."""
+
+    def also_sent(self, kept: Kept, indices: Tensor, values: Tensor) -> None:  # noqa: B027 - most need not know
+        """The exchange has sent all that was to be sent of some elements, where `values` is finite: `Kept.take_at`."""
+
+    def not_sent(self, kept: Kept, indices: Tensor, delivered: Tensor) -> None:  # noqa: B027 - most need not know
+        """Of the entries that `encode` has written, in their order, those that are not among `delivered` are to be
+        sent later: `Kept.give_back_unless`."""
 
     def thrown_away(self, kept: Kept, slot: Slot, mean: Tensor, gradient: Tensor | None) -> None:
         """What was handed out for one parameter has not been applied on any rank.
@@ -103,6 +124,7 @@ class Kept:
 
     Attributes:
         lost: the sum of the magnitudes that the strategy has given up, float64 [] on the device; None: there are none.
+        stash: what the strategy needs again before the step is over.
     """
 
     #: Whether to `remember` before a step changes anything, as it may have to be undone.
@@ -111,6 +133,7 @@ class Kept:
     def __init__(self, strategy: Feedback, vectors: Mapping[str, Tensor]) -> None:
         self.strategy, self.vectors = strategy, dict(vectors)
         self.lost: Tensor | None = None
+        self.stash: Tensor | None = None
         self._entries: EntryKernels | None = None
 
     def __getitem__(self, vector: str) -> Tensor:
@@ -152,6 +175,7 @@ class Kept:
             rest = self.residual[at]
             values += rest
             self.residual[at] = rest.masked_fill_(values.isfinite(), 0.0)
+            self.strategy.also_sent(self, indices, values)
 
     def give_back(self, indices: Tensor, values: Tensor) -> None:
         """Parts of what was to be sent have not been: send them later. What is not finite is left out. As `take_at`."""
@@ -166,9 +190,14 @@ class Kept:
             delivered: int32, ascending: of which elements any rank's entries have reached the mean.
         """
         if self.residual is not None:
-            if self._entries is None:
-                self._entries = entries_for(self.residual.device)
-            self._entries.put_back((indices, values), delivered, self.residual)
+            self.put_back(RESIDUAL, indices, values, delivered)
+            self.strategy.not_sent(self, indices, delivered)
+
+    def put_back(self, vector: str, indices: Tensor, values: Tensor, delivered: Tensor) -> None:
+        """Write `values`, where they are finite, to those elements of a vector that are not among `delivered`."""
+        if self._entries is None:
+            self._entries = entries_for(self[vector].device)
+        self._entries.put_back((indices, values), delivered, self[vector])
 
     def replace(self, where: Tensor, values: Tensor) -> None:
         """Let what is still to be sent of some elements (bool) be these values, in all that this rank keeps."""
@@ -264,3 +293,32 @@ def plain(residual: Tensor) -> Kept:
 def total_lost(parts: Iterable[Kept]) -> float:
     """The sum of the magnitudes that have been given up. Waits for the device."""
     return float(sum(float(kept.lost) for kept in parts if kept.lost is not None))
+
+
+def to_encode(workspace: Workspace, like: Tensor) -> Tensor:
+    """As long as `like`, with anything in it: what a strategy lets the codec encode in the place of a gradient."""
+    found: Tensor | None = workspace.buffers.get("to_encode")
+    if found is None or found.numel() != like.numel():
+        found = workspace.buffers["to_encode"] = torch.empty_like(like)
+    return found
+
+
+def check_beta(beta: float) -> None:
+    """Raises ValueError for what is no decay of a momentum."""
+    if isinstance(beta, bool) or not isinstance(beta, int | float) or not 0.0 <= beta < 1.0:
+        raise ValueError(f"beta={beta!r}: expected a number in [0, 1)")
+
+
+def check_clip(clip: float | None) -> None:
+    """Raises ValueError for what is no largest norm."""
+    if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not 0.0 < clip < 1e30):
+        raise ValueError(f"clip={clip!r}: expected a positive number, the largest norm, or None")
+
+
+def _momentum_of(group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The options of a group of parameters by which one of torch's optimizers has a momentum."""
+    momentum, betas = group.get("momentum"), group.get("betas")
+    if momentum:
+        yield "momentum", momentum
+    if betas is not None and betas[0]:
+        yield "betas", tuple(betas)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .backends import Workspace, backend_for
 from .codec import Codec
-from .feedback import RESIDUAL, Feedback, Kept
+from .feedback import RESIDUAL, Feedback, Kept, check_beta, check_clip, to_encode
 from .layout import Slot
 
 MOMENTUM, ESTIMATE = "momentum", "estimate"
@@ -26,8 +26,8 @@ class Tracking(Feedback):
     H + mean e = mean m holds at all times: nothing of the momentum is lost. What reaches the optimizer is smooth, where
     a plain residual comes in bursts, which swell Adam's second moment.
 
-    The optimizer has to do without momentum of its own: `AdamW(betas=(0.0, ...))`, `SGD(momentum=0)`. H is 1-β^t times
-    an unbiased estimate in step t, as torch's own first moment is before its correction.
+    The optimizer has to do without momentum of its own: `AdamW(betas=(0.0, ...))`, `SGD(momentum=0)`; `check_optimizer`
+    tells. H is 1-β^t times an unbiased estimate in step t, as torch's own first moment is before its correction.
 
     Steps that send everything, and parameters that are excluded, have exactly the momentum of the mean: H = mean m.
     Where a mean is not finite, NaN is handed out and H stays; so does m where a rank's gradient is not finite. A
@@ -50,15 +50,16 @@ class Tracking(Feedback):
     clip: float | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.beta, bool) or not isinstance(self.beta, int | float) or not 0.0 <= self.beta < 1.0:
-            raise ValueError(f"beta={self.beta!r}: expected a number in [0, 1)")
-        clip = self.clip
-        if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not 0.0 < clip < 1e30):
-            raise ValueError(f"clip={clip!r}: expected a positive number, the largest norm, or None")
+        check_beta(self.beta)
+        check_clip(self.clip)
 
     @property
     def largest_norm(self) -> float | None:
         return self.clip
+
+    @property
+    def has_momentum(self) -> bool:
+        return self.beta > 0.0
 
     def prepare(self, device: torch.device) -> None:
         one = torch.zeros(1, dtype=torch.float32, device=device)
@@ -68,9 +69,7 @@ class Tracking(Feedback):
     def encode(
         self, kept: Kept, codec: Codec, grad: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
     ) -> None:
-        change = workspace.buffers.get("change")
-        if change is None or change.numel() != grad.numel():
-            change = workspace.buffers["change"] = torch.empty_like(kept[RESIDUAL])
+        change = to_encode(workspace, kept[RESIDUAL])
         self._enter(kept, grad, change)
         codec.encode_feedback(change, kept[RESIDUAL], wire, draw, workspace)
 

@@ -94,6 +94,8 @@ class Delivery:
                 grad = self._parameters[slot.name].grad if step.own else None
                 # In DDP's own bucket the mean has replaced the gradient that had gone in. Elsewhere both are there.
                 if grad is None or grad.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr():
+                    if grad is not None and step.factor is not None:
+                        grad = grad * step.factor
                     self._feedback.give_back(layout, slot, mean, grad)
         return torch.empty(0)
 

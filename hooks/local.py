@@ -66,7 +66,8 @@ class LocalUpdates:
         codec: what compresses Δ, or a function of the round (counted from 0) that returns one, equal on all ranks.
         every: H, local steps from one exchange to the next, of each parameter.
         after: before so many steps, every one is followed by an exchange.
-        outer_lr, outer_momentum, nesterov: of the outer optimizer, as in torch.optim.SGD.
+        outer_lr, outer_momentum, nesterov: of the outer optimizer, as in torch.optim.SGD. No momentum where
+            `error_feedback` has it, as `Momentum` and `Tracking`.
         fragments: F groups of parameters, of about equal size; each has its exchange every H steps, one every H/F.
         delay: τ steps from sending to applying, fewer than H/F: training goes on while messages are under way.
         blend: α in [0, 1): θ becomes θ0 + α·(θ - θ0).
@@ -375,7 +376,7 @@ class LocalUpdates:
 
     def _check(self) -> None:
         self._schedule.check()
-        self._outer.check()
+        self._outer.check(self._options.strategy)
         if self._options.exchange not in ("auto", *EXCHANGES):
             names = ", ".join(map(repr, ("auto", *EXCHANGES)))
             raise ValueError(f"exchange={self._options.exchange!r}: expected one of {names}")

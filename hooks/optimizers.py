@@ -143,7 +143,13 @@ def _instead(optimizer: torch.optim.Optimizer, codec: Codec) -> str:
 
 
 def judge(options: Options, optimizer: torch.optim.Optimizer) -> None:
-    """Warn of what `concern` knows, for what a user has asked for."""
+    """Warn of what `concern` knows, for what a user has asked for.
+
+    Raises:
+        ValueError: the optimizer has a momentum, and the strategy hands one out.
+    """
+    if options.strategy is not None:
+        options.strategy.check_optimizer(optimizer)
     choice = options.choice(options.warmup_steps)
     problem = concern(optimizer, choice.codec, choice.feedback and not options.keeps_all)
     if problem is not None and choice.exchange != "dense":

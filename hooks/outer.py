@@ -33,12 +33,17 @@ class Outer:
     momentum: float
     nesterov: bool
 
-    def check(self) -> None:
-        """Raises ValueError for numbers that cannot be meant."""
+    def check(self, strategy: Feedback | None = None) -> None:
+        """Raises ValueError for numbers that cannot be meant, with what a strategy hands out."""
         if not _is_number(self.lr) or not 0.0 < self.lr < float("inf"):
             raise ValueError(f"outer_lr={self.lr!r}: expected a number above 0, such as 1.0 or DiLoCo's 0.7")
         if not _is_number(self.momentum) or not 0.0 <= self.momentum < 1.0:
             raise ValueError(f"outer_momentum={self.momentum!r}: expected a number in [0, 1), such as DiLoCo's 0.9")
+        if self.momentum and strategy is not None and strategy.has_momentum:
+            raise ValueError(
+                f"outer_momentum={self.momentum!r}: error_feedback={strategy} hands out a momentum already: leave "
+                "it at 0, or take Residual()"
+            )
 
     def step(self, parameters: Tensor, momentum: Tensor | None, mean: Tensor) -> None:
         """Move the parameters, and their momentum, where there is one: in place. All float32 and flat."""

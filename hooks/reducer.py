@@ -218,6 +218,8 @@ class Step:
     #: Units that wait for the norm of all gradients, and the norms of theirs.
     held: list[tuple[Unit, Tensor, torch.futures.Future[Tensor]]] = field(default_factory=list)
     norms: list[Tensor] = field(default_factory=list)
+    #: By what this rank's gradients have been multiplied to have a norm that is allowed; None: they have not been.
+    factor: Tensor | None = None
     #: Whether gradients of this rank go in, and not zeros in the place of a rank that has joined.
     own: bool = True
     #: Whether the scaler will skip it, as far as is known.
@@ -378,7 +380,7 @@ class Reducer:
         limit, norm = self._feedback.strategy.largest_norm, torch.stack(step.norms).double().norm()
         assert limit is not None
         factor = (limit * (self._tracker.loss_scale.read() or 1.0) / norm).clamp(max=1.0)
-        factor = torch.where(norm.isfinite(), factor, 1.0)  # what is not finite is not to spread
+        step.factor = factor = torch.where(norm.isfinite(), factor, 1.0)  # what is not finite is not to spread
         for unit, buffer, future in step.held:
             if factor.is_cuda or float(factor) < 1.0:
                 buffer.mul_(factor)

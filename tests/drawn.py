@@ -10,7 +10,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 import torch
-from gradwire import Codec, TopK, Tracking
+from gradwire import Codec, Momentum, TopK, Tracking
 from gradwire.compress import Feedback
 from torch import nn
 
@@ -115,8 +115,17 @@ class Configuration(Short):
         return isinstance(self.error_feedback, Tracking)
 
     @property
+    def momentum(self) -> Momentum | None:
+        """What makes a momentum of gradients, if anything does."""
+        return self.error_feedback if isinstance(self.error_feedback, Momentum) else None
+
+    @property
     def nothing_is_lost(self) -> bool:
-        return not self.tracks and all(codec.lossless or self.keeps(codec) for codec in self.codecs)
+        return (
+            not self.tracks
+            and self.momentum is None
+            and all(codec.lossless or self.keeps(codec) for codec in self.codecs)
+        )
 
     @property
     def nothing_is_kept(self) -> bool:

@@ -23,7 +23,8 @@ from drawn import Close, Configuration, Copy, Event, Join, Overflow, Parameter, 
 from drawn_model import Drawn, Linear, Recorder, fail, infinite, with_scale
 from gradwire import CompressState, compress_hook
 from gradwire.compress.feedback import RESIDUAL
-from gradwire.compress.tracking import ESTIMATE, MOMENTUM
+from gradwire.compress.momentum import MOMENTUM
+from gradwire.compress.tracking import ESTIMATE
 from gradwire.hooks.auto import cost, probe
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -50,6 +51,7 @@ class Machine:
         self.settled = _copy(zeros)  # means of what earlier numbers of ranks wanted
         # For each backward pass that raised, what may be kept of it and of those before it: one of these, or nothing.
         self.abandoned: list[list[dict[str, Tensor]]] = []
+        self.came_back = False  # whether means have gone in again, with another pass's gradients
         self.window = _copy(zeros)  # since the optimizer's last step
         self.allowance = dict.fromkeys(zeros, 0.0)
         self.largest = {name: zero.numel() ** 0.5 for name, zero in zeros.items()}
@@ -132,6 +134,7 @@ class Machine:
         if self.configuration.static_graph and not self.begun:  # DDP cannot begin in another way
             event = replace(event, backwards=1, no_sync=0)
         self.begun = True
+        self.came_back |= event.backwards > 1
         bad, passes = False, range(event.backwards * (event.no_sync + 1))
         self._zero()
         for index in passes:
@@ -243,6 +246,7 @@ class Machine:
         if not self._same_everywhere(last) or not self._drawn(event.parameter).used(0, last):
             return  # DDP by itself would mix up its collectives, or nothing would be raised
         self._zero()
+        self.came_back |= event.backwards > 0
         for _ in range(event.backwards):
             self._backward()
         # The means of those before may have been given for good; then it is the user who throws them away.
@@ -324,12 +328,14 @@ class Machine:
         if self.active:
             saved = self._saved(consolidated=True)
             self.settled, self.abandoned = self._accounts()
-            news = [(saved, self.settled, self.abandoned, self.received, self.largest, self.number)]
+            account = self.settled, self.abandoned, self.received, self.largest, self.number, self.came_back
+            news = [(saved, *account)]
             if self.state is not None:
                 self._end()
         self.wanted = {name: torch.zeros_like(w) for name, w in self.wanted.items()}
         dist.broadcast_object_list(news, src=0)
-        saved, self.settled, self.abandoned, self.received, self.largest, self.number = news[0]
+        saved, *account = news[0]
+        self.settled, self.abandoned, self.received, self.largest, self.number, self.came_back = account
         self.allowance = dict(self.allowance) if self.active else dict.fromkeys(self.allowance, 0.0)
         self._set_ranks(event.world_size)
         if self.active:
@@ -370,12 +376,17 @@ class Machine:
         """What must hold at the end. A collective."""
         self.at = "the end"
         wanted, abandoned = self._accounts()
-        residuals = {} if self.state is None else mean_residuals(self.state)
+        received, residuals = self.received, {} if self.state is None else mean_residuals(self.state)
+        momentum = self.configuration.momentum
+        if momentum is not None:
+            received, residuals = self._in_gradients(momentum.beta, residuals)
         allowance = torch.tensor(list(self.allowance.values()), dtype=torch.float64)
         dist.all_reduce(allowance, dist.ReduceOp.MAX, group=self.group)
         allowed = dict(zip(self.allowance, allowance.tolist(), strict=True))
-        if self.configuration.nothing_is_lost:
-            for name, off in law(wanted, self.received, residuals, abandoned).items():
+        # Masking forgets momentum, and by how much a rank's gradient is clipped is not known here.
+        conserved = momentum is not None and not momentum.masking and momentum.clip is None and not self.came_back
+        if self.configuration.nothing_is_lost or conserved:
+            for name, off in law(wanted, received, residuals, abandoned).items():
                 size = max(self.largest[name], float(residuals.get(name, torch.zeros(())).norm()))
                 bound = 1e-5 * size + 1.01 * allowed[name]
                 if not off <= bound:
@@ -394,6 +405,22 @@ class Machine:
         threads = [t.name for t in set(threading.enumerate()) - self.threads if t.name.startswith("gradwire")]
         if threads:
             self.violations.append(f"threads left after close: {', '.join(threads)}")
+
+    def _in_gradients(self, beta: float, residuals: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """With `Momentum`, of every parameter: what was applied and what waits in units of the gradients, each of which
+        moves 1 / (1 - β) times itself in the course of time; what is in the momentum has so much still to do. A
+        collective."""
+        saved = self.state.consolidated_state_dict()
+        scale = 1.0 if saved["scale"] is None else saved["scale"]
+        received = {name: (1.0 - beta) * total for name, total in self.received.items()}
+        waits = {
+            name: (1.0 - beta) * residuals[name] + beta * there.double() / scale
+            for name, there in saved["vectors"][MOMENTUM]["mean"].items()
+        }
+        for name, kept in waits.items():
+            if not bool(kept.isfinite().all()):
+                self.violations.append(f"{name}: what is kept is not finite")
+        return received, waits
 
     def _check_balance(self) -> None:
         """With `Tracking`, of every parameter: estimate + mean residual = mean momentum. A collective."""

@@ -34,7 +34,7 @@ from drawn import (
     verdict,
 )
 from drawn_machine import play
-from gradwire import QSGD, Cast, Codec, Identity, OneBit, Outliers, Ternary, TernGrad, TopK, Tracking
+from gradwire import QSGD, Cast, Codec, Identity, Momentum, OneBit, Outliers, Ternary, TernGrad, TopK, Tracking
 from gradwire.compress import Feedback
 from gradwire.hooks.exchanges import EXCHANGES, possible
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -53,6 +53,11 @@ CODECS: tuple[Codec, ...] = (
 )  # fmt: skip
 SPARSE = tuple(codec for codec in CODECS if codec.block_size is None)
 BLOCKS = tuple(codec for codec in CODECS if codec.block_size is not None)
+FEEDBACK: tuple[bool | str | Feedback, ...] = (
+    "auto", "auto", "auto", True, True, False, Tracking(), Tracking(0.5, clip=1.0),
+    Momentum(), Momentum(0.5, nesterov=True, clip=1.0),
+    Momentum(0.5, masking=False), Momentum(nesterov=True, masking=False),
+)  # fmt: skip
 SHAPES = ((40, 20), (300,), (1500,), (16, 8, 3, 3), (), (1,), (7,), (0,), (3, 0))
 
 
@@ -72,9 +77,7 @@ def configurations(draw: st.DrawFn) -> Configuration:
     family = draw(st.sampled_from([SPARSE, BLOCKS, CODECS]))
     codecs = [draw(st.sampled_from(family)) for _ in range(draw(st.sampled_from([1, 1, 2, 3])))]
     carried = [name for name in EXCHANGES if all(name in possible(codec) for codec in codecs)]
-    feedback: st.SearchStrategy[bool | str | Feedback] = st.sampled_from(
-        ["auto", "auto", True, False, Tracking(), Tracking(0.5, clip=1.0)]
-    )
+    feedback = st.sampled_from(FEEDBACK)
     ways: dict[str, Any] = {}
     uses: tuple[str, ...] = ("always", "tied", "frozen")
     how = draw(st.sampled_from(["plain", "unused", "static", "skip"]))

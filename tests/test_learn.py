@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire import QSGD, Codec, Identity, OneBit, Outliers, Residual, Ternary, TopK, Tracking
+from gradwire import QSGD, Codec, Identity, Momentum, OneBit, Outliers, Residual, Ternary, TopK, Tracking
 from gradwire.benchmarks import cli
 from gradwire.benchmarks.common.virtual import VirtualRanks
 from gradwire.benchmarks.training import learn
@@ -60,6 +61,10 @@ def really(rank: int, codec: Codec, exchange: str, strategy: Feedback | None) ->
         (TopK(0.05), "split", Tracking()),
         (TopK(0.05, values=torch.int8), "union", Residual(0.9)),
         (Identity(), "gather", Tracking()),
+        (TopK(0.05), "gather", Momentum()),
+        (TopK(0.05), "union", Momentum(nesterov=True)),
+        (TopK(0.05), "split", Momentum()),
+        (OneBit(), "two_pass", Momentum()),
     ],
     ids=str,
 )
@@ -125,6 +130,26 @@ def test_runs_are_made_once_and_compared_at_their_best(tmp_path: Path, capsys: p
         tried = {r["learning_rate"]: r["loss"] for r in runs if r["arm"] == one.arm and r["seed"] == 0}
         assert one.learning_rate == min(tried, key=tried.__getitem__)
         assert one.losses[0] == tried[one.learning_rate]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_what_is_handed_out_with_momentum_trains_without(optimizer: str) -> None:
+    """DGC that sends everything is float32's SGD with momentum, where nothing is clipped."""
+    rate = learn.TASKS["digits"].learning_rates[optimizer]
+    options: dict[str, Any] = {"task": "digits", "optimizer": optimizer, "learning_rate": rate, "seed": 0}
+    options |= {"world": 2, "batch": 16, "steps": 30}
+    for arm in ("float32", "dgc-topk1", "tracking"):
+        way = learn.WAYS[arm]
+        made = learn.optimizer_of(learn.task_of("digits", optimizer, 16, 30), [torch.nn.Parameter(torch.ones(1))], way)
+        group = made.param_groups[0]
+        momentum = group["momentum"] if optimizer == "sgd" else group["betas"][0]
+        assert momentum == (0.0 if way.has_momentum else 0.9)
+    if optimizer == "sgd":
+        whole = replace(learn.WAYS["dgc-topk1"], codec=Identity())
+        tasks = {"digits": replace(learn.TASKS["digits"], clip=1e9)}
+        with patch.dict(learn.WAYS, whole=whole), patch.dict(learn.TASKS, tasks):
+            losses = [learn.learn(arm=arm, **options)["loss"] for arm in ("float32", "whole")]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 def test_one_rank_has_nobody_to_tell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

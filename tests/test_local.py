@@ -15,6 +15,7 @@ from gradwire import (
     Codec,
     Identity,
     LocalUpdates,
+    Momentum,
     OneBit,
     Outliers,
     Residual,
@@ -356,8 +357,9 @@ def test_inside_with_the_optimizers_steps_are_counted(ranks: Ranks) -> None:
 
 def one_is_not_finite(rank: int, codec: Codec, exchange: Any, bad: float, strategy: Any) -> Any:
     model, optimizer = plain()
+    outer = 0.0 if isinstance(strategy, Momentum | Tracking) else 0.5  # which have one already
     updates = LocalUpdates(
-        model, optimizer, codec, every=2, exchange=exchange, error_feedback=strategy, outer_momentum=0.5
+        model, optimizer, codec, every=2, exchange=exchange, error_feedback=strategy, outer_momentum=outer
     )
     for _ in train(rank, model, optimizer, range(2)):
         updates.step()
@@ -399,6 +401,7 @@ def leaves(tree: Any) -> list[Tensor]:
         (TopK(0.05), "split", float("nan"), "auto", 2),
         (TopK(0.05), "union", float("nan"), Residual(decay=0.9), 2),
         (Ternary(), "gather", float("nan"), Tracking(), 2),
+        (TopK(0.05), "split", float("nan"), Momentum(), 2),
         (OneBit(), "dense", float("-inf"), "auto", 2),
     ],
     ids=str,
@@ -459,6 +462,7 @@ def resumed(rank: int, codec: Codec, exchange: Any, options: dict[str, Any], sav
         (QSGD(bits=4), "gather", STREAMING, 6),
         (TopK(0.1), "gather", STREAMING | {"blend": 0.5}, 7),
         (Ternary(), "gather", {"every": 2, "error_feedback": Tracking()}, 5),
+        (TopK(0.1), "union", {"every": 2, "error_feedback": Momentum(nesterov=True)}, 5),
     ],
     ids=str,
 )

@@ -10,7 +10,7 @@ import test_allreduce
 import test_codec
 import test_feedback
 import torch
-from gradwire import CompressState, Tracking
+from gradwire import CompressState, Momentum, Tracking
 from gradwire.compress import CODECS, QSGD, Codec, OneBit, SparseCodec, TopK, backends, new_draw
 from gradwire.compress.backends import Backend, Kernels, register_backend, use_backend
 from gradwire.compress.codec import DTYPES
@@ -247,7 +247,7 @@ def trained(rank: int, strategy: Feedback, codec: Codec, exchange: str) -> tuple
 @pytest.mark.parametrize(
     ("codec", "exchange"), [(OneBit(), "gather"), (OneBit(), "two_pass"), (TopK(0.1), "union"), (TopK(0.1), "split")]
 )
-@pytest.mark.parametrize("strategy", [Residual(decay=0.9), Tracking(), Velocity(), Smoothed()], ids=str)
+@pytest.mark.parametrize("strategy", [Residual(decay=0.9), Tracking(), Momentum(), Velocity(), Smoothed()], ids=str)
 def test_a_model_is_trained_with_a_strategy(
     ranks: Callable[[int], Pool], strategy: Feedback, codec: Codec, exchange: str
 ) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...compress import QSGD, Codec, Identity, OneBit, Outliers, Residual, Ternary, TernGrad, TopK, Tracking
+from ...compress import QSGD, Codec, Identity, Momentum, OneBit, Outliers, Residual, Ternary, TernGrad, TopK, Tracking
 from ...compress.feedback import Feedback
 from ...compress.layout import Layout, Slot, end_to_end
 from ..common import report
@@ -58,7 +58,7 @@ class Way:
     @property
     def title(self) -> str:
         if isinstance(self.codec, Identity) and self.strategy is None:
-            return "float32"
+            return FLOAT32
         feedback = "" if self.strategy is None else f", {type(self.strategy).__name__}"
         begins = f", after {self.begins} steps of 8 bits" if self.begins else ""
         text = f"{label(self.codec)} by {self.exchange}{feedback}{begins}{', corrected' * self.corrected}"
@@ -66,10 +66,24 @@ class Way:
 
     @property
     def colour(self) -> str:
-        return {type(None): "#000000", Tracking: "#0072B2"}.get(type(self.strategy), "#D55E00")
+        if self.title == FLOAT32:
+            return "#000000"
+        colours: dict[type, str] = {Tracking: "#0072B2", Momentum: "#009E73"}
+        return colours.get(type(self.strategy), "#D55E00")
+
+    @property
+    def has_momentum(self) -> bool:
+        """Whether the optimizer must have none."""
+        return self.strategy is not None and self.strategy.has_momentum
+
+    def clipped(self, clip: float, world: int) -> tuple[Feedback | None, float]:
+        """The strategy, and the largest norm of what is handed out, where that of a mean gradient is to be `clip`."""
+        if isinstance(self.strategy, Momentum):  # hands out what gradients add up to: clips before, as published
+            return replace(self.strategy, clip=clip * world**-0.5), math.inf
+        return self.strategy, clip
 
 
-SMOOTH = Tracking(0.9, clip=1.0)
+SMOOTH = Tracking(MOMENTUM, clip=1.0)
 
 
 def _top(density: float) -> Codec:
@@ -88,6 +102,8 @@ WAYS = {
     "tracking-topk2": Way(_top(0.02), "split", SMOOTH),
     "tracking-topk2-corrected": Way(_top(0.02), "split", SMOOTH, corrected=True),
     "tracking-topk1": Way(_top(0.01), "split", SMOOTH),
+    "dgc-topk1": Way(TopK(0.01), "gather", Momentum(MOMENTUM)),
+    "dgc-topk01": Way(TopK(0.001), "gather", Momentum(MOMENTUM)),
     "terngrad": Way(TernGrad(), "two_pass"),
     "ternary": Way(Ternary(), "two_pass", Residual()),
     "onebit": Way(OneBit(block=256), "two_pass", Residual()),
@@ -196,9 +212,9 @@ def task_of(name: str, optimizer: str, batch: int, steps: int) -> Task:
     return replace(TASKS[name], optimizer=optimizer, batch=batch, steps=steps)
 
 
-def optimizer_of(task: Task, parameters: Sequence[nn.Parameter], tracks: bool) -> torch.optim.Optimizer:
-    """The task's; without momentum of its own where `tracks`."""
-    momentum = 0.0 if tracks else MOMENTUM
+def optimizer_of(task: Task, parameters: Sequence[nn.Parameter], way: Way) -> torch.optim.Optimizer:
+    """The task's; without momentum of its own where what is handed out has it."""
+    momentum = 0.0 if way.has_momentum else MOMENTUM
     if task.optimizer == "sgd":
         return torch.optim.SGD(parameters, momentum=momentum)
     return torch.optim.AdamW(parameters, betas=(momentum, 0.99), weight_decay=0.01, fused=True)
@@ -215,10 +231,11 @@ def learn(
     model = job.model()
     parameters = list(model.parameters())
     layout = layout_of(model)
-    ranks = VirtualRanks(world, layout, way.codec, way.exchange, way.strategy, seed)
+    strategy, clip = way.clipped(job.clip, world)
+    ranks = VirtualRanks(world, layout, way.codec, way.exchange, strategy, seed)
     if way.begins:
         ranks.use(QSGD(bits=8), "two_pass")
-    updates = optimizer_of(job, parameters, isinstance(way.strategy, Tracking))
+    updates = optimizer_of(job, parameters, way)
     data = [job.batches(seed, rank, world) for rank in range(world)]
     flats = [torch.zeros(sum(p.numel() for p in parameters)) for _ in range(world)]
     received = 0
@@ -236,7 +253,7 @@ def learn(
             beta = way.strategy.beta
             rate /= 1.0 - beta ** (step + 1) if way.corrected else 1.0
             rate /= 1.0 - beta if optimizer == "sgd" else 1.0  # torch's momentum is a sum, not a mean
-        update(updates, rate, job.clip)
+        update(updates, rate, clip)
     sums = job.validation(model, 0, 1)
     ring = 2 * (world - 1) / world * 4 * len(flats[0])
     loss = sums["loss"] / sums["count"]
@@ -331,7 +348,8 @@ def table(result: Mapping[str, Any]) -> report.Table:
     )
     caption = (
         f"validation loss, mean of {arguments['seeds']} seeds, every arm at its best learning rate; the last column is "
-        f"paired by seed, with 95 % intervals; Tracking: {SMOOTH}, and no momentum in the optimizer\n"
+        f"paired by seed, with 95 % intervals; Tracking: {SMOOTH}; with it and with Momentum there "
+        "is no momentum in the optimizer\n"
     )
     caption += report.describe(result["environment"])
     return report.Table(title, columns, rows, caption)
@@ -363,16 +381,12 @@ def plot(result: Mapping[str, Any], path: str) -> None:
             one.loss,
             yerr=[[one.loss - min(one.losses)], [max(one.losses) - one.loss]],
             fmt="o",
-            color="#000000"
-            if one.arm == FLOAT32
-            else "#0072B2"
-            if isinstance(WAYS[one.arm].strategy, Tracking)
-            else "#D55E00",
+            color=WAYS[one.arm].colour,
         )
         axes.annotate(one.arm, (one.times_fewer, one.loss), (5, 5), textcoords="offset points", fontsize=8)
     axes.set_xscale("log")
     axes.set_xlabel("times fewer bytes than float32")
     axes.set_ylabel(f"validation loss, {result['task']['loss_unit']}")
-    axes.set_title("Blue: Tracking, with no momentum in the optimizer", fontsize=10)
+    axes.set_title("Blue: Tracking, green: Momentum, with no momentum in the optimizer", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     report.save(figure, path, dpi=150)

@@ -15,12 +15,13 @@ from functools import cache, partial
 
 import torch
 
-from .base import Kernels, TrackingKernels, Workspace
+from .base import Kernels, MomentumKernels, TrackingKernels, Workspace
 from .sparse import EntryKernels, Selecting, SparseKernels
 
 __all__ = [
     "Backend",
     "Kernels",
+    "MomentumKernels",
     "TrackingKernels",
     "Workspace",
     "backend_for",
@@ -41,12 +42,13 @@ class Backend:
     Attributes:
         kernels: of each codec, by its name. One that is not there has to bring kernels of its own.
         entries: what packs and merges the entries of sparse gradients.
-        tracking: the passes of `compress.tracking`.
+        tracking, momentum: the passes of `compress.tracking` and `compress.momentum`.
     """
 
     kernels: Mapping[str, Kernels]
     entries: EntryKernels
     tracking: TrackingKernels = field(default_factory=TrackingKernels)
+    momentum: MomentumKernels = field(default_factory=MomentumKernels)
 
 
 def _built_in(name: str) -> Backend:

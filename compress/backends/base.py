@@ -72,6 +72,17 @@ class Kernels(ABC):
         sent = decoded.isfinite() & total.isfinite()
         residual.copy_(torch.where(sent, total - decoded, residual))
 
+    def entries_of(self, codec: Any, wire: Tensor, numel: int, workspace: Workspace) -> tuple[Tensor, Tensor, Tensor]:
+        """The entries on a sound wire of a sparse codec that this rank has encoded, without a pass over all elements
+        where the wire has their indices: int32 indices [k], float32 values [k], and how many are used, int32 [1].
+
+        All may be memory of the workspace, which the next call overwrites.
+        """
+        decoded = torch.zeros(numel, dtype=torch.float32, device=wire.device)
+        self.decode_add(codec, wire, decoded, 1.0, Workspace.on(wire.device))
+        indices = decoded.nonzero().view(-1)
+        return indices.int(), decoded[indices], torch.full((1,), len(indices), dtype=torch.int32, device=wire.device)
+
     def decode_mean(self, codec: Any, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
         total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
         for rank in range(wires[0].shape[0]):
@@ -103,3 +114,34 @@ class TrackingKernels:
         estimate.copy_(torch.where(finite, total, estimate))
         mean.copy_(total.masked_fill_(~finite, torch.nan))
         return not finite.is_cuda and bool(finite.all())
+
+
+class MomentumKernels:
+    """The passes of `compress.momentum` over flat tensors, in torch, for devices without anything better."""
+
+    def enter(self, grad: Tensor, momentum: Tensor, beta: float, nesterov: bool, out: Tensor) -> None:
+        """Let a gradient g of any dtype enter the momentum u, float32: u = βu + g, and `out`, float32, = u; with
+        `nesterov` u = β(u + g), and `out` = u + g. Where `out` is not finite the momentum stays."""
+        g = grad.float()
+        new = (momentum + g) * beta if nesterov else momentum * beta + g
+        torch.add(new, g, out=out) if nesterov else out.copy_(new)
+        momentum.copy_(torch.where(out.isfinite(), new, momentum))
+
+    def mask(self, momentum: Tensor, indices: Tensor, values: Tensor, count: Tensor | None = None) -> Tensor:
+        """Let the momentum be zero where an entry has a finite value.
+
+        Args:
+            indices, values: int32, none of them twice, and float32.
+            count: how many are used, int32 [1] on the device; None: all.
+
+        Returns:
+            What the momentum was there, float32; anything where an entry is not used.
+        """
+        at, stays = indices.long(), ~values.isfinite()
+        if count is not None:
+            unused = torch.arange(len(indices), device=indices.device) >= count
+            at, stays = at.masked_fill(unused, 0), stays | unused
+        before = momentum[at]
+        # Added, so that what is not used changes nothing, wherever it points: not even the sign of a zero.
+        momentum.index_add_(0, at, (-before).masked_fill_(stays, -0.0))
+        return before

@@ -234,6 +234,11 @@ class SparseKernels(Kernels):
         rows, values = self._plain(codec, wires, out.numel(), workspace)
         self.mean_plain(codec, rows, values, out, workspace)
 
+    def entries_of(self, codec: Any, wire: Tensor, numel: int, workspace: Workspace) -> tuple[Tensor, Tensor, Tensor]:
+        parts = [part[None] for part in wire.split(codec.part_bytes(numel))]
+        rows, values = self._plain(codec, parts, numel, workspace)
+        return rows[0, 1:], values[0], rows[0, :1]
+
     def _plain(self, codec: Any, wires: Sequence[Tensor], numel: int, workspace: Workspace) -> tuple[Tensor, Tensor]:
         """The ranks' entries as they are, unpacked into the workspace where they are packed."""
         (indices, values), ranks = wires, wires[0].shape[0]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from .. import Backend, Kernels
 from .kernels import QSGD, Cast, OneBit, Ternary, TernGrad
+from .momentum import Momentum
 from .outliers import Outliers
 from .topk import Entries, TopK
 from .tracking import Tracking
@@ -24,4 +25,4 @@ KERNELS: dict[str, Kernels] = {
     "identity": Cast(),
 }
 KERNELS["outliers"] = Outliers(KERNELS, Entries())
-BACKEND = Backend(KERNELS, Entries(), Tracking())
+BACKEND = Backend(KERNELS, Entries(), Tracking(), Momentum())

@@ -65,14 +65,14 @@ class Tracking(TrackingKernels):
     def change(self, grad: Tensor, momentum: Tensor, share: float, out: Tensor) -> None:
         grad = grad.float()
         where = address(grad, float32), address(momentum, float32), address(out, float32)
-        _over(grad.numel(), lambda first, last: _change(*where, share, first, last))
+        over_tiles(grad.numel(), lambda first, last: _change(*where, share, first, last))
 
     def follow(self, estimate: Tensor, mean: Tensor) -> bool:
         where = address(estimate, float32), address(mean, float32)
-        return not any(_over(mean.numel(), lambda first, last: _follow(*where, first, last)))
+        return not any(over_tiles(mean.numel(), lambda first, last: _follow(*where, first, last)))
 
 
-def _over(numel: int, job: Callable[[int, int], Any]) -> list[Any]:
+def over_tiles(numel: int, job: Callable[[int, int], Any]) -> list[Any]:
     """Tiles, so that threads begin at whole ones."""
     tiles = -(-numel // TILE)
     return run(lambda first, last, _: job(first * TILE, min(last * TILE, numel)), tiles, pieces_of(numel, tiles))

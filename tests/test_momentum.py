@@ -1,0 +1,284 @@
+"""Momentum: what is handed out is the ranks' own momentum, of which nothing is lost, as Deep Gradient Compression."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from gradwire import QSGD, Codec, Momentum, OneBit, Outliers, Residual, TopK, Tracking
+from gradwire.benchmarks.common.virtual import VirtualRanks
+from gradwire.compress import SparseCodec, new_draw
+from gradwire.compress.backends import MomentumKernels, backend_for, use_backend
+from gradwire.compress.feedback import RESIDUAL, Feedback, Kept
+from gradwire.compress.memory import Memory
+from gradwire.compress.momentum import MOMENTUM
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import ALL_BACKENDS, device_of, parts_of
+from test_feedback import hold, layout_of
+from torch import Tensor, nn
+from toys import ChunkedTopK, RandomK, Threshold
+
+BETA, I8 = 0.8, torch.int8
+KINDS = [Momentum(BETA), Momentum(BETA, nesterov=True), Momentum(BETA, masking=False), Momentum(0.0)]
+
+
+# -- the laws ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", [OneBit(), TopK(0.1), TopK(0.3, values=I8), QSGD(rounding="nearest")], ids=str)
+@pytest.mark.parametrize("strategy", [*KINDS, Momentum(BETA, nesterov=True, masking=False)], ids=str)
+def test_nothing_of_the_momentum_is_lost_whatever_happens(strategy: Momentum, codec: Codec) -> None:
+    hold(strategy, codec)
+
+
+ANY = st.sampled_from([0.0, -0.0, 1e-45, -3e-39, 1.0, -2.5, 3e38, -3e38, float("inf"), float("-inf"), float("nan")])
+
+
+def bits(*tensors: Tensor) -> list[Tensor]:
+    """With one NaN for all."""
+    return [x.where(~x.isnan(), torch.nan).view(torch.int32) for x in tensors]
+
+
+@settings(deadline=None)
+@given(st.integers(0, 300), st.lists(ANY, max_size=8), st.integers(0, 3), st.booleans(), st.data())
+def test_the_cpus_passes_are_those_of_torch(
+    numel: int, odd: list[float], shift: int, nesterov: bool, data: st.DataObject
+) -> None:
+    """Also at addresses that no vector is aligned to."""
+    grad, momentum = torch.randn(2, numel, generator=torch.Generator().manual_seed(numel))
+    for value in odd if numel else ():
+        grad[data.draw(st.integers(0, numel - 1))] = value
+        if abs(value) < float("inf"):  # nothing else is ever in a momentum
+            momentum[data.draw(st.integers(0, numel - 1))] = value
+    chosen = sorted(data.draw(st.sets(st.integers(0, max(0, numel - 1)), max_size=numel)))
+    used, indices = len(chosen), torch.tensor([*chosen, 0, -1], dtype=torch.int32)
+    values, count = torch.cat([grad[indices[:-2].long()], torch.ones(2)]), torch.tensor([used], dtype=torch.int32)
+    found = []
+    for kernels in (backend_for(torch.device("cpu")).momentum, MomentumKernels()):
+        g, u, out = (torch.empty(numel + shift)[shift:].copy_(x) for x in (grad, momentum, torch.zeros(numel)))
+        kernels.enter(g, u, BETA, nesterov, out)
+        entered = u.clone()
+        before = kernels.mask(u, indices, values, count)[:used] if numel else u
+        if used % 2:
+            kernels.mask(u, indices[:used], values[:used])  # once more, which changes nothing
+        found.append(bits(out, entered, u))
+        assert bool(u.isfinite().all())
+        assert torch.equal(before, entered[indices[:used].long()]) or not numel
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+CODECS: list[SparseCodec] = [
+    TopK(0.1), TopK(1.0), TopK(0.2, values=I8), TopK(0.2, indices="plain"),
+    Threshold(), Threshold(2.5), Threshold(2.5).plain, ChunkedTopK(), RandomK(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+def test_what_an_entry_has_taken_leaves_the_momentum(codec: SparseCodec, backend: str) -> None:
+    """To the same bits on every backend; of what could not be sent the momentum stays."""
+    numel, device = 700, device_of(backend)
+    grads = torch.randn(3, numel, generator=torch.Generator().manual_seed(1))
+    grads[:, 600:] = 0.0  # more entries than there is anything to send, where all are
+    grads[2, 77] = torch.inf
+    found = []
+    for name in ("reference", backend):
+        with use_backend(name):
+            place = device if name == backend else torch.device("cpu")
+            kept = Kept(Momentum(BETA), {v: torch.zeros(numel, device=place) for v in Momentum.vectors})
+            workspace = codec.workspace(numel, place)
+            for step, grad in enumerate(grads.to(place)):
+                expected = BETA * kept[MOMENTUM] + grad
+                expected = torch.where(expected.isfinite(), expected, kept[MOMENTUM])
+                wire = torch.zeros(codec.wire_bytes(numel), dtype=torch.uint8, device=place)
+                draw = new_draw(0, step, 0, place)
+                kept.encode(codec, grad, wire, draw, workspace)
+                sent = torch.zeros(numel, device=place)
+                codec.decode_add(wire, sent, 1.0, workspace)
+                masked = (sent != 0) & sent.isfinite()
+                assert masked.any() == (step < 2 or not isinstance(codec, RandomK))
+                # An int8 may be zero where there is an entry.
+                assert bool((kept[MOMENTUM][masked] == 0).all())
+                stays = (sent == 0) | ~sent.isfinite()
+                changed = (kept[MOMENTUM] != expected) & stays
+                assert int(changed.sum()) <= (codec.value_dtype == torch.int8) * codec.k(numel)
+                found.append(bits(*(kept[v].cpu() for v in Momentum.vectors)))
+    for reference, other in zip(found[:3], found[3:], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(reference, other, strict=True))
+
+
+@pytest.mark.parametrize("codec", [OneBit(), QSGD(rounding="nearest"), Outliers(OneBit(), 0.05)], ids=str)
+def test_of_a_code_that_sends_everything_nothing_is_masked(codec: Codec) -> None:
+    numel, found = 3000, []
+    grads = torch.randn(4, numel, generator=torch.Generator().manual_seed(2))
+    for masking in (False, True):
+        kept = Kept(Momentum(BETA, masking=masking), {v: torch.zeros(numel) for v in Momentum.vectors})
+        workspace, wire = codec.workspace(numel), torch.zeros(codec.wire_bytes(numel), dtype=torch.uint8)
+        for step, grad in enumerate(grads):
+            kept.encode(codec, grad, wire, new_draw(0, step), workspace)
+        found.append([wire, *kept.vectors.values()])
+    expected = sum(BETA ** (3 - step) * grad.double() for step, grad in enumerate(grads))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert torch.allclose(found[1][2].double(), expected, atol=1e-5)
+
+
+# -- as published ------------------------------------------------------------------------------------------------------
+
+
+class Published:
+    """The update of synxlin/deep-gradient-compression in float64, on all ranks; what exchanges make of entries besides.
+
+    Attributes:
+        u, v: momentum, and what has still to be sent, [ranks, elements].
+    """
+
+    def __init__(self, size: int, numel: int, k: int, strategy: Momentum) -> None:
+        self.u, self.v = torch.zeros(2, size, numel, dtype=torch.float64)
+        self.k, self.strategy = k, strategy
+
+    def step(self, grads: Tensor, exchange: str, handed: Tensor) -> Tensor:
+        """The mean. Of "split" it takes from `handed` which of the sums are kept."""
+        beta = self.strategy.beta
+        if self.strategy.nesterov:
+            self.u = beta * (self.u + grads)
+            self.v += self.u + grads
+        else:
+            self.u = beta * self.u + grads
+            self.v += self.u
+        sent = torch.zeros_like(self.v, dtype=torch.bool)
+        sent.scatter_(1, self.v.abs().topk(self.k, dim=1).indices, True)
+        if exchange == "union":
+            sent[:] = sent.any(0)
+        elif exchange == "split":
+            sent &= handed != 0
+        mean = torch.where(sent, self.v, 0.0).mean(0)
+        self.v[sent] = 0.0
+        if self.strategy.masking:
+            self.u[sent] = 0.0
+        return mean
+
+
+@pytest.mark.parametrize("exchange", ["gather", "union", "split"])
+@pytest.mark.parametrize("strategy", [*KINDS, Momentum(BETA, nesterov=True, masking=False)], ids=str)
+def test_it_is_what_has_been_published(strategy: Momentum, exchange: str) -> None:
+    layout, codec, size = layout_of(["a", "b", "c", "d", "e"]), TopK(0.1), 4
+    numel = layout[-1].start + 8
+    ranks = VirtualRanks(size, layout, codec, exchange, strategy)
+    published = Published(size, numel, codec.k(numel), strategy)
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(40):
+        grads = torch.randn(size, numel, generator=generator)
+        handed = ranks.reduce([grad.clone() for grad in grads])
+        mean = published.step(grads.double(), exchange, handed)
+        assert 0 < int((handed != 0).sum()) < numel
+        assert torch.allclose(handed.double(), mean, atol=2e-5)
+    for rank, memory in enumerate(ranks.memories):
+        for vector, expected in ((MOMENTUM, published.u), (RESIDUAL, published.v)):
+            kept = memory.of(layout)[vector].double()
+            assert torch.allclose(kept, expected[rank], atol=2e-5), (rank, vector)
+
+
+@pytest.mark.parametrize("strategy", KINDS, ids=str)
+def test_the_rounding_of_what_has_been_sent_is_not_lost(strategy: Momentum) -> None:
+    """Which the published code loses: over many steps all of the gradients' momentum goes out, or waits."""
+    layout = layout_of(["a", "b", "c"])
+    ranks = VirtualRanks(2, layout, TopK(0.2, values=I8), "gather", strategy)
+    wanted = handed = torch.zeros(41, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(6)
+    for _ in range(30):
+        grads = torch.randn(2, 41, generator=generator)
+        before = torch.stack([memory.of(layout)[MOMENTUM].double() for memory in ranks.memories])
+        new = strategy.beta * (before + grads) if strategy.nesterov else strategy.beta * before + grads
+        wanted = wanted + (new + grads if strategy.nesterov else new).mean(0)
+        handed = handed + ranks.reduce(list(grads)).double()
+    rest = torch.stack([memory.of(layout)[RESIDUAL].double() for memory in ranks.memories]).mean(0)
+    assert torch.allclose(handed + rest, wanted, atol=1e-4)
+    assert not torch.allclose(handed, wanted, atol=1e-2)
+
+
+# -- what is not finite ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", [TopK(0.5), OneBit()], ids=str)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
+def test_what_is_not_finite_goes_out_and_leaves_nothing_behind(codec: Codec, bad: float) -> None:
+    """3e38 twice is finite in no sum."""
+    layout, memories = layout_of(["a", "b"]), [Memory(Momentum(BETA)) for _ in range(2)]
+    wires, workspace = torch.zeros(2, codec.wire_bytes(17), dtype=torch.uint8), codec.workspace(17)
+    for step in range(6):
+        grads = torch.randn(2, 17, generator=torch.Generator().manual_seed(step))
+        before = [memory.by_name(MOMENTUM).get("b") for memory in memories]
+        if step == 3:
+            memories[1].of(layout)[MOMENTUM][13] = 3e38 if bad == 3e38 else 1.0
+            before[1] = memories[1].by_name(MOMENTUM)["b"]
+            grads[1, 13] = bad
+        for rank, memory in enumerate(memories):
+            memory.of(layout).encode(codec, grads[rank], wires[rank], new_draw(0, step), workspace)
+        out = torch.zeros(17)
+        codec.decode_mean(parts_of(codec, wires, 17), out, workspace)
+        assert bool(out[13].isfinite()) == (step != 3)
+        kept = [memory.by_name(vector) for memory in memories for vector in memory.strategy.vectors]
+        assert all(bool(x.isfinite().all()) for found in kept for x in found.values())
+        if step == 3:
+            there, old = memories[1].by_name(MOMENTUM)["b"], before[1]
+            assert old is not None
+            assert there[1] == old[1] != 0, "what could not be sent stays"
+            assert (there != old).any()
+            memories[1].of(layout)[MOMENTUM][13] = 1.0
+
+
+def test_a_dense_step_keeps_what_it_could_not_send() -> None:
+    layout, memory = layout_of(["b"]), Memory(Momentum(0.5))
+    memory.load({RESIDUAL: {"b": torch.ones(5)}, MOMENTUM: {"b": torch.full((5,), 2.0)}})
+    sent = memory.take(layout, torch.tensor([1.0, torch.nan, 3.0, -torch.inf, 0.0]))
+    assert sent.nan_to_num(-1.0, neginf=-2.0).tolist() == [3.0, -1.0, 5.0, -2.0, 2.0]
+    assert memory.by_name(MOMENTUM)["b"].tolist() == [2.0, 2.0, 4.0, 2.0, 1.0]
+    assert memory.by_name(RESIDUAL)["b"].tolist() == [0.0, 1.0, 0.0, 1.0, 0.0]
+
+
+# -- what cannot be meant ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("option", "values", "expected"),
+    [
+        ("beta", [1.0, -0.1, float("nan"), True, "most"], r"a number in \[0, 1\)"),
+        ("clip", [0.0, -1.0, float("nan"), float("inf"), True, "norm"], "a positive number"),
+        ("nesterov", [None, 1, "yes"], "True or False"),
+        ("masking", [None, 0.5], "True or False"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(option: str, values: list[Any], expected: str) -> None:
+    for value in values:
+        with pytest.raises(ValueError, match=rf"{option}=.*expected {expected}"):
+            Momentum(**{option: value})
+
+
+WEIGHT = nn.Parameter(torch.zeros(2))
+
+
+@pytest.mark.parametrize("strategy", [Momentum(), Tracking()], ids=str)
+@pytest.mark.parametrize(
+    ("optimizer", "has"),
+    [
+        (torch.optim.SGD([WEIGHT], lr=0.1, momentum=0.9), "momentum=0.9"),
+        (torch.optim.AdamW([WEIGHT], betas=(0.9, 0.99)), "betas=(0.9, 0.99)"),
+        (torch.optim.RMSprop([WEIGHT], momentum=0.5), "momentum=0.5"),
+        (torch.optim.SGD([WEIGHT], lr=0.1), ""),
+        (torch.optim.AdamW([WEIGHT], betas=(0.0, 0.99)), ""),
+        (torch.optim.Adagrad([WEIGHT]), ""),
+    ],
+    ids=lambda x: x or "none" if isinstance(x, str) else type(x).__name__,
+)
+def test_an_optimizer_with_momentum_of_its_own_is_refused(
+    strategy: Feedback, optimizer: torch.optim.Optimizer, has: str
+) -> None:
+    Residual().check_optimizer(optimizer)
+    Momentum(0.0).check_optimizer(optimizer)  # which hands out none
+    if has:
+        with pytest.raises(ValueError, match=rf"has {has.replace('(', '.').replace(')', '.')}.*SGD\(momentum=0\)"):
+            strategy.check_optimizer(optimizer)
+    else:
+        strategy.check_optimizer(optimizer)
