@@ -31,10 +31,10 @@ class Momentum(Feedback):
     would leave no momentum at all: there this is dist-EF-SGDM (Zheng, Huang and Kwok, NeurIPS 2019). So it is in
     "hierarchical", which compresses the mean of a node's ranks.
 
-    The mean of what was sent is handed out, so the optimizer has to do without momentum of its own: `SGD(momentum=0)`;
-    `check_optimizer` tells. Published results have the learning rate of `SGD(momentum=β)`. Steps that send everything,
-    and parameters that are excluded, have exactly the momentum of the mean, as torch's SGD has it. The optimizer's
-    weight decay does not pass through the momentum, and is about 1/(1-β) times weaker than there: scale it.
+    The mean of what was sent is handed out, so the optimizer has to do without momentum of its own: `SGD(momentum=0)`.
+    Published results have the learning rate of `SGD(momentum=β)`. Steps that send everything, and parameters that are
+    excluded, have exactly the momentum of the mean, as torch's SGD has it. The optimizer's weight decay does not pass
+    through the momentum, and is about 1/(1-β) times weaker than there: scale it.
 
     Where a rank's gradient is not finite, that goes out, and u stays as it was. A parameter that no rank uses in a step
     has a gradient of zero in it. Every synchronised backward pass is a step: to accumulate gradients, run all but the

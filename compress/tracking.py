@@ -26,8 +26,8 @@ class Tracking(Feedback):
     H + mean e = mean m holds at all times: nothing of the momentum is lost. What reaches the optimizer is smooth, where
     a plain residual comes in bursts, which swell Adam's second moment.
 
-    The optimizer has to do without momentum of its own: `AdamW(betas=(0.0, ...))`, `SGD(momentum=0)`; `check_optimizer`
-    tells. H is 1-β^t times an unbiased estimate in step t, as torch's own first moment is before its correction.
+    The optimizer has to do without momentum of its own: `AdamW(betas=(0.0, ...))`, `SGD(momentum=0)`. H is 1-β^t
+    times an unbiased estimate in step t, as torch's own first moment is before its correction.
 
     Steps that send everything, and parameters that are excluded, have exactly the momentum of the mean: H = mean m.
     Where a mean is not finite, NaN is handed out and H stays; so does m where a rank's gradient is not finite. A

@@ -52,7 +52,7 @@ class CompressState:
         error_feedback: whether to keep what compression leaves out and add it to the next gradient. "auto" does so for
             codecs that contract (the deterministic ones); True makes stochastic codecs round to nearest. Or a strategy
             of its own: `Residual(decay=0.95)`, `Tracking()` for optimizers like Adam, or `Momentum()` for SGD, both of
-            which want an optimizer without momentum (`Feedback.check_optimizer`); True means `Residual()`.
+            which want an optimizer without momentum, and refuse the first step of another; True means `Residual()`.
         warmup_steps: this many first steps are dense.
         exclude: names of parameters, with "*" for any part ("*.bias"), or a predicate `(name, parameter)`: these stay
             float32, inside the same messages.

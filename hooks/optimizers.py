@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 import weakref
@@ -156,16 +157,28 @@ def judge(options: Options, optimizer: torch.optim.Optimizer) -> None:
         warnings.warn(problem, stacklevel=5)  # where the optimizer's step was called
 
 
-def expect_optimizer(parameters: Iterable[nn.Parameter], judge: Callable[[torch.optim.Optimizer], None]) -> None:
-    """Have `judge` look at the first optimizer that steps one of these parameters, before it does."""
-    known = [weakref.ref(parameter) for parameter in parameters]
+#: Whose first optimizer has not stepped yet: their parameters, and who looks at it.
+_waiting: list[tuple[list[weakref.ref[nn.Parameter]], Callable[[torch.optim.Optimizer], None]]] = []
 
-    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        alive = {id(parameter) for reference in known if (parameter := reference()) is not None}
+
+def expect_optimizer(parameters: Iterable[nn.Parameter], judge: Callable[[torch.optim.Optimizer], None]) -> None:
+    """Have `judge` look at the first optimizer that steps one of these parameters, before it does; and at later steps,
+    as long as it raises."""
+    _listen()
+    _waiting.append(([weakref.ref(parameter) for parameter in parameters], judge))
+
+
+@functools.cache
+def _listen() -> None:
+    """Once in a process, and for good: a hook cannot be taken away from inside, as others may be called after it."""
+    register_optimizer_step_pre_hook(_look)
+
+
+def _look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for entry in _waiting[:]:
+        alive = {id(parameter) for reference in entry[0] if (parameter := reference()) is not None}
         own = any(id(parameter) in alive for group in optimizer.param_groups for parameter in group["params"])
         if own:
-            judge(optimizer)
-        if own or not alive:  # as long as it raises, it will be asked again
-            handle.remove()
-
-    handle = register_optimizer_step_pre_hook(look)
+            entry[1](optimizer)
+        if own or not alive:
+            _waiting.remove(entry)

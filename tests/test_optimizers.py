@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ from gradwire import (
     Cast,
     Codec,
     CompressState,
+    Momentum,
     OneBit,
     Outliers,
     Residual,
@@ -25,13 +25,14 @@ from gradwire import (
     compress_hook,
     recommend,
 )
+from gradwire.compress import Feedback
+from gradwire.hooks import optimizers
 from gradwire.hooks.optimizers import concern, expect_optimizer, is_adaptive
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Pool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 Ranks = Callable[[int], Pool]
 
@@ -115,30 +116,64 @@ def test_who_is_warned_of(codec: Codec) -> None:
             assert f"{recommend(optimizer, ratio=4e6 / codec.wire_bytes(10**6)).codec} (gradwire.recommend)" in text
 
 
+def _refused(rank: int, strategy: Feedback) -> list[str]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(40, 3))
+    state = CompressState(model, TopK(0.1), error_feedback=strategy, fallback=None)
+    model.register_comm_hook(state, compress_hook)
+    said = []
+    for optimizer in (torch.optim.AdamW(model.parameters()), torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)):
+        model(torch.ones(2, 40)).sum().backward()
+        with pytest.raises(ValueError, match="momentum already") as caught:
+            optimizer.step()
+        said.append(str(caught.value))
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    state.close()
+    return said
+
+
+@pytest.mark.parametrize("strategy", [Tracking(), Momentum()], ids=str)
+def test_a_second_momentum_is_refused_at_the_first_step(ranks: Ranks, strategy: Feedback) -> None:
+    for said in ranks(2).run(_refused, strategy):
+        assert "AdamW has betas=(0.9, 0.999)" in said[0]
+        assert "SGD has momentum=0.9" in said[1]
+        assert all(str(strategy) in text and "SGD(momentum=0)" in text for text in said)
+
+
 def test_the_first_step_of_an_optimizer_is_looked_at_once() -> None:
     mine, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     seen: list[torch.optim.Optimizer] = []
+    before = len(optimizers._waiting)
     expect_optimizer([mine], seen.append)
+    expect_optimizer([other, mine], seen.append)
+    expect_optimizer([nn.Parameter(torch.ones(2))], lambda _: pytest.fail("none of these is stepped"))
     mine.grad, other.grad = torch.ones(2), torch.ones(2)
-    stranger, own = torch.optim.SGD([other], lr=0.1), torch.optim.AdamW([other, mine])
-    before = len(_global_optimizer_pre_hooks)
-    stranger.step()
-    assert seen == []
-    own.step()
+    own, both = torch.optim.SGD([other], lr=0.1), torch.optim.AdamW([other, mine])
     own.step()
     assert seen == [own]
-    assert len(_global_optimizer_pre_hooks) == before - 1
+    both.step()
+    both.step()
+    assert seen == [own, both]
+    assert len(optimizers._waiting) == before, "nor is anything left of parameters that are gone"
 
 
-def test_nothing_is_left_of_parameters_that_are_gone() -> None:
-    mine, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    other.grad = torch.ones(2)
-    before = len(_global_optimizer_pre_hooks)
-    expect_optimizer([mine], lambda _: pytest.fail("none of them is stepped"))
-    del mine
-    gc.collect()
-    torch.optim.SGD([other], lr=0.1).step()
-    assert len(_global_optimizer_pre_hooks) == before
+def test_as_long_as_it_is_refused_it_is_looked_at() -> None:
+    mine, asked = nn.Parameter(torch.ones(2)), []
+
+    def refuse(optimizer: torch.optim.Optimizer) -> None:
+        asked.append(optimizer)
+        if len(asked) < 3:
+            raise ValueError("not this one")
+
+    expect_optimizer([mine], refuse)
+    mine.grad, optimizer = torch.ones(2), torch.optim.SGD([mine], lr=0.5)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="not this one"):
+            optimizer.step()
+        assert torch.equal(mine.detach(), torch.ones(2))
+    optimizer.step()
+    optimizer.step()
+    assert len(asked) == 3
 
 
 def _warnings(rank: int, codec: Codec, kind: str, options: dict[str, Any]) -> list[str]:
