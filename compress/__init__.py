@@ -3,6 +3,7 @@
 import torch
 
 from .cast import Cast, Identity
+from .chunked import ChunkedTopK
 from .codec import BlockCodec, Codec, SparseCodec, new_draw
 from .feedback import Feedback, Residual
 from .onebit import OneBit
@@ -20,6 +21,7 @@ CODECS: tuple[Codec, ...] = (
     TernGrad(),
     Ternary(),
     TopK(),
+    ChunkedTopK(),
     Outliers(OneBit()),
     Cast(torch.float16),
     Cast(torch.bfloat16),
@@ -31,6 +33,7 @@ __all__ = [
     "QSGD",
     "BlockCodec",
     "Cast",
+    "ChunkedTopK",
     "Codec",
     "Feedback",
     "Identity",
