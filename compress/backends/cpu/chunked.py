@@ -26,7 +26,9 @@ from .blocks import (
     end_sum,
     fold_lanes,
     largest_bits,
+    read_ahead,
     read_block,
+    width,
 )
 from .dense import How, Source, Span, Wires, squeeze
 from .packing import Layout, pack_bfloat, pack_floats, pack_indices, unpack_bfloat, unpack_indices
@@ -66,9 +68,28 @@ OUTLOOK = 1 << 19
 
 
 @compiled
+def most_candidates(k: int) -> int:
+    """So many are listed before the k largest are found among them."""
+    return k + max(k >> 1, 64)
+
+
+@compiled
 def room_for(k: int) -> int:
-    """Entries that a list has room for: whole rows of partial sums, and a vector that is written past the end."""
-    return ((k + 255) & ~255) + 64
+    """Entries that a list has room for: whole rows of partial sums, and what is written past the end."""
+    return ((most_candidates(k) + 255) & ~255) + 64
+
+
+@compiled
+def candidates_wanted(key: int, low: int, count: int, k: int) -> int:
+    """Where to begin with the next chunk, if in this one `count` elements were found from `low` on and `key` is the
+    k-th: a quarter to three quarters of the spare room shall be used."""
+    distance: Any = max(key - low, 1 << 12)
+    spare = most_candidates(k) - k
+    if count - k < spare >> 2:
+        distance += distance >> 1
+    elif count - k > spare - (spare >> 2):
+        distance -= distance >> 2
+    return key - distance
 
 
 @compiled
@@ -79,35 +100,44 @@ def record_bytes(form: Form) -> int:
 
 def chunk_scratch(chunk: int, k: int) -> int:
     """Bytes of scratch: a chunk, then lists of indices, values, what these decode to, codes, and codes packed."""
-    return A + 4 * chunk + (4 + 4 + 4 + 1 + 1) * (((k + 255) & ~255) + 64)
+    return A + 4 * chunk + (4 + 4 + 4 + 1 + 1) * room_for(k)
 
 
 # Selecting.
 
 
 @compiled
-def count_from(a: int, chunk: int, key: int) -> int:
-    """How many keys are `key` or above."""
+def count_from(a: int, n: int, key: int, ahead: int) -> int:
+    """How many keys are `key` or above; fetches as much memory from `ahead` on, unless that is 0."""
     limit, count = np.int32(key), 0
-    for i in range(a, a + 4 * chunk, 256):
-        count += count_ones(bits_of((as_i32(load_f32(i)) & MAGNITUDE) >= limit))
+    for i in range(0, 4 * n, 256):
+        count += count_ones(bits_of((as_i32(load_f32(a + i)) & MAGNITUDE) >= limit))
+        if ahead:
+            read_ahead(ahead + i)
     return count
 
 
 @compiled
-def kth_key(a: int, chunk: int, k: int, largest: int, guess: int) -> tuple[int, int]:
-    """What is above the first number is selected, and so many of those equal to it; no zero."""
+def candidates_from(a: int, chunk: int, k: int, largest: int, guess: int, ahead: int) -> tuple[int, int, int]:
+    """Where to list from: a key, how many are that or above, and how many above what is too high.
+
+    The first are from k to `most_candidates`. If there is no such key, it is the k-th largest, which more are equal to,
+    or 0 where fewer than k are above that.
+    """
     low: Any = 0  # at least k keys from here on
     high: Any = largest + 1  # fewer than k
-    above: Any = 0  # so many from `high` on
+    found: Any = chunk  # so many from `low` on
+    above: Any = 0  # and from `high` on
+    most = most_candidates(k)
     probe: Any = guess if 0 < guess < high else high >> 1
     width: Any = OUTLOOK
     while high - low > 1:
-        count = count_from(a, chunk, probe)
-        if count == k:
-            return probe - 1, 0
-        if count > k:
-            low = probe
+        count = count_from(a, chunk, probe, ahead)
+        ahead = 0
+        if count >= k:
+            low, found = probe, count
+            if count <= most:
+                break
             probe += width
         else:
             high, above = probe, count
@@ -115,28 +145,103 @@ def kth_key(a: int, chunk: int, k: int, largest: int, guess: int) -> tuple[int, 
         width *= 4
         if (low > 0 and high <= largest) or not low < probe < high:
             probe = (low + high) >> 1
-    return low, k - above if low > 0 else 0
+    return low, found, above
 
 
 @compiled
-def take(a: int, chunk: int, key: int, ties: int, index: int, value: int) -> int:
-    """Lists what is selected; returns how many."""
+def list_from(a: int, chunk: int, key: int, index: int, value: int, ahead: int) -> int:
+    """Lists every element whose key is `key` or above; returns how many."""
     entry: Any = 0
-    left: Any = ties
-    lowest = np.int32(key + (ties == 0))
+    limit = np.int32(key)
     for i in range(0, chunk, 64):
-        bits: Any = bits_of((as_i32(load_f32(a + 4 * i)) & MAGNITUDE) >= lowest)
-        while bits:
-            j = i + lowest_bit(bits)
+        bits: Any = bits_of((as_i32(load_f32(a + 4 * i)) & MAGNITUDE) >= limit)
+        count = count_ones(bits)
+        if ahead:
+            read_ahead(ahead + 4 * i)
+        # Four are written, however many there are: what the branch predictor cannot know costs more than that.
+        for j in range(4):
+            at = i + lowest_bit(bits | (-1 << 63))
+            store(index + 4 * (entry + j), np.int32(at))
+            store(value + 4 * (entry + j), get_f32(a + 4 * at))
             bits &= bits - 1
-            if key_at(a + 4 * j) == key:
-                if left == 0:
-                    continue
-                left -= 1
-            store(index + 4 * entry, np.int32(j))
-            store(value + 4 * entry, get_f32(a + 4 * j))
+        entry += 4
+        while bits:
+            at = i + lowest_bit(bits)
+            store(index + 4 * entry, np.int32(at))
+            store(value + 4 * entry, get_f32(a + 4 * at))
+            bits &= bits - 1
+            entry += 1
+        entry += min(count - 4, 0)
+    return entry
+
+
+@compiled
+def kth_key(value: int, count: int, k: int, low: int, largest: int) -> tuple[int, int]:
+    """Of more than k values, zeros behind them, the k-th largest key, at `low` or above, and how many of those equal to
+    it are among the k."""
+    high: Any = largest + 1
+    above: Any = 0
+    while high - low > 1:
+        probe = (low + high) >> 1
+        found = count_from(value, (count + 63) & ~63, probe, 0)
+        if found >= k:
+            low = probe
+            if found == k:
+                return low - 1, 0
+        else:
+            high, above = probe, found
+    return low, k - above
+
+
+@compiled
+def keep(index: int, value: int, count: int, key: int, ties: int) -> int:
+    """Of what is listed, what is above a key, and the first `ties` that are equal to it; returns how many."""
+    kept: Any = 0
+    for i in range(0, 4 * count, 4):
+        at, v = int_at(index + i), get_f32(value + i)
+        is_tie = int(key_at(value + i) == key)
+        taken = int(key_at(value + i) > key) | (is_tie & int(ties > 0))
+        ties -= is_tie
+        store(index + 4 * kept, np.int32(at))
+        store(value + 4 * kept, v)
+        kept += taken
+    return kept
+
+
+@compiled
+def list_ties(a: int, chunk: int, key: int, ties: int, index: int, value: int) -> int:
+    """As `keep`, of the chunk itself."""
+    entry: Any = 0
+    for i in range(0, 4 * chunk, 4):
+        found = key_at(a + i)
+        if found > key or (found == key and ties > 0):
+            ties -= found == key
+            store(index + 4 * entry, np.int32(i >> 2))
+            store(value + 4 * entry, get_f32(a + i))
             entry += 1
     return entry
+
+
+@compiled
+def choose(
+    a: int, chunk: int, k: int, largest: int, guess: int, index: int, value: int, ahead: tuple[int, int]
+) -> tuple[int, int]:
+    """Lists what is selected, zeros behind it; returns how many, and where to look first in the next chunk."""
+    low, found, above = candidates_from(a, chunk, k, largest, guess, ahead[0])
+    most = most_candidates(k)
+    if low > 0 and found > most:
+        count = list_ties(a, chunk, low, k - above, index, value)
+        following: Any = low
+    else:
+        count = list_from(a, chunk, max(low, 1), index, value, ahead[1])
+        following = low
+        if count > k:
+            clear(value + 4 * count, 256)
+            key, ties = kth_key(value, count, k, low, largest)
+            following = candidates_wanted(key, low, count, k)
+            count = keep(index, value, count, key, ties)
+    clear(value + 4 * count, 4 * (room_for(k) - count))
+    return count, following
 
 
 # Values.
@@ -220,10 +325,10 @@ def values_of(source: int, form: Form, record: int, value: int) -> bool:
             unpack_bfloat(source, k, value)
         else:
             copy(value, source, 4 * k)
+        largest: Any = 0
         for i in range(value, value + 4 * k, 4):
-            if key_at(i) >= INF_BITS:
-                return False
-        return True
+            largest = max(largest, key_at(i))
+        return largest < INF_BITS
     low, high = get_f32(record), get_f32(record + 4)
     if not (np.isfinite(low) and np.isfinite(high)):
         return False
@@ -252,7 +357,8 @@ def chunked_encode(x: Source, residual: int, wire: int, span: Span, form: Form, 
     index = scratch + A + 4 * chunk
     value, decoded = index + 4 * room, index + 8 * room
     codes, packed = index + 12 * room, index + 13 * room
-    guess = 0
+    filled = (k + 255) & ~255  # entries, and zeros up to a row of partial sums
+    guess: Any = 0
     for b in range(first, last):
         start = b * chunk
         n = min(chunk, numel - start)
@@ -263,12 +369,11 @@ def chunked_encode(x: Source, residual: int, wire: int, span: Span, form: Form, 
         count = 0
         low = high = ZERO
         if sound:
-            key, ties = kth_key(a, chunk, k, largest, guess)
-            guess = key
-            count = take(a, chunk, key, ties, index, value)
-            clear(value + 4 * count, 4 * (room - count))
+            following = start + chunk
+            ahead = source + width(kind) * following, residual + 4 * following if residual else 0
+            count, guess = choose(a, chunk, k, largest, guess, index, value, ahead)
             if bits < 16:
-                low, high = fit(value, room - 64, count, bits, scratch + SUMS)
+                low, high = fit(value, filled, count, bits, scratch + SUMS)
                 sound = np.isfinite(low) and np.isfinite(high)
         if not sound:
             clear(record, size)
@@ -292,7 +397,7 @@ def chunked_encode(x: Source, residual: int, wire: int, span: Span, form: Form, 
         else:
             store(record, low)
             store(record + 4, high)
-            quantise(value, room - 64, bits, low, high, decoded, codes, packed)
+            quantise(value, filled, bits, low, high, decoded, codes, packed)
             copy(record + codes_at, packed, size - codes_at)
             if residual:
                 for i in range(0, 4 * count, 4):
