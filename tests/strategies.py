@@ -85,7 +85,7 @@ KINDS: dict[str, object] = {
 FINITE = tuple(kind for kind in KINDS if kind not in ("huge", "largest", "not finite", "any bits"))
 
 #: Lengths around every boundary there is: a vector, a row of partial sums, blocks, the tiles of the CPU kernels.
-LENGTHS = (1, 2, 3, 63, 64, 65, 255, 256, 257, 511, 513, 1023, 1024, 1025, 1279, 1280, 1281, 2049, 4095, 4096, 4097, 6401)
+LENGTHS = (1, 2, 3, 63, 64, 65, 255, 256, 257, 511, 513, 1023, 1024, 1025, 1279, 1280, 1281, 2049, 4096, 4097, 6401)
 
 
 def gradient(kind: str, numel: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
