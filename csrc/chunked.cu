@@ -355,11 +355,13 @@ __device__ void chunked_decode(const Target<T>& target, const u8* wires, i64 pit
         for (int tile = 0; tile < n; tile += TILE) {
             const int end = min(tile + TILE, n);
             // Eight elements are one thread's but while entries are added.
-            for (int at = tile + threadIdx.x * SLOTS; at < end; at += SPAN) {
+            for (int row = 0; row < KEPT; ++row) {
+                const int at = row * SPAN + threadIdx.x * SLOTS;
+                if (tile + at >= end) break;
                 float v[SLOTS];
-                target.begin(start + at, v);
+                target.begin(start + tile + at, v);
 #pragma unroll
-                for (int j = 0; j < SLOTS; ++j) sums[at - tile + j] = v[j];
+                for (int j = 0; j < SLOTS; ++j) sums[at + j] = v[j];
             }
             for (int rank = 0; rank < ranks; ++rank) {
                 const Record record(form, (const u32*)(wires + rank * pitch) + b * words);
@@ -383,11 +385,13 @@ __device__ void chunked_decode(const Target<T>& target, const u8* wires, i64 pit
                 }
             }
             __syncthreads();
-            for (int at = tile + threadIdx.x * SLOTS; at < end; at += SPAN) {
+            for (int row = 0; row < KEPT; ++row) {
+                const int at = row * SPAN + threadIdx.x * SLOTS;
+                if (tile + at >= end) break;
                 float v[SLOTS];
 #pragma unroll
-                for (int j = 0; j < SLOTS; ++j) v[j] = sums[at - tile + j];
-                target.end(start + at, v);
+                for (int j = 0; j < SLOTS; ++j) v[j] = sums[at + j];
+                target.end(start + tile + at, v);
             }
         }
     }
