@@ -167,14 +167,14 @@ BUGS = (
         "const bool sound = record.is_sound();\n                __syncthreads();",
         "const bool sound = record.is_sound();",
         ChunkedTopK(),
-        "race",
+        "race|uninitialised",
     ),
     Bug(
         "an index that comes twice",
         "chunked.cu",
         "if (earlier >= at && earlier < n) return false;",
         "",
-        ChunkedTopK(k=256, chunk=256, values=torch.float32),
+        ChunkedTopK(),
         f"race|{DIFFERS}",
     ),
     Bug(
@@ -342,6 +342,10 @@ def steps(codec: Codec, offset: int) -> list[Tensor]:
         else:
             wire[: 4 * index_layout(NUMEL, codec.k(NUMEL)).upper_words] = 255  # more entries than there is room for
         codec.decode_mean([part[None] for part in wire.split(codec.part_bytes(NUMEL))], hostile, workspace)
+    if isinstance(codec, ChunkedTopK):
+        wire, words = wires[0].clone(), index_layout(codec.chunk, codec.k).upper_words
+        wire[codec.level_bytes :][: 4 * words] = 255  # the same, all of which differ in their low bits at most
+        codec.decode_mean([wire[None]], hostile, workspace)
     return [*wires, residual, mean, hostile]
 
 
