@@ -371,7 +371,7 @@ def _part_bytes(codec: Codec, numel: int) -> tuple[int, ...]:
     return tuple(part.nbytes for part in codec.parts(numel))
 
 
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     """Raises ValueError unless `value` is one of `choices`."""
     if value not in choices:
         raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}")
