@@ -718,7 +718,7 @@ def every_codec(rank: int, codec: Codec) -> None:
     )  # fmt: skip
     (p * torch.full((300,), 2.0)).sum().backward()
     scaled.synchronize()
-    if codec.name != "topk":
+    if not isinstance(codec, TopK | ChunkedTopK):  # which send some elements only
         assert torch.allclose(p.grad, torch.full((300,), 2.0), atol=0.3)
 
 
