@@ -65,6 +65,8 @@ HALF = F32(0.5)
 CHUNK_STEPS = 4
 #: How far from the last chunk's threshold to look first, in keys: a sixteenth of a binade.
 OUTLOOK = 1 << 19
+#: By how much the largest keys of two chunks differ when their scales do: half a binade.
+OTHER_SCALE = 1 << 22
 
 
 @compiled
@@ -212,12 +214,20 @@ def keep(index: int, value: int, count: int, key: int, ties: int) -> int:
 def list_ties(a: int, chunk: int, key: int, ties: int, index: int, value: int) -> int:
     """As `keep`, of the chunk itself."""
     entry: Any = 0
-    for i in range(0, 4 * chunk, 4):
-        found = key_at(a + i)
-        if found > key or (found == key and ties > 0):
-            ties -= found == key
-            store(index + 4 * entry, np.int32(i >> 2))
-            store(value + 4 * entry, get_f32(a + i))
+    for i in range(0, chunk, 64):
+        keys = as_i32(load_f32(a + 4 * i)) & MAGNITUDE
+        bits: Any = bits_of(keys > np.int32(key))
+        if ties > 0:
+            equal: Any = bits_of(keys == np.int32(key))
+            while equal and ties > 0:
+                bits |= equal & -equal
+                equal &= equal - 1
+                ties -= 1
+        while bits:
+            j = i + lowest_bit(bits)
+            bits &= bits - 1
+            store(index + 4 * entry, np.int32(j))
+            store(value + 4 * entry, get_f32(a + 4 * j))
             entry += 1
     return entry
 
@@ -233,8 +243,8 @@ def choose(
         count = list_ties(a, chunk, low, k - above, index, value)
         following: Any = low
     else:
-        count = list_from(a, chunk, max(low, 1), index, value, ahead[1])
-        following = low
+        following = max(low, 1)
+        count = list_from(a, chunk, following, index, value, ahead[1])
         if count > k:
             clear(value + 4 * count, 256)
             key, ties = kth_key(value, count, k, low, largest)
@@ -359,6 +369,7 @@ def chunked_encode(x: Source, residual: int, wire: int, span: Span, form: Form, 
     codes, packed = index + 12 * room, index + 13 * room
     filled = (k + 255) & ~255  # entries, and zeros up to a row of partial sums
     guess: Any = 0
+    before: Any = 0
     for b in range(first, last):
         start = b * chunk
         n = min(chunk, numel - start)
@@ -369,6 +380,9 @@ def chunked_encode(x: Source, residual: int, wire: int, span: Span, form: Form, 
         count = 0
         low = high = ZERO
         if sound:
+            if guess > 1 and abs(largest - before) > OTHER_SCALE:
+                guess += largest - before
+            before = largest
             following = start + chunk
             ahead = source + width(kind) * following, residual + 4 * following if residual else 0
             count, guess = choose(a, chunk, k, largest, guess, index, value, ahead)
