@@ -12,6 +12,7 @@ import numpy as np
 
 from .blocks import (
     F32,
+    FLOAT32,
     INF_BITS,
     MAGNITUDE,
     NAN,
@@ -59,6 +60,9 @@ from .simd import (
     to_u32,
 )
 from .sparse import int_at, key_at
+
+#: Keys below this one, 2^117, add up to a finite sum, however many are selected.
+SUMMABLE = (117 + 127) << 23
 
 Form = tuple[int, int, int, Layout]  # elements of a chunk, entries, bits of a value, how the indices are laid out
 HALF = F32(0.5)
@@ -357,6 +361,21 @@ def values_of(source: int, form: Form, record: int, value: int) -> bool:
 
 
 @compiled
+def largest_of_sum(x: int, old: int, chunk: int) -> Any:
+    """The largest key of x + old."""
+    largest = splat_i32(0)
+    for i in range(0, 4 * chunk, 256):
+        largest = maximum(largest, as_i32(load_f32(x + i) + load_f32(old + i)) & MAGNITUDE)
+    return np.int64(fold_max(largest))
+
+
+@compiled
+def add_to(x: int, old: int, chunk: int) -> None:
+    for i in range(0, 4 * chunk, 256):
+        store(old + i, load_f32(x + i) + load_f32(old + i))
+
+
+@compiled
 def chunked_encode(x: Source, residual: int, wire: int, span: Span, form: Form, scratch: int) -> None:
     kind, source = x
     numel, first, last = span
@@ -374,8 +393,18 @@ def chunked_encode(x: Source, residual: int, wire: int, span: Span, form: Form, 
         start = b * chunk
         n = min(chunk, numel - start)
         record = wire + b * size
-        a = read_block(kind, source, residual, start, n, chunk, scratch)
-        largest = largest_bits(a, chunk)
+        e = residual + 4 * start if residual else 0
+        in_place = False
+        largest: Any = 0
+        if residual and kind == FLOAT32 and n == chunk:
+            largest = largest_of_sum(source + 4 * start, e, chunk)
+            in_place = largest < SUMMABLE  # then nothing can come that has to leave the residual as it was
+        if in_place:
+            add_to(source + 4 * start, e, chunk)
+            a = e
+        else:
+            a = read_block(kind, source, residual, start, n, chunk, scratch)
+            largest = largest_bits(a, chunk)
         sound = largest < INF_BITS
         count = 0
         low = high = ZERO
@@ -399,9 +428,7 @@ def chunked_encode(x: Source, residual: int, wire: int, span: Span, form: Form, 
             else:
                 store(record + codes_at, NAN_BITS)
             continue  # the chunk keeps its residual
-        e = 0
-        if residual:
-            e = residual + 4 * start
+        if residual and not in_place:
             copy(e, a, 4 * n)
         pack_indices(index, count, 0, layout, record + head)
         if bits == 16:
