@@ -4,6 +4,7 @@ import torch
 
 from . import schedules
 from .cast import Cast, Identity
+from .chunked import ChunkedTopK
 from .codec import BlockCodec, Codec, SparseCodec, new_draw
 from .feedback import Feedback, Residual
 from .momentum import Momentum
@@ -22,6 +23,7 @@ CODECS: tuple[Codec, ...] = (
     TernGrad(),
     Ternary(),
     TopK(),
+    ChunkedTopK(),
     Outliers(OneBit()),
     Cast(torch.float16),
     Cast(torch.bfloat16),
@@ -33,6 +35,7 @@ __all__ = [
     "QSGD",
     "BlockCodec",
     "Cast",
+    "ChunkedTopK",
     "Codec",
     "Feedback",
     "Identity",

@@ -274,10 +274,10 @@ class BlockCodec(Codec):
     def parts(self, numel: int) -> tuple[Part, ...]:
         return (Part("blocks", self.fields(), -(-numel // self.block_size)),)
 
-    def _check_block(self, block: int) -> None:
+    def _check_block(self, block: int, name: str = "block") -> None:
         if not isinstance(block, int) or block <= 0 or block % self.block_multiple or block > 1 << 16:
             raise ValueError(
-                f"block={block!r}: expected a positive multiple of {self.block_multiple}, at most {1 << 16} elements"
+                f"{name}={block!r}: expected a positive multiple of {self.block_multiple}, at most {1 << 16} elements"
             )
 
 
@@ -371,7 +371,7 @@ def _part_bytes(codec: Codec, numel: int) -> tuple[int, ...]:
     return tuple(part.nbytes for part in codec.parts(numel))
 
 
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     """Raises ValueError unless `value` is one of `choices`."""
     if value not in choices:
         raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}")

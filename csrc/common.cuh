@@ -145,8 +145,9 @@ __device__ inline void store8(T* p, bool aligned, i64 begin, i64 end, const floa
 // ---- a block
 
 // A lane's share of one block of a = x, or x + residual unless that is null. With ROWS > 0 the block has that many rows
-// and stays in registers; with ROWS = 0 it has any number, and each pass over it reads memory again.
-template <int ROWS, class T>
+// and stays in registers; with ROWS = 0 it has any number, and each pass over it reads memory again. LANES threads, a
+// warp or a whole block of threads, share it, so that many times eight elements a row.
+template <int ROWS, class T, int LANES = WARP>
 struct Block {
     const T* x;
     const float* residual;
@@ -157,8 +158,8 @@ struct Block {
 
     __device__ Block(const T* x, const float* residual, i64 start, i64 numel, int block)
         : x(x), residual(residual), x_aligned(is_aligned(x)), residual_aligned(is_aligned(residual)),
-          begin(start + (threadIdx.x % WARP) * SLOTS), end(min(start + block, numel)),
-          rows(ROWS > 0 ? ROWS : block / ROW) {
+          begin(start + (threadIdx.x % LANES) * SLOTS), end(min(start + block, numel)),
+          rows(ROWS > 0 ? ROWS : (block + LANES * SLOTS - 1) / (LANES * SLOTS)) {
         if constexpr (ROWS > 0) {
             // Every load before the first use: they wait for memory together.
 #pragma unroll
@@ -176,7 +177,7 @@ struct Block {
     }
 
     __device__ i64 at(int row) const {
-        return begin + row * ROW;
+        return begin + row * (LANES * SLOTS);
     }
 
     // f(row, the eight elements) for every row.

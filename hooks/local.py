@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from itertools import count
 from typing import Any, Literal, Self
 
@@ -18,19 +17,16 @@ from ..compress.codec import Codec
 from ..compress.feedback import Feedback
 from ..compress.memory import Memory
 from . import checkpoint
-from .auto.planner import Choice, default_exchange
 from .comm import handshake
 from .connection import Connection
-from .exchanges import EXCHANGES, all_finite
-from .options import Exclude, Options, check_dtypes, excluded_names
+from .exchanges import all_finite
+from .local_options import LocalExchange, LocalOptions
+from .options import Exclude, check_dtypes, excluded_names
 from .outer import TOGETHER, GlobalParameters, Outer, UnderWay, check_saved, fragments_of, together
 from .reducer import Reducer
 from .replicas import start_alike, trainable
 from .schedule import Rounds, Schedule
 from .statistics import Statistics
-
-#: What `LocalUpdates(exchange=…)` takes.
-LocalExchange = Literal["auto", "gather", "two_pass", "union", "split", "dense"]
 
 OWNER = "LocalUpdates"
 
@@ -44,7 +40,8 @@ class LocalUpdates:
 
     which is local SGD as it stands (Stich, ICLR 2019), post-local SGD with `after` (Lin et al., ICLR 2020), DiLoCo with
     `outer_lr=0.7, outer_momentum=0.9` (Douillard et al., 2023), Streaming DiLoCo with `fragments`, `delay` and `blend`
-    (Douillard et al., 2025), and SparseLoCo with `TopK` and `error_feedback=Residual(decay=0.95)` (Sarfi et al., 2025).
+    (Douillard et al., 2025), and SparseLoCo with `ChunkedTopK`, `exchange="gather"` and
+    `error_feedback=Residual(decay=0.95)` (Sarfi et al., 2025), as its code has it with `mean="senders", clip="median"`.
 
         updates = LocalUpdates(model, optimizer, codec, every=30)
         for batch in data:
@@ -74,6 +71,12 @@ class LocalUpdates:
         exchange: "gather", "two_pass", "union", "split" or "dense"; "auto" is the one with the fewest bytes to receive
             where nothing is measured: "dense" for `Identity`, "two_pass" for codes of blocks on more than two ranks,
             else "gather".
+        mean: "senders" divides each coordinate by how many ranks have sent it, rather than by their number P. It then
+            moves up to P times as far as the mean: what is handed out and what is kept no longer add up to what the
+            ranks have moved. Every rank's part is decoded by itself, at some P passes; by exchange "gather" alone.
+        clip: "median" scales what a rank has sent of a piece (`bucket_cap_mb`) down to the median of all ranks'
+            Euclidean norms there, so that one that has gone astray weighs no more than most. What is clipped is lost.
+            By "gather" alone. Neither concerns what is excluded: its mean is taken as ever.
         error_feedback: as in `CompressState`: e's strategy; False: e = Δ, and what the code leaves out is forgotten.
         exclude: as in `CompressState`: names of parameters that travel as float32.
         device: where θ0 and momentum live; "cpu" saves memory of the GPU. By default with the parameters.
@@ -101,6 +104,8 @@ class LocalUpdates:
         delay: int = 0,
         blend: float = 0.0,
         exchange: LocalExchange = "auto",
+        mean: Literal["ranks", "senders"] = "ranks",
+        clip: Literal["median"] | None = None,
         error_feedback: bool | Literal["auto"] | Feedback = "auto",
         exclude: Exclude | None = None,
         device: torch.device | str | None = None,
@@ -110,11 +115,12 @@ class LocalUpdates:
     ) -> None:
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError(f"{OWNER} needs torch.distributed: call torch.distributed.init_process_group() first")
-        self._options = Options(codec, exchange, error_feedback, fallback=None, topology=None, seed=seed)
+        self._group: Any = process_group or dist.group.WORLD
+        how: dict[str, Any] = {"world_size": dist.get_world_size(self._group), "mean": mean, "clip": clip}
+        self._options = LocalOptions(codec, exchange, error_feedback, fallback=None, topology=None, seed=seed, **how)
         self._outer = Outer(outer_lr, outer_momentum, nesterov)
         self._optimizer = optimizer
         self._schedule = Schedule(every, after, fragments, delay, blend)
-        self._group: Any = process_group or dist.group.WORLD
         self._parameters: dict[str, nn.Parameter] = {}
         self._rounds = self._steps = self._count = 0
         self._moved = False  # whether ranks may have different parameters
@@ -131,7 +137,7 @@ class LocalUpdates:
             self._check()
             excluded = excluded_names(exclude, self._parameters)
             fragments_in = fragments_of(self._parameters, fragments, bucket_cap_mb)
-            choice = self._choice(0)
+            choice = self._options.choice(0)
             choice.codec.kernels(place).prepare(choice.codec, torch.float32, place)
             (self._options.strategy or Memory().strategy).prepare(place)
         except Exception as error:  # whatever it is, the other ranks must hear of it
@@ -246,7 +252,7 @@ class LocalUpdates:
     def _send(self, parts: list[GlobalParameters]) -> None:
         """Begin to exchange how far this rank's parameters have moved."""
         reducer = self._running()
-        step = reducer.begin(self._rounds, self._choice(self._rounds))
+        step = reducer.begin(self._rounds, self._options.choice(self._rounds))
         self._rounds += 1
         buffers = [shared.difference() for shared in parts]
         reducer.greet(step, parts[0].unit, 0, None)
@@ -293,12 +299,6 @@ class LocalUpdates:
         if self._reducer is None:
             raise RuntimeError(f"this {OWNER} is closed: make another, and load its state_dict() there")
         return self._reducer
-
-    def _choice(self, number: int) -> Choice:
-        choice = self._options.choice(number)
-        if choice.exchange == "auto":
-            choice = replace(choice, exchange=default_exchange(choice.codec, dist.get_world_size(self._group)))
-        return choice
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -377,9 +377,6 @@ class LocalUpdates:
     def _check(self) -> None:
         self._schedule.check()
         self._outer.check(self._options.strategy)
-        if self._options.exchange not in ("auto", *EXCHANGES):
-            names = ", ".join(map(repr, ("auto", *EXCHANGES)))
-            raise ValueError(f"exchange={self._options.exchange!r}: expected one of {names}")
         self._options.check(dist.get_world_size(self._group))
         check_dtypes(self._parameters)
 

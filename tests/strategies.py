@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from gradwire.compress import CODECS, QSGD, Codec, OneBit, Outliers, Ternary, TernGrad, TopK, new_draw
+from gradwire.compress import CODECS, QSGD, ChunkedTopK, Codec, OneBit, Outliers, Ternary, TernGrad, TopK, new_draw
 from gradwire.compress.backends import backend_names
 from gradwire.compress.codec import DTYPES
 from gradwire.compress.entries import index_layout
@@ -33,6 +33,10 @@ VARIANTS: tuple[Codec, ...] = (
     TopK(values=torch.bfloat16),
     TopK(density=0.3, values=torch.int8),
     TopK(indices="plain", values=torch.int8),
+    ChunkedTopK(values=4),
+    ChunkedTopK(k=37, chunk=512, values=torch.int8),
+    ChunkedTopK(k=256, chunk=256, values=torch.float32),
+    ChunkedTopK(k=1, chunk=768, values=torch.bfloat16),
     Outliers(QSGD(bits=3), density=0.05),
     Outliers(Ternary(), density=0.3, values=torch.int8),
 )
@@ -81,7 +85,7 @@ KINDS: dict[str, object] = {
 FINITE = tuple(kind for kind in KINDS if kind not in ("huge", "largest", "not finite", "any bits"))
 
 #: Lengths around every boundary there is: a vector, a row of partial sums, blocks, the tiles of the CPU kernels.
-LENGTHS = (1, 2, 3, 63, 64, 65, 255, 256, 257, 511, 513, 1023, 1024, 1025, 1279, 1280, 1281, 2049, 4097, 6401)
+LENGTHS = (1, 2, 3, 63, 64, 65, 255, 256, 257, 511, 513, 1023, 1024, 1025, 1279, 1280, 1281, 2049, 4096, 4097, 6401)
 
 
 def gradient(kind: str, numel: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -18,7 +18,7 @@ from gradwire.compress.backends import (
     entries_for,
     reference,
 )
-from gradwire.compress.backends.cpu import dense, packing, patching, sparse, ternary, topk
+from gradwire.compress.backends.cpu import chunked, dense, packing, patching, selecting, sparse, ternary, topk
 from gradwire.compress.backends.cpu import kernels as cpu_kernels
 from gradwire.compress.backends.cpu.blocks import random_bits
 from gradwire.compress.backends.sparse import Pieces
@@ -352,7 +352,7 @@ def test_prepare_compiles_all_that_is_ever_run(codec: Codec, monkeypatch: pytest
     def compiled() -> int:
         return sum(
             len(function.signatures)
-            for module in (dense, packing, patching, sparse, ternary)
+            for module in (chunked, dense, packing, patching, selecting, sparse, ternary)
             for function in vars(module).values()
             if hasattr(function, "signatures")
         )

@@ -23,7 +23,7 @@ from gradwire.benchmarks.codec import baselines, gpu, inputs, quality, speed
 from gradwire.benchmarks.common import report
 from gradwire.benchmarks.common.arms import ARMS
 from gradwire.benchmarks.network import allreduce, exchange, step, timeline
-from gradwire.compress import CODECS, QSGD, Cast, Codec, OneBit, Ternary, TernGrad, TopK
+from gradwire.compress import CODECS, QSGD, Cast, ChunkedTopK, Codec, OneBit, Ternary, TernGrad, TopK
 from gradwire.compress.backends import use_backend
 from strategies import GPU
 
@@ -116,6 +116,9 @@ def test_entropy_is_of_the_codes_alone() -> None:
     for codec in (TopK(0.01), TopK(0.01, indices="plain")):  # two entries of 200: 19900 pairs
         x = torch.arange(200.0)
         assert wire_entropy(codec, x) == pytest.approx((math.log2(19900) + 64) / 200)
+    for values, bits in ((2, 64 + 32), (torch.float32, 64)):  # two entries of 512, levels, codes and what fills a word
+        chunked = ChunkedTopK(k=2, chunk=512, values=values)
+        assert wire_entropy(chunked, torch.arange(1024.0)) == pytest.approx((math.log2(130816) + bits) / 512)
     assert wire_entropy(Cast(torch.float16), torch.tensor([1.0, 2.0]).repeat(50)) == pytest.approx(1)
 
 

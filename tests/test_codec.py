@@ -12,7 +12,20 @@ import numpy as np
 import pytest
 import torch
 from golden import FOLDER, GRADIENT, Golden, saved
-from gradwire.compress import CODECS, QSGD, Cast, Codec, Identity, OneBit, Outliers, Ternary, TernGrad, TopK, new_draw
+from gradwire.compress import (
+    CODECS,
+    QSGD,
+    Cast,
+    ChunkedTopK,
+    Codec,
+    Identity,
+    OneBit,
+    Outliers,
+    Ternary,
+    TernGrad,
+    TopK,
+    new_draw,
+)
 from gradwire.compress.backends import reference, use_backend
 from gradwire.compress.codec import DTYPES
 from hypothesis import HealthCheck, given, settings
@@ -93,6 +106,8 @@ def test_bits_per_element_are_really_packed() -> None:
     assert TopK(0.01).bits_per_element() == pytest.approx(0.4057, rel=1e-3)
     assert TopK(0.01, values=torch.bfloat16).bits_per_element() == pytest.approx(0.2457, rel=1e-3)
     assert TopK(0.01, values=torch.int8).bits_per_element() == pytest.approx(0.1669, rel=1e-3)
+    assert ChunkedTopK().bits_per_element() == 8 * (8 + 16 + 48 + 16) / 4096
+    assert ChunkedTopK(values=torch.bfloat16).bits_per_element() == 8 * (16 + 48 + 128) / 4096
     assert Cast().bits_per_element() == 16
     assert Identity().bits_per_element() == 32
 
@@ -132,6 +147,7 @@ def test_padding_is_zero_on_the_wire(device: torch.device) -> None:
     assert not tail(TernGrad(), 100, 4 + 100).any()
     assert not tail(Ternary(), 100, 4 + 100).any()
     assert not tail(Cast(), 3, 6).any()
+    assert not tail(ChunkedTopK(k=6), 3, 8 + 3 * 9).any()  # 9 low bits
     sparse = torch.zeros(1000, device=device)
     sparse[7] = 1
     words = encode(TopK(0.01, indices="plain"), sparse).cpu().view(torch.int32)
@@ -319,7 +335,7 @@ def test_the_checker_finds_residuals_that_grow(codec: Codec) -> None:
 
 
 def test_feedback_is_on_for_codes_that_contract_only() -> None:
-    contracting = ["onebit", "ternary", "topk", "outliers", "cast", "cast"]
+    contracting = ["onebit", "ternary", "topk", "chunked_topk", "outliers", "cast", "cast"]
     assert [codec.name for codec in CODECS if codec.default_feedback] == contracting
     assert not QSGD().default_feedback
     assert QSGD(rounding="nearest").default_feedback
@@ -556,6 +572,16 @@ def test_codes_outside_their_table_are_counted(device: torch.device) -> None:
         (lambda: TernGrad(block=1024), "block=1024"),
         (lambda: TernGrad(clip=0), "clip=0"),
         (lambda: Ternary(block=1024), "block=1024"),
+        (lambda: ChunkedTopK(k=0), "k=0"),
+        (lambda: ChunkedTopK(k=1025), "k=1025: expected a whole number of entries from 1 to 1024"),
+        (lambda: ChunkedTopK(k=257, chunk=256), "k=257: expected a whole number of entries from 1 to 256"),
+        (lambda: ChunkedTopK(k=True), "k=True"),
+        (lambda: ChunkedTopK(k=6.4), "k=6.4"),  # type: ignore[arg-type]
+        (lambda: ChunkedTopK(chunk=1000), "chunk=1000"),
+        (lambda: ChunkedTopK(chunk=1 << 17), "chunk=131072"),
+        (lambda: ChunkedTopK(values=3), "values=3"),
+        (lambda: ChunkedTopK(values=True), "values=True"),
+        (lambda: ChunkedTopK(values=torch.float16), "values=torch.float16"),
         (lambda: Cast(torch.float32), "dtype=torch.float32"),
         (lambda: TopK().wire_bytes(1 << 31), str(1 << 31)),
         (lambda: OneBit().workspace(0), "0 elements"),

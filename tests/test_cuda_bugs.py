@@ -11,7 +11,7 @@ import pytest
 import torch
 from cuda_on_cpu import EmulationError
 from emulated import CSRC, EmulatedDevice, emulated_gpu, forget
-from gradwire.compress import QSGD, Codec, OneBit, Outliers, Ternary, TernGrad, TopK, new_draw
+from gradwire.compress import QSGD, ChunkedTopK, Codec, OneBit, Outliers, Ternary, TernGrad, TopK, new_draw
 from gradwire.compress.backends import use_backend
 from gradwire.compress.entries import index_layout
 from strategies import gradient, same
@@ -120,6 +120,62 @@ BUGS = (
     Bug("trits in the wrong plane", "ternary.cu", "digit *= 3;", "digit = 3;", TernGrad(), DIFFERS),
     Bug(
         "a level that a lane keeps to itself", "ternary.cu", "max(warp_sum(count), 1)", "max(count, 1)", Ternary(), "."
+    ),
+    Bug(
+        "sums of warps that the next count overwrites",
+        "chunked.cu",
+        "turn ^= 1;",
+        "turn = 0;",
+        ChunkedTopK(),
+        f"race|{DIFFERS}",
+    ),
+    Bug(
+        "a list that is read while it is written",
+        "chunked.cu",
+        "count = list(a, start, key, ties, shared);\n        __syncthreads();",
+        "count = list(a, start, key, ties, shared);",
+        ChunkedTopK(),
+        "race|uninitialised|nobody",
+    ),
+    Bug(
+        "an index in two words of which one is lost",
+        "chunked.cu",
+        "if (shift + form.low_bits > 32) atomicOr(word + 1, bits >> (32 - shift));",
+        "",
+        ChunkedTopK(k=37, chunk=512),
+        DIFFERS,
+    ),
+    Bug(
+        "a bit that is set without an atomic",
+        "chunked.cu",
+        "atomicOr(shared.record + form.upper() + place / 32, 1u << place % 32);",
+        "shared.record[form.upper() + place / 32] |= 1u << place % 32;",
+        ChunkedTopK(),
+        f"race|{DIFFERS}",
+    ),
+    Bug(
+        "ties without end",
+        "chunked.cu",
+        "(found == key && equal < ties)",
+        "found == key",
+        ChunkedTopK(k=5, chunk=512),
+        f"out-of-bounds|race|{DIFFERS}",
+    ),
+    Bug(
+        "a rank added while another is",
+        "chunked.cu",
+        "const bool sound = record.is_sound();\n                __syncthreads();",
+        "const bool sound = record.is_sound();",
+        ChunkedTopK(),
+        "race|uninitialised",
+    ),
+    Bug(
+        "an index that comes twice",
+        "chunked.cu",
+        "if (earlier >= at && earlier < n) return false;",
+        "",
+        ChunkedTopK(),
+        f"race|{DIFFERS}",
     ),
     Bug(
         "a NaN that the maximum drops",
@@ -286,6 +342,10 @@ def steps(codec: Codec, offset: int) -> list[Tensor]:
         else:
             wire[: 4 * index_layout(NUMEL, codec.k(NUMEL)).upper_words] = 255  # more entries than there is room for
         codec.decode_mean([part[None] for part in wire.split(codec.part_bytes(NUMEL))], hostile, workspace)
+    if isinstance(codec, ChunkedTopK):
+        wire, words = wires[0].clone(), index_layout(codec.chunk, codec.k).upper_words
+        wire[codec.level_bytes :][: 4 * words] = 255  # the same, all of which differ in their low bits at most
+        codec.decode_mean([wire[None]], hostile, workspace)
     return [*wires, residual, mean, hostile]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire import QSGD, Codec, CompressState, OneBit, TernGrad, TopK, compress_hook
+from gradwire import QSGD, ChunkedTopK, Codec, CompressState, OneBit, TernGrad, TopK, compress_hook
 from gradwire.compress import new_draw
 from ranks import Pool
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.cuda
 Ranks = Callable[[int], Pool]
-CODECS = (OneBit(), QSGD(), TernGrad(), TopK(0.05))
+CODECS = (OneBit(), QSGD(), TernGrad(), TopK(0.05), ChunkedTopK(chunk=1024))
 every_codec = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
 
 

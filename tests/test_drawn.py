@@ -34,7 +34,20 @@ from drawn import (
     verdict,
 )
 from drawn_machine import play
-from gradwire import QSGD, Cast, Codec, Identity, Momentum, OneBit, Outliers, Ternary, TernGrad, TopK, Tracking
+from gradwire import (
+    QSGD,
+    Cast,
+    ChunkedTopK,
+    Codec,
+    Identity,
+    Momentum,
+    OneBit,
+    Outliers,
+    Ternary,
+    TernGrad,
+    TopK,
+    Tracking,
+)
 from gradwire.compress import Feedback
 from gradwire.hooks.exchanges import EXCHANGES, possible
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -48,7 +61,8 @@ CODECS: tuple[Codec, ...] = (
     TopK(0.2, indices="plain"),
     OneBit(), OneBit(block=256), OneBit(block=256, scale="symmetric"),
     QSGD(), QSGD(bits=2, block=256), QSGD(bits=8, rounding="nearest"), TernGrad(), TernGrad(rounding="nearest"),
-    Ternary(), Outliers(OneBit(block=256), 0.05), Outliers(QSGD(), 0.1, values=torch.int8),
+    Ternary(), ChunkedTopK(), ChunkedTopK(k=20, chunk=256, values=torch.int8), Outliers(OneBit(block=256), 0.05),
+    Outliers(QSGD(), 0.1, values=torch.int8),
     Cast(torch.float16), Cast(torch.bfloat16), Identity(),
 )  # fmt: skip
 SPARSE = tuple(codec for codec in CODECS if codec.block_size is None)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from gradwire import (
     QSGD,
     Cast,
+    ChunkedTopK,
     Codec,
     CompressState,
     Identity,
@@ -34,6 +35,7 @@ Ranks = Callable[[int], Pool]
 
 LOSSLESS_SUM = [
     OneBit(), QSGD(rounding="nearest"), TernGrad(rounding="nearest"), TopK(0.05), Outliers(Ternary(), 0.05),
+    ChunkedTopK(k=16, chunk=256),
     Cast(torch.bfloat16),
 ]  # fmt: skip
 

@@ -13,7 +13,7 @@ from typing import Any
 import gradwire.hooks.horovod as hvd
 import pytest
 import torch
-from gradwire import QSGD, Cast, Codec, Identity, OneBit, Outliers, Ternary, TernGrad, TopK
+from gradwire import QSGD, Cast, ChunkedTopK, Codec, Identity, OneBit, Outliers, Ternary, TernGrad, TopK
 from gradwire.hooks.exchanges import possible
 from horovod_drawn import (
     Accumulate,
@@ -39,7 +39,8 @@ Ranks = Callable[[int], Pool]
 CODECS: tuple[Codec | None, ...] = (
     TopK(0.1), TopK(0.01), TopK(0.5), TopK(0.2, values=torch.bfloat16), TopK(0.2, values=torch.int8),
     OneBit(), OneBit(block=256, scale="symmetric"), QSGD(), QSGD(bits=2, block=256), QSGD(rounding="nearest"),
-    TernGrad(), Ternary(), Outliers(OneBit(block=256), 0.05), Cast(torch.bfloat16), Identity(), None,
+    TernGrad(), Ternary(), ChunkedTopK(k=20, chunk=256), Outliers(OneBit(block=256), 0.05), Cast(torch.bfloat16),
+    Identity(), None,
 )  # fmt: skip
 #: Pools that have played before.
 WARM: weakref.WeakSet[Pool] = weakref.WeakSet()

@@ -138,7 +138,15 @@ def test_constants_and_classes() -> None:
     assert hvd.gloo_built()
     assert not hvd.mpi_enabled()
     nested = "outliers(hvd.Compression.onebit())"
-    for codec in ("topk(density=0.1)", "onebit()", "qsgd(bits=2)", "terngrad()", "ternary()", nested):
+    for codec in (
+        "topk(density=0.1)",
+        "chunked_topk(k=16)",
+        "onebit()",
+        "qsgd(bits=2)",
+        "terngrad()",
+        "ternary()",
+        nested,
+    ):
         assert eval(f"hvd.Compression.{codec}").wire_bytes(1000) < 4000
     for name in hvd.__all__:
         assert hasattr(hvd, name)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from gradwire import (
     QSGD,
     Cast,
+    ChunkedTopK,
     Codec,
     Identity,
     LocalUpdates,
@@ -35,7 +36,7 @@ Ranks = Callable[[int], Pool]
 
 KEEPING = [
     OneBit(), QSGD(rounding="nearest"), TernGrad(rounding="nearest"), TopK(0.05), Outliers(Ternary(), 0.05),
-    Cast(torch.bfloat16),
+    ChunkedTopK(k=16, chunk=256), Cast(torch.bfloat16),
 ]  # fmt: skip
 
 

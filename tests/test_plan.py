@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire import QSGD, Cast, Codec, CompressState, Identity, OneBit, TernGrad, TopK, compress_hook
+from gradwire import QSGD, Cast, ChunkedTopK, Codec, CompressState, Identity, OneBit, TernGrad, TopK, compress_hook
 from gradwire.hooks.auto import cost, probe
 from gradwire.hooks.auto.planner import Choice, Planner
 from gradwire.hooks.comm.group import Group
@@ -41,7 +41,14 @@ def on_nodes(rank: int, codec: Codec, topology: Any, exchange: str) -> Any:
 @pytest.mark.parametrize("topology", [2, "mesh"])
 @pytest.mark.parametrize(
     "codec",
-    [OneBit(), QSGD(rounding="nearest"), TernGrad(rounding="nearest"), TopK(0.05), Cast(torch.bfloat16)],
+    [
+        OneBit(),
+        QSGD(rounding="nearest"),
+        TernGrad(rounding="nearest"),
+        TopK(0.05),
+        ChunkedTopK(k=16, chunk=256),
+        Cast(torch.bfloat16),
+    ],
     ids=str,
 )
 def test_nothing_is_lost_between_nodes(ranks: Ranks, codec: Codec, topology: Any) -> None:

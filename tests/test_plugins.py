@@ -21,11 +21,11 @@ from gradwire.hooks.exchanges import EXCHANGES, possible
 from gradwire.hooks.exchanges import register as register_exchange
 from ranks import Pool
 from strategies import encode, gradient, hostile_wires, parts_of, same
-from toys import ChunkedTopK, RandomK, Shapes, Smoothed, Star, Threshold, Velocity, mirror
+from toys import LargestOfChunk, RandomK, Shapes, Smoothed, Star, Threshold, Velocity, mirror
 from training import Ledger, convnet, train, wrap
 
 CPU = torch.device("cpu")
-SPARSE: tuple[SparseCodec, ...] = (Threshold(), Threshold(2.5, 0.02), ChunkedTopK(), RandomK())
+SPARSE: tuple[SparseCodec, ...] = (Threshold(), Threshold(2.5, 0.02), LargestOfChunk(), RandomK())
 
 
 @pytest.fixture

@@ -41,10 +41,10 @@ class Threshold(SparseCodec):
 
 
 @dataclass(frozen=True)
-class ChunkedTopK(SparseCodec):
+class LargestOfChunk(SparseCodec):
     """The largest element of each chunk, with its value in half the bytes."""
 
-    name: ClassVar[str] = "chunked_topk"
+    name: ClassVar[str] = "largest_of_chunk"
 
     chunk: int = 64
 

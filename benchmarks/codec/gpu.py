@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...compress import QSGD, Cast, Codec, OneBit, Outliers, Ternary, TernGrad, TopK, new_draw
+from ...compress import QSGD, Cast, ChunkedTopK, Codec, OneBit, Outliers, Ternary, TernGrad, TopK, new_draw
 from ...compress.backends import entries_for
 from ...compress.backends.cuda.sparse import Union, gather_at, scatter_to
 from ...compress.entries import VALUE_DTYPES, index_layout, value_bytes
@@ -41,6 +41,7 @@ CODECS: tuple[Codec, ...] = (
     Ternary(),
     TopK(0.01),
     TopK(0.001),
+    ChunkedTopK(),
     Outliers(OneBit()),
     Cast(torch.float16),
 )

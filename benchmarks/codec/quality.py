@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...compress import QSGD, Codec, OneBit, Outliers, SparseCodec, Ternary, TernGrad, new_draw
+from ...compress import QSGD, ChunkedTopK, Codec, OneBit, Outliers, SparseCodec, Ternary, TernGrad, new_draw
 
 #: What rounding to float32 may change a decoded value by, as a share of the value.
 ROUNDING = 2.0**-23
@@ -83,8 +83,9 @@ def entropy(codec: Codec, wire: np.ndarray, numel: int) -> float:
     """Bits an element that an ideal coder would need for this wire, knowing how often each code occurs.
 
     Codes count with their empirical entropy, each on its own; units, levels and scales as they are sent. Sparse codecs:
-    the number of ways to place the entries, log2 of n over k, and values as they are sent. What has no codes, as casts:
-    the entropy of each byte of an element by itself. Outliers: of both their codes.
+    the number of ways to place the entries, log2 of n over k, and values as they are sent, by chunk where they are
+    selected so. What has no codes, as casts: the entropy of each byte of an element by itself. Outliers:
+    of both their codes.
     """
     parts = codec.parts(numel)
     if isinstance(codec, Outliers):
@@ -92,10 +93,14 @@ def entropy(codec: Codec, wire: np.ndarray, numel: int) -> float:
         return entropy(codec.selection, wire[:exact], numel) + entropy(codec.inner, wire[exact:], numel)
     if isinstance(codec, SparseCodec):
         used = entries(codec, wire[: parts[0].nbytes], numel)
-        ways = math.lgamma(numel + 1) - math.lgamma(used + 1) - math.lgamma(numel - used + 1)
-        return (ways / math.log(2) + 8 * parts[1].nbytes) / numel
+        return (log2_ways(numel, used) + 8 * parts[1].nbytes) / numel
     (part,) = parts
     records = part.view(wire)
+    if isinstance(codec, ChunkedTopK):
+        lengths = [min(codec.chunk, numel - start) for start in range(0, numel, codec.chunk)]
+        used_in = np.unpackbits(records["upper"].view(np.uint8), axis=1).sum(axis=1)
+        ways = sum(log2_ways(n, int(used)) for n, used in zip(lengths, used_in, strict=True))
+        return (ways + 8 * part.records * (part.record.itemsize - codec.index_bytes)) / numel
     if isinstance(codec, OneBit):
         codes = np.unpackbits(records["signs"].reshape(-1), bitorder="little")
     elif isinstance(codec, QSGD):
@@ -109,6 +114,11 @@ def entropy(codec: Codec, wire: np.ndarray, numel: int) -> float:
         return sum(symbol_entropy(planes[:, byte]) for byte in range(planes.shape[1]))
     aside = sum(8 * np.dtype(f.dtype).itemsize * f.count for f in part.fields if f.dtype == "<f4")
     return symbol_entropy(codes[:numel]) + aside * part.records / numel
+
+
+def log2_ways(n: int, k: int) -> float:
+    """log2 of the number of ways to choose k of n."""
+    return (math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)) / math.log(2)
 
 
 def entries(codec: SparseCodec, indices: np.ndarray, numel: int) -> int:

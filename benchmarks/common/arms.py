@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from ... import CompressState, compress_hook
-from ...compress import QSGD, Cast, Codec, OneBit, Outliers, Ternary, TernGrad, TopK
+from ...compress import QSGD, Cast, ChunkedTopK, Codec, OneBit, Outliers, Ternary, TernGrad, TopK
 from ...hooks import Statistics
 
 FLOOR, DENSE, BASELINE = "none", "fp32", "fp16"
@@ -224,6 +224,7 @@ ARMS = {
         Arm("topk-gather", "#CC79A7", codec=ONE_PERCENT, exchange="gather"),
         Arm("topk-0.1", "#E69F00", codec=TopK(density=0.001)),
         Arm("topk8", "#E69F00", codec=EIGHT_PERCENT),
+        Arm("chunked", "#882255", codec=ChunkedTopK()),
         Arm("auto", "#B5A900", codec=OneBit(), exchange="auto"),
         Arm("hvd-none", what="Horovod interface, float32", horovod=True),
         Arm("hvd-onebit", codec=OneBit(), horovod=True),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compress import QSGD, OneBit, Outliers, Ternary, TernGrad, TopK
+from ...compress import QSGD, ChunkedTopK, OneBit, Outliers, Ternary, TernGrad, TopK
 from ...compress.codec import Codec
 from .residuals import CodecCompression
 
@@ -71,8 +71,8 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Any]:
 class Compression:
     """What `compression=` takes: one of these, any codec of `gradwire.compress`, or your own `Compressor`.
 
-    `Compression.topk(density=0.01)`, `.onebit()`, `.ternary()`, `.qsgd(bits=4)`, `.terngrad()` and
-    `.outliers(OneBit())` are codecs with their arguments;
+    `Compression.topk(density=0.01)`, `.onebit()`, `.ternary()`, `.qsgd(bits=4)`, `.terngrad()`,
+    `.chunked_topk(k=64)` and `.outliers(OneBit())` are codecs with their arguments;
     `Compression.codec(codec, error_feedback=…, exchange=…, seed=…)` also says how it is used.
     """
 
@@ -80,6 +80,7 @@ class Compression:
     fp16 = FP16Compressor
     bf16 = BF16Compressor
     topk = TopK
+    chunked_topk = ChunkedTopK
     onebit = OneBit
     qsgd = QSGD
     terngrad = TernGrad
@@ -90,6 +91,7 @@ class Compression:
 
 _EXAMPLES = {
     "TopK": "Compression.topk(density=0.01)",
+    "ChunkedTopK": "Compression.chunked_topk(k=64)",
     "OneBit": "Compression.onebit()",
     "QSGD": "Compression.qsgd(bits=4)",
     "TernGrad": "Compression.terngrad()",

@@ -9,7 +9,7 @@ and ranks.
 from __future__ import annotations
 
 from .. import Backend, Kernels
-from .kernels import QSGD, Cast, OneBit, Ternary, TernGrad
+from .kernels import QSGD, Cast, ChunkedTopK, OneBit, Ternary, TernGrad
 from .momentum import Momentum
 from .outliers import Outliers
 from .topk import Entries, TopK
@@ -21,6 +21,7 @@ KERNELS: dict[str, Kernels] = {
     "terngrad": TernGrad(),
     "ternary": Ternary(),
     "topk": TopK(),
+    "chunked_topk": ChunkedTopK(),
     "cast": Cast(),
     "identity": Cast(),
 }

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...entries import index_layout
 from .. import Kernels, Workspace, kept
 from ..addresses import address, rows_at
-from . import dense, ternary
+from . import chunked, dense, ternary
 from .blocks import BFLOAT16, FLOAT16, FLOAT32, TILE, scratch_bytes
 
 KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
@@ -90,6 +91,10 @@ class _Blocks(CpuKernels):
     def block(self, codec: Any) -> int:
         return int(codec.block)
 
+    def scratch(self, codec: Any) -> int:
+        """Bytes that a piece works in."""
+        return scratch_bytes(self.block(codec))
+
     def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
         raise NotImplementedError
 
@@ -105,12 +110,11 @@ class _Blocks(CpuKernels):
         """Blocks, pieces to run them in, the address of the first piece's scratch, and bytes from one to the next."""
         count = -(-numel // self.block(codec))
         pieces = pieces_of(numel, count)
-        block, known = self.block(codec), workspace.buffers.get("pieces")
-        if known is None or known[0] != block or known[1] < pieces:
-            size = whole_lines(scratch_bytes(block))
-            known = block, pieces, reserved(workspace, "scratch", pieces * size), size
+        size, known = whole_lines(self.scratch(codec)), workspace.buffers.get("pieces")
+        if known is None or known[0] != size or known[1] < pieces:
+            known = size, pieces, reserved(workspace, "scratch", pieces * size)
             workspace.buffers["pieces"] = known
-        return count, pieces, known[2], known[3]
+        return count, pieces, known[2], size
 
     def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
         self._encode(codec, x, 0, wire, draw, workspace)
@@ -188,6 +192,25 @@ class TernGrad(_Blocks):
 class Ternary(TernGrad):
     def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
         return ternary.ternary_encode, (codec.block,)
+
+
+class ChunkedTopK(_Blocks):
+    def block(self, codec: Any) -> int:
+        return int(codec.chunk)
+
+    def scratch(self, codec: Any) -> int:
+        return chunked.chunk_scratch(codec.chunk, codec.k)
+
+    def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
+        return chunked.chunked_encode, self._form(codec)
+
+    def decode_block(self, codec: Any) -> Kernel:
+        return chunked.chunked_decode, self._form(codec)
+
+    @staticmethod
+    def _form(codec: Any) -> tuple[chunked.Form]:
+        layout = index_layout(codec.chunk, codec.k)
+        return ((codec.chunk, codec.k, codec.bits, (layout.low_bits, layout.upper_words, layout.low_words)),)
 
 
 class Cast(_Blocks):

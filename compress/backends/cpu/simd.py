@@ -129,6 +129,7 @@ def _compare(sign: str) -> Callable:
 _operator(operator.add, _arithmetic("add", "fadd"))
 _operator(operator.sub, _arithmetic("sub", "fsub"))
 _operator(operator.mul, _arithmetic("mul", "fmul"))
+_operator(operator.truediv, lambda builder, element, a, b: builder.fdiv(a, b))
 _operator(operator.and_, lambda builder, element, a, b: builder.and_(a, b))
 _operator(operator.or_, lambda builder, element, a, b: builder.or_(a, b))
 _operator(operator.xor, lambda builder, element, a, b: builder.xor(a, b))

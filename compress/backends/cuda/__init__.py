@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...entries import index_layout
 from .. import Backend, Kernels, Workspace, kept
 from ..sparse import whole_rows
 from .device import SHARES, THREADS, Argument, Device, device_for
@@ -44,6 +45,10 @@ class _Blocks(Kernels):
 
     def block(self, codec: Any) -> int:
         return int(codec.block)
+
+    def grid(self, codec: Any, numel: int, sm_count: int) -> int:
+        """Blocks of threads for a launch."""
+        return grid_for(numel, self.block(codec), sm_count)
 
     def encode_options(self, codec: Any, draw: Tensor | None) -> tuple[Argument, ...]:
         """What `encode` takes besides the tensors."""
@@ -96,7 +101,7 @@ class _Blocks(Kernels):
     def _launch(self, codec: Any, kernel: str, like: Tensor, arguments: Sequence[Argument]) -> None:
         device: Device = device_for(like.device)
         function = device.function(self.file, f"{kernel}_{SUFFIXES[like.dtype]}")
-        function(grid_for(like.numel(), self.block(codec), device.sm_count), THREADS, arguments)
+        function(self.grid(codec, like.numel(), device.sm_count), THREADS, arguments)
 
 
 def drawn(codec: Any, draw: Tensor | None) -> Tensor | None:
@@ -141,6 +146,26 @@ class Ternary(TernGrad):
         return (np.int32(codec.block),)
 
 
+class ChunkedTopK(_Blocks):
+    """A block of threads takes a chunk at a time."""
+
+    file, encoder, decoder = "chunked.cu", "chunked", "chunked"
+
+    def block(self, codec: Any) -> int:
+        return int(codec.chunk)
+
+    def grid(self, codec: Any, numel: int, sm_count: int) -> int:
+        return min(-(-numel // self.block(codec)), SHARES * sm_count)
+
+    def encode_options(self, codec: Any, draw: Tensor | None) -> tuple[Argument, ...]:
+        layout = index_layout(codec.chunk, codec.k)
+        form = codec.chunk, codec.k, codec.bits, layout.low_bits, layout.upper_words, layout.low_words
+        return tuple(np.int32(number) for number in form)
+
+    def decode_options(self, codec: Any) -> tuple[Argument, ...]:
+        return self.encode_options(codec, None)
+
+
 class Cast(_Blocks):
     """Identity too: a cast to float32."""
 
@@ -162,6 +187,7 @@ KERNELS: dict[str, Kernels] = {
     "terngrad": TernGrad(),
     "ternary": Ternary(),
     "topk": TopK(),
+    "chunked_topk": ChunkedTopK(),
     "cast": Cast(),
     "identity": Cast(),
 }
