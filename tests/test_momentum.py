@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from strategies import ALL_BACKENDS, device_of, parts_of
 from test_feedback import hold, layout_of
 from torch import Tensor, nn
-from toys import ChunkedTopK, RandomK, Threshold
+from toys import LargestOfChunk, RandomK, Threshold
 
 BETA, I8 = 0.8, torch.int8
 KINDS = [Momentum(BETA), Momentum(BETA, nesterov=True), Momentum(BETA, masking=False), Momentum(0.0)]
@@ -71,7 +71,7 @@ def test_the_cpus_passes_are_those_of_torch(
 
 CODECS: list[SparseCodec] = [
     TopK(0.1), TopK(1.0), TopK(0.2, values=I8), TopK(0.2, indices="plain"),
-    Threshold(), Threshold(2.5), Threshold(2.5).plain, ChunkedTopK(), RandomK(),
+    Threshold(), Threshold(2.5), Threshold(2.5).plain, LargestOfChunk(), RandomK(),
 ]  # fmt: skip
 
 

@@ -113,6 +113,9 @@ WAYS = {
     "topk4": Way(_top(0.04), "gather", Residual(), begins=60),
     "topk2": Way(_top(0.02), "gather", Residual()),
     "topk1": Way(_top(0.01), "gather", Residual()),
+    "chunked18": Way(ChunkedTopK(k=737, values=4), "two_pass", Residual()),
+    "chunked25": Way(ChunkedTopK(k=1024, values=2), "two_pass", Residual()),
+    "chunked3": Way(ChunkedTopK(k=138, values=2), "two_pass", Residual()),
 }
 
 
