@@ -24,7 +24,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...compress import QSGD, Codec, Identity, Momentum, OneBit, Outliers, Residual, Ternary, TernGrad, TopK, Tracking
+from ...compress import (
+    QSGD,
+    ChunkedTopK,
+    Codec,
+    Identity,
+    Momentum,
+    OneBit,
+    Outliers,
+    Residual,
+    Ternary,
+    TernGrad,
+    TopK,
+    Tracking,
+)
 from ...compress.feedback import Feedback
 from ...compress.layout import Layout, Slot, end_to_end
 from ..common import report
