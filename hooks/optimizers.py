@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -13,13 +14,14 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..compress import QSGD, Cast, ChunkedTopK, Codec, OneBit, Outliers, Residual, Ternary, TernGrad
+from ..compress import QSGD, Cast, ChunkedTopK, Codec, OneBit, Outliers, Residual, Ternary, TernGrad, TopK
 from ..compress.chunked import MOST_ENTRIES
 from ..compress.feedback import Feedback
 from .options import Options
 
-#: Of the smaller codes, by whether the optimizer is adaptive; docs/benchmarks.md, "The same model at the end".
-WHY = {True: "TODO", False: "TODO"}
+#: Why, by whether the optimizer is adaptive; see docs/benchmarks.md, "The same model at the end".
+DENSER = {True: "TODO", False: "TODO"}
+SPARSER = {True: "TODO", False: "TODO"}
 #: Elements by which a density is chosen.
 MILLION = 1_000_000
 
@@ -53,7 +55,7 @@ def recommend(
 
     Args:
         optimizer: one, its class, or its name, such as "adamw".
-        ratio: how many times fewer bytes than float32, from 2 to 800.
+        ratio: how many times fewer bytes than float32, from 2 to 2000.
         bits: the same as bits an element, 32 / ratio. One of the two.
 
     Raises:
@@ -66,18 +68,18 @@ def recommend(
     if isinstance(asked, bool) or not isinstance(asked, int | float) or not asked > 0:
         raise ValueError(f"{name}={asked!r}: expected a number above 0")
     times = float(asked) if ratio is not None else 32.0 / float(asked)
-    if not 2.0 <= times <= 800.0:
-        raise ValueError(f"{name}={asked!r}: expected from 2 to 800 times fewer bytes than float32, 16 to 0.04 bits")
+    if not 2.0 <= times <= 2000.0:
+        raise ValueError(f"{name}={asked!r}: expected from 2 to 2000 times fewer bytes than float32, 16 to 0.016 bits")
     adaptive = is_adaptive(optimizer)
     if times <= 2.0:
         return _recommendation(Cast(torch.float16), True, "half the bytes; what rounding leaves out is kept")
     if times <= _ratio(QSGD()):
         return _recommendation(QSGD(), False, "4 bits, unbiased: nothing is kept, and nothing arrives late")
-    for values in (torch.int8, 4, 2):  # as many bits a value as there is room for beside all the entries there can be
-        codec = _chunked(values, times)
-        if codec.k == MOST_ENTRIES:
-            break
-    return _recommendation(codec, Residual(), WHY[adaptive])
+    for values in (torch.int8, 4, 2):
+        codec = ChunkedTopK(MOST_ENTRIES, values=values)
+        if times <= _ratio(codec):
+            return _recommendation(codec, Residual(), DENSER[adaptive])
+    return _recommendation(_top(times), Residual(), SPARSER[adaptive])
 
 
 def _recommendation(codec: Codec, feedback: Feedback | bool, why: str) -> Recommendation:
@@ -88,13 +90,14 @@ def _ratio(codec: Codec) -> float:
     return 4.0 * MILLION / codec.wire_bytes(MILLION)
 
 
-def _chunked(values: torch.dtype | int, times: float) -> ChunkedTopK:
-    """The one with most entries that takes so many times fewer bytes."""
-    few, many = 1, MOST_ENTRIES + 1
-    while many - few > 1:
-        middle = (few + many) // 2
-        few, many = (middle, many) if _ratio(ChunkedTopK(middle, values=values)) >= times else (few, middle)
-    return ChunkedTopK(few, values=values)
+def _top(times: float) -> TopK:
+    """The densest that takes so many times fewer bytes, its density to two digits."""
+    few, many = 1e-5, 0.5
+    for _ in range(40):
+        middle = (few + many) / 2
+        few, many = (middle, many) if _ratio(TopK(middle, values=torch.int8)) >= times else (few, middle)
+    digits = 10.0 ** (math.floor(math.log10(few)) - 1)
+    return TopK(density=round(math.floor(few / digits) * digits, 8), values=torch.int8)
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
@@ -157,15 +160,22 @@ def judge(options: Options, optimizer: torch.optim.Optimizer) -> None:
         warnings.warn(problem, stacklevel=5)  # where the optimizer's step was called
 
 
-#: Whose first optimizer has not stepped yet: their parameters, and who looks at it.
-_waiting: list[tuple[list[weakref.ref[nn.Parameter]], Callable[[torch.optim.Optimizer], None]]] = []
+@dataclass(eq=False)  # weak references to tensors compare as these do: by element
+class _Waiting:
+    """Parameters whose optimizer has not stepped yet, and who is to look at it."""
+
+    parameters: list[weakref.ref[nn.Parameter]]
+    judge: Callable[[torch.optim.Optimizer], None]
+
+
+_waiting: list[_Waiting] = []
 
 
 def expect_optimizer(parameters: Iterable[nn.Parameter], judge: Callable[[torch.optim.Optimizer], None]) -> None:
     """Have `judge` look at the first optimizer that steps one of these parameters, before it does; and at later steps,
     as long as it raises."""
     _listen()
-    _waiting.append(([weakref.ref(parameter) for parameter in parameters], judge))
+    _waiting.append(_Waiting([weakref.ref(parameter) for parameter in parameters], judge))
 
 
 @functools.cache
@@ -176,9 +186,9 @@ def _listen() -> None:
 
 def _look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for entry in _waiting[:]:
-        alive = {id(parameter) for reference in entry[0] if (parameter := reference()) is not None}
+        alive = {id(parameter) for reference in entry.parameters if (parameter := reference()) is not None}
         own = any(id(parameter) in alive for group in optimizer.param_groups for parameter in group["params"])
         if own:
-            entry[1](optimizer)
+            entry.judge(optimizer)
         if own or not alive:
             _waiting.remove(entry)

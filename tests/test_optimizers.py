@@ -49,20 +49,20 @@ def sgd(**options: Any) -> torch.optim.Optimizer:
 
 
 @settings(deadline=None)
-@given(st.floats(2, 800), st.sampled_from(["adamw", "SGD", torch.optim.Adam, torch.optim.SGD]))
+@given(st.floats(2, 2000), st.sampled_from(["adamw", "SGD", torch.optim.Adam, torch.optim.SGD]))
 def test_what_is_recommended_takes_no_more_bytes_than_asked_for(ratio: float, optimizer: Any) -> None:
     found = recommend(optimizer, ratio=ratio)
     assert found.ratio >= ratio
     assert found.ratio == 4e6 / found.codec.wire_bytes(10**6)
     assert recommend(optimizer, bits=32 / ratio).codec.wire_bytes(10**6) <= 4e6 / ratio * (1 + 1e-9)
     assert found.ratio <= 4 * ratio, "nothing lies between 16 bits and 4, else they are closer"
-    if 21.5 <= ratio <= 300:
-        assert found.ratio <= 1.25 * ratio
+    if ratio >= 21.5:
+        assert found.ratio <= 1.15 * ratio
 
 
 @pytest.mark.parametrize("make", [adam, sgd])
 @settings(deadline=None)
-@given(ratio=st.floats(2, 800))
+@given(ratio=st.floats(2, 2000))
 def test_nothing_is_recommended_that_is_warned_of(make: Callable[[], torch.optim.Optimizer], ratio: float) -> None:
     found = recommend(make(), ratio=ratio)
     assert concern(make(), found.codec, found.feedback is not False) is None
@@ -73,8 +73,8 @@ def test_nothing_is_recommended_that_is_warned_of(make: Callable[[], torch.optim
     [
         ({}, TypeError, "give one of the two"),
         ({"ratio": 20, "bits": 1}, TypeError, "give one of the two"),
-        ({"ratio": 1.5}, ValueError, "ratio=1.5: expected from 2 to 800"),
-        ({"bits": 0.001}, ValueError, "bits=0.001: expected from 2 to 800"),
+        ({"ratio": 1.5}, ValueError, "ratio=1.5: expected from 2 to 2000"),
+        ({"bits": 0.001}, ValueError, "bits=0.001: expected from 2 to 2000"),
         ({"ratio": float("nan")}, ValueError, "ratio=nan: expected a number above 0"),
         ({"bits": True}, ValueError, "bits=True: expected a number above 0"),
         ({"ratio": 0}, ValueError, "ratio=0: expected a number above 0"),
@@ -145,8 +145,8 @@ def test_the_first_step_of_an_optimizer_is_looked_at_once() -> None:
     mine, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     seen: list[torch.optim.Optimizer] = []
     before = len(optimizers._waiting)
-    expect_optimizer([mine], seen.append)
-    expect_optimizer([other, mine], seen.append)
+    expect_optimizer([mine, mine], seen.append)
+    expect_optimizer([other, mine], seen.append)  # of as many and as long: told apart nevertheless
     expect_optimizer([nn.Parameter(torch.ones(2))], lambda _: pytest.fail("none of these is stepped"))
     mine.grad, other.grad = torch.ones(2), torch.ones(2)
     own, both = torch.optim.SGD([other], lr=0.1), torch.optim.AdamW([other, mine])
