@@ -99,11 +99,16 @@ SET = (
     ),
     Publication(
         "learn-adamw",
-        "learn benchmarks/results/learn.jsonl --begin 4e-3 --arms topk7.5-begun topk8 topk2 tracking-ternary",
+        "learn benchmarks/results/learn.jsonl --begin 4e-3 --arms chunked25 topk1 tracking-ternary",
     ),
     Publication(
         "learn-sgd",
-        "learn benchmarks/results/learn.jsonl --optimizer sgd --arms topk8 topk2 onebit-outliers",
+        "learn benchmarks/results/learn.jsonl --optimizer sgd --steps 500 --arms chunked25 onebit-outliers onebit",
+    ),
+    Publication(
+        "learn-digits",
+        "learn benchmarks/results/learn.jsonl --task digits --optimizer sgd --batch 64 --steps 220 "
+        "--arms chunked25 topk4 onebit-outliers onebit dgc-topk1",
     ),
     Publication("train-digits", "train --task digits --world 2 4"),
     Publication("train-small", "train --task small --readings 8 --timed 4"),
