@@ -21,12 +21,12 @@ from .options import Options
 
 #: See docs/benchmarks.md, "The same model at the end".
 DENSER = (
-    "the largest quarter of every chunk with levels of its own, the rest in a residual: of all codes of so few bytes, the "
-    "one with which models have ended nearest to float32"
+    "the largest quarter of every chunk with levels of its own, the rest in a residual: of all codes of so few bytes "
+    "the one with which models have ended nearest to float32"
 )
 SPARSER = (
-    "the largest elements of all in 8 bits each, the rest in a residual: so few have to be the largest of all, not of a "
-    "chunk"
+    "the largest elements of all in 8 bits each, the rest in a residual: so few have to be the largest of all, not of "
+    "a chunk"
 )
 WORSE = "; under an adaptive optimizer expect a worse model, and search the learning rate again"
 #: Elements by which a density is chosen.
