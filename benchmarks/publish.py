@@ -102,8 +102,15 @@ SET = (
         "learn benchmarks/results/learn.jsonl --begin 4e-3 --arms chunked25 topk1 tracking-ternary",
     ),
     Publication(
+        "learn-tried",
+        "learn benchmarks/results/learn.jsonl --seeds 1 --learning-rates 8e-3 "
+        "--arms chunked25 chunked18 topk7.5-split topk4 topk1 tracking-ternary",
+        plot=False,
+    ),
+    Publication(
         "learn-sgd",
-        "learn benchmarks/results/learn.jsonl --optimizer sgd --steps 500 --arms chunked25 onebit-outliers onebit",
+        "learn benchmarks/results/learn.jsonl --optimizer sgd --steps 500 --learning-rates 0.3 "
+        "--arms topk4 onebit-outliers chunked25",
     ),
     Publication(
         "learn-digits",

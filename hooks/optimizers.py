@@ -20,15 +20,18 @@ from ..compress.feedback import Feedback
 from .options import Options
 
 #: See docs/benchmarks.md, "The same model at the end".
-DENSER = (
-    "the largest quarter of every chunk with levels of its own, the rest in a residual: of all codes of so few bytes "
-    "the one with which models have ended nearest to float32"
+CHUNKED = (
+    "the largest quarter of every chunk with levels of its own, the rest in a residual: of the codes of so few bytes "
+    "the one with which models under adaptive optimizers have ended nearest to float32"
 )
-SPARSER = (
-    "the largest elements of all in 8 bits each, the rest in a residual: so few have to be the largest of all, not of "
-    "a chunk"
+OUTLIERS = (
+    "the largest elements as they are, of the others their signs, the rest in a residual: under SGD outliers decide, "
+    "and nothing of so few bytes has ended nearer to float32"
 )
-WORSE = "; under an adaptive optimizer expect a worse model, and search the learning rate again"
+SPARSE = (
+    "the largest elements of all in 8 bits each, the rest in a residual, which arrives late: expect a worse model "
+    "after a short run, and search the learning rate again"
+)
 #: Elements by which a density is chosen.
 MILLION = 1_000_000
 
@@ -82,11 +85,10 @@ def recommend(
         return _recommendation(Cast(torch.float16), True, "half the bytes; what rounding leaves out is kept")
     if times <= _ratio(QSGD()):
         return _recommendation(QSGD(), False, "4 bits, unbiased: nothing is kept, and nothing arrives late")
-    for values in (torch.int8, 4, 2):
-        codec = ChunkedTopK(MOST_ENTRIES, values=values)
-        if times <= _ratio(codec):
-            return _recommendation(codec, Residual(), DENSER)
-    return _recommendation(_top(times), Residual(), SPARSER + WORSE * adaptive)
+    dense = ChunkedTopK(MOST_ENTRIES, values=2) if adaptive else Outliers(OneBit())
+    if times <= _ratio(dense):
+        return _recommendation(dense, Residual(), CHUNKED if adaptive else OUTLIERS)
+    return _recommendation(_top(times), Residual(), SPARSE)
 
 
 def _recommendation(codec: Codec, feedback: Feedback | bool, why: str) -> Recommendation:
