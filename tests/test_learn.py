@@ -152,6 +152,28 @@ def test_what_is_handed_out_with_momentum_trains_without(optimizer: str) -> None
         assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
+def test_one_seed_has_no_interval_and_one_rate_no_search() -> None:
+    def tables(seeds: int, rates: tuple[float, ...]) -> list[learn.report.Table]:
+        runs = [
+            {"arm": arm, "learning_rate": rate, "seed": seed, "loss": 1.0 + rate + 0.1 * seed, "share_of_bytes": 1.0}
+            for arm in ("float32", "topk1")
+            for rate in rates
+            for seed in range(seeds)
+        ]
+        arguments = {"optimizer": "sgd", "world": 2, "steps": 3, "seeds": seeds}
+        facts = learn.report.environment()
+        task = {"title": "digits", "loss_unit": "nats"}
+        return learn.tables({"runs": runs, "arguments": arguments, "environment": facts, "task": task})
+
+    one, several = tables(1, (0.1,)), tables(2, (0.1, 0.2))
+    assert len(one) == 1
+    assert [row[-1] for row in one[0].rows] == ["+0.0", "+0.0"]
+    assert "95 %" not in one[0].caption
+    assert len(several) == 2
+    assert all(row[-1].endswith("[+0.0, +0.0]") for row in several[0].rows)
+    assert several[1].columns == ["", "0.1", "0.2"]
+
+
 def test_one_rank_has_nobody_to_tell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["learn", str(tmp_path / "runs.jsonl"), "--world", "1"]) == 2
     assert "--world 1: expected at least 2" in capsys.readouterr().err

@@ -335,8 +335,9 @@ def best(runs: Sequence[Mapping[str, Any]]) -> list[Best]:
 
 
 def tables(result: Mapping[str, Any]) -> list[report.Table]:
-    """`table`, and the losses at all rates that were tried."""
-    return [table(result), search(result)]
+    """`table`, and the losses at all rates, if several were tried."""
+    searched = len({run["learning_rate"] for run in result["runs"]}) > 1
+    return [table(result), *([search(result)] if searched else [])]
 
 
 def table(result: Mapping[str, Any]) -> report.Table:
@@ -346,6 +347,7 @@ def table(result: Mapping[str, Any]) -> report.Table:
     rows = []
     for one in sorted(found, key=lambda one: one.times_fewer):
         off = report.interval([100 * (a / b - 1) for a, b in zip(one.losses, dense.losses, strict=True)])
+        spread = f" [{off['low']:+.1f}, {off['high']:+.1f}]" if len(one.losses) > 1 else ""
         rows.append(
             [
                 WAYS[one.arm].title,
@@ -353,7 +355,7 @@ def table(result: Mapping[str, Any]) -> report.Table:
                 f"{one.learning_rate:g}",
                 f"{one.loss:.3f}",
                 f"{min(one.losses):.3f}-{max(one.losses):.3f}",
-                f"{off['mean']:+.1f} [{off['low']:+.1f}, {off['high']:+.1f}]",
+                f"{off['mean']:+.1f}{spread}",
             ]
         )
     arguments = result["arguments"]
@@ -362,12 +364,13 @@ def table(result: Mapping[str, Any]) -> report.Table:
     title = (
         f"{result['task']['title']}, {arguments['optimizer']}, {arguments['world']} ranks, {arguments['steps']} steps"
     )
-    caption = (
-        f"validation loss, mean of {arguments['seeds']} seeds, every arm at its best learning rate; the last column is "
-        f"paired by seed, with 95 % intervals; Tracking: {SMOOTH}; with it and with Momentum there "
-        "is no momentum in the optimizer\n"
-    )
-    caption += report.describe(result["environment"])
+    seeds = arguments["seeds"]
+    caption = "validation loss"
+    if seeds > 1:
+        caption += f", mean of {seeds} seeds; the last column is paired by seed, with 95 % intervals"
+    if any(WAYS[one.arm].has_momentum for one in found):
+        caption += "; with Tracking and Momentum there is no momentum in the optimizer"
+    caption += "\n" + report.describe(result["environment"])
     return report.Table(title, columns, rows, caption)
 
 
@@ -380,7 +383,7 @@ def search(result: Mapping[str, Any]) -> report.Table:
         for arm in dict.fromkeys(arm for arm, _ in first)
     ]
     columns = ["", *(f"{rate:g}" for rate in rates)]
-    return report.Table("By learning rate, first seed", columns, rows, "validation loss; the others train at the best")
+    return report.Table("By learning rate, first seed", columns, rows, "validation loss; other seeds train at the best")
 
 
 def plot(result: Mapping[str, Any], path: str) -> None:
@@ -403,6 +406,7 @@ def plot(result: Mapping[str, Any], path: str) -> None:
     axes.set_xscale("log")
     axes.set_xlabel("times fewer bytes than float32")
     axes.set_ylabel(f"validation loss, {result['task']['loss_unit']}")
-    axes.set_title("Blue: Tracking, green: Momentum, with no momentum in the optimizer", fontsize=10)
+    if any(WAYS[one.arm].has_momentum for one in found):
+        axes.set_title("Blue: Tracking, green: Momentum, with no momentum in the optimizer", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     report.save(figure, path, dpi=150)

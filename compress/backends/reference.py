@@ -398,7 +398,7 @@ class ChunkedTopK(Kernels):
             largest_first = np.argsort(~key, kind="stable")  # stable: ties go to the lower index
             chosen = np.sort(largest_first[: min(codec.k, np.count_nonzero(key))])
             levels, packed, rest = self.split(codec, record)
-            values = torch.zeros(codec.k)
+            values = torch.zeros(codec.k, dtype=torch.float32)
             values[: len(chosen)] = torch.from_numpy(chunk[chosen])
             fitted = self.levels(codec, np.abs(chunk[chosen]))
             if not (np.isfinite(chunk).all() and np.isfinite(fitted).all()):
@@ -483,7 +483,7 @@ class ChunkedTopK(Kernels):
     def values(self, codec: Any, levels: Tensor, rest: Tensor) -> np.ndarray | None:
         """What a record's k values stand for; None where it says that its chunk is not finite."""
         if not codec.level_bytes:
-            values = torch.zeros(1, codec.k)
+            values = torch.zeros(1, codec.k, dtype=torch.float32)
             self.entries.unpack_values(rest[None], codec.values, values)
             return values[0].numpy() if bool(values.isfinite().all()) else None
         pair, top = levels.numpy().view(F32), (1 << codec.bits - 1) - 1

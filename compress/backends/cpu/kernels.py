@@ -110,11 +110,12 @@ class _Blocks(CpuKernels):
         """Blocks, pieces to run them in, the address of the first piece's scratch, and bytes from one to the next."""
         count = -(-numel // self.block(codec))
         pieces = pieces_of(numel, count)
-        size, known = whole_lines(self.scratch(codec)), workspace.buffers.get("pieces")
-        if known is None or known[0] != size or known[1] < pieces:
-            known = size, pieces, reserved(workspace, "scratch", pieces * size)
+        known = workspace.buffers.get("pieces")
+        if known is None or known[0] != codec or known[1] < pieces:
+            size = whole_lines(self.scratch(codec))
+            known = codec, pieces, reserved(workspace, "scratch", pieces * size), size
             workspace.buffers["pieces"] = known
-        return count, pieces, known[2], size
+        return count, pieces, known[2], known[3]
 
     def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
         self._encode(codec, x, 0, wire, draw, workspace)
