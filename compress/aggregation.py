@@ -107,8 +107,9 @@ class AggregationKernels(Kernels):
     def decode_mean(self, codec: Any, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
         ranks = wires[0].shape[0]
         parts, factors = (wires[:-1], _factors(wires[-1])) if codec.clip else (wires, [1.0] * ranks)
-        total = torch.zeros(out.numel(), device=out.device)
-        part, senders = torch.zeros((2, out.numel()), device=out.device) if codec.mean == "senders" else (None, None)
+        total = torch.zeros(out.numel(), dtype=torch.float32, device=out.device)
+        part = torch.zeros_like(total) if codec.mean == "senders" else None
+        senders = None if part is None else torch.zeros_like(total)
         for rank, factor in enumerate(factors):
             wire = parts[0][rank] if len(parts) == 1 else torch.cat([rows[rank] for rows in parts])
             if part is None or senders is None:
@@ -135,7 +136,7 @@ class AggregationKernels(Kernels):
     def _measure(codec: Any, wire: Tensor, inner: Tensor, numel: int) -> None:
         """Write the norm of what `inner` decodes to behind it."""
         if codec.clip:
-            sent = torch.zeros(numel, device=wire.device)
+            sent = torch.zeros(numel, dtype=torch.float32, device=wire.device)
             codec.inner.decode_add(inner, sent, 1.0, Workspace.on(wire.device))
             norm = torch.linalg.vector_norm(sent, dtype=torch.float64).clamp(max=MOST)  # what is not a number stays so
             wire[len(inner) :].copy_(norm.float().reshape(1).view(torch.uint8))

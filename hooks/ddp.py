@@ -135,7 +135,7 @@ class CompressState:
             problem = error
         self._connect(problem)
         expect_hook(self._parameters.values(), self._model, partial(_refuse, weakref.ref(self)))
-        expect_optimizer(self._parameters.values(), partial(judge, self._options))
+        expect_optimizer(self._parameters.values(), partial(_judge, weakref.ref(self)))
 
     def __repr__(self) -> str:
         options = self._options
@@ -553,6 +553,13 @@ def _registered_at(state: CompressState) -> Callable[[], DistributedDataParallel
 def clean_name(name: str) -> str:
     """A parameter's name without what DDP and torch.compile put in front."""
     return name.replace("_orig_mod.", "").removeprefix("module.")
+
+
+def _judge(state: weakref.ref[CompressState], optimizer: torch.optim.Optimizer) -> None:
+    """`judge`, unless the state is closed, or gone."""
+    mine = state()
+    if mine is not None and mine._reducer is not None:
+        judge(mine._options, optimizer)
 
 
 def _refuse(state: weakref.ref[CompressState], problem: str) -> None:
