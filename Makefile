@@ -8,6 +8,7 @@ PYTEST_ARGS ?=
 WORKERS ?= 2
 BENCH_ARGS ?= codecs
 DEMO_ARGS ?=
+MATRIX_ARGS ?=
 GPU_ARGS ?=
 # How many seeds the demo trains with.
 SEEDS ?= 1
@@ -19,9 +20,9 @@ INSTALLED := $(VENV)/.installed
 # The folders are the package `gradwire` only once they are installed, so mypy reads them through a link of that name.
 LINK := $(VENV)/mypy/gradwire
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
-TYPED := $(addprefix $(LINK)/,__init__.py benchmarks compress csrc hooks) tests
+TYPED := $(addprefix $(LINK)/,__init__.py benchmarks compress csrc hooks optim trainers) tests
 
-.PHONY: help demo test test-all soak drawn lint bench benchmarks gpu-report clean
+.PHONY: help demo test test-all soak drawn lint docs matrix bench benchmarks gpu-report clean
 
 help:
 	@echo 'make demo      train a small model on two processes, dense and with four codecs (SEEDS=$(SEEDS))'
@@ -30,6 +31,8 @@ help:
 	@echo 'make soak      ranks killed, stopped and delayed, processes ended by the hundred: an hour or so'
 	@echo 'make drawn     training scripts drawn for $(DRAWN_SECONDS) seconds (DRAWN_SECONDS=7200), and what breaks a law'
 	@echo 'make lint      ruff and mypy alone'
+	@echo 'make docs      the pages of docs/ as a site, in site/'
+	@echo 'make matrix    sdist and wheel, installed and run with each Python and torch that can be had (MATRIX_ARGS=--help)'
 	@echo 'make bench     gradwire-bench $(BENCH_ARGS)'
 	@echo 'make benchmarks  regenerate every figure of docs/benchmarks.md: an hour, on a machine that does nothing else'
 	@echo 'make gpu-report  test, check and time the CUDA kernels on this machine’s GPU'
@@ -57,6 +60,13 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	MYPYPATH=$(VENV)/mypy:tests $(BIN)/mypy --explicit-package-bases $(TYPED)
 
+# Not quietly: with --quiet, mkdocs drops the warnings that --strict would count.
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+matrix:
+	$(PYTHON) .ci/matrix.py --pip-args='$(PIP_ARGS)' $(MATRIX_ARGS)
+
 bench: $(INSTALLED)
 	$(BIN)/gradwire-bench $(BENCH_ARGS)
 
@@ -69,7 +79,7 @@ gpu-report:
 	PYTHONPATH="$(CURDIR)/.gpu:$$PYTHONPATH" $(PYTHON) -m gradwire.benchmarks.cli gpu $(GPU_ARGS)
 
 clean:
-	rm -rf $(VENV) .editable .gpu build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .editable .gpu .matrix build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One environment for everything: demo, tests and benchmarks. Installed again when the dependencies change. pip compiles
@@ -77,7 +87,7 @@ clean:
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check $(PIP_ARGS) -c constraints.txt \
-		-e '.[bench,test]'
+		-e '.[bench,docs,test,lightning,accelerate,transformers]'
 	$(BIN)/python -m compileall -qq -j 0 -x '/tests/|/torch/testing/_internal/' $(VENV)/lib || true
 	mkdir -p $(VENV)/mypy && ln -sfn "$(CURDIR)" $(LINK)
 	touch $@

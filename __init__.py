@@ -4,8 +4,9 @@
 >>> model.register_comm_hook(state, gradwire.compress_hook)
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
+from . import optim
 from .compress import (
     CODECS,
     QSGD,
@@ -16,14 +17,16 @@ from .compress import (
     Momentum,
     OneBit,
     Outliers,
+    RandomK,
     Residual,
     Ternary,
     TernGrad,
+    Threshold,
     TopK,
     Tracking,
     schedules,
 )
-from .hooks import CompressState, LocalUpdates, compress_hook, recommend, sparse_all_reduce
+from .hooks import CompressState, LocalUpdates, compress_fsdp, compress_hook, recommend, sparse_all_reduce
 
 __all__ = [
     "CODECS",
@@ -37,13 +40,17 @@ __all__ = [
     "Momentum",
     "OneBit",
     "Outliers",
+    "RandomK",
     "Residual",
     "TernGrad",
     "Ternary",
+    "Threshold",
     "TopK",
     "Tracking",
     "__version__",
+    "compress_fsdp",
     "compress_hook",
+    "optim",
     "recommend",
     "schedules",
     "sparse_all_reduce",

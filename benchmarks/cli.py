@@ -10,14 +10,16 @@ from collections.abc import Sequence
 
 from . import publish
 from .advisor import advise
-from .codec import codecs, gpu, warm
-from .network import allreduce, exchange, links, program, step, timeline
+from .codec import codecs, gpu_model, warm
+from .gpu import gpu
+from .network import allreduce, exchange, hsdp, links, program, step, timeline
 from .training import learn, train
 
 COMMANDS = {
     "codecs": (codecs, "time every codec beside the memory roofline and what one would write in torch"),
     "allreduce": (allreduce, "compare the algorithms of sparse all-reduce on links of known speed"),
     "step": (step, "time a DDP step on links of a known speed, beside PyTorch's own hooks"),
+    "hsdp": (hsdp, "time a step of sharded replicas on links of a known speed between nodes, beside FSDP's own HSDP"),
     "exchange": (exchange, "time the exchange of one gradient on links of several speeds, beside PyTorch's hooks"),
     "train": (train, "train with each way of exchanging gradients, and find the time to equal loss at each bandwidth"),
     "learn": (learn, "train with each way of compressing, on ranks that share a process: loss against bytes"),
@@ -26,6 +28,7 @@ COMMANDS = {
     "profile": (timeline, "draw one bucket's way through a real step"),
     "publish": (publish, "regenerate every figure of docs/benchmarks.md"),
     "warm": (warm, "compile kernels ahead, so that no training begins with it"),
+    "gpu-model": (gpu_model, "count the CUDA kernels' instructions, and model what they take on GPUs; needs none"),
     "gpu": (gpu, "test, check and time the CUDA kernels on this machine's GPU"),
 }
 
@@ -40,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         module.add_arguments(command)
     options = parser.parse_args(arguments)
-    if options.command != "warm" and importlib.util.find_spec("rich") is None:
+    if options.command not in ("warm", "gpu") and importlib.util.find_spec("rich") is None:
         return _fail("the benchmarks need a few more packages: pip install 'gradwire[bench]'")
     before = signal.signal(signal.SIGTERM, _terminate)  # so that it cleans up too
     try:

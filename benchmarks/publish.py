@@ -20,9 +20,9 @@ from types import ModuleType
 from typing import Any
 
 from .advisor import advise
-from .codec import codecs
+from .codec import codecs, gpu_model
 from .common import report
-from .network import allreduce, exchange, links, step, timeline
+from .network import allreduce, exchange, hsdp, links, step, timeline
 from .training import learn, train
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,6 +33,8 @@ COMMANDS: dict[str, ModuleType] = {
     "allreduce": allreduce,
     "codecs": codecs,
     "exchange": exchange,
+    "gpu-model": gpu_model,
+    "hsdp": hsdp,
     "learn": learn,
     "profile": timeline,
     "step": step,
@@ -80,6 +82,7 @@ SET = (
         "train --task large --arms powersgd qsgd terngrad onebit topk topk8 auto --readings 8 --timed 4 --warmup 2",
     ),
     Publication("codecs", "codecs"),
+    Publication("gpu-model", "gpu-model", plot=False),
     Publication(
         "step",
         "step --rate 1gbit --rounds 4 --warmup 4 "
@@ -97,6 +100,7 @@ SET = (
         "step --rate 100mbit --delay 25ms --rounds 3 --steps 3 --warmup 2 --arms fp16 onebit-gather topk-gather",
         plot=False,
     ),
+    Publication("hsdp", "hsdp --rate 1gbit", plot=False),
     Publication(
         "learn-adamw",
         "learn benchmarks/results/learn.jsonl --begin 4e-3 --arms chunked25 topk1 tracking-ternary",

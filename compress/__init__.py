@@ -11,8 +11,10 @@ from .momentum import Momentum
 from .onebit import OneBit
 from .outliers import Outliers
 from .qsgd import QSGD
+from .random_k import RandomK
 from .ternary import Ternary
 from .terngrad import TernGrad
+from .threshold import Threshold
 from .topk import TopK
 from .tracking import Tracking
 
@@ -23,6 +25,8 @@ CODECS: tuple[Codec, ...] = (
     TernGrad(),
     Ternary(),
     TopK(),
+    Threshold(),
+    RandomK(),
     ChunkedTopK(),
     Outliers(OneBit()),
     Cast(torch.float16),
@@ -42,10 +46,12 @@ __all__ = [
     "Momentum",
     "OneBit",
     "Outliers",
+    "RandomK",
     "Residual",
     "SparseCodec",
     "TernGrad",
     "Ternary",
+    "Threshold",
     "TopK",
     "Tracking",
     "new_draw",

@@ -61,7 +61,10 @@ def new_draw(seed: int, step: int = 0, stream: int = 0, device: torch.device | s
     word); element i takes 16-bit draw i % 8 of the four words it returns. Distinct streams (rank, bucket) or steps
     never share a draw. Write `draw[1]` to advance the step; encoding only reads it.
     """
-    return torch.tensor([seed, step, stream], dtype=torch.int64, device=device)
+    draw = torch.empty(3, dtype=torch.int64, device=device)
+    for place, word in enumerate((seed, step, stream)):  # a copy from the host would wait for the device
+        draw[place] = word
+    return draw
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,13 @@ class Codec(ABC):
 
     @property
     def stochastic(self) -> bool:
-        """Whether encoding draws random numbers (and is then unbiased)."""
+        """Whether encoding draws random numbers."""
         return False
+
+    @property
+    def unbiased(self) -> bool:
+        """Whether what it leaves out averages out over the draws."""
+        return self.stochastic and not self.default_feedback
 
     @property
     def lossless(self) -> bool:
@@ -94,6 +102,10 @@ class Codec(ABC):
     def with_feedback(self) -> Codec:
         """This codec as it must be when a residual is kept: feedback around an unbiased code that is no contraction
         lets the residual grow without end, so stochastic codecs return their round-to-nearest form here."""
+        return self
+
+    def of_means(self) -> Codec:
+        """What owners of slices encode the ranks' mean with, in blocks of the same size: by default this code again."""
         return self
 
     @property
@@ -329,11 +341,14 @@ class SparseCodec(Codec):
         values (`entries.plain_entries`)."""
         return Plain(self)
 
-    def parts(self, numel: int) -> tuple[Part, ...]:
+    def _check_numel(self, numel: int) -> None:
         if numel >= 1 << 31:
             raise ValueError(
                 f"{type(self).__name__} sends 32-bit indices and cannot serve {numel} elements: use buckets below 2^31"
             )
+
+    def parts(self, numel: int) -> tuple[Part, ...]:
+        self._check_numel(numel)
         k = self.k(numel)
         indices, values = index_fields(numel, k, self.packs_indices), value_fields(k, self.value_dtype)
         return Part("indices", indices, 1), Part("values", values, 1)

@@ -208,8 +208,8 @@ class Kept:
         """Count what is neither kept nor sent: the sum of its magnitudes, float64 []."""
         self.lost = magnitude if self.lost is None else self.lost + magnitude
 
-    def rescale(self, factor: float) -> None:
-        """Multiply everything."""
+    def rescale(self, factor: float | Tensor) -> None:
+        """Multiply everything, by a number or a tensor [] on the same device."""
         for tensor in self.vectors.values():
             tensor.mul_(factor)
         if self.lost is not None:

@@ -171,7 +171,7 @@ class LayoutMemory(Kept):
         for copy in saved.owned:
             copy.fold_into(self[RESIDUAL])
 
-    def rescale(self, factor: float) -> None:
+    def rescale(self, factor: float | Tensor) -> None:
         super().rescale(factor)
         for part in self._owned:
             part.kept.rescale(factor)
@@ -209,7 +209,7 @@ class Memory:
         self._layout_of: dict[str, Layout] = {}
         # What no layout has asked for yet, by vector and parameter: just loaded.
         self._waiting: dict[str, dict[str, Tensor]] = {}
-        self._lost = 0.0  # in layouts that are gone
+        self._lost: float | Tensor = 0.0  # in layouts that are gone
         self.version = 0
 
     def __bool__(self) -> bool:
@@ -219,7 +219,7 @@ class Memory:
     @property
     def lost(self) -> float:
         """The sum of the magnitudes that the strategy has given up. Waits for the device."""
-        return self._lost + total_lost(self._memories.values())
+        return float(self._lost) + total_lost(self._memories.values())
 
     def holds(self, layout: Layout) -> bool:
         """Whether parameters lie in this layout now, with something kept."""
@@ -287,14 +287,20 @@ class Memory:
         again = None if gradient is None else gradient.float()
         self.strategy.thrown_away(memory, slot, slot.view(mean).float(), again)
 
-    def rescale(self, factor: float) -> None:
-        """Multiply everything: gradients are in units of a loss scale, and that has changed."""
+    def rescale(self, factor: float | Tensor) -> None:
+        """Multiply everything: gradients are in units of a loss scale, and that has changed.
+
+        Args:
+            factor: a number, or a tensor [] on the gradients' device.
+        """
         for memory in self._memories.values():
             memory.rescale(factor)
         for waiting in self._waiting.values():
-            for tensor in waiting.values():
-                tensor.mul_(factor)
-        self._lost *= factor
+            for name, tensor in waiting.items():
+                here = tensor.to(factor.device) if isinstance(factor, Tensor) else tensor
+                waiting[name] = here * factor
+        if isinstance(self._lost, Tensor) or self._lost:
+            self._lost = self._lost * factor
 
     def fold(self) -> None:
         """Add what slices' owners keep to their own residuals, and empty it. Changes no mean over ranks."""

@@ -17,6 +17,9 @@ class QSGD(BlockCodec):
     rounding (unbiased), 1/2 for nearest. `norm="max"` is the paper's recommendation in practice; `"l2"` the one of its
     theorems. The norm is taken of x scaled by a power of two, so no magnitude overflows or vanishes.
 
+    `QSGD(bits=8, rounding="nearest")` is what others call blockwise int8: the largest magnitude of a block is 127. With
+    `error_feedback=True` any `QSGD` rounds so.
+
     Args:
         bits: 2 to 8 bits an element, sign included.
         block: elements that share a norm, a multiple of 256. 512 costs 1/16 bit an element.

@@ -43,7 +43,7 @@ class TopK(SparseCodec):
 
     def k(self, numel: int) -> int:
         """⌈density · numel⌉, at least 1; zeros are left out, so fewer entries may be used."""
-        return _k(self.density, numel)
+        return entries_at(self.density, numel)
 
     @property
     def packs_indices(self) -> bool:
@@ -60,10 +60,16 @@ class TopK(SparseCodec):
     @property
     def timed_as(self) -> TopK:
         """Densities that are powers of two stand for those around them."""
-        return replace(self, density=min(1.0, 2.0 ** round(math.log2(self.density))))
+        return replace(self, density=power_near(self.density))
 
 
 @lru_cache(maxsize=4096)
-def _k(density: float, numel: int) -> int:
+def entries_at(density: float, numel: int) -> int:
+    """max(1, ⌈density · numel⌉)."""
     # As the decimal fraction that was written down: 0.07 · 100 is 7, though not in floating point.
     return max(1, math.ceil(Fraction(repr(density)) * numel))
+
+
+def power_near(share: float) -> float:
+    """The power of two that stands for the shares around it; of 0, 0."""
+    return min(1.0, 2.0 ** round(math.log2(share))) if share else 0.0

@@ -56,6 +56,28 @@ __device__ void onebit_encode(const T* x, float* residual, u8* wire, i64 numel, 
     });
 }
 
+template <int ROWS, class T>
+__device__ void onebit_add_rows(const Target<T>& target, const u8* record, i64 pitch, int ranks, i64 start, int first) {
+    const int lane = threadIdx.x % WARP;
+    const i64 at = start + first * ROW + lane * SLOTS;
+    float sums[ROWS][SLOTS];
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row) target.begin(at + row * ROW, sums[row]);
+#pragma unroll 2
+    for (int rank = 0; rank < ranks; ++rank, record += pitch) {
+        const float negative = target.alpha * ((const float*)record)[0];
+        const float positive = target.alpha * ((const float*)record)[1];
+#pragma unroll
+        for (int row = 0; row < ROWS; ++row) {
+            const u32 signs = record[8 + (first + row) * WARP + lane];
+#pragma unroll
+            for (int j = 0; j < SLOTS; ++j) sums[row][j] = sums[row][j] + (signs >> j & 1 ? negative : positive);
+        }
+    }
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row) target.end(at + row * ROW, sums[row]);
+}
+
 template <class T>
 __device__ void onebit_decode(const Target<T>& target, const u8* wires, i64 pitch, int ranks, int block, i64* status) {
     const int lane = threadIdx.x % WARP;
@@ -66,19 +88,10 @@ __device__ void onebit_decode(const Target<T>& target, const u8* wires, i64 pitc
             const float* levels = (const float*)(records + rank * pitch);
             not_finite += !(is_finite(levels[0]) && is_finite(levels[1]));
         }
-        for (int row = 0; row < block / ROW; ++row) {
-            target.accumulate(b * block + row * ROW + lane * SLOTS, [&](float(&sums)[SLOTS]) {
-#pragma unroll 4
-                for (int rank = 0; rank < ranks; ++rank) {
-                    const u8* record = records + rank * pitch;
-                    const float negative = target.alpha * ((const float*)record)[0];
-                    const float positive = target.alpha * ((const float*)record)[1];
-                    const u32 signs = record[8 + row * WARP + lane];
-#pragma unroll
-                    for (int j = 0; j < SLOTS; ++j) sums[j] = sums[j] + (signs >> j & 1 ? negative : positive);
-                }
-            });
-        }
+        // Four rows at a time where a block has them, so that a rank's levels are read once for all.
+        int row = 0;
+        for (; row + 4 <= block / ROW; row += 4) onebit_add_rows<4>(target, records, pitch, ranks, b * block, row);
+        for (; row < block / ROW; ++row) onebit_add_rows<1>(target, records, pitch, ranks, b * block, row);
     });
     report(status, 0, not_finite);
 }

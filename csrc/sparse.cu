@@ -17,6 +17,7 @@
 
 constexpr int THREADS = 256, TILE = THREADS * SLOTS;
 constexpr int DIGITS = 3, BINS = 2048;
+constexpr int RANKS = 64;  // of which a block reads at once where a tile's entries lie
 
 // What a workspace holds; all int32. `threshold` lives from call to call, the counters are left at zero.
 struct State {
@@ -308,21 +309,29 @@ __device__ void write(const Source<T>& source, float* residual, const State* sta
 __device__ void check(const u8* rows, i64 pitch, int ranks, i64 numel, int k, u32* broken, u32* starts, i64* status) {
     const i64 tiles = (numel + TILE - 1) / TILE, threads = (i64)gridDim.x * blockDim.x;
     const i64 thread = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+    const int lane = threadIdx.x % WARP;
     for (int rank = 0; rank < ranks; ++rank) {
         const u32* const indices = (const u32*)(rows + rank * pitch) + 1;
         const u32 claimed = indices[-1];
         const i64 count = min((i64)claimed, (i64)k);
         u32* const start = starts + rank * (tiles + 1);
         if (thread == 0 && claimed > (u32)k) atomicAdd((u64*)status, (u64)(claimed - (u32)k));
-        for (i64 i = thread; i <= count; i += threads) {
-            const i64 before = i > 0 ? (i64)indices[i - 1] : -1, at = i < count ? (i64)indices[i] : numel;
-            if (i < count && !(before < at && at < numel)) {
-                atomicOr(broken + rank, 1u);
-            } else if (before < at) {
-                const i64 last = i < count ? at / TILE : tiles;
-                // Atomic, since a broken wire may come to a tile twice; `repair` then writes it anew.
-                for (i64 tile = before < 0 ? 0 : before / TILE + 1; tile <= last; ++tile)
-                    atomicExch(start + tile, (u32)i);
+        for (i64 first = thread - lane; first <= count; first += threads) {  // a warp stays together
+            const i64 i = first + lane;
+            const i64 before = i > 0 && i <= count ? (i64)indices[i - 1] : -1, at = i < count ? (i64)indices[i] : numel;
+            const bool entry = i < count, sound = before < at && (!entry || at < numel);
+            if (entry && !sound) atomicOr(broken + rank, 1u);
+            // The tiles that begin at this entry. Atomic, since a broken wire may come to a tile twice; `repair` then
+            // writes it anew.
+            const int tile = before < 0 ? 0 : (int)(before / TILE) + 1;
+            const int past = i > count || !sound ? tile : (int)(entry ? at / TILE : tiles) + 1;
+            if (past - tile <= WARP)
+                for (int t = tile; t < past; ++t) atomicExch(start + t, (u32)i);
+            // A wire without entries begins all of them at once: the warp shares those.
+            for (u32 far = __ballot_sync(EVERYONE, past - tile > WARP); far != 0; far &= far - 1) {
+                const int source = __ffs((int)far) - 1, end = __shfl_sync(EVERYONE, past, source);
+                for (int t = __shfl_sync(EVERYONE, tile, source) + lane; t < end; t += WARP)
+                    atomicExch(start + t, (u32)(first + source));
             }
         }
     }
@@ -365,17 +374,24 @@ __device__ void repair(const u8* rows, i64 pitch, i64 numel, int k, const u32* b
 template <class T>
 __device__ void merge(T* out, i64 numel, float scale, const u8* rows, i64 pitch, const u8* value_rows, i64 value_pitch,
                       int ranks, int k, const u32* broken, const u32* starts, const int* reach, i64* status) {
+    __shared__ u32 begin[RANKS], end[RANKS];
     float* const sums = (float*)shared_words();
     const i64 tiles = (numel + TILE - 1) / TILE;
     const bool aligned = is_aligned(out);
     int not_finite = 0;
     for (i64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         for (int i = threadIdx.x; i < TILE; i += THREADS) sums[i] = 0.0f;
-        __syncthreads();
         for (int rank = 0; rank < ranks; ++rank) {
+            // Where the ranks' entries lie, of many ranks at once: they wait for memory together.
+            if (rank % RANKS == 0) {
+                for (int r = threadIdx.x; r < min(RANKS, ranks - rank); r += THREADS) {
+                    const u32* const start = starts + (rank + r) * (tiles + 1) + tile;
+                    begin[r] = start[0], end[r] = start[1];
+                }
+                __syncthreads();
+            }
             const Entries entries(rows, pitch, value_rows, value_pitch, rank, k, broken, reach);
-            const u32* const start = starts + rank * (tiles + 1) + tile;
-            for (i64 i = start[0] + threadIdx.x; i < start[1]; i += THREADS) {
+            for (i64 i = begin[rank % RANKS] + threadIdx.x; i < end[rank % RANKS]; i += THREADS) {
                 i64 index;
                 if (!entries.at(i, index)) continue;
                 const float v = entries.values[i];

@@ -135,10 +135,26 @@ __device__ void ternary_encode(const T* x, float* residual, u8* wire, i64 numel,
     });
 }
 
+// Bytes two by two, in the halves of a word: 242 · 171 fits 16 bits, so that one product divides both by 3.
+constexpr u32 LOWER_BYTES = 0x00FF00FFu, QUOTIENTS = 0x007F007Fu, CARRIES = 0x01000100u;
+
+// Puts zeros in place of bytes that are no five trits; returns how many there were.
+__device__ inline int drop_invalid(u32 (&pairs)[SLOTS / 2]) {
+    int dropped = 0;
+#pragma unroll
+    for (int p = 0; p < SLOTS / 2; ++p) {
+        if ((pairs[p] & 0xFFFF) >= 243) ++dropped, pairs[p] &= 0xFFFF0000u;
+        if (pairs[p] >> 16 >= 243) ++dropped, pairs[p] &= 0xFFFF;
+    }
+    return dropped;
+}
+
+// What a trit stands for lies in lane `trit` of each four lanes: a code says from which lane to take its own.
 template <class T>
 __device__ void ternary_decode(const Target<T>& target, const u8* wires, i64 pitch, int ranks, int block,
                                 i64* status) {
     const int lane = threadIdx.x % WARP;
+    const float own = (lane & 3) == 2 ? -1.0f : (float)(lane & 1);
     int skipped = 0, not_finite = 0;
     each_block(target.numel, block, [&](i64 b) {
         const u8* const records = wires + b * (4 + block / TRITS);
@@ -149,21 +165,27 @@ __device__ void ternary_decode(const Target<T>& target, const u8* wires, i64 pit
             float sums[TRITS][SLOTS];
 #pragma unroll
             for (int row = 0; row < TRITS; ++row) target.begin(at + row * ROW, sums[row]);
+            const u8* record = records;
 #pragma unroll 2
-            for (int rank = 0; rank < ranks; ++rank) {
-                const u8* const record = records + rank * pitch;
-                const float level = *(const float*)record;
+            for (int rank = 0; rank < ranks; ++rank, record += pitch) {
+                const float value = target.alpha * (own * *(const float*)record);
                 const u32* const words = (const u32*)(record + 4 + chunk * ROW) + 2 * lane;
-                const u32 both[2] = {words[0], words[1]};
+                // Pair p has bytes 4 · (p / 2) + p % 2 and the one after the next.
+                u32 pairs[SLOTS / 2] = {words[0] & LOWER_BYTES, words[0] >> 8 & LOWER_BYTES,
+                                        words[1] & LOWER_BYTES, words[1] >> 8 & LOWER_BYTES};
+                u32 carries = 0;
 #pragma unroll
-                for (int j = 0; j < SLOTS; ++j) {
-                    u32 rest = both[j / 4] >> 8 * (j % 4) & 0xFF;
-                    if (rest >= 243) ++skipped, rest = 0;
+                for (int p = 0; p < SLOTS / 2; ++p) carries |= pairs[p] + (256 - 243) * 0x10001u;
+                if ((carries & CARRIES) != 0) skipped += drop_invalid(pairs);
 #pragma unroll
-                    for (int row = 0; row < TRITS; ++row) {
-                        const u32 third = rest * 171 >> 9, trit = rest - 3 * third;  // divided by 3
-                        rest = third;
-                        sums[row][j] = sums[row][j] + target.alpha * ((trit == 2 ? -1.0f : (float)trit) * level);
+                for (int row = 0; row < TRITS; ++row) {
+#pragma unroll
+                    for (int p = 0; p < SLOTS / 2; ++p) {
+                        const u32 thirds = pairs[p] * 171 >> 9 & QUOTIENTS, trits = pairs[p] - 3 * thirds;
+                        float* const sum = sums[row] + p / 2 * 4 + p % 2;
+                        sum[0] = sum[0] + __shfl_sync(EVERYONE, value, trits, 4);
+                        sum[2] = sum[2] + __shfl_sync(EVERYONE, value, trits >> 16, 4);
+                        pairs[p] = thirds;
                     }
                 }
             }

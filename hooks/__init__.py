@@ -1,6 +1,7 @@
-"""DDP communication hooks, periodic synchronisation, and the exchanges behind them."""
+"""DDP communication hooks, sharded models, periodic synchronisation, and the exchanges behind them."""
 
 from .ddp import CompressState, compress_hook
+from .fsdp import compress_fsdp
 from .local import LocalUpdates
 from .optimizers import Recommendation, recommend
 from .sparse import sparse_all_reduce
@@ -11,6 +12,7 @@ __all__ = [
     "LocalUpdates",
     "Recommendation",
     "Statistics",
+    "compress_fsdp",
     "compress_hook",
     "recommend",
     "sparse_all_reduce",

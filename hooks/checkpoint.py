@@ -8,7 +8,7 @@ had one rank's residuals without such a key, and "rank" (-1 for the mean) and "w
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -47,9 +47,10 @@ def read(
     saved: Mapping[str, Any],
     expected: Mapping[str, Any],
     key: str,
-    parameters: Mapping[str, nn.Parameter],
+    parameters: Mapping[str, Tensor],
     strict: bool,
     owner: str = "CompressState",
+    idle: Mapping[str, str] | None = None,
 ) -> tuple[Mapping[str, Any], dict[str, dict[str, Tensor]]]:
     """A checkpoint in today's format, and what it has that is this rank's or everybody's: residuals, and other vectors.
 
@@ -60,6 +61,8 @@ def read(
         parameters: the model's, by name.
         strict: whether to refuse a checkpoint that has no residuals for this rank; else start with none, and warn.
         owner: whose checkpoints these are, for messages.
+        idle: why nothing that is kept of a parameter would ever be sent, by name: a checkpoint that has something is
+            refused if `strict`, else that is dropped, with a warning.
 
     Raises:
         ValueError: it does not fit.
@@ -72,7 +75,7 @@ def read(
         if saved[fact] != expected[fact]:
             raise ValueError(f"the checkpoint has {fact} {saved[fact]}, this state {expected[fact]}")
     by_rank = {RESIDUAL: saved["residuals"], **saved.get("vectors", {})}
-    vectors = {vector: found.get(key, found.get(MEAN)) for vector, found in by_rank.items()}
+    vectors = {vector: found.get(key, _mean_of_all(found)) for vector, found in by_rank.items()}
     absent = sorted(expected.get("vectors", {}).keys() - vectors.keys())
     if absent:  # a residual alone would stay in what is added up
         text = (
@@ -101,11 +104,43 @@ def read(
                 f"this model {mine}"
             )
     # A checkpoint has zeros where nothing was kept.
-    return saved, {v: {name: x for name, x in found.items() if bool(x.any())} for v, found in vectors.items()}
+    kept = {v: {name: x for name, x in found.items() if bool(x.any())} for v, found in vectors.items()}
+    return saved, _without(kept, idle or {}, strict)
+
+
+def _without(
+    vectors: dict[str, dict[str, Tensor]], idle: Mapping[str, str], strict: bool
+) -> dict[str, dict[str, Tensor]]:
+    late = sorted({name for found in vectors.values() for name in found} & idle.keys())
+    if not late:
+        return vectors
+    text = f"the checkpoint has a residual of {late[0]!r}, {idle[late[0]]}, and goes without one"
+    if strict:
+        raise ValueError(f"{text}: undo that, or drop it by load_state_dict(..., strict=False)")
+    warnings.warn(f"{text}; it is dropped", stacklevel=5)
+    return {vector: {n: x for n, x in found.items() if n not in idle} for vector, found in vectors.items()}
+
+
+def _mean_of_all(by_rank: Mapping[str, Mapping[str, Tensor]]) -> Mapping[str, Tensor] | None:
+    """What all ranks kept, whoever saved it: the mean, or each rank's own. None where some are missing."""
+    size = len(by_rank)
+    if MEAN in by_rank or set(by_rank) != {rank_key(rank, size) for rank in range(size)}:
+        return by_rank.get(MEAN)
+    parts = [by_rank[rank_key(rank, size)] for rank in range(size)]
+    found: dict[str, Tensor] = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        tensors = [part[name] for part in parts if name in part]
+        found[name] = torch.stack(tensors).sum(0).div_(size)
+    return found
+
+
+def idle_names(excluded: Iterable[str], sparse: Iterable[str] = ()) -> dict[str, str]:
+    """`read`'s `idle`, of parameters that are left as they are and of those whose gradients are sparse."""
+    return dict.fromkeys(excluded, "which is excluded now") | dict.fromkeys(sparse, "whose gradients are sparse now")
 
 
 def means(
-    connection: Connection, vectors: Mapping[str, Mapping[str, Tensor]], parameters: Mapping[str, nn.Parameter]
+    connection: Connection, vectors: Mapping[str, Mapping[str, Tensor]], parameters: Mapping[str, Tensor]
 ) -> dict[str, dict[str, Tensor]]:
     """The mean over the ranks of what each keeps of the parameters, by vector and name. A collective."""
     found: dict[str, dict[str, Tensor]] = {}

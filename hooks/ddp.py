@@ -3,46 +3,46 @@
 Annotations stay evaluated here: `register_comm_hook` compares the hook's with its own.
 """
 
-import copy
-import gc
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from .. import __version__
 from ..compress.codec import Codec
 from ..compress.feedback import Feedback
 from ..compress.layout import Slot
-from ..compress.memory import Memory
-from . import checkpoint
 from .backward import AtEnd, at_end
-from .comm import handshake
-from .connection import Connection
 from .delivery import Delivery
-from .loss_scale import LossScale, Tracker
-from .optimizers import expect_optimizer, judge
-from .options import ExchangeName, Exclude, Options, check_model, excluded_names
+from .loss_scale import LossScale
+from .options import ExchangeName, Exclude, Options
+from .owner import find_owner
 from .reducer import Reducer, Step, Unit
-from .registration import expect_hook
-from .statistics import Statistics
+from .rows import Rows
+from .state import State
 
-#: What belongs to a process and is left out of copies of a state.
-OF_PROCESS = ("_reducer", "_units", "_names", "_open", "_straight")
+Schedule = Callable[[int], Codec]
+
+BIND = (
+    "call state.bind(ddp_model) on every rank, once the model is wrapped in DistributedDataParallel and before the "
+    "first backward pass"
+)
 
 
-class CompressState:
-    """The state of `compress_hook` for one DDP model. Constructing it is a collective: every rank must, and with equal
-    arguments, which are compared.
+class CompressState(State):
+    """The state of `compress_hook` for one DDP model. Constructing it for a model is a collective: every rank must, and
+    with equal arguments, which are compared.
+
+    `CompressState(codec)`, without a model, can be made before there is one, and before torch.distributed is
+    initialised: it meets the other ranks in `bind()`, or by itself at the first bucket of the model at which it is
+    registered.
 
     Args:
-        model: the `DistributedDataParallel` model, or what `torch.compile` made of it.
+        model: the `DistributedDataParallel` model, or what `torch.compile` or Fabric made of it; may be left out.
         codec: a codec, or a function of the step (counted from 0) that returns one, equal on all ranks, as
             `gradwire.schedules` has them.
         exchange: "gather", "two_pass", "union", "split", "dense", "hierarchical", or "auto": what is fastest for each
@@ -54,7 +54,7 @@ class CompressState:
             of its own: `Residual(decay=0.95)`, `Tracking()` for optimizers like Adam, or `Momentum()` for SGD, both of
             which want an optimizer without momentum, and refuse the first step of another; True means `Residual()`.
         warmup_steps: this many first steps are dense.
-        exclude: names of parameters, with "*" for any part ("*.bias"), or a predicate `(name, parameter)`: these stay
+        exclude: names of parameters, with `*` for any part (`*.bias`), or a predicate `(name, parameter)`: these stay
             float32, inside the same messages.
         fallback: what "auto" sends where compression does not pay (a fast network, a small bucket): torch.float32,
             torch.bfloat16 (with error feedback), or None: it compresses always.
@@ -71,20 +71,13 @@ class CompressState:
 
     Raises:
         TypeError, ValueError: an argument cannot work, here or on another rank, or the ranks disagree.
-        RuntimeError: torch.distributed is not initialised, or a rank did not arrive within 60 s.
+        RuntimeError: there is a model and torch.distributed is not initialised, or a rank did not arrive within 60 s.
     """
-
-    _reducer: Reducer | None
-    _units: dict[int, Unit]
-    _names: dict[int, str]
-    _open: Step | None  # from its first bucket to its last
-    _straight: bool | None  # whether the step that is open goes without it
-    _delivery: Delivery
 
     def __init__(
         self,
-        model: nn.Module,
-        codec: Codec | Callable[[int], Codec],
+        model: nn.Module | Codec | Schedule | None = None,
+        codec: Codec | Schedule | None = None,
         *,
         exchange: ExchangeName = "auto",
         error_feedback: bool | Literal["auto"] | Feedback = "auto",
@@ -96,102 +89,31 @@ class CompressState:
         process_group: dist.ProcessGroup | None = None,
         seed: int = 0,
     ) -> None:
-        if not (dist.is_available() and dist.is_initialized()):
-            raise RuntimeError(
-                "CompressState needs torch.distributed: call torch.distributed.init_process_group() first"
-            )
-        model = getattr(model, "_orig_mod", model)
-        if not isinstance(model, DistributedDataParallel):
-            raise TypeError(
-                f"model is a {type(model).__name__}, expected DistributedDataParallel: wrap the model in it first "
-                "(FSDP reduces its gradients by itself and cannot use this hook)"
-            )
-        self._options = Options(codec, exchange, error_feedback, warmup_steps, fallback, topology, seed)
-        self._parameters = {
-            clean_name(name): p  # in the order in which DDP counts them
-            for name, p in model.module.named_parameters()
-            if p.requires_grad and name not in model.parameters_to_ignore
-        }
-        self._device = next((p.device for p in self._parameters.values()), torch.device("cpu"))
-        self._excluded: frozenset[str] = frozenset()
-        self._model: Callable[[], DistributedDataParallel | None] | None = weakref.ref(model)
-        self._step = self._saves = 0
-        self._warned = False
-        self._feedback = Memory()
-        self._tracker = Tracker(LossScale(None), self._feedback)
-        self._delivery = Delivery(self._parameters, self._feedback)
-        self._statistics = Statistics()
-        self._model_group: dist.ProcessGroup | None = model.process_group
-        self._given_group = process_group
-        self._disconnect()
-        problem: Exception | None = None
-        try:
-            self._check(model, LossScale(grad_scaler), exclude)
-            choice = self._options.choice(0)
-            for dtype in {p.dtype for p in self._parameters.values()}:
-                choice.codec.kernels(self._device).prepare(choice.codec, dtype, self._device)
-            self._feedback.strategy.prepare(self._device)
-        except Exception as error:  # whatever it is, the other ranks must hear of it
-            problem = error
-        self._connect(problem)
-        expect_hook(self._parameters.values(), self._model, partial(_refuse, weakref.ref(self)))
-        expect_optimizer(self._parameters.values(), partial(_judge, weakref.ref(self)))
-
-    def __repr__(self) -> str:
-        options = self._options
-        text = f"{len(self._parameters)} parameters: {options.codec_text} by {options.exchange!r}, step {self._step}"
-        if self._reducer is not None:
-            group = self._reducer.connection.group
-            text += f" on rank {group.rank} of {group.size}"
-        return f"<CompressState of {text}>"
-
-    @property
-    def grad_scaler(self) -> torch.amp.GradScaler | None:
-        """The GradScaler in use. A copy of the state has a copy of it: assign the one that training goes on with.
-
-        Raises:
-            ValueError: it is enabled and the one before was not, or the other way round.
-        """
-        return self._tracker.loss_scale.scaler
-
-    @grad_scaler.setter
-    def grad_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
-        new = LossScale(scaler)
-        if new.skips != self._tracker.skips:
-            raise ValueError(
-                "a state cannot begin or cease to follow a GradScaler: make another and load its state_dict()"
-            )
-        self._tracker.loss_scale = new
-
-    @property
-    def step(self) -> int:
-        """Synchronised backward passes so far."""
-        return self._step
-
-    @property
-    def deciding(self) -> bool:
-        """Whether "auto" still tries which is faster, to compress or not: over Gloo it does for some twenty steps."""
-        self._flush()
-        return self._reducer is not None and self._reducer.tuner.deciding
-
-    def statistics(self) -> Statistics:
-        """What this rank has done so far, as of now; call it between steps."""
-        self._flush()
-        return copy.deepcopy(self._statistics)
+        given: Any = codec
+        if codec is None and not isinstance(model, nn.Module):
+            given, model = model, None
+        if given is None:
+            raise TypeError("codec is missing: pass one, such as TopK(density=0.01), or a function of the step")
+        options = Options(given, exchange, error_feedback, warmup_steps, fallback, topology, seed)
+        if model is None:  # nobody else is to be told what is wrong
+            options.check(None)
+            options.choice(0)
+            LossScale(grad_scaler)
+        super().__init__(options, exclude, grad_scaler, process_group)
+        if model is not None:
+            self.bind(model)  # type: ignore[arg-type]
 
     # -- one step, seen from DDP -------------------------------------------------------------------------------------
 
     def submit(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Queue a bucket: what `compress_hook` does. DDP calls it in the order of the buckets, equal on all ranks."""
         buffer = bucket.buffer()
-        if buffer.layout != torch.strided:
-            raise TypeError("gradwire cannot compress sparse gradients: build the embedding with sparse=False")
         if buffer.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "gradwire's exchanges cannot be captured in a CUDA graph: leave backward out of the graph"
             )
-        if self._model is None:
-            self._model = _registered_at(self)
+        if self._model is None or (self._model is not _nowhere and self._model() is None):
+            self._find_model(bucket)
         reducer = self._reducer or self._connect(None)  # none after `close`, or in a copy
         if self._goes_straight(reducer):
             if not reducer.straight:  # a pass that raises must not leave DDP's buckets to a sum that is under way
@@ -203,7 +125,7 @@ class CompressState:
                 if not at_end(self._end_straight):
                     self._end_straight()
             return future
-        unit = self._unit(bucket, buffer)
+        unit = self._unit(bucket, buffer, reducer)
         if self._open is not None and not unit.names.isdisjoint(self._open.names):
             # A pass that raised unnoticed, after one inside it had ended: its means are overwritten by now.
             self._step, self._open = self._open.number + 1, None
@@ -212,7 +134,9 @@ class CompressState:
         step.names |= unit.names
         if first:
             step.own = AtEnd(partial(self._ended, step), partial(self._throw_away, step)).queue()
-            scaling = self._tracker.loss_scale.scaling() if step.own else None
+            # In DDP.join, which reads from the device at every step, ranks that have joined must hear of the scale.
+            joins = getattr(getattr(self._ddp(), "_join_config", None), "enable", False)
+            scaling = self._tracker.loss_scale.scaling(read=joins) if step.own else None
             reducer.greet(step, unit, self._saves, scaling)
         future = reducer.reduce(step, unit, buffer)
         if bucket.is_last():
@@ -221,6 +145,24 @@ class CompressState:
             if not AtEnd(partial(self._deliver, step), partial(self._throw_away, step)).queue():
                 self._delivery.expect(step)
         return future
+
+    def _find_model(self, bucket: dist.GradBucket) -> None:
+        """In the first step of a state without a model, of a copy, or after the model has been wrapped again: whose
+        bucket it is. What DDP does with the means must be known."""
+        owner = find_owner(self, bucket.parameters()[0])
+        if owner is not None and self._bound:
+            self._model, self._delivery = weakref.ref(owner), Delivery(self._parameters, self._feedback)
+        elif owner is not None:
+            self._bind(owner, within_hook=True)
+        elif self._bound:
+            warnings.warn(
+                "a copied CompressState does not find the model that it is registered at, and cannot keep means that "
+                "DDP throws away: say state.bind(ddp_model) on every rank",
+                stacklevel=3,
+            )
+            self._model = _nowhere
+        else:
+            self._connect(RuntimeError("this CompressState does not find its model: " + BIND))
 
     def _goes_straight(self, reducer: Reducer) -> bool:
         """Whether nothing is to be done but an all-reduce of each bucket, in this step."""
@@ -305,18 +247,18 @@ class CompressState:
         if self._reducer is not None:
             self._delivery.throw_away(step, self._reducer.connection.pipeline)
 
-    def _unit(self, bucket: dist.GradBucket, buffer: Tensor) -> Unit:
+    def _unit(self, bucket: dist.GradBucket, buffer: Tensor, reducer: Reducer) -> Unit | Rows:
         index, parameters = bucket.index(), bucket.parameters()
         unit = self._units.get(index)
+        if buffer.layout != torch.strided:
+            if unit is None or not unit.serves(parameters, buffer):
+                (parameter,) = parameters  # DDP gives each of them a bucket
+                unit = self._units[index] = reducer.rows(index, self._name_of(parameter, index), parameter)
+            return unit
         if unit is None or not unit.serves(parameters, buffer):
             slots = []
             for parameter, grad in zip(parameters, bucket.gradients(), strict=True):
-                name = self._names.get(id(parameter))
-                if name is None:
-                    raise ValueError(
-                        f"bucket {index} holds a parameter of shape {tuple(parameter.shape)} that this state does not "
-                        "know: it was made for another model; make a CompressState for each model"
-                    )
+                name = self._name_of(parameter, index)
                 start = int(grad.storage_offset()) - int(buffer.storage_offset())
                 slots.append(Slot(name, start, tuple(parameter.shape), strides_in_bucket(parameter)))
             unit = self._units[index] = Unit(
@@ -324,177 +266,14 @@ class CompressState:
             )
         return unit
 
-    # -- checkpoints -------------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the state: tensors, numbers and strings only, so `torch.load` reads it with
-        `weights_only=True`. It loads on the same rank of the same number of ranks; save one for each rank, or let
-        `torch.distributed.checkpoint` save them all.
-
-        Residuals that an owner keeps for all ranks are folded into its own, here and in the running state, so that
-        going on and loading give the same. Parameters that may have a residual, but have none yet, have zeros.
-        """
-        self._idle()
-        self._saves += 1
-        self._feedback.fold()
-        return self._export(checkpoint.rank_key(*self._world()), self._feedback.everything())
-
-    def consolidated_state_dict(self) -> dict[str, Any]:
-        """The mean of the residuals over the ranks, equal on all: loads on any number of ranks, and nothing is lost.
-
-        A collective: every rank must call it, after the same step.
-
-        Raises:
-            ValueError: another rank does something else now, or is at another step; on every rank alike.
-            RuntimeError: another rank did not come within 60 s.
-        """
-        self._idle()
-        connection = (self._reducer or self._connect(None)).connection
-        connection.agree("consolidated_state_dict()", self._step)
-        self._feedback.fold()
-        means = checkpoint.means(connection, self._feedback.everything(), self._parameters)
-        return self._export(checkpoint.MEAN, means)
-
-    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Go on from a checkpoint. Every rank must load one of the same step; the next step compares them.
-
-        Args:
-            state_dict: from `state_dict` on this rank of as many, or from `consolidated_state_dict`.
-            strict: with False, a checkpoint that has no residuals for this rank loads too, with a warning: what
-                compression had left out here is then lost.
-
-        Raises:
-            ValueError: it is of another format, rank, world size, codec or model. Nothing has changed then.
-        """
-        key = checkpoint.rank_key(*self._world())
-        expected = self._export(key, {vector: {} for vector in self._feedback.strategy.vectors}, fill=False)
-        saved, vectors = checkpoint.read(state_dict, expected, key, self._parameters, strict)
-        self._idle()
-        self._feedback.load(vectors)
-        self._step = saved["step"]
-        self._tracker.loaded(saved["scale"])
-        self._options.seed = saved["seed"]
-        if self._reducer is not None:
-            self._reducer.forget(self._options.seed, self._units.values())
-        self._straight = None
-
-    def _export(self, key: str, vectors: Mapping[str, dict[str, Tensor]], fill: bool = True) -> dict[str, Any]:
-        if fill and self._options.may_keep():
-            excluded = () if self._options.keeps_all else self._excluded
-            kept = {name: p for name, p in self._parameters.items() if name not in excluded}
-            vectors = {vector: checkpoint.filled(found, kept) for vector, found in vectors.items()}
-        facts = {
-            "codec": self._options.codec_text,
-            "step": self._step,
-            "seed": self._options.seed,
-            "scale": self._tracker.scale,
-        }
-        return checkpoint.export(key, vectors, **facts)
-
-    def __getstate__(self) -> dict[str, Any]:
-        self._idle()
-        kept = self.__dict__.copy()
-        for name in (*OF_PROCESS, "_delivery"):
-            kept.pop(name, None)
-        # As in DDP's own copies, which are of the default group.
-        kept["_model_group"] = kept["_given_group"] = kept["_model"] = None
-        return kept
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._delivery = Delivery(self._parameters, self._feedback)
-        self._disconnect()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "CompressState":
-        twin = memo[id(self)] = type(self).__new__(type(self))
-        model = self._ddp()
-        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        copied = memo.get(id(model))
-        twin._model = None if copied is None else weakref.ref(copied)
-        return twin
-
-    def _ddp(self) -> DistributedDataParallel | None:
-        return None if self._model is None else self._model()
-
-    # -- other ranks -------------------------------------------------------------------------------------------------
-
-    def close(self) -> None:
-        """Wait for what is queued, then give back the thread and the connections. The next use makes new ones."""
-        self._idle()
-        self._disconnect()
-
-    def _disconnect(self) -> None:
-        for name in OF_PROCESS:
-            self.__dict__.pop(name, None)
-        self._reducer = self._open = self._straight = None
-        self._tracker.disconnected()
-        self._units = {}
-        self._names = {id(p): name for name, p in self._parameters.items()}
-
-    def _connect(self, problem: Exception | None) -> Reducer:
-        """Meet the other ranks, who hear of the problem that this one has, if it has any. A collective."""
-        options = self._options
-        connection = Connection(
-            self._model_group or dist.group.WORLD,
-            self._given_group,
-            self._device,
-            {} if problem is not None else self._description(),
-            problem,
-            options.topology if options.exchange in ("auto", "hierarchical") else None,
-            options.fallback,
-            probes=options.exchange == "auto",
-            straight=not self._tracker.skips,  # a step that may be undone has to be remembered
-        )
-        parts = self._feedback, self._tracker, self._statistics
-        numel = sum(p.numel() for p in self._parameters.values())
-        reducer = self._reducer = Reducer(connection, *parts, options.seed, clean=self._step == 0, numel=numel)
-        reducer.tuner.follow(options.choice(self._step))
-        return reducer
-
-    def _world(self) -> tuple[int, int]:
-        """This rank, and how many there are."""
-        group: Any = self._model_group or dist.group.WORLD
-        return dist.get_rank(group), dist.get_world_size(group)
-
-    def _description(self) -> dict[str, Any]:
-        return {
-            "version": __version__,
-            **self._options.describe(self._world()[1]),
-            "grad_scaler": self._tracker.skips,
-            "step": self._step,
-            "the model's parameters": handshake.describe_model(self._parameters, self._excluded),
-        }
-
-    def _check(self, model: DistributedDataParallel, loss_scale: LossScale, exclude: Exclude | None) -> None:
-        if getattr(model, "_use_python_reducer", False):
+    def _name_of(self, parameter: Tensor, index: int) -> str:
+        name = self._names.get(id(parameter))
+        if name is None:
             raise ValueError(
-                'torch._dynamo.config.optimize_ddp="python_reducer" calls hooks with other arguments: set it to '
-                '"ddp_optimizer"'
+                f"bucket {index} holds a parameter of shape {tuple(parameter.shape)} that this state does not "
+                "know: it was made for another model; make a CompressState for each model"
             )
-        self._options.check(dist.get_world_size(model.process_group))
-        clips = self._options.strategy is not None and self._options.strategy.largest_norm is not None
-        if clips and model.static_graph and getattr(model, "skip_all_reduce_unused_params", False):
-            raise ValueError(
-                f"error_feedback={self._options.strategy} waits for the norm of all gradients; with static_graph=True "
-                "and skip_all_reduce_unused_params=True nobody knows when they are there: leave out one of the three"
-            )
-        self._feedback = Memory(self._options.strategy, keep_previous=loss_scale.skips)
-        self._tracker = Tracker(loss_scale, self._feedback)
-        self._delivery = Delivery(self._parameters, self._feedback)
-        self._delivery.look(model)
-        check_model(model.module, self._parameters)
-        self._excluded = excluded_names(exclude, self._parameters)
-
-    def _flush(self) -> None:
-        if self._reducer is not None:
-            self._reducer.connection.pipeline.flush()
-
-    def _idle(self) -> None:
-        """Wait for what is queued, and for what follows from it."""
-        self._flush()
-        if self._reducer is not None and self._delivery.pending:
-            self._delivery.settle(self._reducer.connection.pipeline)
-            self._flush()
+        return name
 
 
 def compress_hook(state: CompressState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -536,35 +315,5 @@ def strides_in_bucket(parameter: Tensor) -> tuple[int, ...]:
 def _nothing() -> None: ...
 
 
-def _registered_at(state: CompressState) -> Callable[[], DistributedDataParallel | None]:
-    """The model whose hook has this state: pickling does not tell, and what DDP does with the means must be known."""
-    for found in gc.get_objects():
-        # No `isinstance`: it asks each object for its class, and some proxies raise.
-        if DistributedDataParallel in type(found).__mro__ and any(s is state for _, s in found._comm_hooks):
-            return weakref.ref(found)
-    warnings.warn(
-        "a copied CompressState does not find the model that it is registered at, and cannot keep means that DDP "
-        "throws away: register the state itself, or make a new one and load its state_dict()",
-        stacklevel=3,
-    )
-    return lambda: None
-
-
-def clean_name(name: str) -> str:
-    """A parameter's name without what DDP and torch.compile put in front."""
-    return name.replace("_orig_mod.", "").removeprefix("module.")
-
-
-def _judge(state: weakref.ref[CompressState], optimizer: torch.optim.Optimizer) -> None:
-    """`judge`, unless the state is closed, or gone."""
-    mine = state()
-    if mine is not None and mine._reducer is not None:
-        judge(mine._options, optimizer)
-
-
-def _refuse(state: weakref.ref[CompressState], problem: str) -> None:
-    """Tell all ranks; nothing once a state is closed, or gone."""
-    mine = state()
-    if mine is not None and mine._reducer is not None:
-        mine._reducer.connection.refuse(problem)
-        raise RuntimeError(f"gradwire: {problem}")
+def _nowhere() -> None:
+    """The model of a copy that does not find it."""

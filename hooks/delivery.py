@@ -8,7 +8,7 @@ was before, with the gradients that had gone in.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -78,14 +78,16 @@ class Delivery:
             return
         step.settled = True
         if not pipeline.failed:
-            pipeline.submit(partial(self._keep_all, step))
+            pipeline.submit(partial(self.keep, step))
         # Before DDP's buckets change; but the other ranks may be in trouble too.
         if pipeline.idle(RAISED_TIMEOUT.total_seconds()) and pipeline.failed:
-            self._keep_all(step)
+            self.keep(step)
 
-    def _keep_all(self, step: Step) -> Tensor:
+    def keep(self, step: Step, names: Collection[str] | None = None) -> Tensor:
+        """Nobody applies the means of these parameters, or of all: keep them. On the pipeline."""
         for layout, slot, mean, _ in self._returned(step):
-            self._feedback.give_back(layout, slot, mean)
+            if names is None or slot.name in names:
+                self._feedback.give_back(layout, slot, mean)
         return torch.empty(0)
 
     def _keep_unused(self, step: Step, names: set[str]) -> Tensor:

@@ -21,7 +21,7 @@ from .comm import handshake
 from .connection import Connection
 from .exchanges import all_finite
 from .local_options import LocalExchange, LocalOptions
-from .options import Exclude, check_dtypes, excluded_names
+from .options import Exclude, check_dtypes, check_whole, excluded_names
 from .outer import TOGETHER, GlobalParameters, Outer, UnderWay, check_saved, fragments_of, together
 from .reducer import Reducer
 from .replicas import start_alike, trainable
@@ -128,21 +128,21 @@ class LocalUpdates:
         self._handle: Any = None
         self._statistics = Statistics()
         fragments_in: list[list[dict[str, nn.Parameter]]] = []
-        excluded: frozenset[str] = frozenset()
+        self._excluded: frozenset[str] = frozenset()
         problem: Exception | None = None
         place = torch.device("cpu")
         try:
             self._parameters = trainable(model, optimizer)
             place = next(iter(self._parameters.values())).device
             self._check()
-            excluded = excluded_names(exclude, self._parameters)
+            self._excluded = excluded_names(exclude, self._parameters)
             fragments_in = fragments_of(self._parameters, fragments, bucket_cap_mb)
             choice = self._options.choice(0)
             choice.codec.kernels(place).prepare(choice.codec, torch.float32, place)
             (self._options.strategy or Memory().strategy).prepare(place)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = error
-        description = {} if problem is not None else self._description(model, bucket_cap_mb, excluded)
+        description = {} if problem is not None else self._description(model, bucket_cap_mb)
         connection = Connection(
             self._group, None, place, description, problem, None, None, probes=False, straight=False, owner=OWNER
         )
@@ -154,7 +154,7 @@ class LocalUpdates:
         start_alike(connection.group, place, [*model.parameters(), *model.buffers()])
         where, strategy, index = torch.device(place if device is None else device), self._feedback.strategy, count()
         self._fragments = [
-            [GlobalParameters(next(index), part, excluded, strategy, where, self._outer) for part in fragment]
+            [GlobalParameters(next(index), part, self._excluded, strategy, where, self._outer) for part in fragment]
             for fragment in fragments_in
         ]
 
@@ -180,7 +180,7 @@ class LocalUpdates:
     def statistics(self) -> Statistics:
         """What this rank has done so far, in rounds in the place of steps."""
         if self._reducer is not None:
-            self._reducer.connection.pipeline.flush()
+            self._reducer.flush()
         return copy.deepcopy(self._statistics)
 
     # -- training ----------------------------------------------------------------------------------------------------
@@ -206,8 +206,9 @@ class LocalUpdates:
         Raises:
             RuntimeError, ValueError: as `step` does, or a rank calls something else.
         """
-        connection = self._running().connection
-        connection.pipeline.wait()
+        reducer = self._running()
+        connection = reducer.connection
+        reducer.settle()
         connection.agree("synchronise()", self._rounds, patience=None)
         moved = any(connection.control.objects(self._moved))
         if self._under_way is not None:
@@ -224,7 +225,7 @@ class LocalUpdates:
     def close(self) -> None:
         """Wait for what is under way, then give back the thread and the connections. Nothing can follow."""
         if self._reducer is not None:
-            self._reducer.connection.pipeline.flush()
+            self._reducer.flush()
         self._reducer = None
 
     def _counted(self) -> None:
@@ -307,7 +308,7 @@ class LocalUpdates:
         loads on the same rank of the same number of ranks. The model's and the optimizer's own go beside it: between
         two rounds every rank has others. What is under way is waited for, and saved as it has arrived.
         """
-        self._running().connection.pipeline.wait()
+        self._running().settle()
         self._feedback.fold()
         key = checkpoint.rank_key(dist.get_rank(self._group), dist.get_world_size(self._group))
         return self._export(key, self._feedback.everything())
@@ -339,9 +340,10 @@ class LocalUpdates:
         key = checkpoint.rank_key(dist.get_rank(self._group), dist.get_world_size(self._group))
         nothing: dict[str, dict[str, Tensor]] = {vector: {} for vector in self._feedback.strategy.vectors}
         expected = checkpoint.export(key, nothing, **self._facts(), **{what: {} for what in TOGETHER})
-        saved, vectors = checkpoint.read(state_dict, expected, key, self._parameters, strict, OWNER)
+        idle = checkpoint.idle_names(() if self._options.keeps_all else self._excluded)
+        saved, vectors = checkpoint.read(state_dict, expected, key, self._parameters, strict, OWNER, idle)
         check_saved(saved, self._parameters, self._all())
-        reducer.connection.pipeline.wait()
+        reducer.settle()
         self._feedback.load(vectors)
         self._rounds, self._steps, self._count = saved["step"], saved["local_steps"], saved["counted_steps"]
         self._options.seed, self._moved = saved["seed"], bool(saved["moved"])
@@ -379,8 +381,9 @@ class LocalUpdates:
         self._outer.check(self._options.strategy)
         self._options.check(dist.get_world_size(self._group))
         check_dtypes(self._parameters)
+        check_whole(self._parameters, "LocalUpdates")
 
-    def _description(self, model: nn.Module, bucket_cap_mb: float, excluded: Iterable[str]) -> dict[str, Any]:
+    def _description(self, model: nn.Module, bucket_cap_mb: float) -> dict[str, Any]:
         held = dict[str, Tensor](model.named_parameters()) | dict(model.named_buffers())
         return {
             "version": __version__,
@@ -388,6 +391,6 @@ class LocalUpdates:
             "schedule": str(self._schedule),
             "outer optimizer": str(self._outer),
             "bucket_cap_mb": bucket_cap_mb,
-            "the model's parameters": handshake.describe_model(self._parameters, excluded),
+            "the model's parameters": handshake.describe_model(self._parameters, self._excluded),
             "what the model holds": handshake.describe_model(held, ()),
         }

@@ -23,7 +23,7 @@ class LocalOptions(Options):
     mean: Literal["ranks", "senders"] = "ranks"
     clip: Literal["median"] | None = None
 
-    def check(self, world_size: int) -> None:
+    def check(self, world_size: int | None) -> None:
         check_choice("mean", self.mean, MEANS)
         check_choice("clip", self.clip, CLIPS)
         check_choice("exchange", self.exchange, ("auto", *EXCHANGES))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from ..compress.memory import Memory
 
@@ -21,15 +22,17 @@ class Scaling:
     """What a scaler has done before a step.
 
     Attributes:
-        scale: that gradients have now.
+        scale: that gradients have now; on a GPU a tensor [], for which nobody has to wait.
         updated: whether the steps before are settled.
     """
 
-    scale: float
+    scale: float | Tensor
     updated: bool
 
     def words(self) -> tuple[int, int]:
-        """As whole numbers of 64 bits, which `of` reads."""
+        """As whole numbers of 64 bits, which `of` reads; what is on a GPU is not known here."""
+        if isinstance(self.scale, Tensor):
+            return 0, 0
         return 1 + self.updated, struct.unpack("<q", struct.pack("<d", self.scale))[0]
 
     @classmethod
@@ -62,14 +65,23 @@ class LossScale:
         """Whether steps can be skipped: not by a scaler that is disabled."""
         return self.scaler is not None and self.scaler.is_enabled()
 
-    def scaling(self) -> Scaling | None:
-        """What the scaler has done since the last call; None where steps are never skipped."""
-        if not self.skips or self.scaler is None:
-            return None
-        return Scaling(float(self.scaler.get_scale()), self.updated())
+    def scaling(self, read: bool = False) -> Scaling | None:
+        """What the scaler has done since the last call; None where steps are never skipped.
+
+        Args:
+            read: have the scale as a number, so that other ranks can be told; waits for the device.
+        """
+        scale = self.read() if read else self.scale
+        return None if scale is None else Scaling(scale, self.updated())
+
+    @property
+    def scale(self) -> float | Tensor | None:
+        """The scale that gradients have now, where it lies; None where nothing scales them."""
+        scale = getattr(self.scaler, "_scale", None) if self.skips else None
+        return scale if isinstance(scale, Tensor) and scale.is_cuda else self.read()
 
     def read(self) -> float | None:
-        """The scale that gradients have now; None where nothing scales them."""
+        """The scale that gradients have now, as a number: waits for the device. None where nothing scales them."""
         return float(self.scaler.get_scale()) if self.scaler is not None and self.skips else None
 
     def updated(self) -> bool:
@@ -101,11 +113,15 @@ class Tracker:
 
     def __init__(self, loss_scale: LossScale, feedback: Memory) -> None:
         self.loss_scale, self.feedback = loss_scale, feedback
-        #: That residuals have; None where nothing scales gradients.
-        self.scale = loss_scale.read()
+        self._scale: float | Tensor | None = loss_scale.read()
         #: Whether the last step was made without this rank's gradients, so that its scaler does not know of it.
         self.astray = False
         self._overflowed = False
+
+    @property
+    def scale(self) -> float | None:
+        """That residuals have; None where nothing scales gradients. Waits for the device."""
+        return None if self._scale is None else float(self._scale)
 
     @property
     def skips(self) -> bool:
@@ -136,10 +152,18 @@ class Tracker:
         if scaling.updated:
             self.feedback.commit()
             self._overflowed = False
-        if self.scale is not None and scaling.scale != self.scale:
-            self.feedback.rescale(scaling.scale / self.scale)
-        self.scale = scaling.scale
+        self._rescale(scaling.scale)
         return astray
+
+    def _rescale(self, scale: float | Tensor) -> None:
+        """Gradients have this scale from now on."""
+        if isinstance(scale, Tensor):  # the scaler will change it in place
+            scale.record_stream(torch.cuda.current_stream(scale.device))
+            scale = scale.clone()
+        known = not (isinstance(scale, Tensor) or isinstance(self._scale, Tensor))
+        if self._scale is not None and not (known and scale == self._scale):
+            self.feedback.rescale(scale / self._scale)
+        self._scale = scale
 
     def ended(self, not_finite: bool) -> bool:
         """After a step: whether the scaler will skip it, which is undone here. What came before in the same gradients
@@ -152,8 +176,8 @@ class Tracker:
     def loaded(self, scale: float | None) -> None:
         """The residuals are from a checkpoint, in units of this scale."""
         self._overflowed = False
-        self.scale = scale or 1.0 if self.skips else None
-        if self.scale is None:
+        self._scale = scale or 1.0 if self.skips else None
+        if self._scale is None:
             self.feedback.rescale(1 / (scale or 1.0))
 
     def disconnected(self) -> None:

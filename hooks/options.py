@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..compress.codec import DTYPES, Codec
 from ..compress.feedback import Feedback
@@ -37,8 +37,8 @@ class Options:
     seed: int = 0
     _chosen: tuple[tuple[Codec, bool], Choice] | None = field(default=None, init=False, repr=False)
 
-    def check(self, world_size: int) -> None:
-        """Raises TypeError or ValueError for what cannot be meant, among so many ranks."""
+    def check(self, world_size: int | None) -> None:
+        """Raises TypeError or ValueError for what cannot be meant, among so many ranks, if that is known."""
         codec, feedback, warmup, seed = self.codec, self.error_feedback, self.warmup_steps, self.seed
         if not (isinstance(feedback, bool | Feedback) or feedback == "auto"):
             raise ValueError(f"error_feedback={feedback!r}: expected True, False, 'auto' or a strategy: Residual()")
@@ -52,7 +52,8 @@ class Options:
             raise TypeError(f"codec={codec.__name__} is a class: make one, such as {codec.__name__}()")
         if isinstance(codec, type) or not (isinstance(codec, Codec) or callable(codec)):
             raise TypeError(f"codec={codec!r}: expected a codec, such as TopK(density=0.01), or a function of the step")
-        node_size(self.topology, world_size)
+        if world_size is not None:
+            node_size(self.topology, world_size)
 
     @property
     def strategy(self) -> Feedback | None:
@@ -118,19 +119,21 @@ class Options:
         }
 
 
-def check_model(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raises TypeError for gradients that cannot be compressed."""
-    check_dtypes(parameters)
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise TypeError(f"module {name!r} makes sparse gradients: build it with sparse=False")
-
-
 def check_dtypes(parameters: Mapping[str, nn.Parameter]) -> None:
     """Raises TypeError for parameters of a dtype that is not compressed."""
     for name, parameter in parameters.items():
         if parameter.dtype not in DTYPES:
             raise TypeError(f"parameter {name!r} is {parameter.dtype}: gradwire compresses float32, float16, bfloat16")
+
+
+def check_whole(parameters: Mapping[str, nn.Parameter], owner: str) -> None:
+    """Raises TypeError for parameters of which a rank has a shard only, where these must lie flat in one tensor."""
+    for name, parameter in parameters.items():
+        if type(parameter).__torch_dispatch__ != Tensor.__torch_dispatch__:
+            raise TypeError(
+                f"parameter {name!r} is a {type(parameter).__name__}: {owner} takes plain tensors, so leave out "
+                "fully_shard and parallelize_module, or compress the gradients of replicas with gradwire.compress_fsdp"
+            )
 
 
 def excluded_names(exclude: Exclude | None, parameters: Mapping[str, nn.Parameter]) -> frozenset[str]:

@@ -76,7 +76,7 @@ class GlobalParameters:
     ) -> None:
         own = list(parameters.values())
         like = torch.empty(sum(p.numel() for p in own), dtype=torch.float32, device=own[0].device)
-        self.slots, self.outer = _end_to_end(parameters), outer
+        self.slots, self.outer = layout_of(parameters), outer
         self.unit = Unit(index, list[Tensor](own), self.slots, excluded, like, strategy)
         self.values = self._local().to(device)
         self.momentum = torch.zeros_like(self.values) if outer.momentum else None
@@ -226,7 +226,7 @@ def _units(parameters: Mapping[str, nn.Parameter], most: int) -> list[dict[str, 
     return units
 
 
-def _end_to_end(parameters: Mapping[str, nn.Parameter]) -> Layout:
+def layout_of(parameters: Mapping[str, nn.Parameter]) -> Layout:
     """Each in its shape, contiguous, one after the other: the same on all ranks, whatever the strides there."""
     strides = {name: torch.empty(p.shape, device="meta").stride() for name, p in parameters.items()}
     return end_to_end(Slot(name, 0, tuple(p.shape), strides[name]) for name, p in parameters.items())

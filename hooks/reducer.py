@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -25,6 +25,8 @@ from .comm.topology import Topology
 from .connection import Connection
 from .exchanges import Dense, Exchange, Operands, all_finite
 from .loss_scale import Scaling, Tracker
+from .reading import Reading
+from .rows import Rows
 from .statistics import Statistics
 
 #: Where everything is dense, every so many steps one goes the usual way: ranks compare steps, and look for NaN.
@@ -84,7 +86,8 @@ class Unit:
         self.device = like.device
         #: The result of what has none.
         self.nothing = torch.empty(0)
-        self._overflow: Tensor | bool = False
+        #: Whether the last mean was not finite, as DDP gets it, so alike on all ranks; where that is asked for.
+        self.overflow: Tensor | None = None
 
     def serves(self, parameters: list[Tensor], like: Tensor) -> bool:
         """Whether DDP's bucket of these parameters still is this one; after a rebuild it may not be."""
@@ -102,9 +105,7 @@ class Unit:
         draws = new_draw(seed, 0, stream, self.device), new_draw(seed, 0, stream | 1 << 32, self.device)
         self.exchange, self.operands = exchange, Operands(self.extra, self.extra, self.extra, NOTHING, (), *draws)
         self.kept = None  # nor what owners keep, whose slices are the exchange's
-        self.seen = [0, 0]
-        self.arrived = torch.zeros(2, dtype=torch.int64, pin_memory=self.extra.is_cuda)
-        self.copied: torch.cuda.Event | None = None
+        self.seen = [0, 0]  # of its status
 
     def follow(self, plan: Plan, topology: Topology, seed: int) -> None:
         """Let the exchange serve that a plan wants."""
@@ -181,29 +182,43 @@ class Unit:
         pack(((there, here) for here, there in self.compressed), self.packed, buffer)
         pack(((there, here) for here, there in self.dense), self.extra, buffer)
 
-    def look_for_overflow(self, buffer: Tensor) -> None:
-        """Note whether the mean is finite, for `overflowed`: as DDP gets it, so alike on all ranks."""
-        self._overflow = ~all_finite(buffer)
 
-    def overflowed(self) -> bool:
-        """Whether the last mean that was looked at was not finite. Waits for the device."""
-        return bool(self._overflow)
+@dataclass(eq=False)
+class Counts:
+    """What a step's exchanges have counted, on its way to the host: rows of two, `Exchange.status` for each unit, and
+    how many means were not finite.
 
-    def new_status(self) -> tuple[int, int]:
-        """Entries skipped and records not finite since the last call; on a GPU as of the call before, since by then the
-        numbers have long been copied."""
-        status = self.exchange.status()
-        if status.is_cuda:
-            if self.copied is not None:
-                self.copied.synchronize()
-            counted = self.arrived.tolist()
-            self.arrived.copy_(status, non_blocking=True)
-            self.copied = torch.cuda.current_stream(status.device).record_event()
-        else:
-            counted = status.tolist()
-        skipped, not_finite = (now - before for now, before in zip(counted, self.seen, strict=True))
-        self.seen = counted
-        return skipped, not_finite
+    Attributes:
+        rows_finite: whether the means of sparse gradients were.
+        seen: what each unit had counted before.
+    """
+
+    step: Step
+    rows_finite: bool
+    seen: list[list[int]]
+    reading: Reading
+
+    @classmethod
+    def of(cls, step: Step, memory: Tensor | None) -> Counts:
+        """Begin to read. Args: as of `Reading`."""
+        units = [unit for unit, _ in step.reduced]
+        status = [unit.exchange.status() for unit in units]
+        overflows = [unit.overflow.long() for unit in units if unit.overflow is not None]
+        if overflows:
+            status.append(torch.stack(overflows).sum().expand(2))
+        numbers = torch.stack(status) if status else torch.zeros(0, 2, dtype=torch.int64)
+        finite = all(rows.finite for rows in step.rows)
+        return cls(step, finite, [unit.seen for unit in units], Reading(numbers, memory))
+
+    def read(self) -> tuple[int, bool]:
+        """Entries skipped, and whether anything was not finite. Once."""
+        numbers, skipped, broken = self.reading.read(), 0, 0
+        for now, seen in zip(numbers, self.seen, strict=False):
+            skipped, broken = skipped + now[0] - seen[0], broken + now[1] - seen[1]
+            seen[:] = now
+        if len(numbers) > len(self.seen):  # of the means themselves, which a scaler goes by
+            broken = numbers[-1][0]
+        return skipped, bool(broken) or not self.rows_finite
 
 
 @dataclass(eq=False)
@@ -215,6 +230,8 @@ class Step:
     choice: Choice
     names: set[str] = field(default_factory=set)
     reduced: list[tuple[Unit, Tensor]] = field(default_factory=list)
+    #: Sparse gradients reduced so far.
+    rows: list[Rows] = field(default_factory=list)
     #: Units that wait for the norm of all gradients, and the norms of theirs.
     held: list[tuple[Unit, Tensor, torch.futures.Future[Tensor]]] = field(default_factory=list)
     norms: list[Tensor] = field(default_factory=list)
@@ -222,11 +239,23 @@ class Step:
     factor: Tensor | None = None
     #: Whether gradients of this rank go in, and not zeros in the place of a rank that has joined.
     own: bool = True
-    #: Whether the scaler will skip it, as far as is known.
-    undone: bool = False
+    #: Learns from the device whether the scaler will skip it, as long as that is not known.
+    learn: Callable[[], None] | None = None
     #: Whether its owner has got all of its means, or never will.
     settled: bool = False
     began: float = 0.0
+    _undone: bool = False
+
+    @property
+    def undone(self) -> bool:
+        """Whether the scaler will skip it. Waits for the device where only that knows."""
+        if self.learn is not None:
+            self.learn()
+        return self._undone
+
+    @undone.setter
+    def undone(self, undone: bool) -> None:
+        self._undone, self.learn = undone, None
 
 
 class _Sum(torch.futures.Future[Tensor]):
@@ -278,6 +307,10 @@ class Reducer:
         self._all_dense: Choice | None = None
         self._dense_units: list[Unit] = []
         self._was_straight = False
+        #: What the last step has counted, until the host learns of it: on a GPU a step later.
+        self._counts: Counts | None = None
+        #: Memory on the host for that.
+        self._counted: Tensor | None = None
         #: What `reduce_straight` has put under way in this step.
         self.straight: list[_Sum] = []
 
@@ -338,7 +371,7 @@ class Reducer:
         if self._ended is not self._last:
             self.connection.pipeline.idle()
 
-    def greet(self, step: Step, unit: Unit, saves: int, scaling: Scaling | None) -> None:
+    def greet(self, step: Step, unit: Unit | Rows, saves: int, scaling: Scaling | None) -> None:
         """Compare with the other ranks what the step is to be.
 
         Args:
@@ -353,9 +386,16 @@ class Reducer:
         else:
             pipeline.start(stages, unit.nothing, self._clock(unit))
 
-    def reduce(self, step: Step, unit: Unit, buffer: Tensor) -> torch.futures.Future[Tensor]:
+    def rows(self, index: int, name: str, parameter: Tensor) -> Rows:
+        """What `reduce` takes for a parameter whose gradients are sparse. All ranks ask for the same, as often."""
+        return Rows(index, name, parameter, self.connection.planner.topology.all.channel(f"rows of {name}"))
+
+    def reduce(self, step: Step, unit: Unit | Rows, buffer: Tensor) -> torch.futures.Future[Tensor]:
         """Replace a unit's gradients by their mean; the future gets `buffer`."""
         future = self.connection.pipeline.new_future()
+        if isinstance(unit, Rows):
+            stages = self._reduce_rows(step, unit, buffer)
+            return self.connection.pipeline.start(stages, buffer, self._clock(unit), future)
         if self._feedback.strategy.largest_norm is None:
             self._start(step, unit, buffer, future)
         else:
@@ -379,7 +419,8 @@ class Reducer:
         """The norm of this rank's own gradient is known: scale it to what the strategy allows, and let it go."""
         limit, norm = self._feedback.strategy.largest_norm, torch.stack(step.norms).double().norm()
         assert limit is not None
-        factor = (limit * (self._tracker.loss_scale.read() or 1.0) / norm).clamp(max=1.0)
+        scale = self._tracker.loss_scale.scale
+        factor = (limit * (1.0 if scale is None else scale) / norm).clamp(max=1.0)
         step.factor = factor = torch.where(norm.isfinite(), factor, 1.0)  # what is not finite is not to spread
         for unit, buffer, future in step.held:
             if factor.is_cuda or float(factor) < 1.0:
@@ -387,7 +428,17 @@ class Reducer:
             self._start(step, unit, buffer, future)
         step.held.clear()
 
-    def forget(self, seed: int, units: Iterable[Unit]) -> None:
+    def flush(self) -> None:
+        """Wait for all that has been submitted, and for what the device has to tell of it."""
+        self.connection.pipeline.flush()
+        self._learn()
+
+    def settle(self) -> None:
+        """As `flush`; raises what has failed."""
+        self.connection.pipeline.wait()
+        self.flush()
+
+    def forget(self, seed: int, units: Iterable[Unit | Rows]) -> None:
         """Residuals have been loaded: draws and decisions of all units begin again."""
         self.seed, self._clean, self._all_dense = seed, False, None
         for unit in units:
@@ -395,16 +446,18 @@ class Reducer:
 
     # -- on the pipeline ---------------------------------------------------------------------------------------------
 
-    def _greet(self, step: Step, unit: Unit, saves: int, scaling: Scaling | None) -> Stages:
+    def _greet(self, step: Step, unit: Unit | Rows, saves: int, scaling: Scaling | None) -> Stages:
         """Compare, while the first units may be under way already: what ranks mean differently has no tag in common."""
         try:
+            if self._skips:
+                self._learn()
             self._announce(step, saves, scaling)
             if not self._tracker.follow(self.connection, step, scaling):
                 yield self.connection.announced
                 self.connection.compare(step.choice)
             if not self.connection.planner.knows(step.choice):
                 # Measuring takes all ranks, which now are known to mean this codec.
-                self.connection.planner.learn(step.choice, unit.numel)
+                self.connection.planner.learn(step.choice, max(1, min(unit.numel, self._numel)))
         except Exception as error:
             raise self._failure(error, step, f"bucket {unit.index}", step.choice.exchange) from error
 
@@ -432,12 +485,29 @@ class Reducer:
                 grad = buffer if unit.packed is None else unit.packed
                 unit.union = unit.exchange.union_of(grad) or unit.union
             if self._skips:
-                unit.look_for_overflow(buffer)
+                unit.overflow = ~all_finite(buffer)
             step.reduced.append((unit, buffer))
             self._count(unit)
         except Exception as error:
             name = unit.plan.exchange if unit.plan is not None else choice.exchange
             raise self._failure(error, step, f"bucket {unit.index}", name) from error
+
+    def _reduce_rows(self, step: Step, rows: Rows, grad: Tensor) -> Stages:
+        """The way of a sparse gradient."""
+        try:
+            if rows.collective:
+                yield self.connection.announced
+            carrier, statistics = rows.carrier, self._statistics
+            sent, received = carrier.sent, carrier.received
+            yield from rows.reduce(grad, self.connection.planner.network)
+            step.rows.append(rows)
+            statistics.elements += rows.numel
+            statistics.dense_bytes += 4 * rows.numel
+            statistics.payload_bytes += carrier.sent - sent
+            statistics.transfer_bytes += carrier.received - received
+            statistics.decisions[rows.index] = f"{rows.algorithm} of rows"
+        except Exception as error:
+            raise self._failure(error, step, f"bucket {rows.index}", "rows") from error
 
     def _prepare(self, unit: Unit, choice: Choice, number: int) -> None:
         """Let a unit have its exchange: decided when its choice changes, and now and then."""
@@ -449,7 +519,7 @@ class Reducer:
             self._statistics.decisions[unit.index] = f"{plan.exchange} of {plan.codec}: {why}{self.tuner}"
             unit.follow(plan, planner.topology, self.seed)
 
-    def _clock(self, unit: Unit) -> Clock:
+    def _clock(self, unit: Unit | Rows) -> Clock:
         if unit.clock is None:
             unit.clock = clock(self._statistics.seconds, unit.index, unit.device)
         return unit.clock
@@ -468,16 +538,17 @@ class Reducer:
                 for unit, _ in step.reduced:
                     unit.choice = None
             units = [unit for unit, _ in step.reduced]
-            counts = [unit.new_status() for unit in units]
-            self._statistics.skipped_entries += sum(skipped for skipped, _ in counts)
-            # A GradScaler waits for the GPU at every step anyway. The means are the same on all ranks, and so is this.
-            skips = self._skips
-            not_finite = any(unit.overflowed() for unit in units) if skips else any(n for _, n in counts)
-            self._statistics.nonfinite_steps += not_finite
+            self._learn()
+            self._counts = Counts.of(step, self._counted)
+            if any(unit.device.type == "cuda" for unit in units):
+                step.learn = self._learn if self._skips else None
+            else:
+                self._learn()
             self._statistics.steps += 1
-            step.undone = self._tracker.ended(not_finite)
-            dense = self._feedback.strategy.only_residual and all(
-                unit.goes_dense(step.choice, self._clean) for unit in units
+            dense = (
+                self._feedback.strategy.only_residual
+                and not step.rows
+                and all(unit.goes_dense(step.choice, self._clean) for unit in units)
             )
             if dense and self.connection.dense_group is not None:
                 self._all_dense, self._dense_units = step.choice, units
@@ -485,6 +556,17 @@ class Reducer:
             self.connection.post()
         except Exception as error:
             raise self._failure(error, step, "at its end", step.choice.exchange) from error
+
+    def _learn(self) -> None:
+        """What the last step has counted is known: count it, and undo the step if a scaler skips it."""
+        counts, self._counts = self._counts, None
+        if counts is None:
+            return
+        skipped, not_finite = counts.read()
+        self._counted = counts.reading.memory
+        self._statistics.skipped_entries += skipped
+        self._statistics.nonfinite_steps += not_finite
+        counts.step.undone = self._tracker.ended(not_finite)
 
     @staticmethod
     def _served(step: Step) -> list[tuple[int, int, Plan]]:

@@ -22,6 +22,11 @@ PYTHON = pytest.StashKey[str]()
 SERVER = pytest.StashKey[preloaded.Server]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    how = "run the CUDA kernels as NVRTC compiles them for this architecture, 90 for example, on the CPU"
+    parser.addoption("--ptx", type=int, metavar="ARCHITECTURE", help=how)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Have one server for the session, of which xdist's workers are told, and one thread a process."""
     # Threads of OpenMP wait for each other in a loop: where others run as well, that takes ten times the time.
@@ -61,9 +66,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def gpu() -> Iterator[EmulatedDevice]:
-    """The backend "cuda" takes CPU tensors too: for those its kernels run in the emulator's checked build."""
-    with emulated_gpu() as device:
+def gpu(pytestconfig: pytest.Config) -> Iterator[EmulatedDevice]:
+    """The backend "cuda" takes CPU tensors too: for those its kernels run in the emulator's checked build, or, with
+    `--ptx 90`, as NVRTC has compiled them for that architecture."""
+    with emulated_gpu(EmulatedDevice(architecture=pytestconfig.getoption("ptx"))) as device:
         yield device
 
 

@@ -5,6 +5,7 @@ The function is named by its file and its name, so that any test module can hold
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
 import math
@@ -114,7 +115,8 @@ class Pool:
         self.broken = True
         for pid, process in zip(self.pids, self._processes, strict=True):
             if process.is_alive():
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # killed, and the process that stands for it not yet
+                    os.kill(pid, signal.SIGKILL)
             process.join()
         for pipe in self._pipes:
             pipe.close()
@@ -130,6 +132,8 @@ def _serve(rank: int, world_size: int, store: str, timeout: timedelta, pipe: Con
 
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message=".*gradwire.recommend")  # tests are of what is exchanged
+    # torch says so where the host's name means nothing, as on a machine without a network.
+    warnings.filterwarnings("ignore", message=".*resolve hostname")
     torch.set_num_threads(1)
     files = dist.FileStore(store, world_size)
     dist.init_process_group("gloo", store=files, rank=rank, world_size=world_size, timeout=timeout)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("benchmarks", "compress", "csrc", "hooks")
+FOLDERS = ("benchmarks", "compress", "csrc", "hooks", "optim", "trainers")
 
 #: From the bottom up: a module may import what stands on a lower line, or beside it. The first match counts.
 LAYERS = (
@@ -28,15 +28,24 @@ LAYERS = (
     ("compress", r"compress"),
     ("messages", r"hooks\.comm(\..+)?"),
     ("exchanges", r"hooks\.(exchanges|auto|sparse)(\..+)?"),
-    ("reducer", r"hooks\.(?!(ddp|local)$|horovod(\.|$)).+"),
-    ("hooks", r"hooks\.(ddp|local|horovod(\..+)?)"),
+    ("reducer", r"hooks\.(?!(ddp|local)$|(horovod|fsdp)(\.|$)).+"),
+    ("hooks", r"hooks\.(ddp|local|(horovod|fsdp)(\..+)?)"),
     ("public hooks", r"hooks"),
+    ("optimizers", r"optim(\..+)?"),
+    ("trainers", r"trainers(\..+)?"),
     ("public names", r""),
     ("benchmarks", r"benchmarks(\..+)?"),
 )
 
 #: What the modules of a folder must never import.
-FORBIDDEN = {"csrc": ("torch",), "compress": ("torch.distributed",), "hooks": ("cupy", "numba")}
+TRAINERS = ("accelerate", "lightning", "transformers")
+FORBIDDEN = {
+    "csrc": ("torch",),
+    "compress": ("torch.distributed", *TRAINERS),
+    "hooks": ("cupy", "numba", *TRAINERS),
+    "benchmarks": TRAINERS,
+    "optim": ("cupy", "numba", *TRAINERS),
+}
 
 
 class Import(NamedTuple):
@@ -141,6 +150,8 @@ SOUND = {
     "hooks.comm.pipeline": "from torch.distributed import ProcessGroup",
     "hooks.reducer": "from .exchanges import gather\nfrom .. import __version__\nfrom ..compress.memory import Memory",
     "hooks.ddp": "from .reducer import Reducer",
+    "optim": "from .adam import OneBitAdam",
+    "optim.adam": "from ..compress import OneBit\nfrom ..hooks.reducer import Reducer",
     "benchmarks": "",
     "benchmarks.training.demo": "from gradwire.hooks.ddp import CompressState\nfrom ... import TopK",
 }
@@ -171,6 +182,8 @@ def test_a_sound_library_passes() -> None:
         ("hooks.reducer", "from .ddp import compress_hook", "hooks.ddp (hooks) from below"),
         ("hooks.ddp", "from ..benchmarks.training import demo", "benchmarks.training.demo (benchmarks) from below"),
         ("hooks.exchanges.gather", "from ..new import helper", "hooks.new (reducer) from below"),
+        ("hooks.local", "from ..optim.adam import OneBitAdam", "optim.adam (optimizers) from below (hooks)"),
+        ("optim.adam", "from .. import TopK", "the root (public names) from below"),
         ("compress.topk", "import torch.distributed", "imports torch.distributed, which compress/ never does"),
         ("compress.topk", "import torch.distributed as dist", "which compress/ never does"),
         ("compress.topk", "from torch import distributed", "which compress/ never does"),

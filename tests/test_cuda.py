@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from emulated import EmulatedDevice, emulated_gpu
-from gradwire.compress import CODECS, Codec, Outliers, TopK, new_draw
+from gradwire.compress import CODECS, Codec, Outliers, RandomK, Threshold, TopK, new_draw
 from gradwire.compress.backends import Kernels, Workspace, backend_kernels, use_backend
 from gradwire.compress.backends.cuda import grid_for
 from gradwire.compress.backends.cuda.device import DEVICES, Argument, Device, Function
@@ -16,38 +16,19 @@ from gradwire.compress.backends.cuda.sparse import Union, gather_at, scatter_to
 from gradwire.compress.codec import DTYPES
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parity import equal, rows_of
 from strategies import KINDS, gradient, same
 from torch import Tensor
 
 CPU = torch.device("cpu")
 SPARSE = TopK(indices="plain"), TopK(0.3, values=torch.int8), TopK(indices="plain", values=torch.bfloat16)
 every_codec = pytest.mark.parametrize("codec", [*CODECS, *SPARSE], ids=str)
+#: Those whose kernels are all ours, and not torch's.
+OWN = [codec for codec in CODECS if not isinstance(codec, Threshold | RandomK)]
+every_own_codec = pytest.mark.parametrize("codec", [*OWN, *SPARSE], ids=str)
 
 
-def rows_of(codec: Codec, numel: int, wires: Sequence[Tensor]) -> list[Tensor]:
-    """The wires as `decode_mean` takes them: the ranks' rows, part by part."""
-    parts = [wire.split(codec.part_bytes(numel)) for wire in wires]
-    return [torch.stack(rows) for rows in zip(*parts, strict=True)]
-
-
-def parity(codec: Codec, numel: int, kinds: Sequence[str], dtype: torch.dtype = torch.float32) -> None:
-    """Some steps with feedback and a mean over them as ranks: wires, residual and mean are the reference's."""
-    sides = []
-    for backend in ("reference", "cuda"):
-        with use_backend(backend):
-            workspace, residual = codec.workspace(numel), gradient("normal", numel, 1) * 0.1
-            wires = []
-            for step, kind in enumerate(kinds):
-                wire = torch.zeros(codec.wire_bytes(numel), dtype=torch.uint8)
-                codec.encode_feedback(gradient(kind, numel, step, dtype), residual, wire, new_draw(1, step), workspace)
-                wires.append(wire)
-            mean = torch.empty(numel, dtype=dtype)
-            codec.decode_mean(rows_of(codec, numel, wires), mean, workspace)
-            sides.append((*wires, residual, mean))
-    assert all(same(expected, got) for expected, got in zip(*sides, strict=True))
-
-
-@every_codec
+@every_own_codec
 @pytest.mark.parametrize(
     "options",
     [
@@ -60,8 +41,8 @@ def parity(codec: Codec, numel: int, kinds: Sequence[str], dtype: torch.dtype = 
 def test_neither_the_grid_nor_the_order_of_threads_changes_a_byte(codec: Codec, options: dict) -> None:
     """Many blocks on a tiny grid, so that every kernel has to stride; and a grid that is larger than the work."""
     with emulated_gpu(EmulatedDevice(**options)) as device:
-        parity(codec, 70_001, ("normal", "wide"))
-        parity(codec, 5, ("normal", "wide"))
+        assert equal(codec, 70_001, ("normal", "wide"))
+        assert equal(codec, 5, ("normal", "wide"))
     assert device.launches
 
 
@@ -76,10 +57,27 @@ def test_top_k_is_exact_whatever_the_predicted_threshold(
     density: float, numel: int, kinds: list[str], dtype: torch.dtype
 ) -> None:
     """A threshold that is too high finds fewer than k; one that is too low finds more than there is room for."""
-    parity(TopK(density), numel, kinds, dtype)
+    assert equal(TopK(density), numel, kinds, dtype)
 
 
-@every_codec
+@pytest.mark.parametrize("architecture", [None, 90], ids=str)
+@pytest.mark.parametrize("places", [[], [0], [3, 100_000], [139_999, 140_000]], ids=str)
+def test_a_sum_of_wires_with_hardly_an_entry(places: list[int], architecture: int | None) -> None:
+    """An entry begins its tile of the output, and all those since the one before, which may be thousands."""
+    codec, numel = TopK(1e-4, indices="plain"), 140_001
+    x = torch.zeros(numel)
+    x[places] = 1.5
+    with use_backend("reference"):
+        wire = torch.zeros(codec.wire_bytes(numel), dtype=torch.uint8)
+        codec.encode(x, wire, new_draw(0), codec.workspace(numel))
+    out, workspace = torch.ones(numel), codec.workspace(numel)
+    with emulated_gpu(EmulatedDevice(architecture=architecture)), use_backend("cuda"):
+        codec.decode_mean(rows_of(codec, numel, [wire] * 65), out, workspace)
+    assert same(out, x)
+    assert workspace.status.tolist() == [0, 0]
+
+
+@every_own_codec
 def test_a_call_is_a_fixed_number_of_launches_and_keeps_its_memory(codec: Codec) -> None:
     numel = 6001
     with emulated_gpu(EmulatedDevice()) as device, use_backend("cuda"):

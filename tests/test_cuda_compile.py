@@ -5,21 +5,12 @@ No GPU and no driver are needed. `pytest -s` prints registers, shared memory and
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import json
-import os
 import re
-import tempfile
-from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-from gradwire.compress.backends.cuda import compiler
-from gradwire.compress.backends.cuda.compiler import CSRC, OPTIONS
+from gradwire.compress.backends.cuda.compiler import CSRC
+from nvrtc import ARCHITECTURES, FILES, Resources, build
 
-ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
-FILES = sorted(path.name for path in CSRC.glob("*.cu"))
 #: Bytes of shared memory that a block has without asking for more.
 SHARED = 48 * 1024
 #: The kernels that go over whole gradients, where every byte of traffic counts.
@@ -31,39 +22,6 @@ GUESSES = {"topk_place"}
 
 every_file = pytest.mark.parametrize("file", FILES)
 every_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES)
-
-
-class Build(NamedTuple):
-    """What NVRTC made of one file for one architecture."""
-
-    ptx: str
-    log: str
-
-
-class Resources(NamedTuple):
-    """What one kernel takes: registers a thread, bytes of shared memory a block, bytes of stack and spills a thread."""
-
-    registers: int
-    shared: int
-    stack: int
-    spilled: int
-
-
-@functools.cache
-def build(file: str, architecture: int) -> Build:
-    """Compiled, unless an earlier run of the tests has compiled the same."""
-    options = ("--ptxas-options=--verbose",)
-    parts = [file, str(architecture), compiler.version(), *OPTIONS, *options]
-    parts += [path.read_text("utf-8") for path in (CSRC / file, *sorted(CSRC.glob("*.cuh")))]
-    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
-    kept = Path(tempfile.gettempdir()) / f"gradwire-nvrtc-{os.getuid()}" / f"{digest}.json"
-    if not kept.exists():
-        compiled = compiler.compile_file(file, architecture, options)
-        kept.parent.mkdir(mode=0o700, exist_ok=True)
-        draft = kept.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps({"ptx": compiled.ptx, "log": compiled.log}), "utf-8")
-        draft.replace(kept)
-    return Build(**json.loads(kept.read_text("utf-8")))
 
 
 def resources(log: str) -> dict[str, Resources]:

@@ -320,8 +320,32 @@ def test_driver_too_old(machine: FakeMachine, error: type[Exception]) -> None:
 
 def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with complaint("install NVIDIA's driver"):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with complaint("install NVIDIA's driver, .*this torch wants 13.0.*CUDA_VISIBLE_DEVICES"):
         device_for(GPU)
+
+
+def test_torch_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with complaint("is built without CUDA: install a build with it"):
+        device_for(GPU)
+
+
+def test_cupy_that_does_not_fit(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "cupy.py").write_text("raise AttributeError('numpy has no attribute: bool\\nand more')\n")
+    monkeypatch.delitem(sys.modules, "cupy")
+    monkeypatch.syspath_prepend(tmp_path)
+    with complaint(r"fails to import here \(AttributeError: numpy has no attribute: bool\): .*'gradwire\[cuda13\]'"):
+        device_for(GPU)
+
+
+def test_nvrtc_without_its_builtins(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cuda.bindings import nvrtc
+
+    failure = nvrtc.nvrtcResult.NVRTC_ERROR_BUILTIN_OPERATION_FAILURE
+    monkeypatch.setattr(nvrtc, "nvrtcCompileProgram", lambda *_: (failure,))
+    with complaint(r"finds no libnvrtc-builtins .*install it again, with pip install 'gradwire\[cuda13\]'"):
+        compiler.compile_file("sign.cu", 90)
 
 
 def test_rocm(monkeypatch: pytest.MonkeyPatch) -> None:

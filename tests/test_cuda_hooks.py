@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from gradwire import QSGD, ChunkedTopK, Codec, CompressState, OneBit, TernGrad, TopK, compress_hook
 from gradwire.compress import new_draw
+from gradwire.hooks.exchanges import possible
 from ranks import Pool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -17,6 +20,12 @@ pytestmark = pytest.mark.cuda
 Ranks = Callable[[int], Pool]
 CODECS = (OneBit(), QSGD(), TernGrad(), TopK(0.05), ChunkedTopK(chunk=1024))
 every_codec = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+#: Named, as "auto" would send these small gradients dense, and no kernel would run.
+every_way = pytest.mark.parametrize(
+    ("codec", "exchange"),
+    [(codec, exchange) for codec in CODECS for exchange in possible(codec) if exchange != "dense"],
+    ids=lambda given: given if isinstance(given, str) else given.name,
+)
 
 
 class Fixed(nn.Module):
@@ -31,12 +40,18 @@ class Fixed(nn.Module):
 
 
 def gradients_of(
-    rank: int, codec: Codec, device: str, backend: str | None = None, busy: bool = False, steps: int = 6
+    rank: int,
+    codec: Codec,
+    exchange: Any,
+    device: str,
+    backend: str | None = None,
+    busy: bool = False,
+    steps: int = 6,
 ) -> list[Tensor]:
     """What the hook leaves in every parameter's gradient, over some steps."""
     group = None if backend is None else dist.new_group(backend=backend)
     ddp = DistributedDataParallel(Fixed().to(device), bucket_cap_mb=0.01, process_group=group)
-    state = CompressState(ddp, codec)
+    state = CompressState(ddp, codec, exchange=exchange, fallback=None)
     ddp.register_comm_hook(state, compress_hook)
     generator, seen = torch.Generator().manual_seed(rank), []
     for _ in range(steps):
@@ -50,15 +65,19 @@ def gradients_of(
     statistics = state.statistics()
     assert statistics.steps == steps
     assert statistics.skipped_entries == 0
+    assert statistics.decisions
+    assert all(decision.startswith(f"{exchange} of {codec}") for decision in statistics.decisions.values())
     state.close()
     return result
 
 
-@every_codec
+@every_way
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
-def test_ranks_that_share_a_gpu_get_what_ranks_on_cpus_get(ranks: Ranks, codec: Codec, busy: bool) -> None:
-    expected = ranks(2).run(gradients_of, codec, "cpu")
-    for theirs in ranks(2).run(gradients_of, codec, "cuda", None, busy):
+def test_ranks_that_share_a_gpu_get_what_ranks_on_cpus_get(
+    ranks: Ranks, codec: Codec, exchange: str, busy: bool
+) -> None:
+    expected = ranks(2).run(gradients_of, codec, exchange, "cpu")
+    for theirs in ranks(2).run(gradients_of, codec, exchange, "cuda", None, busy):
         assert all(torch.equal(a, b) for a, b in zip(expected[0], theirs, strict=True))
 
 
@@ -66,8 +85,8 @@ def test_ranks_that_share_a_gpu_get_what_ranks_on_cpus_get(ranks: Ranks, codec: 
 def test_over_nccl_streams_agree(ranks: Ranks, codec: Codec) -> None:
     if not dist.is_nccl_available():
         pytest.skip("this torch has no NCCL")
-    (expected,) = ranks(1).run(gradients_of, codec, "cpu")
-    (theirs,) = ranks(1).run(gradients_of, codec, "cuda", "nccl", True)
+    (expected,) = ranks(1).run(gradients_of, codec, "gather", "cpu")
+    (theirs,) = ranks(1).run(gradients_of, codec, "gather", "cuda", "nccl", True)
     assert all(torch.equal(a, b) for a, b in zip(expected, theirs, strict=True))
 
 
@@ -109,9 +128,11 @@ def test_a_call_neither_allocates_nor_waits(codec: Codec) -> None:
     call()
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        call()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*[Ss]ynchronization debug mode")  # a prototype, says torch
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before

@@ -275,7 +275,7 @@ def from_time_to_time(rank: int) -> Any:
 
 
 def test_now_and_then_ranks_look_whether_all_is_well() -> None:
-    pool = Pool(2)
+    pool = Pool(2, timedelta(seconds=8))
     try:
         results = pool.run(from_time_to_time, within=60)
     finally:

@@ -311,3 +311,16 @@ def test_memory_that_is_dropped_waits_for_no_collector() -> None:
         assert kept() is None
     finally:
         gc.enable()
+
+
+def test_residuals_follow_a_scale_that_lies_on_the_device() -> None:
+    """To the bit as they follow a number, wherever they lie: in use, or just loaded."""
+    sides = []
+    for factor in (0.5, torch.tensor(0.5)):
+        memory = Memory()
+        memory.load({"residual": {"a": torch.arange(4.0), "b": torch.ones(3)}})
+        memory.of((Slot("a", 0, (4,), (1,)),))
+        memory.rescale(factor)
+        sides.append(memory.by_name())
+    assert all(torch.equal(sides[0][name], sides[1][name]) for name in ("a", "b"))
+    assert torch.equal(sides[0]["b"], torch.full((3,), 0.5))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -473,3 +475,29 @@ def test_an_epoch_that_begins_while_the_last_one_ends_has_its_own_entries() -> N
     assert (ledger.epoch, ledger.open) == (1, True)
     ledger.submit(new)
     assert runs == [(0, ["old"]), (1, ["new"])]
+
+
+def ended_early(rank: int) -> float:
+    """The sum of all ranks, of which rank 2 hears rank 1's part late, when rank 0 has got its result and left."""
+    hvd.init()
+    hvd.barrier()
+    agreement = basics.world().engine.agreement
+    if rank == 2:
+        receive = agreement.receive
+        late = ThreadPoolExecutor(1)
+        late.submit(time.sleep, 0.5)
+
+        def hear(rank: int, message: dict[str, Any], payload: bytearray) -> None:
+            if rank == 1:
+                late.submit(receive, rank, message, payload)
+            else:
+                receive(rank, message, payload)
+
+        agreement.receive = hear  # type: ignore[method-assign]
+    total = hvd.allreduce(torch.ones(1), op=hvd.Sum)
+    hvd.shutdown()
+    return float(total)
+
+
+def test_a_clean_end_overtakes_nothing_that_was_announced(ranks: Ranks) -> None:
+    assert ranks(4).run(ended_early) == [4.0] * 4

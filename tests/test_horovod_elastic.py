@@ -229,7 +229,14 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize(("end", "who"), [("killed", 0), ("killed", 1), ("left", 1), ("failed", 1), ("shut down", 0)])
+@pytest.mark.parametrize(
+    ("end", "who"),
+    [
+        ("killed", 0),
+        ("shut down", 0),
+        *(pytest.param(end, 1, marks=pytest.mark.slow) for end in ("killed", "left", "failed")),
+    ],
+)
 def test_a_rank_that_is_gone_ends_in_an_error_on_the_others(tmp_path: Path, end: str, who: int) -> None:
     """One goes in the middle; the others hear of it, quickly, and can say so."""
     script = (

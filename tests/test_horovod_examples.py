@@ -16,7 +16,12 @@ FOLDER = Path(__file__).resolve().parent.parent / "examples" / "horovod"
 SCRIPTS = sorted(FOLDER.glob("*.py"))
 
 
-worlds = pytest.mark.parametrize("world", [2, 4])
+#: Each runs on two ranks or on four in `make test`, and on both in `make test-all`.
+SLOW = pytest.mark.slow
+
+
+def worlds(quick: int) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("world", [pytest.param(n, marks=() if n == quick else SLOW) for n in (2, 4)])
 
 
 def run(script: str, world: int, *arguments: str, restarts: int = 0) -> str:
@@ -30,7 +35,7 @@ def run(script: str, world: int, *arguments: str, restarts: int = 0) -> str:
     return done.stdout
 
 
-@worlds
+@worlds(4)
 def test_image_classification(world: int) -> None:
     output = run("image_classification.py", world, f"--epochs={world}", "--fp16-allreduce")
     accuracies = [float(text) for text in re.findall(r"accuracy ([\d.]+)", output)]
@@ -38,13 +43,16 @@ def test_image_classification(world: int) -> None:
     assert accuracies[-1] > 0.8, output
 
 
-@pytest.mark.parametrize(("compression", "world"), [("none", 2), ("topk", 2), ("topk", 4)])
+@pytest.mark.parametrize(
+    ("compression", "world"),
+    [pytest.param("none", 2, marks=SLOW), pytest.param("topk", 2, marks=SLOW), ("topk", 4)],
+)
 def test_synthetic_benchmark(compression: str, world: int) -> None:
     output = run("synthetic_benchmark.py", world, "--width=128", "--num-iters=2", f"--compression={compression}")
     assert re.search(rf"{compression}: [\d.]+ \+- [\d.]+ samples/s on {world} ranks", output), output
 
 
-@worlds
+@worlds(2)
 def test_language_model(world: int) -> None:
     output = run("language_model.py", world, "--steps=40")
     losses = [float(text) for text in re.findall(r"loss ([\d.]+)", output)]
@@ -53,7 +61,7 @@ def test_language_model(world: int) -> None:
     assert "replicas are equal" in output
 
 
-@worlds
+@worlds(2)
 def test_elastic(world: int) -> None:
     output = run("elastic.py", world, "--epochs=2", f"--samples={128 * world}", restarts=1)
     assert f"begin at epoch 1, batch 0, on {world} ranks" in output

@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire import QSGD, Codec, CompressState, OneBit, TopK
+from gradwire import QSGD, Codec, OneBit, TopK
 from gradwire.hooks.connection import Connection
-from gradwire.hooks.ddp import _registered_at
 from gradwire.hooks.exchanges.gather import Gather
+from gradwire.hooks.owner import find_owner
 from ranks import Pool, without_address
 from torch import Tensor, nn
 from training import Ledger, digest, perceptron, wrap
@@ -299,8 +299,6 @@ def test_looking_for_a_model_asks_no_object_for_its_class() -> None:
     gone = Gone()
     dead = weakref.proxy(gone)
     del gone
-    with pytest.warns(UserWarning, match="does not find the model"):
-        found = _registered_at(cast("CompressState", object()))
-    assert found() is None
+    assert find_owner(object(), torch.zeros(1)) is None
     with pytest.raises(ReferenceError):
         dead.anything()

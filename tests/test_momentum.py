@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from strategies import ALL_BACKENDS, device_of, parts_of
 from test_feedback import hold, layout_of
 from torch import Tensor, nn
-from toys import LargestOfChunk, RandomK, Threshold
+from toys import AboveMean, LargestOfChunk, Stretch
 
 BETA, I8 = 0.8, torch.int8
 KINDS = [Momentum(BETA), Momentum(BETA, nesterov=True), Momentum(BETA, masking=False), Momentum(0.0)]
@@ -71,7 +71,7 @@ def test_the_cpus_passes_are_those_of_torch(
 
 CODECS: list[SparseCodec] = [
     TopK(0.1), TopK(1.0), TopK(0.2, values=I8), TopK(0.2, indices="plain"),
-    Threshold(), Threshold(2.5), Threshold(2.5).plain, LargestOfChunk(), RandomK(),
+    AboveMean(), AboveMean(3.0), AboveMean(3.0).plain, LargestOfChunk(), Stretch(),
 ]  # fmt: skip
 
 
@@ -98,7 +98,7 @@ def test_what_an_entry_has_taken_leaves_the_momentum(codec: SparseCodec, backend
                 sent = torch.zeros(numel, device=place)
                 codec.decode_add(wire, sent, 1.0, workspace)
                 masked = (sent != 0) & sent.isfinite()
-                assert masked.any() == (step < 2 or not isinstance(codec, RandomK))
+                assert masked.any() == (step < 2 or not isinstance(codec, Stretch))
                 # An int8 may be zero where there is an entry.
                 assert bool((kept[MOMENTUM][masked] == 0).all())
                 stays = (sent == 0) | ~sent.isfinite()

@@ -16,7 +16,7 @@ import gradwire
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("benchmarks", "compress", "csrc", "hooks")
+FOLDERS = ("benchmarks", "compress", "csrc", "hooks", "optim", "trainers")
 
 
 def run(*args: object, cwd: Path) -> str:
@@ -58,19 +58,35 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from the sdist of a clone."""
-    folder, copy = tmp_path_factory.mktemp("wheel"), clone
-    with tarfile.open(build("sdist", copy, folder / "sdist")) as archive:
+def sdist(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sdist of a clone, unpacked."""
+    folder = tmp_path_factory.mktemp("sdist")
+    with tarfile.open(build("sdist", clone, folder / "built")) as archive:
         archive.extractall(folder / "unpacked", filter="data")
     (unpacked,) = (folder / "unpacked").iterdir()
-    return build("wheel", unpacked, folder / "wheel")
+    return unpacked
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from the sdist of a clone."""
+    return build("wheel", sdist, tmp_path_factory.mktemp("wheel") / "built")
 
 
 @pytest.fixture(scope="module")
 def files(wheel: Path) -> set[str]:
     with zipfile.ZipFile(wheel) as archive:
         return set(archive.namelist())
+
+
+def test_sdist_is_the_repository(sdist: Path) -> None:
+    """So that the README's links lead somewhere, and `make test` works in it."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("this is no clone")
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    there = [name for name in tracked if name != ".gitignore" and (ROOT / name).is_file()]
+    assert len(there) > 100
+    assert [name for name in there if not (sdist / name).is_file()] == []
 
 
 def test_nothing_but_gradwire_lands_in_site_packages(files: set[str]) -> None:
@@ -160,6 +176,13 @@ def test_version_is_written_once_and_in_the_changelog() -> None:
     newest = re.search(r"^## \[(\d+\.\d+\.\d+)\] - \d{4}-\d{2}-\d{2}$", changelog, re.MULTILINE)
     assert newest is not None
     assert newest[1] == gradwire.__version__
+
+
+def test_the_citation_has_the_version_and_its_date() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    (date,) = re.findall(rf"^## \[{re.escape(gradwire.__version__)}\] - (\S+)$", changelog, re.MULTILINE)
+    citation = (ROOT / "CITATION.cff").read_text("utf-8")
+    assert re.findall(r"^(?:version|date-released): (\S+)$", citation, re.MULTILINE) == [gradwire.__version__, date]
 
 
 def test_version_can_be_read_without_importing_torch() -> None:

@@ -21,11 +21,11 @@ from gradwire.hooks.exchanges import EXCHANGES, possible
 from gradwire.hooks.exchanges import register as register_exchange
 from ranks import Pool
 from strategies import encode, gradient, hostile_wires, parts_of, same
-from toys import LargestOfChunk, RandomK, Shapes, Smoothed, Star, Threshold, Velocity, mirror
+from toys import AboveMean, LargestOfChunk, Shapes, Smoothed, Star, Stretch, Velocity, mirror
 from training import Ledger, convnet, train, wrap
 
 CPU = torch.device("cpu")
-SPARSE: tuple[SparseCodec, ...] = (Threshold(), Threshold(2.5, 0.02), LargestOfChunk(), RandomK())
+SPARSE: tuple[SparseCodec, ...] = (AboveMean(), AboveMean(2.0, 0.02), LargestOfChunk(), Stretch())
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_a_sparse_codec_from_outside_keeps_the_contract(codec: SparseCodec, back
     with use_backend(backend):
         contract(codec, CPU)
         for bad in (torch.nan, torch.inf):
-            if not isinstance(codec, RandomK):
+            if not isinstance(codec, Stretch):
                 test_codec.test_nonfinite_is_seen_and_the_residual_keeps_its_value(codec, bad, CPU)
         codec.kernels(CPU).prepare(codec, torch.bfloat16, CPU)
     test_codec.test_residuals_stay_bounded(codec)
@@ -90,7 +90,7 @@ def test_it_selects_for_exchanges_what_it_sends(codec: SparseCodec) -> None:
 
 
 def test_what_is_not_finite_is_seen_in_drawn_values_too() -> None:
-    x, codec = gradient("normal", 2500, 1), RandomK()
+    x, codec = gradient("normal", 2500, 1), Stretch()
     x[7] = torch.nan
     decoded, residual = test_codec.feedback(codec, x, torch.zeros_like(x))
     assert decoded.isnan().any()
@@ -100,7 +100,7 @@ def test_what_is_not_finite_is_seen_in_drawn_values_too() -> None:
 
 
 def test_ranks_share_what_is_drawn() -> None:
-    x, codec = gradient("normal", 2500, 1), RandomK()
+    x, codec = gradient("normal", 2500, 1), Stretch()
     drawn = [codec.select(x, new_draw(0, 3, rank << 33 | 5)).tolist() for rank in range(3)]
     assert drawn[0] == drawn[1] == drawn[2]
     assert drawn[0] != codec.select(x, new_draw(0, 3, 6)).tolist()
@@ -117,7 +117,7 @@ def test_a_sparse_codec_from_outside_goes_through_every_exchange_of_entries(
     test_allreduce.test_nothing_is_lost_and_replicas_agree(ranks, world_size, exchange, codec)
 
 
-class NeitherSelects(Threshold):
+class NeitherSelects(AboveMean):
     select = SparseCodec.select
 
 
@@ -132,10 +132,10 @@ def test_a_sparse_codec_that_selects_nothing_says_so() -> None:
 def test_a_backend_from_outside_serves_every_codec(register: Callable[[str, Callable[[], Backend]], None]) -> None:
     register("mirror", mirror)
     with use_backend("mirror"):
-        for codec in (*CODECS, Threshold()):
+        for codec in (*CODECS, AboveMean()):
             contract(codec, CPU)
         calls = {codec.name: getattr(codec.kernels(CPU), "calls", None) for codec in CODECS}
-    assert calls.pop("topk") is None
+    assert calls.pop("topk") is calls.pop("threshold") is None
     assert min(count or 0 for count in calls.values()) > 0
 
 
@@ -154,7 +154,7 @@ def test_a_backend_serves_the_devices_of_its_name(register: Callable[[str, Calla
     with pytest.raises(ValueError, match="backend 'meta' has no kernels for the codec 'qsgd', only for onebit"):
         CODECS[1].workspace(numel, meta)
     with pytest.raises(ValueError, match="cannot add up entries"):
-        Threshold().workspace(numel, meta)
+        AboveMean().workspace(numel, meta)
 
 
 def test_a_backend_is_loaded_once_and_its_name_is_its_own(
@@ -179,7 +179,7 @@ def test_a_backend_is_loaded_once_and_its_name_is_its_own(
 # A feedback strategy.
 
 
-@pytest.mark.parametrize("codec", [OneBit(), TopK(0.1), Threshold()], ids=str)
+@pytest.mark.parametrize("codec", [OneBit(), TopK(0.1), AboveMean()], ids=str)
 @pytest.mark.parametrize("strategy", [Velocity(), Smoothed()], ids=str)
 def test_a_strategy_from_outside_keeps_its_law_whatever_happens(strategy: Feedback, codec: Codec) -> None:
     strategy.check(codec)

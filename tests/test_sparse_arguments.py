@@ -47,7 +47,7 @@ FAULTS: dict[str, tuple[Callable[[], dict[str, Any]], list[str]]] = {
     "lengths": (lambda: {"values": torch.ones(2)}, ["rank 1: 3 indices", "2 values"]),
     "kind": (lambda: {"indices": torch.ones(3)}, ["rank 1: indices must be", "torch.float32"]),
     "no tensor": (lambda: {"values": [1.0, 2.0, 3.0]}, ["rank 1: values must be", "a list"]),
-    "matrix": (lambda: {"values": torch.ones(3, 1)}, ["rank 1: values must be", "(3, 1)"]),
+    "cube": (lambda: {"values": torch.ones(3, 1, 1)}, ["rank 1: values must be", "(3, 1, 1)"]),
     "meta": (lambda: {"values": torch.ones(3, device="meta")}, ["rank 1: values must be", "meta"]),
     "all meta": (
         lambda: {"indices": torch.zeros(3, dtype=torch.int64, device="meta"), "values": torch.ones(3, device="meta")},

@@ -7,6 +7,7 @@ the same error, outputs are as they were, and the next call works.
 from __future__ import annotations
 
 import hashlib
+import math
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -62,6 +63,8 @@ class Call:
     sides: tuple[Side, ...]
     fault: tuple[int, str] | None = None
     seed: int = 0
+    #: () where values are numbers, (n,) where they are rows of n.
+    row: tuple[int, ...] = ()
 
 
 #: What a rank may do wrong, as arguments that it gives instead, and what is said of it.
@@ -72,7 +75,9 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
     "one value more": (lambda a: {"values": torch.ones(len(a["indices"]) + 1)}, "one for each"),
     "float64": (lambda a: {"values": a["values"].double()}, "values must be"),
     "meta": (lambda a: {"values": a["values"].to("meta")}, "values must be"),
-    "matrix": (lambda a: {"values": a["values"][None]}, "values must be"),
+    "cube": (lambda a: {"values": a["values"].view(len(a["indices"]), -1, 1)}, "values must be"),
+    "no row": (lambda a: {"values": a["values"].new_zeros(len(a["indices"]), 0)}, "values must be"),
+    "other row": (lambda a: {"values": torch.ones(len(a["indices"]), 11), "out": None}, "disagree on "),
     "sparse": (lambda a: {"indices": torch.eye(2, dtype=torch.int64).to_sparse()}, "indices must be"),
     "nothing": (lambda _: {"indices": None}, "indices must be"),
     "other numel": (lambda a: {"numel": a["numel"] + 1, "out": None}, "disagree on numel"),
@@ -99,7 +104,7 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
     if layout == "from the middle":
         return torch.cat([torch.full_like(x[:1], 77), x, x])[min(1, len(x)) : min(1, len(x)) + len(x)]
     if layout == "one number":
-        return x[:1].expand(len(x)) if len(x) else x
+        return x[:1].expand(len(x), *x.shape[1:]) if len(x) else x
     if layout == "negated" and x.dtype == torch.float32:
         return torch.complex(x, -x).conj().imag
     return x
@@ -127,12 +132,12 @@ def entries(call: Call, rank: int) -> tuple[Tensor, Tensor]:
     else:
         drawn = torch.rand(numel, generator=shared if side.pattern == "as others" else own)
         indices = (drawn < share).nonzero().view(-1)
-    values = numbers(side.numbers, len(indices), own).to(DTYPES[call.dtype])
-    return indices.to(getattr(torch, side.index_dtype)), laid_out(values, side.values)
+    values = numbers(side.numbers, len(indices) * math.prod(call.row), own).to(DTYPES[call.dtype])
+    return indices.to(getattr(torch, side.index_dtype)), laid_out(values.view(-1, *call.row), side.values)
 
 
 def output(side: Side, values: Tensor, numel: int) -> Tensor | None:
-    blank = torch.full((numel,), 5.0, dtype=DTYPES.get(side.out, values.dtype))
+    blank = torch.full((numel, *values.shape[1:]), 5.0, dtype=DTYPES.get(side.out, values.dtype))
     if side.out == "none":
         return None
     if side.out == "leaf":
@@ -171,7 +176,7 @@ def arguments(call: Call, rank: int) -> dict[str, Any]:
 
 def reference(call: Call) -> tuple[Tensor, Tensor]:
     """In float64: the result, and the sum of magnitudes."""
-    total, magnitude = torch.zeros(2, call.numel, dtype=torch.float64)
+    total, magnitude = torch.zeros(2, call.numel, *call.row, dtype=torch.float64)
     for rank in range(len(call.sides)):
         indices, values = entries(call, rank)
         total[indices.long()] += values.double()
@@ -199,7 +204,7 @@ def perform(rank: int, call: Call) -> tuple[str, str, str]:
         assert (indices.dtype, values.dtype) == (given["indices"].dtype, given["values"].dtype)
         assert not values.requires_grad
         assert bool((indices[1:] > indices[:-1]).all())
-        got = torch.zeros(call.numel, dtype=values.dtype).index_put_((indices.long(),), values)
+        got = torch.zeros(call.numel, *call.row, dtype=values.dtype).index_put_((indices.long(),), values)
         if call.algorithm not in ("dense", "auto"):
             union = torch.cat([entries(call, other)[0].long() for other in range(len(call.sides))]).unique()
             assert torch.equal(indices.long(), union)
@@ -257,6 +262,7 @@ def calls(draw: st.DrawFn, world_size: int) -> Call:
     faulty = draw(st.integers(0, 3)) == 3
     return Call(
         numel=draw(st.one_of(st.integers(1, 40), st.integers(1, 5000), st.sampled_from([1 << 17, 1 << 20]))),
+        row=draw(st.sampled_from([(), (), (1,), (7,)])),
         dtype=draw(st.sampled_from(tuple(DTYPES))),
         op=draw(st.sampled_from(("mean", "sum"))),
         algorithm=draw(st.sampled_from(("auto", *sparse.ALGORITHMS))),

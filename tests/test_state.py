@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire import QSGD, Codec, CompressState, Identity, OneBit, TernGrad, TopK, compress_hook
+from gradwire import QSGD, Codec, CompressState, Identity, OneBit, TernGrad, TopK, Tracking, compress_hook
 from gradwire.compress.wire import WIRE_VERSION
 from gradwire.hooks.options import Options
 from ranks import Pool
@@ -69,7 +69,9 @@ def refusals(rank: int) -> dict[str, str]:
         "seed": message(lambda: CompressState(ddp, OneBit(), seed=0.5)),  # type: ignore[arg-type]
         "float64": message(lambda: CompressState(ddp_of(perceptron().double()), OneBit())),
         "complex": message(lambda: CompressState(ddp_of(nn.Linear(4, 4, dtype=torch.complex64)), OneBit())),
-        "sparse": message(lambda: CompressState(ddp_of(nn.Embedding(10, 4, sparse=True)), OneBit())),
+        "sparse": message(
+            lambda: CompressState(ddp_of(nn.Embedding(10, 4, sparse=True)), OneBit(), error_feedback=Tracking())
+        ),
     }
 
 
@@ -102,7 +104,7 @@ def test_bad_arguments_are_named_with_a_remedy(ranks: Ranks) -> None:
         "seed": ("TypeError", "0.5"),
         "float64": ("TypeError", "'0.weight'", "float64"),
         "complex": ("TypeError", "'weight'", "complex64"),
-        "sparse": ("TypeError", "sparse=False"),
+        "sparse": ("ValueError", "Tracking", "'weight'", "sparse=False"),
     }
     for result in ranks(2).run(refusals):
         for case, words in expected.items():

@@ -165,6 +165,7 @@ def test_dense_steps_at_the_start_cost_what_float32_costs() -> None:
     assert world["joined"]["100mbit"]["powersgd"]["time_to_target_s"] == [2 * 16 + 23, 2 * 16 + 23]
 
 
+@pytest.mark.slow
 def test_a_small_run_of_the_real_thing(tmp_path: Path) -> None:
     file, picture = tmp_path / "train.json", tmp_path / "train.png"
     line = "train --task digits --steps 6 --seeds 2 --readings 2 --rates none --timed 2 --warmup 3"

@@ -21,12 +21,12 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Threshold(SparseCodec):
-    """What exceeds a threshold, up to a share of the elements (after Strom, Interspeech 2015)."""
+class AboveMean(SparseCodec):
+    """What is larger than so many times the mean magnitude, up to a share of the elements."""
 
-    name: ClassVar[str] = "threshold"
+    name: ClassVar[str] = "above_mean"
 
-    threshold: float = 1.0
+    times: float = 1.2
     most: float = 0.1
 
     def k(self, numel: int) -> int:
@@ -34,7 +34,8 @@ class Threshold(SparseCodec):
 
     def select(self, x: Tensor, draw: Tensor | None) -> Tensor:
         size = torch.where(x.isfinite(), x.abs(), torch.inf)
-        found = (size > self.threshold).nonzero().view(-1)
+        mean = torch.where(x.isfinite(), x.abs(), 0.0).double().mean()
+        found = (size > self.times * mean).nonzero().view(-1)
         if len(found) > self.k(len(x)):
             found = found[size[found].topk(self.k(len(x))).indices].sort().values
         return found
@@ -62,11 +63,11 @@ class LargestOfChunk(SparseCodec):
 
 
 @dataclass(frozen=True)
-class RandomK(SparseCodec):
-    """Elements that a draw picks, which ranks share: the draw's few words travel in the place of indices (Stich et al.,
-    "Sparsified SGD with memory", NeurIPS 2018). If anything is not finite, nothing that is sent is."""
+class Stretch(SparseCodec):
+    """Stretches of eight neighbours that a draw picks, which ranks share: the draw's few words travel in the place of
+    indices. If anything is not finite, nothing that is sent is."""
 
-    name: ClassVar[str] = "random_k"
+    name: ClassVar[str] = "stretch"
 
     density: float = 0.1
 
@@ -89,7 +90,9 @@ class RandomK(SparseCodec):
         """The elements that int32[4] stands for."""
         seed, step_and_bucket = words.cpu().contiguous().view(torch.int64).tolist()
         mixed = (seed * 0x9E3779B97F4A7C15 + step_and_bucket) % 4294967291  # torch looks at 32 bits
-        return torch.randperm(numel, generator=torch.Generator().manual_seed(mixed))[: self.k(numel)].sort().values
+        stretches = torch.randperm(-(-numel // 8), generator=torch.Generator().manual_seed(mixed))
+        chosen = (8 * stretches[:, None] + torch.arange(8)).view(-1)
+        return chosen[chosen < numel][: self.k(numel)].sort().values
 
     def select(self, x: Tensor, draw: Tensor | None) -> Tensor:
         assert draw is not None

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...compress import QSGD, ChunkedTopK, Codec, OneBit, Outliers, SparseCodec, Ternary, TernGrad, new_draw
+from ...compress import QSGD, ChunkedTopK, Codec, OneBit, Outliers, RandomK, SparseCodec, Ternary, TernGrad, new_draw
 
 #: What rounding to float32 may change a decoded value by, as a share of the value.
 ROUNDING = 2.0**-23
@@ -43,7 +43,7 @@ def quality(codec: Codec, x: Tensor, seeds: int) -> dict[str, Any]:
         "bias_of_clipped_in_standard_errors": None,
     }
     mean = once
-    if codec.stochastic:
+    if codec.unbiased:
         total, squares = torch.zeros_like(exact), torch.zeros_like(exact)
         for seed in range(seeds):
             deviation = decoded(seed) - exact
@@ -85,12 +85,14 @@ def entropy(codec: Codec, wire: np.ndarray, numel: int) -> float:
     Codes count with their empirical entropy, each on its own; units, levels and scales as they are sent. Sparse codecs:
     the number of ways to place the entries, log2 of n over k, and values as they are sent, by chunk where they are
     selected so. What has no codes, as casts: the entropy of each byte of an element by itself. Outliers:
-    of both their codes.
+    of both their codes. RandomK has no indices: as it is.
     """
     parts = codec.parts(numel)
     if isinstance(codec, Outliers):
         exact = sum(codec.selection.part_bytes(numel))
         return entropy(codec.selection, wire[:exact], numel) + entropy(codec.inner, wire[exact:], numel)
+    if isinstance(codec, RandomK):
+        return 8 * len(wire) / numel
     if isinstance(codec, SparseCodec):
         used = entries(codec, wire[: parts[0].nbytes], numel)
         return (log2_ways(numel, used) + 8 * parts[1].nbytes) / numel

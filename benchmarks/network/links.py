@@ -71,6 +71,7 @@ class Loopback(Processes):
 
     rate: int | None = None
     delay: float = 0.0
+    per_node = 1
 
     def run_proven(
         self,
@@ -82,9 +83,9 @@ class Loopback(Processes):
     ) -> tuple[Proof | None, list[Any]]:
         """As `run`, after a proof by the same processes that the links run at their rate; a loopback has none: None.
 
-        The proof is an all-reduce whose bytes need 20 ms, and which takes 20 ms. All-reduce, because Gloo's keeps a
-        link full; its all-gather of megabytes wavers between 1 and 1.5 times that. At a distance pings and streams
-        show more (see `proof`).
+        The proof is an all-reduce, of one rank on each node, whose bytes need 20 ms, and which takes 20 ms. All-reduce,
+        because Gloo's keeps a link full; its all-gather of megabytes wavers between 1 and 1.5 times that. At a distance
+        pings and streams show more (see `proof`).
 
         Args:
             function: as in `run`; None: prove alone.
@@ -97,13 +98,15 @@ class Loopback(Processes):
         """
         if self.rate is None:
             return None, [] if function is None else self.run(function, arguments, timeout, follow)
-        size = self.world_size
+        size = self.world_size // self.per_node
         numel = max(size, round(self.rate / 8 * proving.SECONDS / 8 * size / (size - 1)))
         job: dict[str, Any] = {"numel": numel, "repeats": 5 if self.delay else 15, "peers": self._peers()}
+        job |= {"per_node": self.per_node}
         job |= {"size": proving.stream_bytes(self.rate), "arguments": dict(arguments)}
         job["function"] = None if function is None else path_of(function)
         ranks = self.run(proven, job, timeout, follow)
-        proof = proving.prove(self.rate, self.delay, size, numel, ranks, self._tcp())
+        first = ranks[:: self.per_node]
+        proof = proving.prove(self.rate, self.delay, size, numel, first, self._tcp())
         proving.check_proof(proof, str(self), strict)
         return proof, [rank["result"] for rank in ranks]
 
@@ -126,15 +129,21 @@ class ShapedLinks(Loopback):
         rate: bits a second that each rank may send, headers included.
         burst: bytes that pass unshaped after an idle moment; by default a millisecond of the link, at least 16 KB.
             With much more the link looks free to anything that pauses.
+        per_node: ranks that share a namespace, and with it a link: rank r is on node r // per_node.
     """
 
     rate: int
     distance: Distance | None = None
 
-    def __init__(self, world_size: int, rate: int, burst: int | None = None) -> None:
+    def __init__(self, world_size: int, rate: int, burst: int | None = None, per_node: int = 1) -> None:
         if not 2 <= world_size <= 200:
             raise ValueError(f"world size {world_size}: shaped links join 2 to 200 ranks")
+        if per_node < 1 or world_size % per_node or world_size == per_node:
+            raise ValueError(
+                f"{per_node} ranks a node: expected a divisor of the world size {world_size}, less than it"
+            )
         super().__init__(world_size)
+        self.per_node, self.nodes = per_node, world_size // per_node
         self.rate = rate
         self.burst = burst or max(16 * 1024, rate // 8 // 1000)
 
@@ -156,7 +165,8 @@ class ShapedLinks(Loopback):
         self._remove()
 
     def __str__(self) -> str:
-        return f"links of {self.rate / 10**6:g} Mbit/s between {self.world_size} ranks"
+        joined = f"{self.world_size} ranks" if self.per_node == 1 else f"{self.nodes} nodes of {self.per_node} ranks"
+        return f"links of {self.rate / 10**6:g} Mbit/s between {joined}"
 
     def _name(self, member: int | str) -> str:
         return f"{PREFIX}-{os.getpid()}-{member}"
@@ -166,7 +176,7 @@ class ShapedLinks(Loopback):
         _ip("netns", "add", switch)
         _ip("-n", switch, "link", "add", "bridge0", "type", "bridge")
         _ip("-n", switch, "link", "set", "bridge0", "up")
-        for rank in range(self.world_size):
+        for rank in range(self.nodes):
             name, port = self._name(rank), f"port{rank}"
             _ip("netns", "add", name)
             _ip("-n", name, "link", "add", INTERFACE, "type", "veth", "peer", "name", port, "netns", switch)
@@ -188,7 +198,7 @@ class ShapedLinks(Loopback):
         return {"MASTER_ADDR": _address(0), "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": INTERFACE}
 
     def _prefix(self, rank: int) -> list[str]:
-        return [_which("ip"), "netns", "exec", self._name(rank)]
+        return [_which("ip"), "netns", "exec", self._name(rank // self.per_node)]
 
 
 class DistantLinks(ShapedLinks):

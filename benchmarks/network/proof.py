@@ -140,7 +140,13 @@ def _measured(proof: Proof) -> str:
 
 
 def proven(
-    numel: int, repeats: int, peers: Sequence[str], size: int, function: str | None, arguments: Mapping[str, Any]
+    numel: int,
+    repeats: int,
+    peers: Sequence[str],
+    size: int,
+    function: str | None,
+    arguments: Mapping[str, Any],
+    per_node: int = 1,
 ) -> dict[str, Any]:
     """What every rank does for `links.Loopback.run_proven`.
 
@@ -149,25 +155,30 @@ def proven(
         peers: every rank's address, to ping the next one's, and send it a stream; empty: do not.
         size: bytes of a piece of the stream.
         function, arguments: what to call after that, by `launch.path_of`; None: nothing.
+        per_node: ranks that share a link, of which the first makes the all-reduce.
     """
     return {
-        "times": timed_all_reduce(numel, repeats),
+        "times": timed_all_reduce(numel, repeats, per_node),
         "pings": ping(peers[(dist.get_rank() + 1) % len(peers)], PINGS) if peers else [],
         "streams": timed_streams(peers, size) if peers else [],
         "result": None if function is None else function_at(function)(**arguments),
     }
 
 
-def timed_all_reduce(numel: int, repeats: int) -> list[float]:
-    """Seconds of each of `repeats` all-reduces of `numel` float32, with idle moments between them."""
+def timed_all_reduce(numel: int, repeats: int, per_node: int = 1) -> list[float]:
+    """Seconds of each of `repeats` all-reduces of `numel` float32 among every `per_node`-th rank, with idle moments
+    between them; what other ranks return means nothing."""
     x = torch.zeros(numel)
     times = []
+    group = None if per_node == 1 else dist.new_group(list(range(0, dist.get_world_size(), per_node)))
+    joins = dist.get_rank() % per_node == 0
     for repeat in range(5 + repeats):
         dist.barrier()
         if repeat >= 5:  # the first ones open TCP's windows
             time.sleep(0.01)
         begin = time.perf_counter()
-        dist.all_reduce(x)
+        if joins:
+            dist.all_reduce(x, group=group)
         times.append(time.perf_counter() - begin)
     return times[5:]
 

@@ -32,6 +32,7 @@ from torch import Tensor
 from ...hooks.comm.entries import Carrier, Entries
 from ...hooks.comm.group import Group, Work
 from ...hooks.comm.pipeline import drive
+from ...hooks.exchanges.split import cut
 from ..common import report
 
 #: Thousands of threads, each with a stack of its own.
@@ -275,7 +276,7 @@ class Task:
         if self.algorithm == "split":
             counts = drive(carrier.all_counts(len(owned)))
         else:
-            kept, counts, _ = drive(carrier.cut(owned.values, k, None))
+            kept, counts, _ = drive(cut(carrier, owned.values, k, None))
             owned = owned[kept]
         shares = carrier.start_sharing(owned, counts, bounds)
         for _, work in shares:

@@ -16,7 +16,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -24,112 +24,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...compress import (
-    QSGD,
-    ChunkedTopK,
-    Codec,
-    Identity,
-    Momentum,
-    OneBit,
-    Outliers,
-    Residual,
-    Ternary,
-    TernGrad,
-    TopK,
-    Tracking,
-)
-from ...compress.feedback import Feedback
+from ...compress import QSGD, Tracking
 from ...compress.layout import Layout, Slot, end_to_end
 from ..common import report
-from ..common.arms import label
 from ..common.language_model import update
 from ..common.progress import Progress
 from ..common.virtual import VirtualRanks
+from .inside import Inside
 from .tasks import TASKS, Task
-
-FLOAT32 = "float32"
-MOMENTUM = 0.9
-
-
-@dataclass(frozen=True)
-class Way:
-    """One way to learn.
-
-    Attributes:
-        codec, exchange, strategy: as of `VirtualRanks`.
-        begins: so many steps, to begin with, send 8 bits an element.
-        corrected: the learning rate of step t is divided by 1 - β^t, which corrects the bias of the estimate that is
-            handed out, as Adam does with its own first moment.
-    """
-
-    codec: Codec = field(default_factory=Identity)
-    exchange: str = "dense"
-    strategy: Feedback | None = None
-    begins: int = 0
-    corrected: bool = False
-
-    @property
-    def title(self) -> str:
-        if isinstance(self.codec, Identity) and self.strategy is None:
-            return FLOAT32
-        feedback = "" if self.strategy is None else f", {type(self.strategy).__name__}"
-        begins = f", after {self.begins} steps of 8 bits" if self.begins else ""
-        text = f"{label(self.codec)} by {self.exchange}{feedback}{begins}{', corrected' * self.corrected}"
-        return text.replace("torch.", "")
-
-    @property
-    def colour(self) -> str:
-        if self.title == FLOAT32:
-            return "#000000"
-        colours: dict[type, str] = {Tracking: "#0072B2", Momentum: "#009E73"}
-        return colours.get(type(self.strategy), "#D55E00")
-
-    @property
-    def has_momentum(self) -> bool:
-        """Whether the optimizer must have none."""
-        return self.strategy is not None and self.strategy.has_momentum
-
-    def clipped(self, clip: float, world: int) -> tuple[Feedback | None, float]:
-        """The strategy, and the largest norm of what is handed out, where that of a mean gradient is to be `clip`."""
-        if isinstance(self.strategy, Momentum):  # hands out what gradients add up to: clips before, as published
-            return replace(self.strategy, clip=clip * world**-0.5), math.inf
-        return self.strategy, clip
-
-
-SMOOTH = Tracking(MOMENTUM, clip=1.0)
-
-
-def _top(density: float) -> Codec:
-    return TopK(density=density, values=torch.int8)
-
-
-WAYS = {
-    FLOAT32: Way(),
-    "tracking": Way(strategy=SMOOTH),
-    "tracking-corrected": Way(strategy=SMOOTH, corrected=True),
-    "tracking-ternary": Way(Ternary(), "two_pass", SMOOTH),
-    "tracking-ternary-corrected": Way(Ternary(), "two_pass", SMOOTH, corrected=True),
-    "tracking-onebit": Way(OneBit(block=256), "two_pass", SMOOTH),
-    "tracking-topk8": Way(_top(0.08), "split", SMOOTH),
-    "tracking-topk4": Way(_top(0.04), "split", SMOOTH),
-    "tracking-topk2": Way(_top(0.02), "split", SMOOTH),
-    "tracking-topk2-corrected": Way(_top(0.02), "split", SMOOTH, corrected=True),
-    "tracking-topk1": Way(_top(0.01), "split", SMOOTH),
-    "dgc-topk1": Way(TopK(0.01), "gather", Momentum(MOMENTUM)),
-    "dgc-topk01": Way(TopK(0.001), "gather", Momentum(MOMENTUM)),
-    "terngrad": Way(TernGrad(), "two_pass"),
-    "ternary": Way(Ternary(), "two_pass", Residual()),
-    "onebit": Way(OneBit(block=256), "two_pass", Residual()),
-    "onebit-outliers": Way(Outliers(OneBit()), "gather", Residual()),
-    "ternary-outliers": Way(Outliers(Ternary()), "gather", Residual()),
-    "topk7.5-split": Way(_top(0.075), "split", Residual(), begins=75),
-    "topk4": Way(_top(0.04), "gather", Residual(), begins=60),
-    "topk2": Way(_top(0.02), "gather", Residual()),
-    "topk1": Way(_top(0.01), "gather", Residual()),
-    "chunked18": Way(ChunkedTopK(k=737, values=4), "two_pass", Residual()),
-    "chunked25": Way(ChunkedTopK(k=1024, values=2), "two_pass", Residual()),
-    "chunked3": Way(ChunkedTopK(k=138, values=2), "two_pass", Residual()),
-}
+from .ways import FLOAT32, MOMENTUM, WAYS, Way
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -252,8 +155,10 @@ def learn(
     if way.begins:
         ranks.use(QSGD(bits=8), "two_pass")
     updates = optimizer_of(job, parameters, way)
+    inside = Inside(way, ranks, world, steps, clip) if way.method else None
     data = [job.batches(seed, rank, world) for rank in range(world)]
     flats = [torch.zeros(sum(p.numel() for p in parameters)) for _ in range(world)]
+    values = flatten(parameters, layout) if inside is not None else flats[0]
     received = 0
     for step in range(steps):
         if step == way.begins > 0:
@@ -262,9 +167,13 @@ def learn(
             inputs, targets = next(batches)
             job.loss(model(inputs), targets).backward()
             move(parameters, flat, layout)
+        rate = learning_rate / job.learning_rates[optimizer] * job.rate(step)
+        if inside is not None:
+            inside.move(values, flats, rate)
+            received += ranks.transfer_bytes
+            continue
         put(parameters, ranks.reduce(flats), layout)
         received += ranks.transfer_bytes
-        rate = learning_rate / job.learning_rates[optimizer] * job.rate(step)
         if isinstance(way.strategy, Tracking):
             beta = way.strategy.beta
             rate /= 1.0 - beta ** (step + 1) if way.corrected else 1.0
@@ -296,6 +205,14 @@ def move(parameters: Sequence[nn.Parameter], flat: Tensor, layout: Layout) -> No
         assert parameter.grad is not None
         slot.view(flat).copy_(parameter.grad)
         parameter.grad = None
+
+
+def flatten(parameters: Sequence[nn.Parameter], layout: Layout) -> Tensor:
+    """A flat tensor with the values of the parameters, which become views of it."""
+    flat = torch.empty(sum(p.numel() for p in parameters))
+    for parameter, slot in zip(reversed(parameters), layout, strict=True):
+        parameter.data = slot.view(flat).copy_(parameter.detach())
+    return flat
 
 
 def put(parameters: Sequence[nn.Parameter], flat: Tensor, layout: Layout) -> None:
@@ -368,6 +285,8 @@ def table(result: Mapping[str, Any]) -> report.Table:
     caption = "validation loss"
     if seeds > 1:
         caption += f", mean of {seeds} seeds; the last column is paired by seed, with 95 % intervals"
+    if any(WAYS[one.arm].method for one in found):
+        caption += "; 1-bit Adam and Lion clip each rank's own gradient, the others the mean"
     if any(WAYS[one.arm].has_momentum for one in found):
         caption += "; with Tracking and Momentum there is no momentum in the optimizer"
     caption += "\n" + report.describe(result["environment"])

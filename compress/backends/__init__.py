@@ -22,6 +22,7 @@ __all__ = [
     "Backend",
     "Kernels",
     "MomentumKernels",
+    "Selecting",
     "TrackingKernels",
     "Workspace",
     "backend_for",

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..entries import LARGEST_UNIT, VALUE_BLOCK, index_layout
 from ..wire import Part
-from . import Backend, Kernels, Workspace
+from . import Backend, Kernels, Selecting, Workspace
+from .drawn import DRAWN
 from .outliers import inner_kernels
 from .sparse import EntryKernels, SparseKernels
 
@@ -572,10 +573,12 @@ KERNELS: dict[str, Kernels] = {
     "qsgd": QSGD(),
     "terngrad": TernGrad(),
     "ternary": Ternary(),
-    "topk": TopK(),
+    "topk": (TOPK := TopK()),
+    "random_k": DRAWN,
     "chunked_topk": ChunkedTopK(),
     "cast": Cast(),
     "identity": Identity(),
 }
+KERNELS["threshold"] = Selecting(Entries(), TOPK)
 KERNELS["outliers"] = Outliers(KERNELS)
 BACKEND = Backend(KERNELS, Entries())

@@ -124,6 +124,11 @@ class Planner:
     _nodes: cost.Nodes | None = None
     _speeds: dict[tuple[Codec, bool], cost.CodecSpeed] = field(default_factory=dict)
 
+    @property
+    def network(self) -> cost.Calibration | None:
+        """What messages among all ranks take, where that has been probed."""
+        return self._flat
+
     def calibrate(self) -> None:
         """Probe the groups: a collective, at most once."""
         if self._flat is None and self.topology.all.size > 1:

@@ -6,8 +6,9 @@ all-reduce) and `hooks.exchanges` (a model's gradients).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import torch
@@ -21,7 +22,7 @@ from .pipeline import Stages
 
 #: Samples of the index lists that balance owners' ranges, over all ranks.
 RANGE_SAMPLES = 1024
-#: Of a magnitude's 31 bits the cut looks at the highest 21: 11 at first, then 10 more.
+#: Of a magnitude's 31 bits the cut through owners' sums looks at the highest 21: 11 at first, then 10 more.
 KEY_BITS, KEPT_BITS, COARSE_BITS = 31, 21, 11
 BINS = 1 << COARSE_BITS
 #: What an owner tells the others of its sums: how many lie below a window, in each bin, and above.
@@ -60,7 +61,7 @@ def bounds_of(samples: Tensor, numel: int) -> list[int]:
 
 @dataclass
 class Entries:
-    """int32 indices, ascending, and float32 values of the same length."""
+    """int32 indices, ascending, and float32 values of the same length: a number for each index, or a row of numbers."""
 
     indices: Tensor
     values: Tensor
@@ -90,8 +91,9 @@ class Room:
                 memory = self._memory[name] = torch.zeros(size + size // 8, dtype=dtype, device=self.device)
         return memory[:size]
 
-    def entries(self, name: str, size: int) -> Entries:
-        return Entries(self(f"{name}: indices", size, torch.int32), self(f"{name}: values", size, torch.float32))
+    def entries(self, name: str, size: int, row: tuple[int, ...] = ()) -> Entries:
+        values = self(f"{name}: values", size * math.prod(row), torch.float32)
+        return Entries(self(f"{name}: indices", size, torch.int32), values.view(size, *row))
 
 
 class Carrier:
@@ -104,6 +106,8 @@ class Carrier:
         device: where entries are.
         group: the ranks.
         room: memory to work in, by default its own.
+        row: shape of what an index stands for: () for an element, (n,) for a row of n of them. Only elements can be
+            cut, or leave a residual.
 
     Attributes:
         skipped: entries that came from other ranks and cannot be right, left out so far.
@@ -113,9 +117,16 @@ class Carrier:
     """
 
     def __init__(
-        self, numel: int, dtype: torch.dtype, device: torch.device, group: Group, room: Room | None = None
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: Group,
+        room: Room | None = None,
+        row: tuple[int, ...] = (),
     ) -> None:
         self.numel, self.dtype, self.device, self.group = numel, dtype, device, group
+        self.row, self.width = row, math.prod(row)
         self.rank, self.world_size = group.rank, group.size
         self.kernels = entries_for(device)
         self.room = room or Room(device)
@@ -123,11 +134,27 @@ class Carrier:
 
     def merge(self, lists: Entries, offsets: Sequence[int], start: int, stop: int) -> Entries:
         """The sum of the lists, in their order, where an index lies from `start` up to `stop`."""
+        if lists.values.dim() > 1:
+            return self._merge_rows(lists, offsets, start, stop)
         room = self.room.entries("merged", len(lists))
         where = lists.indices, lists.values, offsets, start, stop
         found, skipped = self.kernels.merge(*where, room.indices, room.values)
         self.skipped += skipped
         return room[:found]
+
+    def _merge_rows(self, lists: Entries, offsets: Sequence[int], start: int, stop: int) -> Entries:
+        inside = (lists.indices >= start) & (lists.indices < stop)
+        union = lists.indices[inside].unique()
+        total = self.room.entries("merged", len(union), self.row)
+        total.indices.copy_(union)
+        total.values.zero_()
+        for a, b in pairwise(offsets):  # within a list no index comes twice, so that nothing depends on an order
+            part, used = lists[a:b], inside[a:b]
+            if not used.all():  # what it was padded with, or cannot be right
+                part = part[used]
+            total.values.index_add_(0, torch.searchsorted(union, part.indices), part.values)
+        self.skipped += len(lists) - int(inside.sum())
+        return total
 
     # -- every rank's entries to every rank ------------------------------------------------------------------------
 
@@ -144,33 +171,34 @@ class Carrier:
 
     def start_gather(self, entries: Entries, k: int, with_values: bool = True) -> list[Moving]:
         """Pack a list, and start the all-gathers of its parts."""
-        padded = self.room.entries("padded", k)
+        padded = self.room.entries("padded", k, self.row)
         padded.indices[: len(entries)] = entries.indices
         padded.values[: len(entries)] = entries.values
         padded.values[len(entries) :] = 0
         index_row = self.room("index row", index_bytes(self.numel, k))
         count = torch.tensor([len(entries)], dtype=torch.int32).to(self.device)
         self.kernels.pack_indices(padded.indices, count, 0, self.numel, index_row)
-        moving = [self._all_gather(index_row)]
+        moving = [self.all_gather(index_row)]
         if with_values:
-            value_row = self.room("value row", value_bytes(k, self.dtype))
-            self.kernels.pack_values(padded.values, self.dtype, value_row)
-            moving.append(self._all_gather(value_row))
+            value_row = self.room("value row", value_bytes(k * self.width, self.dtype))
+            self.kernels.pack_values(padded.values.view(-1), self.dtype, value_row)
+            moving.append(self.all_gather(value_row))
         return moving
 
     def finish_gather(self, moving: list[Moving], k: int) -> Entries:
         """Unpack what has arrived, and sum it."""
-        ranks = self.world_size
-        lists, used = self.room.entries("lists", k * ranks), self.room("used", ranks, torch.int32)
-        (index_rows, _), *values = moving
+        ranks, (index_rows, _), *values = self.world_size, *moving
+        row = self.row if values else ()
+        lists, used = self.room.entries("lists", k * ranks, row), self.room("used", ranks, torch.int32)
         self.kernels.unpack_indices(index_rows, 0, self.numel, used, lists.indices.view(ranks, k))
         for value_rows, _ in values:
-            self.kernels.unpack_values(value_rows, self.dtype, lists.values.view(ranks, k))
+            self.kernels.unpack_values(value_rows, self.dtype, lists.values.view(ranks, k * self.width))
         merged = self.merge(lists, range(0, k * ranks + 1, k), 0, self.numel)
         self.skipped -= k * ranks - int(used.clamp(max=k).sum())  # padding is out of range
         return merged
 
-    def _all_gather(self, row: Tensor) -> Moving:
+    def all_gather(self, row: Tensor) -> Moving:
+        """Every rank's row to all."""
         rows = self.group.gathered(self.world_size, *row.shape, dtype=row.dtype, device=self.device)
         self._count(sent=row.nbytes, received=(self.world_size - 1) * row.nbytes)
         return rows, self.group.all_gather(rows, row)
@@ -184,7 +212,11 @@ class Carrier:
     def balanced_bounds(self, indices: Tensor) -> Stages:
         """Where owners' ranges begin and end so that each gets about as many entries: owner o has bounds[o] up to
         bounds[o + 1]. list[int]."""
-        every, work = self._all_gather(range_samples(indices, self.numel, self.rank, self.world_size))
+        samples = range_samples(indices, self.numel, self.rank, self.world_size)
+        if samples.is_cuda:
+            # NCCL may hold what it sends until it is waited for, on another stream than this one, and no longer.
+            samples = self.room("samples", len(samples), samples.dtype).copy_(samples)
+        every, work = self.all_gather(samples)
         yield work
         return bounds_of(every, self.numel)
 
@@ -201,19 +233,20 @@ class Carrier:
         sent = Pieces([b - a for a, b in pairwise(cuts)], bounds[:-1], ranges)
         counts = yield from self._exchange_counts(sent.counts)
         arriving = Pieces(counts, [start] * len(counts), [span] * len(counts))
-        lists = self.room.entries("owned lists", sum(counts))
+        lists = self.room.entries("owned lists", sum(counts), self.row)
 
         sizes = sent.index_sizes()
         wire = self.room("index pieces", sum(sizes))
         self.kernels.pack_index_pieces(entries.indices, sent, wire)
         indices, index_work = self._all_to_all("index wire", wire, sizes, arriving.index_sizes())
-        sizes = sent.value_sizes(self.dtype)
+        sizes = self._numbers(sent).value_sizes(self.dtype)
         wire = self.room("value pieces", sum(sizes))
-        self.kernels.pack_value_pieces(entries.values, sent, self.dtype, wire, entries.indices, residual)
-        values, value_work = self._all_to_all("value wire", wire, sizes, arriving.value_sizes(self.dtype))
+        self._pack_values(entries, sent, wire, residual)
+        arrive = self._numbers(arriving).value_sizes(self.dtype)
+        values, value_work = self._all_to_all("value wire", wire, sizes, arrive)
         yield Together([index_work, value_work])
         self.kernels.unpack_index_pieces(indices, arriving, lists.indices)
-        self.kernels.unpack_value_pieces(values, arriving, self.dtype, lists.values)
+        self._unpack_values(values, arriving, lists)
         return self.merge(lists, list(accumulate(counts, initial=0)), start, start + span)
 
     def from_owners(self, owned: Entries, counts: Sequence[int], bounds: Sequence[int]) -> Stages:
@@ -234,18 +267,31 @@ class Carrier:
         piece = self.room("owned index piece", sizes[rank])
         self.kernels.pack_index_pieces(owned.indices, mine, piece)
         indices = self._all_gather_v(piece, sizes)
-        sizes = every.value_sizes(self.dtype)
+        sizes = self._numbers(every).value_sizes(self.dtype)
         piece = self.room("owned value piece", sizes[rank])
-        self.kernels.pack_value_pieces(owned.values, mine, self.dtype, piece, owned.indices)
+        self._pack_values(owned, mine, piece)
         return indices, self._all_gather_v(piece, sizes)
 
     def finish_sharing(self, moving: tuple[Moving, Moving], counts: Sequence[int], bounds: Sequence[int]) -> Entries:
         """Unpack what has arrived."""
         (indices, _), (values, _) = moving
-        every, result = _owners(counts, bounds), self.room.entries("result", sum(counts))
+        every, result = _owners(counts, bounds), self.room.entries("result", sum(counts), self.row)
         self.kernels.unpack_index_pieces(indices, every, result.indices)
-        self.kernels.unpack_value_pieces(values, every, self.dtype, result.values)
+        self._unpack_values(values, every, result)
         return result
+
+    def _numbers(self, pieces: Pieces) -> Pieces:
+        """What is packed as values: as many numbers as rows have."""
+        return replace(pieces, counts=[count * self.width for count in pieces.counts]) if self.row else pieces
+
+    def _pack_values(self, entries: Entries, pieces: Pieces, wire: Tensor, residual: Tensor | None = None) -> None:
+        # Without a residual it does not matter of which elements the values are.
+        values = entries.values.view(-1)
+        indices = values.view(torch.int32) if self.row else entries.indices
+        self.kernels.pack_value_pieces(values, self._numbers(pieces), self.dtype, wire, indices, residual)
+
+    def _unpack_values(self, wire: Tensor, pieces: Pieces, into: Entries) -> None:
+        self.kernels.unpack_value_pieces(wire, self._numbers(pieces), self.dtype, into.values.view(-1))
 
     # -- whole algorithms ----------------------------------------------------------------------------------------------
 
@@ -253,7 +299,7 @@ class Carrier:
         """The sum, as Entries: an all-reduce at the union of all ranks' indices. `k` as in `gather`."""
         union = (yield from self.gather(entries, k, with_values=False)).indices
         total = self.on_union(entries, union)
-        yield from self.all_reduce(total)
+        yield from self.all_reduce(total.view(-1))
         return Entries(union, total)
 
     def split(self, entries: Entries, bounds: Sequence[int], scale: float = 1.0) -> Stages:
@@ -263,9 +309,21 @@ class Carrier:
         counts = yield from self.all_counts(len(owned))
         return (yield from self.from_owners(owned, counts, bounds))
 
+    def dense(self, entries: Entries) -> Stages:
+        """The sum, of all elements: float32 [numel, …]."""
+        flat = self.room("dense", self.numel * self.width, torch.float32).zero_()
+        every = flat.view(self.numel, *self.row)
+        every[entries.indices.long()] = entries.values
+        if self.group.named:  # the backend's own has no channel: it would have to wait for its turn
+            yield from self.all_reduce(flat)
+        else:
+            yield self.group.all_reduce(flat)
+            self.count_all_reduce(flat)
+        return every
+
     def all_counts(self, count: int) -> Stages:
         """What every rank passes, in rank order: list[int]."""
-        rows, work = self._all_gather(torch.tensor([count], dtype=torch.int32).to(self.device))
+        rows, work = self.all_gather(torch.tensor([count], dtype=torch.int32).to(self.device))
         yield work
         counts: list[int] = rows.view(-1).tolist()
         return counts
@@ -273,6 +331,9 @@ class Carrier:
     def on_union(self, entries: Entries, union: Tensor) -> Tensor:
         """The entries' values at the indices of the union, zero where there is none."""
         n, u = len(entries), len(union)
+        if self.row:
+            rows = self.room.entries("on union", u, self.row).values.zero_()
+            return rows.index_copy_(0, torch.searchsorted(union, entries.indices), entries.values)
         lists = self.room.entries("union and own", u + n)
         lists.indices[:u], lists.indices[u:] = union, entries.indices
         lists.values[:u] = 0
@@ -303,62 +364,6 @@ class Carrier:
         self._count(sizes[self.rank], sum(sizes) - sizes[self.rank])
         return wire, work
 
-    # -- the largest of all owners' sums -----------------------------------------------------------------------------
-
-    def cut(self, sums: Tensor, k: int, guess: int | None) -> Stages:
-        """Of all owners' sums together, the k largest magnitudes.
-
-        Compared by the 21 highest bits of a magnitude (sign left out), which tell 2^-13 of it; among equals those of
-        lower index win, as owners' ranges ascend. NaN is largest.
-
-        Args:
-            sums: this owner's, float32, in ascending order of index.
-            guess: where the last cut was, or None: if it is near, one collective does, otherwise two or three.
-
-        Returns, at the stages' end:
-            Which of the own sums are kept (bool), how many every owner keeps, and where the cut is.
-        """
-        keys = (sums.view(torch.int32) & 0x7FFFFFFF) >> (KEY_BITS - KEPT_BITS)
-        fine, found = None, None
-        if guess is not None:
-            fine = yield from self._census(keys, guess - BINS // 2, 0, k)
-            found = _bin_of(fine.total, k)
-        if found is None:
-            coarse = _bin_of((yield from self._census(keys, 0, KEPT_BITS - COARSE_BITS, k)).total, k)
-            assert coarse is not None  # these bins are all there are
-            fine = yield from self._census(keys, coarse << (KEPT_BITS - COARSE_BITS), 0, k)
-            found = _bin_of(fine.total, k)
-        assert fine is not None
-        assert found is not None
-        above, ties = yield from self._above_and_in(fine, found)
-        left = k - int(above.sum())
-        taken = (left - (ties.cumsum(0) - ties)).clamp_(min=0).minimum(ties)
-        self.union_size = int(fine.total.sum())
-        key = fine.window + found
-        equal = keys == key
-        kept = (keys > key) | (equal & (equal.cumsum(0) <= int(taken[self.rank])))
-        return kept, (above + taken).tolist(), key
-
-    def _census(self, keys: Tensor, window: int, shift: int, k: int) -> Stages:
-        bins = ((keys >> shift) - window).clamp_(-1, BINS) + 1
-        mine = torch.bincount(bins, minlength=BINS + 2).int()
-        if census_is_shared(k, self.world_size):
-            every, work = self._all_gather(mine)
-            yield work
-            return _Census(window, every.sum(0), mine, every)
-        total = mine.clone()
-        yield from self.all_reduce(total)
-        return _Census(window, total, mine, None)
-
-    def _above_and_in(self, census: _Census, place: int) -> Stages:
-        """How many keys every owner has above a bin, and in it."""
-        if census.every is None:
-            mine = torch.stack([census.mine[place + 2 :].sum(), census.mine[place + 1]]).int()
-            pairs, work = self._all_gather(mine)
-            yield work
-            return pairs[:, 0].long(), pairs[:, 1].long()
-        return census.every[:, place + 2 :].sum(1), census.every[:, place + 1].long()
-
     def all_reduce(self, tensor: Tensor) -> Stages:
         """`tensor`, flat, = its sum over the ranks, in their order; over NCCL in the backend's."""
         pieces = self.room(f"pieces {tensor.dtype}", tensor.numel() + self.world_size, tensor.dtype)
@@ -379,24 +384,3 @@ def fill(out: Tensor, result: Entries) -> Tensor:
 
 def _owners(counts: Sequence[int], bounds: Sequence[int]) -> Pieces:
     return Pieces(counts, bounds[:-1], [b - a for a, b in pairwise(bounds)])
-
-
-@dataclass(frozen=True)
-class _Census:
-    """How many keys lie below a window, in each of its bins, and above it: int32 [BINS + 2]."""
-
-    window: int
-    total: Tensor
-    mine: Tensor
-    every: Tensor | None  # of each owner, where that is little
-
-
-def _bin_of(counts: Tensor, k: int) -> int | None:
-    """The bin in which the k-th largest lies, None outside the window. With fewer than k in all, the lowest."""
-    below, *_ = counts.tolist()
-    at_least = counts.flip(0).cumsum(0).flip(0)[1:]  # in this bin or above; the last is beyond the window
-    reached = (at_least >= k).nonzero().view(-1)
-    if len(reached) == 0:
-        return 0 if below == 0 else None
-    place = int(reached[-1])
-    return place if place < len(counts) - 2 else None

@@ -8,11 +8,15 @@ from typing import Any
 from torch import Tensor
 
 
-def describe_model(parameters: Mapping[str, Tensor], excluded: Iterable[str]) -> list[str]:
-    """One line for each parameter, in the order of the model."""
-    left_out = frozenset(excluded)
+def describe_model(parameters: Mapping[str, Tensor], excluded: Iterable[str], sparse: Iterable[str] = ()) -> list[str]:
+    """One line for each parameter, in the order of the model.
+
+    Args:
+        excluded, sparse: names of those that are not compressed, and of those whose gradients are sparse.
+    """
+    marks = dict.fromkeys(excluded, " (excluded)") | dict.fromkeys(sparse, " (sparse)")
     return [
-        f"{name}: {str(p.dtype).removeprefix('torch.')}{list(p.shape)}{' (excluded)' * (name in left_out)}"
+        f"{name}: {str(p.dtype).removeprefix('torch.')}{list(p.shape)}{marks.get(name, '')}"
         for name, p in parameters.items()
     ]
 

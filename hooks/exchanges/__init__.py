@@ -11,13 +11,14 @@ from .base import Bucketful, Exchange, Operands, all_finite
 from .dense import Dense
 from .gather import Gather
 from .hierarchical import Hierarchical
+from .reduce_scatter import ReduceScatter
 from .split import Split
 from .two_pass import TwoPass
 from .union import Union
 
 __all__ = [
-    "EXCHANGES", "Bucketful", "Dense", "Exchange", "Hierarchical", "Operands", "TwoPass", "all_finite", "possible",
-    "register",
+    "EXCHANGES", "Bucketful", "Dense", "Exchange", "Hierarchical", "Operands", "ReduceScatter", "TwoPass",
+    "all_finite", "possible", "register",
 ]  # fmt: skip
 
 #: By name; of equally fast ones "auto" takes the first.

@@ -27,22 +27,24 @@ class TwoPass(Exchange):
         blocks = -(-numel // block)
         self.slice = -(-blocks // self.world_size) * block
         self.slice_bytes = codec.wire_bytes(self.slice) if numel else 0
+        self.back = codec.of_means()
+        self.back_bytes = self.back.wire_bytes(self.slice) if numel else 0
         self.start, own = self._range(self.rank)
         sent = self.bytes(self.world_size * self.slice_bytes)  # whole slices: padded behind the last record
         self.slices = self.bytes(self.world_size * self.slice_bytes).view(self.world_size, self.slice_bytes)
         self.mean = torch.zeros(own, dtype=torch.float32, device=device)
-        self.row = self.bytes(self.slice_bytes + 4 * extra)
+        self.row = self.bytes(self.back_bytes + 4 * extra)
         self.received = group.gathered(self.world_size, self.row.numel(), device=device)
         self.to_owners = self.swap_port(self.slices, sent)
         self.to_all = self.gather_port(self.received, self.row)
         # Views of them, without the padding: this rank's wire, its slice from every rank, and of all ranks' means.
-        self.wire, size = sent[: codec.wire_bytes(numel) if numel else 0], codec.wire_bytes(own) if own else 0
-        self.arrived, self.sent = (self.slices[:, :size],), self.row[:size]
+        self.wire = sent[: codec.wire_bytes(numel) if numel else 0]
+        self.arrived = (self.slices[:, : codec.wire_bytes(own) if own else 0],)
+        self.sent = self.row[: self.back.wire_bytes(own) if own else 0]
         self.wires = self._wires()
-        if numel:
-            self.workspaces.append(codec.workspace(numel, device))
-        if own:
-            self.workspaces.append(codec.workspace(own, device))
+        for code in (codec,) if self.back is codec else (codec, self.back):
+            self.workspaces += [code.workspace(size, device) for size in (numel, own) if size]
+        self.decoding, self.encoding = self.workspaces[-2 if own else -1], self.workspaces[-1]
 
     def _range(self, rank: int) -> tuple[int, int]:
         start = min(rank * self.slice, self.numel)
@@ -51,10 +53,10 @@ class TwoPass(Exchange):
     def _wires(self) -> list[tuple[int, int, Tensor]]:
         """What is decoded at the end: start and length of elements, and their wire."""
         if self.numel and not self.extra:  # the slices lie end to end: a wire of the whole bucket
-            return [(0, self.numel, self.received.view(1, -1)[:, : len(self.wire)])]
+            return [(0, self.numel, self.received.view(1, -1)[:, : self.back.wire_bytes(self.numel)])]
         ranges = [(rank, *self._range(rank)) for rank in range(self.world_size)]
         return [
-            (start, length, self.received[rank : rank + 1, : self.codec.wire_bytes(length)])
+            (start, length, self.received[rank : rank + 1, : self.back.wire_bytes(length)])
             for rank, start, length in ranges
             if length
         ]
@@ -83,16 +85,16 @@ class TwoPass(Exchange):
 
     def reduce(self, x: Operands) -> Stages:
         if self.extra:
-            self.row[self.slice_bytes :].view(torch.float32).copy_(x.extra)
+            self.row[self.back_bytes :].view(torch.float32).copy_(x.extra)
         if self.numel:
             x.feedback.encode(self.codec, x.grad, self.wire, x.draw, self.workspaces[1])
             yield self.to_owners.start()
         if self.mean.numel():
             self.codec.decode_mean(self.arrived, self.mean, self.workspaces[2])
             feedback = x.owned[0] if x.owned else NOTHING
-            feedback.encode(self.codec, self.mean, self.sent, x.owner_draw, self.workspaces[2])
+            feedback.encode(self.back, self.mean, self.sent, x.owner_draw, self.encoding)
         yield self.to_all.start()
         for start, length, wire in self.wires:
-            self.codec.decode_mean((wire,), x.out[start : start + length], self.workspaces[1])
+            self.back.decode_mean((wire,), x.out[start : start + length], self.decoding)
         if self.extra:
-            self._decode_extra(self.received[:, self.slice_bytes :], x.extra)
+            self._decode_extra(self.received[:, self.back_bytes :], x.extra)

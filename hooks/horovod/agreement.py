@@ -47,6 +47,11 @@ class Agreement:
         self._rank, self._others = mesh.rank, [rank for rank in range(size) if rank != mesh.rank]
         self._lock = threading.RLock()
         self._joins = 0
+        #: Who may still announce something.
+        self._talking = set(self._others)
+        self._silent = threading.Event()
+        if not self._talking:
+            self._silent.set()
         self._mixed: Counter[str] = Counter()
         self._texts = Texts(int(os.environ.get("HOROVOD_CACHE_CAPACITY") or 1024))
         self._parcels = Parcels(mesh.rank, size)
@@ -69,6 +74,11 @@ class Agreement:
     def receive(self, rank: int, message: dict[str, Any], payload: bytearray) -> None:
         """Another rank has said something."""
         with self._lock:
+            if "last" in message:
+                self._talking.discard(rank)
+                if not self._talking:
+                    self._silent.set()
+                return
             if "join" in message:
                 self._deliver(self._parcels.join(rank))
                 return
@@ -100,6 +110,13 @@ class Agreement:
         """What was agreed on in this epoch has run."""
         with self._lock:
             self._ledger.done(epoch)
+
+    def farewell(self, seconds: float) -> None:
+        """This rank has done all that was agreed on, and announces no more: wait until that is so of every other rank,
+        and all that it had announced has been delivered here; or for `seconds`."""
+        with self._lock:
+            self._send(self._others, {"last": True})
+        self._silent.wait(seconds)
 
     # -- for rank 0's coordinator ------------------------------------------------------------------------------------
 

@@ -101,11 +101,6 @@ class Channel:
         self._gloo.recv([received], peer, tag).wait()
         work.wait()
 
-    def barrier(self, timeout: timedelta) -> None:
-        """Until every rank is here, or `timeout` has passed, which raises RuntimeError."""
-        self._gloo._set_default_timeout(timeout)
-        self.all_reduce(torch.zeros(1))
-
     def close(self) -> None:
         """Let go of the connections. Ranks that still wait for this one get an error."""
         self._gloo = self._nccl = None

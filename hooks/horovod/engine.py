@@ -17,7 +17,6 @@ import queue
 import socket
 import threading
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ from .residuals import States
 from .timeline import Timeline
 
 #: How long the ranks wait for each other at an orderly end.
-END_SECONDS = timedelta(seconds=5)
+END_SECONDS = 5.0
 #: How long to wait for a thread that a dead peer may keep.
 STOP_SECONDS = 5.0
 
@@ -204,7 +203,7 @@ class Engine:
         """Leave. What all ranks are ready for still runs; all else fails here and on the other ranks."""
         with contextlib.suppress(OSError):
             self._connection.send({"bye": True})
-        self._executor.join(2 * END_SECONDS.total_seconds())
+        self._executor.join(2 * END_SECONDS)
         self._connection.close()
         self._mesh.close()
         self._listener.join(STOP_SECONDS)
@@ -276,9 +275,9 @@ class Engine:
     def _execute(self) -> None:
         while (message := self._queue.get()) is not None:
             if message["do"] == "stop":
-                # All ranks are alive and come by here. None must cut a connection that another still reads from.
-                with contextlib.suppress(RuntimeError):
-                    self._channels[0].barrier(END_SECONDS)
+                # All ranks are alive and come by here. None must cut a connection that another still reads from, nor
+                # give up what others have announced to it already.
+                self.agreement.farewell(END_SECONDS)
                 self._fail(f"Horovod has been shut down: {message['message']}")
                 break
             try:

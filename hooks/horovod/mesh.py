@@ -227,6 +227,7 @@ class Mesh:
                     # That the rank is gone rank 0 says to all (`control`), if it is.
                     self._selector.unregister(peer.end)
                     peer.close(f"rank {peer.rank} is gone ({error})")
+                    self._receiver(peer.rank, {"last": True}, bytearray())
         for peer in self._peers.values():
             peer.flush_last()
             peer.close(self._why or "")

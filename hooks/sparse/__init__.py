@@ -8,7 +8,8 @@
 | dense     | all-reduce of all elements                                               | 8·N·(P-1)/P               |
 
 with k entries a rank, u in their union, N elements, P ranks, i ≈ log2(N/k) + 2 bits for an index and v bytes for a
-value. All but dense sum in rank order (union over NCCL as that does); all give every rank the same bits.
+value; where values are rows, an entry is one of these. All but dense sum in rank order (union over NCCL as that does);
+all give every rank the same bits.
 
 `split` is the split all-gather of SparCML (Renggli et al., SC 2019) with the balanced ranges of Ok-Topk (Li & Hoefler,
 PPoPP 2022); that indices travel ahead of values is from Kylix (Zhao & Canny, ICPP 2014); `union` is to a whole gradient
@@ -17,7 +18,9 @@ what OmniReduce (Fei et al., SIGCOMM 2021) is to its blocks.
 
 from __future__ import annotations
 
+import math
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -28,7 +31,7 @@ from torch import Tensor
 from ..auto import cost, probe
 from ..comm.entries import Carrier, Entries, Room, bounds_of, fill
 from ..comm.group import Group
-from ..comm.pipeline import drive
+from ..comm.pipeline import Stages, drive
 from .arguments import ALGORITHMS, Algorithm, Offer, Op, compare, estimate_union
 
 
@@ -87,15 +90,16 @@ def sparse_all_reduce(
 
     Args:
         indices: int64 or int32 [k], strictly ascending, in [0, numel). k may differ between ranks, and be 0.
-        values: float32, float16 or bfloat16 [k], on the same device. NaN and infinities are passed on. Sums are made in
-            float32; bfloat16 travels as such in "gather" and "split", all else as float32.
-        numel: length N of the vector, below 2^31, the same on all ranks.
+        values: float32, float16 or bfloat16 [k], on the same device; or [k, n], a row for each index, as the gradient
+            of an embedding has. NaN and infinities are passed on. Sums are made in float32; bfloat16 travels as such in
+            "gather" and "split", all else as float32.
+        numel: length N of the vector, or how many rows there are; below 2^31, the same on all ranks.
         group: the ranks; by default all.
         op: "mean" or "sum".
         algorithm: "gather", "union", "split", "dense", or "auto": the fastest by `hooks.auto.cost`, which probes a
             group the first time it meets it (a second or two).
-        out: float32, float16 or bfloat16 [N], of any stride but 0, on the device of `values`: filled with the result,
-            zero where no rank has an entry.
+        out: float32, float16 or bfloat16 [N] or [N, n], of any stride but 0, on the device of `values`: filled with the
+            result, zero where no rank has an entry.
 
     Returns:
         The union's indices, ascending, in the dtype of `indices`, and the sums or means there, in that of `values`;
@@ -116,7 +120,7 @@ def sparse_all_reduce(
         if out is not None:
             return out.copy_(result) if isinstance(result, Tensor) else fill(out, result)
         if isinstance(result, Tensor):
-            place = result.nonzero().view(-1)
+            place = (result.any(1) if result.dim() > 1 else result).nonzero().view(-1)
             result = Entries(place.int(), result[place])
         # Copies: the next call works in the same memory.
         return (
@@ -173,7 +177,9 @@ def prepare(
     travel, here = torch.bfloat16 if values.dtype == torch.bfloat16 else torch.float32, offer.moves
     decision = cost.Decision(algorithm, ())
     if algorithm == "auto":
-        shape = cost.Shape(numel, max(sides.counts), ranks.size, estimate_union(sides, numel), travel)
+        width = math.prod(values.shape[1:])
+        sizes = (width * numel, width * max(sides.counts), ranks.size, width * estimate_union(sides, numel))
+        shape = cost.Shape(*sizes, travel)
         with ranks.failing_together():
             calibration = probe.calibration(ranks, here, sides.calibrated)
         decision = choose(calibration, shape)
@@ -182,7 +188,7 @@ def prepare(
     scale = 1.0 / ranks.size if op == "mean" else 1.0
     agreed = (ranks.size - 1) * sides.nbytes
     room = _rooms.setdefault(process_group, {}).setdefault(here, Room(here))
-    carrier = Carrier(numel, travel, here, ranks, room)
+    carrier = Carrier(numel, travel, here, ranks, room, tuple(values.shape[1:]))
     return Call(carrier, entries, max(sides.counts), bounds, decision, scale, agreed)
 
 
@@ -192,25 +198,28 @@ def choose(calibration: cost.Calibration, shape: cost.Shape) -> cost.Decision:
 
 
 def reduce(call: Call) -> Entries | Tensor:
-    """The second half: the result as entries, or by "dense" as float32 [numel]. A collective."""
-    carrier, entries, k, scale = call.carrier, call.entries, call.k, call.scale
+    """The second half: the result as entries, or by "dense" as float32 [numel, …]. A collective."""
+    result: Entries | Tensor = drive(
+        total(call.carrier, call.decision.name, call.entries, call.k, call.bounds, call.scale)
+    )
+    return result
+
+
+def total(carrier: Carrier, algorithm: str, entries: Entries, k: int, bounds: Sequence[int], scale: float) -> Stages:
+    """Stages: the sum over the ranks times `scale`, as Entries, or by "dense" as float32 [numel, …].
+
+    Args:
+        k: the most entries that any rank has.
+        bounds: of the owners' ranges, for "split".
+    """
     if carrier.world_size == 1:
         return Entries(entries.indices, entries.values * scale)
     if k == 0:
         return entries
-    if call.decision.name == "gather":
-        result: Entries = drive(carrier.gather(entries, k))
-        result.values.mul_(scale)
-    elif call.decision.name == "union":
-        result = drive(carrier.union(entries, k))
-        result.values.mul_(scale)
-    elif call.decision.name == "split":
-        result = drive(carrier.split(entries, call.bounds, scale))
-    else:
-        dense = carrier.room("dense", carrier.numel, torch.float32)
-        dense.zero_()
-        dense[entries.indices.long()] = entries.values
-        carrier.group.all_reduce(dense).wait()
-        carrier.count_all_reduce(dense)
-        return dense.mul_(scale)
+    if algorithm == "split":
+        return (yield from carrier.split(entries, bounds, scale))
+    if algorithm == "dense":
+        return (yield from carrier.dense(entries)).mul_(scale)
+    result: Entries = yield from (carrier.gather if algorithm == "gather" else carrier.union)(entries, k)
+    result.values.mul_(scale)
     return result

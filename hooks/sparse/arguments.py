@@ -36,7 +36,7 @@ class Offer:
     """What this rank brings, whatever it was given: what is wrong with that, every rank must hear.
 
     Attributes:
-        indices, values: flat and without gaps, unknown to autograd; empty if there is a problem.
+        indices, values: without gaps, unknown to autograd; empty if there is a problem.
         facts: what must be equal on all ranks, as numbers: see `FACTS`.
         problem: why this rank cannot go on.
         moves: where entries are when they go to other ranks.
@@ -68,6 +68,7 @@ class Offer:
                 OPS.index(op),
                 CHOICES.index(algorithm),
                 DTYPES.index(values.dtype),
+                values.shape[1] if values.dim() > 1 else 0,
                 DEVICES.index(moves.type),
             ]
             return cls(at, _plain(values), facts, None, moves, meets)
@@ -83,6 +84,7 @@ FACTS: tuple[tuple[str, tuple[Any, ...] | None], ...] = (
     ("op", OPS),
     ("algorithm", CHOICES),
     ("dtype of values", DTYPES),
+    ("length of a row of values", None),
     ("the device of values", DEVICES),
 )
 
@@ -93,17 +95,20 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _check(indices: Any, values: Any, numel: Any, op: Any, algorithm: Any, out: Any) -> None:
-    if not _is_vector(indices, INDEX_DTYPES):
+    if not _is_plain(indices, INDEX_DTYPES, 1):
         raise TypeError(f"indices must be a 1-D int64 or int32 tensor, got {_what(indices)}")
-    if not _is_vector(values, DTYPES):
-        raise TypeError(f"values must be a 1-D tensor of float32, float16 or bfloat16, got {_what(values)}")
+    if not _is_plain(values, DTYPES, 2) or values.shape[1:] == (0,):
+        raise TypeError(
+            "values must be a tensor of float32, float16 or bfloat16, 1-D, or 2-D with a row for each index, got "
+            f"{_what(values)}"
+        )
     if len(indices) != len(values) or indices.device != values.device:
         raise ValueError(
             f"{len(indices)} indices on {indices.device} and {len(values)} values on {values.device}: "
             "there must be one for each, on one device"
         )
     if isinstance(numel, bool) or not isinstance(numel, int) or not 0 < numel < 1 << 31:
-        raise ValueError(f"numel={numel!r}: expected the length of the vector, from 1 up to 2^31 - 1")
+        raise ValueError(f"numel={numel!r}: expected how many numbers, or rows, there are, from 1 up to 2^31 - 1")
     for name, value, choices in (("op", op, OPS), ("algorithm", algorithm, CHOICES)):
         if not isinstance(value, str) or value not in choices:
             raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}")
@@ -112,9 +117,10 @@ def _check(indices: Any, values: Any, numel: Any, op: Any, algorithm: Any, out: 
 
 
 def _check_out(out: Any, values: Tensor, numel: int) -> None:
-    if not _is_vector(out, DTYPES) or out.shape != (numel,) or out.device != values.device:
-        raise ValueError(f"out must be a tensor of shape ({numel},) on {values.device}, like values; got {_what(out)}")
-    if numel > 1 and out.stride(0) == 0:
+    shape = numel, *values.shape[1:]
+    if not _is_plain(out, DTYPES, 2) or out.shape != shape or out.device != values.device:
+        raise ValueError(f"out must be a tensor of shape {shape} on {values.device}, like values; got {_what(out)}")
+    if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
         raise ValueError("all elements of out lie at one address: give it memory of its own, as out.clone() has")
     try:
         with torch.no_grad():
@@ -137,15 +143,16 @@ def _check_order(indices: Tensor, numel: int) -> None:
         raise ValueError(f"index {first if first < 0 else last} is out of range: numel is {numel}")
 
 
-def _is_vector(value: Any, dtypes: tuple[torch.dtype, ...]) -> bool:
-    """Whether it is a tensor of one dimension with memory of its own, as fake, meta and distributed ones have not."""
+def _is_plain(value: Any, dtypes: tuple[torch.dtype, ...], most: int) -> bool:
+    """Whether it is a tensor of one dimension, or `most`, with memory of its own, as fake, meta and distributed ones
+    have not."""
     return (
         isinstance(value, Tensor)
         and type(value).__torch_dispatch__ == Tensor.__torch_dispatch__
         and value.layout == torch.strided
         and not value.is_meta
         and value.dtype in dtypes
-        and value.dim() == 1
+        and 1 <= value.dim() <= most
     )
 
 

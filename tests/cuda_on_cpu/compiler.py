@@ -63,7 +63,7 @@ def compile_module(
     source, kernels = translate(code, name)
     flags = (*COMMON, *WARNINGS, *KERNELS, *(CHECKED if check else FAST), *(f"-I{folder}" for folder in include))
     headers = _texts(*(Path(folder).glob("*.cuh") for folder in include))
-    shared_object = _cached(
+    shared_object = cached(
         ("kernels", source, *flags, *options, headers, _own_texts()),
         ".so",
         lambda target: _build(source, (*flags, *options), _runtime(check, options), target),
@@ -105,7 +105,7 @@ def _runtime(check: bool, options: Sequence[str]) -> Path:
     own = [option for option in options if option.startswith("-DEMULATOR_")]
     flags = (*COMMON, "-Wall", "-O2", *(["-DEMULATOR_CHECKS"] if check else []), *own)
     main = RUNTIME / "launch.cpp"
-    return _cached(("runtime", *flags, _own_texts()), ".o", lambda target: _compile(*flags, "-c", main, "-o", target))
+    return cached(("runtime", *flags, _own_texts()), ".o", lambda target: _compile(*flags, "-c", main, "-o", target))
 
 
 def _compile(*arguments: object) -> None:
@@ -129,7 +129,7 @@ def _own_texts() -> str:
     return _texts(INCLUDE.glob("*.h"), RUNTIME.iterdir(), [HERE / "shared.ld"])
 
 
-def _cached(key: tuple[str, ...], suffix: str, make: Callable[[Path], None]) -> Path:
+def cached(key: tuple[str, ...], suffix: str, make: Callable[[Path], None]) -> Path:
     """What `make` writes, kept from one run of the tests to the next."""
     digest = hashlib.sha256("\0".join(key).encode()).hexdigest()[:32]
     folder = Path(tempfile.gettempdir()) / f"cuda-on-cpu-{os.getuid()}"

@@ -8,7 +8,8 @@ and ranks.
 
 from __future__ import annotations
 
-from .. import Backend, Kernels
+from .. import Backend, Kernels, Selecting
+from ..drawn import DRAWN
 from .kernels import QSGD, Cast, ChunkedTopK, OneBit, Ternary, TernGrad
 from .momentum import Momentum
 from .outliers import Outliers
@@ -20,10 +21,12 @@ KERNELS: dict[str, Kernels] = {
     "qsgd": QSGD(),
     "terngrad": TernGrad(),
     "ternary": Ternary(),
-    "topk": TopK(),
+    "topk": (TOPK := TopK()),
+    "random_k": DRAWN,
     "chunked_topk": ChunkedTopK(),
     "cast": Cast(),
     "identity": Cast(),
 }
+KERNELS["threshold"] = Selecting(Entries(), TOPK)
 KERNELS["outliers"] = Outliers(KERNELS, Entries())
 BACKEND = Backend(KERNELS, Entries(), Tracking(), Momentum())

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ...entries import index_layout
-from .. import Backend, Kernels, Workspace, kept
+from .. import Backend, Kernels, Selecting, Workspace, kept
+from ..drawn import DRAWN
 from ..sparse import whole_rows
 from .device import SHARES, THREADS, Argument, Device, device_for
 from .entries import Entries
@@ -186,10 +187,12 @@ KERNELS: dict[str, Kernels] = {
     "qsgd": QSGD(),
     "terngrad": TernGrad(),
     "ternary": Ternary(),
-    "topk": TopK(),
+    "topk": (TOPK := TopK()),
+    "random_k": DRAWN,
     "chunked_topk": ChunkedTopK(),
     "cast": Cast(),
     "identity": Cast(),
 }
+KERNELS["threshold"] = Selecting(Entries(), TOPK)
 KERNELS["outliers"] = Outliers(KERNELS, Entries())
 BACKEND = Backend(KERNELS, Entries())

@@ -117,6 +117,11 @@ def compile_file(file: str, architecture: int, options: Sequence[str] = ()) -> C
         every = [option.encode() for option in (*OPTIONS, *options, f"--gpu-architecture=sm_{architecture}")]
         (status,) = bindings.nvrtcCompileProgram(program, len(every), every)
         log = _text(bindings, program, "ProgramLog").decode(errors="replace").strip("\0\n")
+        if status == bindings.nvrtcResult.NVRTC_ERROR_BUILTIN_OPERATION_FAILURE:
+            raise RuntimeError(
+                f"NVRTC {version()} finds no libnvrtc-builtins of its version beside it: "
+                f"install it again, with {extra()}"
+            )
         if status != bindings.nvrtcResult.NVRTC_SUCCESS:
             raise RuntimeError(f"NVRTC {version()} cannot compile {file} for sm_{architecture}:\n{log}")
         cubin, ptx = _text(bindings, program, "CUBIN"), _text(bindings, program, "PTX")

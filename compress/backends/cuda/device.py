@@ -83,9 +83,14 @@ def _open(torch_device: torch.device) -> Device:
         raise RuntimeError(f"the backend 'cuda' serves tensors on a GPU, not on {str(torch_device)!r}: move them there")
     if torch.version.hip is not None:
         raise RuntimeError("gradwire's CUDA kernels need an NVIDIA GPU, and this torch is built for ROCm")
+    if torch.version.cuda is None:
+        raise RuntimeError(
+            f"torch {torch.__version__} is built without CUDA: install a build with it (https://pytorch.org)"
+        )
     if not torch.cuda.is_available():
         raise RuntimeError(
-            "torch finds no CUDA device: install NVIDIA's driver, and a build of torch with CUDA (https://pytorch.org)"
+            "torch finds no CUDA device: install NVIDIA's driver, or a newer one (nvidia-smi says which CUDA it is "
+            f"for, and this torch wants {torch.version.cuda}), and see that CUDA_VISIBLE_DEVICES hides no GPU"
         )
     return Gpu(torch.cuda.current_device() if torch_device.index is None else torch_device.index)
 
@@ -168,6 +173,12 @@ def _import_cupy() -> Any:
         import cupy
     except ImportError as error:
         raise RuntimeError(f"gradwire's CUDA kernels are launched through CuPy: {compiler.extra()}") from error
+    except Exception as error:  # one that is installed, and does not fit NumPy or the driver, raises anything
+        cause = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise RuntimeError(
+            f"gradwire's CUDA kernels are launched through CuPy, which fails to import here ({cause}): "
+            f"install it again, with {compiler.extra()}"
+        ) from error
     if not hasattr(cupy.cuda.Stream, "from_external"):
         raise RuntimeError(f"gradwire needs CuPy 14 or newer, not {cupy.__version__}: {compiler.extra()}")
     return cupy

@@ -1,4 +1,4 @@
-"""The tables in README.md that say what the codecs are. `python tests/readme_tables.py` regenerates them."""
+"""The tables in docs/ that say what the codecs are. `python tests/page_tables.py` regenerates them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradwire.compress import SparseCodec
 from gradwire.compress.entries import index_layout
 from gradwire.compress.wire import Field, Part
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
 NUMEL = 1 << 20
 
 
@@ -54,7 +54,7 @@ def unit(codec: Codec, part: Part) -> str:
         return "gradient"
     codec = codec.inner if isinstance(codec, Outliers) else codec
     if codec.block_size is None or part.records != math.ceil(NUMEL / codec.block_size):
-        raise ValueError(f"{codec}: the README has no word for the {part.records} records of {part.name!r}")
+        raise ValueError(f"{codec}: the page has no word for the {part.records} records of {part.name!r}")
     return "element" if codec.block_size == 1 else f"{codec.block_size} elements"
 
 
@@ -72,28 +72,33 @@ def count(codec: Codec, field: Field, larger: Field) -> str:
             return "⌈(k + ⌊(n - 1) / 2^l⌋) / 32⌉"
         if lengths == tuple(layout.low_words for layout in layouts):
             return "⌈k·l / 32⌉"
-    raise ValueError(f"{codec}: the README has no word for the length of field {field.name!r}")
+    raise ValueError(f"{codec}: the page has no word for the length of field {field.name!r}")
 
 
-TABLES: dict[str, Callable[[], str]] = {"codecs": codec_table, "wire": wire_table}
+#: By name: the page it is on, and what makes it.
+TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
+    "codecs": (DOCS / "choose.md", codec_table),
+    "wire": (DOCS / "codecs.md", wire_table),
+}
 
 
-def with_tables(text: str) -> str:
-    """`text` with what stands between the markers of each table replaced by the table.
+def with_table(name: str, text: str) -> str:
+    """`text` with what stands between the markers of the table replaced by the table.
 
     Raises:
-        ValueError: a table's markers are missing.
+        ValueError: its markers are missing.
     """
-    for name, make in TABLES.items():
-        body = make().replace("\\", r"\\")
-        begin, end = rf"(<!-- {name}:begin[^\n]*-->\n)", f"(<!-- {name}:end -->)"
-        text, found = re.subn(f"{begin}.*?{end}", rf"\g<1>{body}\g<2>", text, flags=re.DOTALL)
-        if found != 1:
-            raise ValueError(
-                f"README.md needs <!-- {name}:begin --> and <!-- {name}:end --> once, has them {found} times"
-            )
+    page, make = TABLES[name]
+    body = make().replace("\\", r"\\")
+    begin, end = rf"(<!-- {name}:begin[^\n]*-->\n)", f"(<!-- {name}:end -->)"
+    text, found = re.subn(f"{begin}.*?{end}", rf"\g<1>{body}\g<2>", text, flags=re.DOTALL)
+    if found != 1:
+        raise ValueError(
+            f"{page.name} needs <!-- {name}:begin --> and <!-- {name}:end --> once, has them {found} times"
+        )
     return text
 
 
 if __name__ == "__main__":
-    README.write_text(with_tables(README.read_text("utf-8")), "utf-8")
+    for name, (page, _) in TABLES.items():
+        page.write_text(with_table(name, page.read_text("utf-8")), "utf-8")

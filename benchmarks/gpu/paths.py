@@ -1,0 +1,150 @@
+"""Every way through the kernels: each family of codecs with other blocks, bits and formats, and what sparse exchanges
+launch. Run once for compute-sanitizer, and compared with the reference, byte for byte."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...compress import (
+    QSGD,
+    Cast,
+    ChunkedTopK,
+    Codec,
+    Identity,
+    OneBit,
+    Outliers,
+    RandomK,
+    Ternary,
+    TernGrad,
+    Threshold,
+    TopK,
+    new_draw,
+)
+from ...compress.backends import entries_for, use_backend
+from ...compress.backends.cuda.sparse import Union, gather_at, scatter_to
+from ...compress.codec import DTYPES
+from ...compress.entries import VALUE_DTYPES, index_layout, value_bytes
+from ..common.arms import label
+
+#: What sparse exchanges launch besides a codec's kernels.
+ENTRIES = "entries"
+FAMILIES: dict[str, tuple[Codec, ...]] = {
+    "OneBit": (OneBit(), OneBit(block=256), OneBit(scale="symmetric"), OneBit(block=4096)),
+    "QSGD": (
+        *(QSGD(bits=bits) for bits in range(2, 9)),
+        QSGD(norm="l2"),
+        QSGD(bits=3, block=256, norm="l2", rounding="nearest"),
+    ),
+    "TernGrad": (TernGrad(), TernGrad(clip=math.inf), TernGrad(block=2560, rounding="nearest")),
+    "Ternary": (Ternary(), Ternary(block=2560)),
+    "TopK": (
+        TopK(0.01),
+        TopK(0.001),
+        TopK(0.3),
+        TopK(1.0),
+        TopK(indices="plain"),
+        TopK(values=torch.bfloat16),
+        TopK(0.3, values=torch.int8),
+        TopK(indices="plain", values=torch.int8),
+    ),
+    "Threshold": (Threshold(),),
+    "RandomK": (RandomK(),),
+    "ChunkedTopK": (
+        ChunkedTopK(),
+        ChunkedTopK(values=4),
+        ChunkedTopK(k=37, chunk=512, values=torch.int8),
+        ChunkedTopK(k=256, chunk=256, values=torch.float32),
+        ChunkedTopK(k=1, chunk=768, values=torch.bfloat16),
+    ),
+    "Outliers": (
+        Outliers(OneBit()),
+        Outliers(QSGD(bits=3), density=0.05),
+        Outliers(Ternary(), density=0.3, values=torch.int8),
+    ),
+    "Cast": (Cast(torch.float16), Cast(torch.bfloat16), Identity()),
+}
+
+
+def once(family: str, device: torch.device, numel: int) -> int:
+    """Every kernel of a family, aligned and not, in every format. Returns the number of calls."""
+    if family == ENTRIES:
+        return once_sparse(device, numel)
+    calls = 0
+    for codec in FAMILIES[family]:
+        for dtype in DTYPES:
+            for shift in (0, 1):
+                x = torch.randn(numel + shift, device=device).to(dtype)[shift:]
+                residual = torch.zeros(numel + shift, device=device)[shift:]
+                wire = torch.zeros(codec.wire_bytes(numel), dtype=torch.uint8, device=device)
+                workspace, draw = codec.workspace(numel, device), new_draw(1, device=device)
+                for _ in range(2):  # top-k with a prediction, and without
+                    codec.encode_feedback(x, residual, wire, draw, workspace)
+                codec.encode(x, wire, draw, workspace)
+                codec.decode_add(wire, residual, 1.0, workspace)
+                codec.decode_mean([part.repeat(3, 1) for part in wire.split(codec.part_bytes(numel))], x, workspace)
+                calls += 5
+    settle(device)
+    return calls
+
+
+def once_sparse(device: torch.device, numel: int) -> int:
+    """The kernels of sparse exchanges."""
+    union = Union(numel, numel, device)
+    union([torch.arange(first, numel, 7, dtype=torch.int32, device=device) for first in (0, 3)])
+    values, out = torch.empty(numel, device=device), torch.zeros(numel, device=device)
+    gather_at(torch.randn(numel, device=device), union.indices, union.size, values)
+    scatter_to(out, union.indices, union.size, values)
+    entries = entries_for(device)
+    packed = torch.zeros(index_layout(numel, numel).nbytes, dtype=torch.uint8, device=device)
+    entries.pack_indices(union.indices, union.size, 0, numel, packed)
+    entries.unpack_indices(packed[None], 0, numel, union.size, union.indices[None])
+    for dtype in VALUE_DTYPES:
+        wire = torch.zeros(value_bytes(numel, dtype), dtype=torch.uint8, device=device)
+        entries.pack_values(values, dtype, wire, union.indices, union.size, out)
+        entries.unpack_values(wire[None], dtype, values[None])
+    settle(device)
+    return 5 + 2 * len(VALUE_DTYPES)
+
+
+def settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def equal(family: str, device: torch.device, numels: Sequence[int]) -> int:
+    """Compare a family's wires, residuals and means with the reference's. Returns how many were compared.
+
+    Raises:
+        ValueError: some bytes differ; the text has the codec, the length, the format, and which.
+    """
+    compared = 0
+    for codec in FAMILIES[family]:
+        for numel in numels:
+            for dtype in DTYPES:
+                ours = results(codec, numel, dtype, device)
+                with use_backend("reference"):
+                    theirs = results(codec, numel, dtype, torch.device("cpu"))
+                for (what, a), (_, b) in zip(ours, theirs, strict=True):
+                    differ = int((a.cpu().contiguous().view(torch.uint8) != b.view(torch.uint8)).sum())
+                    if differ:
+                        raise ValueError(f"{label(codec)}, {numel} of {dtype}: {differ} bytes of the {what} differ")
+                    compared += 1
+    return compared
+
+
+def results(codec: Codec, numel: int, dtype: torch.dtype, device: torch.device) -> list[tuple[str, Tensor]]:
+    """Two steps with feedback, and their mean; the gradients are the same on every device."""
+    generator = torch.Generator().manual_seed(numel)
+    gradients = [torch.randn(numel, generator=generator).to(dtype).to(device) for _ in range(2)]
+    residual, workspace = torch.zeros(numel, device=device), codec.workspace(numel, device)
+    wires, mean = [], torch.empty(numel, dtype=dtype, device=device)
+    for step, gradient in enumerate(gradients):
+        wires.append(torch.zeros(codec.wire_bytes(numel), dtype=torch.uint8, device=device))
+        codec.encode_feedback(gradient, residual, wires[-1], new_draw(1, step, device=device), workspace)
+    parts = [wire.split(codec.part_bytes(numel)) for wire in wires]
+    codec.decode_mean([torch.stack(ranks) for ranks in zip(*parts, strict=True)], mean, workspace)
+    return [("first wire", wires[0]), ("second wire", wires[1]), ("residual", residual), ("mean", mean)]

@@ -1,0 +1,106 @@
+"""What one process of the report does: one row. Whatever goes wrong in it, the report gets a row that says so."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import subprocess
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...compress.backends.cuda import compiler
+from ...compress.backends.cuda.device import device_for
+from ..common import report
+from . import paths, speed
+
+#: Elements that a family's bytes are compared on: one record with a tail, and many tiles.
+COMPARED = (1, 4097, 100_003)
+
+
+def row(options: Namespace) -> dict[str, Any]:
+    """The result of the section and name that `--row` gives."""
+    section, name = options.row
+    device = torch.device(options.device)
+    torch.empty(1, device=device)  # so that CuPy finds torch's context
+    return dict(WORK[section](name, device, options))
+
+
+def probe(name: str, device: torch.device, options: Namespace) -> dict[str, Any]:
+    """Which GPU this is, what is installed, and what does not work."""
+    facts: dict[str, Any] = report.environment()
+    facts |= {"gpu": torch.cuda.get_device_name(device), "driver": driver(), "cuda": torch.version.cuda}
+    facts["capability"] = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    facts["multiprocessors"] = torch.cuda.get_device_properties(device).multi_processor_count
+    facts["cupy"] = next((v for v in map(report.version, ("cupy-cuda13x", "cupy-cuda12x", "cupy")) if v), None)
+    facts["broken"] = {}
+    facts["nvrtc"] = working(facts["broken"], "launching", lambda: opened(device))
+    for module in ("numba", "pytest", "hypothesis"):
+        working(facts["broken"], module, partial(importlib.import_module, module))
+    facts["xdist"] = report.version("pytest-xdist")
+    return facts
+
+
+def working(broken: dict[str, str], what: str, attempt: Callable[[], Any]) -> Any:
+    """The result of an attempt; None, and an entry in `broken`, where it fails, in whatever way."""
+    try:
+        return attempt()
+    except Exception as error:  # a broken package may raise anything
+        broken[what] = f"{type(error).__name__}: {error}".splitlines()[0]
+        return None
+
+
+def opened(device: torch.device) -> str:
+    """NVRTC's version, once the device can be launched on."""
+    device_for(device)
+    return compiler.version()
+
+
+def driver() -> str | None:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError):
+        return subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.split()[0]
+    return None
+
+
+def compiled(file: str, device: torch.device, options: Namespace) -> dict[str, Any]:
+    """One file of csrc/, compiled for this GPU without the cache, and what NVRTC says."""
+    architecture = compiler.architecture_for(
+        torch.cuda.get_device_capability(device), compiler.supported_architectures()
+    )
+    start = time.perf_counter()
+    result = compiler.compile_file(file, architecture)
+    spent = time.perf_counter() - start
+    return {"architecture": architecture, "seconds": spent, "bytes": len(result.cubin), "log": result.log}
+
+
+def same_bytes(family: str, device: torch.device, options: Namespace) -> dict[str, Any]:
+    numels = [numel for numel in COMPARED if numel <= options.numel]
+    return {"compared": paths.equal(family, device, numels), "numels": numels}
+
+
+def once(family: str, device: torch.device, options: Namespace) -> dict[str, Any]:
+    return {"calls": paths.once(family, device, min(options.numel, 300_001))}
+
+
+def timed(name: str, device: torch.device, options: Namespace) -> dict[str, Any]:
+    codec = next(codec for codec in speed.CODECS if speed.label(codec) == name)
+    return speed.kernels(codec, device, options.numel, options.ranks, options.repeats)
+
+
+def stepped(name: str, device: torch.device, options: Namespace) -> dict[str, Any]:
+    return speed.step(speed.arms()[name], device, options.width, steps=options.steps)
+
+
+WORK: dict[str, Callable[[str, torch.device, Namespace], dict[str, Any]]] = {
+    "probe": probe,
+    "compile": compiled,
+    "bytes": same_bytes,
+    "kernels": timed,
+    "step": stepped,
+    "paths": once,
+}

@@ -1,0 +1,118 @@
+"""The ways of learning that `gradwire-bench learn` compares."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ...compress import (
+    ChunkedTopK,
+    Codec,
+    Identity,
+    Momentum,
+    OneBit,
+    Outliers,
+    Residual,
+    Ternary,
+    TernGrad,
+    TopK,
+    Tracking,
+)
+from ...compress.feedback import Feedback
+from ...compress.votes import Votes
+from ..common.arms import label
+
+FLOAT32 = "float32"
+MOMENTUM = 0.9
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to learn.
+
+    Attributes:
+        codec, exchange, strategy: as of `VirtualRanks`.
+        begins: so many steps, to begin with, send 8 bits an element.
+        method: what ranks exchange in the place of gradients, a name of `training.inside`; "": gradients.
+        corrected: the learning rate of step t is divided by 1 - β^t, which corrects the bias of the estimate that is
+            handed out, as Adam does with its own first moment.
+    """
+
+    codec: Codec = field(default_factory=Identity)
+    exchange: str = "dense"
+    strategy: Feedback | None = None
+    begins: int = 0
+    corrected: bool = False
+    method: str = ""
+
+    @property
+    def title(self) -> str:
+        if isinstance(self.codec, Identity) and self.strategy is None:
+            return FLOAT32
+        feedback = "" if self.strategy is None else f", {type(self.strategy).__name__}"
+        begins = f", after {self.begins} steps of 8 bits" if self.begins else ""
+        method = {"adam": "1-bit Adam, ", "lion": "Distributed Lion, "}.get(self.method, "")
+        text = f"{method}{label(self.codec)} by {self.exchange}{feedback}{begins}{', corrected' * self.corrected}"
+        return text.replace("torch.", "")
+
+    @property
+    def colour(self) -> str:
+        if self.title == FLOAT32:
+            return "#000000"
+        if self.method:
+            return "#CC79A7"
+        colours: dict[type, str] = {Tracking: "#0072B2", Momentum: "#009E73"}
+        return colours.get(type(self.strategy), "#D55E00")
+
+    @property
+    def has_momentum(self) -> bool:
+        """Whether the optimizer must have none."""
+        return self.strategy is not None and self.strategy.has_momentum
+
+    def clipped(self, clip: float, world: int) -> tuple[Feedback | None, float]:
+        """The strategy, and the largest norm of what is handed out, where that of a mean gradient is to be `clip`."""
+        if isinstance(self.strategy, Momentum):  # hands out what gradients add up to: clips before, as published
+            return replace(self.strategy, clip=clip * world**-0.5), math.inf
+        return self.strategy, clip
+
+
+SMOOTH = Tracking(MOMENTUM, clip=1.0)
+
+
+def _top(density: float) -> Codec:
+    return TopK(density=density, values=torch.int8)
+
+
+WAYS = {
+    FLOAT32: Way(),
+    "tracking": Way(strategy=SMOOTH),
+    "tracking-corrected": Way(strategy=SMOOTH, corrected=True),
+    "tracking-ternary": Way(Ternary(), "two_pass", SMOOTH),
+    "tracking-ternary-corrected": Way(Ternary(), "two_pass", SMOOTH, corrected=True),
+    "tracking-onebit": Way(OneBit(block=256), "two_pass", SMOOTH),
+    "tracking-topk8": Way(_top(0.08), "split", SMOOTH),
+    "tracking-topk4": Way(_top(0.04), "split", SMOOTH),
+    "tracking-topk2": Way(_top(0.02), "split", SMOOTH),
+    "tracking-topk2-corrected": Way(_top(0.02), "split", SMOOTH, corrected=True),
+    "tracking-topk1": Way(_top(0.01), "split", SMOOTH),
+    "dgc-topk1": Way(TopK(0.01), "gather", Momentum(MOMENTUM)),
+    "dgc-topk01": Way(TopK(0.001), "gather", Momentum(MOMENTUM)),
+    "onebit-adam": Way(OneBit(), "two_pass", Residual(), method="adam"),
+    "topk4-adam": Way(_top(0.04), "gather", Residual(), method="adam"),
+    "lion": Way(Votes(), "two_pass", method="lion"),
+    "lion-mean": Way(Votes(rule="mean"), "gather", method="lion"),
+    "terngrad": Way(TernGrad(), "two_pass"),
+    "ternary": Way(Ternary(), "two_pass", Residual()),
+    "onebit": Way(OneBit(block=256), "two_pass", Residual()),
+    "onebit-outliers": Way(Outliers(OneBit()), "gather", Residual()),
+    "ternary-outliers": Way(Outliers(Ternary()), "gather", Residual()),
+    "topk7.5-split": Way(_top(0.075), "split", Residual(), begins=75),
+    "topk4": Way(_top(0.04), "gather", Residual(), begins=60),
+    "topk2": Way(_top(0.02), "gather", Residual()),
+    "topk1": Way(_top(0.01), "gather", Residual()),
+    "chunked18": Way(ChunkedTopK(k=737, values=4), "two_pass", Residual()),
+    "chunked25": Way(ChunkedTopK(k=1024, values=2), "two_pass", Residual()),
+    "chunked3": Way(ChunkedTopK(k=138, values=2), "two_pass", Residual()),
+}

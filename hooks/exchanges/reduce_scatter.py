@@ -1,0 +1,105 @@
+"""Every rank's code of a row to the row's owner, who adds them up: the first half of `TwoPass`."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from ...compress.codec import Codec
+from ...compress.feedback import NOTHING, Kept
+from ..comm.group import Group
+from ..comm.pipeline import Stages
+from .base import Exchange, Operands
+
+#: In front of each row, what its sender means by it: two words of 32 bits.
+HEAD_BYTES = 8
+
+
+class ReduceScatter(Exchange):
+    """All-to-all of the codes of P rows, and each rank the mean of its own row: what sharded training wants in the
+    place of a reduce-scatter. w·(P-1) bytes received, of rows of w bytes.
+
+    Every row is a wire of its own, so that any codec serves; that takes P calls to encode. As a gradient goes one way
+    only, there is no second code of the mean.
+
+    Of `Operands`, `grad` has P rows of `numel`, `feedback` as many, and `out` one, of any of the codecs' dtypes;
+    `extra` has P rows of `extra`, of which the first becomes the mean of this rank's. There is nothing `owned`.
+
+    Args:
+        numel, extra: of one row.
+    """
+
+    name = "reduce_scatter"
+
+    def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
+        super().__init__(codec, numel, extra, device, group)
+        ranks = self.world_size
+        sizes = codec.part_bytes(numel) if numel else ()
+        self.row_bytes = HEAD_BYTES + sum(sizes) + 4 * extra
+        sent, arrived = (self.bytes(ranks * self.row_bytes).view(ranks, self.row_bytes) for _ in range(2))
+        self.port = self.swap_port(arrived, sent)
+        self.heads, self.heard = sent[:, :HEAD_BYTES].view(torch.int32), arrived[:, :HEAD_BYTES].view(torch.int32)
+        *parts, tail = arrived[:, HEAD_BYTES:].split((*sizes, 4 * extra), 1)
+        self.wires, self.tails = tuple(parts), tail
+        self.rows = [row[HEAD_BYTES : HEAD_BYTES + sum(sizes)] for row in sent]
+        self.extras = sent[:, self.row_bytes - 4 * extra :].view(torch.float32) if extra else None
+        if numel:
+            self.workspaces.append(codec.workspace(numel, device))
+        # Rows have draws of their own, or elements in the same place of two of them would share their noise.
+        self.draws = torch.zeros(ranks, 3, dtype=torch.int64, device=device)
+        self.streams = torch.zeros_like(self.draws)
+        self.streams[:, 2] = torch.arange(ranks)
+        self._kept, self._kept_rows = NOTHING, [NOTHING] * ranks
+        self._said = ""
+
+    @classmethod
+    def carries(cls, codec: Codec) -> bool:
+        return True
+
+    @property
+    def payload_bytes(self) -> int:
+        return (self.world_size - 1) * self.row_bytes
+
+    @property
+    def transfer_bytes(self) -> int:
+        return (self.world_size - 1) * self.row_bytes
+
+    def say(self, what: str) -> None:
+        """What travels in front of the rows; on all ranks the same, or `unequal` afterwards."""
+        if what != self._said:
+            digest = hashlib.blake2b(what.encode(), digest_size=HEAD_BYTES).digest()
+            self.heads.copy_(torch.frombuffer(bytearray(digest), dtype=torch.int32), non_blocking=True)
+            self._said = what
+
+    def unequal(self) -> Tensor:
+        """Whether another rank said something else in the last step: a bool."""
+        return (self.heard != self.heads).any()
+
+    def reduce(self, x: Operands) -> Stages:
+        if self.numel:
+            torch.add(self.streams, x.draw, out=self.draws)
+            grads = x.grad.view(self.world_size, self.numel)
+            for kept, grad, wire, draw in zip(self._rows_of(x.feedback), grads, self.rows, self.draws, strict=True):
+                kept.encode(self.codec, grad, wire, draw, self.workspaces[-1])
+        if self.extras is not None:
+            self.extras.copy_(x.extra.view(self.world_size, self.extra))
+        yield self.port.start()
+        self.decode(x.out)
+        if self.extra:
+            self._decode_extra(self.tails, x.extra[: self.extra])
+
+    def decode(self, out: Tensor) -> None:
+        """Write the mean of this rank's row, as it has arrived last, to `out`."""
+        if self.numel:
+            self.codec.decode_mean(self.wires, out, self.workspaces[-1])
+
+    def _rows_of(self, kept: Kept) -> list[Kept]:
+        if kept is not self._kept:
+            self._kept = kept
+            self._kept_rows = [
+                Kept(kept.strategy, {name: flat.view(self.world_size, -1)[row] for name, flat in kept.vectors.items()})
+                for row in range(self.world_size)
+            ]
+        return self._kept_rows

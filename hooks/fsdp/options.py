@@ -1,0 +1,58 @@
+"""How shards are to be compressed, as a user says it, and what is said about what cannot be meant."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from ...compress.codec import Codec, check_choice
+from ...compress.feedback import Residual
+from ..auto.planner import Choice
+from ..exchanges import EXCHANGES
+from ..options import Options
+
+#: What `compress_fsdp(exchange=…)` takes.
+FSDPExchange = Literal["auto", "gather", "two_pass", "union", "split", "dense"]
+
+
+@dataclass
+class FSDPOptions(Options):
+    """What is equal on all ranks, among so many replicas. The arguments are `compress_fsdp`'s."""
+
+    replicas: int = 1
+
+    def check(self, world_size: int | None) -> None:
+        super().check(world_size)
+        check_choice("exchange", self.exchange, ("auto", *EXCHANGES))
+        if self.strategy is not None and self.strategy.largest_norm is not None:
+            raise ValueError(
+                f"error_feedback={self.strategy} scales gradients by the norm of all of them, of which a rank has "
+                "shards only: leave out clip, and call torch.nn.utils.clip_grad_norm_ after backward"
+            )
+
+    def _choose(self, codec: Codec, warm: bool) -> Choice:
+        choice = super()._choose(codec, warm)
+        return replace(choice, exchange="dense") if self.replicas == 1 else choice  # nobody to compress for
+
+
+@dataclass
+class ScatterOptions(Options):
+    """The same where the reduce-scatter among the shards is compressed."""
+
+    def check(self, world_size: int | None) -> None:
+        super().check(world_size)
+        if self.exchange != "auto" or self.fallback != torch.float32:
+            raise ValueError(
+                f"exchange={self.exchange!r}, fallback={self.fallback}: between shards there is one exchange, and it "
+                'always compresses: leave both out, or pass mesh=mesh["replicate"] to compress between replicas'
+            )
+        if self.strategy is not None and not isinstance(self.strategy, Residual):
+            raise ValueError(
+                f"error_feedback={self.strategy}: a rank is handed back its own shard alone, so that between shards "
+                "only residuals can be kept: take Residual(), or False for stochastic codes, as QSGD() and TernGrad()"
+            )
+
+    def _choose(self, codec: Codec, warm: bool) -> Choice:
+        return replace(super()._choose(codec, warm), exchange="dense" if warm else "reduce_scatter")

@@ -1,0 +1,182 @@
+"""1-bit Adam: Adam until its variance has settled, then an all-reduce of momenta in a bit each."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..compress import Codec, Feedback, OneBit
+from ..compress.codec import BlockCodec, check_choice
+from ..hooks.auto.planner import Choice
+from ..hooks.exchanges import EXCHANGES
+from ..hooks.options import Options
+from .base import ExchangingOptimizer, check_range
+from .bucket import Bucket
+
+
+class OneBitAdam(ExchangingOptimizer):
+    """1-bit Adam (Tang et al., ICML 2021), in the form of DeepSpeed's `OnebitAdam`. Of rank r's gradient g_r:
+
+        the first `warmup_steps`:  g = the ranks' mean of g_r;  m = β1·m + (1-β1)·g;  v = β2·v + (1-β2)·g²
+        then, v being fixed:       m_r = β1·m + (1-β1)·g_r;  m = their mean through the codec, with error feedback
+        in both:                   p -= lr·(m / (√v + eps) + weight_decay·p)
+
+    There is no correction of the bias, as published: begin with a learning rate that rises. Through "two_pass" both the
+    ranks and the owners of slices keep what the codec leaves out. Nothing of the momentum is lost: the mean over the
+    ranks of m plus residual is what it is without compression.
+
+    An element whose v is zero stays as it is, weight decay included: one bit cannot say zero, and what has never had a
+    gradient must not move. So what gets its first gradient after the warm-up is not trained; that is warned of.
+
+    m, v and residual are float32, whatever the parameters are: 16 bytes an element in all, and during an exchange no
+    more. See `ExchangingOptimizer` for what else holds.
+
+    Args:
+        params, lr, betas, eps, weight_decay, maximize: as of `torch.optim.AdamW`: weight decay is decoupled.
+        warmup_steps: DeepSpeed's `freeze_step`: 15 to 25 % of all steps as published, until v has settled.
+        codec: what momenta travel as; any that contracts, or a function of the step, equal on all ranks.
+        exchange: "auto" is "two_pass" for codes of blocks, "dense" for `Identity`, else "gather".
+        error_feedback: as of `CompressState`, but on by default.
+        bucket_cap_mb, process_group, seed: as of `LocalUpdates`.
+
+    Raises:
+        TypeError, ValueError: an argument cannot work, here or on another rank, or the ranks disagree.
+        RuntimeError: torch.distributed is not initialized, or a rank did not arrive.
+    """
+
+    kept: ClassVar[Mapping[str, torch.dtype]] = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        warmup_steps: int,
+        codec: Codec = OneBit(),  # noqa: B008 - frozen
+        exchange: Literal["auto", "gather", "two_pass", "union", "split", "dense"] = "auto",
+        error_feedback: bool | Literal["auto"] | Feedback = True,
+        maximize: bool = False,
+        bucket_cap_mb: float = 25.0,
+        process_group: dist.ProcessGroup | None = None,
+        seed: int = 0,
+    ) -> None:
+        options = AdamOptions(codec, exchange, error_feedback, warmup_steps, None, None, seed)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        self._frozen = False  # whether `exchanged` holds √v + eps
+        self._still: list[nn.Parameter] = []  # whose v is zero for good
+        super().__init__(params, defaults, options, bucket_cap_mb, process_group)
+        self._update: Tensor | None = None
+
+    @property
+    def warming_up(self) -> bool:
+        """Whether the next step is one of plain Adam."""
+        return self._steps < self._options.warmup_steps
+
+    def _encoded(self, bucket: Bucket) -> Tensor:
+        group = self.param_groups[bucket.group]
+        sign = -1.0 if group["maximize"] else 1.0
+        if self.warming_up:
+            bucket.exchanged.zero_()
+            bucket.add_gradients(bucket.exchanged_views, sign)
+            return bucket.exchanged
+        if not self._frozen:
+            self._freeze()
+        beta = group["betas"][0]
+        momentum = bucket.flat["exp_avg"].mul_(beta)
+        bucket.add_gradients(bucket.views["exp_avg"], sign * (1.0 - beta))
+        return momentum
+
+    def _decoded(self, bucket: Bucket, group: Mapping[str, Any], mean: Tensor) -> None:
+        momentum, variance = bucket.flat["exp_avg"], bucket.flat["exp_avg_sq"]
+        if self.warming_up:
+            for beta, state in zip(group["betas"], (momentum, variance), strict=True):
+                state.mul_(beta)
+            momentum.add_(mean, alpha=1.0 - group["betas"][0])
+            variance.addcmul_(mean, mean, value=1.0 - group["betas"][1])
+            divisor(variance, group["eps"], bucket.exchanged)  # the gradient is not needed any more
+        update = self._scratch(len(momentum), momentum.device)
+        torch.div(momentum, bucket.exchanged, out=update)
+        if group["weight_decay"]:
+            bucket.decay(update, variance != 0, group["weight_decay"])
+        bucket.move(update, group["lr"])
+
+    def _freeze(self) -> None:
+        """The warm-up is over, or a checkpoint from after it has been loaded."""
+        self._frozen = True
+        for bucket in self._buckets:
+            divisor(bucket.flat["exp_avg_sq"], self.param_groups[bucket.group]["eps"], bucket.exchanged)
+            parts = zip(bucket.parameters, bucket.views["exp_avg_sq"], strict=True)
+            self._still += [p for p, variance in parts if not bool(variance.any())]
+
+    def _scratch(self, numel: int, device: torch.device) -> Tensor:
+        """Memory that buckets share, one after the other."""
+        if self._update is None or len(self._update) < numel:
+            self._update = torch.empty(max(bucket.unit.numel for bucket in self._buckets), device=device)
+        return self._update[:numel]
+
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
+        super().load_state_dict(state_dict, strict)
+        self._frozen, self._still = False, []
+
+    def _problem(self) -> str | None:
+        late = [p for p in self._still if p.grad is not None]
+        if late:
+            self._still = []
+            warnings.warn(
+                f"{len(late)} parameters, the first of shape {tuple(late[0].shape)}, have a gradient and had none in "
+                f"the {self._options.warmup_steps} steps of OneBitAdam's warm-up, so that their variance is zero and "
+                "they stay as they are: use them in the warm-up, or make another optimizer, which has one",
+                stacklevel=4,
+            )
+        return super()._problem()
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        super()._check_group(group)
+        check_range("eps", group["eps"], math.inf)
+
+    def _check_addition(self) -> None:
+        if not self.warming_up:
+            raise ValueError(
+                f"a group of parameters is added at step {self._steps}, after the {self._options.warmup_steps} of the "
+                "warm-up, so that they would have no variance: add it before, or make another OneBitAdam"
+            )
+
+
+class AdamOptions(Options):
+    """`OneBitAdam`'s."""
+
+    def check(self, world_size: int | None) -> None:
+        check_choice("exchange", self.exchange, ("auto", *EXCHANGES))
+        super().check(world_size)
+        if not self.warmup_steps:
+            raise ValueError(
+                "warmup_steps=0: expected 1 or more, 15 to 25 % of all steps as published; without a warm-up there is "
+                "no variance, and nothing would move"
+            )
+        if self.strategy is not None and not self.strategy.only_residual:
+            raise ValueError(
+                f"error_feedback={self.strategy!r}: what is compressed is a momentum already; use Residual(), or True"
+            )
+        self.choice(self.warmup_steps)
+
+    def _choose(self, codec: Codec, warm: bool) -> Choice:
+        choice = super()._choose(codec, warm)
+        if choice.exchange != "auto":
+            return choice
+        blocks = "two_pass" if isinstance(codec, BlockCodec) else "gather"
+        return replace(choice, exchange="dense" if codec.lossless else blocks)
+
+
+def divisor(variance: Tensor, eps: float, out: Tensor) -> None:
+    """`out` = √v + eps, infinite where v is zero, so that nothing moves there."""
+    torch.sqrt(variance, out=out).add_(eps).masked_fill_(variance == 0, math.inf)

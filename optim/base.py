@@ -1,0 +1,388 @@
+"""What optimizers have in common whose ranks exchange something else than gradients."""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .. import __version__
+from ..compress.memory import Memory
+from ..hooks import checkpoint
+from ..hooks.comm import handshake
+from ..hooks.connection import Connection
+from ..hooks.loss_scale import LossScale, Tracker
+from ..hooks.options import Options, check_dtypes, check_whole
+from ..hooks.outer import fragments_of
+from ..hooks.reducer import Reducer
+from ..hooks.replicas import start_alike
+from ..hooks.statistics import Statistics
+from .bucket import Bucket
+from .replicated import Replicas
+
+#: Under which key a state_dict has what is gradwire's.
+KEY = "gradwire"
+
+
+class ExchangingOptimizer(torch.optim.Optimizer):
+    """An optimizer of torch's whose `step` reduces something through gradwire. Constructing it is a collective: ranks
+    compare options and parameters, and start from the first rank's parameters; so are `step` and
+    `consolidated_state_dict`.
+
+    Gradients must be each rank's own: see `gradwire.optim.keep_gradients`. A parameter without a gradient has one of
+    zero, as other ranks may have another. Parameters that require none when the optimizer is made are left alone.
+
+    Args:
+        params: as torch's optimizers take them.
+        defaults: of each group's options.
+        options: what ranks exchange, and how.
+        bucket_cap_mb: they do in pieces of about so many MiB of float32.
+        process_group: the ranks; by default all.
+    """
+
+    #: What is kept of each parameter, by name, and what of that differs between ranks.
+    kept: ClassVar[Mapping[str, torch.dtype]]
+    own: ClassVar[frozenset[str]] = frozenset()
+    #: A GradScaler then calls `step`, which refuses it on all ranks, where it would skip it on some.
+    _step_supports_amp_scaling = True
+    grad_scale: Tensor | None
+    found_inf: Tensor
+    #: None before the ranks have met, when it is closed, and in a copy, which has nobody to talk to.
+    _reducer: Reducer | None = None
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        options: Options,
+        bucket_cap_mb: float,
+        process_group: dist.ProcessGroup | None,
+    ) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise RuntimeError(
+                f"{self._owner} needs torch.distributed: call torch.distributed.init_process_group() first"
+            )
+        self._ranks: Any = process_group or dist.group.WORLD
+        self._options, self._bucket_cap_mb = options, bucket_cap_mb
+        self._buckets: list[Bucket] = []
+        self._trained: set[int] = set()  # ids of their parameters
+        self._replicas: Replicas | None = None
+        self._steps, self._statistics = 0, Statistics()
+        problem: Exception | None = None
+        device, made = torch.device("cpu"), []
+        try:
+            super().__init__(params, defaults)
+            self._check()
+            device = next(iter(self._named().values())).device
+            made = self._made(0)
+            choice = options.choice(options.warmup_steps)
+            choice.codec.kernels(device).prepare(choice.codec, torch.float32, device)
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            problem = error
+        description = {} if problem is not None else self._description()
+        connection = Connection(
+            self._ranks, None, device, description, problem, None, None, probes=False, straight=False, owner=self._owner
+        )
+        self._feedback = Memory(options.strategy)
+        tracker = Tracker(LossScale(None), self._feedback)
+        numel = sum(bucket.unit.numel for bucket in made)
+        self._reducer = Reducer(
+            connection, self._feedback, tracker, self._statistics, options.seed, clean=False, numel=numel
+        )
+        self._begin(made)
+
+    @property
+    def _owner(self) -> str:
+        return type(self).__name__
+
+    def __repr__(self) -> str:
+        if self._reducer is None:
+            return super().__repr__()
+        return f"{super().__repr__()}\n<{self._options.codec_text} by {self._options.exchange!r}, step {self._steps}>"
+
+    def statistics(self) -> Statistics:
+        """What this rank has exchanged so far."""
+        self._running().flush()
+        return copy.deepcopy(self._statistics)
+
+    def close(self) -> None:
+        """Give back the thread and the connections. Nothing can follow."""
+        if self._reducer is not None:
+            self._reducer.flush()
+        self._reducer = None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; once the optimizer is made, a collective."""
+        if self._reducer is None:  # the constructor's
+            super().add_param_group(param_group)
+            return
+        connection, groups = self._reducer.connection, len(self.param_groups)
+        problem: Exception | None = None
+        added: list[Bucket] = []
+        self._reducer.settle()
+        connection.agree("add_param_group()", self._steps)
+        try:
+            self._check_addition()
+            super().add_param_group(param_group)
+            self._check()
+            added = self._made(groups)
+        except Exception as error:
+            problem = error
+            del self.param_groups[groups:]
+        failed = None if problem is None else {"error": f"{type(problem).__name__}: {problem}"}
+        sides = connection.control.objects(failed or self._description())
+        if problem is not None:
+            raise problem
+        try:
+            handshake.compare(sides, "Add equal groups of parameters on every rank")
+        except ValueError:
+            del self.param_groups[groups:]
+            raise
+        self._begin(added)
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of all ranks, which each must call equally often.
+
+        Args:
+            closure: computes the loss and the gradients again, and returns the loss.
+
+        Raises:
+            RuntimeError: gradients are not each rank's own, or scaled; or another rank has failed or is gone.
+                Parameters are as they were.
+            ValueError: another rank means something else; on every rank alike.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        reducer, number = self._running(), self._steps
+        problem = self._problem()
+        if problem is not None:
+            reducer.connection.pipeline.wait()
+            reducer.connection.refuse(problem)
+            raise RuntimeError(f"gradwire: {problem}")
+        step = reducer.begin(number, self._options.choice(number))
+        reducer.greet(step, self._buckets[0].unit, 0, None)
+        sent, futures = [], []
+        for bucket in self._buckets:  # each while those before it are under way
+            sent.append(self._encoded(bucket))
+            futures.append(reducer.reduce(step, bucket.unit, sent[-1]))
+        reducer.end(step)
+        reducer.connection.pipeline.wait()  # for all: an error leaves every parameter as it was
+        for future in futures:
+            future.wait()
+        step.reduced.clear()
+        for bucket, mean in zip(self._buckets, sent, strict=True):
+            self._decoded(bucket, self.param_groups[bucket.group], mean)
+        self._steps += 1
+        return loss
+
+    @abstractmethod
+    def _encoded(self, bucket: Bucket) -> Tensor:
+        """What ranks exchange of a bucket in this step: flat float32, replaced by the mean."""
+
+    @abstractmethod
+    def _decoded(self, bucket: Bucket, group: Mapping[str, Any], mean: Tensor) -> None:
+        """Move the bucket's parameters by the mean of what ranks have exchanged."""
+
+    def _problem(self) -> str | None:
+        """Why this step cannot be made."""
+        if "found_inf" in self.__dict__:
+            del self.grad_scale, self.found_inf  # the scaler would, after the step
+            return (
+                f"{self._owner} takes no GradScaler, which on each rank skips steps by that rank's own gradients: use "
+                "torch.autocast with bfloat16, whose gradients need no scale"
+            )
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.numel() and id(p) not in self._trained:
+                    return (
+                        f"a parameter of shape {tuple(p.shape)} has a gradient, and required none when "
+                        f"{self._owner} was made: let it require one before, or add it as a group later on"
+                    )
+                if p.grad is not None and p.grad.layout != torch.strided:
+                    return (
+                        f"a parameter of shape {tuple(p.shape)} has a gradient of layout {p.grad.layout}: build the "
+                        "embedding with sparse=False"
+                    )
+        if self._replicas is None:
+            self._replicas = Replicas(p for bucket in self._buckets for p in bucket.parameters)
+        return self._replicas.problem(self._owner)
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, with this rank's residuals under "gradwire": it loads on the same rank of as many, so save one on
+        each."""
+        self._running().settle()
+        self._feedback.fold()
+        return self._export(super().state_dict(), self._key, self._feedback.everything())
+
+    def consolidated_state_dict(self) -> dict[str, Any]:
+        """Equal on all ranks, with the mean over them of what differs: loads on any number of ranks, and nothing is
+        lost. A collective.
+
+        Raises:
+            RuntimeError, ValueError: a rank calls something else, or at another step; or one is gone.
+        """
+        reducer = self._running()
+        reducer.settle()
+        connection = reducer.connection
+        connection.agree("consolidated_state_dict()", self._steps)
+        self._feedback.fold()
+        saved = super().state_dict()
+        state = saved["state"] = {index: dict(found) for index, found in saved["state"].items()}
+        for bucket in self._buckets:
+            for name in sorted(self.own):
+                mean = bucket.flat[name].clone()
+                connection.group.all_reduce(mean).wait()
+                mean.div_(connection.group.size)
+                for index, part in zip(bucket.names, bucket.parts(mean), strict=True):
+                    state[int(index)][name] = part
+        means = checkpoint.means(connection, self._feedback.everything(), self._named())
+        return self._export(saved, checkpoint.MEAN, means)
+
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Go on from a checkpoint. Every rank must load one of the same step; parameters are left alone.
+
+        Args:
+            state_dict: from `state_dict` on this rank of as many, or from `consolidated_state_dict`.
+            strict: with False, one that has no residuals for this rank loads too, with a warning.
+
+        Raises:
+            ValueError: it is of another optimizer, rank, world size, codec or model. Nothing has changed then.
+        """
+        reducer, named = self._running(), self._named()
+        if KEY not in state_dict:
+            raise ValueError(f"this is not a checkpoint of {self._owner}: it lacks {KEY!r}")
+        nothing: dict[str, dict[str, Tensor]] = {vector: {} for vector in self._feedback.strategy.vectors}
+        expected = checkpoint.export(self._key, nothing, **self._facts())
+        saved, vectors = checkpoint.read(state_dict[KEY], expected, self._key, named, strict, self._owner)
+        for index, p in named.items():
+            found = state_dict["state"].get(int(index), {})
+            for name in self.kept:
+                if name not in found or found[name].shape != p.shape:
+                    has = tuple(found[name].shape) if name in found else "nothing"
+                    raise ValueError(
+                        f"the checkpoint is of another model: it has {has} as {name} of parameter {index}, whose shape "
+                        f"is {tuple(p.shape)}"
+                    )
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != KEY})
+        reducer.settle()
+        for bucket in self._buckets:
+            for name, views in bucket.views.items():
+                for index, view in zip(bucket.names, views, strict=True):
+                    view.copy_(state_dict["state"][int(index)][name])  # torch's own copy has the parameter's dtype
+            self._show(bucket)
+        self._feedback.load(vectors)
+        self._steps, self._options.seed = saved["step"], saved["seed"]
+        reducer.forget(self._options.seed, (bucket.unit for bucket in self._buckets))
+
+    @property
+    def _key(self) -> str:
+        return checkpoint.rank_key(dist.get_rank(self._ranks), dist.get_world_size(self._ranks))
+
+    def _export(self, saved: dict[str, Any], key: str, vectors: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
+        return {**saved, KEY: checkpoint.export(key, vectors, **self._facts())}
+
+    def _facts(self) -> dict[str, Any]:
+        return {"codec": self._options.codec_text, "step": self._steps, "seed": self._options.seed}
+
+    # -- what there is -------------------------------------------------------------------------------------------------
+
+    def _running(self) -> Reducer:
+        if self._reducer is None:
+            raise RuntimeError(
+                f"this {self._owner} is closed, or a copy: make another, and load its state_dict() there"
+            )
+        return self._reducer
+
+    def _named(self) -> dict[str, nn.Parameter]:
+        """The parameters that are trained, by the numbers that they have in a state_dict."""
+        every = [p for group in self.param_groups for p in group["params"]]
+        return {str(index): p for index, p in enumerate(every) if p.requires_grad and p.numel()}
+
+    def _made(self, first: int) -> list[Bucket]:
+        """Buckets of the groups from `first` on."""
+        every = self._named()
+        made: list[Bucket] = []
+        for number, group in list(enumerate(self.param_groups))[first:]:
+            inside = {id(p) for p in group["params"]}
+            named = {name: p for name, p in every.items() if id(p) in inside}
+            for part in fragments_of(named, 1, self._bucket_cap_mb)[0] if named else ():
+                made.append(Bucket(len(self._buckets) + len(made), number, part, self.kept))
+        return made
+
+    def _begin(self, buckets: Iterable[Bucket]) -> None:
+        """All ranks have made these buckets: take them in, with the same parameters."""
+        for bucket in buckets:
+            self._buckets.append(bucket)
+            self._trained |= {id(p) for p in bucket.parameters}
+            start_alike(self._running().connection.group, bucket.exchanged.device, bucket.parameters)
+            self._show(bucket)
+        self._replicas = None
+
+    def _show(self, bucket: Bucket) -> None:
+        """Let `state` be views of the bucket's."""
+        for place, p in enumerate(bucket.parameters):
+            self.state[p] = {name: views[place] for name, views in bucket.views.items()}
+
+    # -- what must be right --------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        named = self._named()
+        if not named:
+            raise ValueError(f"{self._owner} was given no parameters that require gradients: there is nothing to train")
+        check_dtypes(named)
+        check_whole(named, self._owner)
+        devices = dict.fromkeys(p.device for p in named.values())
+        if len(devices) > 1:
+            raise ValueError(
+                f"parameters are on {', '.join(map(str, devices))}: {self._owner} takes parameters on one device"
+            )
+        for group in self.param_groups:
+            self._check_group(group)
+        self._options.check(dist.get_world_size(self._ranks))
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        """Raises ValueError for options of a group that cannot be meant."""
+        betas = group["betas"]
+        check_range("lr", group["lr"], float("inf"))
+        check_range("weight_decay", group["weight_decay"], float("inf"))
+        if not isinstance(betas, tuple | list) or len(betas) != 2:
+            raise ValueError(f"betas={betas!r}: expected two numbers in [0, 1)")
+        for place, beta in enumerate(betas):
+            check_range(f"betas[{place}]", beta, 1.0)
+        if not isinstance(group["maximize"], bool):
+            raise ValueError(f"maximize={group['maximize']!r}: expected True or False")
+
+    def _check_addition(self) -> None:
+        """Raises ValueError where no group can be added any more."""
+
+    def _description(self) -> dict[str, Any]:
+        groups = [
+            f"{len(group['params'])} parameters with { ({k: v for k, v in group.items() if k in self.defaults}) }"
+            for group in self.param_groups
+        ]
+        return {
+            "optimizer": self._owner,
+            "version": __version__,
+            **self._options.describe(dist.get_world_size(self._ranks)),
+            "bucket_cap_mb": self._bucket_cap_mb,
+            "parameter groups": groups,
+            "the parameters": handshake.describe_model(self._named(), ()),
+        }
+
+
+def check_range(name: str, value: object, end: float) -> None:
+    """Raises ValueError unless `value` is a number with 0 <= value < end."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < end:
+        raise ValueError(f"{name}={value!r}: expected a number in [0, {end})")

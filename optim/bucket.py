@@ -1,0 +1,58 @@
+"""Parameters whose gradients are exchanged together, and their optimizer's state, flat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..hooks.outer import layout_of
+from ..hooks.reducer import Unit
+
+
+class Bucket:
+    """Some parameters of one group. Flat tensors hold their state, one after the other, and of each parameter it is a
+    view of them: a step is a few passes over the bucket, whatever the number of parameters.
+
+    Args:
+        index: tells it from the others, alike on all ranks.
+        group: the index of the parameters' group.
+        parameters: by name.
+        state: its dtype by name; zero at first.
+
+    Attributes:
+        flat, views: by name of a state: the bucket's tensor, and each parameter's part in its shape.
+        exchanged: flat float32, what ranks exchange, where that is none of the state.
+    """
+
+    def __init__(
+        self, index: int, group: int, parameters: Mapping[str, nn.Parameter], state: Mapping[str, torch.dtype]
+    ) -> None:
+        self.group, self.names, self.parameters = group, list(parameters), list(parameters.values())
+        self._layout, device = layout_of(parameters), self.parameters[0].device
+        numel = sum(p.numel() for p in self.parameters)
+        self.flat = {name: torch.zeros(numel, dtype=dtype, device=device) for name, dtype in state.items()}
+        self.views = {name: self.parts(flat) for name, flat in self.flat.items()}
+        self.exchanged = torch.zeros(numel, device=device)
+        self.exchanged_views = self.parts(self.exchanged)
+        self.unit = Unit(index, list[Tensor](self.parameters), self._layout, frozenset(), self.exchanged)
+
+    def parts(self, flat: Tensor) -> list[Tensor]:
+        """Each parameter's part of a flat tensor, in the parameter's shape."""
+        return [slot.view(flat) for slot in self._layout]
+
+    def add_gradients(self, views: Sequence[Tensor], share: float) -> None:
+        """views += share · gradients; that of a parameter without one is zero."""
+        pairs = [(v, p.grad) for v, p in zip(views, self.parameters, strict=True) if p.grad is not None]
+        if pairs:
+            torch._foreach_add_([v for v, _ in pairs], [grad for _, grad in pairs], alpha=share)
+
+    def decay(self, direction: Tensor, moving: Tensor, share: float) -> None:
+        """direction += share · parameters, where `moving` (bool); all flat."""
+        for part, moves, p in zip(self.parts(direction), self.parts(moving), self.parameters, strict=True):
+            part.add_(torch.where(moves, p, 0.0), alpha=share)
+
+    def move(self, direction: Tensor, lr: float) -> None:
+        """parameters -= lr · direction, flat float32."""
+        torch._foreach_add_(list[Tensor](self.parameters), self.parts(direction), alpha=-lr)

@@ -1,0 +1,60 @@
+"""Models in DistributedDataParallel, which must leave gradients as they are on each rank."""
+
+# Annotations stay evaluated here: DDP compares those of a hook with its own.
+import gc
+import weakref
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+
+def keep_gradients(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """A hook of DDP that leaves every rank its own gradients, for an optimizer that exchanges something itself:
+
+        model.register_comm_hook(None, gradwire.optim.keep_gradients)
+
+    Args:
+        state: anything, None for example.
+        bucket: DDP's.
+
+    Returns:
+        A future of the bucket's buffer, as it is.
+    """
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+class Replicas:
+    """The DDP models that hold some parameters: found once, and looked at in every step."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        own, kinds = {id(parameter) for parameter in parameters}, set(_kinds(DistributedDataParallel))
+        # No `isinstance`: it asks each object for its class, and some proxies raise.
+        models = [found for found in gc.get_objects() if type(found) in kinds]
+        self._models = [weakref.ref(m) for m in models if any(id(p) in own for p in m.parameters())]
+
+    def problem(self, owner: str) -> str | None:
+        """Why the last backward pass has averaged gradients, if DDP has."""
+        for reference in self._models:
+            model = reference()
+            # What the last forward pass with gradients has left there: whether the backward pass after it synchronises.
+            if model is None or not model.require_forward_param_sync:
+                continue
+            if not any(hook is keep_gradients for hook, _ in getattr(model, "_comm_hooks", ())):
+                return (
+                    f"DistributedDataParallel averages the gradients that {owner} exchanges in a way of its own: call "
+                    "model.register_comm_hook(None, gradwire.optim.keep_gradients) on every rank, run forward and "
+                    "backward under model.no_sync(), or leave the model unwrapped"
+                )
+        return None
+
+
+def _kinds(of: type[DistributedDataParallel]) -> Iterator[type[DistributedDataParallel]]:
+    """A class and all that derive from it."""
+    yield of
+    for kind in of.__subclasses__():
+        yield from _kinds(kind)

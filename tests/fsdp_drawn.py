@@ -1,0 +1,278 @@
+"""Sharded training that is drawn, beside FSDP's own HSDP on the same gradients: what that hands out is what ours must,
+now or later."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from drawn import Short
+from gradwire import Codec, Residual, compress_fsdp
+from gradwire.compress.feedback import Feedback
+from gradwire.hooks.comm.group import Group
+from gradwire.hooks.fsdp.state import FSDPState
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from training import digest
+
+EVENTS = ("step", "each", "local", "hold", "raise", "save")
+#: How far a law may be off, relative to all that went in: what is reduced in fewer digits is rounded by FSDP too.
+TOLERANCE = {None: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+@dataclass(frozen=True, repr=False)
+class Sharded(Short):
+    """How a model is trained.
+
+    Attributes:
+        mesh: replicas and shards.
+        reduce: the dtype of reductions; None: the parameters'.
+        divide: "no" factor, by "shards", or by 3 in a "forced" sum.
+        zeros: whether unused parameters get zeros in the place of nothing.
+        offload: whether shards are offloaded to the CPU, on which they are.
+        inline: whether exchanges are launched where they are submitted, as over NCCL.
+        scatter: whether gradients are compressed between shards, not between replicas.
+        warmup: so many steps are not compressed.
+    """
+
+    mesh: tuple[int, int]
+    codec: Codec
+    feedback: bool | Feedback = True
+    exchange: str = "auto"
+    reduce: torch.dtype | None = None
+    divide: str = "no"
+    exclude: bool = False
+    zeros: bool = False
+    offload: bool = False
+    inline: bool = False
+    scatter: bool = False
+    warmup: int = 0
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether nothing is lost: what is kept is then plain residuals."""
+        return self.feedback is True or self.feedback == Residual()
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether HSDP's sums are of two replicas, its divisions by powers of two, and both rounded where ours are."""
+        simple = (
+            (self.mesh[1] if self.scatter else self.mesh[0]) <= 2
+            and self.reduce is not torch.float16
+            and self.divide != "forced"
+        )
+        return self.keeps_gradients and simple
+
+
+class Parts(nn.Module):
+    """Layers of sizes that no number of shards divides, one in two places, one that is used by turns, one that is
+    never used, one frozen, and parameters of the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.scale = nn.Parameter(torch.randn(7))
+        self.first, self.turns, self.frozen = nn.Linear(7, 33), nn.Linear(33, 33), nn.Linear(33, 33)
+        self.block = nn.Sequential(nn.Linear(33, 65), nn.Tanh(), nn.Linear(65, 1, bias=False))
+        self.never, self.twice = nn.Linear(3, 3), nn.Linear(33, 33)
+        self.frozen.requires_grad_(False)
+        self.calls, self.raises = 0, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = torch.tanh(self.first(x * self.scale))
+        x = self.twice(torch.tanh(self.twice(x)))
+        if self.raises:
+            x.register_hook(_raise)
+        if self.calls % 2:
+            x = self.turns(x)
+        return self.block(self.frozen(x) + x)
+
+
+class Stopped(Exception):
+    """What a backward pass raises."""
+
+
+def _raise(grad: Tensor) -> None:
+    raise Stopped
+
+
+_meshes: dict[tuple[int, int], DeviceMesh] = {}
+
+
+def mesh_of(shape: tuple[int, int]) -> DeviceMesh:
+    """A mesh of this process, which makes its groups once."""
+    if shape not in _meshes:
+        _meshes[shape] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    return _meshes[shape]
+
+
+def sharded(setup: Sharded, mesh: DeviceMesh) -> Any:
+    model: Any = Parts()
+    offload = CPUOffloadPolicy(pin_memory=False) if setup.offload else OffloadPolicy()
+    how: Any = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(reduce_dtype=setup.reduce), "offload_policy": offload}
+    for part in (model.first, model.turns, model.block, model.twice):
+        fully_shard(part, **how)
+    fully_shard(model, **how)
+    for module in model.modules():
+        if hasattr(module, "set_gradient_divide_factor"):
+            if setup.divide != "no":
+                module.set_gradient_divide_factor(3.0 if setup.divide == "forced" else float(setup.mesh[1]))
+            module.set_force_sum_reduction_for_comms(setup.divide == "forced")
+    if setup.zeros:
+        model.set_reduce_scatter_unused_params(True)
+    return model
+
+
+def compressed(setup: Sharded, model: nn.Module) -> Any:
+    how: Any = {"error_feedback": setup.feedback, "warmup_steps": setup.warmup}
+    if not setup.scatter:
+        how |= {"mesh": mesh_of(setup.mesh)["replicate"], "exchange": setup.exchange}
+    with pytest.MonkeyPatch.context() as patch:
+        if setup.inline:
+            patch.setattr(Group, "blocks", staticmethod(lambda group, device: False))
+        state = compress_fsdp(model, setup.codec, exclude=["*.bias"] if setup.exclude else None, **how)
+    assert setup.scatter or state._running().connection.pipeline.threaded != setup.inline
+    return state
+
+
+def local(x: Any) -> Tensor:
+    """This rank's part of a DTensor."""
+    found: Tensor = x.detach().to_local()
+    return found
+
+
+def locals_of(model: nn.Module, grads: bool = False) -> dict[str, Tensor]:
+    """This rank's shards, in float64; of what has no gradient zeros."""
+    found = {}
+    for name, p in model.named_parameters():
+        x = p.grad if grads else p
+        x = torch.zeros_like(p) if x is None else x
+        found[name] = local(x).double().clone()
+    return found
+
+
+def one_pass(rank: int, model: Any, number: int, kind: str) -> bool:
+    """A backward pass; returns whether it raised."""
+    model.set_requires_gradient_sync(kind != "local")
+    if kind != "local":
+        model.set_requires_all_reduce(kind != "hold")
+    model.raises, model.calls = kind == "raise", number
+    torch.manual_seed(100 * number + rank)
+    x = torch.randn(6, 7)
+    try:
+        model(x).square().mean().backward()
+    except Stopped:
+        model.reset_iter_state()
+        return True
+    return False
+
+
+def saved_and_loaded(setup: Sharded, model: nn.Module, state: Any) -> Any:
+    """The state of another process, as it were."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    dcp.save({"gradwire": state}, checkpoint_id=folder[0])
+    state.close()
+    fresh = compressed(setup, model)
+    dcp.load({"gradwire": fresh}, checkpoint_id=folder[0])
+    assert fresh.step == state.step
+    dist.barrier()
+    if folder[0] is not None and dist.get_rank() == 0:
+        shutil.rmtree(Path(folder[0]))
+    return fresh
+
+
+def play(rank: int, setup: Sharded, events: Sequence[str]) -> dict[str, Any]:
+    """Train by ours and by FSDP's own side by side.
+
+    Returns:
+        "law": how far what has been handed out and what is kept are from what HSDP has handed out, relative to that;
+        "equal": whether all gradients were as HSDP's, bit for bit; "digests" of the shards after each step.
+    """
+    mesh = mesh_of(setup.mesh)
+    native, ours = sharded(setup, mesh["shard"] if setup.scatter else mesh), sharded(setup, mesh["shard"])
+    state = compressed(setup, ours)
+    off = {name: torch.zeros_like(p) for name, p in locals_of(ours).items()}
+    total, equal, digests = 0.0, True, []
+    for number, event in enumerate(events):
+        if event == "save":
+            if any(shards.held for shards in state._shards):
+                assert "save after that" in _refusal(state)
+                continue
+            state = saved_and_loaded(setup, ours, state)
+            continue
+        if event == "divide":
+            for module in (*native.modules(), *ours.modules()):
+                if hasattr(module, "set_gradient_divide_factor"):
+                    module.set_gradient_divide_factor(7.0)
+            continue
+        grads = []
+        for model in (native, ours):
+            before = locals_of(model, grads=True)
+            raised = one_pass(rank, model, number, event)
+            grads.append({name: x - before[name] for name, x in locals_of(model, grads=True).items()})
+        kept = _kept(state) if raised else set()
+        for name, wanted in grads[0].items():
+            got = grads[1][name]
+            if not raised or name in kept:
+                off[name] += wanted
+                total += float(wanted.square().sum())
+            if not raised:
+                off[name] -= got
+                equal &= torch.equal(wanted, got)
+        if not raised:
+            have = [{n for n, p in m.named_parameters() if p.grad is not None} for m in (native, ours)]
+            assert have[0] <= have[1], have  # after "hold" ours has zeros
+        if event in ("step", "raise"):
+            with torch.no_grad():
+                for p, q in zip(native.parameters(), ours.parameters(), strict=True):
+                    if q.grad is not None and event == "step":
+                        q.to_local().sub_(0.05 * q.grad.to_local())
+                    p.to_local().copy_(q.to_local())
+            native.zero_grad()
+            ours.zero_grad()
+            digests.append(digest(p.to_local() for p in ours.parameters()))
+    for name, residual in residuals(state.state_dict()).items():
+        off[name] -= residual.to_local().double()
+    state.close()
+    law = (sum(float(x.square().sum()) for x in off.values()) / (total or 1.0)) ** 0.5
+    return {"law": law, "equal": equal, "digests": digests, "place": tuple(mesh.get_coordinate() or ())}
+
+
+def _refusal(state: FSDPState) -> str:
+    """Why it does not save now."""
+    with pytest.raises(RuntimeError) as refused:
+        state.state_dict()
+    return str(refused.value)
+
+
+def _kept(state: Any) -> set[str]:
+    """Of which parameters that is kept which a pass has sent that raised: where a step goes dense, nothing is."""
+    return set(state._feedback.by_name())
+
+
+def residuals(saved: dict[str, Any]) -> dict[str, Any]:
+    [found] = saved["residuals"].values()
+    return dict(found)
+
+
+def wrong(setup: Sharded, results: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """What the ranks have seen that must not be."""
+    for rank, result in enumerate(results):
+        peer = next(other for other in results if other["place"][1] == result["place"][1])
+        if result["digests"] != peer["digests"]:
+            yield f"rank {rank} has other parameters than the replica at {peer['place']}"
+        if setup.keeps_gradients and result["law"] > TOLERANCE[setup.reduce]:
+            yield f"rank {rank}: the law is off by {result['law']:.1e}"
+        if setup.codec.lossless and setup.is_exact and not result["equal"]:
+            yield f"rank {rank}: gradients are not those of HSDP"

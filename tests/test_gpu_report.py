@@ -1,0 +1,207 @@
+"""`make gpu-report` from end to end, on a GPU that is not there, and whatever may go wrong in one of its rows."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import PLAIN_PYTHON
+from emulated import CSRC, EmulatedDevice, emulated_gpu
+from gradwire.benchmarks import cli
+from gradwire.benchmarks.gpu import gpu, page, paths, speed
+from gradwire.benchmarks.gpu.processes import Ended, Processes
+from gradwire.compress.backends import use_backend
+from strategies import GPU
+
+ROOT = Path(__file__).resolve().parent.parent
+FAKE = ROOT / "tests" / "fake_gpu"
+SAMPLE = ROOT / "benchmarks" / "results" / "gpu-emulated.json"
+MINIATURE = ["--numel", "20001", "--ranks", "2", "--repeats", "2", "--width", "64", "--steps", "3"]
+
+
+def rehearse(output: Path, *given: str, program: tuple[str, ...] = (str(FAKE / "forked.py"),)) -> dict[str, Any]:
+    """The report, made on the GPU that is not there; everything in it is fine."""
+    path = [str(FAKE), *(entry for entry in sys.path if Path(entry, "gradwire").exists())]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
+    environment["PATH"] = f"{FAKE / 'bin'}{os.pathsep}{environment['PATH']}"
+    command = [PLAIN_PYTHON, *program, "gpu", *MINIATURE, "--output", str(output), *given]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT, timeout=1500, check=False)
+    document: dict[str, Any] = json.loads(output.with_suffix(".json").read_text())
+    failed = [row for row in document["rows"] if row["status"] == "failed"]
+    assert done.returncode == 0, done.stdout + done.stderr + json.dumps(failed, indent=1)
+    assert not failed
+    check_that_nobody_takes_it_for_a_gpu(output.with_suffix(".json").read_text(), output.with_suffix(".md").read_text())
+    return document
+
+
+def check_that_nobody_takes_it_for_a_gpu(data: str, text: str) -> None:
+    for line in (data + text).splitlines():
+        assert not line or "emulated" in line or re.fullmatch(r"\|( --- \|)+", line), line
+
+
+def test_every_section_makes_its_rows_in_miniature(tmp_path: Path) -> None:
+    document = rehearse(tmp_path / "report", "--only", r"^Cast|outliers\.cu|memcheck Cast|momentum")
+    rows = {row["section"]: row for row in document["rows"]}
+    assert list(rows) == list(gpu.SECTIONS)
+    assert {row["status"] for row in rows.values()} == {"ok"}
+    assert rows["compile"]["result"]["bytes"] > 1000
+    assert rows["bytes"]["result"]["compared"] == 3 * 3 * 2 * 4  # codecs, formats, lengths, things
+    kernels = rows["kernels"]["result"]
+    assert kernels["bytes_per_element"]["encode_feedback"] == 12 + kernels["wire_bytes_per_element"]
+    assert kernels["ratio_to_add"]["add"] == kernels["share_of_copy"]["copy"] == 1
+    assert rows["step"]["result"]["finite"]
+    assert rows["step"]["result"]["compresses"]
+    assert "passed" in rows["tests"]["reason"]
+    assert "emulated: nothing was checked" in rows["sanitizer"]["reason"]
+
+
+@pytest.mark.slow
+def test_the_whole_report(tmp_path: Path) -> None:
+    """Every row, in a process of its own, in two calls of which the second goes on from the first."""
+    module = ("-m", "gradwire.benchmarks.cli")
+    first, both = tmp_path / "first", tmp_path / "both"
+    given = ["--jobs", "2", "--seconds", "1400", "--sections"]
+    rehearse(first, *given, "compile", "bytes", "kernels", "step", program=module)
+    join = ["tests", "sanitizer", "--join", f"{first}.json"]
+    document = rehearse(both, *given, *join, program=module)
+    assert {(row["section"], row["name"]) for row in document["rows"]} == expected_rows()
+    assert {row["status"] for row in document["rows"]} == {"ok"}
+
+
+def expected_rows() -> set[tuple[str, str]]:
+    return {(task.section, task.name) for section in gpu.SECTIONS for task in reporter().tasks(section)}
+
+
+def reporter(broken: dict[str, str] | None = None, *given: str) -> gpu.Report:
+    parser = argparse.ArgumentParser()
+    gpu.add_arguments(parser)
+    made = gpu.Report(parser.parse_args(given))
+    made.facts.update(gpu="emulated GPU", broken=broken or {})
+    return made
+
+
+def test_the_sample_is_a_whole_report_that_says_what_it_is() -> None:
+    text = SAMPLE.read_text()
+    document = json.loads(text)
+    shown = page.markdown(document)
+    check_that_nobody_takes_it_for_a_gpu(text, shown)
+    assert {row["section"] for row in document["rows"]} == set(gpu.SECTIONS)
+    assert {row["status"] for row in document["rows"]} == {"ok"}
+    assert shown.partition("\n")[2] in (ROOT / "docs" / "gpu.md").read_text(), "regenerate the page's sample"
+
+
+def test_what_is_broken_is_skipped_with_the_reason() -> None:
+    every = [task for section in gpu.SECTIONS for task in reporter().tasks(section)]
+    assert not [task for task in every if task.why_not and task.section != "sanitizer"]
+    launching = {t.name: t for s in gpu.SECTIONS for t in reporter({"launching": "no CuPy"}).tasks(s)}
+    assert {name for name, task in launching.items() if not task.why_not} == {f.name for f in CSRC.glob("*.cu")} | {
+        "ddp"
+    }
+    assert all("no CuPy" in task.why_not for task in launching.values() if task.why_not)
+    for missing, wanted in (("pytest", set()), ("hypothesis", set()), ("numba", {"cuda_hooks"})):
+        tests = list(reporter({missing: "is broken"}).tasks("tests"))
+        skipped = {task.name for task in tests if "is broken" in task.why_not}
+        assert skipped == (wanted or {task.name for task in tests})
+        row = reporter({missing: "is broken"}).made(next(task for task in tests if task.why_not))
+        assert (row["status"], row["seconds"]) == ("skipped", 0.0)
+        assert "is broken" in row["reason"]
+
+
+def test_after_its_seconds_rows_are_skipped_and_the_report_says_so() -> None:
+    made = reporter(None, "--seconds", "0")
+    row = made.made(next(made.tasks("kernels")))
+    assert row["status"] == "skipped"
+    assert "seconds of --seconds were used up" in row["reason"]
+    assert not gpu.passed([row])
+
+
+@pytest.mark.parametrize(
+    ("section", "ended", "result", "status", "reason"),
+    [
+        ("kernels", Ended(0, "noise\n", 1), {}, "failed", "noise"),
+        ("kernels", Ended(0, "", 1), {"a": 1}, "ok", ""),
+        ("kernels", Ended(1, "Traceback\nRuntimeError: no", 1), None, "failed", r"RuntimeError: no \(exit status 1\)"),
+        ("step", Ended(-11, "", 1), None, "failed", r"printed nothing \(exit status -11\)"),
+        ("step", Ended(None, "so far", 7), None, "failed", "not finished after 7 s"),
+        ("tests", Ended(0, "=== 3 passed in 1s ===", 1), None, "ok", "^3 passed in 1s$"),
+        ("tests", Ended(1, "1 failed, 3 passed", 1), None, "failed", "1 failed, 3 passed"),
+        ("tests", Ended(5, "4 deselected", 1), None, "skipped", "4 deselected"),
+        ("tests", Ended(-6, "CUDA error", 1), None, "failed", "CUDA error"),
+        ("sanitizer", Ended(0, "===== ERROR SUMMARY: 0 errors\n", 1), {"calls": 1}, "ok", "^ERROR SUMMARY: 0 errors$"),
+        ("sanitizer", Ended(9, "== ERROR SUMMARY: 2 errors\n", 1), {"calls": 1}, "failed", "2 errors"),
+        ("sanitizer", Ended(1, "Device not supported\n", 1), None, "failed", "Device not supported"),
+    ],
+)  # fmt: skip
+def test_whatever_becomes_of_a_process_is_a_row(
+    section: str, ended: Ended, result: Any, status: str, reason: str
+) -> None:
+    row = gpu.outcome(gpu.Task(section, "x"), ended, result)
+    assert row["status"] == status
+    assert re.search(reason, row["reason"])
+    assert ("output" in row) == (status == "failed")
+
+
+def test_a_process_that_does_not_end_is_stopped_with_what_it_has_started(tmp_path: Path) -> None:
+    pids = tmp_path / "pid"
+    command = ["/bin/sh", "-c", f"sleep 60 & echo $! > {pids}; echo begun; wait"]
+    ended = Processes().run(command, tmp_path, os.environ, seconds=0.5)
+    assert ended.status is None
+    assert ended.output == "begun\n"
+    end = time.monotonic() + 5
+    while time.monotonic() < end:
+        try:
+            os.kill(int(pids.read_text()), 0)
+            state = Path("/proc", pids.read_text().strip(), "stat").read_text().split()[2]
+            if state == "Z":
+                break
+        except (ProcessLookupError, FileNotFoundError):
+            break
+        time.sleep(0.02)
+    else:
+        pytest.fail("its child still runs")
+    assert Processes().run(["/bin/sh", "-c", "kill -SEGV $$"], tmp_path, os.environ, 5).status == -signal.SIGSEGV
+    assert Processes().run([str(tmp_path / "no such")], tmp_path, os.environ, 5).status == 127
+
+
+def test_reports_are_joined_only_where_they_are_of_the_same(tmp_path: Path) -> None:
+    made = reporter(None, "--sections", "step")
+    made.facts["revision"] = "abc"
+    rows = [{"section": section, "name": "x", "status": "ok"} for section in ("step", "bytes")]
+    file = tmp_path / "earlier.json"
+    file.write_text(json.dumps({"environment": made.facts, "rows": rows}))
+    made.join([str(file)])
+    assert made.document["rows"] == rows[1:]  # the step is to be made again
+    file.write_text(json.dumps({"environment": made.facts | {"revision": "def"}, "rows": rows}))
+    with pytest.raises(ValueError, match="another revision, def, not abc"):
+        made.join([str(file)])
+
+
+def test_a_gpus_page_says_nothing_of_emulation() -> None:
+    document = json.loads(SAMPLE.read_text().replace("emulated", "NVIDIA"))
+    text = page.markdown(document)
+    assert "emulated" not in text
+    assert f"| `{speed.label(speed.CODECS[0])}` |" in text
+
+
+def test_without_a_gpu_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    if not GPU:
+        assert cli.main(["gpu"]) == 2
+        assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_every_kernel_is_run_once_for_the_sanitizer() -> None:
+    with emulated_gpu(EmulatedDevice(check=False)) as device, use_backend("cuda"):
+        for family in (*paths.FAMILIES, paths.ENTRIES):
+            paths.once(family, torch.device("cpu"), numel=5001)
+    sources = [path.read_text() for path in CSRC.glob("*.cu")]
+    assert set(device.launches) == {name for text in sources for name in re.findall(r"__global__ void (\w+)\(", text)}

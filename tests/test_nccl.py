@@ -1,0 +1,355 @@
+"""The reducer over NCCL, on GPUs that are not there (`nccl_on_cpu`): no step waits for the device, whatever is
+exchanged; and in whatever order streams run, the results are those of messages between CPUs, bit for bit.
+
+Faults of the kinds that this is to find are seeded, and each is found.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from gradwire.compress import CODECS, Codec, Momentum, OneBit, Outliers, Residual, SparseCodec, TopK, Tracking
+from gradwire.compress.backends import backend_kernels
+from gradwire.compress.feedback import Feedback
+from gradwire.hooks.comm.pipeline import Pipeline
+from gradwire.hooks.exchanges import EXCHANGES, possible
+from gradwire.hooks.reducer import Reducer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nccl_on_cpu import DEVICE, Deadlock, GpuTensor, HostWaits, Mismatch, Schedule, World, on_gpu, read
+from nccl_on_cpu import nccl as nccl_module
+from nccl_on_cpu.machine import Event, Stream
+from nccl_on_cpu.training import CPU, Outcome, Recipe, differences, outcomes
+from torch import Tensor
+
+HIERARCHICAL = "hierarchical"
+#: Those that have kernels on a GPU. What selects in torch instead may have to ask the device how much it has found.
+ON_GPU = [codec for codec in CODECS if ".backends.cuda" in type(backend_kernels("cuda")[codec.name]).__module__]
+STRATEGIES: tuple[Feedback | None, ...] = (None, Residual(decay=0.9), Tracking(clip=20.0), Momentum(clip=20.0))
+#: Of a rank: what backward runs on, what is encoded on, what is decoded on, and NCCL's.
+STREAMS = tuple(f"{rank} {name}" for rank in range(2) for name in ("default", "side 1", "side 2", "nccl"))
+SCHEDULES = [Schedule(stream) for stream in STREAMS]
+#: Quick, with everything in it: two stages, owners' residuals, a scaler that grows and skips.
+SMALL = Recipe(OneBit(), "two_pass", scaler=True, exclude=frozenset({"a.bias"}), overflows=frozenset({2}), steps=5)
+ABANDONING, DENSE = replace(SMALL, abandons=True), replace(SMALL, exchange="dense")
+
+
+def ways(codec: Codec) -> list[str]:
+    """The exchanges that carry a codec's gradients without the host's help."""
+    return [*(name for name in possible(codec) if not EXCHANGES[name].host_reads), HIERARCHICAL]
+
+
+def takes(codec: Codec, strategy: Feedback | None) -> bool:
+    try:
+        if strategy is not None:
+            strategy.check(codec)
+    except ValueError:
+        return False
+    return True
+
+
+@st.composite
+def recipes(draw: st.DrawFn) -> Recipe:
+    codec = draw(st.sampled_from([*ON_GPU, TopK(0.05, values=torch.int8), Outliers(OneBit())]))
+    exchange = draw(st.sampled_from(ways(codec)))
+    return Recipe(
+        codec,
+        exchange,
+        draw(st.sampled_from([s for s in STRATEGIES if takes(codec, s)])),
+        feedback=draw(st.sampled_from([True, True, False])),
+        scaler=draw(st.booleans()),
+        exclude=draw(st.sampled_from([frozenset(), frozenset({"a.bias"}), frozenset({"b.weight"})])),
+        dtype=draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16])),
+        steps=draw(st.integers(2, 4)),
+        nodes=2 if exchange == HIERARCHICAL else 0,
+        overflows=frozenset(draw(st.lists(st.integers(0, 2), max_size=2))),
+        abandons=draw(st.booleans()),
+        seed=draw(st.integers(0, 9)),
+    )
+
+
+schedules = st.one_of(st.sampled_from(SCHEDULES), st.builds(Schedule, st.none(), st.integers(0, 10**6)))
+
+
+def on_gpus(recipe: Recipe, schedule: Schedule, keeping: nccl_module.Keeping = "hold", **options: Any) -> list[Outcome]:
+    return outcomes(recipe, World(4 if recipe.nodes else 2, schedule, keeping), **options)
+
+
+def on_cpus(recipe: Recipe) -> list[Outcome]:
+    return outcomes(recipe, World(4 if recipe.nodes else 2), CPU)
+
+
+def law(recipe: Recipe, schedule: Schedule, keeping: nccl_module.Keeping) -> None:
+    """No step waits for the device, and nothing depends on when streams run."""
+    assert not differences(on_cpus(recipe), on_gpus(recipe, schedule, keeping))
+
+
+@settings(max_examples=6, deadline=None)
+@given(recipes(), schedules, st.sampled_from(["hold", "record"]))
+def test_no_step_waits_and_no_order_of_streams_changes_anything(
+    recipe: Recipe, schedule: Schedule, keeping: nccl_module.Keeping
+) -> None:
+    law(recipe, schedule, keeping)
+
+
+@pytest.mark.slow
+@settings(max_examples=150, deadline=None)
+@given(recipes(), schedules, st.sampled_from(["hold", "record"]))
+def test_so_it_is_of_many_more(recipe: Recipe, schedule: Schedule, keeping: nccl_module.Keeping) -> None:
+    law(recipe, schedule, keeping)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", [*ON_GPU, Outliers(OneBit())], ids=str)
+def test_every_exchange_of_every_codec_runs_without_the_host(codec: Codec) -> None:
+    for exchange in ways(codec):
+        for scaler in (False, True):
+            recipe = Recipe(codec, exchange, scaler=scaler, nodes=2 if exchange == HIERARCHICAL else 0, steps=3)
+            law(recipe, Schedule(), "hold")
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[Recipe, list[Outcome]]:
+    return {recipe: on_cpus(recipe) for recipe in (SMALL, ABANDONING, DENSE)}
+
+
+@pytest.mark.parametrize("recipe", [ABANDONING, DENSE], ids=["two_pass", "dense"])
+def test_any_stream_may_be_late(expected: dict[Recipe, list[Outcome]], recipe: Recipe) -> None:
+    assert expected[recipe][0].statistics.nonfinite_steps == 1
+    for schedule in SCHEDULES:
+        assert not differences(expected[recipe], on_gpus(recipe, schedule)), schedule
+
+
+def test_exchanges_say_whether_the_host_has_to_read() -> None:
+    for name, exchange in EXCHANGES.items():
+        codec = next(c for c in ON_GPU if exchange.carries(c) and isinstance(c, SparseCodec | OneBit))
+        try:
+            on_gpus(Recipe(codec, name, steps=1), Schedule())
+            cause = None
+        except RuntimeError as error:
+            cause = error.__cause__
+        assert isinstance(cause, HostWaits) if exchange.host_reads else cause is None, name
+
+
+@pytest.mark.parametrize("exchange", [name for name, exchange in EXCHANGES.items() if exchange.host_reads])
+def test_where_the_host_reads_no_order_of_streams_changes_anything_either(exchange: str) -> None:
+    """In the same memory, since NCCL holds what it sends only until it is waited for, on whatever stream."""
+    recipe = Recipe(TopK(0.1, values=torch.int8), exchange, exclude=frozenset({"a.bias"}), steps=2, reads=True)
+    reference = on_cpus(recipe)
+    for stream in ("0 side 1", "1 nccl"):
+        assert not differences(reference, on_gpus(recipe, Schedule(stream))), stream
+
+
+# -- faults that are found ---------------------------------------------------------------------------------------------
+
+
+def found(
+    recipe: Recipe, reference: list[Outcome], keeping: nccl_module.Keeping, schedules: Sequence[Schedule] = SCHEDULES
+) -> bool:
+    """Whether any schedule shows that something is wrong."""
+    for schedule in reversed(schedules):
+        try:
+            if differences(reference, on_gpus(recipe, schedule, keeping)):
+                return True
+        except Exception:
+            return True
+    return False
+
+
+Fault = Callable[[pytest.MonkeyPatch], None]
+
+
+def pipeline_forgets(function: str, stream: str) -> Fault:
+    """One of the pipeline's calls of `wait_stream` is missing: in this function of its, by the stream of this name."""
+
+    def fault(patch: pytest.MonkeyPatch) -> None:
+        real = Stream.wait_stream
+
+        def wait_stream(self: Stream, other: Stream) -> None:
+            if (sys._getframe(1).f_code.co_name, self.name[2:]) != (function, stream):
+                real(self, other)
+
+        patch.setattr(Stream, "wait_stream", wait_stream)
+
+    return fault
+
+
+def no_wait_for_gradients(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Pipeline, "_ready", lambda self: None)
+
+
+def no_wait_for_collectives(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(nccl_module.Collecting, "wait", lambda self, timeout=None: True)
+
+
+def no_wait_for_what_was_read(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Event, "synchronize", lambda self: None)
+
+
+def nothing_recorded(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(GpuTensor, "record_stream", lambda self, stream: None)
+
+
+def sent_from_a_copy(patch: pytest.MonkeyPatch) -> None:
+    """Right where NCCL records its stream. Where it holds the copy until it is waited for, that is on another stream
+    than the one on which it was made, which may use the memory again too early."""
+    real = nccl_module.Member._start
+
+    def start(self: Any, kind: str, signature: Any, output: Tensor, source: Tensor, sizes: Any = None) -> Any:
+        return real(self, kind, signature, output, output if output is source else source.clone(), sizes)
+
+    patch.setattr(nccl_module.Member, "_start", start)
+
+
+def nothing_recorded_of_a_copy(patch: pytest.MonkeyPatch) -> None:
+    nothing_recorded(patch)
+    sent_from_a_copy(patch)
+
+
+FAULTS: dict[str, tuple[Fault, nccl_module.Keeping, Recipe]] = {
+    "encoded before the gradients are there": (no_wait_for_gradients, "hold", SMALL),
+    "decoded before its wait": (no_wait_for_collectives, "hold", SMALL),
+    "summed before the gradients are there": (pipeline_forgets("take", "side 2"), "hold", DENSE),
+    "the next step beside this one's end": (pipeline_forgets("_run", "side 1"), "hold", SMALL),
+    "counts read before they are there": (no_wait_for_what_was_read, "hold", SMALL),
+    "a buffer that is gone was not recorded": (nothing_recorded, "hold", ABANDONING),
+    "NCCL's memory was not recorded": (nothing_recorded_of_a_copy, "record", SMALL),
+    "memory held until another stream waits": (sent_from_a_copy, "hold", SMALL),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_are_found(name: str, expected: dict[Recipe, list[Outcome]], monkeypatch: pytest.MonkeyPatch) -> None:
+    fault, keeping, recipe = FAULTS[name]
+    fault(monkeypatch)
+    assert found(recipe, expected[recipe], keeping)
+
+
+def test_memory_that_nccl_records_may_go_at_once(
+    expected: dict[Recipe, list[Outcome]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent_from_a_copy(monkeypatch)
+    collecting = [schedule for schedule in SCHEDULES if str(schedule.starved).endswith("nccl")]
+    assert not found(SMALL, expected[SMALL], "record", collecting)
+
+
+def test_an_order_that_differs_between_ranks_is_found() -> None:
+    def alter(reducer: Reducer, rank: int) -> None:
+        real, held = reducer.reduce, list[Any]()
+
+        def reduce(step: Any, unit: Any, buffer: Tensor) -> Any:
+            """The first bucket goes last."""
+            if rank == 1 and unit.index == 0:
+                held.append((step, unit, buffer))
+                future = reducer.connection.pipeline.new_future()
+                future.set_result(buffer)
+                return future
+            future = real(step, unit, buffer)
+            if rank == 1 and unit.index == 2:
+                real(*held.pop())
+            return future
+
+        reducer.reduce = reduce  # type: ignore[method-assign]
+
+    with pytest.raises(Exception, match="collective 0 is") as raised:
+        on_gpus(replace(SMALL, exchange="dense", steps=1), Schedule(), alter=alter)
+    assert isinstance(raised.value.__cause__, Mismatch)
+
+
+def test_shapes_that_differ_between_ranks_are_found() -> None:
+    def alter(reducer: Reducer, rank: int) -> None:
+        planner = reducer.connection.planner
+        if rank == 1:
+            real = planner.plan
+            planner.plan = lambda *a: (replace(real(*a)[0], codec=OneBit(block=256)), "")  # type: ignore[method-assign]
+
+    with pytest.raises(Exception, match=r"rank 0 sends .* rank 1 expects"):
+        on_gpus(replace(SMALL, exclude=frozenset()), Schedule(), alter=alter)
+
+
+# -- the machine itself ------------------------------------------------------------------------------------------------
+
+
+def alone(function: Callable[[World], Any], schedule: Schedule | None = None) -> Any:
+    return World(1, schedule).run(lambda world, rank: function(world))[0]
+
+
+WAITING: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda x: x[0].item(),
+    "bool": lambda x: bool(x.any()),
+    "float": lambda x: float(x.sum()),
+    "tolist": lambda x: x.tolist(),
+    "nonzero": lambda x: x.nonzero(),
+    "a mask": lambda x: x[x > 1],
+    "written by a mask": lambda x: x.__setitem__(x > 1, 0.0),
+    "unique": lambda x: x.unique(),
+    "bincount": lambda x: x.long().bincount(),
+    "to the host": lambda x: x.cpu(),
+    "into pageable memory": lambda x: torch.zeros(8).copy_(x, non_blocking=True),
+    "blocking": lambda x: torch.zeros(8, pin_memory=True).copy_(x),
+    "from pageable memory": lambda x: x.copy_(torch.zeros(8)),
+    "made from a list": lambda x: torch.tensor([1.0], device=x.device),
+    "moved there": lambda x: torch.zeros(3).to(x.device),
+    "all of the device": lambda x: torch.cuda.synchronize(),
+    "an event of this step": lambda x: torch.cuda.current_stream().record_event().synchronize(),
+}
+HARMLESS: dict[str, Callable[[Tensor], Any]] = {
+    "a number": lambda x: x.__setitem__(1, 2.0),
+    "a slice": lambda x: x[2:4].mul_(2.0),
+    "made of a number": lambda x: torch.full((3,), 2.0, device=x.device),
+    "where": lambda x: torch.where(x > 1, x, 0.0),
+    "by indices": lambda x: x[x.argsort()],
+    "masked_fill_": lambda x: x.masked_fill_(x > 1, 0.0),
+    "into pinned memory": lambda x: torch.zeros(8, pin_memory=True).copy_(x, non_blocking=True),
+    "from pinned memory": lambda x: x.copy_(torch.zeros(8, pin_memory=True), non_blocking=True),
+}
+
+
+def test_what_waits_for_the_device_is_refused_in_a_step() -> None:
+    def run(world: World) -> list[str]:
+        x, wrong = on_gpu(torch.arange(8.0)), []
+        for name, call in {**WAITING, **HARMLESS}.items():
+            with world.machine.never_waiting():
+                try:
+                    call(x)
+                    refused = False
+                except HostWaits:
+                    refused = True
+            wrong += [name] if refused != (name in WAITING) else []
+        WAITING["item"](x)  # between steps it may
+        return wrong
+
+    assert alone(run) == []
+
+
+def test_what_is_launched_runs_when_it_is_demanded() -> None:
+    def run(world: World) -> list[Tensor]:
+        x, side = torch.zeros(4, device=DEVICE), torch.cuda.Stream()
+        first = torch.cuda.current_stream().record_event()
+        with torch.cuda.stream(side):
+            early = x + 1  # nobody has waited for what x was filled by
+            side.wait_event(first)
+            late = x + 1
+        torch.cuda.current_stream().wait_stream(side)
+        return [read(early), read(late)]
+
+    early, late = alone(run, Schedule("0 default"))
+    assert early.isnan().all()
+    assert torch.equal(late, torch.ones(4))
+
+
+def test_two_ranks_that_wait_for_each_other_are_found() -> None:
+    def run(world: World, rank: int) -> None:
+        groups = [world.communicator((0, 1)), world.communicator((1, 0))]
+        tensor = torch.ones(1, device=DEVICE)
+        for group in groups if rank == 0 else reversed(groups):
+            group.member(rank).allreduce([tensor]).wait()
+        read(tensor)
+
+    with pytest.raises(Deadlock):
+        World(2).run(run)

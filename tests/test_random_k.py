@@ -1,0 +1,90 @@
+"""Codes that were published with few words: a threshold, and elements that a shared draw picks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from gradwire.compress import Codec, RandomK, Threshold, TopK, new_draw
+from gradwire.compress.backends import reference
+from gradwire.compress.backends.drawn import philox, pick, words_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import decode, encode, gradient, same
+
+WORDS = st.integers(-(2**63), 2**63 - 1)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=WORDS, step=st.integers(0, 2**32 - 1), bucket=st.integers(0, 2**32 - 1))
+def test_the_draw_is_philox(seed: int, step: int, bucket: int) -> None:
+    found = philox(words_of(new_draw(seed, step, bucket)), 9)
+    assert np.array_equal(found.numpy(), reference.philox(seed, step, bucket, np.arange(9)))
+
+
+@settings(max_examples=50, deadline=None)
+@given(first=WORDS, second=WORDS, numel=st.integers(1, 5000), share=st.floats(0.001, 1.0))
+def test_whatever_the_words_are_entries_ascend_and_lie_inside(
+    first: int, second: int, numel: int, share: float
+) -> None:
+    k = RandomK(share).k(numel)
+    chosen = pick(torch.tensor([first, second]).view(torch.int32), numel, k)
+    assert len(chosen) == k
+    assert 0 <= int(chosen[0]) <= int(chosen[-1]) < numel
+    assert bool((chosen.diff() > 0).all())
+
+
+def test_every_element_is_drawn_alike() -> None:
+    numel, draws, codec = 997, 3000, RandomK(0.05)
+    counts = torch.zeros(numel)
+    for step in range(draws):
+        counts[pick(words_of(new_draw(7, step)), numel, codec.k(numel))] += 1
+    share = codec.k(numel) / numel
+    assert abs(float(counts.mean()) / draws - share) < 1e-9
+    # Pieces have 19 or 20 elements; five standard deviations of a count.
+    assert float((counts / draws - share).abs().max()) < 0.0013 + 5 * (share / draws) ** 0.5
+
+
+def test_ranks_share_what_is_drawn_and_buckets_and_steps_do_not() -> None:
+    x, codec = gradient("normal", 2500, 1), RandomK()
+    drawn = [codec.select(x, new_draw(0, 3, rank << 33 | 5)).tolist() for rank in range(3)]
+    others = [codec.select(x, new_draw(*draw)).tolist() for draw in ((0, 3, 6), (0, 4, 5), (1, 3, 5))]
+    assert drawn[0] == drawn[1] == drawn[2]
+    assert all(drawn[0] != other for other in others)
+    decoded = decode(codec, encode(codec, x, new_draw(0, 3, 5)), 2500)
+    assert decoded.nonzero().view(-1).tolist() == drawn[0]
+
+
+def test_what_is_not_finite_goes_first_where_entries_travel() -> None:
+    x, codec = gradient("normal", 2500, 1), RandomK(0.01)
+    x[::90] = torch.nan
+    chosen = codec.select(x, new_draw(0))
+    assert len(chosen) == codec.k(2500) == 25
+    assert x[chosen].isnan().all()
+
+
+@pytest.mark.parametrize("kind", ["normal", "ties", "constant", "zeros", "wide"])
+def test_a_threshold_of_zero_is_top_k(kind: str) -> None:
+    x = gradient(kind, 2500, 1)
+    top, low = TopK(0.02), Threshold(0.0, most=0.02)
+    assert same(encode(top, x), encode(low, x))
+
+
+def test_a_threshold_sends_what_exceeds_it() -> None:
+    x = gradient("normal", 2500, 1)
+    x[[3, 77]] = torch.tensor([torch.nan, -torch.inf])
+    chosen = Threshold(2.0, most=0.5).select(x, None)
+    assert chosen.tolist() == ((x.abs() > 2.0) | x.isnan()).nonzero().view(-1).tolist()
+    few = Threshold(2.0, most=0.01).select(x, None)
+    assert len(few) == 25
+    assert {3, 77} <= set(few.tolist()) <= set(chosen.tolist())
+    assert not decode(Threshold(5.0), encode(Threshold(5.0), x.nan_to_num(0.0, 0.0, 0.0)), 2500).any()
+
+
+@pytest.mark.parametrize("kind", [RandomK, lambda share: Threshold(share, most=share), TopK])
+def test_a_schedule_of_shares_is_measured_a_few_times(kind: Callable[[float], Codec]) -> None:
+    """To measure a codec takes all ranks, and stops them: not in every step of a schedule."""
+    timed = {kind(0.25 * 0.97**step).timed_as for step in range(200)}
+    assert len(timed) <= 10

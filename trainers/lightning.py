@@ -1,0 +1,54 @@
+"""Lightning: a callback, which works with every strategy that wraps the model in DDP, on CPUs too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.nn.parallel import DistributedDataParallel
+
+from ..hooks import CompressState
+from .registering import register_hook
+
+
+class LightningCallback(Callback):
+    """Compresses the gradients of `Trainer.fit`, and has the state in Lightning's checkpoints.
+
+    Lightning's own slot, `DDPStrategy(ddp_comm_state=…, ddp_comm_hook=…)`, takes a `CompressState(codec)` too, but
+    registers hooks on CUDA only, and saves nothing.
+
+    A checkpoint has the mean of what all ranks keep (`consolidated_state_dict`): it is as large as the model in
+    float32, loads on any number of ranks, and nothing is lost. To make it is a collective, as Lightning's
+    `save_checkpoint` is. Where the Trainer has one process, nothing is done. The GradScaler of "16-mixed" is followed.
+
+    Args:
+        state: from `CompressState(codec)`.
+
+    Raises:
+        TypeError: in `fit`, the strategy does not wrap the model in DDP.
+        RuntimeError: in `fit`, the model has another hook.
+    """
+
+    def __init__(self, state: CompressState) -> None:
+        self.state = state
+
+    @property
+    def state_key(self) -> str:
+        return "gradwire"
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        model = trainer.strategy.model
+        if not isinstance(model, DistributedDataParallel):
+            if trainer.world_size == 1:
+                return
+            raise TypeError(
+                f"{type(trainer.strategy).__name__} makes no DistributedDataParallel of the model: LightningCallback "
+                "goes with strategy='ddp'"
+            )
+        register_hook(model, self.state, getattr(trainer.precision_plugin, "scaler", None))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state.consolidated_state_dict() if self.state.bound else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state.load_state_dict(state_dict)  # before there is a model: Lightning restores callbacks first

@@ -1,0 +1,44 @@
+"""The hook, registered at whatever a trainer has made of the model."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import nn
+
+from ..hooks import CompressState, compress_hook
+from ..hooks.owner import ddp_of
+
+
+def register_hook(
+    model: nn.Module, state: CompressState, grad_scaler: torch.amp.GradScaler | Literal["own"] | None = "own"
+) -> None:
+    """Bind a state to a model, and register `compress_hook` there. A collective; the second time nothing happens.
+
+    Args:
+        model: a `DistributedDataParallel` model, or what Fabric's `setup` or `torch.compile` made of it.
+        state: from `CompressState(codec)`.
+        grad_scaler: what scales gradients from now on: the trainer's, or None. By default the state's own is; and where
+            there is none, a state that has not trained yet keeps its own, as one that is used by hand.
+
+    Raises:
+        TypeError: there is no DDP model inside.
+        ValueError: `CompressState.bind`'s; or the state has trained with a GradScaler and there is none, or the other
+            way round.
+        RuntimeError: the model has another hook; or `CompressState.bind`'s.
+    """
+    if not isinstance(state, CompressState):
+        raise TypeError(f"state={state!r}: expected a CompressState, as CompressState(TopK(density=0.01)) makes it")
+    ddp = ddp_of(model)
+    registered = any(known is state for _, known in ddp._comm_hooks)
+    if ddp._comm_hooks and not registered:
+        raise RuntimeError(
+            f"the model has a communication hook already, {ddp._comm_hooks[0][0].__qualname__}: leave that out of the "
+            "trainer's options, as a model has one hook only"
+        )
+    if grad_scaler != "own" and grad_scaler is not state.grad_scaler and (grad_scaler is not None or state.bound):
+        state.grad_scaler = grad_scaler  # each trainer has its own
+    state.bind(ddp)
+    if not registered:
+        ddp.register_comm_hook(state, compress_hook)

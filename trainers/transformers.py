@@ -1,0 +1,77 @@
+"""Transformers' Trainer: a callback, which holds the trainer, since callbacks are given the model without DDP."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+
+from ..hooks import CompressState
+from . import files
+from .registering import register_hook
+
+
+class TransformersCallback(TrainerCallback):
+    """Compresses the gradients of `Trainer.train`, and has what each rank keeps in the Trainer's checkpoints, in a file
+    of its own, as their random states are. With one process nothing is done.
+
+    The Trainer tells callbacks that it has resumed, but not from where. The folder is taken from
+    `TrainingArguments.resume_from_checkpoint`, or is the checkpoint of that step in `output_dir`; it counts only if its
+    log is the one that the Trainer has resumed with. Name any other place in `resume_from`. On another number of ranks,
+    each gets the mean of what all kept.
+
+    Args:
+        trainer: the one that it is added to.
+        state: from `CompressState(codec)`.
+        resume_from: the folder that is handed to `train(resume_from_checkpoint=…)`, where it is no other.
+
+    Raises:
+        TypeError: in `train`, the Trainer has not made a `DistributedDataParallel` of the model.
+    """
+
+    def __init__(self, trainer: Trainer, state: CompressState, resume_from: str | Path | None = None) -> None:
+        self.trainer, self.state, self.resume_from = trainer, state, resume_from
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        model = self.trainer.model_wrapped
+        if args.world_size == 1 and not isinstance(model, DistributedDataParallel):
+            return
+        if state.global_step > 0:
+            self._resume(args, state)
+        register_hook(model, self.state, self.trainer.accelerator.scaler)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.state.bound and not args.save_only_model:
+            files.save(self.state, _folder(args, state))
+
+    def _resume(self, args: TrainingArguments, state: TrainerState) -> None:
+        for folder in self._candidates(args, state):
+            saved = folder / TRAINER_STATE_NAME
+            if saved.is_file() and TrainerState.load_from_json(str(saved)).log_history == state.log_history:
+                files.load(self.state, folder)
+                return
+        warnings.warn(
+            f"the Trainer has resumed at step {state.global_step}, and gradwire does not find from where: name the "
+            "folder in TransformersCallback(…, resume_from=…); it goes on without what compression had left out",
+            stacklevel=2,
+        )
+
+    def _candidates(self, args: TrainingArguments, state: TrainerState) -> Iterator[Path]:
+        if self.resume_from is not None:
+            yield Path(self.resume_from)
+        if isinstance(args.resume_from_checkpoint, str):
+            yield Path(args.resume_from_checkpoint)
+        yield _folder(args, state)
+
+
+def _folder(args: TrainingArguments, state: TrainerState) -> Path:
+    """Where the Trainer saves this step."""
+    assert args.output_dir is not None
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
