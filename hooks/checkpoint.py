@@ -7,8 +7,10 @@ had one rank's residuals without such a key, and "rank" (-1 for the mean) and "w
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ from .connection import Connection
 FORMAT = 2
 #: The key of residuals that are the mean over the ranks.
 MEAN = "mean"
+
+PACKAGE = Path(__file__).parent.parent
 
 
 def rank_key(rank: int, world_size: int) -> str:
@@ -83,7 +87,7 @@ def read(
         )
         if strict:
             raise ValueError(f"{text}; load_state_dict(..., strict=False) begins without what was kept")
-        warnings.warn(f"{text}; it begins without what was kept", stacklevel=4)
+        _warn(f"{text}; it begins without what was kept")
         vectors = {}
     if None in vectors.values():
         text = (
@@ -93,7 +97,7 @@ def read(
         )
         if strict:
             raise ValueError(f"{text}; load_state_dict(..., strict=False) goes on without residuals")
-        warnings.warn(f"{text}; this rank goes on without residuals", stacklevel=4)
+        _warn(f"{text}; this rank goes on without residuals")
         vectors = {}
     for name, residual in (item for found in vectors.values() for item in found.items()):
         parameter = parameters.get(name)
@@ -117,8 +121,16 @@ def _without(
     text = f"the checkpoint has a residual of {late[0]!r}, {idle[late[0]]}, and goes without one"
     if strict:
         raise ValueError(f"{text}: undo that, or drop it by load_state_dict(..., strict=False)")
-    warnings.warn(f"{text}; it is dropped", stacklevel=5)
+    _warn(f"{text}; it is dropped")
     return {vector: {n: x for n, x in found.items() if n not in idle} for vector, found in vectors.items()}
+
+
+def _warn(text: str) -> None:
+    """Names the line outside of the package that loads; states come here on ways of different lengths."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
 
 
 def _mean_of_all(by_rank: Mapping[str, Mapping[str, Tensor]]) -> Mapping[str, Tensor] | None:

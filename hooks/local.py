@@ -4,7 +4,7 @@ have come, compressed."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import count
 from typing import Any, Literal, Self
 

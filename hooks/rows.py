@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .auto.cost import Calibration, Shape, expected_union
-from .comm.entries import Carrier, Entries, bounds_of
+from .comm.entries import Carrier, Entries, bounds_of, range_samples
 from .comm.group import Group
 from .comm.pipeline import Clock, Stages
 from .exchanges import all_finite

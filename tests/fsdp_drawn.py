@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,15 @@ from gradwire import Codec, Residual, compress_fsdp
 from gradwire.compress.feedback import Feedback
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.fsdp.state import FSDPState
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from ranks import Pool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from training import digest
+
+Ranks = Callable[[int], Pool]
 
 EVENTS = ("step", "each", "local", "hold", "raise", "save")
 #: How far a law may be off, relative to all that went in: what is reduced in fewer digits is rounded by FSDP too.
@@ -276,3 +281,25 @@ def wrong(setup: Sharded, results: Sequence[dict[str, Any]]) -> Iterator[str]:
             yield f"rank {rank}: the law is off by {result['law']:.1e}"
         if setup.codec.lossless and setup.is_exact and not result["equal"]:
             yield f"rank {rank}: gradients are not those of HSDP"
+
+
+def verdict(ranks: Ranks, setup: Sharded, events: Sequence[str]) -> list[str]:
+    """All that is wrong with a training of these events."""
+    return list(wrong(setup, ranks(setup.mesh[0] * setup.mesh[1]).run(play, setup, events)))
+
+
+def play_drawn(ranks: Ranks, setups: st.SearchStrategy[Sharded], events: Sequence[str], examples: int) -> None:
+    """Plays events, drawn from these, on drawn setups, and fails with the first that breaks a law."""
+
+    @settings(
+        max_examples=examples, database=None, deadline=None, derandomize=examples < 100,
+        phases=[Phase.generate], suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(setups, st.lists(st.sampled_from(events), min_size=3, max_size=7))
+    def held(setup: Sharded, events: list[str]) -> None:
+        if setup.reduce is not None:  # FSDP then accumulates in another dtype than that of what is new, and refuses it
+            events = ["each" if event == "local" else event for event in events]
+        found = verdict(ranks, setup, (*events, "step", "step"))  # of each module what is held is sent
+        assert not found, f"{setup}, {events}: {found}"
+
+    held()

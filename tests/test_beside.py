@@ -135,8 +135,8 @@ def compare(rank: int, kind: str) -> str:
         for one, other in zip(wanted, found, strict=True):
             assert float((one - other).detach().norm()) <= 1e-6 * float(one.detach().norm())
         losses, found = run(OneBit())
-        assert losses != plain
-        print("L", kind, losses, plain, flush=True)
+        assert losses[1:] != plain[1:]
+        assert losses == pytest.approx(plain, rel=8e-3)
         return digest(found)
 
 

@@ -11,10 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from gradwire import QSGD, CompressState, Identity, OneBit, TopK
+from fsdp_drawn import mesh_of
+from gradwire import QSGD, CompressState, Identity, LocalUpdates, OneBit, TopK, compress_fsdp
 from ranks import Pool
-from torch import Tensor
-from training import Ledger, digest, perceptron, residuals_of, train, wrap
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from training import Ledger, batch, digest, perceptron, residuals_of, train, wrap
 
 Ranks = Callable[[int], Pool]
 
@@ -143,3 +145,61 @@ def test_checkpoints_of_version_0_1_load(ranks: Ranks) -> None:
         assert results == [True, True]
         assert error < 1e-5
         assert "rank 5 of 8" in text
+
+
+# -- residuals that nothing would send any more ------------------------------------------------------------------------
+
+
+def under_ddp(**options: Any) -> tuple[nn.Module, Any]:
+    return wrap(perceptron(), TopK(0.05), **options)
+
+
+def under_fsdp(**options: Any) -> tuple[nn.Module, Any]:
+    shard = mesh_of((2, 1))["shard"]
+    model: Any = perceptron()
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=shard)
+    fully_shard(model, mesh=shard)
+    return model, compress_fsdp(model, TopK(0.05), mesh=mesh_of((2, 1))["replicate"], **options)
+
+
+def under_local_updates(**options: Any) -> tuple[nn.Module, Any]:
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, LocalUpdates(model, optimizer, TopK(0.05), every=1, **options)
+
+
+def excluded_later(rank: int, under: Callable[..., tuple[nn.Module, Any]]) -> tuple[str, str, bool, set[str]]:
+    model, state = under()
+    for step in range(2):
+        model(batch(rank, step, model)).square().mean().backward()
+        if isinstance(state, LocalUpdates):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.1 * parameter.grad  # type: ignore[operator]
+            state.step()
+    saved = state.state_dict()
+    state.close()
+    _, fresh = under(exclude=["2.weight"])
+    with pytest.raises(ValueError) as caught:
+        fresh.load_state_dict(saved)
+    unchanged = fresh.state_dict()["step"] == 0
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fresh.load_state_dict(saved, strict=False)
+    found = {(Path(warning.filename).name, str(warning.message)) for warning in told}
+    assert {file for file, _ in found} == {"test_checkpoints.py"}, found  # whose call it was
+    kept = {name for name, x in residuals_of(fresh.state_dict()).items() if bool(x.any())}
+    fresh.close()
+    return str(caught.value), str(told[0].message), unchanged, kept
+
+
+@pytest.mark.parametrize("under", [under_ddp, under_fsdp, under_local_updates])
+def test_what_is_excluded_since_does_not_keep_its_residual_unsaid(ranks: Ranks, under: Callable[..., Any]) -> None:
+    for refused, told, unchanged, kept in ranks(2).run(excluded_later, under):
+        assert "a residual of '2.weight', which is excluded now, and goes without one: undo that" in refused
+        assert "'2.weight', which is excluded now, and goes without one; it is dropped" in told
+        assert unchanged
+        assert "0.weight" in kept
+        assert "2.weight" not in kept

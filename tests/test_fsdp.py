@@ -16,7 +16,7 @@ import fsdp_drawn
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from fsdp_drawn import EVENTS, Sharded, mesh_of, one_pass, residuals, sharded, wrong
+from fsdp_drawn import EVENTS, Ranks, Sharded, mesh_of, one_pass, play_drawn, residuals, sharded, verdict
 from gradwire import (
     QSGD,
     ChunkedTopK,
@@ -32,23 +32,14 @@ from gradwire import (
 )
 from gradwire.hooks.exchanges import possible
 from gradwire.hooks.fsdp.shards import check_group, fsdp_modules, post_divide
-from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from ranks import Pool
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 from torch.distributed.tensor import DTensor, Replicate
 from training import digest
 
-Ranks = Callable[[int], Pool]
-
 ALL = ("step", "each", "step", "local", "hold", "step", "raise", "hold", "raise", "step", "save", "step")
-
-
-def verdict(ranks: Ranks, setup: Sharded, events: tuple[str, ...]) -> list[str]:
-    results = ranks(setup.mesh[0] * setup.mesh[1]).run(fsdp_drawn.play, setup, events)
-    return list(wrong(setup, results))
 
 
 @pytest.mark.parametrize(("mesh", "inline"), [((2, 2), False), ((2, 2), True), ((2, 1), False), ((1, 2), False)])
@@ -344,27 +335,10 @@ def setups(draw: st.DrawFn) -> Sharded:
     )
 
 
-def draw_and_play(ranks: Ranks, examples: int) -> None:
-    @settings(
-        max_examples=examples, database=None, deadline=None, derandomize=examples < 100,
-        phases=[Phase.generate], suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
-    @given(setups(), st.lists(st.sampled_from(EVENTS), min_size=3, max_size=7))
-    def play(setup: Sharded, events: list[str]) -> None:
-        if setup.reduce is not None:  # FSDP then accumulates in another dtype than that of what is new, and refuses it
-            events = ["each" if event == "local" else event for event in events]
-        try:
-            assert not verdict(ranks, setup, (*events, "step", "step"))  # of each module what is held is sent
-        except AssertionError as error:
-            raise AssertionError(f"{setup}, {events}: {error}") from None
-
-    play()
-
-
 def test_drawn_configurations_and_events(ranks: Ranks) -> None:
-    draw_and_play(ranks, 8)
+    play_drawn(ranks, setups(), EVENTS, 8)
 
 
 @pytest.mark.slow
 def test_many_drawn_configurations_and_events(ranks: Ranks) -> None:
-    draw_and_play(ranks, 150)
+    play_drawn(ranks, setups(), EVENTS, 150)

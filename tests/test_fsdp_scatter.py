@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fsdp_drawn import Sharded, mesh_of, one_pass, residuals, sharded, wrong
+from fsdp_drawn import Ranks, Sharded, mesh_of, one_pass, play_drawn, residuals, sharded, verdict
 from gradwire import QSGD, Cast, Identity, Momentum, OneBit, Outliers, Residual, Ternary, TernGrad, TopK, compress_fsdp
 from gradwire.hooks.fsdp import compressed_reduce_scatter, reduce_rows
-from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from ranks import Pool
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-Ranks = Callable[[int], Pool]
-
 EVENTS = ("step", "each", "local", "raise", "save")
-
-
-def verdict(ranks: Ranks, setup: Sharded, events: Sequence[str]) -> list[str]:
-    return list(wrong(setup, ranks(setup.mesh[1]).run(fsdp_drawn.play, setup, events)))
 
 
 def between_shards(size: int, codec: Any, **options: Any) -> Sharded:
@@ -66,30 +58,13 @@ def setups(draw: st.DrawFn) -> Sharded:
     )
 
 
-def draw_and_play(ranks: Ranks, examples: int) -> None:
-    @settings(
-        max_examples=examples, database=None, deadline=None, derandomize=examples < 100,
-        phases=[Phase.generate], suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
-    @given(setups(), st.lists(st.sampled_from(EVENTS), min_size=3, max_size=6))
-    def play(setup: Sharded, events: list[str]) -> None:
-        if setup.reduce is not None:  # FSDP then accumulates in another dtype than that of what is new, and refuses it
-            events = ["each" if event == "local" else event for event in events]
-        try:
-            assert not verdict(ranks, setup, (*events, "step"))
-        except AssertionError as error:
-            raise AssertionError(f"{setup}, {events}: {error}") from None
-
-    play()
-
-
 def test_drawn_configurations_and_events(ranks: Ranks) -> None:
-    draw_and_play(ranks, 4)
+    play_drawn(ranks, setups(), EVENTS, 4)
 
 
 @pytest.mark.slow
 def test_many_drawn_configurations_and_events(ranks: Ranks) -> None:
-    draw_and_play(ranks, 120)
+    play_drawn(ranks, setups(), EVENTS, 120)
 
 
 def divided_by_three(rank: int) -> None:
@@ -168,7 +143,7 @@ def mistakes(rank: int) -> dict[str, str]:
     model = small(flat)
     found = {
         "momentum": told(lambda: compress_fsdp(model, TopK(0.1), error_feedback=Momentum(clip=None))),
-        "exchange": told(lambda: compress_fsdp(model, OneBit(), exchange="gather")),
+        "exchange": told(lambda: compress_fsdp(model, OneBit(), exchange="gather")),  # type: ignore[call-overload]
         "seed": told(lambda: compress_fsdp(model, OneBit(), seed=rank)),
         "plain": told(lambda: compress_fsdp(nn.Linear(2, 2), OneBit())),
         "two": told(lambda: compress_fsdp(small(mesh_of((2, 1))), OneBit())),

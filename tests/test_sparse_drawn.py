@@ -69,9 +69,9 @@ class Call:
 
 #: What a rank may do wrong, as arguments that it gives instead, and what is said of it.
 FAULTS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
-    "twice": (lambda _: {"indices": torch.tensor([0, 0]), "values": torch.ones(2)}, "ascending"),
-    "beyond": (lambda a: {"indices": torch.tensor([a["numel"]]), "values": torch.ones(1)}, "out of range"),
-    "negative": (lambda _: {"indices": torch.tensor([-1]), "values": torch.ones(1)}, "out of range"),
+    "twice": (lambda _: {"out": None, "indices": torch.tensor([0, 0]), "values": torch.ones(2)}, "ascending"),
+    "beyond": (lambda a: {"out": None, "indices": torch.tensor([a["numel"]]), "values": torch.ones(1)}, "out of range"),
+    "negative": (lambda _: {"out": None, "indices": torch.tensor([-1]), "values": torch.ones(1)}, "out of range"),
     "one value more": (lambda a: {"values": torch.ones(len(a["indices"]) + 1)}, "one for each"),
     "float64": (lambda a: {"values": a["values"].double()}, "values must be"),
     "meta": (lambda a: {"values": a["values"].to("meta")}, "values must be"),
