@@ -177,7 +177,7 @@ def excluded_later(rank: int, under: Callable[..., tuple[nn.Module, Any]]) -> tu
         if isinstance(state, LocalUpdates):
             with torch.no_grad():
                 for parameter in model.parameters():
-                    parameter -= 0.1 * parameter.grad  # type: ignore[operator]
+                    parameter -= 0.1 * parameter.grad  # type: ignore[operator, misc]
             state.step()
     saved = state.state_dict()
     state.close()
