@@ -15,6 +15,7 @@ from typing import Any
 import fsdp_drawn
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsdp_drawn import EVENTS, Ranks, Sharded, mesh_of, one_pass, play_drawn, residuals, sharded, verdict
 from gradwire import (
@@ -261,6 +262,33 @@ def test_mistakes_are_named_on_every_rank(ranks: Ranks) -> None:
         assert found.keys() == SAYS.keys()
         for name, text in found.items():
             assert re.search(SAYS[name], text, re.DOTALL), (name, text)
+
+
+def direct_or_not(rank: int) -> None:
+    shard, replicate = (mesh_of((1, 3))[name] for name in ("shard", "replicate"))
+    model = small(shard)
+    group = model[0]._get_fsdp_state()._fsdp_param_group
+    plain = group._reduce_scatter_comm
+    own: Any = SimpleNamespace(allocate=plain.allocate)
+    model[2].set_custom_reduce_scatter(own)
+    state = compress_fsdp(model, OneBit(), mesh=replicate)
+    assert model[2]._get_fsdp_state()._fsdp_param_group._reduce_scatter_comm is own
+    direct = group._reduce_scatter_comm
+    assert direct is not plain
+    torch.manual_seed(rank)
+    for dtype, op in product((torch.float32, torch.bfloat16, torch.float16), (dist.ReduceOp.SUM, dist.ReduceOp.AVG)):
+        x = torch.randn(3 * 37).to(dtype)
+        before, found, wanted = x.clone(), x.new_empty(37), x.new_empty(37)
+        direct(found, x, group.mesh_info.shard_process_group, op)
+        assert torch.equal(x, before)
+        plain(wanted, x, group.mesh_info.shard_process_group, op)
+        torch.testing.assert_close(found, wanted, atol=4 * torch.finfo(dtype).eps, rtol=4 * torch.finfo(dtype).eps)
+    state.close()
+    assert group._reduce_scatter_comm is plain
+
+
+def test_gradients_go_to_their_owners_directly(ranks: Ranks) -> None:
+    ranks(3).run(direct_or_not)
 
 
 def test_modules_that_cannot_be_told_apart_are_refused() -> None:

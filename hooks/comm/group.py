@@ -375,13 +375,27 @@ class Group:
             return
         parts = tensor.tensor_split(self.size)
         mine = parts[self.rank]
-        rows = pieces[: self.size * len(mine)].view(self.size, len(mine))
-        yield self._pairwise(list(rows), parts)
-        total = rows[0]
-        for row in rows[1:]:
-            total += row
-        mine.copy_(total)
+        yield from self.reduce_scatter(mine, parts, pieces)
         yield self._pairwise(parts, [mine] * self.size)
+
+    def reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], pieces: Tensor) -> Generator[Work, None, None]:
+        """Stages: `output` = the sum over the ranks of the parts for this rank, in the ranks' order.
+
+        Args:
+            output: flat, may be this rank's part.
+            parts: for each rank.
+            pieces: of their dtype and `size` times as long as `output`, or longer, to work in.
+        """
+        rows = list(pieces[: self.size * len(output)].view(self.size, len(output)))
+        spare, rows[self.rank] = rows[self.rank], parts[self.rank]
+        yield self._pairwise(rows, parts)
+        total, *others = rows
+        for row in others[:-1]:
+            total = torch.add(total, row, out=spare)
+        if others:
+            torch.add(total, others[-1], out=output)
+        else:
+            output.copy_(total)
 
     def objects(self, value: Any, device: torch.device | str = "cpu") -> list[Any]:
         """What each rank passes, in rank order: anything that JSON can carry. It travels on `device`.

@@ -212,6 +212,8 @@ class Shards:
 
     def _watch(self) -> None:
         """Note of which parameters FSDP reduces gradients, as it tells nobody: those without one are left out."""
+        if self._undo:
+            return
         group, known = self.group, {id(parameter): name for name, parameter in self.parameters.items()}
         post_backward, reset = group.post_backward, getattr(group, "_reset_iter_state", None)
 

@@ -28,7 +28,7 @@ from ..optimizers import expect_optimizer, judge
 from ..options import Exclude, excluded_names
 from ..reducer import Reducer, Step
 from ..statistics import Statistics
-from . import checkpoints
+from . import checkpoints, direct
 from .options import FSDPOptions
 from .shards import Shards, find_shards
 
@@ -135,6 +135,7 @@ class FSDPState:
         self._uses = _Uses(connection.control.channel("used parameters"))
         for shards in self._shards:
             shards.attach(self._reduce)
+        direct.install(self._shards)
         expect_optimizer(self._parameters.values(), partial(_judge, weakref.ref(self)))
 
     def __repr__(self) -> str:
