@@ -21,7 +21,11 @@ SMALL_FILES = {"entries.cu", "outliers.cu"}
 GUESSES = {"topk_place"}
 
 every_file = pytest.mark.parametrize("file", FILES)
-every_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES)
+#: The oldest, the newest and the commonest; `make test-all` takes the others too.
+QUICK = (75, 90, 120)
+every_architecture = pytest.mark.parametrize(
+    "architecture", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in ARCHITECTURES]
+)
 
 
 def resources(log: str) -> dict[str, Resources]:

@@ -196,7 +196,7 @@ def hurried(rank: int, exchange: str, steps: int) -> Any:
     return digests, buckets, done
 
 
-@pytest.mark.parametrize("exchange", ["gather", "split"])
+@pytest.mark.parametrize("exchange", [pytest.param("gather", marks=pytest.mark.slow), "split"])
 def test_twenty_buckets_under_way_and_everybody_late(ranks: Ranks, exchange: str) -> None:
     steps = 188 if exchange == "gather" else 38
     results = ranks(4).run(hurried, exchange, steps, within=300)
