@@ -15,6 +15,7 @@ import preloaded
 import pytest
 import torch
 from emulated import EmulatedDevice, emulated_gpu
+from hypothesis import settings
 from ranks import Pool
 
 PLAIN_PYTHON = sys.executable
@@ -31,6 +32,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """Have one server for the session, of which xdist's workers are told, and one thread a process."""
     # Threads of OpenMP wait for each other in a loop: where others run as well, that takes ten times the time.
     torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
+    # What decides whether a change is good draws the same examples each time; the slow tests' run draws new ones.
+    settings.register_profile("reproducible", derandomize=True)
+    if "not slow" in config.getoption("markexpr"):
+        settings.load_profile("reproducible")
     config.stash[PYTHON] = sys.executable
     if hasattr(config, "workerinput"):
         config.stash[PYTHON] = config.workerinput["python"]
