@@ -32,10 +32,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """Have one server for the session, of which xdist's workers are told, and one thread a process."""
     # Threads of OpenMP wait for each other in a loop: where others run as well, that takes ten times the time.
     torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
-    # What decides whether a change is good draws the same examples each time; the slow tests' run draws new ones.
-    settings.register_profile("reproducible", derandomize=True)
-    if "not slow" in config.getoption("markexpr"):
-        settings.load_profile("reproducible")
+    # What decides whether a change is good draws the same examples each time; the slow tests' run draws new ones. A
+    # busy machine is no fault of an example's.
+    settings.register_profile("gradwire", derandomize="not slow" in config.getoption("markexpr"), deadline=None)
+    settings.load_profile("gradwire")
     config.stash[PYTHON] = sys.executable
     if hasattr(config, "workerinput"):
         config.stash[PYTHON] = config.workerinput["python"]

@@ -75,7 +75,7 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
     "one value more": (lambda a: {"values": torch.ones(len(a["indices"]) + 1)}, "one for each"),
     "float64": (lambda a: {"values": a["values"].double()}, "values must be"),
     "meta": (lambda a: {"values": a["values"].to("meta")}, "values must be"),
-    "cube": (lambda a: {"values": a["values"].view(len(a["indices"]), -1, 1)}, "values must be"),
+    "cube": (lambda a: {"values": a["values"][:, None, None]}, "values must be"),
     "no row": (lambda a: {"values": a["values"].new_zeros(len(a["indices"]), 0)}, "values must be"),
     "other row": (lambda a: {"values": torch.ones(len(a["indices"]), 11), "out": None}, "disagree on "),
     "sparse": (lambda a: {"indices": torch.eye(2, dtype=torch.int64).to_sparse()}, "indices must be"),
