@@ -58,7 +58,7 @@ class Unit:
         strategy: Feedback | None = None,
     ) -> None:
         self.index, self.parameters, self.numel, self.dtype = index, parameters, like.numel(), like.dtype
-        self.names = frozenset(slot.name for slot in slots)
+        self.slots, self.names = slots, frozenset(slot.name for slot in slots)
         kept = tuple(slot for slot in slots if slot.name not in excluded)
         rest = tuple(slot for slot in slots if slot.name in excluded)
         self.layout, self.beside = end_to_end(kept), end_to_end(rest)

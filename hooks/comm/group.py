@@ -278,16 +278,12 @@ class Group:
         order, as DDP has it."""
         if not self.averages(tensor.device):
             return self.all_reduce(tensor.mul_(1.0 / self.size))
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.AVG
-        work: dist.Work = self._group.allreduce([tensor], options)
+        work: dist.Work = self._group.allreduce([tensor], _averaging(dist.AllreduceOptions()))
         return work
 
     def mean_of_rows(self, output: Tensor, rows: Tensor) -> Work:
         """Start: `output` = mean over the ranks of row `rank` of `rows`, where the backend `averages`."""
-        options = dist.ReduceScatterOptions()
-        options.reduceOp = dist.ReduceOp.AVG
-        work: Work = self._group._reduce_scatter_base(output, rows, options)
+        work: Work = self._group._reduce_scatter_base(output, rows, _averaging(dist.ReduceScatterOptions()))
         return work
 
     def sum(self, tensor: Tensor, pieces: Tensor) -> Generator[Work, None, None]:
@@ -334,6 +330,12 @@ class Group:
         self.all_gather_v(texts, mine, sizes).wait()
         parts = [json.loads(bytes(part.tolist())) if len(part) else None for part in texts.split(sizes)]
         return [parts[first[row]] for row in told]
+
+
+def _averaging(options: Any) -> Any:
+    """Options of a collective that makes means."""
+    options.reduceOp = dist.ReduceOp.AVG
+    return options
 
 
 def _meeting_place(members: Sequence[int], rank: int) -> dist.Store:

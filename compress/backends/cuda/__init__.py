@@ -27,6 +27,8 @@ from .sparse import SUFFIXES, TopK
 #: How the kernels name a format that is stored.
 STORED = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 WARPS = THREADS // 32
+#: Arguments of a kernel that are no tensors.
+Numbers = tuple[np.generic, ...]
 #: Elements that the kernels without blocks take at once.
 ROW = 256
 
@@ -55,11 +57,11 @@ class _Blocks(Kernels):
     #: Whether the kernel that encodes takes a draw, last: null where the codec rounds to the nearest.
     draws = False
 
-    def encode_options(self, codec: Any) -> tuple[np.generic, ...]:
+    def encode_options(self, codec: Any) -> Numbers:
         """What `encode` takes besides the tensors."""
         raise NotImplementedError
 
-    def decode_options(self, codec: Any) -> tuple[np.generic, ...]:
+    def decode_options(self, codec: Any) -> Numbers:
         raise NotImplementedError
 
     def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
@@ -88,7 +90,7 @@ class _Blocks(Kernels):
         key = "encode", x.numel(), x.dtype
         ready: _Ready | None = workspace.buffers.get(key)
         if ready is None or ready.codec is not codec:
-            options = np.int64(x.numel()), *self.encode_options(codec)
+            options: Numbers = np.int64(x.numel()), *self.encode_options(codec)
             ready = workspace.buffers[key] = self._ready(codec, f"{self.encoder}_encode", x, options)
         arguments = x, residual, wire, *ready.first
         if self.draws:
@@ -109,13 +111,11 @@ class _Blocks(Kernels):
             ready = workspace.buffers[key] = self._decoder(codec, out, mean, pitch, ranks)
         ready.decode(whole_rows(rows), out, workspace)
 
-    def _decoder(self, codec: Any, out: Tensor, how: tuple[np.generic, ...], pitch: int, ranks: int) -> _Ready:
-        source = np.int64(pitch), np.int32(ranks), *self.decode_options(codec)
+    def _decoder(self, codec: Any, out: Tensor, how: Numbers, pitch: int, ranks: int) -> _Ready:
+        source: Numbers = np.int64(pitch), np.int32(ranks), *self.decode_options(codec)
         return self._ready(codec, f"{self.decoder}_decode", out, (np.int64(out.numel()), *how), source)
 
-    def _ready(
-        self, codec: Any, kernel: str, like: Tensor, first: tuple[np.generic, ...], last: tuple[np.generic, ...] = ()
-    ) -> _Ready:
+    def _ready(self, codec: Any, kernel: str, like: Tensor, first: Numbers, last: Numbers = ()) -> _Ready:
         device: Device = device_for(like.device)
         function = device.function(self.file, f"{kernel}_{SUFFIXES[like.dtype]}")
         return _Ready(codec, function, self.grid(codec, like.numel(), device.sm_count), first, last)
@@ -132,8 +132,8 @@ class _Ready:
     codec: Any
     function: Function
     grid: int
-    first: tuple[np.generic, ...]
-    last: tuple[np.generic, ...] = ()
+    first: Numbers
+    last: Numbers = ()
 
     def decode(self, wires: Tensor, out: Tensor, workspace: Workspace) -> None:
         # The status word goes last.
@@ -143,10 +143,10 @@ class _Ready:
 class OneBit(_Blocks):
     file, encoder, decoder = "sign.cu", "onebit", "onebit"
 
-    def encode_options(self, codec: Any) -> tuple[np.generic, ...]:
+    def encode_options(self, codec: Any) -> Numbers:
         return np.int32(codec.block), np.int32(codec.scale == "sided")
 
-    def decode_options(self, codec: Any) -> tuple[np.generic, ...]:
+    def decode_options(self, codec: Any) -> Numbers:
         return (np.int32(codec.block),)
 
 
@@ -154,10 +154,10 @@ class QSGD(_Blocks):
     file, encoder, decoder = "quantize.cu", "qsgd", "qsgd"
     draws = True
 
-    def encode_options(self, codec: Any) -> tuple[np.generic, ...]:
+    def encode_options(self, codec: Any) -> Numbers:
         return np.int32(codec.block), np.int32(codec.bits), np.int32(codec.norm == "l2")
 
-    def decode_options(self, codec: Any) -> tuple[np.generic, ...]:
+    def decode_options(self, codec: Any) -> Numbers:
         return np.int32(codec.block), np.int32(codec.bits)
 
 
@@ -165,10 +165,10 @@ class TernGrad(_Blocks):
     file, encoder, decoder = "ternary.cu", "terngrad", "ternary"
     draws = True
 
-    def encode_options(self, codec: Any) -> tuple[np.generic, ...]:
+    def encode_options(self, codec: Any) -> Numbers:
         return np.int32(codec.block), np.float32(codec.clip)
 
-    def decode_options(self, codec: Any) -> tuple[np.generic, ...]:
+    def decode_options(self, codec: Any) -> Numbers:
         return (np.int32(codec.block),)
 
 
@@ -176,7 +176,7 @@ class Ternary(TernGrad):
     encoder = "ternary"
     draws = False
 
-    def encode_options(self, codec: Any) -> tuple[np.generic, ...]:
+    def encode_options(self, codec: Any) -> Numbers:
         return (np.int32(codec.block),)
 
 
@@ -191,12 +191,12 @@ class ChunkedTopK(_Blocks):
     def grid(self, codec: Any, numel: int, sm_count: int) -> int:
         return min(-(-numel // self.block(codec)), SHARES * sm_count)
 
-    def encode_options(self, codec: Any) -> tuple[np.generic, ...]:
+    def encode_options(self, codec: Any) -> Numbers:
         layout = index_layout(codec.chunk, codec.k)
         form = codec.chunk, codec.k, codec.bits, layout.low_bits, layout.upper_words, layout.low_words
         return tuple(np.int32(number) for number in form)
 
-    def decode_options(self, codec: Any) -> tuple[np.generic, ...]:
+    def decode_options(self, codec: Any) -> Numbers:
         return self.encode_options(codec)
 
 
@@ -208,10 +208,10 @@ class Cast(_Blocks):
     def block(self, codec: Any) -> int:
         return ROW
 
-    def encode_options(self, codec: Any) -> tuple[np.generic, ...]:
+    def encode_options(self, codec: Any) -> Numbers:
         return (np.int32(STORED[getattr(codec, "dtype", torch.float32)]),)
 
-    def decode_options(self, codec: Any) -> tuple[np.generic, ...]:
+    def decode_options(self, codec: Any) -> Numbers:
         return self.encode_options(codec)
 
 
