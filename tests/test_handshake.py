@@ -520,19 +520,17 @@ def test_groups_of_nodes_are_split_off_by_their_members_alone(ranks: Ranks) -> N
             assert sums == [(side[rank], sum(side[rank])) for side in (inside, between)]
 
 
-@pytest.mark.parametrize("able", [False, True])
+@pytest.mark.parametrize("able", [{"cuda": True}, {"cuda": False}, {"cpu": False, "cuda": True}], ids=str)
 @pytest.mark.parametrize("bound", [None, torch.device("cuda", 0)], ids=str)
 def test_a_group_is_split_where_torch_can(
-    bound: torch.device | None, able: bool, monkeypatch: pytest.MonkeyPatch
+    bound: torch.device | None, able: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over NCCL, where the processes have said which GPU is theirs."""
-    backend = SimpleNamespace(supports_splitting=able)
-    carrier = SimpleNamespace(_get_backend=lambda device: backend)
-    default = SimpleNamespace(bound_device_id=bound)
-    monkeypatch.setattr(
-        nodes, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=default), split_group=dist.split_group)
-    )
-    assert nodes._splits(carrier) is (bound is not None and able)
+    """Where the processes have said which GPU is theirs, and no backend of the group stands against it."""
+    backends = {torch.device(name): SimpleNamespace(supports_splitting=each) for name, each in able.items()}
+    carrier = SimpleNamespace(_get_backend=backends.__getitem__, _device_types=list(backends))
+    default = SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=bound))
+    monkeypatch.setattr(nodes, "dist", SimpleNamespace(group=default, split_group=dist.split_group))
+    assert nodes._splits(carrier) is (bound is not None and all(able.values()))
 
 
 @pytest.mark.parametrize(

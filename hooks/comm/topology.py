@@ -7,7 +7,6 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from .group import Group
@@ -107,11 +106,12 @@ _made: weakref.WeakKeyDictionary[Any, dict[int, tuple[Group, Group]]] = weakref.
 
 def _splits(carrier: Any) -> bool:
     """Whether torch can make groups out of a process group's own connections, by its members alone: over NCCL, where
-    `init_process_group` was told the device."""
+    `init_process_group` was told the device, and no other backend is there that cannot."""
     default = dist.group.WORLD
     if not hasattr(dist, "split_group") or getattr(default, "bound_device_id", None) is None:
         return False
-    return bool(getattr(carrier._get_backend(torch.device("cuda")), "supports_splitting", False))
+    backends = [carrier._get_backend(device) for device in carrier._device_types]  # Gloo's too, where there is one
+    return all(getattr(backend, "supports_splitting", False) for backend in backends)
 
 
 def _subgroups(mesh: list[list[int]], carrier: Any) -> tuple[Group, Group]:
