@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from . import publish
 from .advisor import advise
-from .codec import codecs, gpu_model, warm
+from .codec import codecs, gpu_model, host, warm
 from .gpu import gpu
 from .network import allreduce, exchange, hsdp, links, program, step, timeline
 from .training import learn, train
@@ -29,6 +29,7 @@ COMMANDS = {
     "publish": (publish, "regenerate every figure of docs/benchmarks.md"),
     "warm": (warm, "compile kernels ahead, so that no training begins with it"),
     "gpu-model": (gpu_model, "count the CUDA kernels' instructions, and model what they take on GPUs; needs none"),
+    "host": (host, "time what the CUDA backend takes of the host, a bucket, with launches left out; needs no GPU"),
     "gpu": (gpu, "test, check and time the CUDA kernels on this machine's GPU"),
 }
 

@@ -6,8 +6,9 @@ belongs to a parameter moves by its name from one layout to another.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -53,7 +54,50 @@ def end_to_end(slots: Iterable[Slot]) -> Layout:
     return tuple(result)
 
 
-def pack(slots: Iterable[tuple[Slot, Slot]], source: Tensor, target: Tensor) -> None:
-    """Copy parameters between two flat buffers, from the first slot's place to the second's."""
-    for here, there in slots:
-        there.flat(target).copy_(here.flat(source))
+#: Where a run of elements lies in a flat buffer, and the memory that it is copied to and from.
+Run = tuple[int, Tensor]
+
+
+def runs_between(places: Iterable[tuple[Slot, Slot]], inside: Tensor) -> Iterator[Run]:
+    """What moves parameters between a flat buffer and another one, `inside`: as few runs as there are parameters that
+    do not lie next to each other in both.
+
+    Args:
+        places: of each, in the buffer and in the other one; ascending in the first.
+    """
+    start = there = length = 0
+    for here, slot in places:
+        if (here.start, slot.start) != (start + length, there + length):
+            yield start, inside[there : there + length]
+            start, there, length = here.start, slot.start, 0
+        length += here.numel
+    yield start, inside[there : there + length]
+
+
+class Packing:
+    """Moves parts of a flat buffer elsewhere and back, in one launch where all have the same dtype.
+
+    Args:
+        numel: of the buffer.
+        runs: which parts, and where to.
+    """
+
+    def __init__(self, numel: int, runs: Iterable[Run]) -> None:
+        ordered = sorted((run for run in runs if run[1].numel()), key=lambda run: run[0])
+        self._outside = [memory for _, memory in ordered]
+        # Every other part of the buffer is between two runs.
+        edges = [0, *(edge for start, part in ordered for edge in (start, start + part.numel())), numel]
+        self._sizes = [end - start for start, end in pairwise(edges)]
+
+    def take(self, buffer: Tensor) -> None:
+        """Copy from the buffer."""
+        if self._outside:
+            torch._foreach_copy_(self._outside, self._inside(buffer))
+
+    def put(self, buffer: Tensor) -> None:
+        """Copy to the buffer."""
+        if self._outside:
+            torch._foreach_copy_(self._inside(buffer), self._outside)
+
+    def _inside(self, buffer: Tensor) -> list[Tensor]:
+        return list(buffer.split_with_sizes(self._sizes)[1::2])

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from .auto import probe
 from .auto.planner import Choice, Planner
 from .comm import handshake
-from .comm.group import HANDSHAKE_TIMEOUT, Group, Work
+from .comm.group import HANDSHAKE_TIMEOUT, Group
 from .comm.pipeline import Pipeline
 from .comm.topology import make_topology
+from .comm.works import Work
 from .loss_scale import Scaling
 
 CONSTRUCT = "Construct {} with equal arguments and models on every rank"
@@ -178,17 +179,17 @@ class Connection:
         self._compare("", {"error": problem})
 
     def _announce(self, *words: int) -> None:
-        self._mine.zero_()
-        self._mine[: len(words)] = torch.tensor(words)
+        self._mine.copy_(torch.tensor([*words, *[0] * (len(self._mine) - len(words))]))
         self._under_way = self._port.start()
 
     def _compare(self, call: str, means: dict[str, Any]) -> None:
         self._under_way.wait()
-        if not (self._all[:, :2] == self._mine[:2]).all():
+        rows, mine = self._all.tolist(), self._mine.tolist()
+        if any(row[:2] != mine[:2] for row in rows):
             remedy = "Every rank must make the same calls with the same arguments"
-            handshake.compare(self.control.objects({"call": call, "step": int(self._mine[0]), **means}), remedy)
-        self.uneven_saves |= bool((self._all[:, 2] != self._mine[2]).any())
-        self.drifted = bool(self._all[:, 3].any())
+            handshake.compare(self.control.objects({"call": call, "step": mine[0], **means}), remedy)
+        self.uneven_saves |= any(row[2] != mine[2] for row in rows)
+        self.drifted = any(row[3] for row in rows)
 
     def agreed(self, seconds: list[float]) -> list[float]:
         """The slowest rank's. A collective."""

@@ -60,7 +60,8 @@ class CompressState(State):
             torch.bfloat16 (with error feedback), or None: it compresses always.
         topology: how ranks lie on nodes, for "auto" and "hierarchical", which compress between nodes only: ranks on
             each node, a two-dimensional DeviceMesh (nodes × ranks inside), "auto" (what torchrun says), or None. Over
-            NCCL groups inside and between nodes are made once for a process group, by all processes.
+            NCCL groups inside and between nodes are made once for a process group: by its ranks, where
+            `init_process_group` was given `device_id`, else by all processes.
         grad_scaler: the GradScaler in use, if any: residuals follow its scale, and where it skips a step because of an
             overflow they are put back as they were after its last `update()`. All of the model's parameters are taken
             to be in one optimizer's hands.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..compress.codec import new_draw
 from ..compress.feedback import NOTHING, Feedback, Kept
-from ..compress.layout import Layout, end_to_end, layout_numel, pack
+from ..compress.layout import Layout, Packing, end_to_end, layout_numel, runs_between
 from ..compress.memory import Memory
 from .auto.planner import REVIEW_EVERY, Choice, Plan
 from .auto.tuner import Tuner
@@ -58,12 +58,10 @@ class Unit:
         strategy: Feedback | None = None,
     ) -> None:
         self.index, self.parameters, self.numel, self.dtype = index, parameters, like.numel(), like.dtype
-        self.names = frozenset(slot.name for slot in slots)
+        self.slots, self.names = slots, frozenset(slot.name for slot in slots)
         kept = tuple(slot for slot in slots if slot.name not in excluded)
         rest = tuple(slot for slot in slots if slot.name in excluded)
         self.layout, self.beside = end_to_end(kept), end_to_end(rest)
-        self.compressed = tuple(zip(kept, self.layout, strict=True))
-        self.dense = tuple(zip(rest, self.beside, strict=True))
         self.extra = torch.zeros(layout_numel(rest), dtype=torch.float32, device=like.device)
         #: Whether what stays as it is goes through the strategy too.
         self.keeps_beside = bool(rest) and strategy is not None and not strategy.only_residual
@@ -73,6 +71,10 @@ class Unit:
         dtype = torch.float32 if wide else like.dtype
         moves = bool(rest) or dtype != like.dtype
         self.packed = torch.zeros(layout_numel(kept), dtype=dtype, device=like.device) if moves else None
+        if self.packed is not None:
+            compressed = runs_between(zip(kept, self.layout, strict=True), self.packed)
+            dense = runs_between(zip(rest, self.beside, strict=True), self.extra)
+            self.packing = Packing(self.numel, [*compressed, *dense])
         self.choice: Choice | None = None
         self.plan: Plan | None = None
         self.clock: Clock | None = None
@@ -102,10 +104,13 @@ class Unit:
     def use(self, exchange: Exchange, seed: int, rank: int) -> None:
         """Let an exchange serve from now on."""
         stream = 2 * rank << 32 | self.index
-        draws = new_draw(seed, 0, stream, self.device), new_draw(seed, 0, stream | 1 << 32, self.device)
+        draws = torch.stack([new_draw(seed, 0, number, self.device) for number in (stream, stream | 1 << 32)])
         self.exchange, self.operands = exchange, Operands(self.extra, self.extra, self.extra, NOTHING, (), *draws)
+        stochastic = exchange.codec.stochastic or exchange.codec.of_means().stochastic
+        #: Where the draws have their step; None where nothing is drawn.
+        self.steps = draws[:, 1] if stochastic else None
         self.kept = None  # nor what owners keep, whose slices are the exchange's
-        self.seen = [0, 0]  # of its status
+        self.seen = [0, 0]  # of its counts
 
     def follow(self, plan: Plan, topology: Topology, seed: int) -> None:
         """Let the exchange serve that a plan wants."""
@@ -125,8 +130,11 @@ class Unit:
             step: of the draws.
         """
         operands = self.operands
-        operands.draw[1] = operands.owner_draw[1] = step
-        operands.out = grad = buffer if self.packed is None else self.gather(buffer)
+        if self.steps is not None:
+            self.steps.fill_(step)
+        if self.packed is not None:
+            self.packing.take(buffer)
+        operands.out = grad = buffer if self.packed is None else self.packed
         operands.grad = self._feed(grad, feedback, keeps)
         if self.keeps_beside:
             self.extra.copy_(feedback.take(self.beside, self.extra))
@@ -141,7 +149,7 @@ class Unit:
         if self.keeps_beside:
             feedback.deliver(self.beside, self.extra)
         if self.packed is not None:
-            self.scatter(buffer)
+            self.packing.put(buffer)
 
     def _feed(self, grad: Tensor, feedback: Memory, keeps: bool) -> Tensor:
         """What is to be encoded; puts what is kept, and what this rank keeps for others, among the operands."""
@@ -169,54 +177,44 @@ class Unit:
         """Draws and predictions begin again."""
         self.plan = self.choice = None
 
-    def gather(self, buffer: Tensor) -> Tensor:
-        """Where that is not all of the buffer as it is: what is to be compressed, flat; fills `extra` with the rest."""
-        assert self.packed is not None
-        pack(self.compressed, buffer, self.packed)
-        pack(self.dense, buffer, self.extra)
-        return self.packed
-
-    def scatter(self, buffer: Tensor) -> None:
-        """Put both back where DDP looks for them."""
-        assert self.packed is not None
-        pack(((there, here) for here, there in self.compressed), self.packed, buffer)
-        pack(((there, here) for here, there in self.dense), self.extra, buffer)
-
 
 @dataclass(eq=False)
 class Counts:
-    """What a step's exchanges have counted, on its way to the host: rows of two, `Exchange.status` for each unit, and
+    """What a step's exchanges have counted, on its way to the host: rows of two, `Exchange.counts` of each unit, and
     how many means were not finite.
 
     Attributes:
         rows_finite: whether the means of sparse gradients were.
-        seen: what each unit had counted before.
+        seen: what each unit had counted before, and in how many rows it counts.
     """
 
     step: Step
     rows_finite: bool
-    seen: list[list[int]]
+    seen: list[tuple[list[int], int]]
     reading: Reading
 
     @classmethod
     def of(cls, step: Step, memory: Tensor | None) -> Counts:
         """Begin to read. Args: as of `Reading`."""
         units = [unit for unit, _ in step.reduced]
-        status = [unit.exchange.status() for unit in units]
+        counts = [unit.exchange.counts() for unit in units]
+        rows = [row for found in counts for row in found]
         overflows = [unit.overflow.long() for unit in units if unit.overflow is not None]
         if overflows:
-            status.append(torch.stack(overflows).sum().expand(2))
-        numbers = torch.stack(status) if status else torch.zeros(0, 2, dtype=torch.int64)
-        finite = all(rows.finite for rows in step.rows)
-        return cls(step, finite, [unit.seen for unit in units], Reading(numbers, memory))
+            rows.append(torch.stack(overflows).sum().expand(2))
+        numbers = torch.stack(rows) if rows else torch.zeros(0, 2, dtype=torch.int64)
+        finite = all(gradient.finite for gradient in step.rows)
+        seen = [(unit.seen, len(found)) for unit, found in zip(units, counts, strict=True)]
+        return cls(step, finite, seen, Reading(numbers, memory))
 
     def read(self) -> tuple[int, bool]:
         """Entries skipped, and whether anything was not finite. Once."""
-        numbers, skipped, broken = self.reading.read(), 0, 0
-        for now, seen in zip(numbers, self.seen, strict=False):
+        numbers, skipped, broken, first = self.reading.read(), 0, 0, 0
+        for seen, length in self.seen:
+            now = [sum(column) for column in zip(*numbers[first : first + length], strict=True)]
             skipped, broken = skipped + now[0] - seen[0], broken + now[1] - seen[1]
-            seen[:] = now
-        if len(numbers) > len(self.seen):  # of the means themselves, which a scaler goes by
+            seen[:], first = now, first + length
+        if len(numbers) > first:  # of the means themselves, which a scaler goes by
             broken = numbers[-1][0]
         return skipped, bool(broken) or not self.rows_finite
 
@@ -335,7 +333,7 @@ class Reducer:
         group = self.connection.dense_group
         assert group is not None
         self._was_straight = True
-        future = _Sum(group.all_reduce(buffer.mul_(1.0 / group.size)), buffer)
+        future = _Sum(group.mean(buffer), buffer)
         self.straight.append(future)
         return future
 

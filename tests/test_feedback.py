@@ -12,7 +12,7 @@ import pytest
 import torch
 from gradwire.compress import QSGD, Codec, OneBit, TopK, new_draw
 from gradwire.compress.feedback import NOTHING, RESIDUAL, Feedback, Kept, NoFeedback, Residual
-from gradwire.compress.layout import Layout, OwnedSlice, Slot, layout_numel, pack
+from gradwire.compress.layout import Layout, OwnedSlice, Packing, Slot, end_to_end, layout_numel, runs_between
 from gradwire.compress.memory import Memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -152,13 +152,39 @@ def test_taking_the_residual_empties_it_but_keeps_what_cannot_be_sent() -> None:
     assert torch.equal(residual_of(feedback, layout), torch.tensor([0.0, 0.0, 0.5, 0.0, 0.0]))
 
 
-def test_packing_moves_parameters_between_buffers() -> None:
-    here, there = layout_of(["a", "b", "d"]), layout_of(["d", "a", "b"])
-    pairs = [(slot, next(s for s in there if s.name == slot.name)) for slot in here]
-    source, target = torch.arange(18.0), torch.zeros(18)
-    pack(pairs, source, target)
-    for slot, place in pairs:
-        assert torch.equal(slot.view(source), place.view(target))
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5), st.booleans()), max_size=8),
+    st.integers(0, 3),
+    st.sampled_from([torch.float32, torch.float16]),
+)
+def test_packing_moves_runs_of_parameters_there_and_back(
+    found: list[tuple[int, int, bool]], behind: int, dtype: torch.dtype
+) -> None:
+    """Of a buffer with gaps, between which each parameter goes to one of two places."""
+    slots, place = list[tuple[Slot, bool]](), 0
+    for number, (gap, length, first) in enumerate(found):
+        slots.append((Slot(str(number), place + gap, (length,), (1,)), first))
+        place += gap + length
+    buffer = torch.arange(1.0, place + behind + 1)
+    sides = [[slot for slot, first in slots if first is side] for side in (True, False)]
+    inside = [torch.zeros(layout_numel(tuple(side)), dtype=dtype) for side in sides]
+    parts = [
+        list(runs_between(zip(side, end_to_end(side), strict=True), memory))
+        for side, memory in zip(sides, inside, strict=True)
+    ]
+    packing = Packing(len(buffer), [*parts[0], *parts[1]])
+    packing.take(buffer)
+    for side, memory in zip(sides, inside, strict=True):
+        assert torch.equal(memory.float(), torch.cat([torch.zeros(0), *(slot.flat(buffer) for slot in side)]))
+    back = torch.zeros_like(buffer)
+    packing.put(back)
+    covered = torch.cat([torch.zeros(0), *(slot.flat(buffer) for slot, _ in slots)])
+    assert torch.equal(back[back > 0], covered), "and nothing between them"
+    # A run ends only where a gap, or a parameter of the other side, follows.
+    ends = sum(1 for (a, x), (b, y) in itertools.pairwise(slots) if x != y or a.start + a.numel != b.start) + bool(
+        slots
+    )
+    assert len(packing._outside) == ends
 
 
 # -- strategies

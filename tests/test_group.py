@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire.hooks.comm import group as group_module
-from gradwire.hooks.comm.group import Group, Port
+from gradwire.hooks.comm.group import Group
 from gradwire.hooks.comm.pipeline import drive
+from gradwire.hooks.comm.works import Port
 from ranks import Pool
 
 Ranks = Callable[[int], Pool]

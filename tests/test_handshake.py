@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -481,6 +482,55 @@ def test_a_model_on_some_of_the_processes(ranks: Ranks) -> None:
     found = ranks(1).run(on_some)[0]
     assert found[0] is found[2] is None
     assert all("must be a DeviceMesh" in text for text in (found[1], found[3]))
+
+
+def split_by_members(rank: int) -> Any:
+    """A model on four of six processes, over a backend that splits: processes 1 and 4 take no part."""
+    members, made = [0, 2, 3, 5], list[Any]()
+    carrier = dist.new_group(members)
+
+    def split_group(parent: Any, rows: list[list[int]]) -> Any:
+        assert parent is carrier
+        made.append(rows)
+        (mine,) = (row for row in rows if members.index(rank) in row)
+        return Group.of_ranks([members[place] for place in mine])._group
+
+    with patch.object(nodes, "_splits", lambda carrier: True), patch.object(dist, "split_group", split_group):
+        if rank not in members:
+            return None
+        topologies = [nodes.make_topology(2, members, Group(carrier), carrier, blocking=False) for _ in range(2)]
+    sides, again = ((each.inside, each.between) for each in topologies)
+    assert sides == again, "the same groups"
+    sums = []
+    for group in sides:
+        assert group is not None
+        total = torch.full((1,), float(rank))
+        group.all_reduce(total).wait()
+        sums.append((group.ranks, total.item()))
+    return made, sums
+
+
+def test_groups_of_nodes_are_split_off_by_their_members_alone(ranks: Ranks) -> None:
+    found = ranks(6).run(split_by_members)
+    inside, between = {0: (0, 2), 2: (0, 2), 3: (3, 5), 5: (3, 5)}, {0: (0, 3), 3: (0, 3), 2: (2, 5), 5: (2, 5)}
+    for rank, told in enumerate(found):
+        if rank in inside:
+            made, sums = told
+            assert made == [[[0, 1], [2, 3]], [[0, 2], [1, 3]]], "places in the model's group, once"
+            assert sums == [(side[rank], sum(side[rank])) for side in (inside, between)]
+
+
+@pytest.mark.parametrize("able", [{"cuda": True}, {"cuda": False}, {"cpu": False, "cuda": True}], ids=str)
+@pytest.mark.parametrize("bound", [None, torch.device("cuda", 0)], ids=str)
+def test_a_group_is_split_where_torch_can(
+    bound: torch.device | None, able: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the processes have said which GPU is theirs, and no backend of the group stands against it."""
+    backends = {torch.device(name): SimpleNamespace(supports_splitting=each) for name, each in able.items()}
+    carrier = SimpleNamespace(_get_backend=backends.__getitem__, _device_types=list(backends))
+    default = SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=bound))
+    monkeypatch.setattr(nodes, "dist", SimpleNamespace(group=default, split_group=dist.split_group))
+    assert nodes._splits(carrier) is (bound is not None and all(able.values()))
 
 
 @pytest.mark.parametrize(

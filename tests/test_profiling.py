@@ -9,7 +9,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ import pytest
 import torch
 from gradwire import Codec, OneBit, TopK
 from gradwire.hooks import Statistics
-from gradwire.hooks.comm.pipeline import clock
+from gradwire.hooks.comm import pipeline
+from gradwire.hooks.comm.pipeline import NVTX_TOOLS, clock
 from ranks import Pool
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 from training import batch, convnet, wrap
@@ -113,20 +114,36 @@ def test_phases_on_the_profiled_thread_need_no_option() -> None:
     assert event.time_range.elapsed_us() >= 1e4
 
 
+@pytest.mark.parametrize("profiled", [False, True])
+@pytest.mark.parametrize("tool", [None, *NVTX_TOOLS])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_nvtx_names_phases_of_buckets_on_a_gpu(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranges_are_opened_for_those_who_look_at_them(
+    device: str, tool: str | None, profiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's for its profiler, NVTX's for Nsight on a GPU, and for nobody none: they take longer than some phases."""
     seen = []
 
-    @contextmanager
-    def nvtx(name: str) -> Iterator[None]:
-        seen.append(f"push {name}")
-        yield
-        seen.append("pop")
+    def opens(kind: str) -> Callable[[str], AbstractContextManager[None]]:
+        @contextmanager
+        def opened(name: str) -> Iterator[None]:
+            seen.append(f"{kind}: {name}")
+            yield
+            seen.append(f"{kind} ends")
 
-    monkeypatch.setattr(torch.cuda.nvtx, "range", nvtx)
-    with clock(Statistics().seconds, 3, torch.device(device))("encode"):
+        return opened
+
+    monkeypatch.setattr(torch.cuda.nvtx, "range", opens("nvtx"))
+    monkeypatch.setattr(pipeline, "record_function", opens("torch"))
+    for name in NVTX_TOOLS:
+        monkeypatch.delenv(name, raising=False)
+    if tool is not None:
+        monkeypatch.setenv(tool, "1")
+    profiler = profile(activities=[ProfilerActivity.CPU]) if profiled else nullcontext()
+    with profiler, clock(Statistics().seconds, 3, torch.device(device))("encode"):
         seen.append("inside")
-    assert seen == (["push gradwire:encode bucket 3", "inside", "pop"] if device == "cuda" else ["inside"])
+    kinds = [kind for kind, wanted in (("torch", profiled), ("nvtx", device == "cuda" and tool is not None)) if wanted]
+    begins, ends = [f"{kind}: gradwire:encode bucket 3" for kind in kinds], [f"{kind} ends" for kind in reversed(kinds)]
+    assert seen == [*begins, "inside", *ends]
 
 
 def test_the_recipe_runs(tmp_path: Path) -> None:

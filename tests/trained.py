@@ -88,7 +88,7 @@ class Account:
 
     @staticmethod
     def _add(total: dict[str, Tensor], unit: Unit, buffer: Tensor) -> None:
-        for there, _ in (*unit.compressed, *unit.dense):
+        for there in unit.slots:
             part = there.flat(buffer).double()
             total[there.name] = total[there.name] + part if there.name in total else part
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,12 +18,12 @@ class Workspace:
     Attributes:
         status: int64[2] on the device, counted up by decoding: entries skipped because their index or code cannot
             occur in a sound wire, and records (sparse and cast codecs: positions) that are not finite.
-        buffers: what the backend keeps between calls (scratch, a predicted threshold).
+        buffers: what the backend keeps between calls (scratch, a predicted threshold, what it has prepared).
         codec, kernels: whose it is, and what runs that; None in one that a backend has made by itself.
     """
 
     status: Tensor
-    buffers: dict[str, Any] = field(default_factory=dict)
+    buffers: dict[Hashable, Any] = field(default_factory=dict)
     codec: Any = None
     kernels: Kernels | None = None
 

@@ -317,7 +317,9 @@ def typed_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def whole_rows(rows: Tensor) -> Tensor:
-    """All the memory from the first row's begin to the last row's end, as a flat tensor."""
+    """All the memory from the first row's begin to the last row's end: a tensor without gaps, flat if it has to be."""
+    if rows.is_contiguous():
+        return rows
     if rows.shape[1] > 1 and rows.stride(1) != 1:
         raise ValueError(
             f"rows of shape {tuple(rows.shape)} and strides {rows.stride()} have gaps: make them contiguous"

@@ -8,11 +8,11 @@ import hashlib
 import json
 import struct
 import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Generator, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from . import shared
 from .dissemination import Dissemination
+from .works import Collective, Messages, Padded, Port, Work
 
 #: How long ranks wait for each other when a state is made.
 HANDSHAKE_TIMEOUT = timedelta(seconds=60)
@@ -41,114 +42,6 @@ _groups: weakref.WeakSet[Group] = weakref.WeakSet()
 _channels: weakref.WeakKeyDictionary[Any, Counter[int]] = weakref.WeakKeyDictionary()
 
 
-class Work(Protocol):
-    """Something under way, as `dist.Work` is."""
-
-    def wait(self) -> Any: ...
-
-
-class Messages:
-    """Messages between this rank and the others: under way together, and waited for together.
-
-    Where all ranks send and receive at once, each link carries both ways at its full rate; Gloo's own all-to-all and
-    all-gather reach that on no more than every other call, and else take up to twice as long.
-    """
-
-    def __init__(self, works: Iterable[tuple[int, dist.Work]], group: Group, timeout: timedelta | None) -> None:
-        self._works, self._group, self._timeout = list(works), group, timeout
-
-    def wait(self) -> None:
-        works, self._works = self._works, []
-        for peer, work in works:
-            with self._group.naming(peer):
-                work.wait() if self._timeout is None else work.wait(self._timeout)
-
-
-class Together:
-    """Several things under way, waited for as one."""
-
-    def __init__(self, works: Iterable[Work]) -> None:
-        self._works = list(works)
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-
-class Port:
-    """Messages between all ranks whose sizes never change, time after time: one stage of an exchange.
-
-    Gloo lets a message go only once its receiver has announced itself. `post` does so ahead, so that the message takes
-    one latency and not two: twice ahead, as what is announced at the end of a step that is shorter than a latency comes
-    too late for the next one.
-
-    Args:
-        group: a channel, or else messages are received only when they are sent.
-        received, sent: of each rank and for each rank; what is empty goes nowhere. What arrives is there once it has
-            been waited for.
-        ahead: how many times to announce ahead. With one, messages arrive in `received` itself, between `post` and the
-            end of waiting; else in memory of their own.
-    """
-
-    def __init__(self, group: Group, received: Sequence[Tensor], sent: Sequence[Tensor], ahead: int = 2) -> None:
-        self._group, self._received, self._sent = group, received, sent
-        apart = ahead > 1 and group.named
-        self._free: list[Sequence[Tensor]]
-        self._free = [[torch.empty_like(part) for part in received] if apart else received for _ in range(ahead)]
-        self._posted: deque[tuple[Sequence[Tensor], list[tuple[int, dist.Work]]]] = deque()
-
-    def post(self) -> None:
-        """Announce the next messages. With one ahead, nothing may read what the last ones brought any more."""
-        with contextlib.suppress(RuntimeError):  # a rank that has gone, maybe as all is done; `start` would say so
-            while self._group.named and self._free:
-                self._post()
-
-    def _post(self) -> None:
-        self._posted.append((self._free[-1], self._group._receive(self._free[-1])))
-        self._free.pop()
-
-    def start(self) -> Work:
-        """Send; the messages of the other ranks, of as many starts, arrive meanwhile. Wait for them before the next."""
-        if not self._group.named:
-            return self._group._pairwise(self._received, self._sent)
-        if not self._posted:
-            self._post()
-        place, works = self._posted.popleft()
-        return _Arriving(self, place, self._group._send(self._received, self._sent, works))
-
-    def arrived(self, place: Sequence[Tensor]) -> None:
-        """Messages have arrived at a place, and are moved to where they are wanted."""
-        if place is not self._received:
-            for source, (part, target) in enumerate(zip(place, self._received, strict=True)):
-                if source != self._group.rank:
-                    target.copy_(part)
-        self._free.append(place)
-
-
-class _Arriving:
-    """Messages that a port receives."""
-
-    def __init__(self, port: Port, place: Sequence[Tensor], messages: Work) -> None:
-        self._port, self._messages = port, messages
-        self._place: Sequence[Tensor] | None = place
-
-    def wait(self) -> None:
-        self._messages.wait()
-        place, self._place = self._place, None
-        if place is not None:
-            self._port.arrived(place)
-
-
-class Collective:
-    """What a `Port` is, of a collective that needs no announcing."""
-
-    def __init__(self, start: Callable[[], Work]) -> None:
-        self.start = start
-
-    def post(self) -> None:
-        """Nothing."""
-
-
 class Group:
     """The collectives of one process group, for one thread at a time.
 
@@ -168,6 +61,7 @@ class Group:
         #: Of single messages, where it is not what the group was made with.
         self.timeout: timedelta | None = None
         self._tag = 0
+        self._averages: bool | None = None
         self._channels = _channels.setdefault(process_group, Counter())
         _groups.add(self)
 
@@ -279,9 +173,17 @@ class Group:
         return Collective(lambda: self.small_all_gather(output, row))
 
     def all_gather_v(self, output: Tensor, row: Tensor, sizes: Sequence[int]) -> Work:
-        """Start: `output` = the ranks' rows, end to end, `sizes[r]` elements from rank r."""
+        """Start: `output` = the ranks' rows, end to end, `sizes[r]` elements from rank r.
+
+        NCCL has none such: there all rows travel as long as the longest, so that each still enters a node once.
+        """
         if row.is_cuda:
-            return self.all_to_all_v(output, row.repeat(self.size), sizes, [row.numel()] * self.size)
+            longest = max(sizes)
+            if min(sizes) == longest:
+                return self.all_gather(output, row)
+            rows = row.new_empty(self.size, longest)
+            padded = row if row.numel() == longest else torch.nn.functional.pad(row, (0, longest - row.numel()))
+            return Padded(self.all_gather(rows, padded), padded, rows, output.split(list(sizes)))
         return self._pairwise(output.split(list(sizes)), [row] * self.size)
 
     def all_to_all(self, output: Tensor, rows: Tensor) -> Work:
@@ -362,6 +264,28 @@ class Group:
         work: dist.Work = self._group.allreduce([tensor])
         return work
 
+    def averages(self, device: torch.device) -> bool:
+        """Whether the backend divides by itself, as NCCL does: what a rank gives is multiplied by 1/size as it is
+        read."""
+        if device.type != "cuda":
+            return False
+        if self._averages is None:
+            self._averages = not self.blocks(self._group, device)
+        return self._averages
+
+    def mean(self, tensor: Tensor) -> dist.Work:
+        """Start: `tensor`, of floats, = mean over the ranks: multiplied by 1/size, and then the sum in the backend's
+        order, as DDP has it."""
+        if not self.averages(tensor.device):
+            return self.all_reduce(tensor.mul_(1.0 / self.size))
+        work: dist.Work = self._group.allreduce([tensor], _averaging(dist.AllreduceOptions()))
+        return work
+
+    def mean_of_rows(self, output: Tensor, rows: Tensor) -> Work:
+        """Start: `output` = mean over the ranks of row `rank` of `rows`, where the backend `averages`."""
+        work: Work = self._group._reduce_scatter_base(output, rows, _averaging(dist.ReduceScatterOptions()))
+        return work
+
     def sum(self, tensor: Tensor, pieces: Tensor) -> Generator[Work, None, None]:
         """Stages: `tensor` = sum over the ranks, in their order, by messages alone (a reduce-scatter and an
         all-gather).
@@ -420,6 +344,12 @@ class Group:
         self.all_gather_v(texts, mine, sizes).wait()
         parts = [json.loads(bytes(part.tolist())) if len(part) else None for part in texts.split(sizes)]
         return [parts[first[row]] for row in told]
+
+
+def _averaging(options: Any) -> Any:
+    """Options of a collective that makes means."""
+    options.reduceOp = dist.ReduceOp.AVG
+    return options
 
 
 def _meeting_place(members: Sequence[int], rank: int) -> dist.Store:

@@ -19,6 +19,7 @@ where they are submitted. Collectives that block, on tensors of a GPU, are run u
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -33,8 +34,8 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from .group import Work
 from .threads import start_thread
+from .works import Work
 
 #: What a unit of work yields: messages under way.
 Stages = Generator[Work, None, Any]
@@ -46,6 +47,8 @@ Clock = Callable[[str], AbstractContextManager[None]]
 _adding = threading.Lock()
 #: How profilers show a bucket's phase.
 RANGE = "gradwire:{phase} bucket {bucket}"
+#: What Nsight, and other tools that look at NVTX's ranges, set for the programs that they start.
+NVTX_TOOLS = ("NSYS_PROFILING_SESSION_ID", "NVTX_INJECTION64_PATH")
 #: What everything is told after one unit has failed.
 STOPPED = "gradwire stopped after an earlier error"
 
@@ -57,12 +60,17 @@ def no_clock(phase: str) -> AbstractContextManager[None]:
 
 def clock(seconds: dict[str, float], bucket: int, device: torch.device) -> Clock:
     """For a bucket: adds each phase's wall time to `seconds`, and shows it to profilers."""
-    return partial(_Phase, seconds, bucket, device.type == "cuda")
+    nvtx = device.type == "cuda" and any(name in os.environ for name in NVTX_TOOLS)
+    return partial(_Phase, seconds, bucket, nvtx)
 
 
 class _Phase:
     """Adds the time spent inside to `seconds`. While nobody profiles it opens no range: on small models to enter one
-    takes as long as the phase."""
+    takes as long as the phase.
+
+    Args:
+        nvtx: whether a tool looks at NVTX's ranges; torch.profiler's become such only under `emit_nvtx`.
+    """
 
     __slots__ = ("_bucket", "_nvtx", "_phase", "_ranges", "_seconds", "_start")
 
@@ -71,10 +79,12 @@ class _Phase:
         self._ranges: ExitStack | None = None
 
     def __enter__(self) -> None:
-        if self._nvtx or getattr(torch.autograd.profiler, "_is_profiler_enabled", True):
+        profiled = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
+        if profiled or self._nvtx:
             name, self._ranges = RANGE.format(phase=self._phase, bucket=self._bucket), ExitStack()
-            self._ranges.enter_context(record_function(name))
-            if self._nvtx:  # torch.profiler's range becomes one of NVTX only under `emit_nvtx`
+            if profiled:
+                self._ranges.enter_context(record_function(name))
+            if self._nvtx:
                 self._ranges.enter_context(torch.cuda.nvtx.range(name))
         self._start = time.perf_counter()
 

@@ -59,7 +59,8 @@ def node_size(topology: Any, world_size: int) -> int:
 
 
 def make_topology(topology: Any, ranks: list[int], everyone: Group, carrier: Any, blocking: bool) -> Topology:
-    """Make the groups. A collective of all processes of the default group, where it makes any that Gloo does not carry.
+    """Make the groups. A collective; of all processes of the default group, where it makes any that Gloo does not carry
+    and the carrier cannot be split.
 
     Args:
         ranks: global ranks, in the order of the group's.
@@ -83,11 +84,12 @@ def make_topology(topology: Any, ranks: list[int], everyone: Group, carrier: Any
         return Topology(everyone, Group.of_ranks(inside_ranks), Group.of_ranks(between_ranks))
     if hasattr(topology, "get_group"):
         return Topology(everyone, Group(topology.get_group(1)), Group(topology.get_group(0)))
-    if ranks != list(range(dist.get_world_size())):
+    if ranks != list(range(dist.get_world_size())) and not _splits(carrier):
         if topology == "auto":
             return Topology(everyone)
         raise ValueError(
-            "over NCCL, for a model on some of the processes, topology must be a DeviceMesh: it brings the groups along"
+            "over NCCL, for a model on some of the processes, topology must be a DeviceMesh, which brings the groups "
+            "along, or torch must be able to split the model's group: pass device_id to init_process_group"
         )
     return Topology(everyone, *_subgroups(mesh, carrier))
 
@@ -102,15 +104,36 @@ def _node_by_node(ranks: list[int], size: int) -> bool:
 _made: weakref.WeakKeyDictionary[Any, dict[int, tuple[Group, Group]]] = weakref.WeakKeyDictionary()
 
 
+def _splits(carrier: Any) -> bool:
+    """Whether torch can make groups out of a process group's own connections, by its members alone: over NCCL, where
+    `init_process_group` was told the device, and no other backend is there that cannot."""
+    default = dist.group.WORLD
+    if not hasattr(dist, "split_group") or getattr(default, "bound_device_id", None) is None:
+        return False
+    backends = [carrier._get_backend(device) for device in carrier._device_types]  # Gloo's too, where there is one
+    return all(getattr(backend, "supports_splitting", False) for backend in backends)
+
+
 def _subgroups(mesh: list[list[int]], carrier: Any) -> tuple[Group, Group]:
-    """The groups inside and between nodes, of the carrier's backend. At the first call for a carrier a collective of
-    all processes, each of which must take part in making each group, its own or not, in the same order; every later
-    call returns the same groups."""
+    """The groups inside and between nodes, of the carrier's backend. At the first call for a carrier a collective, of
+    its members where it `_splits`, else of all processes, each of which must take part in making each group, its own or
+    not, in the same order; every later call returns the same groups."""
     made = _made.setdefault(carrier, {})
     size = len(mesh[0])
     if size not in made:
-        backend = dist.get_backend_config(carrier)
         rows = mesh, [list(ranks) for ranks in zip(*mesh, strict=True)]
-        inside, between = (Group(dist.new_subgroups_by_enumeration(each, backend=backend)[0]) for each in rows)
+        make = _split if _splits(carrier) else _enumerated
+        inside, between = (make(each, carrier) for each in rows)
         made[size] = inside, between
     return made[size]
+
+
+def _split(rows: list[list[int]], carrier: Any) -> Group:
+    """This rank's of these groups: NCCL derives its communicator from the carrier's."""
+    place = {rank: number for number, rank in enumerate(dist.get_process_group_ranks(carrier))}
+    made = dist.split_group(carrier, [[place[rank] for rank in row] for row in rows])
+    return Group(made, next(row for row in rows if dist.get_rank() in row))
+
+
+def _enumerated(rows: list[list[int]], carrier: Any) -> Group:
+    return Group(dist.new_subgroups_by_enumeration(rows, backend=dist.get_backend_config(carrier))[0])

@@ -27,7 +27,8 @@ class Dense(Exchange):
     def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
         super().__init__(codec, numel, extra, device, group)
         self.memory: Tensor | None = None  # where the sum cannot be made in place
-        self.not_finite = torch.zeros(2, dtype=torch.int64, device=device)
+        self.counted = torch.zeros(2, dtype=torch.int64, device=device)
+        self.not_finite = self.counted[1]
         self.settled = False
 
     @classmethod
@@ -54,15 +55,14 @@ class Dense(Exchange):
             total = self.memory
             total[: self.numel].copy_(x.grad)
             total[self.numel :].copy_(x.extra)
-        total.mul_(1.0 / self.world_size)  # before the sum, as DDP and `Reducer.reduce_straight` do: to the same bits
-        yield self.group.all_reduce(total)
+        yield self.group.mean(total)  # as `Reducer.reduce_straight` does: to the same bits
         finite = all_finite(total)
-        self.not_finite[1] += ~finite
+        self.not_finite.add_(~finite)
         if not total.is_cuda:
             self.settled = bool(finite)
         if total is not x.out:
             x.out.copy_(total[: self.numel])
             x.extra.copy_(total[self.numel :])
 
-    def status(self) -> Tensor:
-        return self.not_finite
+    def counts(self) -> list[Tensor]:
+        return [self.counted]

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from ...compress.codec import Codec, SparseCodec
 from ..auto.cost import Calibration, Estimate
-from ..comm.group import Group, Together
+from ..comm.group import Group
 from ..comm.pipeline import Stages
+from ..comm.works import Together
 from .base import Bucketful, Exchange, Operands
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -9,16 +10,18 @@ from torch import Tensor
 
 from ...compress.codec import Codec
 from ...compress.feedback import NOTHING
-from ...compress.layout import OwnedSlice
+from ...compress.layout import OwnedSlice, Packing
 from ..auto.cost import HIERARCHICAL, Estimate, Nodes
 from ..comm.group import Group
 from ..comm.pipeline import Stages
+from ..comm.works import Collective, Port
 from .base import IDENTITY, Bucketful, Exchange, Operands, all_finite
 
 
 class Hierarchical(Exchange):
     """Full precision inside a node, compression between nodes: each rank of a node reduces a slice of the gradient, and
-    exchanges it, compressed, with the ranks of other nodes that have the same slice.
+    exchanges it, compressed, with the ranks of other nodes that have the same slice. What travels as it is goes the
+    same way, in slices, so that nothing leaves a node more than once.
 
     Args:
         inner: the exchange between nodes.
@@ -36,21 +39,36 @@ class Hierarchical(Exchange):
         between: Group,
     ) -> None:
         super().__init__(codec, numel, extra, device, inside)
-        self.slice = -(-numel // inside.size)
-        self.start = min(self.rank * self.slice, numel)
-        own = min(self.slice, numel - self.start)
-        self.inner = inner(codec, own, extra, device, between)
-        self.sent = torch.zeros(inside.size * self.slice, dtype=torch.float32, device=device)
-        self.slices = self.bytes(4 * self.sent.numel()).view(inside.size, 4 * self.slice)
-        self.mean = torch.zeros(self.slice, dtype=torch.float32, device=device)
-        self.extras = torch.zeros(extra, dtype=torch.float32, device=device)
-        self.means = torch.zeros(inside.size, self.slice, dtype=torch.float32, device=device)
-        self.counts = torch.zeros(2, dtype=torch.int64, device=device)
-        self.pieces = torch.zeros(extra + inside.size, dtype=torch.float32, device=device)
+        self.slice, ranks = -(-numel // inside.size), inside.size
+        self.start, own = _range(self.rank, self.slice, numel)
+        _, own_extra = _range(self.rank, -(-extra // ranks), extra)
+        self.inner = inner(codec, own, own_extra, device, between)
+        # A row for each rank of the node: its slice of the gradient, and behind that of what stays as it is.
+        width = self.slice + -(-extra // ranks)
+        self.sent = torch.zeros(ranks, width, dtype=torch.float32, device=device)
+        self.row = torch.zeros(width, dtype=torch.float32, device=device)
+        self.means = torch.zeros(ranks, width, dtype=torch.float32, device=device)
+        self.mean, self.own_extra = self.row[:own], self.row[self.slice : self.slice + own_extra]
+        self.to_send, self.extra_to_send = self._packing(self.sent)
+        self.arrived, self.extra_arrived = self._packing(self.means)
+        self.counted = torch.zeros(2, dtype=torch.int64, device=device)
+        self.not_finite = self.counted[1]
         # Inside a node nothing is far, and messages are as long as the gradient.
-        self.to_owners = self.swap_port(self.slices, self.sent.view(torch.uint8), ahead=1)
-        self.to_all = self.gather_port(self.means, self.mean, ahead=1)
+        self.averages = inside.averages(device)
+        if self.averages:
+            self.to_owners: Port | Collective = Collective(lambda: inside.mean_of_rows(self.row, self.sent))
+        else:
+            self.slices = self.bytes(4 * self.sent.numel()).view(ranks, 4 * width)
+            self.to_owners = self.swap_port(self.slices, self.sent.view(torch.uint8), ahead=1)
+        self.to_all = self.gather_port(self.means, self.row, ahead=1)
         self.ports += self.inner.ports
+
+    def _packing(self, rows: Tensor) -> tuple[Packing, Packing]:
+        """What moves a gradient, and what stays as it is, between a flat tensor and such rows."""
+        return tuple(  # type: ignore[return-value]
+            Packing(numel, ((start, row[:length]) for row, (start, length) in _in_rows(columns, numel)))
+            for columns, numel in ((rows[:, : self.slice], self.numel), (rows[:, self.slice :], self.extra))
+        )
 
     @classmethod
     def estimate_around(cls, inner: type[Exchange], nodes: Nodes, what: Bucketful) -> Estimate:
@@ -72,7 +90,7 @@ class Hierarchical(Exchange):
 
     @property
     def payload_bytes(self) -> int:
-        return self.inner.payload_bytes + 4 * (self.sent.numel() + self.extra)
+        return self.inner.payload_bytes + 4 * self.sent.numel()
 
     @property
     def transfer_bytes(self) -> int:
@@ -80,23 +98,34 @@ class Hierarchical(Exchange):
         return self.inner.transfer_bytes
 
     def reduce(self, x: Operands) -> Stages:
-        mine, own = self.sent[: self.numel], self.inner.numel
-        mine.copy_(x.feedback.send_all(x.grad))  # with what other exchanges and other slices have left behind
-        self.extras.copy_(x.extra)
+        self.to_send.take(x.feedback.send_all(x.grad))  # with what other exchanges and other slices have left behind
+        self.extra_to_send.take(x.extra)
         yield self.to_owners.start()
-        yield from self.group.sum(self.extras, self.pieces)
-        self.extras.mul_(1.0 / self.world_size)
-        if self.slice:
-            IDENTITY.decode_mean((self.slices,), self.mean, self.workspaces[0])
-        slices = (x.owned[0] if x.owned else NOTHING), x.owned[1:]
-        mean = self.mean[:own]
-        yield from self.inner.reduce(Operands(mean, mean, self.extras, *slices, x.draw, x.owner_draw))
+        if not self.averages:
+            IDENTITY.decode_mean((self.slices,), self.row, self.workspaces[0])
+        if self.inner.numel or self.inner.extra:
+            slices = (x.owned[0] if x.owned else NOTHING), x.owned[1:]
+            operands = Operands(self.mean, self.mean, self.own_extra, *slices, x.draw, x.owner_draw)
+            yield from self.inner.reduce(operands)
         yield self.to_all.start()
-        means = self.means.view(-1)[: self.numel]
-        x.out.copy_(means)
-        x.extra.copy_(self.extras)
+        self.arrived.put(x.out)
+        self.extra_arrived.put(x.extra)
         # The inner exchange has seen this rank's slice alone.
-        self.counts[1] += ~(all_finite(means) & all_finite(self.extras))
+        self.not_finite.add_(~all_finite(self.means))
 
-    def status(self) -> Tensor:
-        return torch.stack([self.inner.status()[0], self.counts[1]])
+    def counts(self) -> list[Tensor]:
+        return [*self.inner.counts(), self.counted]
+
+
+def _range(rank: int, length: int, numel: int) -> tuple[int, int]:
+    """Start and length of a rank's slice, where slices are so long."""
+    start = min(rank * length, numel)
+    return start, min(length, numel - start)
+
+
+def _in_rows(rows: Tensor, numel: int) -> Iterator[tuple[Tensor, tuple[int, int]]]:
+    """Memory for the slices of `numel` elements, each in a row of its own, with start and length; as few as can be."""
+    if rows.is_contiguous():
+        yield rows.view(-1), (0, numel)
+    else:
+        yield from ((row, _range(rank, rows.shape[1], numel)) for rank, row in enumerate(rows))

@@ -79,7 +79,8 @@ class ReduceScatter(Exchange):
 
     def reduce(self, x: Operands) -> Stages:
         if self.numel:
-            torch.add(self.streams, x.draw, out=self.draws)
+            if self.codec.stochastic:
+                torch.add(self.streams, x.draw, out=self.draws)
             grads = x.grad.view(self.world_size, self.numel)
             for kept, grad, wire, draw in zip(self._rows_of(x.feedback), grads, self.rows, self.draws, strict=True):
                 kept.encode(self.codec, grad, wire, draw, self.workspaces[-1])

@@ -33,7 +33,7 @@ class Selected(Exchange):
         if numel:
             self.workspaces.append(self.select.workspace(numel, device))
         self.moved = (0, 0)
-        self.counts = torch.zeros(2, dtype=torch.int64, device=device)
+        self.counted = torch.zeros(2, dtype=torch.int64, device=device)
         #: Entries in the union of the ranks', in the last step; 0 before it is known.
         self.union_size = 0
 
@@ -66,13 +66,13 @@ class Selected(Exchange):
             entries = Entries(*plain_entries(self.wire, self.k))
             result = yield from self.bring_together(entries, x.extra, x.feedback)
             fill(x.out, result)
-            self.counts[0] = carrier.skipped
-            self.counts[1] += (~result.values.isfinite()).sum()
+            self.counted[0] = carrier.skipped
+            self.counted[1] += (~result.values.isfinite()).sum()
         elif self.extra:
             yield from carrier.all_reduce(x.extra)
         if self.extra:
             x.extra.mul_(1.0 / self.world_size)
-            self.counts[1] += ~all_finite(x.extra)
+            self.counted[1] += ~all_finite(x.extra)
 
     @abstractmethod
     def bring_together(self, entries: Entries, extra: Tensor, feedback: Kept) -> Stages:
@@ -81,5 +81,5 @@ class Selected(Exchange):
     def union_of(self, out: Tensor) -> int:
         return self.union_size
 
-    def status(self) -> Tensor:
-        return self.counts
+    def counts(self) -> list[Tensor]:
+        return [self.counted]

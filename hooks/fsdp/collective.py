@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ...compress.codec import Codec, check_choice, new_draw
 from ...compress.feedback import NOTHING
-from ..comm.group import Group, Work
+from ..comm.group import Group
+from ..comm.works import Work
 from ..exchanges import Operands, ReduceScatter
 
 

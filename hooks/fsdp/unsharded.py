@@ -66,7 +66,8 @@ class Unsharded:
 
     @property
     def status(self) -> Tensor:
-        return self._earlier if self._exchange is None else self._earlier + self._exchange.status()
+        counts = [] if self._exchange is None else self._exchange.counts()
+        return torch.stack([self._earlier, *counts]).sum(0)
 
     @property
     def exchange(self) -> ReduceScatter:
@@ -105,7 +106,8 @@ class Unsharded:
         """Stages: write the ranks' mean of this rank's row of the gradients, multiplied, to `output`."""
         assert self._choice is not None
         operands, keeps, whole = self._operands, self._choice.feedback, not self._moves
-        operands.draw[1] = step
+        if self.exchange.codec.stochastic:
+            operands.draw[1] = step
         rows = grads if whole else self._pack(grads)
         if keeps:
             operands.grad, operands.feedback = rows, self._feedback.of(self.layout, rows.device)

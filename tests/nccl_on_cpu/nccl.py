@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .machine import Machine, Stream
@@ -16,6 +17,8 @@ from .tensors import GpuTensor, blank
 #: How memory is kept from the allocator: by `record_stream`, as older versions of torch do, or by holding it until
 #: somebody waits, as newer ones.
 Keeping = Literal["record", "hold"]
+#: What the names of collectives end with that divide.
+AVERAGED = " of means"
 #: The tag of what is summed between hosts.
 SUMS = -1
 
@@ -99,11 +102,14 @@ class _Call:
         self.done = True
         parts = [self.parts[rank] for rank in self.ranks]
         given = [source.clone() for _, source in parts]
-        if self.kind == "all_reduce":
+        if self.kind.endswith(AVERAGED):  # multiplied as it is read
+            given = [part * (1.0 / len(parts)) for part in given]
+        if self.kind.startswith(("all_reduce", "reduce_scatter")):
             total = given[0]
             for part in given[1:]:
                 total = total + part
-            result = [total] * len(parts)
+            scatters = self.kind.startswith("reduce_scatter")
+            result = list(total.reshape(len(parts), -1)) if scatters else [total] * len(parts)
         elif self.kind == "all_gather":
             result = [torch.cat([part.reshape(-1) for part in given])] * len(parts)
         else:
@@ -133,9 +139,15 @@ class Member:
     def _get_backend(self, device: Any) -> Member:
         return self
 
-    def allreduce(self, tensors: list[Tensor]) -> Collecting:
+    def allreduce(self, tensors: list[Tensor], options: Any = None) -> Collecting:
         (tensor,) = tensors
-        return self._start("all_reduce", (tensor.dtype, tensor.numel()), tensor, tensor)
+        kind = "all_reduce" + _averaged(options)
+        return self._start(kind, (tensor.dtype, tensor.numel()), tensor, tensor)
+
+    def _reduce_scatter_base(self, output: Tensor, rows: Tensor, options: Any = None) -> Collecting:
+        if rows.numel() != self.size() * output.numel() or output.dtype != rows.dtype:
+            raise ValueError(f"{output!r} is no {self.size()}th of {rows!r}")
+        return self._start("reduce_scatter" + _averaged(options), (rows.dtype, output.numel()), output, rows)
 
     def _allgather_base(self, output: Tensor, row: Tensor) -> Collecting:
         if output.numel() != self.size() * row.numel() or output.dtype != row.dtype:
@@ -181,6 +193,14 @@ class Member:
             work.held = [output, source]
         machine.advance()
         return work
+
+
+def _averaged(options: Any) -> str:
+    """What tells a collective of means from one of sums."""
+    if options is None or options.reduceOp == dist.ReduceOp.SUM:
+        return ""
+    assert options.reduceOp == dist.ReduceOp.AVG, options.reduceOp
+    return AVERAGED
 
 
 def _spoil(x: Tensor) -> None:

@@ -111,7 +111,7 @@ class GpuTensor(Tensor):
         if written:
             active().launch(lambda: func(*given, **named))
             returned = written[: len(func._schema.returns)]
-            return returned[0] if len(returned) == 1 else tuple(returned)
+            return returned[0] if len(returned) == 1 else tuple(returned) or None
         return _fresh(func, given, named)
 
 

@@ -8,6 +8,7 @@ can be captured in a CUDA graph.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from ...entries import index_layout
 from .. import Backend, Kernels, Selecting, Workspace, kept
 from ..drawn import DRAWN
 from ..sparse import whole_rows
-from .device import SHARES, THREADS, Argument, Device, device_for
+from .device import SHARES, THREADS, Device, Function, device_for
 from .entries import Entries
 from .outliers import Outliers
 from .sparse import SUFFIXES, TopK
@@ -26,6 +27,8 @@ from .sparse import SUFFIXES, TopK
 #: How the kernels name a format that is stored.
 STORED = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 WARPS = THREADS // 32
+#: Arguments of a kernel that are no tensors.
+Numbers = tuple[np.generic, ...]
 #: Elements that the kernels without blocks take at once.
 ROW = 256
 
@@ -51,11 +54,14 @@ class _Blocks(Kernels):
         """Blocks of threads for a launch."""
         return grid_for(numel, self.block(codec), sm_count)
 
-    def encode_options(self, codec: Any, draw: Tensor | None) -> tuple[Argument, ...]:
+    #: Whether the kernel that encodes takes a draw, last: null where the codec rounds to the nearest.
+    draws = False
+
+    def encode_options(self, codec: Any) -> Numbers:
         """What `encode` takes besides the tensors."""
         raise NotImplementedError
 
-    def decode_options(self, codec: Any) -> tuple[Argument, ...]:
+    def decode_options(self, codec: Any) -> Numbers:
         raise NotImplementedError
 
     def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
@@ -65,85 +71,112 @@ class _Blocks(Kernels):
                 device_for(device).function(self.file, f"{kernel}_{SUFFIXES[kind]}")
 
     def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
-        self._encode(codec, x, None, wire, draw)
+        self._encode(codec, x, None, wire, draw, workspace)
 
     def encode_feedback(
         self, codec: Any, grad: Tensor, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
     ) -> None:
-        self._encode(codec, grad, residual, wire, draw)
+        self._encode(codec, grad, residual, wire, draw, workspace)
 
-    def _encode(self, codec: Any, x: Tensor, residual: Tensor | None, wire: Tensor, draw: Tensor | None) -> None:
-        arguments = (x, residual, wire, np.int64(x.numel()), *self.encode_options(codec, draw))
-        self._launch(codec, f"{self.encoder}_encode", x, arguments)
+    def _encode(
+        self,
+        codec: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        wire: Tensor,
+        draw: Tensor | None,
+        workspace: Workspace,
+    ) -> None:
+        key = "encode", x.numel(), x.dtype
+        ready: _Ready | None = workspace.buffers.get(key)
+        if ready is None or ready.codec is not codec:
+            options: Numbers = np.int64(x.numel()), *self.encode_options(codec)
+            ready = workspace.buffers[key] = self._ready(codec, f"{self.encoder}_encode", x, options)
+        arguments = x, residual, wire, *ready.first
+        if self.draws:
+            arguments = *arguments, draw if codec.stochastic else None
+        ready.function(ready.grid, THREADS, arguments)
 
     def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
-        self._decode(codec, wire, 0, 1, out, (np.float32(alpha), np.int32(1), np.float32(1)), workspace)
+        how = np.float32(alpha), np.int32(1), np.float32(1)
+        self._decoder(codec, out, how, 0, 1).decode(wire, out, workspace)
 
     def decode_mean(self, codec: Any, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
         (rows,) = wires
-        ranks = rows.shape[0]
-        mean = np.float32(1), np.int32(0), np.float32(1) / np.float32(ranks)
-        self._decode(codec, whole_rows(rows), rows.stride(0), ranks, out, mean, workspace)
+        ranks, pitch = rows.shape[0], rows.stride(0)
+        key = "mean", out.numel(), out.dtype, ranks, pitch
+        ready: _Ready | None = workspace.buffers.get(key)
+        if ready is None or ready.codec is not codec:
+            mean = np.float32(1), np.int32(0), np.float32(1) / np.float32(ranks)
+            ready = workspace.buffers[key] = self._decoder(codec, out, mean, pitch, ranks)
+        ready.decode(whole_rows(rows), out, workspace)
 
-    def _decode(
-        self,
-        codec: Any,
-        wires: Tensor,
-        pitch: int,
-        ranks: int,
-        out: Tensor,
-        how: tuple[np.generic, ...],
-        workspace: Workspace,
-    ) -> None:
-        # The status word goes last.
-        source = wires, np.int64(pitch), np.int32(ranks), *self.decode_options(codec), workspace.status
-        self._launch(codec, f"{self.decoder}_decode", out, (out, np.int64(out.numel()), *how, *source))
+    def _decoder(self, codec: Any, out: Tensor, how: Numbers, pitch: int, ranks: int) -> _Ready:
+        source: Numbers = np.int64(pitch), np.int32(ranks), *self.decode_options(codec)
+        return self._ready(codec, f"{self.decoder}_decode", out, (np.int64(out.numel()), *how), source)
 
-    def _launch(self, codec: Any, kernel: str, like: Tensor, arguments: Sequence[Argument]) -> None:
+    def _ready(self, codec: Any, kernel: str, like: Tensor, first: Numbers, last: Numbers = ()) -> _Ready:
         device: Device = device_for(like.device)
         function = device.function(self.file, f"{kernel}_{SUFFIXES[like.dtype]}")
-        function(self.grid(codec, like.numel(), device.sm_count), THREADS, arguments)
+        return _Ready(codec, function, self.grid(codec, like.numel(), device.sm_count), first, last)
 
 
-def drawn(codec: Any, draw: Tensor | None) -> Tensor | None:
-    """What the kernels round with: the draw's state, or null for the nearest."""
-    return draw if codec.stochastic else None
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A launch of which all is known but the tensors: what a workspace keeps of a call that comes again.
+
+    Attributes:
+        first, last: arguments among the tensors.
+    """
+
+    codec: Any
+    function: Function
+    grid: int
+    first: Numbers
+    last: Numbers = ()
+
+    def decode(self, wires: Tensor, out: Tensor, workspace: Workspace) -> None:
+        # The status word goes last.
+        self.function(self.grid, THREADS, (out, *self.first, wires, *self.last, workspace.status))
 
 
 class OneBit(_Blocks):
     file, encoder, decoder = "sign.cu", "onebit", "onebit"
 
-    def encode_options(self, codec: Any, draw: Tensor | None) -> tuple[Argument, ...]:
+    def encode_options(self, codec: Any) -> Numbers:
         return np.int32(codec.block), np.int32(codec.scale == "sided")
 
-    def decode_options(self, codec: Any) -> tuple[Argument, ...]:
+    def decode_options(self, codec: Any) -> Numbers:
         return (np.int32(codec.block),)
 
 
 class QSGD(_Blocks):
     file, encoder, decoder = "quantize.cu", "qsgd", "qsgd"
+    draws = True
 
-    def encode_options(self, codec: Any, draw: Tensor | None) -> tuple[Argument, ...]:
-        return np.int32(codec.block), np.int32(codec.bits), np.int32(codec.norm == "l2"), drawn(codec, draw)
+    def encode_options(self, codec: Any) -> Numbers:
+        return np.int32(codec.block), np.int32(codec.bits), np.int32(codec.norm == "l2")
 
-    def decode_options(self, codec: Any) -> tuple[Argument, ...]:
+    def decode_options(self, codec: Any) -> Numbers:
         return np.int32(codec.block), np.int32(codec.bits)
 
 
 class TernGrad(_Blocks):
     file, encoder, decoder = "ternary.cu", "terngrad", "ternary"
+    draws = True
 
-    def encode_options(self, codec: Any, draw: Tensor | None) -> tuple[Argument, ...]:
-        return np.int32(codec.block), np.float32(codec.clip), drawn(codec, draw)
+    def encode_options(self, codec: Any) -> Numbers:
+        return np.int32(codec.block), np.float32(codec.clip)
 
-    def decode_options(self, codec: Any) -> tuple[Argument, ...]:
+    def decode_options(self, codec: Any) -> Numbers:
         return (np.int32(codec.block),)
 
 
 class Ternary(TernGrad):
     encoder = "ternary"
+    draws = False
 
-    def encode_options(self, codec: Any, draw: Tensor | None) -> tuple[Argument, ...]:
+    def encode_options(self, codec: Any) -> Numbers:
         return (np.int32(codec.block),)
 
 
@@ -158,13 +191,13 @@ class ChunkedTopK(_Blocks):
     def grid(self, codec: Any, numel: int, sm_count: int) -> int:
         return min(-(-numel // self.block(codec)), SHARES * sm_count)
 
-    def encode_options(self, codec: Any, draw: Tensor | None) -> tuple[Argument, ...]:
+    def encode_options(self, codec: Any) -> Numbers:
         layout = index_layout(codec.chunk, codec.k)
         form = codec.chunk, codec.k, codec.bits, layout.low_bits, layout.upper_words, layout.low_words
         return tuple(np.int32(number) for number in form)
 
-    def decode_options(self, codec: Any) -> tuple[Argument, ...]:
-        return self.encode_options(codec, None)
+    def decode_options(self, codec: Any) -> Numbers:
+        return self.encode_options(codec)
 
 
 class Cast(_Blocks):
@@ -175,11 +208,11 @@ class Cast(_Blocks):
     def block(self, codec: Any) -> int:
         return ROW
 
-    def encode_options(self, codec: Any, draw: Tensor | None) -> tuple[Argument, ...]:
+    def encode_options(self, codec: Any) -> Numbers:
         return (np.int32(STORED[getattr(codec, "dtype", torch.float32)]),)
 
-    def decode_options(self, codec: Any) -> tuple[Argument, ...]:
-        return self.encode_options(codec, None)
+    def decode_options(self, codec: Any) -> Numbers:
+        return self.encode_options(codec)
 
 
 KERNELS: dict[str, Kernels] = {

@@ -25,6 +25,15 @@ SHARES = 64
 Argument = Tensor | np.generic | int | None
 
 
+def passed(args: Sequence[Argument]) -> tuple[np.generic | int, ...]:
+    """What CuPy is given; Python integers are what it converts fastest.
+
+    Raises:
+        ValueError: a tensor has gaps.
+    """
+    return tuple([address(a) if isinstance(a, Tensor) else 0 if a is None else a for a in args])
+
+
 class Function(Protocol):
     """A compiled kernel: launches and returns at once. It neither allocates nor synchronises.
 
@@ -144,9 +153,8 @@ class Gpu(Device):
                 with torch.cuda.device(index):
                     launch(grid, block, args)
                 return
-            # Python integers are what CuPy converts fastest.
-            values = tuple([address(a) if isinstance(a, Tensor) else 0 if a is None else a for a in args])
-            kernel((grid,), (block,), values, 0, stream_for(torch.cuda.current_stream(index).cuda_stream))
+            stream = stream_for(torch.cuda.current_stream(index).cuda_stream)
+            kernel((grid,), (block,), passed(args), 0, stream)
 
         return launch
 
