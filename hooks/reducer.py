@@ -17,15 +17,14 @@ from ..compress.codec import new_draw
 from ..compress.feedback import NOTHING, Feedback, Kept
 from ..compress.layout import Layout, end_to_end, layout_numel, pack
 from ..compress.memory import Memory
-from .auto.planner import REVIEW_EVERY, Choice, Plan
+from .auto.planner import REVIEW_EVERY, Choice, Plan, Planner
 from .auto.tuner import Tuner
 from .comm.group import HANDSHAKE_TIMEOUT
 from .comm.pipeline import Clock, Stages, clock, drive
-from .comm.topology import Topology
+from .comm.reading import Reading
 from .connection import Connection
 from .exchanges import Dense, Exchange, Operands, all_finite
 from .loss_scale import Scaling, Tracker
-from .reading import Reading
 from .rows import Rows
 from .statistics import Statistics
 
@@ -107,12 +106,12 @@ class Unit:
         self.kept = None  # nor what owners keep, whose slices are the exchange's
         self.seen = [0, 0]  # of its status
 
-    def follow(self, plan: Plan, topology: Topology, seed: int) -> None:
+    def follow(self, plan: Plan, planner: Planner, seed: int) -> None:
         """Let the exchange serve that a plan wants."""
         if self.plan != plan:
             numel, extra = layout_numel(self.layout), self.extra.numel()
-            exchange = plan.make(f"{self.index} {numel} {extra} {plan}", numel, extra, self.device, topology)
-            self.use(exchange, seed, topology.all.rank)
+            exchange = planner.make(plan, f"{self.index} {numel} {extra} {plan}", numel, extra, self.device)
+            self.use(exchange, seed, planner.topology.all.rank)
             self.plan = plan
 
     def reduce(self, buffer: Tensor, feedback: Memory, keeps: bool, step: int) -> Stages:
@@ -517,7 +516,7 @@ class Reducer:
             plan, why = planner.plan(choice, numel, unit.union, max(1, round(self._numel / max(1, numel))))
             unit.choice = choice
             self._statistics.decisions[unit.index] = f"{plan.exchange} of {plan.codec}: {why}{self.tuner}"
-            unit.follow(plan, planner.topology, self.seed)
+            unit.follow(plan, planner, self.seed)
 
     def _clock(self, unit: Unit | Rows) -> Clock:
         if unit.clock is None:

@@ -12,7 +12,7 @@ from gradwire.compress import CODECS, Codec, Outliers, RandomK, Threshold, TopK,
 from gradwire.compress.backends import Kernels, Workspace, backend_kernels, use_backend
 from gradwire.compress.backends.cuda import grid_for
 from gradwire.compress.backends.cuda.device import DEVICES, Argument, Device, Function
-from gradwire.compress.backends.cuda.sparse import Union, gather_at, scatter_to
+from gradwire.compress.backends.cuda.union import Union, gather_at, scatter_to
 from gradwire.compress.codec import DTYPES
 from hypothesis import given, settings
 from hypothesis import strategies as st

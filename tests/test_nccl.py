@@ -17,7 +17,7 @@ from gradwire.compress import CODECS, Codec, Momentum, OneBit, Outliers, Residua
 from gradwire.compress.backends import backend_kernels
 from gradwire.compress.feedback import Feedback
 from gradwire.hooks.comm.pipeline import Pipeline
-from gradwire.hooks.exchanges import EXCHANGES, possible
+from gradwire.hooks.exchanges import EXCHANGES, possible, serving
 from gradwire.hooks.reducer import Reducer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -41,7 +41,7 @@ ABANDONING, DENSE = replace(SMALL, abandons=True), replace(SMALL, exchange="dens
 
 def ways(codec: Codec) -> list[str]:
     """The exchanges that carry a codec's gradients without the host's help."""
-    return [*(name for name in possible(codec) if not EXCHANGES[name].host_reads), HIERARCHICAL]
+    return [*(name for name in possible(codec) if not serving(name, inline=True).host_reads), HIERARCHICAL]
 
 
 def takes(codec: Codec, strategy: Feedback | None) -> bool:
@@ -125,24 +125,34 @@ def test_any_stream_may_be_late(expected: dict[Recipe, list[Outcome]], recipe: R
         assert not differences(expected[recipe], on_gpus(recipe, schedule)), schedule
 
 
+def let_the_host_read(reducer: Reducer, rank: int) -> None:
+    """As where collectives block."""
+    reducer.connection.planner.inline = False
+
+
 def test_exchanges_say_whether_the_host_has_to_read() -> None:
-    for name, exchange in EXCHANGES.items():
-        codec = next(c for c in ON_GPU if exchange.carries(c) and isinstance(c, SparseCodec | OneBit))
-        try:
-            on_gpus(Recipe(codec, name, steps=1), Schedule())
-            cause = None
-        except RuntimeError as error:
-            cause = error.__cause__
-        assert isinstance(cause, HostWaits) if exchange.host_reads else cause is None, name
+    for name in EXCHANGES:
+        for inline in (False, True):
+            exchange = serving(name, inline)
+            codec = next(c for c in ON_GPU if exchange.carries(c) and isinstance(c, SparseCodec | OneBit))
+            try:
+                alter = None if inline else let_the_host_read
+                on_gpus(Recipe(codec, name, steps=1), Schedule(), alter=alter)
+                cause = None
+            except RuntimeError as error:
+                cause = error.__cause__
+            assert isinstance(cause, HostWaits) if exchange.host_reads else cause is None, (name, inline)
+            assert not (inline and exchange.host_reads)
 
 
 @pytest.mark.parametrize("exchange", [name for name, exchange in EXCHANGES.items() if exchange.host_reads])
 def test_where_the_host_reads_no_order_of_streams_changes_anything_either(exchange: str) -> None:
     """In the same memory, since NCCL holds what it sends only until it is waited for, on whatever stream."""
     recipe = Recipe(TopK(0.1, values=torch.int8), exchange, exclude=frozenset({"a.bias"}), steps=2, reads=True)
-    reference = on_cpus(recipe)
+    reference = outcomes(recipe, World(2), CPU, alter=let_the_host_read)
     for stream in ("0 side 1", "1 nccl"):
-        assert not differences(reference, on_gpus(recipe, Schedule(stream))), stream
+        found = on_gpus(recipe, Schedule(stream), alter=let_the_host_read)
+        assert not differences(reference, found), stream
 
 
 # -- faults that are found ---------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ class Bucketful:
         numel: elements.
         world_size: ranks.
         union: elements that any rank selects, of a sparse codec's; 0: not known.
+        feedback: whether residuals are kept.
     """
 
     codec: Codec
@@ -45,6 +46,7 @@ class Bucketful:
     numel: int
     world_size: int
     union: int = 0
+    feedback: bool = True
 
 
 @dataclass(eq=False)
@@ -83,6 +85,8 @@ class Exchange(ABC):
     name: ClassVar[str]
     #: Whether the host reads sizes from the device on the way.
     host_reads: ClassVar[bool] = False
+    #: What does the same, and takes its place, where the host must not read: as over NCCL.
+    unread: ClassVar[type[Exchange] | None] = None
     #: Whether it starts collectives, which must not begin before ranks have compared what they do.
     collective: ClassVar[bool] = False
 

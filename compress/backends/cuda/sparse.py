@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,8 @@ from .entries import Entries
 FILE = "sparse.cu"
 SUFFIXES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 WARP = 32
-#: Elements that a block of threads takes at once, and words of a bitmap.
-TILE, BITMAP_TILE = 2048, 256
+#: Elements that a block of threads takes at once.
+TILE = 2048
 #: Most blocks of threads for each multiprocessor where every block has work that does not shrink with its share, as
 #: with a histogram of its own.
 FEW_SHARES = 4
@@ -142,58 +141,3 @@ class TopK(SparseKernels):
         repaired = (*what, np.int64(numel), np.int32(k), broken, starts, reach, workspace.status)
         device.function(FILE, "topk_repair")(ranks, WARP, repaired)
         return device, (broken, starts, reach)
-
-
-class Union:
-    """The union of index sets below `numel`, for up to `capacity` indices; reusable.
-
-    Attributes:
-        indices: int32 [capacity]: ascending.
-        size: int32 [1]: how many there are; more than `capacity` means that the highest are missing.
-        status: int64 [2]: the first counts indices out of range, which are left out.
-    """
-
-    def __init__(self, numel: int, capacity: int, device: torch.device) -> None:
-        if not 0 < numel < 1 << 31:
-            raise ValueError(f"a union of 32-bit indices cannot serve {numel} elements: use fewer than 2^31")
-        self.numel, words = numel, -(-numel // 32)
-        self.indices = torch.zeros(capacity, dtype=torch.int32, device=device)
-        self.size = torch.zeros(1, dtype=torch.int32, device=device)
-        self.status = torch.zeros(2, dtype=torch.int64, device=device)
-        self._bitmap = torch.zeros(words, dtype=torch.int32, device=device)
-        self._tally = torch.empty(-(-words // BITMAP_TILE), dtype=torch.int32, device=device)
-
-    def __call__(self, sets: Sequence[Tensor]) -> None:
-        """Fill `indices` and `size` from index sets, int32 each, in any order."""
-        device = device_for(self._bitmap.device)
-        for indices in sets:
-            if len(indices):
-                arguments = indices, np.int64(len(indices)), np.int64(self.numel), self._bitmap, self.status
-                device.function(FILE, "union_mark")(grid_for(len(indices), device), THREADS, arguments)
-        words, tiles = len(self._bitmap), len(self._tally)
-        grid = min(tiles, SHARES * device.sm_count)
-        device.function(FILE, "union_tally")(grid, THREADS, (self._bitmap, np.int64(words), self._tally))
-        device.function(FILE, "union_place")(1, THREADS, (self._tally, np.int64(tiles), self.size))
-        out = self._bitmap, np.int64(words), self._tally, self.indices, np.int64(len(self.indices))
-        device.function(FILE, "union_list")(grid, THREADS, out)
-
-
-def gather_at(x: Tensor, indices: Tensor, size: Tensor, values: Tensor) -> None:
-    """values[i] = x[indices[i]] for i < size, 0 beyond and where an index is out of range.
-
-    Args:
-        x, values: float32, flat. indices: int32, as long as `values`. size: int32 [1], on the device.
-    """
-    device = device_for(x.device)
-    arguments = x, np.int64(x.numel()), indices, size, np.int64(len(indices)), values
-    device.function(FILE, "gather_at")(grid_for(len(indices), device), THREADS, arguments)
-
-
-def scatter_to(out: Tensor, indices: Tensor, size: Tensor, values: Tensor, alpha: float = 1.0) -> None:
-    """out[indices[i]] = alpha · values[i] for i < size; no index may come twice, those out of range are left out.
-
-    Arguments as in `gather_at`.
-    """
-    device = device_for(out.device)
-    arguments = out, np.int64(out.numel()), indices, size, np.int64(len(indices)), values, np.float32(alpha)
-    device.function(FILE, "scatter_to")(grid_for(len(indices), device), THREADS, arguments)
