@@ -82,6 +82,8 @@ class Unit:
         self.kept_version = -1
         #: How many elements any rank has selected, where a sparse codec's exchange has seen that; else 0.
         self.union = 0
+        #: The same, on its way to the host.
+        self.counting: Reading | None = None
         self.device = like.device
         #: The result of what has none.
         self.nothing = torch.empty(0)
@@ -478,11 +480,9 @@ class Reducer:
             keeps = unit.plan.feedback and unit.exchange.numel > 0
             self._clean &= not keeps
             yield from unit.reduce(buffer, self._feedback, keeps, number)
-            # Only exchanges that read on the host gain by knowing it, and to count waits for the device.
-            reviews = choice.exchange == "auto" and self.connection.pipeline.threaded
-            if reviews and number % REVIEW_EVERY == REVIEW_EVERY - 1:
-                grad = buffer if unit.packed is None else unit.packed
-                unit.union = unit.exchange.union_of(grad) or unit.union
+            if choice.exchange == "auto" and number % REVIEW_EVERY == REVIEW_EVERY - 1:
+                union = unit.exchange.union_of(buffer if unit.packed is None else unit.packed)
+                unit.counting = None if union is None else Reading(union.view(1, 1))
             if self._skips:
                 unit.overflow = ~all_finite(buffer)
             step.reduced.append((unit, buffer))
@@ -513,6 +513,8 @@ class Reducer:
         plan = unit.plan
         if plan is None or unit.choice != choice or (choice.exchange == "auto" and number % REVIEW_EVERY == 0):
             planner, numel = self.connection.planner, layout_numel(unit.layout)
+            if unit.counting is not None:  # since an earlier step
+                unit.union, unit.counting = unit.counting.read()[0][0] or unit.union, None
             plan, why = planner.plan(choice, numel, unit.union, max(1, round(self._numel / max(1, numel))))
             unit.choice = choice
             self._statistics.decisions[unit.index] = f"{plan.exchange} of {plan.codec}: {why}{self.tuner}"

@@ -16,6 +16,7 @@ import torch
 from gradwire.compress import CODECS, Codec, Momentum, OneBit, Outliers, Residual, SparseCodec, TopK, Tracking
 from gradwire.compress.backends import backend_kernels
 from gradwire.compress.feedback import Feedback
+from gradwire.hooks.auto import cost
 from gradwire.hooks.comm.pipeline import Pipeline
 from gradwire.hooks.exchanges import EXCHANGES, possible, serving
 from gradwire.hooks.reducer import Reducer
@@ -153,6 +154,22 @@ def test_where_the_host_reads_no_order_of_streams_changes_anything_either(exchan
     for stream in ("0 side 1", "1 nccl"):
         found = on_gpus(recipe, Schedule(stream), alter=let_the_host_read)
         assert not differences(reference, found), stream
+
+
+def test_auto_takes_what_the_host_reads_nothing_of() -> None:
+    """Where bytes are dear, and there are ranks enough."""
+    recipe, line = Recipe(TopK(0.25), "auto", steps=2), cost.Line(0.0, 1.0)
+
+    def alter(reducer: Reducer, rank: int) -> None:
+        planner = reducer.connection.planner
+        planner._flat = cost.Calibration(line, line, line, cost.Work(*[0.0] * 6), cost.Latency(*[0.0] * 3), 1)
+        planner._speeds[recipe.codec.timed_as, True] = cost.CodecSpeed(0.0, 0.0)
+
+    reference = outcomes(recipe, World(4), CPU, alter=alter)
+    assert not differences(reference, outcomes(recipe, World(4, Schedule("0 side 2")), alter=alter))
+    for decision in reference[0].statistics.decisions.values():
+        assert decision.startswith("split of TopK")
+        assert all(f"{name} " in decision for name in ("gather", "union", "dense"))
 
 
 # -- faults that are found ---------------------------------------------------------------------------------------------

@@ -3,21 +3,26 @@ do, written down entry by entry; on ranks that are threads."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+import pytest
 import torch
+import training
 from gradwire.compress import TopK, new_draw
 from gradwire.compress.feedback import NOTHING, plain
+from gradwire.hooks.auto import cost
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.comm.pipeline import drive
-from gradwire.hooks.exchanges import Operands
-from gradwire.hooks.exchanges.dealing import Dealing
+from gradwire.hooks.exchanges import Bucketful, Operands
+from gradwire.hooks.exchanges.dealing import Dealing, row_capacity
 from gradwire.hooks.exchanges.padded import PaddedUnion
 from gradwire.hooks.exchanges.padded_split import PaddedSplit
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nccl_on_cpu import World
+from nccl_on_cpu import DEVICE, Schedule, World, on_gpu, read
+from nccl_on_cpu.training import same_bits
 from torch import Tensor
 
 CPU = torch.device("cpu")
@@ -83,29 +88,44 @@ class Step:
     out: Tensor
     after: Tensor
     extra: Tensor
-    capacity: int
+    room: int
     status: list[int]
+    received: int
 
 
-def run(case: Case) -> list[list[Step]]:
-    """Of every rank, its steps."""
+def run(case: Case, schedule: Schedule | None = None) -> list[list[Step]]:
+    """Of every rank, its steps: on CPUs, or with a schedule on GPUs that are not there, over NCCL."""
+    device, ranks = CPU if schedule is None else DEVICE, tuple(range(case.ranks))
 
     def train(world: World, rank: int) -> list[Step]:
-        group = Group(world.words_of(tuple(range(case.ranks))).member(rank), tuple(range(case.ranks)))
-        exchange = EXCHANGES[case.exchange](case.codec, case.numel, case.extra, CPU, group.channel("test"))
-        residual = torch.zeros(case.numel)
+        carrier = world.words_of(ranks) if schedule is None else world.communicator(ranks)
+        group = Group(carrier.member(rank), ranks).channel("test")
+        exchange = EXCHANGES[case.exchange](case.codec, case.numel, case.extra, device, group)
+        residual = torch.zeros(case.numel, device=device)
         feedback, steps = plain(residual) if case.feedback else NOTHING, []
+        place: Callable[[Tensor], Tensor] = Tensor.clone if schedule is None else on_gpu
         for number in range(case.steps):
-            grad, out = case.gradient(rank, number), torch.full((case.numel,), torch.nan)
-            extra, before = torch.full((case.extra,), float(rank)), residual.clone()
-            draws = new_draw(0, number, rank), new_draw(0, number, rank)
-            drive(exchange.reduce(Operands(grad.clone(), out, extra, feedback, (), *draws)))
-            capacity = exchange.capacity if isinstance(exchange, PaddedUnion) else exchange.rows.capacity
-            status = exchange.status().tolist()
-            steps.append(Step(grad, before, out, residual.clone(), extra, capacity, status))
+            before, grad = read(residual), case.gradient(rank, number)
+            given, out, extra = (
+                place(x) for x in (grad, torch.full_like(grad, torch.nan), torch.ones(case.extra) * rank)
+            )
+            with world.machine.never_waiting():
+                draws = (new_draw(0, number, rank, device) for _ in range(2))
+                drive(exchange.reduce(Operands(given, out, extra, feedback, (), *draws)))
+            room = exchange.capacity if isinstance(exchange, PaddedUnion) else exchange.room
+            steps.append(
+                Step(
+                    grad,
+                    before,
+                    *map(read, (out, residual, extra)),
+                    room,
+                    read(exchange.status()).tolist(),
+                    exchange.transfer_bytes,
+                )
+            )
         return steps
 
-    return World(case.ranks).run(train)
+    return World(case.ranks, schedule).run(train)
 
 
 def selected(case: Case, x: Tensor) -> dict[int, np.float32]:
@@ -122,7 +142,7 @@ def expected(case: Case, steps: list[Step], number: int) -> tuple[Tensor, list[T
     kept = [total.numpy().copy() for total in totals]
     out, scale = np.zeros(case.numel, np.float32), np.float32(1.0 / case.ranks)
     if case.exchange == "union":
-        for i in sorted({i for entries in mine for i in entries})[: steps[0].capacity]:
+        for i in sorted({i for entries in mine for i in entries})[: steps[0].room]:
             total = np.float32(0)
             for part in kept:
                 total, part[i] = total + part[i], 0
@@ -133,7 +153,7 @@ def expected(case: Case, steps: list[Step], number: int) -> tuple[Tensor, list[T
         owned = owner_of(case.numel, case.ranks, torch.tensor(number)) == owner
         sums: dict[int, np.float32] = {}
         for rank, entries in enumerate(mine):
-            for i in [i for i in entries if owned[i]][: steps[0].capacity]:
+            for i in [i for i in entries if owned[i]][: steps[0].room]:
                 sums[i] = sums.get(i, np.float32(0)) + entries[i]
                 sent[rank].add(i)
         means = {i: total * scale for i, total in sums.items() if total * scale != 0}
@@ -175,23 +195,119 @@ def check(case: Case) -> list[list[Step]]:
     return found
 
 
-cases = st.builds(
-    Case,
-    exchange=st.sampled_from(sorted(EXCHANGES)),
-    ranks=st.integers(1, 4),
-    numel=st.one_of(st.integers(1, 40), st.integers(41, 900)),
-    extra=st.sampled_from([0, 0, 3]),
-    density=st.sampled_from([0.01, 0.05, 0.2, 0.5, 1.0]),
-    values=st.sampled_from(DTYPES),
-    kind=st.sampled_from(["normal", "ties", "alike", "one rank", "one owner", "parting"]),
-    feedback=st.sampled_from([True, True, True, False]),
-    wild=st.sampled_from([0, 0, 0, 1, 5, 60]),
-    steps=st.integers(2, 4),
-    seed=st.integers(0, 99),
-)
+def cases_of(numel: int) -> st.SearchStrategy[Case]:
+    """Of up to so many elements."""
+    return st.builds(
+        Case,
+        exchange=st.sampled_from(sorted(EXCHANGES)),
+        ranks=st.integers(1, 4),
+        numel=st.one_of(st.integers(1, 40), st.integers(41, numel)),
+        extra=st.sampled_from([0, 0, 3]),
+        density=st.sampled_from([0.01, 0.05, 0.2, 0.5, 1.0]),
+        values=st.sampled_from(DTYPES),
+        kind=st.sampled_from(["normal", "ties", "alike", "one rank", "one owner", "parting"]),
+        feedback=st.sampled_from([True, True, True, False]),
+        wild=st.sampled_from([0, 0, 0, 1, 5, 60]),
+        steps=st.integers(2, 4),
+        seed=st.integers(0, 99),
+    )
 
 
-@settings(max_examples=60, deadline=None)
+cases = cases_of(900)
+
+
+@settings(max_examples=25, deadline=None)
 @given(cases)
 def test_nothing_is_lost_and_every_entry_goes_its_way(case: Case) -> None:
     check(case)
+
+
+def same_on_gpus(case: Case, schedule: Schedule) -> None:
+    """No step waits for the device, and what comes out is what CPUs make, to the bit."""
+    for ours, theirs in zip(run(case), run(case, schedule), strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert same_bits(a.out, b.out)
+            assert same_bits(a.after, b.after)
+            assert same_bits(a.extra, b.extra)
+            assert (a.room, a.status, a.received) == (b.room, b.status, b.received)
+
+
+schedules = st.one_of(st.just(Schedule()), st.builds(Schedule, st.none(), st.integers(0, 99)))
+
+
+@settings(max_examples=4, deadline=None)
+@given(cases_of(120), schedules)
+def test_no_gpu_is_waited_for(case: Case, schedule: Schedule) -> None:
+    same_on_gpus(case, schedule)
+
+
+@pytest.mark.slow
+@settings(max_examples=400, deadline=None)
+@given(cases)
+def test_so_it_is_of_many_more(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None)
+@given(cases, schedules)
+def test_no_gpu_is_waited_for_in_many_more(case: Case, schedule: Schedule) -> None:
+    same_on_gpus(case, schedule)
+
+
+def test_what_does_not_fit_is_sent_later() -> None:
+    """Rows that overflow, and a union that outgrows its room: drawn, and seen to happen."""
+    case = Case("split", 3, 600, 0, 0.2, torch.float32, "one owner", steps=4)
+    for steps in check(case):
+        first = steps[0]
+        mine = selected(case, first.gradient)
+        assert not any(owner_of(case.numel, case.ranks, torch.tensor(0))[list(mine)])
+        assert first.room < len(mine)
+        assert int((first.after[list(mine)] != 0).sum()) >= len(mine) - first.room
+    case = replace(case, exchange="union", kind="parting")
+    last = [steps[-1] for steps in check(case)]
+    union = {i for step in last for i in selected(case, step.gradient + step.before)}
+    assert last[0].room < len(union)
+    assert int((last[0].out != 0).sum()) == last[0].room
+
+
+@pytest.mark.parametrize("exchange", sorted(EXCHANGES))
+@pytest.mark.parametrize("feedback", [True, False])
+def test_what_is_predicted_is_what_arrives(exchange: str, feedback: bool) -> None:
+    """Padding included."""
+    line, speed = cost.Line(1e-5, 1e-9), cost.CodecSpeed(1e-10, 1e-10)
+    network = cost.Calibration(line, line, line, training.WORK, training.LATENCY, 1)
+    for values in DTYPES:
+        case = Case(exchange, 4, 900, 0, 0.2, values, "normal", feedback, steps=2)
+        steps = run(case)[0]
+        size = int((steps[0].out != 0).sum())
+        what = Bucketful(case.codec, speed, case.numel, case.ranks, size, feedback)
+        assert EXCHANGES[exchange].estimate(network, what).received == steps[-1].received
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 7, 8, 16, 64])
+def test_owners_are_dealt_alike_of_whatever_is_selected(ranks: int) -> None:
+    """Rows, columns, diagonals, lumps and chance: no owner gets many more than by chance, in hardly any step."""
+    numel, width = 300_007, 512
+    dealing, everything = Dealing(numel, ranks, CPU), torch.arange(300_007)
+    lots = [everything[::stride] for stride in (1, 2, 3, 8, 16, 100, width, width + 1, 610, 987)]
+    lots += [everything[100_000:104_000], everything[everything % width < 3]]
+    lots.append(torch.randperm(numel, generator=torch.Generator().manual_seed(0))[:3000].sort().values)
+    for turn in (torch.tensor(0), torch.tensor(1), torch.tensor(123_456)):
+        keys = dealing.keys(everything, turn)
+        assert len(keys.unique()) == numel
+        owners, places = keys // (dealing.span + 1), keys % (dealing.span + 1)
+        assert int(places.max()) < dealing.span
+        every = dealing.indices(torch.arange(dealing.span).expand(ranks, -1), turn)
+        assert torch.equal(every[owners, places], everything)
+        for lot in lots:
+            share = len(lot) / ranks
+            most = int(owners[lot].bincount(minlength=ranks).max())
+            assert most <= share + 5 * share**0.5 + 1, (lot[:3], turn)
+
+
+def test_without_a_residual_there_is_room_for_all() -> None:
+    for ranks, k, span in ((2, 100, 500), (8, 100, 50), (4, 1, 1), (1, 30, 40)):
+        assert row_capacity(k, span, ranks, feedback=False) == min(k, span)
+        assert k / ranks <= row_capacity(k, k, ranks, feedback=True) <= k
+    assert row_capacity(65_536, 1 << 23, 8, feedback=True) < 1.04 * 65_536 / 8

@@ -125,9 +125,10 @@ class Exchange(ABC):
     def reduce(self, x: Operands) -> Stages:
         """Write the ranks' mean of `x.grad` to `x.out`, and that of `x.extra` to `x.extra`."""
 
-    def union_of(self, out: Tensor) -> int:
-        """How many elements any rank has selected, of a sparse codec's, by what was written to `out` last; else 0."""
-        return 0
+    def union_of(self, out: Tensor) -> Tensor | None:
+        """How many elements any rank has selected, of a sparse codec's, by what was written to `out` last: int64 []; or
+        None: it does not know."""
+        return None
 
     def status(self) -> Tensor:
         """int64[2]: entries skipped and records not finite, since this exchange was made."""

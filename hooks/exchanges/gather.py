@@ -60,5 +60,5 @@ class Gather(Exchange):
         if self.extra:
             self._decode_extra(self.received[-1][:, self.sizes[-1] :], x.extra)
 
-    def union_of(self, out: Tensor) -> int:
-        return int(torch.count_nonzero(out)) if isinstance(self.codec, SparseCodec) else 0
+    def union_of(self, out: Tensor) -> Tensor | None:
+        return torch.count_nonzero(out) if isinstance(self.codec, SparseCodec) else None

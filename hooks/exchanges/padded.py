@@ -102,8 +102,8 @@ class PaddedUnion(Padded):
         others, summed = self.world_size - 1, 4 * (self.capacity + self.extra)
         return others * (len(self.row) if self.numel else 0) + 2 * summed * others // self.world_size
 
-    def union_of(self, out: Tensor) -> int:
-        return self.union_size
+    def union_of(self, out: Tensor) -> Tensor | None:
+        return self.union.size[0].long() if self.numel else None
 
     def reduce(self, x: Operands) -> Stages:
         if self.numel:

@@ -81,9 +81,14 @@ class PaddedSplit(Padded):
         if self.extra:
             self._decode_extra(self.parts[2], x.extra)
 
+    @property
+    def room(self) -> int:
+        """For how many entries, in each row to an owner."""
+        return 0 if self.rows is None else self.rows.capacity
+
     def _rows_for(self, feedback: Kept) -> _Rows:
         capacity = row_capacity(self.k, self.dealing.span, self.world_size, feedback.residual is not None)
-        if self.rows is None or self.rows.capacity != capacity:
+        if self.rows is None or self.room != capacity:
             self.rows = _Rows(self, capacity)
         return self.rows
 
