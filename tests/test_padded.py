@@ -11,13 +11,14 @@ import pytest
 import torch
 import training
 from gradwire.compress import TopK, new_draw
-from gradwire.compress.feedback import NOTHING, plain
+from gradwire.compress.feedback import NOTHING, RESIDUAL, Feedback, Kept, plain
+from gradwire.compress.momentum import MOMENTUM, Momentum
 from gradwire.hooks.auto import cost
-from gradwire.hooks.comm.group import Group
+from gradwire.hooks.comm.group import Group, Work
 from gradwire.hooks.comm.pipeline import drive
 from gradwire.hooks.exchanges import Bucketful, Operands
 from gradwire.hooks.exchanges.dealing import Dealing, row_capacity
-from gradwire.hooks.exchanges.padded import PaddedUnion
+from gradwire.hooks.exchanges.padded import Padded, PaddedUnion
 from gradwire.hooks.exchanges.padded_split import PaddedSplit
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -91,18 +92,33 @@ class Step:
     room: int
     status: list[int]
     received: int
+    momentum: Tensor
 
 
-def run(case: Case, schedule: Schedule | None = None) -> list[list[Step]]:
-    """Of every rank, its steps: on CPUs, or with a schedule on GPUs that are not there, over NCCL."""
+def run(
+    case: Case,
+    schedule: Schedule | None = None,
+    strategy: Feedback | None = None,
+    alter: Callable[[Padded, int], None] | None = None,
+) -> list[list[Step]]:
+    """Of every rank, its steps: on CPUs, or with a schedule on GPUs that are not there, over NCCL.
+
+    Args:
+        strategy: what is kept, where that is more than a residual.
+        alter: given each rank's exchange and rank.
+    """
     device, ranks = CPU if schedule is None else DEVICE, tuple(range(case.ranks))
 
     def train(world: World, rank: int) -> list[Step]:
         carrier = world.words_of(ranks) if schedule is None else world.communicator(ranks)
         group = Group(carrier.member(rank), ranks).channel("test")
         exchange = EXCHANGES[case.exchange](case.codec, case.numel, case.extra, device, group)
-        residual = torch.zeros(case.numel, device=device)
+        if alter is not None:
+            alter(exchange, rank)
+        residual, momentum = torch.zeros(2, case.numel, device=device)
         feedback, steps = plain(residual) if case.feedback else NOTHING, []
+        if strategy is not None:
+            feedback = Kept(strategy, {RESIDUAL: residual, MOMENTUM: momentum})
         place: Callable[[Tensor], Tensor] = Tensor.clone if schedule is None else on_gpu
         for number in range(case.steps):
             before, grad = read(residual), case.gradient(rank, number)
@@ -121,6 +137,7 @@ def run(case: Case, schedule: Schedule | None = None) -> list[list[Step]]:
                     room,
                     read(exchange.status()).tolist(),
                     exchange.transfer_bytes,
+                    read(momentum),
                 )
             )
         return steps
@@ -182,16 +199,16 @@ def check(case: Case) -> list[list[Step]]:
         if wild:
             assert not first.out.isfinite().all(), "what is not finite is seen"
             continue
+        if case.values == torch.float32:
+            out, kept = expected(case, steps, number)
+            assert torch.equal(first.out, out)
+            assert all(torch.equal(step.after, part) for step, part in zip(steps, kept, strict=True) if case.feedback)
         if not case.feedback:
             continue
         had = sum((step.gradient.double() + step.before.double() for step in steps), torch.zeros(()))
         has = case.ranks * first.out.double() + sum((step.after.double() for step in steps), torch.zeros(()))
         scale = max(float((step.gradient + step.before).abs().max()) for step in steps)
         assert (had - has).abs().max() <= 4e-6 * scale * case.ranks, "something is lost"
-        if case.values == torch.float32:
-            out, kept = expected(case, steps, number)
-            assert torch.equal(first.out, out)
-            assert all(torch.equal(step.after, part) for step, part in zip(steps, kept, strict=True))
     return found
 
 
@@ -271,6 +288,65 @@ def test_what_does_not_fit_is_sent_later() -> None:
     assert int((last[0].out != 0).sum()) == last[0].room
 
 
+class Hidden(Case):
+    """One rank's last gradient has a NaN, where there is no room for it."""
+
+    def gradient(self, rank: int, step: int) -> Tensor:
+        x = super().gradient(rank, step)
+        if rank == 1 and step == self.steps - 1:
+            owners = owner_of(self.numel, self.ranks, torch.tensor(step))
+            x[int((owners == 0).nonzero()[-1])] = torch.nan  # the last in the row that overflows
+        return x
+
+
+@pytest.mark.parametrize(("exchange", "kind"), [("split", "one owner"), ("union", "parting")])
+def test_a_nan_for_which_there_is_no_room_is_seen(exchange: str, kind: str) -> None:
+    check(Hidden(exchange, 3, 600, 0, 0.2, torch.float32, kind, steps=3))
+
+
+@pytest.mark.parametrize("exchange", sorted(EXCHANGES))
+@pytest.mark.parametrize("kind", ["one owner", "parting", "normal"])
+def test_momentum_is_masked_where_entries_have_arrived(exchange: str, kind: str) -> None:
+    """And stays with those that are sent later."""
+    case = Case(exchange, 3, 600, 0, 0.2, torch.float32, kind, steps=4)
+    for steps in run(case, strategy=Momentum()):
+        momentum = torch.zeros(case.numel)
+        for step in steps:
+            entered = momentum * 0.9 + step.gradient
+            arrived = torch.zeros(case.numel, dtype=torch.bool)
+            arrived[list(selected(case, entered + step.before))] = True
+            if exchange == "union":  # all have sent what they had
+                arrived = step.out != 0
+            arrived &= step.after == 0
+            assert arrived.any()
+            momentum = step.momentum
+            assert torch.equal(momentum, torch.where(arrived, 0.0, entered))
+
+
+@pytest.mark.parametrize("exchange", sorted(EXCHANGES))
+def test_what_cannot_be_right_is_skipped_alike_on_all_ranks(exchange: str) -> None:
+    """Whatever one rank sends: nothing is written elsewhere, and replicas agree."""
+    case = Case(exchange, 3, 500, 0, 0.1, torch.float32, "normal", seed=1, steps=3)
+
+    def alter(wrong: Padded, rank: int) -> None:
+        generator, sent = torch.Generator().manual_seed(1), [wrong.row]
+        if isinstance(wrong, PaddedSplit):
+            sent.append(wrong.rows_for(plain(torch.zeros(0))).sent)
+        for port in wrong.ports if rank == 1 else []:
+
+            def scrambled(start: Callable[[], Work] = port.start) -> Work:
+                for wire in sent:
+                    wire.random_(generator=generator)
+                return start()
+
+            port.start = scrambled  # type: ignore[method-assign]
+
+    found = run(case, alter=alter)
+    assert found[0][-1].status[0] > 0
+    for steps in zip(*found, strict=True):
+        assert all(same_bits(step.out, steps[0].out) for step in steps)
+
+
 @pytest.mark.parametrize("exchange", sorted(EXCHANGES))
 @pytest.mark.parametrize("feedback", [True, False])
 def test_what_is_predicted_is_what_arrives(exchange: str, feedback: bool) -> None:
@@ -300,6 +376,8 @@ def test_owners_are_dealt_alike_of_whatever_is_selected(ranks: int) -> None:
         assert int(places.max()) < dealing.span
         every = dealing.indices(torch.arange(dealing.span).expand(ranks, -1), turn)
         assert torch.equal(every[owners, places], everything)
+        again = dealing.keys(everything, turn + 1) // (dealing.span + 1)
+        assert abs(float((again == owners).float().mean()) - 1 / ranks) < 0.05, "no owner keeps what it has"
         for lot in lots:
             share = len(lot) / ranks
             most = int(owners[lot].bincount(minlength=ranks).max())

@@ -28,7 +28,7 @@ class PaddedSplit(Padded):
 
     def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
         super().__init__(codec, numel, extra, device, group)
-        self.rows: _Rows | None = None
+        self.rows: Rows | None = None
         ranks = self.world_size
         self.dealing = dealing = Dealing(numel, ranks, device)
         share = min(-(-self.k // ranks), dealing.span)
@@ -66,7 +66,7 @@ class PaddedSplit(Padded):
     def reduce(self, x: Operands) -> Stages:
         self.tail.view(torch.float32).copy_(x.extra)
         if self.numel:
-            rows, turn = self._rows_for(x.feedback), x.draw[1]
+            rows, turn = self.rows_for(x.feedback), x.draw[1]
             x.feedback.encode(self.select, x.grad, self.wire, x.draw, self.workspaces[1])
             dealt = Dealt.of(self.dealing, (self.count, self.indices, self.values), rows.capacity, turn)
             rows.pack(dealt)
@@ -86,10 +86,11 @@ class PaddedSplit(Padded):
         """For how many entries, in each row to an owner."""
         return 0 if self.rows is None else self.rows.capacity
 
-    def _rows_for(self, feedback: Kept) -> _Rows:
+    def rows_for(self, feedback: Kept) -> Rows:
+        """The rows to the owners, with room for what does not wait in the residual."""
         capacity = row_capacity(self.k, self.dealing.span, self.world_size, feedback.residual is not None)
         if self.rows is None or self.room != capacity:
-            self.rows = _Rows(self, capacity)
+            self.rows = Rows(self, capacity)
         return self.rows
 
     def _unpack(self, x: Operands, turn: Tensor) -> Tensor:
@@ -111,7 +112,7 @@ class PaddedSplit(Padded):
             x.feedback.give_back(mine, torch.where(kept, rest, -0.0))
         return (dealing.first + highest).view(-1)
 
-    def _give_back(self, feedback: Kept, dealt: Dealt, rows: _Rows, delivered: Tensor) -> None:
+    def _give_back(self, feedback: Kept, dealt: Dealt, rows: Rows, delivered: Tensor) -> None:
         """What has not reached the mean is to be sent later."""
         if feedback.residual is None:
             return
@@ -130,7 +131,7 @@ class PaddedSplit(Padded):
         return found
 
 
-class _Rows:
+class Rows:
     """Rows to the owners: for each, indices and values."""
 
     def __init__(self, exchange: PaddedSplit, capacity: int) -> None:
