@@ -60,6 +60,21 @@ def test_top_k_is_exact_whatever_the_predicted_threshold(
     assert equal(TopK(density), numel, kinds, dtype)
 
 
+@settings(max_examples=20, deadline=None)
+@given(
+    threshold=st.sampled_from([0.0, 1e-3, 0.5, 2.0, 1e30]),
+    most=st.sampled_from([0.003, 0.1, 1.0]),
+    values=st.sampled_from([torch.float32, torch.bfloat16, torch.int8]),
+    numel=st.sampled_from([1, 300, 2049, 5003]),
+    kinds=st.lists(st.sampled_from(tuple(KINDS)), min_size=1, max_size=3),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_a_threshold_is_the_largest_less_those_below_it(
+    threshold: float, most: float, values: torch.dtype, numel: int, kinds: list[str], dtype: torch.dtype
+) -> None:
+    assert equal(Threshold(threshold, most, values), numel, kinds, dtype)
+
+
 @pytest.mark.parametrize("architecture", [None, 90], ids=str)
 @pytest.mark.parametrize("places", [[], [0], [3, 100_000], [139_999, 140_000]], ids=str)
 def test_a_sum_of_wires_with_hardly_an_entry(places: list[int], architecture: int | None) -> None:

@@ -28,7 +28,12 @@ class Padded(Exchange):
     Attributes:
         count, indices, values: what the codec has selected here: how many, int32 [1], and as many of int32 and float32
             [k], ascending; zeros behind them.
+        row: what goes to all ranks.
+        room: for how many entries, of what varies: in each row to an owner, or in the union.
     """
+
+    row: Tensor
+    room: int
 
     def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
         super().__init__(codec, numel, extra, device, group)
@@ -69,14 +74,14 @@ class PaddedUnion(Padded):
     def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
         super().__init__(codec, numel, extra, device, group)
         ranks = self.world_size
-        self.most = self.capacity = min(numel, ranks * self.k)
+        self.most = self.room = min(numel, ranks * self.k)
         self.union_size = 0
         self.reading: Reading | None = None
         self.total, self.pieces = (
             torch.zeros(self.most + extra + more, dtype=torch.float32, device=device) for more in (0, ranks)
         )
+        self.row = self.bytes(index_bytes(numel, self.k) if numel else 0)
         if numel:
-            self.row = self.bytes(index_bytes(numel, self.k))
             self.rows = group.gathered(ranks, len(self.row), device=device)
             self.lists = torch.zeros(ranks, self.k, dtype=torch.int32, device=device)
             self.used = torch.zeros(ranks, dtype=torch.int32, device=device)
@@ -95,12 +100,12 @@ class PaddedUnion(Padded):
     def payload_bytes(self) -> int:
         if self.world_size == 1:
             return 0
-        return (len(self.row) if self.numel else 0) + 4 * (self.capacity + self.extra)
+        return len(self.row) + 4 * (self.room + self.extra)
 
     @property
     def transfer_bytes(self) -> int:
-        others, summed = self.world_size - 1, 4 * (self.capacity + self.extra)
-        return others * (len(self.row) if self.numel else 0) + 2 * summed * others // self.world_size
+        others, summed = self.world_size - 1, 4 * (self.room + self.extra)
+        return others * len(self.row) + 2 * summed * others // self.world_size
 
     def union_of(self, out: Tensor) -> Tensor | None:
         return self.union.size[0].long() if self.numel else None
@@ -115,40 +120,40 @@ class PaddedUnion(Padded):
             self.union([self.lists.view(-1)])
             self.reading = Reading(self.union.size[None], self.reading.memory if self.reading else None)
             self._take_part(x.feedback)
-        whole = self.total[: self.capacity + self.extra]
-        whole[self.capacity :].copy_(x.extra)
+        whole = self.total[: self.room + self.extra]
+        whole[self.room :].copy_(x.extra)
         yield from self.group.sum(whole, self.pieces)
         whole.mul_(1.0 / self.world_size)
         if self.numel:
-            at, used = used_places(self.union.indices[: self.capacity], self.union.size)
-            self._write(x.out, at, whole[: self.capacity], used)
+            at, used = used_places(self.union.indices[: self.room], self.union.size)
+            self._write(x.out, at, whole[: self.room], used)
             self.counts[0] += self.used.clamp(max=self.k).sum() - self.lists.numel()  # padding is out of range
         if self.extra:
-            x.extra.copy_(whole[self.capacity :])
+            x.extra.copy_(whole[self.room :])
             self.counts[1] += ~all_finite(x.extra)
 
     def _make_room(self, feedback: Kept) -> None:
         if self.reading is not None:
             self.union_size = self.reading.read()[0][0]
         known = self.reading is not None and feedback.residual is not None
-        self.capacity = min(self.most, max(self.k, _with_room(self.union_size))) if known else self.most
+        self.room = min(self.most, max(self.k, _with_room(self.union_size))) if known else self.most
 
     def _take_part(self, feedback: Kept) -> None:
         """Put what this rank has at the union into `total`."""
-        union = self.union.indices[: self.capacity]
+        union = self.union.indices[: self.room]
         at, used = used_places(self.indices, self.count)
-        listed = torch.arange(self.capacity, device=self.device) < self.union.size
+        listed = torch.arange(self.room, device=self.device) < self.union.size
         ascending = torch.where(listed, union, self.numel)
         found = is_among(self.indices, ascending) & used
         place = torch.where(
             found, torch.searchsorted(ascending, self.indices), torch.arange(self.k, device=self.device)
         )
-        mine = self.total[: self.capacity].zero_()
+        mine = self.total[: self.room].zero_()
         mine.index_add_(0, place, torch.where(found, self.values, -0.0))
         late = used & ~found
         # What is not finite must be seen, and waits nowhere: it spreads.
         mine.masked_fill_((late & ~self.values.isfinite()).any(), torch.nan)
-        feedback.take_at(union, mine, self.union.size.clamp(max=self.capacity))
+        feedback.take_at(union, mine, self.union.size.clamp(max=self.room))
         feedback.give_back(at, torch.where(late, self.values, -0.0))
         feedback.not_sent(at, late & self.values.isfinite())
 

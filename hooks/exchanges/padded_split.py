@@ -29,6 +29,7 @@ class PaddedSplit(Padded):
     def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
         super().__init__(codec, numel, extra, device, group)
         self.rows: Rows | None = None
+        self.room = 0
         ranks = self.world_size
         self.dealing = dealing = Dealing(numel, ranks, device)
         share = min(-(-self.k // ranks), dealing.span)
@@ -81,16 +82,11 @@ class PaddedSplit(Padded):
         if self.extra:
             self._decode_extra(self.parts[2], x.extra)
 
-    @property
-    def room(self) -> int:
-        """For how many entries, in each row to an owner."""
-        return 0 if self.rows is None else self.rows.capacity
-
     def rows_for(self, feedback: Kept) -> Rows:
         """The rows to the owners, with room for what does not wait in the residual."""
-        capacity = row_capacity(self.k, self.dealing.span, self.world_size, feedback.residual is not None)
-        if self.rows is None or self.room != capacity:
-            self.rows = Rows(self, capacity)
+        room = row_capacity(self.k, self.dealing.span, self.world_size, feedback.residual is not None)
+        if self.rows is None or self.room != room:
+            self.room, self.rows = room, Rows(self, room)
         return self.rows
 
     def _unpack(self, x: Operands, turn: Tensor) -> Tensor:
