@@ -152,8 +152,8 @@ def expected(case: Case, steps: list[Step], number: int) -> tuple[Tensor, list[T
     if case.exchange == "union":
         for i in sorted({i for entries in mine for i in entries})[: steps[0].room]:
             total = np.float32(0)
-            for part in kept:
-                total, part[i] = total + part[i], 0
+            for entries, part in zip(mine, kept, strict=True):  # what waits goes too, if there is such
+                total, part[i] = total + (part[i] if case.feedback else entries.get(i, np.float32(0))), 0
             out[i] = total * scale
         return torch.from_numpy(out), [torch.from_numpy(part) for part in kept]
     sent, k = [set[int]() for _ in mine], case.codec.k(case.numel)
