@@ -17,6 +17,7 @@ from gradwire.compress import CODECS, Codec, Momentum, OneBit, Outliers, Residua
 from gradwire.compress.backends import backend_kernels
 from gradwire.compress.feedback import Feedback
 from gradwire.hooks.auto import cost
+from gradwire.hooks.auto import planner as planner_module
 from gradwire.hooks.comm.pipeline import Pipeline
 from gradwire.hooks.exchanges import EXCHANGES, possible, serving
 from gradwire.hooks.exchanges.dealing import Dealt
@@ -172,6 +173,16 @@ def test_auto_takes_what_the_host_reads_nothing_of() -> None:
     for decision in reference[0].statistics.decisions.values():
         assert decision.startswith("split of TopK")
         assert all(f"{name} " in decision for name in ("gather", "union", "dense"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["split", "union"])
+def test_between_nodes_too(exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner_module, "default_exchange", lambda codec, size: exchange)
+    recipe = Recipe(TopK(0.2, values=torch.bfloat16), HIERARCHICAL, nodes=2, steps=2)
+    reference = on_cpus(recipe)
+    assert not differences(reference, on_gpus(recipe, Schedule("1 side 2")))
+    assert all(text.startswith(f"hierarchical {exchange}") for text in reference[0].statistics.decisions.values())
 
 
 # -- faults that are found ---------------------------------------------------------------------------------------------
