@@ -49,6 +49,10 @@ class Threshold(SparseCodec):
         return self.values
 
     @property
+    def plain(self) -> PlainThreshold:
+        return PlainThreshold(self.threshold, self.most)
+
+    @property
     def timed_as(self) -> Threshold:
         """One of the most that there may be: how many exceed τ depends on the gradient."""
         return replace(self, threshold=0.0, most=power_near(self.most))
@@ -66,3 +70,11 @@ class Threshold(SparseCodec):
             order = size[found].sort(descending=True, stable=True).indices
             found = found[order[:k]].sort().values
         return found
+
+
+class PlainThreshold(Threshold):
+    """The same elements as they are, by the same kernels."""
+
+    @property
+    def packs_indices(self) -> bool:
+        return False

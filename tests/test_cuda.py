@@ -72,7 +72,9 @@ def test_top_k_is_exact_whatever_the_predicted_threshold(
 def test_a_threshold_is_the_largest_less_those_below_it(
     threshold: float, most: float, values: torch.dtype, numel: int, kinds: list[str], dtype: torch.dtype
 ) -> None:
-    assert equal(Threshold(threshold, most, values), numel, kinds, dtype)
+    codec = Threshold(threshold, most, values)
+    assert equal(codec, numel, kinds, dtype)
+    assert equal(codec.plain, numel, kinds, dtype)
 
 
 @pytest.mark.parametrize("architecture", [None, 90], ids=str)
