@@ -84,12 +84,13 @@ class Feedback(ABC):
     def deliver(self, kept: Kept, mean: Tensor) -> None:  # noqa: B027 - most hand out the mean
         """Turn the decoded mean over the ranks, equal on all of them, into what is handed out: in place."""
 
-    def also_sent(self, kept: Kept, indices: Tensor, values: Tensor) -> None:  # noqa: B027 - most need not know
+    def also_sent(  # noqa: B027 - most need not know
+        self, kept: Kept, indices: Tensor, values: Tensor, count: Tensor | None = None
+    ) -> None:
         """The exchange has sent all that was to be sent of some elements, where `values` is finite: `Kept.take_at`."""
 
-    def not_sent(self, kept: Kept, indices: Tensor, delivered: Tensor) -> None:  # noqa: B027 - most need not know
-        """Of the entries that `encode` has written, in their order, those that are not among `delivered` are to be
-        sent later: `Kept.give_back_unless`."""
+    def not_sent(self, kept: Kept, indices: Tensor, later: Tensor) -> None:  # noqa: B027 - most need not know
+        """Of the entries that `encode` has written those are sent `later` (bool): `Kept.not_sent`."""
 
     def thrown_away(self, kept: Kept, slot: Slot, mean: Tensor, gradient: Tensor | None) -> None:
         """What was handed out for one parameter has not been applied on any rank.
@@ -163,24 +164,33 @@ class Kept:
         """Turn the decoded mean into what is handed out, in place."""
         self.strategy.deliver(self, mean)
 
-    def take_at(self, indices: Tensor, values: Tensor) -> None:
+    def take_at(self, indices: Tensor, values: Tensor, count: Tensor | None = None) -> None:
         """Add what is still to be sent of some elements to `values`, float32, which are to be sent now. It is kept no
         more, except where the sum is not finite.
 
         Args:
-            indices: int32 or int64, none of them twice.
+            indices: int32 or int64, none of them twice; no more than there are elements.
+            count: how many of them are used, int32 [1] on the device; None: all.
         """
         if self.residual is not None:
-            at = indices.long()
+            at, used = indices.long(), None
+            if count is not None:
+                at, used = used_places(indices, count)
             rest = self.residual[at]
-            values += rest
-            self.residual[at] = rest.masked_fill_(values.isfinite(), 0.0)
-            self.strategy.also_sent(self, indices, values)
+            values += rest if used is None else rest.masked_fill(~used, -0.0)
+            stays = ~values.isfinite() if used is None else ~(values.isfinite() & used)
+            # Added, so that what is not used changes nothing, wherever it points: not even the sign of a zero.
+            self.residual.index_add_(0, at, (-rest).masked_fill_(stays, -0.0))
+            self.strategy.also_sent(self, indices, values, count)
 
     def give_back(self, indices: Tensor, values: Tensor) -> None:
-        """Parts of what was to be sent have not been: send them later. What is not finite is left out. As `take_at`."""
+        """Parts of what was to be sent have not been: send them later. What is not finite is left out.
+
+        Args:
+            indices: int32 or int64; where one comes twice, all values but one are -0.0.
+        """
         if self.residual is not None:
-            self.residual[indices.long()] += torch.where(values.isfinite(), values, 0.0)
+            self.residual.index_add_(0, indices.long(), torch.where(values.isfinite(), values, -0.0))
 
     def give_back_unless(self, indices: Tensor, values: Tensor, delivered: Tensor) -> None:
         """Of whole elements that were to be sent, those that are not among `delivered` have not been.
@@ -190,14 +200,17 @@ class Kept:
             delivered: int32, ascending: of which elements any rank's entries have reached the mean.
         """
         if self.residual is not None:
-            self.put_back(RESIDUAL, indices, values, delivered)
-            self.strategy.not_sent(self, indices, delivered)
+            if self._entries is None:
+                self._entries = entries_for(self.residual.device)
+            self._entries.put_back((indices, values), delivered, self.residual)
+            if self.stash is not None:
+                self.not_sent(indices, values.isfinite() & ~is_among(indices, delivered))
 
-    def put_back(self, vector: str, indices: Tensor, values: Tensor, delivered: Tensor) -> None:
-        """Write `values`, where they are finite, to those elements of a vector that are not among `delivered`."""
-        if self._entries is None:
-            self._entries = entries_for(self[vector].device)
-        self._entries.put_back((indices, values), delivered, self[vector])
+    def not_sent(self, indices: Tensor, later: Tensor) -> None:
+        """Of the entries that `encode` has written, in their order, those are sent `later` (bool), whole, and are in
+        the residual again. Arguments as of `give_back`."""
+        if self.residual is not None:
+            self.strategy.not_sent(self, indices, later)
 
     def replace(self, where: Tensor, values: Tensor) -> None:
         """Let what is still to be sent of some elements (bool) be these values, in all that this rank keeps."""
@@ -283,6 +296,21 @@ class NoFeedback(Feedback):
 
 #: What an exchange is given where nothing is kept.
 NOTHING = Kept(NoFeedback(), {})
+
+
+def used_places(indices: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """Of a list whose first `count` (int32 [1]) indices are used: where to read and to add in a vector that is no
+    shorter, int64, and which are used, bool. What is not used points anywhere, far apart: atomics do not collide."""
+    slots = torch.arange(len(indices), device=indices.device)
+    used = slots < count
+    return torch.where(used, indices, slots), used
+
+
+def is_among(indices: Tensor, ascending: Tensor) -> Tensor:
+    """Which of the indices are in a list, bool."""
+    if len(ascending) == 0:
+        return torch.zeros_like(indices, dtype=torch.bool)
+    return ascending[torch.searchsorted(ascending, indices).clamp_(max=len(ascending) - 1)] == indices
 
 
 def plain(residual: Tensor) -> Kept:

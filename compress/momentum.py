@@ -99,13 +99,16 @@ class Momentum(Feedback):
         self._enter(kept, grad, velocity)
         return super().send_all(kept, velocity)
 
-    def also_sent(self, kept: Kept, indices: Tensor, values: Tensor) -> None:
+    def also_sent(self, kept: Kept, indices: Tensor, values: Tensor, count: Tensor | None = None) -> None:
         if self.masking:
-            backend_for(values.device).momentum.mask(kept[MOMENTUM], indices, values)
+            backend_for(values.device).momentum.mask(kept[MOMENTUM], indices, values, count)
 
-    def not_sent(self, kept: Kept, indices: Tensor, delivered: Tensor) -> None:
+    def not_sent(self, kept: Kept, indices: Tensor, later: Tensor) -> None:
         if kept.stash is not None:
-            kept.put_back(MOMENTUM, indices, kept.stash[: len(indices)], delivered)
+            if kept.stash.is_cuda:  # made on the stream that encodes
+                kept.stash.record_stream(torch.cuda.current_stream(kept.stash.device))
+            before = torch.where(later, kept.stash[: len(indices)], -0.0)
+            kept[MOMENTUM].index_add_(0, indices.long(), before)
             kept.stash = None
 
     def thrown_away(self, kept: Kept, slot: Slot, mean: Tensor, gradient: Tensor | None) -> None:

@@ -20,9 +20,7 @@ class Threshold(SparseCodec):
 
     A wire has room for `most` of the elements, whatever τ is, and is as long however few of them there are: by "gather"
     τ saves no bytes, by "union" and "split", which send entries one by one, it does. Where more exceed τ the largest of
-    them go, ties to the lower index, so that a τ of 0 is `TopK`. What is not finite goes before all else.
-
-    Selected in torch, so that a GPU's host waits for how many there are; `TopK` does not.
+    them go, ties to the lower index, so that a τ of 0 is `TopK`. NaN goes before infinity, and that before all else.
 
     Args:
         threshold: τ, 0 or more, in units of the gradient, as it is scaled where a GradScaler scales it.
@@ -51,6 +49,10 @@ class Threshold(SparseCodec):
         return self.values
 
     @property
+    def plain(self) -> PlainThreshold:
+        return PlainThreshold(self.threshold, self.most)
+
+    @property
     def timed_as(self) -> Threshold:
         """One of the most that there may be: how many exceed τ depends on the gradient."""
         return replace(self, threshold=0.0, most=power_near(self.most))
@@ -60,11 +62,19 @@ class Threshold(SparseCodec):
         return entries_at(self.most, numel)
 
     def select(self, x: Tensor, draw: Tensor | None) -> Tensor:
-        size = torch.where(x.isfinite(), x.abs(), torch.inf)
-        found = (size > self.threshold).nonzero().view(-1)
+        size = x.abs()
+        found = (~(size <= self.threshold)).nonzero().view(-1)  # NaN too
         k = self.k(len(x))
         if len(found) > k:
-            # A stable sort has one answer on every device; `topk` breaks ties as it likes.
+            # A stable sort has one answer on every device, with NaN above all; `topk` breaks ties as it likes.
             order = size[found].sort(descending=True, stable=True).indices
             found = found[order[:k]].sort().values
         return found
+
+
+class PlainThreshold(Threshold):
+    """The same elements as they are, by the same kernels."""
+
+    @property
+    def packs_indices(self) -> bool:
+        return False

@@ -63,6 +63,28 @@ class TopK(SparseCodec):
         return replace(self, density=power_near(self.density))
 
 
+@dataclass(frozen=True)
+class Largest(SparseCodec):
+    """The `count` largest magnitudes, as `TopK` selects and packs them; what exchanges put into rows of fixed size.
+
+    Args:
+        count: k, whatever the number of elements, if there are as many.
+        values: as of `TopK`.
+    """
+
+    name: ClassVar[str] = TopK.name
+
+    count: int
+    values: torch.dtype = torch.float32
+
+    def k(self, numel: int) -> int:
+        return min(self.count, numel)
+
+    @property
+    def value_dtype(self) -> torch.dtype:
+        return self.values
+
+
 @lru_cache(maxsize=4096)
 def entries_at(density: float, numel: int) -> int:
     """max(1, ⌈density · numel⌉)."""

@@ -13,10 +13,9 @@ import torch.distributed as dist
 from .auto import probe
 from .auto.planner import Choice, Planner
 from .comm import handshake
-from .comm.group import HANDSHAKE_TIMEOUT, Group
+from .comm.group import HANDSHAKE_TIMEOUT, Group, Work
 from .comm.pipeline import Pipeline
 from .comm.topology import make_topology
-from .comm.works import Work
 from .loss_scale import Scaling
 
 CONSTRUCT = "Construct {} with equal arguments and models on every rank"

@@ -17,15 +17,14 @@ from ..compress.codec import new_draw
 from ..compress.feedback import NOTHING, Feedback, Kept
 from ..compress.layout import Layout, Packing, end_to_end, layout_numel, runs_between
 from ..compress.memory import Memory
-from .auto.planner import REVIEW_EVERY, Choice, Plan
+from .auto.planner import REVIEW_EVERY, Choice, Plan, Planner
 from .auto.tuner import Tuner
 from .comm.group import HANDSHAKE_TIMEOUT
 from .comm.pipeline import Clock, Stages, clock, drive
-from .comm.topology import Topology
+from .comm.reading import Reading
 from .connection import Connection
 from .exchanges import Dense, Exchange, Operands, all_finite
 from .loss_scale import Scaling, Tracker
-from .reading import Reading
 from .rows import Rows
 from .statistics import Statistics
 
@@ -85,6 +84,8 @@ class Unit:
         self.kept_version = -1
         #: How many elements any rank has selected, where a sparse codec's exchange has seen that; else 0.
         self.union = 0
+        #: The same, on its way to the host.
+        self.counting: Reading | None = None
         self.device = like.device
         #: The result of what has none.
         self.nothing = torch.empty(0)
@@ -112,12 +113,12 @@ class Unit:
         self.kept = None  # nor what owners keep, whose slices are the exchange's
         self.seen = [0, 0]  # of its counts
 
-    def follow(self, plan: Plan, topology: Topology, seed: int) -> None:
+    def follow(self, plan: Plan, planner: Planner, seed: int) -> None:
         """Let the exchange serve that a plan wants."""
         if self.plan != plan:
             numel, extra = layout_numel(self.layout), self.extra.numel()
-            exchange = plan.make(f"{self.index} {numel} {extra} {plan}", numel, extra, self.device, topology)
-            self.use(exchange, seed, topology.all.rank)
+            exchange = planner.make(plan, f"{self.index} {numel} {extra} {plan}", numel, extra, self.device)
+            self.use(exchange, seed, planner.topology.all.rank)
             self.plan = plan
 
     def reduce(self, buffer: Tensor, feedback: Memory, keeps: bool, step: int) -> Stages:
@@ -477,11 +478,9 @@ class Reducer:
             keeps = unit.plan.feedback and unit.exchange.numel > 0
             self._clean &= not keeps
             yield from unit.reduce(buffer, self._feedback, keeps, number)
-            # Only exchanges that read on the host gain by knowing it, and to count waits for the device.
-            reviews = choice.exchange == "auto" and self.connection.pipeline.threaded
-            if reviews and number % REVIEW_EVERY == REVIEW_EVERY - 1:
-                grad = buffer if unit.packed is None else unit.packed
-                unit.union = unit.exchange.union_of(grad) or unit.union
+            if choice.exchange == "auto" and number % REVIEW_EVERY == REVIEW_EVERY - 1:
+                union = unit.exchange.union_of(buffer if unit.packed is None else unit.packed)
+                unit.counting = None if union is None else Reading(union.view(1, 1))
             if self._skips:
                 unit.overflow = ~all_finite(buffer)
             step.reduced.append((unit, buffer))
@@ -512,10 +511,12 @@ class Reducer:
         plan = unit.plan
         if plan is None or unit.choice != choice or (choice.exchange == "auto" and number % REVIEW_EVERY == 0):
             planner, numel = self.connection.planner, layout_numel(unit.layout)
+            if unit.counting is not None:  # since an earlier step
+                unit.union, unit.counting = unit.counting.read()[0][0] or unit.union, None
             plan, why = planner.plan(choice, numel, unit.union, max(1, round(self._numel / max(1, numel))))
             unit.choice = choice
             self._statistics.decisions[unit.index] = f"{plan.exchange} of {plan.codec}: {why}{self.tuner}"
-            unit.follow(plan, planner.topology, self.seed)
+            unit.follow(plan, planner, self.seed)
 
     def _clock(self, unit: Unit | Rows) -> Clock:
         if unit.clock is None:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from gradwire import QSGD, CompressState, OneBit, TopK, compress_hook
 from gradwire.hooks.auto import cost, probe
 from gradwire.hooks.auto.trial import PLANNED, Trial
-from gradwire.hooks.comm import group, threads, works
+from gradwire.hooks.comm import group, threads
 from gradwire.hooks.comm.group import Group
 from torch.nn.parallel import DistributedDataParallel
 from training import batch, digest, mean_residuals, perceptron, pretend, residuals_of, wrap
@@ -131,7 +131,7 @@ def watched(points: Points) -> Iterator[None]:
 
         for name in COLLECTIVES:
             replace(Group, name, passing)
-        replace(works.Port, "start", passing)  # what exchanges, and other collectives, are made of
+        replace(group.Port, "start", passing)  # what exchanges, and other collectives, are made of
         replace(Group, "of_ranks", passing)
         replace(probe, "calibrate", calibrate)
         replace(probe, "codec_speed", codec_speed)

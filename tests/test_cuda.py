@@ -12,7 +12,7 @@ from gradwire.compress import CODECS, Codec, Outliers, RandomK, Threshold, TopK,
 from gradwire.compress.backends import Kernels, Workspace, backend_kernels, use_backend
 from gradwire.compress.backends.cuda import grid_for
 from gradwire.compress.backends.cuda.device import DEVICES, Argument, Device, Function
-from gradwire.compress.backends.cuda.sparse import Union, gather_at, scatter_to
+from gradwire.compress.backends.cuda.union import Union, gather_at, scatter_to
 from gradwire.compress.codec import DTYPES
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -58,6 +58,23 @@ def test_top_k_is_exact_whatever_the_predicted_threshold(
 ) -> None:
     """A threshold that is too high finds fewer than k; one that is too low finds more than there is room for."""
     assert equal(TopK(density), numel, kinds, dtype)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    threshold=st.sampled_from([0.0, 1e-3, 0.5, 2.0, 1e30]),
+    most=st.sampled_from([0.003, 0.1, 1.0]),
+    values=st.sampled_from([torch.float32, torch.bfloat16, torch.int8]),
+    numel=st.sampled_from([1, 300, 2049, 5003]),
+    kinds=st.lists(st.sampled_from(tuple(KINDS)), min_size=1, max_size=3),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_a_threshold_is_the_largest_less_those_below_it(
+    threshold: float, most: float, values: torch.dtype, numel: int, kinds: list[str], dtype: torch.dtype
+) -> None:
+    codec = Threshold(threshold, most, values)
+    assert equal(codec, numel, kinds, dtype)
+    assert equal(codec.plain, numel, kinds, dtype)
 
 
 @pytest.mark.parametrize("architecture", [None, 90], ids=str)

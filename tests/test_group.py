@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from random import Random
 from unittest.mock import patch
 
@@ -12,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire.hooks.comm import group as group_module
-from gradwire.hooks.comm.group import Group
+from gradwire.hooks.comm import meeting
+from gradwire.hooks.comm.group import Group, Port
 from gradwire.hooks.comm.pipeline import drive
-from gradwire.hooks.comm.works import Port
 from ranks import Pool
 
 Ranks = Callable[[int], Pool]
@@ -57,16 +58,16 @@ def test_all_to_all(ranks: Ranks, world_size: int, size: int) -> None:
 
 def connected_at_last(rank: int, failing: int) -> tuple[int, list[int]]:
     """How often a rank tried to connect, of which the last one fails at first, and what the group then gathers."""
-    attempts, real = [], group_module._connected
+    attempts, real = [], meeting._connected
 
-    def connect(place: dist.Store, index: int, size: int) -> dist.ProcessGroupGloo:
+    def connect(place: dist.Store, index: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
         attempts.append(place)
-        made = real(place, index, size)
+        made = real(place, index, size, timeout)
         if rank == dist.get_world_size() - 1 and len(attempts) <= failing:
             raise RuntimeError("Gloo connectFullMesh failed: connection closed by peer")
         return made
 
-    with patch.object(group_module, "_connected", connect):
+    with patch.object(meeting, "_connected", connect):
         group = Group.of_ranks(list(range(dist.get_world_size())))
     rows = torch.zeros(group.size, 1, dtype=torch.int64)
     group.all_gather(rows, torch.tensor([rank])).wait()

@@ -16,8 +16,11 @@ import torch
 from gradwire.compress import CODECS, Codec, Momentum, OneBit, Outliers, Residual, SparseCodec, TopK, Tracking
 from gradwire.compress.backends import backend_kernels
 from gradwire.compress.feedback import Feedback
+from gradwire.hooks.auto import cost
+from gradwire.hooks.auto import planner as planner_module
 from gradwire.hooks.comm.pipeline import Pipeline
-from gradwire.hooks.exchanges import EXCHANGES, possible
+from gradwire.hooks.exchanges import EXCHANGES, possible, serving
+from gradwire.hooks.exchanges.dealing import Dealt
 from gradwire.hooks.reducer import Reducer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,11 +40,12 @@ SCHEDULES = [Schedule(stream) for stream in STREAMS]
 #: Quick, with everything in it: two stages, owners' residuals, a scaler that grows and skips.
 SMALL = Recipe(OneBit(), "two_pass", scaler=True, exclude=frozenset({"a.bias"}), overflows=frozenset({2}), steps=5)
 ABANDONING, DENSE = replace(SMALL, abandons=True), replace(SMALL, exchange="dense")
+SPLIT = Recipe(TopK(0.1), "split", steps=2)
 
 
 def ways(codec: Codec) -> list[str]:
     """The exchanges that carry a codec's gradients without the host's help."""
-    return [*(name for name in possible(codec) if not EXCHANGES[name].host_reads), HIERARCHICAL]
+    return [*(name for name in possible(codec) if not serving(name, inline=True).host_reads), HIERARCHICAL]
 
 
 def takes(codec: Codec, strategy: Feedback | None) -> bool:
@@ -115,7 +119,7 @@ def test_every_exchange_of_every_codec_runs_without_the_host(codec: Codec) -> No
 
 @pytest.fixture(scope="module")
 def expected() -> dict[Recipe, list[Outcome]]:
-    return {recipe: on_cpus(recipe) for recipe in (SMALL, ABANDONING, DENSE)}
+    return {recipe: on_cpus(recipe) for recipe in (SMALL, ABANDONING, DENSE, SPLIT)}
 
 
 @pytest.mark.parametrize("recipe", [ABANDONING, DENSE], ids=["two_pass", "dense"])
@@ -125,24 +129,60 @@ def test_any_stream_may_be_late(expected: dict[Recipe, list[Outcome]], recipe: R
         assert not differences(expected[recipe], on_gpus(recipe, schedule)), schedule
 
 
+def let_the_host_read(reducer: Reducer, rank: int) -> None:
+    """As where collectives block."""
+    reducer.connection.planner.inline = False
+
+
 def test_exchanges_say_whether_the_host_has_to_read() -> None:
-    for name, exchange in EXCHANGES.items():
-        codec = next(c for c in ON_GPU if exchange.carries(c) and isinstance(c, SparseCodec | OneBit))
-        try:
-            on_gpus(Recipe(codec, name, steps=1), Schedule())
-            cause = None
-        except RuntimeError as error:
-            cause = error.__cause__
-        assert isinstance(cause, HostWaits) if exchange.host_reads else cause is None, name
+    for name in EXCHANGES:
+        for inline in (False, True):
+            exchange = serving(name, inline)
+            codec = next(c for c in ON_GPU if exchange.carries(c) and isinstance(c, SparseCodec | OneBit))
+            try:
+                alter = None if inline else let_the_host_read
+                on_gpus(Recipe(codec, name, steps=1), Schedule(), alter=alter)
+                cause = None
+            except RuntimeError as error:
+                cause = error.__cause__
+            assert isinstance(cause, HostWaits) if exchange.host_reads else cause is None, (name, inline)
+            assert not (inline and exchange.host_reads)
 
 
 @pytest.mark.parametrize("exchange", [name for name, exchange in EXCHANGES.items() if exchange.host_reads])
 def test_where_the_host_reads_no_order_of_streams_changes_anything_either(exchange: str) -> None:
     """In the same memory, since NCCL holds what it sends only until it is waited for, on whatever stream."""
     recipe = Recipe(TopK(0.1, values=torch.int8), exchange, exclude=frozenset({"a.bias"}), steps=2, reads=True)
-    reference = on_cpus(recipe)
+    reference = outcomes(recipe, World(2), CPU, alter=let_the_host_read)
     for stream in ("0 side 1", "1 nccl"):
-        assert not differences(reference, on_gpus(recipe, Schedule(stream))), stream
+        found = on_gpus(recipe, Schedule(stream), alter=let_the_host_read)
+        assert not differences(reference, found), stream
+
+
+def test_auto_takes_what_the_host_reads_nothing_of() -> None:
+    """Where bytes are dear, and there are ranks enough."""
+    recipe, line = Recipe(TopK(0.25), "auto", steps=2), cost.Line(0.0, 1.0)
+
+    def alter(reducer: Reducer, rank: int) -> None:
+        planner = reducer.connection.planner
+        planner._flat = cost.Calibration(line, line, line, cost.Work(*[0.0] * 6), cost.Latency(*[0.0] * 3), 1)
+        planner._speeds[recipe.codec.timed_as, True] = cost.CodecSpeed(0.0, 0.0)
+
+    reference = outcomes(recipe, World(3), CPU, alter=alter)
+    assert not differences(reference, outcomes(recipe, World(3, Schedule("0 side 2")), alter=alter))
+    for decision in reference[0].statistics.decisions.values():
+        assert decision.startswith("split of TopK")
+        assert all(f"{name} " in decision for name in ("gather", "union", "dense"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["split", "union"])
+def test_between_nodes_too(exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner_module, "default_exchange", lambda codec, size: exchange)
+    recipe = Recipe(TopK(0.2, values=torch.bfloat16), HIERARCHICAL, nodes=2, steps=2)
+    reference = on_cpus(recipe)
+    assert not differences(reference, on_gpus(recipe, Schedule("1 side 2")))
+    assert all(text.startswith(f"hierarchical {exchange}") for text in reference[0].statistics.decisions.values())
 
 
 # -- faults that are found ---------------------------------------------------------------------------------------------
@@ -211,6 +251,10 @@ def nothing_recorded_of_a_copy(patch: pytest.MonkeyPatch) -> None:
     sent_from_a_copy(patch)
 
 
+def nothing_recorded_of_what_is_dealt(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Dealt, "moved", lambda self: None)
+
+
 FAULTS: dict[str, tuple[Fault, nccl_module.Keeping, Recipe]] = {
     "encoded before the gradients are there": (no_wait_for_gradients, "hold", SMALL),
     "decoded before its wait": (no_wait_for_collectives, "hold", SMALL),
@@ -219,6 +263,7 @@ FAULTS: dict[str, tuple[Fault, nccl_module.Keeping, Recipe]] = {
     "counts read before they are there": (no_wait_for_what_was_read, "hold", SMALL),
     "a buffer that is gone was not recorded": (nothing_recorded, "hold", ABANDONING),
     "NCCL's memory was not recorded": (nothing_recorded_of_a_copy, "record", SMALL),
+    "what was dealt on another stream was not recorded": (nothing_recorded_of_what_is_dealt, "hold", SPLIT),
     "memory held until another stream waits": (sent_from_a_copy, "hold", SMALL),
 }
 

@@ -14,9 +14,8 @@ from gradwire.compress.entries import value_fields
 from gradwire.compress.feedback import RESIDUAL, Feedback, Kept, Residual
 from gradwire.compress.wire import Field, Part
 from gradwire.hooks.auto.cost import Calibration, Estimate
-from gradwire.hooks.comm.group import Group
+from gradwire.hooks.comm.group import Group, Port
 from gradwire.hooks.comm.pipeline import Stages
-from gradwire.hooks.comm.works import Port
 from gradwire.hooks.exchanges import Bucketful, Exchange, Operands
 from torch import Tensor
 

@@ -23,8 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...compress.codec import DTYPES
 from ...hooks.auto import probe
-from ...hooks.comm.group import Group
-from ...hooks.comm.works import Work
+from ...hooks.comm.group import Group, Work
 from ..common import models
 from ..common.arms import ARMS, BASELINE, DENSE
 from ..common.report import median

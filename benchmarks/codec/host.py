@@ -27,8 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...compress import QSGD, Cast, ChunkedTopK, Codec, OneBit, TernGrad, TopK, new_draw
 from ...compress.backends import use_backend
 from ...compress.backends.cuda.device import DEVICES, Argument, Device, Function, passed
-from ...hooks.comm.group import Group
-from ...hooks.comm.works import Collective
+from ...hooks.comm.group import Collective, Group
 from ...hooks.ddp import CompressState, compress_hook
 from ..common import report
 

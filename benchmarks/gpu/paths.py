@@ -25,7 +25,7 @@ from ...compress import (
     new_draw,
 )
 from ...compress.backends import entries_for, use_backend
-from ...compress.backends.cuda.sparse import Union, gather_at, scatter_to
+from ...compress.backends.cuda.union import Union, gather_at, scatter_to
 from ...compress.codec import DTYPES
 from ...compress.entries import VALUE_DTYPES, index_layout, value_bytes
 from ..common.arms import label

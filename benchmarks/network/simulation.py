@@ -30,9 +30,8 @@ import torch
 from torch import Tensor
 
 from ...hooks.comm.entries import Carrier, Entries
-from ...hooks.comm.group import Group
+from ...hooks.comm.group import Group, Work
 from ...hooks.comm.pipeline import drive
-from ...hooks.comm.works import Work
 from ...hooks.exchanges.split import cut
 from ..common import report
 

@@ -216,6 +216,26 @@ class Calibration:
         decode += work.scatter * kept
         return self._estimate("split", moves, work.pack * k, decode, self.latency.split)
 
+    def padded_union(self, shape: Shape, capacity: int) -> Estimate:
+        """With room for so many elements in the union."""
+        p, k, work = shape.world_size, shape.k, self.work
+        moves = [self._gather(index_bytes(shape.numel, k), p), (self.all_reduce, 8 * capacity * (p - 1) / p)]
+        decode = (work.unpack + work.merge) * p * k + work.merge * (capacity + k) + work.scatter * 3 * capacity
+        return self._estimate("union", moves, work.pack * k, decode)
+
+    def padded_split(self, shape: Shape, span: int, capacity: int, speed: CodecSpeed) -> Estimate:
+        """With rows of so many entries to the owners of `span` elements each, who select k/P of their sums."""
+        p, k, work = shape.world_size, shape.k, self.work
+        share = min(-(-k // p), span)
+        moves = [
+            (self.all_to_all, (p - 1) * shape.entry_bytes(span, capacity)),
+            self._gather(shape.entry_bytes(span, share), p),
+        ]
+        encode = work.merge * k + work.pack * p * capacity
+        decode = (speed.decode * p + speed.mean + speed.encode) * span + work.merge * k
+        decode += (work.unpack + work.scatter) * p * share
+        return self._estimate("split", moves, encode, decode)
+
     def dense(self, shape: Shape) -> Estimate:
         moves = [(self.all_reduce, 8 * shape.numel * (shape.world_size - 1) / shape.world_size)]
         whole = self._estimate("dense", moves, self.work.scatter * shape.k, self.work.dense * shape.numel)

@@ -12,7 +12,7 @@ import torch
 from ...compress.cast import Cast
 from ...compress.codec import BlockCodec, Codec
 from ..comm.topology import Topology
-from ..exchanges import EXCHANGES, Bucketful, Dense, Exchange, Hierarchical, TwoPass, possible
+from ..exchanges import EXCHANGES, Bucketful, Dense, Exchange, Hierarchical, TwoPass, possible, serving
 from . import cost, probe
 from .cost import HIERARCHICAL
 from .trial import COMPRESSED, FALLBACK, PLANNED
@@ -61,16 +61,6 @@ class Plan:
     exchange: str
     feedback: bool
 
-    def make(self, name: str, numel: int, extra: int, device: torch.device, topology: Topology) -> Exchange:
-        """The exchange, with every buffer it needs, on channels of this name."""
-        inner = EXCHANGES[self.exchange.rpartition(" ")[2]]
-        if not self.exchange.startswith(HIERARCHICAL):
-            return inner(self.codec, numel, extra, device, topology.all.channel(name))
-        assert topology.inside is not None
-        assert topology.between is not None
-        groups = topology.inside.channel(name), topology.between.channel(name)
-        return Hierarchical(inner, self.codec, numel, extra, device, *groups)
-
 
 def calibrated(
     topology: Topology, device: torch.device, again: bool = False
@@ -97,7 +87,7 @@ def compressed(
     Args:
         inline: leave out what makes the host wait for the device.
     """
-    able = [exchange for exchange in EXCHANGES.values() if exchange.carries(what.codec) and exchange is not Dense]
+    able = [serving(name, inline) for name in possible(what.codec) if name != Dense.name]
     able = [exchange for exchange in able if not (exchange.host_reads and inline)]
     estimates = [exchange.estimate(flat, what) for exchange in able]
     if nodes is not None:
@@ -171,6 +161,16 @@ class Planner:
         decision = cost.decide((estimate for _, estimate in plans.values()), buckets)
         return plans[decision.name][0], str(decision)
 
+    def make(self, plan: Plan, name: str, numel: int, extra: int, device: torch.device) -> Exchange:
+        """The exchange that a plan wants, with every buffer it needs, on channels of this name."""
+        inner, topology = serving(plan.exchange.rpartition(" ")[2], self.inline), self.topology
+        if not plan.exchange.startswith(HIERARCHICAL):
+            return inner(plan.codec, numel, extra, device, topology.all.channel(name))
+        assert topology.inside is not None
+        assert topology.between is not None
+        groups = topology.inside.channel(name), topology.between.channel(name)
+        return Hierarchical(inner, plan.codec, numel, extra, device, *groups)
+
     def undecided(self, choice: Choice) -> bool:
         """Whether the cost model chooses between compression and something else."""
         return (
@@ -204,7 +204,7 @@ class Planner:
             plans[estimate.name] = plan, estimate
 
         if not codec.lossless and choice.way != FALLBACK:
-            what = Bucketful(codec, self._speeds[self._key(choice)], numel, size, union)
+            what = Bucketful(codec, self._speeds[self._key(choice)], numel, size, union, feedback)
             for estimate in compressed(what, self._flat, self._nodes, self.inline):
                 add(Plan(codec, estimate.name, feedback), estimate)
         if choice.way == COMPRESSED:

@@ -19,9 +19,8 @@ from ...compress.backends import entries_for
 from ...compress.codec import Codec, new_draw
 from ...compress.entries import index_bytes, value_bytes
 from ..comm.entries import Carrier, Entries
-from ..comm.group import Group
+from ..comm.group import Collective, Group, Port
 from ..comm.pipeline import drive
-from ..comm.works import Collective, Port
 from .cost import EVERY, Calibration, CodecSpeed, Latency, Line, Work
 
 #: A probe's messages grow until one has taken this long, or all ranks' have so many bytes.

@@ -17,9 +17,8 @@ from torch import Tensor
 from ...compress.backends import entries_for
 from ...compress.backends.sparse import Pieces
 from ...compress.entries import index_bytes, value_bytes
-from .group import Group
+from .group import Group, Together, Work
 from .pipeline import Stages
-from .works import Together, Work
 
 #: Samples of the index lists that balance owners' ranges, over all ranks.
 RANGE_SAMPLES = 1024

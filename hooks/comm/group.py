@@ -8,11 +8,11 @@ import hashlib
 import json
 import struct
 import weakref
-from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,14 +20,10 @@ from torch import Tensor
 
 from . import shared
 from .dissemination import Dissemination
-from .works import Collective, Messages, Padded, Port, Work
+from .meeting import connect, meeting_place
 
 #: How long ranks wait for each other when a state is made.
 HANDSHAKE_TIMEOUT = timedelta(seconds=60)
-
-#: How often ranks try to connect, and how long one that has failed waits to hear whether the others are there.
-ATTEMPTS, VERDICT_TIMEOUT = 3, timedelta(seconds=10)
-READY = b"ready"
 
 #: The most ranks that send a few bytes to each other directly: with more, sending takes longer than some latencies.
 DIRECT_RANKS = 16
@@ -40,6 +36,135 @@ NEVER_SENT = 0x7FFFFFFF
 _groups: weakref.WeakSet[Group] = weakref.WeakSet()
 #: The tags that channels of a process group have had.
 _channels: weakref.WeakKeyDictionary[Any, Counter[int]] = weakref.WeakKeyDictionary()
+
+
+class Work(Protocol):
+    """Something under way, as `dist.Work` is."""
+
+    def wait(self) -> Any: ...
+
+
+class Messages:
+    """Messages between this rank and the others: under way together, and waited for together.
+
+    Where all ranks send and receive at once, each link carries both ways at its full rate; Gloo's own all-to-all and
+    all-gather reach that on no more than every other call, and else take up to twice as long.
+    """
+
+    def __init__(self, works: Iterable[tuple[int, dist.Work]], group: Group, timeout: timedelta | None) -> None:
+        self._works, self._group, self._timeout = list(works), group, timeout
+
+    def wait(self) -> None:
+        works, self._works = self._works, []
+        for peer, work in works:
+            with self._group.naming(peer):
+                work.wait() if self._timeout is None else work.wait(self._timeout)
+
+
+class Together:
+    """Several things under way, waited for as one."""
+
+    def __init__(self, works: Iterable[Work]) -> None:
+        self._works = list(works)
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+class Port:
+    """Messages between all ranks whose sizes never change, time after time: one stage of an exchange.
+
+    Gloo lets a message go only once its receiver has announced itself. `post` does so ahead, so that the message takes
+    one latency and not two: twice ahead, as what is announced at the end of a step that is shorter than a latency comes
+    too late for the next one.
+
+    Args:
+        group: a channel, or else messages are received only when they are sent.
+        received, sent: of each rank and for each rank; what is empty goes nowhere. What arrives is there once it has
+            been waited for.
+        ahead: how many times to announce ahead. With one, messages arrive in `received` itself, between `post` and the
+            end of waiting; else in memory of their own.
+    """
+
+    def __init__(self, group: Group, received: Sequence[Tensor], sent: Sequence[Tensor], ahead: int = 2) -> None:
+        self._group, self._received, self._sent = group, received, sent
+        apart = ahead > 1 and group.named
+        self._free: list[Sequence[Tensor]]
+        self._free = [[torch.empty_like(part) for part in received] if apart else received for _ in range(ahead)]
+        self._posted: deque[tuple[Sequence[Tensor], list[tuple[int, dist.Work]]]] = deque()
+
+    def post(self) -> None:
+        """Announce the next messages. With one ahead, nothing may read what the last ones brought any more."""
+        with contextlib.suppress(RuntimeError):  # a rank that has gone, maybe as all is done; `start` would say so
+            while self._group.named and self._free:
+                self._post()
+
+    def _post(self) -> None:
+        self._posted.append((self._free[-1], self._group._receive(self._free[-1])))
+        self._free.pop()
+
+    def start(self) -> Work:
+        """Send; the messages of the other ranks, of as many starts, arrive meanwhile. Wait for them before the next."""
+        if not self._group.named:
+            return self._group._pairwise(self._received, self._sent)
+        if not self._posted:
+            self._post()
+        place, works = self._posted.popleft()
+        return _Arriving(self, place, self._group._send(self._received, self._sent, works))
+
+    def arrived(self, place: Sequence[Tensor]) -> None:
+        """Messages have arrived at a place, and are moved to where they are wanted."""
+        if place is not self._received:
+            for source, (part, target) in enumerate(zip(place, self._received, strict=True)):
+                if source != self._group.rank:
+                    target.copy_(part)
+        self._free.append(place)
+
+
+class _Arriving:
+    """Messages that a port receives."""
+
+    def __init__(self, port: Port, place: Sequence[Tensor], messages: Work) -> None:
+        self._port, self._messages = port, messages
+        self._place: Sequence[Tensor] | None = place
+
+    def wait(self) -> None:
+        self._messages.wait()
+        place, self._place = self._place, None
+        if place is not None:
+            self._port.arrived(place)
+
+
+class Collective:
+    """What a `Port` is, of a collective that needs no announcing."""
+
+    def __init__(self, start: Callable[[], Work]) -> None:
+        self.start = start
+
+    def post(self) -> None:
+        """Nothing."""
+
+
+class Padded:
+    """An all-gather of rows of which only the beginnings count.
+
+    Args:
+        work: it, of `row`, into `rows`.
+        parts: where the beginnings are wanted.
+    """
+
+    def __init__(self, work: Work, row: Tensor, rows: Tensor, parts: Sequence[Tensor]) -> None:
+        self._work, self._row, self._rows, self._parts = work, row, rows, parts
+
+    def wait(self) -> None:
+        """The current stream waits, and copies what counts to where it is wanted."""
+        self._work.wait()
+        # That may be another stream than the one that they were made on, which would use their memory again too early.
+        for memory in (self._row, self._rows):
+            memory.record_stream(torch.cuda.current_stream(memory.device))
+        used = [(part, row) for part, row in zip(self._parts, self._rows, strict=True) if part.numel()]
+        torch._foreach_copy_([part for part, _ in used], [row[: part.numel()] for part, row in used])
 
 
 class Group:
@@ -110,7 +235,7 @@ class Group:
         the process, the next one goes on where it stopped.
         """
         members, rank = tuple(ranks), dist.get_rank()
-        return cls(_gloo(_meeting_place(members, rank), members, rank), members)
+        return cls(connect(meeting_place(members, rank), members, rank, HANDSHAKE_TIMEOUT), members)
 
     @classmethod
     def of_words(cls, ranks: list[int], words_only: bool) -> Group:
@@ -118,8 +243,8 @@ class Group:
         (`words_only`), groups of the same ranks share their connections (`shared`).
         """
         members, rank = tuple(ranks), dist.get_rank()
-        store = _meeting_place(members, rank)
-        make = partial(_gloo, store, members, rank)
+        store = meeting_place(members, rank)
+        make = partial(connect, store, members, rank, HANDSHAKE_TIMEOUT)
         world = dist.group.WORLD
         place = members.index(rank)
         return cls(shared.carrier(world, members, place, store, HANDSHAKE_TIMEOUT, words_only, make), members)
@@ -350,44 +475,6 @@ def _averaging(options: Any) -> Any:
     """Options of a collective that makes means."""
     options.reduceOp = dist.ReduceOp.AVG
     return options
-
-
-def _meeting_place(members: Sequence[int], rank: int) -> dist.Store:
-    """Where these ranks meet, and never met before."""
-    name = hashlib.blake2b("-".join(map(str, members)).encode(), digest_size=16).hexdigest()
-    store = dist.PrefixStore(f"gradwire/{name}", dist.distributed_c10d._get_default_store())
-    return dist.PrefixStore(str(store.add(f"made by {rank}", 1)), store)
-
-
-def _gloo(store: dist.Store, members: Sequence[int], rank: int) -> dist.ProcessGroupGloo:
-    """A Gloo group. Now and then a rank loses a connection while the group is made, mostly on busy machines, and the
-    others do not notice: so each tells whether it is ready, and where one is not they all try again.
-
-    Raises:
-        RuntimeError: a rank did not arrive, or they failed again and again.
-    """
-    own = members.index(rank)
-    keys, verdicts = [f"verdict of {i}" for i in range(len(members))], list[bytes]()
-    for attempt in range(ATTEMPTS):
-        place, group, error = dist.PrefixStore(f"attempt {attempt}", store), None, None
-        try:
-            group = _connected(place, own, len(members))
-        except RuntimeError as failed:
-            error = failed
-        place.set(keys[own], READY.decode() if error is None else str(error)[:400])
-        try:
-            place.wait(keys, HANDSHAKE_TIMEOUT if error is None else VERDICT_TIMEOUT)
-        except RuntimeError as missing:  # a rank has not arrived
-            raise error or missing from missing
-        verdicts = place.multi_get(keys)
-        if group is not None and all(verdict == READY for verdict in verdicts):
-            return group
-    told = {members[i]: verdict.decode() for i, verdict in enumerate(verdicts) if verdict != READY}
-    raise RuntimeError(f"ranks {list(members)} could not connect in {ATTEMPTS} attempts: {told}")
-
-
-def _connected(place: dist.Store, rank: int, size: int) -> dist.ProcessGroupGloo:
-    return dist.ProcessGroupGloo(place, rank, size, HANDSHAKE_TIMEOUT)
 
 
 def cut_all() -> None:

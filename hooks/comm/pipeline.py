@@ -34,8 +34,8 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from .group import Work
 from .threads import start_thread
-from .works import Work
 
 #: What a unit of work yields: messages under way.
 Stages = Generator[Work, None, Any]

@@ -18,7 +18,7 @@ from .union import Union
 
 __all__ = [
     "EXCHANGES", "Bucketful", "Dense", "Exchange", "Hierarchical", "Operands", "ReduceScatter", "TwoPass",
-    "all_finite", "possible", "register",
+    "all_finite", "possible", "register", "serving",
 ]  # fmt: skip
 
 #: By name; of equally fast ones "auto" takes the first.
@@ -44,3 +44,9 @@ for _exchange in (Gather, TwoPass, Union, Split, Dense):
 def possible(codec: Codec) -> tuple[str, ...]:
     """The names of the exchanges that can carry what a codec encodes."""
     return tuple(name for name, exchange in EXCHANGES.items() if exchange.carries(codec))
+
+
+def serving(name: str, inline: bool) -> type[Exchange]:
+    """What serves as `exchange=` this name. `inline`: where the host must not wait for the device, if there is such."""
+    exchange = EXCHANGES[name]
+    return exchange.unread or exchange if inline else exchange

@@ -15,9 +15,8 @@ from ...compress.codec import Codec
 from ...compress.feedback import Kept
 from ...compress.layout import OwnedSlice
 from ..auto.cost import Calibration, CodecSpeed, Estimate
-from ..comm.group import Group
+from ..comm.group import Collective, Group, Port
 from ..comm.pipeline import Stages
-from ..comm.works import Collective, Port
 
 IDENTITY = Identity()
 
@@ -39,6 +38,7 @@ class Bucketful:
         numel: elements.
         world_size: ranks.
         union: elements that any rank selects, of a sparse codec's; 0: not known.
+        feedback: whether residuals are kept.
     """
 
     codec: Codec
@@ -46,6 +46,7 @@ class Bucketful:
     numel: int
     world_size: int
     union: int = 0
+    feedback: bool = True
 
 
 @dataclass(eq=False)
@@ -84,6 +85,8 @@ class Exchange(ABC):
     name: ClassVar[str]
     #: Whether the host reads sizes from the device on the way.
     host_reads: ClassVar[bool] = False
+    #: What does the same, and takes its place, where the host must not read: as over NCCL.
+    unread: ClassVar[type[Exchange] | None] = None
     #: Whether it starts collectives, which must not begin before ranks have compared what they do.
     collective: ClassVar[bool] = False
 
@@ -122,9 +125,10 @@ class Exchange(ABC):
     def reduce(self, x: Operands) -> Stages:
         """Write the ranks' mean of `x.grad` to `x.out`, and that of `x.extra` to `x.extra`."""
 
-    def union_of(self, out: Tensor) -> int:
-        """How many elements any rank has selected, of a sparse codec's, by what was written to `out` last; else 0."""
-        return 0
+    def union_of(self, out: Tensor) -> Tensor | None:
+        """How many elements any rank has selected, of a sparse codec's, by what was written to `out` last: int64 []; or
+        None: it does not know."""
+        return None
 
     def counts(self) -> list[Tensor]:
         """int64[2] each, which add up: entries skipped and records not finite, since this exchange was made."""

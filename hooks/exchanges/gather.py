@@ -7,9 +7,8 @@ from torch import Tensor
 
 from ...compress.codec import Codec, SparseCodec
 from ..auto.cost import Calibration, Estimate
-from ..comm.group import Group
+from ..comm.group import Group, Together
 from ..comm.pipeline import Stages
-from ..comm.works import Together
 from .base import Bucketful, Exchange, Operands
 
 
@@ -61,5 +60,5 @@ class Gather(Exchange):
         if self.extra:
             self._decode_extra(self.received[-1][:, self.sizes[-1] :], x.extra)
 
-    def union_of(self, out: Tensor) -> int:
-        return int(torch.count_nonzero(out)) if isinstance(self.codec, SparseCodec) else 0
+    def union_of(self, out: Tensor) -> Tensor | None:
+        return torch.count_nonzero(out) if isinstance(self.codec, SparseCodec) else None

@@ -12,9 +12,8 @@ from ...compress.codec import Codec
 from ...compress.feedback import NOTHING
 from ...compress.layout import OwnedSlice, Packing
 from ..auto.cost import HIERARCHICAL, Estimate, Nodes
-from ..comm.group import Group
+from ..comm.group import Collective, Group, Port
 from ..comm.pipeline import Stages
-from ..comm.works import Collective, Port
 from .base import IDENTITY, Bucketful, Exchange, Operands, all_finite
 
 

@@ -78,8 +78,8 @@ class Selected(Exchange):
     def bring_together(self, entries: Entries, extra: Tensor, feedback: Kept) -> Stages:
         """Bring this rank's entries together with the others', to means, which the stages return; sum `extra`."""
 
-    def union_of(self, out: Tensor) -> int:
-        return self.union_size
+    def union_of(self, out: Tensor) -> Tensor | None:
+        return torch.tensor(self.union_size)
 
     def counts(self) -> list[Tensor]:
         return [self.counted]

@@ -14,6 +14,7 @@ from ..comm.entries import BINS, COARSE_BITS, KEPT_BITS, KEY_BITS, Carrier, Entr
 from ..comm.group import Group
 from ..comm.pipeline import Stages
 from .base import Bucketful
+from .padded_split import PaddedSplit
 from .selected import Selected
 
 #: Steps after which the owners' ranges are balanced again.
@@ -26,6 +27,7 @@ class Split(Selected):
     its owner's. 2·k·(i+v)·(P-1)/P bytes received, i for an index, v for a value."""
 
     name = "split"
+    unread = PaddedSplit
 
     def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
         super().__init__(codec, numel, extra, device, group)

@@ -10,6 +10,7 @@ from ..auto.cost import Calibration, Estimate
 from ..comm.entries import Entries
 from ..comm.pipeline import Stages
 from .base import Bucketful
+from .padded import PaddedUnion
 from .selected import Selected
 
 
@@ -18,6 +19,7 @@ class Union(Selected):
     many bytes. (P-1)·k·i + 8·u·(P-1)/P bytes received, i for an index, u in the union."""
 
     name = "union"
+    unread = PaddedUnion
 
     @classmethod
     def estimate(cls, network: Calibration, what: Bucketful) -> Estimate:

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from ...compress.codec import Codec, check_choice, new_draw
 from ...compress.feedback import NOTHING
-from ..comm.group import Group
-from ..comm.works import Work
+from ..comm.group import Group, Work
 from ..exchanges import Operands, ReduceScatter
 
 

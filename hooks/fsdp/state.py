@@ -19,9 +19,8 @@ from ...compress.memory import Memory
 from .. import checkpoint
 from ..backward import AtEnd
 from ..comm import handshake
-from ..comm.group import Group
+from ..comm.group import Group, Work
 from ..comm.pipeline import Pipeline
-from ..comm.works import Work
 from ..connection import Connection
 from ..delivery import Delivery
 from ..loss_scale import LossScale, Tracker

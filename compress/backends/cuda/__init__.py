@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from ...entries import index_layout
-from .. import Backend, Kernels, Selecting, Workspace, kept
+from .. import Backend, Kernels, Workspace, kept
 from ..drawn import DRAWN
 from ..sparse import whole_rows
 from .device import SHARES, THREADS, Device, Function, device_for
 from .entries import Entries
 from .outliers import Outliers
-from .sparse import SUFFIXES, TopK
+from .sparse import SUFFIXES, Threshold, TopK
 
 #: How the kernels name a format that is stored.
 STORED = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -220,12 +220,12 @@ KERNELS: dict[str, Kernels] = {
     "qsgd": QSGD(),
     "terngrad": TernGrad(),
     "ternary": Ternary(),
-    "topk": (TOPK := TopK()),
+    "topk": TopK(),
+    "threshold": Threshold(),
     "random_k": DRAWN,
     "chunked_topk": ChunkedTopK(),
     "cast": Cast(),
     "identity": Cast(),
 }
-KERNELS["threshold"] = Selecting(Entries(), TOPK)
 KERNELS["outliers"] = Outliers(KERNELS, Entries())
 BACKEND = Backend(KERNELS, Entries())

@@ -9,6 +9,7 @@ from torch import Tensor
 from ...entries import VALUE_BLOCK, index_layout
 from ..sparse import EntryKernels, typed_rows, whole_rows
 from .device import SHARES, THREADS, device_for, grid_for
+from .union import Union
 
 FILE = "entries.cu"
 PACK = {torch.float32: "entries_pack_f32", torch.bfloat16: "entries_pack_bf16", torch.int8: "entries_pack_int8"}
@@ -21,6 +22,9 @@ UNPACKING_THREADS, UNPACKING_SHARES = 512, 32
 class Entries(EntryKernels):
     def prepare(self, device: torch.device) -> None:
         device_for(device).function(FILE, "entries_pack_indices")
+
+    def union(self, numel: int, capacity: int, device: torch.device) -> Union:
+        return Union(numel, capacity, device)
 
     def pack_indices(self, indices: Tensor, count: Tensor | None, base: int, numel: int, wire: Tensor) -> None:
         k, device = len(indices), device_for(indices.device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,8 @@ from .entries import Entries
 FILE = "sparse.cu"
 SUFFIXES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 WARP = 32
-#: Elements that a block of threads takes at once, and words of a bitmap.
-TILE, BITMAP_TILE = 2048, 256
+#: Elements that a block of threads takes at once.
+TILE = 2048
 #: Most blocks of threads for each multiprocessor where every block has work that does not shrink with its share, as
 #: with a histogram of its own.
 FEW_SHARES = 4
@@ -144,56 +143,27 @@ class TopK(SparseKernels):
         return device, (broken, starts, reach)
 
 
-class Union:
-    """The union of index sets below `numel`, for up to `capacity` indices; reusable.
+class Threshold(TopK):
+    """The largest, as many as there is room for, less those that do not exceed the threshold."""
 
-    Attributes:
-        indices: int32 [capacity]: ascending.
-        size: int32 [1]: how many there are; more than `capacity` means that the highest are missing.
-        status: int64 [2]: the first counts indices out of range, which are left out.
-    """
-
-    def __init__(self, numel: int, capacity: int, device: torch.device) -> None:
-        if not 0 < numel < 1 << 31:
-            raise ValueError(f"a union of 32-bit indices cannot serve {numel} elements: use fewer than 2^31")
-        self.numel, words = numel, -(-numel // 32)
-        self.indices = torch.zeros(capacity, dtype=torch.int32, device=device)
-        self.size = torch.zeros(1, dtype=torch.int32, device=device)
-        self.status = torch.zeros(2, dtype=torch.int64, device=device)
-        self._bitmap = torch.zeros(words, dtype=torch.int32, device=device)
-        self._tally = torch.empty(-(-words // BITMAP_TILE), dtype=torch.int32, device=device)
-
-    def __call__(self, sets: Sequence[Tensor]) -> None:
-        """Fill `indices` and `size` from index sets, int32 each, in any order."""
-        device = device_for(self._bitmap.device)
-        for indices in sets:
-            if len(indices):
-                arguments = indices, np.int64(len(indices)), np.int64(self.numel), self._bitmap, self.status
-                device.function(FILE, "union_mark")(grid_for(len(indices), device), THREADS, arguments)
-        words, tiles = len(self._bitmap), len(self._tally)
-        grid = min(tiles, SHARES * device.sm_count)
-        device.function(FILE, "union_tally")(grid, THREADS, (self._bitmap, np.int64(words), self._tally))
-        device.function(FILE, "union_place")(1, THREADS, (self._tally, np.int64(tiles), self.size))
-        out = self._bitmap, np.int64(words), self._tally, self.indices, np.int64(len(self.indices))
-        device.function(FILE, "union_list")(grid, THREADS, out)
-
-
-def gather_at(x: Tensor, indices: Tensor, size: Tensor, values: Tensor) -> None:
-    """values[i] = x[indices[i]] for i < size, 0 beyond and where an index is out of range.
-
-    Args:
-        x, values: float32, flat. indices: int32, as long as `values`. size: int32 [1], on the device.
-    """
-    device = device_for(x.device)
-    arguments = x, np.int64(x.numel()), indices, size, np.int64(len(indices)), values
-    device.function(FILE, "gather_at")(grid_for(len(indices), device), THREADS, arguments)
-
-
-def scatter_to(out: Tensor, indices: Tensor, size: Tensor, values: Tensor, alpha: float = 1.0) -> None:
-    """out[indices[i]] = alpha · values[i] for i < size; no index may come twice, those out of range are left out.
-
-    Arguments as in `gather_at`.
-    """
-    device = device_for(out.device)
-    arguments = out, np.int64(out.numel()), indices, size, np.int64(len(indices)), values, np.float32(alpha)
-    device.function(FILE, "scatter_to")(grid_for(len(indices), device), THREADS, arguments)
+    def encode_plain(
+        self,
+        codec: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        row: Tensor,
+        values: Tensor,
+        draw: Tensor | None,
+        workspace: Workspace,
+    ) -> None:
+        self.choose(codec, x, residual, row, values, workspace, update=True)
+        indices, k = row[1:], len(values)
+        slots = torch.arange(k, device=x.device)
+        used, low = slots < row[:1], values.abs() <= codec.threshold
+        if residual is not None:  # which they had left; of what is not used the values are zero
+            residual.index_add_(0, torch.where(used, indices, slots), torch.where(used & low, values, -0.0))
+        kept = used & ~low
+        place = torch.where(kept, kept.cumsum(0) - 1, k)  # one more, for what is not kept
+        for listed in (indices, values):
+            listed.copy_(torch.zeros(k + 1, dtype=listed.dtype, device=x.device).scatter_(0, place, listed)[:k])
+        row[:1].copy_(kept.sum())
