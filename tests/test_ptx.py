@@ -111,7 +111,7 @@ CHANGES = (
     (QSGD(), "quantize.cu", "qsgd_decode_f32", r"(setp\.\w+\.s64\s+%p\d+, %rd\d+, )%rd\d+;", r"\g<1>0;"),
     (TernGrad(), "ternary.cu", "terngrad_encode_f32", r"neg\.f32", "abs.f32"),
     (TopK(0.3), "sparse.cu", "topk_mean_f32", r"add\.rn\.f32", "sub.rn.f32"),
-    (TopK(), "sparse.cu", "topk_digits_f32", r"(atom\S*\.add\.u32\s+%r\d+, \[.*?\], )1;", r"\g<1>2;"),
+    (TopK(), "topk.cu", "topk_digits_f32", r"(atom\S*\.add\.u32\s+%r\d+, \[.*?\], )1;", r"\g<1>2;"),
 )
 
 

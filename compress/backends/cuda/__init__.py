@@ -18,7 +18,7 @@ from ...entries import index_layout
 from .. import Backend, Kernels, Selecting, Workspace, kept
 from ..drawn import DRAWN
 from ..sparse import whole_rows
-from .device import SHARES, THREADS, Argument, Device, device_for
+from .device import THREADS, Argument, device_for
 from .entries import Entries
 from .outliers import Outliers
 from .sparse import SUFFIXES, TopK
@@ -28,12 +28,6 @@ STORED = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 WARPS = THREADS // 32
 #: Elements that the kernels without blocks take at once.
 ROW = 256
-
-
-def grid_for(numel: int, block: int, sm_count: int) -> int:
-    """Blocks of threads for a launch in which a warp takes one record at a time."""
-    records = -(-numel // block)
-    return min(-(-records // WARPS), SHARES * sm_count)
 
 
 class _Blocks(Kernels):
@@ -47,9 +41,10 @@ class _Blocks(Kernels):
     def block(self, codec: Any) -> int:
         return int(codec.block)
 
-    def grid(self, codec: Any, numel: int, sm_count: int) -> int:
-        """Blocks of threads for a launch."""
-        return grid_for(numel, self.block(codec), sm_count)
+    def turns(self, codec: Any, numel: int) -> int:
+        """How often blocks of threads take something, all of them together: a warp takes one record at a time."""
+        records = -(-numel // self.block(codec))
+        return -(-records // WARPS)
 
     def encode_options(self, codec: Any, draw: Tensor | None) -> tuple[Argument, ...]:
         """What `encode` takes besides the tensors."""
@@ -100,9 +95,8 @@ class _Blocks(Kernels):
         self._launch(codec, f"{self.decoder}_decode", out, (out, np.int64(out.numel()), *how, *source))
 
     def _launch(self, codec: Any, kernel: str, like: Tensor, arguments: Sequence[Argument]) -> None:
-        device: Device = device_for(like.device)
-        function = device.function(self.file, f"{kernel}_{SUFFIXES[like.dtype]}")
-        function(self.grid(codec, like.numel(), device.sm_count), THREADS, arguments)
+        name, turns = f"{kernel}_{SUFFIXES[like.dtype]}", self.turns(codec, like.numel())
+        device_for(like.device).launch(self.file, name, turns, arguments)
 
 
 def drawn(codec: Any, draw: Tensor | None) -> Tensor | None:
@@ -155,8 +149,8 @@ class ChunkedTopK(_Blocks):
     def block(self, codec: Any) -> int:
         return int(codec.chunk)
 
-    def grid(self, codec: Any, numel: int, sm_count: int) -> int:
-        return min(-(-numel // self.block(codec)), SHARES * sm_count)
+    def turns(self, codec: Any, numel: int) -> int:
+        return -(-numel // self.block(codec))
 
     def encode_options(self, codec: Any, draw: Tensor | None) -> tuple[Argument, ...]:
         layout = index_layout(codec.chunk, codec.k)
