@@ -39,7 +39,15 @@ DIFFERS = "differs from the reference"
 
 #: Blocks that run at once; only then does one ever wait for another.
 SEVERAL = {"resident": 3}
-#: How a share says what it has, and finds out what those before it have; and what makes the first one late.
+#: How a share of a digit waits for the digit above; how a share of the wire says what it has, and finds out what those
+#: before it have; and what makes the first one late.
+WAITS_AND_COUNTS = """\
+        while (kth.digits < (int)digit) {
+            wait_for(&state->done[kth.digits], shares);
+            kth.learn(state, warps);
+        }
+        const i64 share = turn % shares, begin = items * share / shares, end = items * (share + 1) / shares;
+"""
 SAYS_AND_WAITS = """\
     if (threadIdx.x == 0) atomicExch(counts + share, mine | KNOWN);
     u64 sum = 0, total;
@@ -299,10 +307,10 @@ BUGS = (
     Bug(
         "a digit before the one above it is counted",
         "topk.cu",
-        "            wait_for(&state->done[kth.digits], shares);\n",
-        "",
+        WAITS_AND_COUNTS,
+        WAITS_AND_COUNTS.replace("            wait_for(&state->done[kth.digits], shares);\n", "") + LATE,
         TopK(),
-        DIFFERS,
+        f"{DIFFERS}|undefined",
         SEVERAL,
     ),
     Bug(
@@ -465,9 +473,14 @@ def test_the_kernels_as_they_are_meet_no_objection(bug: Bug) -> None:
 
 def test_a_share_that_is_late_is_waited_for(tmp_path: Path) -> None:
     csrc = shutil.copytree(CSRC, tmp_path / "csrc")
-    source = (csrc / "shares.cuh").read_text()
-    (csrc / "shares.cuh").write_text(source.replace(SAYS_AND_WAITS, LATE + SAYS_AND_WAITS))
-    assert LATE in (csrc / "shares.cuh").read_text()
+    late = (
+        ("topk.cu", WAITS_AND_COUNTS, WAITS_AND_COUNTS + LATE),
+        ("shares.cuh", SAYS_AND_WAITS, LATE + SAYS_AND_WAITS),
+    )
+    for file, right, slow in late:
+        source = (csrc / file).read_text()
+        assert source.count(right) == 1
+        (csrc / file).write_text(source.replace(right, slow))
     assert objection(TopK(), csrc, **SEVERAL) == ""
 
 
