@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from cuda_on_cpu import Module, ptx
 from gradwire.compress.backends.addresses import address
-from gradwire.compress.backends.cuda.device import DEVICES, Argument, Device, Function
+from gradwire.compress.backends.cuda.device import DEVICES, THREADS, Argument, Device, Function
 from nvrtc import build
 from torch import Tensor
 
@@ -71,6 +71,9 @@ class EmulatedDevice(Device):
 
             self._functions[file, name] = launch
         return self._functions[file, name]
+
+    def wave(self, file: str, name: str, threads: int = THREADS) -> int:
+        return 2 * self.sm_count
 
 
 _modules: dict[tuple[Path, bool], Module] = {}

@@ -10,8 +10,16 @@ import torch
 from emulated import EmulatedDevice, emulated_gpu
 from gradwire.compress import CODECS, Codec, Outliers, RandomK, Threshold, TopK, new_draw
 from gradwire.compress.backends import Kernels, Workspace, backend_kernels, use_backend
-from gradwire.compress.backends.cuda import grid_for
-from gradwire.compress.backends.cuda.device import DEVICES, Argument, Device, Function
+from gradwire.compress.backends.cuda.device import (
+    DEVICES,
+    FULL,
+    SHARES,
+    THREADS,
+    Argument,
+    Device,
+    Function,
+    full_waves,
+)
 from gradwire.compress.backends.cuda.union import Union, gather_at, scatter_to
 from gradwire.compress.codec import DTYPES
 from hypothesis import given, settings
@@ -22,6 +30,7 @@ from torch import Tensor
 
 CPU = torch.device("cpu")
 SPARSE = TopK(indices="plain"), TopK(0.3, values=torch.int8), TopK(indices="plain", values=torch.bfloat16)
+DTYPE_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.int8: "int8"}
 every_codec = pytest.mark.parametrize("codec", [*CODECS, *SPARSE], ids=str)
 #: Those whose kernels are all ours, and not torch's.
 OWN = [codec for codec in CODECS if not isinstance(codec, Threshold | RandomK)]
@@ -111,10 +120,31 @@ def test_a_call_is_a_fixed_number_of_launches_and_keeps_its_memory(codec: Codec)
             seen.append((len(device.launches) - before, memory))
     assert all(this == seen[0] for this in seen)
     packed = 2 * ((codec.indices == "packed") + (codec.values != torch.float32)) if isinstance(codec, TopK) else 0
-    # Outliers: a selection of 7, the inner code, 2 that pack and one that takes out; unpacking, 2 that check, and 3 for
+    # Outliers: a selection of 3, the inner code, 2 that pack and one that takes out; unpacking, 2 that check, and 3 for
     # each rank.
-    expected = 7 + 1 + 3 + 3 + 3 * 3 if isinstance(codec, Outliers) else 2 if codec.block_size else 10
+    expected = 3 + 1 + 3 + 3 + 3 * 3 if isinstance(codec, Outliers) else 2 if codec.block_size else 6
     assert seen[0][0] == expected + packed
+
+
+@pytest.mark.parametrize("feedback", [False, True], ids=["encode", "encode_feedback"])
+@pytest.mark.parametrize("numel", [1, 2049, 6001])
+@pytest.mark.parametrize("codec", [TopK(), TopK(0.0001), TopK(1.0), TopK(0.3, values=torch.bfloat16), *SPARSE], ids=str)
+def test_a_selection_is_five_launches_at_most(codec: TopK, numel: int, feedback: bool) -> None:
+    """The first step, which knows no threshold, those for which it is right, too high and too low, and ties."""
+    expected = ["topk_collect_f32", "topk_digits_f32", "topk_write_f32"]
+    expected += ["entries_pack_indices"] * (codec.indices == "packed")
+    expected += [f"entries_pack_{DTYPE_NAMES[codec.values]}"] * (codec.values != torch.float32)
+    assert len(expected) <= 5
+    with emulated_gpu(EmulatedDevice(check=False)) as device, use_backend("cuda"):
+        workspace, residual = codec.workspace(numel), torch.zeros(numel)
+        wire = torch.zeros(codec.wire_bytes(numel), dtype=torch.uint8)
+        for step, kind in enumerate(("normal", "normal", "ties", "tiny", "zeros", "huge", "constant", "not finite")):
+            device.launches.clear()
+            if feedback:
+                codec.encode_feedback(gradient(kind, numel, step), residual, wire, new_draw(1), workspace)
+            else:
+                codec.encode(gradient(kind, numel, step), wire, new_draw(1), workspace)
+            assert device.launches == expected, kind
 
 
 class Recorder(Device):
@@ -129,6 +159,9 @@ class Recorder(Device):
     def function(self, file: str, name: str) -> Function:
         self.files.add(file)
         return lambda grid, block, args: self.calls.append((name, grid, block, args))
+
+    def wave(self, file: str, name: str, threads: int = THREADS) -> int:
+        return 6 * self.sm_count
 
 
 @pytest.fixture
@@ -169,12 +202,29 @@ def test_launches_are_legal_above_31_bits(recorder: Recorder, numel: int) -> Non
         assert not any(isinstance(a, int | np.int32) and a == numel for a in args if numel > 2**31 - 2)
 
 
-def test_the_grid_covers_the_work_and_no_more() -> None:
-    assert grid_for(1, 1024, 132) == 1
-    assert grid_for(8 * 1024, 1024, 132) == 1
-    assert grid_for(8 * 1024 + 1, 1024, 132) == 2
-    assert grid_for(67108865 * 8, 512, 10**9) == 131073  # not 131072: the last block is not lost
-    assert grid_for(2**40, 512, 132) == 64 * 132
+@settings(max_examples=300, deadline=None)
+@given(
+    turns=st.integers(1, 20_000) | st.integers(1, 2**40),
+    multiprocessors=st.integers(1, 200),
+    each=st.integers(1, 32),
+)
+def test_the_grid_covers_the_work_in_full_waves(turns: int, multiprocessors: int, each: int) -> None:
+    """All blocks take equally many turns, but for the last; and the last wave of blocks is hardly ever half empty."""
+    wave, most = multiprocessors * each, SHARES * multiprocessors
+    blocks = full_waves(turns, wave, most)
+    rounds, waves = -(-turns // blocks), -(-blocks // wave)
+    assert 1 <= blocks <= min(turns, most)
+    assert (blocks - 1) * rounds < turns <= blocks * rounds
+    assert waves == 1 or blocks >= FULL * waves * wave
+    assert waves > 1 or turns <= wave or 2 * blocks > wave, "more than half of the only wave"
+
+
+def test_grids_of_a_bucket_of_25_mb() -> None:
+    """On an H100 that holds 792 blocks: 800 would be one wave, and eight blocks alone."""
+    assert full_waves(800, 792, 64 * 132) == 400
+    assert full_waves(3200, 792, 64 * 132) == 640
+    assert full_waves(48_829, 792, 64 * 132) == 8139  # 11 waves, of which 10.3 are full
+    assert full_waves(792, 792, 64 * 132) == 792
 
 
 def test_top_k_refuses_what_32_bits_cannot_index() -> None:

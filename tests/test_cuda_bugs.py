@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import shutil
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +22,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Bug:
-    """`wrong` in place of `right` in a kernel source, and a pattern for what must be said of it, run with `codec`."""
+    """`wrong` in place of `right` in a kernel source, and a pattern for what must be said of it, run with `codec` on an
+    `EmulatedDevice` with these options."""
 
     name: str
     file: str
@@ -28,10 +31,33 @@ class Bug:
     wrong: str
     codec: Codec
     objection: str
+    device: dict[str, Any] = field(default_factory=dict)
 
 
 #: What the comparison with the reference says.
 DIFFERS = "differs from the reference"
+
+#: Blocks that run at once; only then does one ever wait for another.
+SEVERAL = {"resident": 3}
+#: How a share of a digit waits for the digit above; how a share of the wire says what it has, and finds out what those
+#: before it have; and what makes the first one late.
+WAITS_AND_COUNTS = """\
+        while (kth.digits < (int)digit) {
+            wait_for(&state->done[kth.digits], shares);
+            kth.learn(state, warps);
+        }
+        const i64 share = turn % shares, begin = items * share / shares, end = items * (share + 1) / shares;
+"""
+SAYS_AND_WAITS = """\
+    if (threadIdx.x == 0) atomicExch(counts + share, mine | KNOWN);
+    u64 sum = 0, total;
+    for (u32 earlier = threadIdx.x; earlier < share; earlier += blockDim.x) {
+        u64 there;
+        do {
+            there = ((const volatile u64*)counts)[earlier];
+        } while (!(there & KNOWN));
+"""
+LATE = "    for (int i = 0; share == 0 && i < 99; ++i) __threadfence();\n"
 
 BUGS = (
     Bug(
@@ -174,7 +200,7 @@ BUGS = (
     ),
     Bug(
         "an index that comes twice",
-        "chunked.cu",
+        "record.cuh",
         "if (earlier >= at && earlier < n) return false;",
         "",
         ChunkedTopK(),
@@ -190,7 +216,7 @@ BUGS = (
     ),
     Bug(
         "shared memory nobody wrote",
-        "sparse.cu",
+        "topk.cu",
         "for (int bin = threadIdx.x; bin < BINS; bin += THREADS) histogram[bin] = 0;",
         "",
         TopK(),
@@ -214,7 +240,7 @@ BUGS = (
     ),
     Bug(
         "a counter without its atomic",
-        "sparse.cu",
+        "topk.cu",
         "first = total > 0 ? atomicAdd(&state->found, total) : 0;",
         "first = state->found, state->found += total;",
         TopK(),
@@ -222,7 +248,7 @@ BUGS = (
     ),
     Bug(
         "a barrier that some never reach",
-        "sparse.cu",
+        "topk.cu",
         "        const int any_wild = __syncthreads_or(wild != 0);",
         ("        if (wild) __syncthreads();\n        const int any_wild = wild;"),
         TopK(),
@@ -230,7 +256,7 @@ BUGS = (
     ),
     Bug(
         "candidates beyond the room",
-        "sparse.cu",
+        "topk.cu",
         "if (slot < (u32)capacity) {",
         "if (true) {",
         TopK(0.001),
@@ -238,7 +264,7 @@ BUGS = (
     ),
     Bug(
         "no second look after a wrong prediction",
-        "sparse.cu",
+        "topk.cu",
         "return state->found > (u32)capacity || (state->found < (u32)k && state->threshold > 1);",
         "return state->found > (u32)capacity;",
         TopK(),
@@ -246,16 +272,69 @@ BUGS = (
     ),
     Bug(
         "ties to the higher index",
-        "sparse.cu",
+        "topk.cu",
         "__popc(equals & lower_lanes) < ties",
         "__popc(equals & ~lower_lanes) - 1 < (int)ties",
         TopK(),
         DIFFERS,
     ),
     Bug(
+        "counts that stay from call to call",
+        "topk.cu",
+        "i += gridDim.x * THREADS) cleared[i] = 0;",
+        "i += gridDim.x * THREADS) cleared[i] += 0;",
+        TopK(),
+        f"{DIFFERS}|out-of-bounds|race",
+    ),
+    Bug(
+        "a candidate of the tile before",
+        "topk.cu",
+        "if (before[tile + step] <= (u32)i) tile += step;",
+        "if (before[tile + step] < (u32)i) tile += step;",
+        TopK(),
+        f"{DIFFERS}|out-of-bounds|race",
+        {"sm_count": 1, "order": "reverse"},
+    ),
+    Bug(
+        "zeros that nobody writes behind the entries",
+        "topk.cu",
+        "at < k; at += (i64)shares * THREADS)",
+        "at < k && share > 0; at += (i64)shares * THREADS)",
+        TopK(1.0, indices="plain"),
+        DIFFERS,
+        SEVERAL,
+    ),
+    Bug(
+        "a digit before the one above it is counted",
+        "topk.cu",
+        WAITS_AND_COUNTS,
+        WAITS_AND_COUNTS.replace("            wait_for(&state->done[kth.digits], shares);\n", "") + LATE,
+        TopK(),
+        f"{DIFFERS}|undefined",
+        SEVERAL,
+    ),
+    Bug(
+        "a share that does not wait for the ones before",
+        "shares.cuh",
+        SAYS_AND_WAITS,
+        LATE + SAYS_AND_WAITS.replace("while (!(there & KNOWN));", "while (false);"),
+        TopK(),
+        f"{DIFFERS}|race|out-of-bounds",
+        SEVERAL,
+    ),
+    Bug(
+        "shares taken without an atomic",
+        "shares.cuh",
+        "taken = atomicAdd(turns, 1u);",
+        "taken = *turns, *turns += 1;",
+        TopK(),
+        "race",
+        SEVERAL,
+    ),
+    Bug(
         "an index that is trusted",
         "sparse.cu",
-        "sound = before < at && (!entry || at < numel);",
+        "sound = before < at && at < numel;",
         "sound = before < at;",
         TopK(indices="plain"),
         "out-of-bounds",
@@ -321,16 +400,29 @@ BUGS = (
 NUMEL = 5003
 #: Steps with feedback: ties, tails, values that are not finite, and thresholds predicted too high and too low.
 STEPS = ("normal", "ties", "not finite", "tiny", "huge", "largest", "constant")
+#: The same where several blocks run at once, and one has far more to do than the others: the first, or the last.
+UNEVEN_STEPS = ("zeros", "leading", "trailing", "leading", "normal", "ties")
+MOST = {"leading": slice(0, NUMEL // 3), "trailing": slice(-NUMEL // 3, None)}
 
 
-def steps(codec: Codec, offset: int) -> list[Tensor]:
+def given(kind: str, step: int) -> Tensor:
+    x = gradient("normal" if kind in MOST else kind, NUMEL, step)
+    if kind in MOST:
+        elsewhere = torch.full((NUMEL,), 1e-3)
+        elsewhere[MOST[kind]] = 1
+        x *= elsewhere
+    return x
+
+
+def steps(codec: Codec, offset: int, kinds: Sequence[str]) -> list[Tensor]:
     """What some steps give on the backend in use: wires, the residual, a mean, and what a hostile wire decodes to."""
     workspace = codec.workspace(NUMEL)
     residual = torch.full((NUMEL,), 0.1)
+    residual[: NUMEL // 4] = 0
     wires = []
-    for step, kind in enumerate(STEPS):
-        grad = torch.empty(NUMEL + offset)[offset:].copy_(gradient(kind, NUMEL, step))
-        wire = torch.zeros(codec.wire_bytes(NUMEL), dtype=torch.uint8)
+    for step, kind in enumerate(kinds):
+        grad = torch.empty(NUMEL + offset)[offset:].copy_(given(kind, step))
+        wire = torch.full((codec.wire_bytes(NUMEL),), 255, dtype=torch.uint8)
         codec.encode_feedback(grad, residual, wire, new_draw(1, step), workspace)
         wires.append(wire)
     ranks = wires[0], wires[1], wires[-1]  # of one magnitude, so that the order of the sum shows
@@ -345,6 +437,7 @@ def steps(codec: Codec, offset: int) -> list[Tensor]:
         else:
             wire[: 4 * index_layout(NUMEL, codec.k(NUMEL)).upper_words] = 255  # more entries than there is room for
         codec.decode_mean([part[None] for part in wire.split(codec.part_bytes(NUMEL))], hostile, workspace)
+        codec.decode_add(wire, hostile, 1.0, workspace)
     if isinstance(codec, ChunkedTopK):
         wire, words = wires[0].clone(), index_layout(codec.chunk, codec.k).upper_words
         wire[codec.level_bytes :][: 4 * words] = 255  # the same, all of which differ in their low bits at most
@@ -352,14 +445,15 @@ def steps(codec: Codec, offset: int) -> list[Tensor]:
     return [*wires, residual, mean, hostile]
 
 
-def objection(codec: Codec, csrc: Path) -> str:
+def objection(codec: Codec, csrc: Path, **options: Any) -> str:
     """What is said of the kernels in a directory; nothing if all is well."""
+    kinds = UNEVEN_STEPS if options == SEVERAL else STEPS
     try:
         for offset in (0, 1):
             with use_backend("reference"):
-                expected = steps(codec, offset)
-            with emulated_gpu(EmulatedDevice(csrc=csrc)), use_backend("cuda"):
-                got = steps(codec, offset)
+                expected = steps(codec, offset, kinds)
+            with emulated_gpu(EmulatedDevice(csrc=csrc, **options)), use_backend("cuda"):
+                got = steps(codec, offset, kinds)
             if not all(same(a, b) for a, b in zip(expected, got, strict=True)):
                 return DIFFERS
     except EmulationError as error:
@@ -370,9 +464,24 @@ def objection(codec: Codec, csrc: Path) -> str:
     return ""
 
 
-@pytest.mark.parametrize("codec", sorted({bug.codec for bug in BUGS}, key=str), ids=str)
-def test_the_kernels_as_they_are_meet_no_objection(codec: Codec) -> None:
-    assert objection(codec, CSRC) == ""
+@pytest.mark.parametrize(
+    "bug", {f"{bug.codec}, {bug.device}": bug for bug in BUGS}.values(), ids=lambda bug: str(bug.codec)
+)
+def test_the_kernels_as_they_are_meet_no_objection(bug: Bug) -> None:
+    assert objection(bug.codec, CSRC, **bug.device) == ""
+
+
+def test_a_share_that_is_late_is_waited_for(tmp_path: Path) -> None:
+    csrc = shutil.copytree(CSRC, tmp_path / "csrc")
+    late = (
+        ("topk.cu", WAITS_AND_COUNTS, WAITS_AND_COUNTS + LATE),
+        ("shares.cuh", SAYS_AND_WAITS, LATE + SAYS_AND_WAITS),
+    )
+    for file, right, slow in late:
+        source = (csrc / file).read_text()
+        assert source.count(right) == 1
+        (csrc / file).write_text(source.replace(right, slow))
+    assert objection(TopK(), csrc, **SEVERAL) == ""
 
 
 @pytest.mark.parametrize(
@@ -386,4 +495,4 @@ def test_a_bug_is_found(bug: Bug, tmp_path: Path) -> None:
     source = (csrc / bug.file).read_text()
     assert source.count(bug.right) == 1
     (csrc / bug.file).write_text(source.replace(bug.right, bug.wrong))
-    assert re.search(bug.objection, objection(bug.codec, csrc))
+    assert re.search(bug.objection, objection(bug.codec, csrc, **bug.device))

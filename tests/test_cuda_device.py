@@ -44,6 +44,7 @@ class FakeMachine:
         self.launched: list[tuple[Any, ...]] = []
         self.streams_made = 0
         self.refusal: Exception | None = None
+        self.asked: list[tuple[int, int, int, int]] = []
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(torch.version, "cuda", "13.0")
@@ -65,6 +66,10 @@ class FakeMachine:
         yield
         self.current = before
 
+    def occupancy(self, function: int, threads: int, shared: int) -> int:
+        self.asked.append((function, threads, shared, self.current))
+        return 6
+
     def cupy(self) -> Any:
         machine = self
 
@@ -80,6 +85,7 @@ class FakeMachine:
                     assert isinstance(block, tuple)
                     machine.launched.append((name, machine.current, grid, block, values, shared_mem, stream.ptr))
 
+                kernel.ptr = len(name)  # type: ignore[attr-defined]
                 return types.SimpleNamespace(kernel=kernel)
 
         class Stream:
@@ -94,7 +100,9 @@ class FakeMachine:
         cupy.__version__ = "14.0.0"
         cupy.RawModule = RawModule
         cupy.cuda = types.SimpleNamespace(Device=self.on, Stream=Stream)
-        cupy.cuda.driver = types.SimpleNamespace(CUDADriverError=FakeDriverError)
+        cupy.cuda.driver = types.SimpleNamespace(
+            CUDADriverError=FakeDriverError, occupancyMaxActiveBlocksPerMultiprocessor=self.occupancy
+        )
         cupy.cuda.runtime = types.SimpleNamespace(CUDARuntimeError=FakeRuntimeError)
         return cupy
 
@@ -233,6 +241,17 @@ def test_compiles_loads_and_wraps_once(machine: FakeMachine) -> None:
         launch(1, 32, ())
     assert len(machine.loaded) == 1
     assert machine.streams_made == 1
+
+
+def test_asks_once_how_many_blocks_the_gpu_holds(machine: FakeMachine) -> None:
+    device = device_for(GPU)
+    for _ in range(2):
+        assert device.wave("sign.cu", KERNEL) == 6 * 132
+        assert device.wave("sign.cu", KERNEL, 512) == 6 * 132
+    assert machine.asked == [(len(KERNEL), 256, 0, 1), (len(KERNEL), 512, 0, 1)]
+    assert machine.current == 0
+    device.launch("sign.cu", KERNEL, 800, ())
+    assert machine.launched == [(KERNEL, 1, (400,), (256,), (), 0, 1001)]
 
 
 def test_device_without_an_index_is_the_current_one(machine: FakeMachine) -> None:

@@ -58,6 +58,45 @@ def test_a_kernel_stays_within_its_budget(kernel: Kernel, which: int) -> None:
     assert counts.get("local", 0) == 0
 
 
+#: Instructions for an item of each of TopK's stages, as `BUDGETS`, and times torch.add for 100 M elements.
+STAGE_BUDGETS = ((49, 52, 53), (22, 24, 29), (64, 72, 64), (99, 116, 104), (29, 29, 27))
+WHOLE = {"A100": 1.15, "H100": 1.18, "B200": 1.25}
+
+
+@pytest.mark.parametrize("which", [pytest.param(0, marks=SLOW), 1, pytest.param(2, marks=SLOW)])
+def test_top_k_stays_within_its_budget(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = GPUS[which]
+    for stage, budget in zip(gpu_model.TOPK, STAGE_BUDGETS, strict=True):
+        total = sum(counted(stage.kernel, gpu.architecture).values())
+        assert budget[which] / 1.35 < total <= budget[which], f"{stage.kernel.name} {stage.kernel.loop}: {total:.1f}"
+    monkeypatch.setattr(gpu_model, "compiled", lambda file, sm: (listed(file, sm), ""))
+    whole = gpu_model.encode(gpu, 100_000_000)
+    assert whole["launches"] <= 5
+    assert 1 < whole["streamed"] < whole["times_add"] <= WHOLE[gpu.name]
+
+
+def test_an_encode_is_the_sum_of_its_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, h100, *_ = GPUS
+    monkeypatch.setattr(gpu_model, "compiled", lambda file, sm: ("", ""))
+    monkeypatch.setattr(gpu_model, "count", lambda listed, kernel: {"ALU": 1.0})
+    first, second = Kernel("", "x", 1, 12.0), Kernel("", "y", 1, 6.0)
+    stages = gpu_model.Stage(first, 1, launches=1), gpu_model.Stage(second, 0.5, launches=1, waits=2)
+    found = gpu_model.encode(h100, 1_000_000, stages)
+    assert found["streamed"] == pytest.approx(1.25)
+    assert (found["launches"], found["waits"], found["instructions"]) == (2, 2, 1.5)
+    add = 12e6 / (3.35e12 * 0.92)
+    assert found["fixed"] == pytest.approx((2 * gpu_model.LAUNCH + 2 * gpu_model.WAIT) / add)
+    assert found["times_add"] == found["streamed"] + found["fixed"]
+
+
+def test_the_loop_that_is_meant() -> None:
+    loop = ".text.f:\n" + LOOP.split(".text.f:")[1]
+    found = count("\n" + loop, Kernel("", "f", 1, 0.0, loop=("FADD",)))
+    assert found == {"FP32": 1, "branch": 1}
+    with pytest.raises(ValueError, match="empty"):
+        count("\n" + loop, Kernel("", "f", 1, 0.0, loop=("FADD", "HMMA")))
+
+
 def test_decoding_counts_every_rank() -> None:
     """A rank adds once to each element; what scales the sum is one more."""
     for kernel in KERNELS:
@@ -133,4 +172,5 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, capsys: pyt
     result = json.loads(out.read_text())
     assert [one["kernel"] for one in result["results"]] == [kernel.label for kernel in KERNELS]
     assert all(one["binds"] == "memory" for one in result["results"])
+    assert [one["numel"] for one in result["encodes"]] == list(gpu_model.NUMELS)
     assert "A model, not measured" in capsys.readouterr().out

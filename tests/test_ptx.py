@@ -111,7 +111,7 @@ CHANGES = (
     (QSGD(), "quantize.cu", "qsgd_decode_f32", r"(setp\.\w+\.s64\s+%p\d+, %rd\d+, )%rd\d+;", r"\g<1>0;"),
     (TernGrad(), "ternary.cu", "terngrad_encode_f32", r"neg\.f32", "abs.f32"),
     (TopK(0.3), "sparse.cu", "topk_mean_f32", r"add\.rn\.f32", "sub.rn.f32"),
-    (TopK(), "sparse.cu", "topk_digits_f32", r"(atom\S*\.add\.u32\s+%r\d+, \[.*?\], )1;", r"\g<1>2;"),
+    (TopK(), "topk.cu", "topk_digits_f32", r"(atom\S*\.shared\.add\.u32\s+%r\d+, \[.*?\], )1;", r"\g<1>2;"),
 )
 
 
@@ -274,7 +274,7 @@ def test_parts_of_a_register_and_guards() -> None:
         ("ex2.approx.f32 %f1, %f2;", "ex2.approx.f32"),
         ("call.uni (retval0), g, (param0);", "call.uni"),
         ("bar.sync 1;", "bar.sync 1"),
-        ("ld.volatile.global.u32 %r1, [%rd1];", "ld.volatile"),
+        ("ld.volatile.global.v2.u32 {%r1, %r2}, [%rd1];", "ld.volatile"),
         ("add.s32 %r1, %r2, %x3;", "register %x3 is not declared"),
         ("add.s32 %r1, %r2;", "add.s32 with 2 operands"),
         ("mov.u64 %rd1, elsewhere;", "operand 'elsewhere'"),

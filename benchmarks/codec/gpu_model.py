@@ -7,10 +7,10 @@ are counted, an element. Two limits follow, and the larger one is the time:
            the cycles below: 16 lanes take two, 32 take one. Nothing waits for anything else.
   memory   bytes an element that must move, at 90 or 92 % of the bandwidth on the data sheet; caches hold nothing.
 
-Times are as multiples of torch.add(a, b, out=) on float32, which moves 12 bytes an element. The model leaves out
-latency, bank conflicts, launches, what is on the path of tails and unaligned tensors, and how well ptxas overlaps
-units: it says what a kernel cannot be faster than, and which limit to work on. Needs nvdisasm (pip install
-nvidia-cuda-nvdisasm).
+Times are as multiples of torch.add(a, b, out=) on float32, which moves 12 bytes an element. TopK is the sum of its
+launches, and of a time assumed for each of them. The model leaves out latency, bank conflicts, other launches, what is
+on the path of tails and unaligned tensors, and how well ptxas overlaps units: it says what a kernel cannot be faster
+than, and which limit to work on. Needs nvdisasm (pip install nvidia-cuda-nvdisasm).
 """
 
 from __future__ import annotations
@@ -88,6 +88,8 @@ class Kernel:
         bytes: that must move, an element; for decoding, of `RANKS` wires.
         at_once: elements of which a thread adds up the ranks at once; 0 for encoding.
         wanted: points for the instructions of the hot path.
+        loop: patterns for opcodes: what is counted is the longest of the innermost loops that have one of each, and not
+            the outermost loop.
     """
 
     file: str
@@ -96,6 +98,7 @@ class Kernel:
     bytes: float
     at_once: int = 0
     wanted: tuple[tuple[str, float], ...] = ()
+    loop: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
@@ -105,15 +108,50 @@ class Kernel:
 #: 16 bytes at a time is the aligned path; Philox, where there are draws, multiplies; not the slow division.
 WIDE = ((r"LDG\.E(?:\.\w+)*\.128", 100.0), (r"STG\.E(?:\.\w+)*\.128", 100.0), (r"IMAD\.HI|IMAD\.WIDE", 0.5))
 WRITES = ((r"STG\.E(?:\.\w+)*\.128", 100.0), (r"LDG\.E(?:\.\w+)*\.128", -100.0))
+#: Of TopK of 1 %: candidates an element.
+CANDIDATES = 0.013
+COLLECT = Kernel("topk.cu", "topk_collect_f32", 8, 12 + 8 / 2048 + CANDIDATES * 8, wanted=WIDE)
 KERNELS = (
     Kernel("sign.cu", "onebit_encode_f32", 32, 12 + 136 / 1024, wanted=(*WIDE, (r"FADD", 1.0))),
     Kernel("quantize.cu", "qsgd_encode_f32", 16, 12 + 260 / 512, wanted=WIDE),
     Kernel("ternary.cu", "terngrad_encode_f32", 40, 12 + 260 / 1280, wanted=WIDE),
-    Kernel("sparse.cu", "topk_collect_f32", 8, 12 + 8 / 2048 + 0.013 * 8, wanted=WIDE),
+    COLLECT,
     Kernel("sign.cu", "onebit_decode_f32", 32, 4 + RANKS * 136 / 1024, at_once=32, wanted=WRITES),
     Kernel("quantize.cu", "qsgd_decode_f32", 16, 4 + RANKS * 260 / 512, at_once=8, wanted=WRITES),
     Kernel("ternary.cu", "ternary_decode_f32", 40, 4 + RANKS * 260 / 1280, at_once=40, wanted=WRITES),
 )
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of an encode: a kernel, or one of its loops.
+
+    Attributes:
+        kernel: its `elements` and `bytes` are of the items that it takes.
+        items: of those, for each element of the gradient.
+        launches, waits: that come before it; a wait is for all blocks of the same launch.
+    """
+
+    kernel: Kernel
+    items: float
+    launches: int = 0
+    waits: int = 0
+
+
+#: TopK of 1 %, indices packed, values as float32, with feedback, once the threshold is known. Of 1.3 candidates one is
+#: selected: its value and index are written, and 32 bytes of the residual, the least that memory moves. To pack indices
+#: a word searches for its entries, and each entry is looked at about four times.
+TOPK = (
+    Stage(COLLECT, 1, launches=1),
+    Stage(Kernel("topk.cu", "topk_digits_f32", 4, 4, loop=("ATOMS",), wanted=(("ATOMS", 10.0),)), 3 * CANDIDATES, 1, 2),
+    Stage(Kernel("topk.cu", "topk_write_f32", 4, 4, loop=("LDS", "LDG"), wanted=(("LDS", 10.0),)), CANDIDATES, 1, 1),
+    Stage(Kernel("topk.cu", "topk_write_f32", 1, 39, loop=("LDS", "VOTE"), wanted=(("STG|LDS", 10.0),)), CANDIDATES),
+    Stage(Kernel("entries.cu", "entries_pack_indices", 1, 1.3, loop=("LDG",)), 0.038, 1),
+)
+#: Seconds from the end of one launch to the next one's first loads, as in a graph; and for a wait. Both are assumed.
+LAUNCH, WAIT = 3e-6, 3e-6
+#: Elements: of a benchmark, and of a bucket of 25 MB.
+NUMELS = 100_000_000, 6_553_600
 
 
 def nvdisasm() -> str:
@@ -149,12 +187,28 @@ def count(listed: str, kernel: Kernel) -> dict[str, float]:
         listed: what nvdisasm says of the kernel's file.
     """
     blocks = blocks_of(kernel_lines(listed, kernel.name))
-    main = max((loop for outer in loops_of(blocks) for loop in (outer, *outer.all())), key=lambda loop: len(loop.body))
+    every = [loop for outer in loops_of(blocks) for loop in (outer, *outer.all())]
+    main = _innermost(blocks, every, kernel) if kernel.loop else max(every, key=lambda loop: len(loop.body))
     trips = {loop.header: 0.0 for loop in main.all()}
     if kernel.at_once:
         trips |= _rank_loop(blocks, main, kernel)
     path = hot_path(blocks, main, dict(kernel.wanted), trips)
     return {kind: n / kernel.elements for kind, n in path.counts.items()}
+
+
+def _innermost(blocks: Blocks, every: Sequence[Loop], kernel: Kernel) -> Loop:
+    """The loop that `kernel.loop` means."""
+
+    def length(loop: Loop) -> int:
+        return sum(len(blocks[label].body) for label in loop.body)
+
+    def opcodes(loop: Loop) -> set[str]:
+        return {one.opcode for label in loop.body for one in blocks[label].body}
+
+    def fits(loop: Loop) -> bool:
+        return all(any(re.match(pattern, opcode) for opcode in opcodes(loop)) for pattern in kernel.loop)
+
+    return max((loop for loop in every if not loop.inner and fits(loop)), key=length)
 
 
 def _rank_loop(blocks: Blocks, main: Loop, kernel: Kernel) -> dict[str, float]:
@@ -192,6 +246,19 @@ def estimate(gpu: Gpu, kernel: Kernel, counts: Mapping[str, float]) -> dict[str,
         "memory": memory / add,
         "times_add": max(compute, memory) / add,
     }
+
+
+def encode(gpu: Gpu, numel: int, stages: Sequence[Stage] = TOPK) -> dict[str, Any]:
+    """What all launches of an encode take."""
+    streamed, fixed, instructions, launches, waits = 0.0, 0.0, 0.0, 0, 0
+    for stage in stages:
+        counts = count(compiled(stage.kernel.file, gpu.architecture)[0], stage.kernel)
+        streamed += stage.items * estimate(gpu, stage.kernel, counts)["times_add"]
+        instructions += stage.items * sum(counts.values())
+        launches, waits = launches + stage.launches, waits + stage.waits
+    fixed = (launches * LAUNCH + waits * WAIT) * 1e12 / (numel * gpu.transfer(ADD_BYTES))
+    shape = {"gpu": gpu.name, "numel": numel, "launches": launches, "waits": waits, "instructions": instructions}
+    return shape | {"streamed": streamed, "fixed": fixed, "times_add": streamed + fixed}
 
 
 def resources(log: str) -> dict[str, tuple[int, int]]:
@@ -239,13 +306,14 @@ def run(options: argparse.Namespace) -> int:
     result["nvrtc"] = compiler.version()
     result["assumed"] = [vars(gpu) for gpu in GPUS if gpu.name in options.gpus]
     result["results"] = list(models([gpu for gpu in GPUS if gpu.name in options.gpus]))
+    result["encodes"] = [encode(gpu, numel) for gpu in GPUS if gpu.name in options.gpus for numel in NUMELS]
     options.plot = None
     report.deliver(result, tables(result), options)
     return 0
 
 
 def tables(result: Mapping[str, Any]) -> Iterator[report.Table]:
-    """One for each GPU."""
+    """One for each GPU, and one for TopK, which is several launches."""
     columns = ["kernel", "instructions", "registers", "warps", "compute", "memory", "times add", "binds"]
     for gpu in result["assumed"]:
         rows = [
@@ -267,3 +335,19 @@ def tables(result: Mapping[str, Any]) -> Iterator[report.Table]:
         )
         caption = f"A model, not measured: {assumed}\nNVRTC {result['nvrtc']}; instructions an element, float32"
         yield report.Table(f"{gpu['name']}, as a model: times torch.add of float32", columns, rows, caption)
+    rows = [
+        [
+            one["gpu"],
+            f"{one['numel']:,}",
+            f"{one['instructions']:.0f}",
+            str(one["launches"]),
+            *(f"{one[name]:.2f}" for name in ("streamed", "fixed", "times_add")),
+        ]
+        for one in result["encodes"]
+    ]
+    columns = ["GPU", "elements", "instructions", "launches", "all elements", "launches and waits", "times add"]
+    caption = (
+        f"A model, not measured: with feedback, indices packed; {LAUNCH * 1e6:g} µs for each launch and {WAIT * 1e6:g} "
+        "for each time that blocks wait for all others are assumed"
+    )
+    yield report.Table("TopK of 1 %, all launches of an encode, as a model: times torch.add", columns, rows, caption)

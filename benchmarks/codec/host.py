@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...compress import QSGD, Cast, ChunkedTopK, Codec, OneBit, TernGrad, TopK, new_draw
 from ...compress.backends import use_backend
-from ...compress.backends.cuda.device import DEVICES, Argument, Device, Function, passed
+from ...compress.backends.cuda.device import DEVICES, THREADS, Argument, Device, Function, passed
 from ...hooks.comm.group import Collective, Group
 from ...hooks.ddp import CompressState, compress_hook
 from ..common import report
@@ -65,6 +65,9 @@ class NoLaunch(Device):
 
     def function(self, file: str, name: str) -> Function:
         return self._launch
+
+    def wave(self, file: str, name: str, threads: int = THREADS) -> int:
+        return 8 * self.sm_count
 
     def _launch(self, grid: int, block: int, args: Sequence[Argument]) -> None:
         passed(args)

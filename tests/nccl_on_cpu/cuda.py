@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from emulated import EmulatedDevice
-from gradwire.compress.backends.cuda.device import DEVICES, Argument, Device, Function
+from gradwire.compress.backends.cuda.device import DEVICES, THREADS, Argument, Device, Function
 from torch import Tensor
 
 from .machine import Event, Machine, activated, active
@@ -34,6 +34,9 @@ class Gpu(Device):
             active().launch(lambda: kernel(grid, block, inner))
 
         return launch
+
+    def wave(self, file: str, name: str, threads: int = THREADS) -> int:
+        return self.emulator.wave(file, name, threads)
 
 
 def _future_init(self: Any, *, devices: Any = None) -> None:

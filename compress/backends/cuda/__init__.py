@@ -19,7 +19,7 @@ from ...entries import index_layout
 from .. import Backend, Kernels, Workspace, kept
 from ..drawn import DRAWN
 from ..sparse import whole_rows
-from .device import SHARES, THREADS, Device, Function, device_for
+from .device import THREADS, Function, device_for
 from .entries import Entries
 from .outliers import Outliers
 from .sparse import SUFFIXES, Threshold, TopK
@@ -33,12 +33,6 @@ Numbers = tuple[np.generic, ...]
 ROW = 256
 
 
-def grid_for(numel: int, block: int, sm_count: int) -> int:
-    """Blocks of threads for a launch in which a warp takes one record at a time."""
-    records = -(-numel // block)
-    return min(-(-records // WARPS), SHARES * sm_count)
-
-
 class _Blocks(Kernels):
     """Codecs of one record a block; a subclass names its kernels and says what they need to know of the codec."""
 
@@ -50,9 +44,10 @@ class _Blocks(Kernels):
     def block(self, codec: Any) -> int:
         return int(codec.block)
 
-    def grid(self, codec: Any, numel: int, sm_count: int) -> int:
-        """Blocks of threads for a launch."""
-        return grid_for(numel, self.block(codec), sm_count)
+    def turns(self, codec: Any, numel: int) -> int:
+        """How often blocks of threads take something, all of them together: a warp takes one record at a time."""
+        records = -(-numel // self.block(codec))
+        return -(-records // WARPS)
 
     #: Whether the kernel that encodes takes a draw, last: null where the codec rounds to the nearest.
     draws = False
@@ -116,9 +111,9 @@ class _Blocks(Kernels):
         return self._ready(codec, f"{self.decoder}_decode", out, (np.int64(out.numel()), *how), source)
 
     def _ready(self, codec: Any, kernel: str, like: Tensor, first: Numbers, last: Numbers = ()) -> _Ready:
-        device: Device = device_for(like.device)
-        function = device.function(self.file, f"{kernel}_{SUFFIXES[like.dtype]}")
-        return _Ready(codec, function, self.grid(codec, like.numel(), device.sm_count), first, last)
+        device, name = device_for(like.device), f"{kernel}_{SUFFIXES[like.dtype]}"
+        grid = device.grid(self.file, name, self.turns(codec, like.numel()))
+        return _Ready(codec, device.function(self.file, name), grid, first, last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +183,8 @@ class ChunkedTopK(_Blocks):
     def block(self, codec: Any) -> int:
         return int(codec.chunk)
 
-    def grid(self, codec: Any, numel: int, sm_count: int) -> int:
-        return min(-(-numel // self.block(codec)), SHARES * sm_count)
+    def turns(self, codec: Any, numel: int) -> int:
+        return -(-numel // self.block(codec))
 
     def encode_options(self, codec: Any) -> Numbers:
         layout = index_layout(codec.chunk, codec.k)

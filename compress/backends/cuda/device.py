@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -16,9 +17,10 @@ from . import compiler
 
 #: Threads of a block, unless a kernel says otherwise.
 THREADS = 256
-#: Most blocks of threads for each multiprocessor. It holds a few at once; the more there are, the less it matters that
-#: the last ones find it half empty.
+#: Most blocks of threads for each multiprocessor.
 SHARES = 64
+#: How full the last wave of blocks has to be where there are several: as many as the GPU holds at once are a wave.
+FULL = 0.9
 
 #: What a kernel takes: a tensor without gaps is passed as the address of its first element, None as a null pointer, an
 #: int as an integer of up to 64 bits, a NumPy scalar as the bytes it is. A Python float is refused: it is ambiguous.
@@ -61,6 +63,22 @@ class Device(ABC):
             RuntimeError: the source does not compile, or cannot be loaded.
         """
 
+    @abstractmethod
+    def wave(self, file: str, name: str, threads: int = THREADS) -> int:
+        """How many blocks of so many threads of that kernel the GPU holds at once.
+
+        Raises:
+            RuntimeError: as for `function`.
+        """
+
+    def grid(self, file: str, name: str, turns: int) -> int:
+        """How many blocks of a kernel to launch that goes over a gradient: they stride over so many turns."""
+        return full_waves(turns, self.wave(file, name), SHARES * self.sm_count)
+
+    def launch(self, file: str, name: str, turns: int, args: Sequence[Argument]) -> None:
+        """Launch such a kernel."""
+        self.function(file, name)(self.grid(file, name, turns), THREADS, args)
+
 
 #: The devices by torch device. A test puts an emulated GPU under `torch.device("cpu")`.
 DEVICES: dict[torch.device, Device] = {}
@@ -80,6 +98,15 @@ def device_for(torch_device: torch.device) -> Device:
             device = DEVICES.get(torch_device) or _open(torch_device)
             DEVICES[torch_device] = device
     return device
+
+
+@functools.lru_cache(maxsize=4096)
+def full_waves(turns: int, wave: int, most: int) -> int:
+    """Blocks, at most `most`, that share so many turns evenly, none of them in a last wave that is nearly empty."""
+    blocks = -(-turns // -(-turns // most))
+    while (waves := -(-blocks // wave)) > 1 and blocks < FULL * waves * wave:
+        blocks = -(-turns // -(-turns // ((waves - 1) * wave)))
+    return blocks
 
 
 def grid_for(threads: int, device: Device) -> int:
@@ -120,6 +147,7 @@ class Gpu(Device):
         )
         self._modules: dict[str, Any] = {}
         self._functions: dict[tuple[str, str], Function] = {}
+        self._waves: dict[tuple[str, str, int], int] = {}
         self._streams: dict[int, Any] = {}
         self._loading = threading.Lock()
 
@@ -128,6 +156,15 @@ class Gpu(Device):
         if found is None:
             with self._loading:
                 found = self._functions[file, name] = self._launcher(self._load(file, name))
+        return found
+
+    def wave(self, file: str, name: str, threads: int = THREADS) -> int:
+        found = self._waves.get((file, name, threads))
+        if found is None:
+            with self._loading, torch.cuda.device(self.index):
+                driver, kernel = self._cupy.cuda.driver, self._load(file, name)
+                each = driver.occupancyMaxActiveBlocksPerMultiprocessor(kernel.ptr, threads, 0)
+            found = self._waves[file, name, threads] = max(1, each) * self.sm_count
         return found
 
     def _load(self, file: str, name: str) -> Any:

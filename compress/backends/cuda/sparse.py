@@ -1,4 +1,5 @@
-"""TopK on a GPU, and what exchanges of sparse gradients need: what launches the kernels of csrc/sparse.cu."""
+"""TopK on a GPU, and what exchanges of sparse gradients need: what launches the kernels of csrc/topk.cu and
+csrc/sparse.cu."""
 
 from __future__ import annotations
 
@@ -10,21 +11,16 @@ from torch import Tensor
 
 from .. import Workspace, kept
 from ..sparse import SparseKernels, whole_rows
-from .device import SHARES, THREADS, Argument, Device, device_for, grid_for
+from .device import THREADS, Device, device_for, grid_for
 from .entries import Entries
 
-FILE = "sparse.cu"
+FILE, SELECTING = "sparse.cu", "topk.cu"
 SUFFIXES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 WARP = 32
 #: Elements that a block of threads takes at once.
 TILE = 2048
-#: Most blocks of threads for each multiprocessor where every block has work that does not shrink with its share, as
-#: with a histogram of its own.
-FEW_SHARES = 4
-#: Threads of the one block that sums over all tiles.
-PLACING_THREADS = 1024
-#: `State` of the kernels: six words, and a histogram for each of three digits.
-STATE_WORDS = 6 + 3 * 2048
+#: `State` of the kernels: eight words, and a histogram for each of three digits.
+STATE_WORDS = 8 + 4096
 
 
 def tiles_of(numel: int) -> int:
@@ -37,7 +33,7 @@ def capacity_of(numel: int, k: int) -> int:
 
 
 class TopK(SparseKernels):
-    """Exact selection among the candidates of one pass, decided on the device; see csrc/sparse.cu."""
+    """Exact selection among the candidates of one pass, decided on the device; see csrc/topk.cu."""
 
     entries = Entries()
 
@@ -49,14 +45,15 @@ class TopK(SparseKernels):
             "index": torch.empty(capacity, dtype=torch.int32, device=device),
             "value": torch.empty(capacity, dtype=torch.float32, device=device),
             "tiles": torch.empty(tiles, 2, dtype=torch.int32, device=device),
-            "tally": torch.empty(tiles, 2, dtype=torch.int32, device=device),
+            "counts": torch.empty(tiles, dtype=torch.int64, device=device),
             "not_finite": torch.empty(tiles * THREADS, dtype=torch.uint8, device=device),
         }
         return workspace
 
     def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
         with kept.task(type(codec).__name__):
-            device_for(device).function(FILE, f"topk_collect_{SUFFIXES[dtype]}")
+            device_for(device).function(SELECTING, f"topk_collect_{SUFFIXES[dtype]}")
+            device_for(device).function(FILE, "topk_check")
             self.entries.prepare(device)  # exchanges pack entries even where the codec does not
 
     def encode_plain(
@@ -82,26 +79,21 @@ class TopK(SparseKernels):
         update: bool,
     ) -> None:
         """`encode_plain`; unless `update`, the residual is only read."""
-        numel, k, room = x.numel(), codec.k(x.numel()), workspace.buffers
-        device, suffix = device_for(x.device), SUFFIXES[x.dtype]
-        tiles = tiles_of(numel)
-        capacity, k32 = np.int32(len(room["index"])), np.int32(k)
+        numel, room, device = x.numel(), workspace.buffers, device_for(x.device)
+        tiles, k = tiles_of(numel), np.int32(codec.k(numel))
+        collect, digits, write = (f"topk_{name}_{SUFFIXES[x.dtype]}" for name in ("collect", "digits", "write"))
         source = x, residual, np.int64(numel), room["state"], room["index"], room["value"]
         marks = room["tiles"], room["not_finite"] if update else None
-        by_warp = -(-tiles * WARP // THREADS)
+        capacity, counts = np.int32(len(room["index"])), room["counts"]
+        # In these two blocks depend on one another: more than there is room for would wait to no purpose.
+        counting, writing = device.wave(SELECTING, digits), device.wave(SELECTING, write)
+        each = min(-(-tiles // writing), THREADS)
+        shares = -(-tiles // each)
 
-        def launch(name: str, grid: int, *arguments: Argument, threads: int = THREADS) -> None:
-            device.function(FILE, name)(grid, threads, arguments)
-
-        launch(f"topk_collect_{suffix}", min(tiles, SHARES * device.sm_count), *source, capacity, *marks)
-        few = min(by_warp, FEW_SHARES * device.sm_count)
-        for digit in range(3):
-            launch(f"topk_digits_{suffix}", few, *source, capacity, *marks, k32, np.int32(digit))
-        launch(f"topk_tally_{suffix}", few, *source, capacity, *marks, k32, room["tally"])
-        state = room["state"], k32, capacity, np.int64(tiles), room["tally"]
-        launch("topk_place", 1, *state, threads=PLACING_THREADS)
-        written = *marks, k32, room["tally"], row, values
-        launch(f"topk_write_{suffix}", min(by_warp, SHARES * device.sm_count), *source, *written)
+        device.launch(SELECTING, collect, tiles, (*source, capacity, *marks, counts, np.int32(shares)))
+        device.function(SELECTING, digits)(min(tiles, counting), THREADS, (*source, capacity, *marks, k))
+        arguments = *source, *marks, k, counts, np.int32(each), row, values
+        device.function(SELECTING, write)(min(shares, writing), THREADS, arguments)
 
     def add_plain(
         self, codec: Any, row: Tensor, values: Tensor, out: Tensor, alpha: float, workspace: Workspace
@@ -119,8 +111,7 @@ class TopK(SparseKernels):
         pitches = memory, np.int64(pitch), whole_rows(values), np.int64(4 * values.stride(0))
         mean = np.float32(1) / np.float32(ranks)
         arguments = (out, np.int64(numel), mean, *pitches, np.int32(ranks), np.int32(k), *room, workspace.status)
-        grid = min(tiles_of(numel), SHARES * device.sm_count)
-        device.function(FILE, f"topk_mean_{SUFFIXES[out.dtype]}")(grid, THREADS, arguments)
+        device.launch(FILE, f"topk_mean_{SUFFIXES[out.dtype]}", tiles_of(numel), arguments)
 
     @staticmethod
     def check(

@@ -23,7 +23,7 @@ RUBBISH = {
 SHUFFLES = {"bfly": ("xor_", 31), "down": ("down_", 31), "up": ("up_", 0), "idx": ("", 31)}
 ATOMICS = {"add": "atomicAdd", "or": "atomicOr", "exch": "atomicExch", "max": "atomicMax", "min": "atomicMin"}
 
-MEMORY = re.compile(r"(ld|st)(?:\.(param|global|shared|local))?(?:\.(v2|v4))?\.([usb](?:8|16|32|64)|f32)")
+MEMORY = re.compile(r"(ld|st)(\.volatile)?(?:\.(param|global|shared|local))?(?:\.(v2|v4))?\.([usb](?:8|16|32|64)|f32)")
 ATOMIC = re.compile(r"atom(?:\.relaxed\.gpu)?\.(global|shared)\.(add|or|exch|max|min)\.([ub](?:32|64))")
 SHUFFLE = re.compile(r"shfl\.sync\.(bfly|down|up|idx)\.b32")
 
@@ -214,8 +214,10 @@ class _Writer:
         return self.write(target, " | ".join(reads), kind)
 
     def _memory(self, form: re.Match[str], operands: Sequence[str]) -> str:
-        what, space, vector, kind = form.groups()
+        what, volatile, space, vector, kind = form.groups()
         count, size = int((vector or "v1")[1:]), int(kind[1:]) // 8
+        if volatile and (what, space, vector) != ("ld", "global", None):
+            raise PtxError(f"{form[0]} is not understood")
         if space == "param":
             if what == "st" or count > 1:
                 raise PtxError(f"{form[0]} is not understood")
@@ -230,7 +232,8 @@ class _Writer:
             values = ", ".join(self.read(name, kind) for name in names)
             return f"*{at} = {words}{{{{{values}}}}};"
         writes = " ".join(self.write(name, f"w.at[{i}]", kind) for i, name in enumerate(names))
-        return f"{{ const {words} w = *{at}; {writes} }}"
+        others = f"emulator_atomic({at}, {size}); " if volatile else ""  # it may wait for them
+        return f"{{ {others}const {words} w = *{at}; {writes} }}"
 
     def _parameter(self, kind: str, operands: Sequence[str]) -> str:
         found = re.fullmatch(rf"\[{self.kernel.name}_param_(\d+)\]", operands[1])

@@ -195,8 +195,10 @@ static uint32_t* order_of_blocks(uint64_t count) {
 static void run_grid(Block* slots, uint64_t resident, uint64_t count) {
     uint32_t* order = order_of_blocks(count);
     uint64_t started = 0, ended = 0, idle = 0, progress_before = progress;
+    const bool out_of_step = options->order == RANDOM && resident > 1;
     while (!failed && ended < count) {
         for (uint64_t slot = 0; slot < resident && !failed; slot++) {
+            if (out_of_step && random_below(2)) continue;  // or an earlier block would always be ahead
             Block* block = &slots[slot];
             if (block->empty && started == count) continue;
             if (block->empty)

@@ -1,0 +1,399 @@
+// TopK: a wire is two parts, count and k indices, then k values. Three launches write it, and nothing but them decides:
+//
+//   collect   a = x + residual; whatever is at or above a threshold, predicted from the last call, becomes a candidate.
+//             A tile's candidates lie together, in order; tiles lie as they come.
+//   digits    three times: how often each value of the next digit occurs, among the keys that agree so far with the
+//             k-th largest. After the last the k-th key is known.
+//   write     indices and values in order; what is sent leaves the residual; predicts the next threshold.
+//
+// Where the prediction failed, because fewer than k were found or more than fit, the last two look at every element
+// instead of the candidates: same code, another source. A key is a magnitude as an integer. Without `not_finite`, where
+// a call notes what of a is not finite, the residual is only read.
+//
+// `collect` moves 12 bytes an element; the rest is about the candidates, 1.3 k of them: 12 bytes to read their values
+// for the digits, 8 for what `write` counts and places, 8 to write.
+//
+// Blocks wait for others of the same launch: for all shares of a digit before the next one, and for what the shares
+// before one's own put on the wire.
+#include "shares.cuh"
+
+constexpr int THREADS = 256, TILE = THREADS * SLOTS;
+constexpr int DIGITS = 3, BINS = 2048;
+constexpr int BATCH = 4;  // loads that wait for memory together
+
+// What a workspace holds; all int32. `threshold` lives from call to call, `found` is zero between them, and `collect`
+// clears what comes from `turns` on.
+struct State {
+    u32 found;      // candidates, stored or not
+    u32 threshold;  // keys from here on are candidates
+    u32 dense;      // whether `write` looks at every element
+    u32 turns[2];   // the next share of `digits`, and of `write`
+    u32 done[DIGITS];
+    u32 histogram[2 * BINS];  // of the digits, one after the other
+};
+
+constexpr int CLEARED = 2 + DIGITS + 2 * BINS;
+
+// A histogram, or where candidates lie: whatever the kernel, it is the same shared memory.
+__device__ inline u32* shared_words() {
+    __shared__ u32 words[BINS];
+    return words;
+}
+
+__device__ inline u32 key_of(float v) {
+    return __float_as_uint(canonical(v)) & MAGNITUDE;
+}
+
+// ---- candidates
+
+template <class T>
+__device__ void collect(const T* x, float* residual, i64 numel, State* state, u32* index, float* value, int capacity,
+                        uint2* tiles, u8* not_finite, u64* counts, int shares) {
+    __shared__ u32 warps[WARP];
+    __shared__ u32 first;
+    u32* const cleared = state->turns;
+    for (int i = blockIdx.x * THREADS + threadIdx.x; i < CLEARED; i += gridDim.x * THREADS) cleared[i] = 0;
+    for (int i = blockIdx.x * THREADS + threadIdx.x; i < shares; i += gridDim.x * THREADS) counts[i] = 0;
+    const u32 threshold = max(state->threshold, 1u);
+    const bool x_aligned = is_aligned(x), residual_aligned = is_aligned(residual);
+    for (i64 tile = blockIdx.x; tile * TILE < numel; tile += gridDim.x) {
+        const i64 begin = tile * TILE + threadIdx.x * SLOTS;
+        float v[SLOTS], old[SLOTS];
+        load8(x, x_aligned, begin, numel, v);
+        u32 chosen = 0, wild = 0;
+        if (residual != nullptr) load8(residual, residual_aligned, begin, numel, old);
+#pragma unroll
+        for (int j = 0; j < SLOTS; ++j) {
+            if (residual != nullptr) v[j] = v[j] + old[j];
+            chosen |= (u32)(key_of(v[j]) >= threshold) << j;
+            wild |= (u32)!is_finite(v[j]) << j;
+        }
+        u32 total;
+        u32 slot = scan((u32)__popc(chosen), total, warps);
+        const int any_wild = __syncthreads_or(wild != 0);
+        if (threadIdx.x == 0) {
+            first = total > 0 ? atomicAdd(&state->found, total) : 0;
+            tiles[tile] = make_uint2(first, total | (u32)(any_wild != 0) << 31);
+        }
+        __syncthreads();
+        slot += first;
+#pragma unroll
+        for (int j = 0; j < SLOTS; ++j) {
+            if (chosen >> j & 1) {
+                if (slot < (u32)capacity) {
+                    index[slot] = (u32)(begin + j);
+                    value[slot] = canonical(v[j]);
+                }
+                ++slot;
+            }
+        }
+        if (residual != nullptr && not_finite != nullptr) {
+            // Where a is not finite the residual stays, and which those are is kept: x + residual is a there alone.
+            if (any_wild) not_finite[tile * THREADS + threadIdx.x] = (u8)wild;
+#pragma unroll
+            for (int j = 0; j < SLOTS; ++j)
+                if (wild >> j & 1) v[j] = old[j];
+            store8(residual, residual_aligned, begin, numel, v);
+        }
+    }
+}
+
+// Whether the candidates will not do: more than fit, or fewer than k though there may be others.
+__device__ inline bool failed(const State* state, int k, int capacity) {
+    return state->found > (u32)capacity || (state->found < (u32)k && state->threshold > 1);
+}
+
+// What the selection looks at: the candidates, or every element.
+template <class T>
+struct Source {
+    const T* x;
+    const float* residual;
+    i64 numel;
+    const u32* index;
+    const float* value;
+    const uint2* tiles;
+    const u8* not_finite;
+    bool dense;
+
+    __device__ float element(i64 i) const {
+        if (residual == nullptr) return canonical(to_float(x[i]));
+        if (not_finite == nullptr) return canonical(to_float(x[i]) + residual[i]);
+        const bool wild = tiles[i / TILE].y >> 31 && not_finite[i / SLOTS] >> i % SLOTS & 1;
+        return wild ? canonical(to_float(x[i]) + residual[i]) : residual[i];
+    }
+
+    // In no order.
+    __device__ float item(i64 i) const {
+        return dense ? element(i) : value[i];
+    }
+};
+
+// ---- the k-th largest key
+
+// Digits of a key, from the highest: 11, 10 and 10 bits.
+__device__ inline int shift_of(int digit) {
+    return 20 - 10 * digit;
+}
+
+__device__ inline int bins_of(int digit) {
+    return digit == 0 ? BINS : BINS / 2;
+}
+
+__device__ inline u32* histogram_of(State* state, int digit) {
+    return state->histogram + (digit == 0 ? 0 : (digit + 1) * (BINS / 2));
+}
+
+// What complete histograms say of the k-th largest key: its highest digits, and how many to take of the keys that begin
+// with them; with fewer than k keys above zero both are zero, and `all` says how many there are.
+struct Kth {
+    int digits;
+    u32 prefix, left, all;
+
+    __device__ explicit Kth(int k) : digits(0), prefix(0), left((u32)k), all(0) {}
+
+    // One digit more. Every thread of the block must call it.
+    __device__ void learn(State* state, u32 (&warps)[WARP]) {
+        __shared__ u32 found[2];
+        const int bins = bins_of(digits), each = bins / THREADS, high = bins - 1 - (int)threadIdx.x * each;
+        const volatile u32* const histogram = histogram_of(state, digits);
+        u32 counts[SLOTS], mine = 0, total;  // from the highest bin down, which thread 0 has
+#pragma unroll
+        for (int j = 0; j < SLOTS; ++j) {
+            counts[j] = j < each ? histogram[high - j] : 0;
+            mine += counts[j];
+        }
+        u32 above = scan(mine, total, warps);
+        if (threadIdx.x == 0) found[0] = 0, found[1] = 0;
+        __syncthreads();
+#pragma unroll
+        for (int j = 0; j < SLOTS; ++j) {
+            if (above < left && left <= above + counts[j]) found[0] = (u32)(high - j), found[1] = left - above;
+            above += counts[j];
+        }
+        __syncthreads();
+        if (digits == 0) all = total;
+        prefix = prefix << (digits == 0 ? 11 : 10) | found[0];
+        left = found[1];
+        ++digits;
+    }
+
+    // How many are selected.
+    __device__ u32 selected(int k) const {
+        return left == 0 ? all : (u32)k;
+    }
+};
+
+// Adds what the items begin … end - 1 have of the next digit.
+template <class T>
+__device__ void count_digit(const Source<T>& source, i64 begin, i64 end, const Kth& kth, State* state) {
+    u32* const histogram = shared_words();
+    for (int bin = threadIdx.x; bin < BINS; bin += THREADS) histogram[bin] = 0;
+    __syncthreads();
+    const int bins = bins_of(kth.digits), shift = shift_of(kth.digits), above = shift + (kth.digits == 0 ? 11 : 10);
+    for (i64 first = begin + threadIdx.x; first < end; first += BATCH * THREADS) {
+        u32 keys[BATCH];
+#pragma unroll
+        for (int j = 0; j < BATCH; ++j)
+            keys[j] = first + j * THREADS < end ? key_of(source.item(first + j * THREADS)) : 0;
+#pragma unroll
+        for (int j = 0; j < BATCH; ++j)
+            if (keys[j] > 0 && keys[j] >> above == kth.prefix) atomicAdd(&histogram[keys[j] >> shift & (bins - 1)], 1u);
+    }
+    __syncthreads();
+    for (int bin = threadIdx.x; bin < bins; bin += THREADS)
+        if (histogram[bin] != 0) atomicAdd(histogram_of(state, kth.digits) + bin, histogram[bin]);
+}
+
+template <class T>
+__device__ void digits(const Source<T>& source, State* state, int k) {
+    __shared__ u32 warps[WARP];
+    const u32 shares = gridDim.x;
+    const i64 items = source.dense ? source.numel : (i64)state->found;
+    Kth kth(k);
+    for (u32 turn = take(&state->turns[0]); turn < DIGITS * shares; turn = take(&state->turns[0])) {
+        const u32 digit = turn / shares;
+        while (kth.digits < (int)digit) {
+            wait_for(&state->done[kth.digits], shares);
+            kth.learn(state, warps);
+        }
+        const i64 share = turn % shares, begin = items * share / shares, end = items * (share + 1) / shares;
+        if (begin < end && kth.left > 0) count_digit(source, begin, end, kth, state);
+        if (turn == 0 && threadIdx.x == 0) state->dense = source.dense;
+        finish(&state->done[digit]);
+    }
+}
+
+// ---- the wire
+
+// The items of some tiles in ascending order of index, at most as many tiles as a block has threads.
+template <class T>
+struct Listed {
+    const Source<T>& source;
+    i64 start;
+    int items;
+    u32 *before, *offset;  // of a tile's candidates in this list, and from here to where they lie
+
+    __device__ Listed(const Source<T>& source, i64 first, int count, u32 (&warps)[WARP])
+        : source(source), start(first * TILE), items((int)min((i64)count * TILE, source.numel - first * TILE)),
+          before(shared_words()), offset(before + THREADS) {
+        if (source.dense) return;
+        const i64 tile = first + threadIdx.x;
+        const bool here = (int)threadIdx.x < count && tile * TILE < source.numel;
+        const uint2 lie = here ? source.tiles[tile] : make_uint2(0, 0);
+        u32 total;
+        const u32 sum = scan(lie.y & MAGNITUDE, total, warps);
+        before[threadIdx.x] = sum, offset[threadIdx.x] = lie.x - sum;
+        items = (int)total;
+        __syncthreads();
+    }
+
+    __device__ float at(int i, u32& where) const {
+        if (source.dense) {
+            where = (u32)(start + i);
+            return source.element(where);
+        }
+        int tile = 0;  // the last that begins here or before
+#pragma unroll
+        for (int step = THREADS / 2; step > 0; step /= 2)
+            if (before[tile + step] <= (u32)i) tile += step;
+        const u32 lies = offset[tile] + (u32)i;
+        where = source.index[lies];
+        return source.value[lies];
+    }
+
+    // How many from begin on are above a key, in the upper half, and how many equal to it; every WARP-th.
+    __device__ u64 count(int begin, int end, u32 key) const {
+        u64 counts = 0;
+        for (int first = begin; first < end; first += BATCH * WARP) {
+            u32 keys[BATCH], where;
+#pragma unroll
+            for (int j = 0; j < BATCH; ++j) keys[j] = first + j * WARP < end ? key_of(at(first + j * WARP, where)) : 0;
+#pragma unroll
+            for (int j = 0; j < BATCH; ++j) counts += keys[j] > key ? 1ull << 32 : keys[j] == key && key > 0 ? 1 : 0;
+        }
+        return counts;
+    }
+};
+
+// The next threshold, from how many candidates this one gave and where the k-th key lay above it. The bits of a float
+// are about its logarithm, and the tail of a distribution about a power of it: so the logarithm of the count is linear
+// in the key, and about the count itself where that is near k. Aims at 1.3 k candidates.
+__device__ inline u32 predict(u32 threshold, u32 found, u32 key, int k) {
+    if (key == 0 || key >= INFINITE) return 1;
+    float margin = 1 << 19;  // a 16th of a binade, before anything is known
+    const float excess = (float)found / (float)k - 1.0f;
+    if (threshold > 1 && threshold < key && excess > 0.02f) margin = (float)(key - threshold) * (0.3f / excess);
+    const u32 distance = (u32)fminf(fmaxf(margin, 1 << 12), 1 << 23);
+    return key > distance ? key - distance : 1;
+}
+
+// What is selected of the items begin … end - 1, a warp's, behind the keys above and equal to the k-th before them.
+template <class T>
+__device__ void place(const Listed<T>& listed, int begin, int end, const Kth& kth, u64 before, float* residual,
+                      u32* indices, float* values) {
+    const int lane = threadIdx.x % WARP;
+    const u32 key = kth.prefix, ties = kth.left, lower_lanes = (1u << lane) - 1;
+    u32 equal_before = (u32)before, slot = (u32)(before >> 32) + min(equal_before, ties);
+    for (int i = begin + lane; i - lane < end; i += WARP) {
+        u32 where = 0;
+        const float v = i < end ? listed.at(i, where) : 0.0f;
+        const u32 this_key = key_of(v);
+        const bool is_equal = this_key == key && key > 0;
+        const u32 equals = __ballot_sync(EVERYONE, is_equal);
+        const bool is_tie = is_equal && equal_before + __popc(equals & lower_lanes) < ties;
+        const u32 taken = __ballot_sync(EVERYONE, this_key > key || is_tie);
+        if (taken >> lane & 1) {
+            const u32 at = slot + __popc(taken & lower_lanes);
+            indices[at] = where;
+            values[at] = v;
+            if (residual != nullptr && is_finite(v)) residual[where] = 0.0f;
+        }
+        slot += __popc(taken);
+        equal_before += __popc(equals);
+    }
+}
+
+// `counts`: a word for each share of `each` tiles.
+template <class T>
+__device__ void write(const Source<T>& source, float* residual, State* state, int k, u64* counts, int each,
+                      u32* indices, float* values) {
+    __shared__ u32 warps[WARP];
+    __shared__ u64 pairs[WARP];
+    Kth kth(k);
+    while (kth.digits < DIGITS) kth.learn(state, warps);
+    const u32 selected = kth.selected(k), shares = (u32)((source.numel + (i64)each * TILE - 1) / ((i64)each * TILE));
+    if (source.not_finite == nullptr) residual = nullptr;
+    for (u32 share = take(&state->turns[1]); share < shares; share = take(&state->turns[1])) {
+        const Listed<T> listed(source, (i64)share * each, each, warps);
+        const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, part = (listed.items + 7) / (THREADS / WARP);
+        const int begin = min(warp * part, listed.items), end = min(begin + part, listed.items);
+        u64 total;
+        u64 before = scan(listed.count(begin + lane, end, kth.prefix), total, pairs);
+        before = __shfl_sync(EVERYONE, before, 0) + sum_before(counts, share, total, pairs);
+        place(listed, begin, end, kth, before, residual, indices + 1, values);
+        for (i64 at = selected + (i64)share * THREADS + threadIdx.x; at < k; at += (i64)shares * THREADS)
+            indices[1 + at] = 0, values[at] = 0.0f;
+        if (share == 0 && threadIdx.x == 0) {
+            indices[0] = selected;
+            state->threshold = predict(state->threshold, state->found, kth.prefix, k);
+            state->found = 0;
+        }
+    }
+}
+
+extern "C" {
+
+__global__ void topk_collect_f32(const float* x, float* residual, i64 numel, State* state, u32* index, float* value,
+                                 int capacity, uint2* tiles, u8* not_finite, u64* counts, int shares) {
+    collect(x, residual, numel, state, index, value, capacity, tiles, not_finite, counts, shares);
+}
+
+__global__ void topk_digits_f32(const float* x, const float* residual, i64 numel, State* state, const u32* index,
+                                const float* value, int capacity, const uint2* tiles, const u8* not_finite, int k) {
+    const Source<float> source{x, residual, numel, index, value, tiles, not_finite, failed(state, k, capacity)};
+    digits(source, state, k);
+}
+
+__global__ void topk_write_f32(const float* x, float* residual, i64 numel, State* state, const u32* index,
+                               const float* value, const uint2* tiles, const u8* not_finite, int k, u64* counts,
+                               int each, u8* indices, u8* values) {
+    const Source<float> source{x, residual, numel, index, value, tiles, not_finite, state->dense != 0};
+    write(source, residual, state, k, counts, each, (u32*)indices, (float*)values);
+}
+
+__global__ void topk_collect_f16(const Half* x, float* residual, i64 numel, State* state, u32* index, float* value,
+                                 int capacity, uint2* tiles, u8* not_finite, u64* counts, int shares) {
+    collect(x, residual, numel, state, index, value, capacity, tiles, not_finite, counts, shares);
+}
+
+__global__ void topk_digits_f16(const Half* x, const float* residual, i64 numel, State* state, const u32* index,
+                                const float* value, int capacity, const uint2* tiles, const u8* not_finite, int k) {
+    const Source<Half> source{x, residual, numel, index, value, tiles, not_finite, failed(state, k, capacity)};
+    digits(source, state, k);
+}
+
+__global__ void topk_write_f16(const Half* x, float* residual, i64 numel, State* state, const u32* index,
+                               const float* value, const uint2* tiles, const u8* not_finite, int k, u64* counts,
+                               int each, u8* indices, u8* values) {
+    const Source<Half> source{x, residual, numel, index, value, tiles, not_finite, state->dense != 0};
+    write(source, residual, state, k, counts, each, (u32*)indices, (float*)values);
+}
+
+__global__ void topk_collect_bf16(const Bfloat* x, float* residual, i64 numel, State* state, u32* index, float* value,
+                                 int capacity, uint2* tiles, u8* not_finite, u64* counts, int shares) {
+    collect(x, residual, numel, state, index, value, capacity, tiles, not_finite, counts, shares);
+}
+
+__global__ void topk_digits_bf16(const Bfloat* x, const float* residual, i64 numel, State* state, const u32* index,
+                                const float* value, int capacity, const uint2* tiles, const u8* not_finite, int k) {
+    const Source<Bfloat> source{x, residual, numel, index, value, tiles, not_finite, failed(state, k, capacity)};
+    digits(source, state, k);
+}
+
+__global__ void topk_write_bf16(const Bfloat* x, float* residual, i64 numel, State* state, const u32* index,
+                               const float* value, const uint2* tiles, const u8* not_finite, int k, u64* counts,
+                               int each, u8* indices, u8* values) {
+    const Source<Bfloat> source{x, residual, numel, index, value, tiles, not_finite, state->dense != 0};
+    write(source, residual, state, k, counts, each, (u32*)indices, (float*)values);
+}
+}
