@@ -151,7 +151,7 @@ def test_checkpoints_of_version_0_1_load(ranks: Ranks) -> None:
 
 
 def under_ddp(**options: Any) -> tuple[nn.Module, Any]:
-    return wrap(perceptron(), TopK(0.05), **options)
+    return wrap(perceptron(), TopK(0.05), exchange="gather", **options)
 
 
 def under_fsdp(**options: Any) -> tuple[nn.Module, Any]:
@@ -161,13 +161,13 @@ def under_fsdp(**options: Any) -> tuple[nn.Module, Any]:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=shard)
     fully_shard(model, mesh=shard)
-    return model, compress_fsdp(model, TopK(0.05), mesh=mesh_of((2, 1))["replicate"], **options)
+    return model, compress_fsdp(model, TopK(0.05), mesh=mesh_of((2, 1))["replicate"], exchange="gather", **options)
 
 
 def under_local_updates(**options: Any) -> tuple[nn.Module, Any]:
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return model, LocalUpdates(model, optimizer, TopK(0.05), every=1, **options)
+    return model, LocalUpdates(model, optimizer, TopK(0.05), every=1, exchange="gather", **options)
 
 
 def excluded_later(rank: int, under: Callable[..., tuple[nn.Module, Any]]) -> tuple[str, str, bool, set[str]]:

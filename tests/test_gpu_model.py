@@ -97,12 +97,12 @@ def test_the_loop_that_is_meant() -> None:
         count("\n" + loop, Kernel("", "f", 1, 0.0, loop=("FADD", "HMMA")))
 
 
-def test_decoding_counts_every_rank() -> None:
+@pytest.mark.parametrize("architecture", [pytest.param(80, marks=SLOW), 90, pytest.param(100, marks=SLOW)])
+def test_decoding_counts_every_rank(architecture: int) -> None:
     """A rank adds once to each element; what scales the sum is one more."""
     for kernel in KERNELS:
         if kernel.at_once:
-            for architecture in (80, 90, 100):
-                assert RANKS < counted(kernel, architecture)["FP32"] < 3 * RANKS, kernel.name
+            assert RANKS < counted(kernel, architecture)["FP32"] < 3 * RANKS, kernel.name
 
 
 LOOP = """

@@ -200,7 +200,7 @@ PREAMBLE = """
 """
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_script_that_forgets_shutdown_exits_0(tmp_path: Path, world: int) -> None:
     status, output, _ = launch(
         tmp_path,

@@ -35,7 +35,7 @@ def run(script: str, world: int, *arguments: str, restarts: int = 0) -> str:
     return done.stdout
 
 
-@worlds(4)
+@worlds(2)
 def test_image_classification(world: int) -> None:
     output = run("image_classification.py", world, f"--epochs={world}", "--fp16-allreduce")
     accuracies = [float(text) for text in re.findall(r"accuracy ([\d.]+)", output)]

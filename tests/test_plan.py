@@ -59,7 +59,7 @@ def test_nothing_is_lost_between_nodes(ranks: Ranks, codec: Codec, topology: Any
     assert all(text.startswith("hierarchical gather") for text in decisions)
 
 
-@pytest.mark.parametrize("codec", [OneBit(), TopK(0.05)], ids=str)
+@pytest.mark.parametrize("codec", [OneBit(), pytest.param(TopK(0.05), marks=pytest.mark.slow)], ids=str)
 def test_four_nodes_between_which_two_passes_go(ranks: Ranks, codec: Codec) -> None:
     results = ranks(8).run(on_nodes, codec, 2, "hierarchical")
     assert all(result[0] == results[0][0] for result in results)

@@ -190,7 +190,7 @@ def changed(rank: int, slow_on: int) -> Any:
     return digests, before, after, error
 
 
-@pytest.mark.parametrize("slow_on", [0, 1])
+@pytest.mark.parametrize("slow_on", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_network_that_has_changed_is_tried_again(ranks: Ranks, slow_on: int) -> None:
     """What one rank sees, all act upon."""
     results = ranks(2).run(changed, slow_on)
