@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import emulated
 import numpy as np
 import pytest
 import torch
+from conftest import PLAIN_PYTHON
 from cuda_on_cpu import EmulationError, Module
 from cuda_on_cpu.ptx import OPTIONS, PtxError, translate
 from emulated import EmulatedDevice, emulated_gpu
@@ -77,8 +77,9 @@ def test_the_contract_holds_for_what_the_compiler_made_of_the_kernels(architectu
     if architecture not in distinct(FILES):
         pytest.skip("the PTX of an architecture before")
     suite = [f"tests/test_{name}.py" for name in ("codec", "backends", "entries", "wire_fuzz")]
+    # pytest in a process that has imported Hypothesis already cannot rewrite its assertions.
     command = [
-        sys.executable,
+        PLAIN_PYTHON,
         "-m",
         "pytest",
         "-q",
@@ -92,7 +93,7 @@ def test_the_contract_holds_for_what_the_compiler_made_of_the_kernels(architectu
     done = subprocess.run(
         [*command, "--ptx", str(architecture), *suite], cwd=TESTS.parent, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stdout[-4000:]
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None, done.stdout
     assert int(passed[1]) > 1000
