@@ -283,6 +283,15 @@ def wrong(setup: Sharded, results: Sequence[dict[str, Any]]) -> Iterator[str]:
             yield f"rank {rank}: gradients are not those of HSDP"
 
 
+def told(function: Callable[[], Any]) -> str:
+    """What it raises, if it does."""
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
 def verdict(ranks: Ranks, setup: Sharded, events: Sequence[str]) -> list[str]:
     """All that is wrong with a training of these events."""
     return list(wrong(setup, ranks(setup.mesh[0] * setup.mesh[1]).run(play, setup, events)))

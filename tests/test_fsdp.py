@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fsdp_drawn import EVENTS, Ranks, Sharded, mesh_of, one_pass, play_drawn, residuals, sharded, verdict
+from fsdp_drawn import EVENTS, Ranks, Sharded, mesh_of, one_pass, play_drawn, residuals, sharded, told, verdict
 from gradwire import (
     QSGD,
     ChunkedTopK,
@@ -180,14 +179,6 @@ def small(mesh: Any) -> Any:
     for layer in model:
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
-
-
-def told(function: Callable[[], Any]) -> str:
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def mistakes(rank: int) -> dict[str, str]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fsdp_drawn import Ranks, Sharded, mesh_of, one_pass, play_drawn, residuals, sharded, verdict
+from fsdp_drawn import Ranks, Sharded, mesh_of, one_pass, play_drawn, residuals, sharded, told, verdict
 from gradwire import QSGD, Cast, Identity, Momentum, OneBit, Outliers, Residual, Ternary, TernGrad, TopK, compress_fsdp
 from gradwire.hooks.fsdp import compressed_reduce_scatter, reduce_rows
 from hypothesis import strategies as st
@@ -121,14 +121,6 @@ def test_a_checkpoint_loads_on_other_numbers_of_ranks_and_between_replicas(ranks
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
-
-
-def told(function: Callable[[], Any]) -> str:
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def small(mesh: Any, **how: Any) -> Any:
