@@ -7,17 +7,18 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire import QSGD, Codec, Identity, Momentum, OneBit, Outliers, Residual, Ternary, TopK, Tracking
+from gradwire import QSGD, Codec, Identity, LocalUpdates, Momentum, OneBit, Outliers, Residual, Ternary, TopK, Tracking
 from gradwire.benchmarks import cli
 from gradwire.benchmarks.common.virtual import VirtualRanks
-from gradwire.benchmarks.training import inside, learn
+from gradwire.benchmarks.training import apart, inside, learn
 from gradwire.compress import Feedback
+from gradwire.compress.aggregation import Aggregation
 from gradwire.compress.layout import Slot
 from gradwire.compress.memory import Memory
 from gradwire.hooks.comm.group import Group
@@ -240,3 +241,74 @@ def test_float32_on_virtual_ranks_learns_alike_on_any_number() -> None:
     with patch.dict(os.environ):  # scikit-learn sets some variables when it is imported
         two, four = (learn.learn("digits", "sgd", world, 64, 12, learn.FLOAT32, 0.1, 0) for world in (2, 4))
     assert four["loss"] == pytest.approx(two["loss"], rel=1e-3)
+
+
+def really_apart(rank: int, way: learn.Way, rounds: apart.Rounds) -> tuple[str, int]:
+    """A digest of the parameters after rounds of a real rank, and the bytes received in the last."""
+    task, model, optimizer = learn.task_of("digits", "adamw", 6, 7), small_model(), None
+    optimizer = learn.optimizer_of(task, list(model.parameters()), way)
+    updates = LocalUpdates(
+        model,
+        optimizer,
+        way.codec.inner if isinstance(way.codec, Aggregation) else way.codec,
+        every=rounds.every,
+        after=rounds.after,
+        outer_lr=rounds.outer_lr,
+        outer_momentum=rounds.outer_momentum,
+        exchange=cast(Any, way.exchange),
+        mean="senders" if isinstance(way.codec, Aggregation) else "ranks",
+        error_feedback=way.strategy or False,
+        seed=3,
+    )
+    batches = task.batches(0, rank, 3)
+    for _ in range(7):
+        inputs, targets = next(batches)
+        task.loss(model(inputs), targets).backward()
+        learn.update(optimizer, 0.01, task.clip)
+        before = updates.statistics().transfer_bytes
+        updates.step()
+    updates.synchronise()
+    received = updates.statistics().transfer_bytes - before
+    updates.close()
+    return digest(model.parameters()), received
+
+
+def small_model() -> torch.nn.Module:
+    torch.manual_seed(5)
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 70), torch.nn.ReLU(), torch.nn.Linear(70, 10))
+
+
+@pytest.mark.parametrize(
+    ("way", "rounds"),
+    [
+        (learn.Way(Ternary(), "two_pass", Residual()), apart.Rounds(3)),
+        (learn.Way(TopK(0.05), "gather", Residual(0.9)), apart.Rounds(2, after=2, outer_lr=0.7, outer_momentum=0.9)),
+        (learn.Way(Aggregation(TopK(0.05), "senders"), "gather", Residual(0.95)), apart.Rounds(1)),
+        (learn.Way(QSGD(bits=4), "two_pass"), apart.Rounds(4)),
+    ],
+    ids=["ternary", "momentum", "senders", "qsgd"],
+)
+def test_rounds_of_virtual_ranks_are_the_real_ones(ranks: Ranks, way: learn.Way, rounds: apart.Rounds) -> None:
+    task, model = learn.task_of("digits", "adamw", 6, 7), small_model()
+    layout = learn.in_order(dict(model.named_parameters()))
+    virtual = VirtualRanks(3, layout, way.codec, way.exchange, way.strategy, seed=3)
+    one = apart.Apart(rounds, virtual, model, lambda parameters: learn.optimizer_of(task, parameters, way), task)
+    data = [task.batches(0, rank, 3) for rank in range(3)]
+    for _ in range(7):
+        one.step(data, 0.01)
+    one.synchronise()
+    digests = {digest(each.parameters()) for each in one.models}
+    assert len(digests) == 1
+    for found, received in ranks(3).run(really_apart, way, rounds):
+        assert {found} == digests
+        assert received <= virtual.transfer_bytes
+
+
+def test_rounds_share_their_bytes_among_steps() -> None:
+    options: dict[str, Any] = {"task": "digits", "optimizer": "sgd", "world": 2, "batch": 8, "learning_rate": 0.1}
+    rare = learn.Way(rounds=apart.Rounds(5))
+    with patch.dict(os.environ), patch.dict(learn.WAYS, rare=rare):
+        shares = {steps: learn.learn(arm="rare", steps=steps, seed=0, **options) for steps in (10, 11)}
+    assert shares[10]["share_of_bytes"] == pytest.approx(1 / 5)
+    assert shares[11]["share_of_bytes"] == pytest.approx(3 / 11), "the last step is followed by a round too"
+    assert 0.0 < shares[10]["accuracy"] <= 1.0

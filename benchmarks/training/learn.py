@@ -26,12 +26,14 @@ from torch import Tensor, nn
 
 from ...compress import QSGD, Tracking
 from ...compress.layout import Layout, Slot, end_to_end
+from ...hooks.outer import layout_of as in_order
 from ..common import report
 from ..common.language_model import update
 from ..common.progress import Progress
 from ..common.virtual import VirtualRanks
+from .apart import Apart
 from .inside import Inside
-from .tasks import TASKS, Task
+from .tasks import TASKS, Batch, Task
 from .ways import FLOAT32, MOMENTUM, WAYS, Way
 
 
@@ -142,12 +144,51 @@ def optimizer_of(task: Task, parameters: Sequence[nn.Parameter], way: Way) -> to
 def learn(
     task: str, optimizer: str, world: int, batch: int, steps: int, arm: str, learning_rate: float, seed: int
 ) -> dict[str, Any]:
-    """One run: its arguments, the validation loss at the end, and bytes that a rank received for each parameter in a
-    step, of float32's."""
+    """One run: its arguments, the validation loss at the end, accuracy where the task has one, and bytes that a rank
+    received for each parameter in a step, of float32's."""
     torch.set_num_threads(1)
     job, way = task_of(task, optimizer, batch, steps), WAYS[arm]
     torch.manual_seed(seed)
     model = job.model()
+    data = [job.batches(seed, rank, world) for rank in range(world)]
+    rates = [learning_rate / job.learning_rates[optimizer] * job.rate(step) for step in range(steps)]
+    train = train_together if way.rounds is None else train_apart
+    model, received = train(way, job, model, data, rates, seed)
+    sums = job.validation(model, 0, 1)
+    ring = 2 * (world - 1) / world * 4 * sum(p.numel() for p in model.parameters())
+    loss = sums["loss"] / sums["count"]
+    return {
+        "task": task,
+        "optimizer": optimizer,
+        "world": world,
+        "batch": batch,
+        "steps": steps,
+        "arm": arm,
+        "learning_rate": learning_rate,
+        "seed": seed,
+        "loss": loss if math.isfinite(loss) else math.inf,  # it has diverged
+        **({"accuracy": sums["right"] / sums["count"]} if "right" in sums else {}),
+        "share_of_bytes": received / steps / ring,
+    }
+
+
+def train_apart(
+    way: Way, job: Task, model: nn.Module, data: Sequence[Iterator[Batch]], rates: Sequence[float], seed: int
+) -> tuple[nn.Module, int]:
+    """Every rank a model of its own, and rounds. Returns the model that they agree on, and the bytes received."""
+    assert way.rounds is not None
+    layout = in_order(dict(model.named_parameters()))
+    ranks = VirtualRanks(len(data), layout, way.codec, way.exchange, way.strategy, seed)
+    apart = Apart(way.rounds, ranks, model, lambda parameters: optimizer_of(job, parameters, way), job)
+    received = sum(apart.step(data, rate) for rate in rates) + apart.synchronise()
+    return apart.models[0], received
+
+
+def train_together(
+    way: Way, job: Task, model: nn.Module, data: Sequence[Iterator[Batch]], rates: Sequence[float], seed: int
+) -> tuple[nn.Module, int]:
+    """One model for all ranks, whose gradients are exchanged. Returns it, and the bytes that a rank received."""
+    world, steps = len(data), len(rates)
     parameters = list(model.parameters())
     layout = layout_of(model)
     strategy, clip = way.clipped(job.clip, world)
@@ -156,18 +197,16 @@ def learn(
         ranks.use(QSGD(bits=8), "two_pass")
     updates = optimizer_of(job, parameters, way)
     inside = Inside(way, ranks, world, steps, clip) if way.method else None
-    data = [job.batches(seed, rank, world) for rank in range(world)]
     flats = [torch.zeros(sum(p.numel() for p in parameters)) for _ in range(world)]
     values = flatten(parameters, layout) if inside is not None else flats[0]
     received = 0
-    for step in range(steps):
+    for step, rate in enumerate(rates):
         if step == way.begins > 0:
             ranks.use(way.codec, way.exchange)
         for flat, batches in zip(flats, data, strict=True):
             inputs, targets = next(batches)
             job.loss(model(inputs), targets).backward()
             move(parameters, flat, layout)
-        rate = learning_rate / job.learning_rates[optimizer] * job.rate(step)
         if inside is not None:
             inside.move(values, flats, rate)
             received += ranks.transfer_bytes
@@ -177,20 +216,9 @@ def learn(
         if isinstance(way.strategy, Tracking):
             beta = way.strategy.beta
             rate /= 1.0 - beta ** (step + 1) if way.corrected else 1.0
-            rate /= 1.0 - beta if optimizer == "sgd" else 1.0  # torch's momentum is a sum, not a mean
+            rate /= 1.0 - beta if job.optimizer == "sgd" else 1.0  # torch's momentum is a sum, not a mean
         update(updates, rate, clip)
-    sums = job.validation(model, 0, 1)
-    ring = 2 * (world - 1) / world * 4 * len(flats[0])
-    loss = sums["loss"] / sums["count"]
-    arguments = {"task": task, "optimizer": optimizer, "world": world, "batch": batch, "steps": steps}
-    return {
-        **arguments,
-        "arm": arm,
-        "learning_rate": learning_rate,
-        "seed": seed,
-        "loss": loss if math.isfinite(loss) else math.inf,  # it has diverged
-        "share_of_bytes": received / steps / ring,
-    }
+    return model, received
 
 
 def layout_of(model: nn.Module) -> Layout:
@@ -232,6 +260,7 @@ class Best:
     learning_rate: float
     losses: tuple[float, ...]
     times_fewer: float
+    accuracies: tuple[float, ...] = ()
 
     @property
     def loss(self) -> float:
@@ -247,7 +276,8 @@ def best(runs: Sequence[Mapping[str, Any]]) -> list[Best]:
         mine = sorted((r for r in runs if (r["arm"], r["learning_rate"]) == (arm, rate)), key=lambda r: r["seed"])
         assert {run["seed"] for run in mine} == seeds, f"{arm}: not every seed was trained at {rate}"
         fewer = 1.0 / statistics.fmean(run["share_of_bytes"] for run in mine)
-        found.append(Best(arm, rate, tuple(run["loss"] for run in mine), fewer))
+        right = tuple(run["accuracy"] for run in mine if "accuracy" in run)
+        found.append(Best(arm, rate, tuple(run["loss"] for run in mine), fewer, right))
     return found
 
 
@@ -261,9 +291,11 @@ def table(result: Mapping[str, Any]) -> report.Table:
     """Every arm, the fewest bytes last."""
     found = best(result["runs"])
     dense = next(one for one in found if one.arm == FLOAT32)
+    accurate = all("accuracy" in run for run in result["runs"])
     rows = []
     for one in sorted(found, key=lambda one: one.times_fewer):
         off = report.interval([100 * (a / b - 1) for a, b in zip(one.losses, dense.losses, strict=True)])
+        right = [f"{100 * a:.1f}" for a in sorted(one.accuracies)]
         spread = f" [{off['low']:+.1f}, {off['high']:+.1f}]" if len(one.losses) > 1 else ""
         rows.append(
             [
@@ -273,11 +305,14 @@ def table(result: Mapping[str, Any]) -> report.Table:
                 f"{one.loss:.3f}",
                 f"{min(one.losses):.3f}-{max(one.losses):.3f}",
                 f"{off['mean']:+.1f}{spread}",
+                *([f"{100 * statistics.fmean(one.accuracies):.1f}", f"{right[0]}-{right[-1]}"] if accurate else []),
             ]
         )
     arguments = result["arguments"]
     unit = result["task"]["loss_unit"]
     columns = ["", "fewer bytes", "rate", unit, "least-most", "% of float32's"]
+    if accurate:
+        columns += ["right, %", "least-most"]
     title = (
         f"{result['task']['title']}, {arguments['optimizer']}, {arguments['world']} ranks, {arguments['steps']} steps"
     )
@@ -285,8 +320,8 @@ def table(result: Mapping[str, Any]) -> report.Table:
     caption = "validation loss"
     if seeds > 1:
         caption += f", mean of {seeds} seeds; the last column is paired by seed, with 95 % intervals"
-    if any(WAYS[one.arm].method for one in found):
-        caption += "; 1-bit Adam and Lion clip each rank's own gradient, the others the mean"
+    if any(WAYS[one.arm].method or WAYS[one.arm].rounds for one in found):
+        caption += "; where parameters are exchanged, and in 1-bit Adam and Lion, each rank clips its own gradient"
     if any(WAYS[one.arm].has_momentum for one in found):
         caption += "; with Tracking and Momentum there is no momentum in the optimizer"
     caption += "\n" + report.describe(result["environment"])
@@ -305,6 +340,16 @@ def search(result: Mapping[str, Any]) -> report.Table:
     return report.Table("By learning rate, first seed", columns, rows, "validation loss; other seeds train at the best")
 
 
+COLOURS = {
+    FLOAT32: "#000000",
+    "gradients": "#D55E00",
+    "gradients, Tracking": "#0072B2",
+    "gradients, Momentum": "#009E73",
+    "what the optimizer makes of gradients": "#CC79A7",
+    "parameters, every few steps": "#E69F00",
+}
+
+
 def plot(result: Mapping[str, Any], path: str) -> None:
     """Loss against bytes, and the arms that no other beats in both."""
     figure, axes = report.subplots(figsize=(8, 5))
@@ -319,13 +364,16 @@ def plot(result: Mapping[str, Any], path: str) -> None:
             one.loss,
             yerr=[[one.loss - min(one.losses)], [max(one.losses) - one.loss]],
             fmt="o",
-            color=WAYS[one.arm].colour,
+            color=COLOURS[WAYS[one.arm].kind],
         )
         axes.annotate(one.arm, (one.times_fewer, one.loss), (5, 5), textcoords="offset points", fontsize=8)
     axes.set_xscale("log")
     axes.set_xlabel("times fewer bytes than float32")
     axes.set_ylabel(f"validation loss, {result['task']['loss_unit']}")
-    if any(WAYS[one.arm].has_momentum for one in found):
-        axes.set_title("Blue: Tracking, green: Momentum, with no momentum in the optimizer", fontsize=10)
+    kinds = {WAYS[one.arm].kind for one in found}
+    for kind, colour in COLOURS.items():
+        if kind in kinds - {FLOAT32}:
+            axes.plot([], [], "o", color=colour, label=kind)
+    axes.legend(title="what is exchanged", frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     report.save(figure, path, dpi=150)

@@ -23,6 +23,7 @@ from ...compress import (
 from ...compress.feedback import Feedback
 from ...compress.votes import Votes
 from ..common.arms import label
+from .apart import Rounds
 
 FLOAT32 = "float32"
 MOMENTUM = 0.9
@@ -38,6 +39,7 @@ class Way:
         method: what ranks exchange in the place of gradients, a name of `training.inside`; "": gradients.
         corrected: the learning rate of step t is divided by 1 - β^t, which corrects the bias of the estimate that is
             handed out, as Adam does with its own first moment.
+        rounds: ranks train models of their own, and exchange differences of parameters; None: gradients.
     """
 
     codec: Codec = field(default_factory=Identity)
@@ -46,25 +48,30 @@ class Way:
     begins: int = 0
     corrected: bool = False
     method: str = ""
+    rounds: Rounds | None = None
 
     @property
     def title(self) -> str:
-        if isinstance(self.codec, Identity) and self.strategy is None:
+        if self == Way():
             return FLOAT32
         feedback = "" if self.strategy is None else f", {type(self.strategy).__name__}"
         begins = f", after {self.begins} steps of 8 bits" if self.begins else ""
         method = {"adam": "1-bit Adam, ", "lion": "Distributed Lion, "}.get(self.method, "")
         text = f"{method}{label(self.codec)} by {self.exchange}{feedback}{begins}{', corrected' * self.corrected}"
-        return text.replace("torch.", "")
+        rounds = "" if self.rounds is None else f", {self.rounds}"
+        return text.replace("torch.", "") + rounds
 
     @property
-    def colour(self) -> str:
-        if self.title == FLOAT32:
-            return "#000000"
+    def kind(self) -> str:
+        """What is exchanged, in the legend of a plot."""
+        if self == Way():
+            return FLOAT32
+        if self.rounds is not None:
+            return "parameters, every few steps"
         if self.method:
-            return "#CC79A7"
-        colours: dict[type, str] = {Tracking: "#0072B2", Momentum: "#009E73"}
-        return colours.get(type(self.strategy), "#D55E00")
+            return "what the optimizer makes of gradients"
+        momentum: dict[type, str] = {Tracking: "gradients, Tracking", Momentum: "gradients, Momentum"}
+        return momentum.get(type(self.strategy), "gradients")
 
     @property
     def has_momentum(self) -> bool:

@@ -1,0 +1,88 @@
+"""What `LocalUpdates` does, on ranks that share a process: each trains a model of its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ...compress import Residual
+from ...hooks.outer import GlobalParameters, Outer
+from ..common.language_model import update
+from ..common.virtual import VirtualRanks
+from .tasks import Batch, Task
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """When ranks exchange how far their parameters have moved, and how the mean moves those they agree on: arguments of
+    `LocalUpdates`."""
+
+    every: int
+    after: int = 0
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.0
+
+    def __str__(self) -> str:
+        outer = f", outer rate {self.outer_lr:g}" if self.outer_lr != 1.0 else ""
+        outer += f", outer momentum {self.outer_momentum:g}" if self.outer_momentum else ""
+        outer += f", after {self.after} steps" if self.after else ""
+        return f"every {self.every} steps{outer}"
+
+    def due(self, steps: int) -> bool:
+        """Whether ranks exchange after so many steps."""
+        return steps <= self.after or (steps - self.after) % self.every == 0
+
+
+class Apart:
+    """The models and optimizers of all ranks, and the parameters that they agree on.
+
+    Args:
+        rounds: when they exchange.
+        ranks: exchange the differences of parameters in their order in the model.
+        model: what all start from.
+        optimizer_of: makes one for a model's parameters.
+        task: what is learned; each rank clips its own gradients.
+    """
+
+    def __init__(
+        self,
+        rounds: Rounds,
+        ranks: VirtualRanks,
+        model: nn.Module,
+        optimizer_of: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer],
+        task: Task,
+    ) -> None:
+        self.rounds, self.ranks, self.task = rounds, ranks, task
+        self.models = [copy.deepcopy(model) for _ in ranks.memories]
+        self.optimizers = [optimizer_of(list(one.parameters())) for one in self.models]
+        outer, cpu = Outer(rounds.outer_lr, rounds.outer_momentum, nesterov=True), torch.device("cpu")
+        self.shared = [
+            GlobalParameters(0, dict(one.named_parameters()), frozenset(), ranks.strategy or Residual(), cpu, outer)
+            for one in self.models
+        ]
+        self.steps, self.agree = 0, True
+
+    def step(self, data: Sequence[Iterator[Batch]], rate: float) -> int:
+        """One step of every rank, with each one's next batch. Returns the bytes that a rank received."""
+        for model, optimizer, batches in zip(self.models, self.optimizers, data, strict=True):
+            inputs, targets = next(batches)
+            self.task.loss(model(inputs), targets).backward()
+            update(optimizer, rate, self.task.clip)
+        self.steps, self.agree = self.steps + 1, False
+        return self.synchronise() if self.rounds.due(self.steps) else 0
+
+    def synchronise(self) -> int:
+        """A round, unless all have the same parameters. Returns the bytes that a rank received."""
+        if self.agree:
+            return 0
+        differences = [shared.difference() for shared in self.shared]
+        self.ranks.reduce(differences)
+        for shared, mean in zip(self.shared, differences, strict=True):
+            shared.move(mean)
+            shared.hand_out()
+        self.agree = True
+        return self.ranks.transfer_bytes
