@@ -16,7 +16,7 @@ import torch.distributed as dist
 from gradwire import QSGD, Codec, Identity, LocalUpdates, Momentum, OneBit, Outliers, Residual, Ternary, TopK, Tracking
 from gradwire.benchmarks import cli
 from gradwire.benchmarks.common.virtual import VirtualRanks
-from gradwire.benchmarks.training import apart, inside, learn
+from gradwire.benchmarks.training import apart, inside, learn, search
 from gradwire.compress import Feedback
 from gradwire.compress.aggregation import Aggregation
 from gradwire.compress.layout import Slot
@@ -222,7 +222,7 @@ def test_one_rank_has_nobody_to_tell(tmp_path: Path, capsys: pytest.CaptureFixtu
 def searched(losses: Callable[[float], float], seeds: int = 2) -> dict[float, list[int]]:
     """Which seeds a search trains at which rates, where losses are these."""
     runs: list[dict[str, Any]] = []
-    while jobs := list(learn.still_needed(runs, ["float32"], None, 1.0, seeds)):
+    while jobs := list(search.still_needed(runs, ["float32"], None, 1.0, seeds)):
         runs += [job | {"loss": losses(job["learning_rate"])} for job in jobs]
     return {
         rate: sorted(run["seed"] for run in runs if run["learning_rate"] == rate)

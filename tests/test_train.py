@@ -168,8 +168,8 @@ def test_dense_steps_at_the_start_cost_what_float32_costs() -> None:
 @pytest.mark.slow
 def test_a_small_run_of_the_real_thing(tmp_path: Path) -> None:
     file, picture = tmp_path / "train.json", tmp_path / "train.png"
-    line = "train --task digits --steps 6 --seeds 2 --readings 2 --rates none --timed 2 --warmup 3"
-    command = [sys.executable, "-m", "gradwire.benchmarks.cli", *line.split(), "--arms", "powersgd", "auto"]
+    line = "train --task digits --steps 6 --seeds 2 --readings 2 --rates none --timed 2 --warmup 3 --search"
+    command = [sys.executable, "-m", "gradwire.benchmarks.cli", *line.split(), "--arms", "powersgd", "local", "auto"]
     command += ["--json", str(file), "--plot", str(picture)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
@@ -178,10 +178,13 @@ def test_a_small_run_of_the_real_thing(tmp_path: Path) -> None:
     assert document["benchmark"] == "train"
     assert document["environment"]["threads"] == 1
     (world,) = document["worlds"]
-    arms = ["fp32", "fp16", "topk8", "powersgd"]  # topk8: what auto learns as
-    assert [(run["seed"], run["arm"]) for run in world["runs"]] == [(seed, arm) for seed in (0, 1) for arm in arms]
+    arms = ["fp32", "fp16", "topk8", "powersgd", "local"]  # topk8: what auto learns as
+    assert sorted((run["seed"], run["arm"]) for run in world["runs"]) == [(s, a) for s in (0, 1) for a in sorted(arms)]
     for run in world["runs"]:
-        assert [reading["step"] for reading in run["curve"]] == [0, 3, 6]
+        assert [reading["step"] for reading in run["curve"]] == ([0, 6] if run["arm"] == "local" else [0, 3, 6])
+        others = [other for other in world["others"] if other["arm"] == run["arm"]]
+        assert len(others) >= 2, "a search"
+        assert all(run["seed"] or run["loss"] <= other["loss"] for other in others)
         assert run["curve"][0]["loss"] == pytest.approx(2.3, abs=0.1), "before the first step all digits are as likely"
     first = {run["arm"]: run for run in world["runs"] if run["seed"] == 0}
     assert first["fp16"]["curve"][-1]["loss"] == pytest.approx(first["fp32"]["curve"][-1]["loss"], rel=1e-2)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ... import CompressState, compress_hook
+from ... import CompressState, LocalUpdates, compress_hook
 from ...compress import QSGD, Cast, ChunkedTopK, Codec, OneBit, Outliers, Ternary, TernGrad, TopK
 from ...hooks import Statistics
 
@@ -67,6 +67,7 @@ class Arm:
         horovod: by the Horovod interface instead of DDP.
         rank: PowerSGD's.
         bits: on the wire for each element, where nothing counts them.
+        every: steps from one exchange of parameters to the next, by `LocalUpdates`; 0: gradients, in every step.
         learns_as: the arm whose learning curve holds for this one too; None: its own.
     """
 
@@ -78,6 +79,7 @@ class Arm:
     horovod: bool = False
     rank: int = 0
     bits: float = 32.0
+    every: int = 0
     learns_as: str | None = None
 
     @property
@@ -87,7 +89,8 @@ class Arm:
             return f"{self.what}, rank {self.rank}, one bucket" if self.rank else self.what
         by = f" by {self.exchange}" if self.exchange else ""
         codec = label(self.codec).replace("torch.", "")
-        return f"{'Horovod interface' if self.horovod else 'gradwire'}, {codec}{by}"
+        rounds = f", parameters every {self.every} steps" if self.every else ""
+        return f"{'Horovod interface' if self.horovod else 'gradwire'}, {codec}{by}{rounds}"
 
     @property
     def dense_steps(self) -> int:
@@ -140,8 +143,8 @@ class Arm:
             exchange: of an arm that names none; "auto" takes one of those that the codec has.
             schedule: the codec of each step, in place of the arm's.
         """
-        if self.horovod:
-            return Installed(self, model, model)
+        if self.horovod or self.every:
+            return Installed(self, model, model, seed=seed)
         ddp = DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET_MB if self.rank else bucket_mb)
         hook = self.hook(ddp, seed, exchange, schedule)
         if hook.function is not None:
@@ -149,17 +152,24 @@ class Arm:
         return Installed(self, model, ddp, hook.state)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Installed:
-    """A model whose gradients an arm exchanges: by itself, as it is called in training, and the state of its hook."""
+    """A model whose gradients an arm exchanges: by itself, as it is called in training, and the state of its hook, or
+    what is in the place of one."""
 
     arm: Arm
     module: nn.Module
     model: nn.Module
     state: Any = None
+    seed: int = 0
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The model's optimizer: the given one, or Horovod's around it."""
+        """The model's optimizer: the given one, or Horovod's around it. With `LocalUpdates` its steps are counted. A
+        collective."""
+        if self.arm.every:
+            assert self.arm.codec is not None
+            self.state = LocalUpdates(self.module, optimizer, self.arm.codec, every=self.arm.every, seed=self.seed)
+            self.state.__enter__()
         if not self.arm.horovod:
             return optimizer
         import gradwire.hooks.horovod as hvd
@@ -177,13 +187,13 @@ class Installed:
 
     def statistics(self) -> Statistics | None:
         """What gradwire has counted so far; None of the other arms."""
-        return self.state.statistics() if isinstance(self.state, CompressState) else None
+        return self.state.statistics() if isinstance(self.state, CompressState | LocalUpdates) else None
 
     def bits_per_element(self) -> float:
         """Sent for each element of a gradient, so far."""
         done = self.statistics()
         if done is not None:
-            return 32 * done.payload_bytes / done.dense_bytes
+            return 32 * done.payload_bytes / done.dense_bytes / (self.arm.every or 1)
         if self.arm.rank:
             _, before, after = self.state.compression_stats()
             return 32 * after / before if before else 32.0
@@ -192,10 +202,14 @@ class Installed:
     def compresses(self) -> bool:
         """Whether anything but float32 travels."""
         done = self.statistics()
-        return done is None or any(not decision.startswith("dense ") for decision in done.decisions.values())
+        return (
+            done is None
+            or bool(self.arm.every)
+            or any(not decision.startswith("dense ") for decision in done.decisions.values())
+        )
 
     def close(self) -> None:
-        if isinstance(self.state, CompressState):
+        if isinstance(self.state, CompressState | LocalUpdates):
             self.state.close()
 
 
@@ -225,6 +239,7 @@ ARMS = {
         Arm("topk-0.1", "#E69F00", codec=TopK(density=0.001)),
         Arm("topk8", "#E69F00", codec=EIGHT_PERCENT),
         Arm("chunked", "#882255", codec=ChunkedTopK()),
+        Arm("local", "#117733", codec=Ternary(), every=10),
         Arm("auto", "#B5A900", codec=OneBit(), exchange="auto"),
         Arm("hvd-none", what="Horovod interface, float32", horovod=True),
         Arm("hvd-onebit", codec=OneBit(), horovod=True),

@@ -33,6 +33,7 @@ from ..common.progress import Progress
 from ..common.virtual import VirtualRanks
 from .apart import Apart
 from .inside import Inside
+from .search import best_rate, still_needed
 from .tasks import TASKS, Batch, Task
 from .ways import FLOAT32, MOMENTUM, WAYS, Way
 
@@ -91,42 +92,6 @@ def runs_in(path: Path) -> Iterator[dict[str, Any]]:
     """The runs that a file has, if it is there."""
     if path.exists():
         yield from map(json.loads, path.read_text().splitlines())
-
-
-def still_needed(
-    known: Sequence[Mapping[str, Any]], arms: Sequence[str], rates: Sequence[float] | None, begin: float, seeds: int
-) -> Iterator[dict[str, Any]]:
-    """What has to be run next, arm by arm: rates with the first seed, then the other seeds at the best one.
-
-    Args:
-        known: runs that are there.
-        rates: the grid; None: a search that begins at `begin`.
-    """
-    for arm in arms:
-        mine = {(run["learning_rate"], run["seed"]): run["loss"] for run in known if run["arm"] == arm}
-        tried = {rate: loss for (rate, seed), loss in mine.items() if seed == 0}
-        grid = rates or grid_around(tried, begin)
-        wanted = [(rate, 0) for rate in grid if rate not in tried]
-        if not wanted:
-            best = min(grid, key=lambda rate: tried[rate])
-            wanted = [(best, seed) for seed in range(1, seeds) if (best, seed) not in mine]
-        yield from ({"arm": arm, "learning_rate": rate, "seed": seed} for rate, seed in wanted)
-
-
-#: A search goes no further than this from where it begins.
-FURTHEST = 16
-
-
-def grid_around(tried: Mapping[float, float], begin: float) -> list[float]:
-    """The rates of a search so far, and the next one, if the best lies at an end: losses by rate so far."""
-    grid = sorted({begin / 2, begin, 2 * begin} | tried.keys())
-    if grid[0] in tried and grid[-1] in tried:
-        best = min(tried, key=tried.__getitem__)
-        if best == grid[0] > begin / FURTHEST:
-            grid.insert(0, best / 2)
-        elif best == grid[-1] < begin * FURTHEST:
-            grid.append(best * 2)
-    return grid
 
 
 def task_of(name: str, optimizer: str, batch: int, steps: int) -> Task:
@@ -272,7 +237,7 @@ def best(runs: Sequence[Mapping[str, Any]]) -> list[Best]:
     found = []
     seeds = {run["seed"] for run in runs}
     for arm in dict.fromkeys(run["arm"] for run in runs):
-        rate = min((r for r in runs if r["arm"] == arm and r["seed"] == 0), key=lambda r: r["loss"])["learning_rate"]
+        rate = best_rate(runs, arm)
         mine = sorted((r for r in runs if (r["arm"], r["learning_rate"]) == (arm, rate)), key=lambda r: r["seed"])
         assert {run["seed"] for run in mine} == seeds, f"{arm}: not every seed was trained at {rate}"
         fewer = 1.0 / statistics.fmean(run["share_of_bytes"] for run in mine)

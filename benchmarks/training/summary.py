@@ -159,12 +159,15 @@ def learning_table(result: Mapping[str, Any], world: Mapping[str, Any]) -> repor
     accurate = any(learned["accuracy"][0] is not None for learned in world["learning"].values())
     columns = ["arm", "bits an element", "times fewer", f"final loss, {task['loss_unit']}", "against float32, paired"]
     columns += ["accuracy"] * accurate + ["steps to target"]
+    searched = result["arguments"].get("search", False)
+    columns[1:1] = ["rate"] * searched
     rows = []
     for name, row in world["learning"].items():
         loss, change, steps = row["final_loss"], row["change"], row["steps_to_target"]
         rows.append(
             [
                 ARMS[name].title,
+                *([f"{world['learning_rates'][name]:g}"] if searched else []),
                 f"{row['bits_per_element']:.3g}",
                 f"{32 / row['bits_per_element']:.1f}",
                 "not finite" if loss is None else f"{loss['mean']:.3f}",
@@ -179,8 +182,12 @@ def learning_table(result: Mapping[str, Any], world: Mapping[str, Any]) -> repor
         report.describe(result["environment"]),
         f"target: within {task['margin']:.0%} of where float32 ends with the same seed; in brackets: 95 % interval of "
         "the mean over seeds (Student's t)",
-        f"{task['steps'] / result['steps_per_epoch']:.2g} epochs; one recipe for all arms, its learning rate found for "
-        "float32",
+        f"{task['steps'] / result['steps_per_epoch']:.2g} epochs; one recipe for all arms, "
+        + (
+            "each at its own best learning rate by the first seed"
+            if searched
+            else "its learning rate found for float32"
+        ),
     ]
     return report.Table(title, columns, rows, "\n".join(notes))
 

@@ -240,7 +240,20 @@ TASKS: dict[str, Task] = {task.name: task for task in (DIGITS, SMALL, LARGE)}
 #: The arms that learn. `auto` takes the codec that a short run learns well with.
 ARMS = {
     name: arms.ARMS[name]
-    for name in (FLOOR, DENSE, BASELINE, "bf16", "powersgd", "qsgd", "terngrad", "onebit", "topk", "topk8", "auto")
+    for name in (
+        FLOOR,
+        DENSE,
+        BASELINE,
+        "bf16",
+        "powersgd",
+        "qsgd",
+        "terngrad",
+        "onebit",
+        "topk",
+        "topk8",
+        "local",
+        "auto",
+    )
 }
 ARMS["powersgd"] = replace(ARMS["powersgd"], rank=4)
 ARMS["auto"] = replace(ARMS["auto"], codec=ARMS["topk8"].codec, learns_as="topk8")

@@ -4,7 +4,8 @@ Learning does not depend on the network, and a step's time not on what was learn
 seed, over loopback, with its validation loss read along the way; its steps are timed on links of each bandwidth, arms
 in turns; and the two are joined: a reading after s steps was made after s times the median step. The target is a loss
 within 1 % (digits: 10 %) of what float32 ends at with the same seed. All arms see the same data under one recipe, whose
-learning rate was found for float32.
+learning rate was found for float32; with `--search` each arm, float32 too, has its own instead: half, once and twice
+that one are tried with the first seed, and further ones as long as the best lies at an end.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from ..common.arms import BASELINE, DENSE, FLOOR, Arm, Installed, in_turns
 from ..common.progress import Progress
 from ..network import flags, links
 from . import summary
+from .search import best_rate, still_needed
 from .summary import tables
 from .tasks import ARMS, TASKS, Task, require_equal_replicas, validate
 
@@ -44,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="what to compare (default: all)")
     parser.add_argument("--seeds", type=int, default=3, help="train with seeds 0 to N-1 (default: %(default)s)")
     parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd", help="default: %(default)s")
+    parser.add_argument("--search", action="store_true", help="find every arm's own learning rate, with the first seed")
     parser.add_argument("--steps", type=int, help="optimizer steps; by default the task's own")
     parser.add_argument("--readings", type=int, default=12, help="of the validation loss, in a run (%(default)s)")
     parser.add_argument("--timed", type=int, default=6, help="timed steps of each arm at each rate (%(default)s)")
@@ -70,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
         raise links.LinkError(f"{reason}; --rates none trains and times over loopback alone")
     teachers = [arm.learns_as for arm in map(ARMS.__getitem__, options.arms) if arm.learns_as is not None]
     arms = list(dict.fromkeys([FLOOR, DENSE, BASELINE, *teachers, *options.arms]))
-    names = ("task", "world", "rates", "seeds", "optimizer", "steps", "readings", "timed", "warmup")
+    names = ("task", "world", "rates", "seeds", "optimizer", "search", "steps", "readings", "timed", "warmup")
     arguments = {name: getattr(options, name) for name in names} | flags.recorded(distance) | {"arms": arms}
     result = report.document("train", arguments)
     result["environment"]["threads"] = 1
@@ -93,13 +96,16 @@ def measure_world(
     """Learning curves, then step times at each rate, for one number of ranks."""
     learners = [name for name in arms if name != FLOOR and ARMS[name].learns_as is None]
     common = {"task": task.name, "optimizer": task.optimizer, "steps": task.steps}
-    with Progress(f"{task.name}, {world_size} ranks", len(learners) * options.seeds * task.steps) as progress:
-        learned = links.Loopback(world_size).run(
-            learn,
-            {**common, "arms": learners, "seeds": options.seeds, "readings": options.readings},
-            options.timeout,
-            follow=follower(progress),
-        )
+    begin = task.learning_rates[task.optimizer]
+    runs: list[dict[str, Any]] = []
+    with Progress(f"{task.name}, {world_size} ranks", 0) as progress:
+        while jobs := list(still_needed(runs, learners, None if options.search else [begin], begin, options.seeds)):
+            progress.more(len(jobs) * task.steps)
+            job = {**common, "jobs": jobs, "readings": options.readings}
+            learned = links.Loopback(world_size).run(learn, job, options.timeout, follow=follower(progress))
+            runs += learned[0]
+    found = {arm: best_rate(runs, arm) for arm in learners}
+    chosen = [run for run in runs if run["learning_rate"] == found[run["arm"]]]
     timings = {}
     for text, rate in rates.items():
         with links.open_links(world_size, rate, distance) as connection:
@@ -112,7 +118,13 @@ def measure_world(
                     follow=follower(progress),
                 )
         timings[text] = {"rate": rate, "proof": proof, "arms": slowest(timed)}
-    return {"world": world_size, "runs": learned[0], "timings": timings}
+    return {
+        "world": world_size,
+        "runs": chosen,
+        "others": [run for run in runs if run not in chosen],
+        "learning_rates": found,
+        "timings": timings,
+    }
 
 
 def follower(progress: Progress) -> Callable[[str], None]:
@@ -131,18 +143,21 @@ def say(steps: int, note: str) -> None:
         print(PROGRESS + json.dumps([steps, note]), flush=True)
 
 
-def resolve(task: str, optimizer: str, steps: int) -> Task:
-    return dataclasses.replace(TASKS[task], optimizer=optimizer, steps=steps)
+def resolve(task: str, optimizer: str, steps: int, learning_rate: float | None = None) -> Task:
+    found = dataclasses.replace(TASKS[task], optimizer=optimizer, steps=steps)
+    if learning_rate is not None:
+        found = dataclasses.replace(found, learning_rates={optimizer: learning_rate})
+    return found
 
 
 def learn(
-    task: str, optimizer: str, steps: int, arms: Sequence[str], seeds: int, readings: int
+    task: str, optimizer: str, steps: int, jobs: Sequence[Mapping[str, Any]], readings: int
 ) -> list[dict[str, Any]]:
-    """What every rank does: train each arm with each seed. Returns the curves."""
-    job = resolve(task, optimizer, steps)
+    """What every rank does: train arms, each at a learning rate and with a seed. Returns the curves."""
     return [
-        train(job, ARMS[arm], seed, readings) for seed in range(seeds) for arm in arms
-    ]  # seeds outside: what the machine does meanwhile hits all arms alike
+        train(resolve(task, optimizer, steps, job["learning_rate"]), ARMS[job["arm"]], job["seed"], readings)
+        for job in jobs
+    ]
 
 
 def train(task: Task, arm: Arm, seed: int, readings: int) -> dict[str, Any]:
@@ -154,11 +169,15 @@ def train(task: Task, arm: Arm, seed: int, readings: int) -> dict[str, Any]:
     start = time.monotonic()
     installed, optimizer, data = prepared(task, arm, seed)
     model = installed.module
-    due = {-(-task.steps * i // readings) for i in range(1, readings + 1)}
+    # Where ranks train models of their own, they are read when all agree.
+    every = arm.every or 1
+    due = {min(-(-task.steps * i // (readings * every)) * every, task.steps) for i in range(1, readings + 1)}
     curve: list[dict[str, Any]] = [{"step": 0, **validate(task, model)}]
     for step in range(task.steps):
         task.train_step(installed.model, optimizer, step, next(data))
         if step + 1 in due:
+            if step + 1 == task.steps and arm.every:
+                installed.state.synchronise()
             reading = validate(task, model)
             curve.append({"step": step + 1, **{name: finite(value) for name, value in reading.items()}})
             say(step + 1 - curve[-2]["step"], f"{arm.title}, seed {seed}: {reading['loss']:.3f} {task.loss_unit}")
@@ -166,7 +185,9 @@ def train(task: Task, arm: Arm, seed: int, readings: int) -> dict[str, Any]:
     installed.close()
     return {
         "arm": arm.name,
+        "learning_rate": task.learning_rates[task.optimizer],
         "seed": seed,
+        "loss": reading["loss"] if math.isfinite(reading["loss"]) else math.inf,
         "parameters": sum(p.numel() for p in model.parameters()),
         "bits_per_element": installed.bits_per_element(),
         "seconds": time.monotonic() - start,
@@ -182,7 +203,8 @@ def prepared(task: Task, arm: Arm, seed: int) -> tuple[Installed, torch.optim.Op
     torch.manual_seed(seed)
     gc.collect()  # DDP lives in reference cycles, with gradients of the arm before
     installed = arm.install(task.model(), task.bucket_mb, seed, exchange="gather")
-    return installed, task.new_optimizer(installed.model), task.batches(seed, dist.get_rank(), dist.get_world_size())
+    optimizer = installed.optimizer(task.new_optimizer(installed.model))
+    return installed, optimizer, task.batches(seed, dist.get_rank(), dist.get_world_size())
 
 
 def finite(value: float) -> float | None:
@@ -193,18 +215,22 @@ def finite(value: float) -> float | None:
 def time_steps(
     task: str, optimizer: str, steps: int, arms: Sequence[str], timed: int, warmup: int
 ) -> dict[str, dict[str, Any]]:
-    """What every rank does on links: time steps of every arm, in turns. Returns seconds and what the arm decided."""
+    """What every rank does on links: time steps of every arm, in turns. Returns seconds and what the arm decided.
+
+    Where parameters are exchanged every few steps, a turn is as many, and its time is shared among them.
+    """
     job = resolve(task, optimizer, steps)
     runners = {name: prepared(job, ARMS[name], 0) for name in arms}
     times: dict[str, list[float]] = {name: [] for name in arms}
 
     def turn(name: str) -> None:
         installed, updates, data = runners[name]
-        batch = next(data)
+        batches = [next(data) for _ in range(ARMS[name].every or 1)]
         dist.barrier()
         begin = time.perf_counter()
-        job.train_step(installed.model, updates, len(times[name]), batch)
-        times[name].append(time.perf_counter() - begin)
+        for batch in batches:
+            job.train_step(installed.model, updates, len(times[name]), batch)
+        times[name].append((time.perf_counter() - begin) / len(batches))
         say(1, ARMS[name].title)
 
     for installed, updates, data in runners.values():
