@@ -18,6 +18,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=3, help="train with seeds 0 to N-1 (default: %(default)s)")
     parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd", help="default: %(default)s")
     parser.add_argument("--search", action="store_true", help="find every arm's own learning rate, with the first seed")
+    parser.add_argument("--learned", metavar="FILE", help="go on with the curves of an earlier run's --json")
     parser.add_argument("--steps", type=int, help="optimizer steps; by default the task's own")
     parser.add_argument("--readings", type=int, default=12, help="of the validation loss, in a run (%(default)s)")
     parser.add_argument("--timed", type=int, default=6, help="timed steps of each arm at each rate (%(default)s)")
@@ -78,11 +80,30 @@ def run(options: argparse.Namespace) -> int:
     result = report.document("train", arguments)
     result["environment"]["threads"] = 1
     result |= {"task": task.describe(), "steps_per_epoch": task.steps_per_epoch, "worlds": []}
+    known = {} if options.learned is None else learned_before(options.learned, arguments)
     for world_size in options.world:
-        result["worlds"].append(measure_world(task, world_size, arms, rates, distance, options))
+        runs = known.get(world_size, [])
+        result["worlds"].append(measure_world(task, world_size, arms, rates, distance, options, runs))
     summary.join(result)
     report.deliver(result, tables(result), options, summary.plot)
     return 0
+
+
+def learned_before(file: str, arguments: Mapping[str, Any]) -> dict[int, list[dict[str, Any]]]:
+    """All runs of an earlier result, by the number of ranks. What is learned does not depend on the network.
+
+    Raises:
+        OSError, ValueError: there is no such file, or it is of another task.
+    """
+    document = json.loads(Path(file).read_text())
+    for name in ("task", "optimizer", "steps", "readings"):
+        before = document.get("arguments", {}).get(name)
+        if before != arguments[name]:
+            raise ValueError(f"--learned {file} has {name} {before!r}, not {arguments[name]!r}: train without it")
+    return {
+        world["world"]: [run for run in world["runs"] + world["others"] if run["seed"] < arguments["seeds"]]
+        for world in document["worlds"]
+    }
 
 
 def measure_world(
@@ -92,12 +113,17 @@ def measure_world(
     rates: Mapping[str, int | None],
     distance: flags.Distance | None,
     options: argparse.Namespace,
+    known: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Learning curves, then step times at each rate, for one number of ranks."""
+    """Learning curves, then step times at each rate, for one number of ranks.
+
+    Args:
+        known: runs that need not be made again.
+    """
     learners = [name for name in arms if name != FLOOR and ARMS[name].learns_as is None]
     common = {"task": task.name, "optimizer": task.optimizer, "steps": task.steps}
     begin = task.learning_rates[task.optimizer]
-    runs: list[dict[str, Any]] = []
+    runs = [run for run in known if run["arm"] in learners and (options.search or run["learning_rate"] == begin)]
     with Progress(f"{task.name}, {world_size} ranks", 0) as progress:
         while jobs := list(still_needed(runs, learners, None if options.search else [begin], begin, options.seeds)):
             progress.more(len(jobs) * task.steps)
