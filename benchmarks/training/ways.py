@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ...compress import (
+    QSGD,
     ChunkedTopK,
     Codec,
     Identity,
@@ -122,4 +123,9 @@ WAYS = {
     "chunked18": Way(ChunkedTopK(k=737, values=4), "two_pass", Residual()),
     "chunked25": Way(ChunkedTopK(k=1024, values=2), "two_pass", Residual()),
     "chunked3": Way(ChunkedTopK(k=138, values=2), "two_pass", Residual()),
+    "local1-ternary": Way(Ternary(), "two_pass", Residual(), rounds=Rounds(1)),
+    "local2-ternary": Way(Ternary(), "two_pass", Residual(), rounds=Rounds(2)),
+    "local5-qsgd8": Way(QSGD(bits=8), "two_pass", Residual(), rounds=Rounds(5)),
+    "local10-ternary": Way(Ternary(), "two_pass", Residual(), rounds=Rounds(10)),
+    "local30-ternary": Way(Ternary(), "two_pass", Residual(), rounds=Rounds(30)),
 }
