@@ -217,17 +217,4 @@ __global__ void union_list(u32* bitmap, i64 words, const u32* tally, u32* indice
         if (word < words) bitmap[word] = 0;
     }
 }
-
-// values[i] = x[indices[i]], zero where the index is out of range, for the first size[0] of at most `capacity`.
-__global__ void gather_at(const float* x, i64 numel, const u32* indices, const u32* size, i64 capacity, float* values) {
-    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < capacity; i += (i64)gridDim.x * blockDim.x)
-        values[i] = i < (i64)size[0] && (i64)indices[i] < numel ? x[indices[i]] : 0.0f;
-}
-
-// out[indices[i]] = alpha · values[i], for the first size[0] of at most `capacity`; no index may come twice.
-__global__ void scatter_to(float* out, i64 numel, const u32* indices, const u32* size, i64 capacity,
-                           const float* values, float alpha) {
-    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < capacity; i += (i64)gridDim.x * blockDim.x)
-        if (i < (i64)size[0] && (i64)indices[i] < numel) out[indices[i]] = alpha * values[i];
-}
 }
