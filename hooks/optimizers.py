@@ -28,6 +28,11 @@ OUTLIERS = (
     "the largest elements as they are, of the others their signs, the rest in a residual: under SGD outliers decide, "
     "and nothing of so few bytes has ended nearer to float32"
 )
+LOCAL = (
+    "every rank steps by itself, and now and then all exchange how far their parameters have come: what reaches the "
+    "optimizer is not compressed, nor late, and the model has ended nearer to float32's than by sparse gradients of "
+    "twice the bytes"
+)
 SPARSE = (
     "the largest elements of all in 8 bits each, the rest in a residual, which arrives late: expect a worse model "
     "after a short run, and search the learning rate again"
@@ -41,18 +46,28 @@ class Recommendation:
     """What to compress with, and why.
 
     Attributes:
-        codec, feedback: as `CompressState(model, codec, error_feedback=feedback)` takes them.
-        ratio: how many times fewer bytes than float32 the codec's wires have.
+        codec, feedback: as `CompressState(model, codec, error_feedback=feedback)` takes them, or `LocalUpdates`.
+        ratio: how many times fewer bytes a step than float32 the codec's wires have.
         why: a sentence or two, with what was measured.
+        every: steps from one exchange to the next, of gradients in each step, or else of parameters.
     """
 
     codec: Codec
     feedback: Feedback | bool
     ratio: float
     why: str
+    every: int = 1
+
+    @property
+    def call(self) -> str:
+        """What to write."""
+        if self.every == 1:
+            return f"CompressState(model, {self.codec}, error_feedback={self.feedback})"
+        every = f"every={self.every}, error_feedback={self.feedback}"
+        return f"LocalUpdates(model, optimizer, {self.codec}, {every})"
 
     def __str__(self) -> str:
-        return f"CompressState(model, {self.codec}, error_feedback={self.feedback}): {self.why}"
+        return f"{self.call}: {self.why}"
 
 
 def recommend(
@@ -88,6 +103,9 @@ def recommend(
     dense = ChunkedTopK(MOST_ENTRIES, values=2) if adaptive else Outliers(OneBit())
     if times <= _ratio(dense):
         return _recommendation(dense, Residual(), CHUNKED if adaptive else OUTLIERS)
+    if adaptive:
+        every = math.ceil(times / _ratio(Ternary()))
+        return Recommendation(Ternary(), Residual(), every * _ratio(Ternary()), LOCAL, every)
     return _recommendation(_top(times), Residual(), SPARSE)
 
 
@@ -152,7 +170,7 @@ def concern(optimizer: torch.optim.Optimizer, codec: Codec, feedback: bool) -> s
 
 def _instead(optimizer: torch.optim.Optimizer, codec: Codec) -> str:
     other = recommend(optimizer, ratio=_ratio(codec))
-    return f"For as few bytes: {other.codec} (gradwire.recommend)"
+    return f"For as few bytes: {other.call} (gradwire.recommend)"
 
 
 def judge(options: Options, optimizer: torch.optim.Optimizer) -> None:

@@ -53,11 +53,11 @@ def sgd(**options: Any) -> torch.optim.Optimizer:
 def test_what_is_recommended_takes_no_more_bytes_than_asked_for(ratio: float, optimizer: Any) -> None:
     found = recommend(optimizer, ratio=ratio)
     assert found.ratio >= ratio
-    assert found.ratio == 4e6 / found.codec.wire_bytes(10**6)
-    assert recommend(optimizer, bits=32 / ratio).codec.wire_bytes(10**6) <= 4e6 / ratio * (1 + 1e-9)
+    assert found.ratio == pytest.approx(found.every * 4e6 / found.codec.wire_bytes(10**6))
+    assert recommend(optimizer, bits=32 / ratio).ratio >= ratio * (1 - 1e-9)
     assert found.ratio <= 4 * ratio, "nothing lies between 16 bits and 4, else they are closer"
     if ratio >= 21.5:
-        assert found.ratio <= 1.15 * ratio
+        assert found.ratio <= (1.15 if found.every == 1 else 1 + 1 / (found.every - 1)) * ratio
 
 
 @pytest.mark.parametrize("make", [adam, sgd])
@@ -65,7 +65,8 @@ def test_what_is_recommended_takes_no_more_bytes_than_asked_for(ratio: float, op
 @given(ratio=st.floats(2, 2000))
 def test_nothing_is_recommended_that_is_warned_of(make: Callable[[], torch.optim.Optimizer], ratio: float) -> None:
     found = recommend(make(), ratio=ratio)
-    assert concern(make(), found.codec, found.feedback is not False) is None
+    # Where parameters are exchanged, the optimizer sees nothing of the codec.
+    assert found.every > 1 or concern(make(), found.codec, found.feedback is not False) is None
 
 
 @pytest.mark.parametrize(
@@ -91,6 +92,8 @@ def test_a_recommendation_can_be_read_and_pasted() -> None:
     found = recommend("adamw", ratio=20)
     assert str(found).startswith(f"CompressState(model, {found.codec}, error_feedback={found.feedback}): ")
     assert len(found.why) > 40
+    rare = recommend("adamw", ratio=190)
+    assert rare.call == f"LocalUpdates(model, optimizer, {rare.codec}, every=10, error_feedback={rare.feedback})"
 
 
 def test_who_divides_by_a_size_of_its_own() -> None:
@@ -114,7 +117,7 @@ def test_who_is_warned_of(codec: Codec) -> None:
         if text is not None:
             assert str(codec) in text
             assert type(optimizer).__name__ in text
-            assert f"{recommend(optimizer, ratio=4e6 / codec.wire_bytes(10**6)).codec} (gradwire.recommend)" in text
+            assert f"{recommend(optimizer, ratio=4e6 / codec.wire_bytes(10**6)).call} (gradwire.recommend)" in text
 
 
 def _refused(rank: int, strategy: Feedback) -> list[str]:

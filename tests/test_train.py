@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from gradwire.benchmarks import cli
 from gradwire.benchmarks.common import report
 from gradwire.benchmarks.training import summary
 from gradwire.benchmarks.training.tasks import ARMS, DIGITS, SMALL, TASKS, Task
@@ -171,7 +170,8 @@ def test_a_small_run_of_the_real_thing(tmp_path: Path) -> None:
     file, picture = tmp_path / "train.json", tmp_path / "train.png"
     line = "train --task digits --steps 6 --seeds 2 --readings 2 --rates none --timed 2 --warmup 3 --search"
     command = [sys.executable, "-m", "gradwire.benchmarks.cli", *line.split(), "--arms", "powersgd", "local", "auto"]
-    command += ["--json", str(file), "--plot", str(picture)]
+    runs = tmp_path / "runs.jsonl"
+    command += ["--json", str(file), "--plot", str(picture), "--runs", str(runs)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     assert "NOT SHAPED" in done.stdout
@@ -193,19 +193,14 @@ def test_a_small_run_of_the_real_thing(tmp_path: Path) -> None:
     assert set(world["joined"]["none"]) == {"none", "auto", *arms}
     assert all(len(timing["times_s"]) == 2 for timing in world["timings"]["none"]["arms"].values())
     assert picture.read_bytes().startswith(b"\x89PNG")
+    made = runs.read_text()
+    assert len(made.splitlines()) == len(world["runs"]) + len(world["others"])
     again = tmp_path / "again.json"
     command[command.index(str(file))] = str(again)
-    done = subprocess.run([*command, "--learned", str(file)], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(again.read_text())["worlds"][0]["runs"] == world["runs"], "nothing is trained again"
-    assert json.loads(again.read_text())["worlds"][0]["timings"] != world["timings"]
-
-
-def test_what_was_learned_before_is_of_the_same_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "other.json"
-    file.write_text(json.dumps({"arguments": {"task": "small"}, "worlds": []}))
-    assert cli.main(["train", "--task", "digits", "--rates", "none", "--learned", str(file)]) == 2
-    assert "has task 'small', not 'digits'" in capsys.readouterr().err
+    assert runs.read_text() == made
 
 
 def test_arms_are_told_apart() -> None:

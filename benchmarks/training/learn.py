@@ -33,7 +33,7 @@ from ..common.progress import Progress
 from ..common.virtual import VirtualRanks
 from .apart import Apart
 from .inside import Inside
-from .search import best_rate, still_needed
+from .search import best_rate, runs_in, still_needed
 from .tasks import TASKS, Batch, Task
 from .ways import FLOAT32, MOMENTUM, WAYS, Way
 
@@ -86,12 +86,6 @@ def run(options: argparse.Namespace) -> int:
     result |= {"task": task.describe(), "runs": known}
     report.deliver(result, tables(result), options, plot)
     return 0
-
-
-def runs_in(path: Path) -> Iterator[dict[str, Any]]:
-    """The runs that a file has, if it is there."""
-    if path.exists():
-        yield from map(json.loads, path.read_text().splitlines())
 
 
 def task_of(name: str, optimizer: str, batch: int, steps: int) -> Task:

@@ -1,12 +1,20 @@
-"""Every arm's own learning rate: the same search for all."""
+"""Every arm's own learning rate, the same search for all; and a file of the runs that have been made."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 #: A search goes no further than this from where it begins.
 FURTHEST = 16
+
+
+def runs_in(path: Path) -> Iterator[dict[str, Any]]:
+    """The runs that a file has, if it is there."""
+    if path.exists():
+        yield from map(json.loads, path.read_text().splitlines())
 
 
 def still_needed(

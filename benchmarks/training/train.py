@@ -29,7 +29,7 @@ from ..common.arms import BASELINE, DENSE, FLOOR, Arm, Installed, in_turns
 from ..common.progress import Progress
 from ..network import flags, links
 from . import summary
-from .search import best_rate, still_needed
+from .search import best_rate, runs_in, still_needed
 from .summary import tables
 from .tasks import ARMS, TASKS, Task, require_equal_replicas, validate
 
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=3, help="train with seeds 0 to N-1 (default: %(default)s)")
     parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd", help="default: %(default)s")
     parser.add_argument("--search", action="store_true", help="find every arm's own learning rate, with the first seed")
-    parser.add_argument("--learned", metavar="FILE", help="go on with the curves of an earlier run's --json")
+    parser.add_argument("--runs", metavar="FILE.jsonl", help="where learning curves are written, and read from")
     parser.add_argument("--steps", type=int, help="optimizer steps; by default the task's own")
     parser.add_argument("--readings", type=int, default=12, help="of the validation loss, in a run (%(default)s)")
     parser.add_argument("--timed", type=int, default=6, help="timed steps of each arm at each rate (%(default)s)")
@@ -80,30 +80,11 @@ def run(options: argparse.Namespace) -> int:
     result = report.document("train", arguments)
     result["environment"]["threads"] = 1
     result |= {"task": task.describe(), "steps_per_epoch": task.steps_per_epoch, "worlds": []}
-    known = {} if options.learned is None else learned_before(options.learned, arguments)
     for world_size in options.world:
-        runs = known.get(world_size, [])
-        result["worlds"].append(measure_world(task, world_size, arms, rates, distance, options, runs))
+        result["worlds"].append(measure_world(task, world_size, arms, rates, distance, options))
     summary.join(result)
     report.deliver(result, tables(result), options, summary.plot)
     return 0
-
-
-def learned_before(file: str, arguments: Mapping[str, Any]) -> dict[int, list[dict[str, Any]]]:
-    """All runs of an earlier result, by the number of ranks. What is learned does not depend on the network.
-
-    Raises:
-        OSError, ValueError: there is no such file, or it is of another task.
-    """
-    document = json.loads(Path(file).read_text())
-    for name in ("task", "optimizer", "steps", "readings"):
-        before = document.get("arguments", {}).get(name)
-        if before != arguments[name]:
-            raise ValueError(f"--learned {file} has {name} {before!r}, not {arguments[name]!r}: train without it")
-    return {
-        world["world"]: [run for run in world["runs"] + world["others"] if run["seed"] < arguments["seeds"]]
-        for world in document["worlds"]
-    }
 
 
 def measure_world(
@@ -113,23 +94,32 @@ def measure_world(
     rates: Mapping[str, int | None],
     distance: flags.Distance | None,
     options: argparse.Namespace,
-    known: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Learning curves, then step times at each rate, for one number of ranks.
-
-    Args:
-        known: runs that need not be made again.
-    """
+    """Learning curves, then step times at each rate, for one number of ranks. Curves that `--runs` has are not made
+    again: they do not depend on the network."""
     learners = [name for name in arms if name != FLOOR and ARMS[name].learns_as is None]
     common = {"task": task.name, "optimizer": task.optimizer, "steps": task.steps}
     begin = task.learning_rates[task.optimizer]
-    runs = [run for run in known if run["arm"] in learners and (options.search or run["learning_rate"] == begin)]
+    how = {**common, "world": world_size, "readings": options.readings}
+    file = None if options.runs is None else Path(options.runs)
+    runs = [
+        run
+        for run in ([] if file is None else runs_in(file))
+        if how.items() <= run.items()
+        and run["arm"] in learners
+        and run["seed"] < options.seeds
+        and (options.search or run["learning_rate"] == begin)
+    ]
     with Progress(f"{task.name}, {world_size} ranks", 0) as progress:
         while jobs := list(still_needed(runs, learners, None if options.search else [begin], begin, options.seeds)):
             progress.more(len(jobs) * task.steps)
-            job = {**common, "jobs": jobs, "readings": options.readings}
-            learned = links.Loopback(world_size).run(learn, job, options.timeout, follow=follower(progress))
-            runs += learned[0]
+            for job in jobs:
+                one = {**common, **job, "readings": options.readings}
+                learned = links.Loopback(world_size).run(learn, one, options.timeout, follow=follower(progress))
+                runs.append({**how, **learned[0]})
+                if file is not None:
+                    with file.open("a") as lines:
+                        lines.write(json.dumps(runs[-1]) + "\n")
     found = {arm: best_rate(runs, arm) for arm in learners}
     chosen = [run for run in runs if run["learning_rate"] == found[run["arm"]]]
     timings = {}
@@ -177,13 +167,10 @@ def resolve(task: str, optimizer: str, steps: int, learning_rate: float | None =
 
 
 def learn(
-    task: str, optimizer: str, steps: int, jobs: Sequence[Mapping[str, Any]], readings: int
-) -> list[dict[str, Any]]:
-    """What every rank does: train arms, each at a learning rate and with a seed. Returns the curves."""
-    return [
-        train(resolve(task, optimizer, steps, job["learning_rate"]), ARMS[job["arm"]], job["seed"], readings)
-        for job in jobs
-    ]
+    task: str, optimizer: str, steps: int, arm: str, learning_rate: float, seed: int, readings: int
+) -> dict[str, Any]:
+    """What every rank does: train an arm. Returns its curve."""
+    return train(resolve(task, optimizer, steps, learning_rate), ARMS[arm], seed, readings)
 
 
 def train(task: Task, arm: Arm, seed: int, readings: int) -> dict[str, Any]:
