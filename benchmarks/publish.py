@@ -119,7 +119,7 @@ SET = (
     Publication(
         "learn-digits",
         "learn benchmarks/results/learn.jsonl --task digits --optimizer sgd --batch 64 --steps 220 "
-        "--arms chunked25 topk4 onebit-outliers onebit dgc-topk1",
+        "--arms chunked25 topk4 onebit-outliers onebit dgc-topk1 local2-ternary local10-ternary",
     ),
     Publication("train-digits", "train --task digits --world 2 4"),
     Publication("train-small", "train --task small --readings 8 --timed 4"),
