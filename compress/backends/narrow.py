@@ -1,6 +1,6 @@
 """Vectors of float32 numbers in 2 bytes an element, or in 1: how residuals are kept where memory is short.
 
-- **bfloat16**: the nearest one, ties to even. Off by at most 2^-9 of the number.
+- **bfloat16**: the nearest one, ties to even. Off by at most 2^-8 of the number.
 - **int8**: numbers from -127 to 127, and a step s for each 256 elements: 1 + 4/256 bytes an element. With m the largest
   magnitude of the 256 and c the float32 nearest to 1/127,
 
@@ -45,8 +45,8 @@ class NarrowKernels:
     def to_int8(self, x: Tensor, codes: Tensor, steps: Tensor) -> None:
         """float32 as int8 codes, of the same length, and float32 steps."""
         rows = torch.nn.functional.pad(_sound(x), (0, -len(x) % BLOCK)).view(-1, BLOCK)
-        least = rows.abs().amax(1) * torch.tensor(1.0 / CODES, dtype=torch.float32).item()
-        up = ((least.view(torch.int32) + STEP_BITS) & ~STEP_BITS).view(torch.float32)
+        share = rows.abs().amax(1) * torch.tensor(1.0 / CODES, dtype=torch.float32).item()
+        up = ((share.view(torch.int32) + STEP_BITS) & ~STEP_BITS).view(torch.float32)
         torch.clamp(up, min=LEAST_STEP, out=steps)
         codes.copy_((rows * (torch.ones_like(steps) / steps)[:, None]).round_().view(-1)[: len(x)])
 
@@ -127,18 +127,26 @@ class Narrow:
     def zero_(self) -> None:
         self.copy_(self.new_zeros(self.numel()))
 
+    def any(self) -> Tensor:
+        """Whether any element is not zero, a bool."""
+        return self.parts[0].any()
+
     def read(self, out: Tensor | None = None) -> Tensor:
         """As float32, in memory of the caller's or, without, in new memory."""
         if out is None:
             out = torch.empty(self.numel(), dtype=torch.float32, device=self.device)
-        read = self.kernels.from_int8 if self.dtype == torch.int8 else self.kernels.from_bfloat16
-        read(*self.parts, out)
+        if self.dtype == torch.int8:
+            self.kernels.from_int8(self.parts[0], self.parts[1], out)
+        else:
+            self.kernels.from_bfloat16(self.parts[0], out)
         return out
 
     def write(self, x: Tensor) -> None:
         """Let it be these numbers, float32, as nearly as it can."""
-        write = self.kernels.to_int8 if self.dtype == torch.int8 else self.kernels.to_bfloat16
-        write(x, *self.parts)
+        if self.dtype == torch.int8:
+            self.kernels.to_int8(x, self.parts[0], self.parts[1])
+        else:
+            self.kernels.to_bfloat16(x, self.parts[0])
 
     @contextmanager
     def open(self) -> Iterator[Tensor]:

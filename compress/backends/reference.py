@@ -17,8 +17,8 @@ from ..entries import LARGEST_UNIT, VALUE_BLOCK, index_layout
 from ..wire import Part
 from . import Backend, Kernels, Selecting, Workspace
 from .drawn import DRAWN
-from .outliers import inner_kernels
 from .narrow import BLOCK, CODES, LEAST_STEP, MOST_BITS, STEP_BITS, NarrowKernels
+from .outliers import inner_kernels
 from .sparse import EntryKernels, SparseKernels
 
 F32 = np.float32
@@ -566,8 +566,8 @@ class Narrow(NarrowKernels):
 
     def to_int8(self, x: Tensor, codes: Tensor, steps: Tensor) -> None:
         rows = in_blocks(sound(numbers(x)), BLOCK)
-        least = np.abs(rows).max(axis=1) * F32(1 / CODES)
-        up = (least.view(np.uint32) + np.uint32(STEP_BITS) & ~np.uint32(STEP_BITS)).view(F32)
+        share = np.abs(rows).max(axis=1) * F32(1 / CODES)
+        up = (share.view(np.uint32) + np.uint32(STEP_BITS) & ~np.uint32(STEP_BITS)).view(F32)
         found = np.maximum(up, F32(LEAST_STEP))
         steps.numpy()[:] = found
         codes.numpy()[:] = np.rint(rows * (F32(1) / found)[:, None]).reshape(-1)[: len(x)]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import narrow
 from ..addresses import address
-from .blocks import BFLOAT16, F32, INF_BITS, MAGNITUDE, TILE, ZERO, clear, copy, to_bfloat, widen
+from .blocks import BFLOAT16, F32, INF_BITS, MAGNITUDE, ZERO, clear, copy, to_bfloat, widen
 from .simd import (
     as_f32,
     as_i32,
