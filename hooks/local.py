@@ -54,7 +54,7 @@ class LocalUpdates:
     own.
 
     θ0 and e are float32, whatever the parameters are. Memory: 4 bytes an element for θ0, 4 for the momentum, where
-    there is one, 8 where a residual is kept, and 4 while messages are under way.
+    there is one, 8 where a residual is kept (4 or 2 by `Residual(dtype=…)`), and 4 while messages are under way.
 
     Args:
         model: each rank's own, not in DDP; float32, float16 or bfloat16, on one device. Parameters that do not require
