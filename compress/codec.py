@@ -45,7 +45,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .backends import Kernels, Workspace, backend_for, kernels_for, selecting
+from .backends import Kernels, Narrow, Workspace, backend_for, kernels_for, selecting
 from .entries import index_fields, value_fields
 from .wire import Part
 
@@ -177,7 +177,7 @@ class Codec(ABC):
         self._kernels(workspace, out).decode_add(self, wire, out, alpha, workspace)
 
     def encode_feedback(
-        self, grad: Tensor, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
+        self, grad: Tensor, residual: Tensor | Narrow, wire: Tensor, draw: Tensor | None, workspace: Workspace
     ) -> None:
         """Error feedback in one pass: a = grad + residual; wire = code of a; residual = a - decoded.
 
@@ -185,11 +185,13 @@ class Codec(ABC):
 
         Args:
             grad: as `x` in `encode`; unchanged.
-            residual: float32 of the same length; updated in place.
+            residual: float32 of the same length, updated in place; or one that is kept in fewer bytes, which gives
+                the same as if it were float32 meanwhile (`backends.narrow_vector`).
             wire, draw, workspace: as in `encode`. Raises as `encode` does.
         """
         self._check_gradient(grad, "grad")
-        self._check_gradient(residual, "residual", (torch.float32,))
+        if not isinstance(residual, Narrow):
+            self._check_gradient(residual, "residual", (torch.float32,))
         if residual.numel() != grad.numel() or residual.device != grad.device:
             raise ValueError(
                 f"residual has {residual.numel()} elements on {residual.device}, grad {grad.numel()} on {grad.device}: "
@@ -197,7 +199,11 @@ class Codec(ABC):
             )
         self._check_wire(wire, grad)
         self._check_draw(draw)
-        self._kernels(workspace, grad).encode_feedback(self, grad, residual, wire, draw, workspace)
+        kernels = self._kernels(workspace, grad)
+        if isinstance(residual, Narrow):
+            kernels.encode_narrow(self, grad, residual, wire, draw, workspace)
+        else:
+            kernels.encode_feedback(self, grad, residual, wire, draw, workspace)
 
     def decode_mean(self, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
         """`out` = mean over ranks of what they sent: float32 sum in rank order, times 1/P, cast to `out.dtype`.

@@ -3,7 +3,8 @@
 A *strategy* is a frozen dataclass of options that says what compression is given, what becomes of what it leaves out,
 and what is handed out as the result. It has no state: that lies in `Kept`, flat float32 vectors, one set for each
 layout on each rank, which `compress.memory` keeps by parameter. So a strategy is one small file, and names, layouts,
-owners of slices, undoing and checkpoints are there for all of them.
+owners of slices, undoing and checkpoints are there for all of them. A residual may be kept in fewer bytes
+(`Residual.dtype`): then it is float32 while it is open, and what that rounds off is lost.
 
 In every strategy the vector "residual" is what has still to be sent, in units of the gradient: what an exchange takes
 from it or returns to it, and what owners of slices fold into it, needs no knowledge of the strategy. Owners themselves
@@ -14,18 +15,24 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from .backends import Workspace, entries_for
+from .backends import Narrow, Workspace, entries_for, narrow_vector
+from .backends.narrow import DTYPES as NARROW_DTYPES
 from .backends.sparse import EntryKernels
 from .codec import Codec
 from .layout import Slot
 
 RESIDUAL = "residual"
+#: How a residual may be kept.
+RESIDUAL_DTYPES = (torch.float32, *NARROW_DTYPES)
+#: Flat, and float32, at least once it is open.
+Vector = Tensor | Narrow
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,10 @@ class Feedback(ABC):
     def only_residual(self) -> bool:
         """Whether steps that send everything are as without a strategy, once the residual is empty."""
         return set(self.vectors) <= {RESIDUAL}
+
+    def stored_as(self, vector: str) -> torch.dtype:
+        """How a vector is kept: torch.float32, or what `backends.narrow` has."""
+        return torch.float32
 
     @property
     def largest_norm(self) -> float | None:
@@ -121,7 +132,8 @@ class Kept:
 
     Args:
         strategy: what is done with it.
-        vectors: flat float32, by the strategy's names; empty where nothing is kept.
+        vectors: flat float32, by the strategy's names; empty where nothing is kept. Those that are kept in fewer bytes
+            are there, and float32, while they are open (`open`): whoever reads or changes them opens them.
 
     Attributes:
         lost: the sum of the magnitudes that the strategy has given up, float64 [] on the device; None: there are none.
@@ -131,8 +143,11 @@ class Kept:
     #: Whether to `remember` before a step changes anything, as it may have to be undone.
     remembers = False
 
-    def __init__(self, strategy: Feedback, vectors: Mapping[str, Tensor]) -> None:
-        self.strategy, self.vectors = strategy, dict(vectors)
+    def __init__(self, strategy: Feedback, vectors: Mapping[str, Vector]) -> None:
+        self.strategy = strategy
+        self.vectors = {name: vector for name, vector in vectors.items() if isinstance(vector, Tensor)}
+        #: Those that are kept in fewer bytes.
+        self.narrow = {name: vector for name, vector in vectors.items() if isinstance(vector, Narrow)}
         self.lost: Tensor | None = None
         self.stash: Tensor | None = None
         self._entries: EntryKernels | None = None
@@ -141,9 +156,39 @@ class Kept:
         return self.vectors[vector]
 
     @property
+    def keeps(self) -> bool:
+        """Whether what has still to be sent is kept."""
+        return RESIDUAL in self.vectors or RESIDUAL in self.narrow
+
+    @property
     def residual(self) -> Tensor | None:
-        """What has still to be sent; None where nothing is kept."""
+        """What has still to be sent, once it is open; None where nothing is kept."""
         return self.vectors.get(RESIDUAL)
+
+    def open(self) -> AbstractContextManager[Tensor | None]:
+        """All vectors are float32 within the block, which may change them; gives `residual`. Blocks may be nested."""
+        if not self.narrow or self.vectors.keys() >= self.narrow.keys():
+            return nullcontext(self.residual)
+        return self._opened()
+
+    @contextmanager
+    def _opened(self) -> Iterator[Tensor | None]:
+        with ExitStack() as stack:
+            self.vectors |= {name: stack.enter_context(vector.open()) for name, vector in self.narrow.items()}
+            try:
+                yield self.residual
+            finally:
+                for name in self.narrow:
+                    del self.vectors[name]
+
+    @property
+    def held(self) -> dict[str, Vector]:
+        """Every vector as it is kept."""
+        return {**self.vectors, **self.narrow}
+
+    def read(self, vector: str) -> Tensor:
+        """One as it is now, float32; not to be changed."""
+        return wide(self.vectors[vector] if vector in self.vectors else self.narrow[vector])
 
     def encode(self, codec: Codec, grad: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
         """Compress this rank's gradient. Arguments and errors as in `Codec.encode_feedback`."""
@@ -155,7 +200,8 @@ class Kept:
         """In the place of `encode`: what a step sends that sends everything, `grad` itself where nothing is kept."""
         if self.remembers:
             self.remember()
-        return self.strategy.send_all(self, grad)
+        with self.open():
+            return self.strategy.send_all(self, grad)
 
     def remember(self) -> None:
         """Keep everything as it is."""
@@ -172,15 +218,17 @@ class Kept:
             indices: int32 or int64, none of them twice; no more than there are elements.
             count: how many of them are used, int32 [1] on the device; None: all.
         """
-        if self.residual is not None:
+        with self.open() as residual:
+            if residual is None:
+                return
             at, used = indices.long(), None
             if count is not None:
                 at, used = used_places(indices, count)
-            rest = self.residual[at]
+            rest = residual[at]
             values += rest if used is None else rest.masked_fill(~used, -0.0)
             stays = ~values.isfinite() if used is None else ~(values.isfinite() & used)
             # Added, so that what is not used changes nothing, wherever it points: not even the sign of a zero.
-            self.residual.index_add_(0, at, (-rest).masked_fill_(stays, -0.0))
+            residual.index_add_(0, at, (-rest).masked_fill_(stays, -0.0))
             self.strategy.also_sent(self, indices, values, count)
 
     def give_back(self, indices: Tensor, values: Tensor) -> None:
@@ -189,8 +237,9 @@ class Kept:
         Args:
             indices: int32 or int64; where one comes twice, all values but one are -0.0.
         """
-        if self.residual is not None:
-            self.residual.index_add_(0, indices.long(), torch.where(values.isfinite(), values, -0.0))
+        with self.open() as residual:
+            if residual is not None:
+                residual.index_add_(0, indices.long(), torch.where(values.isfinite(), values, -0.0))
 
     def give_back_unless(self, indices: Tensor, values: Tensor, delivered: Tensor) -> None:
         """Of whole elements that were to be sent, those that are not among `delivered` have not been.
@@ -199,23 +248,27 @@ class Kept:
             indices, values: int32, ascending, and float32: entries that a plain codec has selected here.
             delivered: int32, ascending: of which elements any rank's entries have reached the mean.
         """
-        if self.residual is not None:
+        with self.open() as residual:
+            if residual is None:
+                return
             if self._entries is None:
-                self._entries = entries_for(self.residual.device)
-            self._entries.put_back((indices, values), delivered, self.residual)
+                self._entries = entries_for(residual.device)
+            self._entries.put_back((indices, values), delivered, residual)
             if self.stash is not None:
                 self.not_sent(indices, values.isfinite() & ~is_among(indices, delivered))
 
     def not_sent(self, indices: Tensor, later: Tensor) -> None:
         """Of the entries that `encode` has written, in their order, those are sent `later` (bool), whole, and are in
         the residual again. Arguments as of `give_back`."""
-        if self.residual is not None:
-            self.strategy.not_sent(self, indices, later)
+        if self.keeps:
+            with self.open():
+                self.strategy.not_sent(self, indices, later)
 
     def replace(self, where: Tensor, values: Tensor) -> None:
         """Let what is still to be sent of some elements (bool) be these values, in all that this rank keeps."""
-        residual = self[RESIDUAL]
-        residual.copy_(torch.where(where, values, residual))
+        with self.open():
+            residual = self[RESIDUAL]
+            residual.copy_(torch.where(where, values, residual))
 
     def give_up(self, magnitude: Tensor) -> None:
         """Count what is neither kept nor sent: the sum of its magnitudes, float64 []."""
@@ -223,8 +276,9 @@ class Kept:
 
     def rescale(self, factor: float | Tensor) -> None:
         """Multiply everything, by a number or a tensor [] on the same device."""
-        for tensor in self.vectors.values():
-            tensor.mul_(factor)
+        with self.open():
+            for tensor in self.vectors.values():
+                tensor.mul_(factor)
         if self.lost is not None:
             self.lost = self.lost * factor
 
@@ -237,21 +291,51 @@ class Residual(Feedback):
     With β = 1 nothing is lost. Below it what decays is lost and counted (SparseLoCo, LoCo): a residual of which little
     is sent for long, as of coarse codes under Adam, then does not outlive the gradients that it comes from.
 
+    A residual may be kept in fewer bytes than float32's 4 an element: 2 as torch.bfloat16, 1.02 as torch.int8, with a
+    step for every 256 elements (as LoCo, Xie et al. 2024, and MicroAdam, Modoranu et al., NeurIPS 2024, keep theirs).
+    What that rounds off, to the nearest, is lost: 2^-8 of an element at most, or half a step, 1/254 of the largest of
+    the 256. An element whose gradients are smaller than that and always the same never adds up; where gradients are
+    noisy the rounding averages out. Owners of slices, and copies for undoing, are kept likewise.
+
     Args:
         decay: β, in (0, 1].
+        dtype: how the residual is kept.
+
+    Raises:
+        ValueError, TypeError: an argument is none of these.
     """
 
     decay: float = 1.0
+    dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
         if isinstance(self.decay, bool) or not isinstance(self.decay, int | float) or not 0.0 < self.decay <= 1.0:
             raise ValueError(f"decay={self.decay!r}: expected a number in (0, 1]")
+        if self.dtype not in RESIDUAL_DTYPES:
+            names = ", ".join(map(str, RESIDUAL_DTYPES))
+            error = ValueError if isinstance(self.dtype, torch.dtype) else TypeError
+            raise error(
+                f"dtype={self.dtype!r}: a residual is kept as one of {names}; torch.bfloat16 has float32's range in "
+                "half the memory, torch.int8 takes a quarter"
+            )
+
+    def stored_as(self, vector: str) -> torch.dtype:
+        return self.dtype
+
+    def prepare(self, device: torch.device) -> None:
+        if self.dtype != torch.float32:
+            vector = narrow_vector(1, self.dtype, device)
+            vector.write(vector.read())
 
     def encode(
         self, kept: Kept, codec: Codec, grad: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
     ) -> None:
-        self._decay(kept)
-        codec.encode_feedback(grad, kept[RESIDUAL], wire, draw, workspace)
+        if self.decay == 1.0 and RESIDUAL not in kept.vectors:
+            codec.encode_feedback(grad, kept.narrow[RESIDUAL], wire, draw, workspace)
+            return
+        with kept.open():
+            self._decay(kept)
+            codec.encode_feedback(grad, kept[RESIDUAL], wire, draw, workspace)
 
     def send_all(self, kept: Kept, grad: Tensor) -> Tensor:
         self._decay(kept)
@@ -260,7 +344,8 @@ class Residual(Feedback):
     def invariant(
         self, gradient: Tensor, before: Mapping[str, Tensor], applied: Tensor, after: Mapping[str, Tensor]
     ) -> Tensor:
-        """With β = 1, over any number of steps: `gradient` and `applied` are then their sums."""
+        """With β = 1, over any number of steps: `gradient` and `applied` are then their sums. Where the residual is not
+        float32, what that has rounded off."""
         return gradient + self.decay * before[RESIDUAL] - applied - after[RESIDUAL]
 
     def _decay(self, kept: Kept) -> None:
@@ -313,7 +398,12 @@ def is_among(indices: Tensor, ascending: Tensor) -> Tensor:
     return ascending[torch.searchsorted(ascending, indices).clamp_(max=len(ascending) - 1)] == indices
 
 
-def plain(residual: Tensor) -> Kept:
+def wide(vector: Vector) -> Tensor:
+    """As float32; not to be changed."""
+    return vector.read() if isinstance(vector, Narrow) else vector
+
+
+def plain(residual: Vector) -> Kept:
     """What the owner of a slice keeps, whatever the strategy."""
     return Kept(Residual(), {RESIDUAL: residual})
 

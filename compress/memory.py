@@ -1,8 +1,8 @@
 """What is kept between steps, by parameter: the memory of every strategy of `compress.feedback`.
 
-What is kept belongs to a parameter, by name. It lies in flat float32 vectors, one set for each *layout*, the order and
-strides in which a communication bucket holds its parameters, so that one kernel call serves the bucket. When buckets
-are rebuilt, the new layout gathers what the old ones hold; nothing depends on a bucket's index.
+What is kept belongs to a parameter, by name. It lies in flat vectors, float32 or in fewer bytes, one set for each
+*layout*, the order and strides in which a communication bucket holds its parameters, so that one kernel call serves the
+bucket. When buckets are rebuilt, the new layout gathers what the old ones hold; nothing depends on a bucket's index.
 
 Some exchanges have further residuals, at the owner of a slice: what its compression of the mean of P ranks left out, or
 of the mean of the L ranks inside its node. Adding P or L times that, the *weight*, to the owner's own residual leaves
@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .feedback import NOTHING, RESIDUAL, Feedback, Kept, Residual, plain, total_lost
+from .backends import Rooms, narrow_vector
+from .feedback import NOTHING, RESIDUAL, Feedback, Kept, Residual, Vector, plain, total_lost, wide
 from .layout import Layout, OwnedSlice, Slot, layout_numel
 
 
@@ -31,26 +32,29 @@ class Owned:
     weight: int
 
     @staticmethod
-    def empty(like: Tensor, where: OwnedSlice) -> Owned:
+    def empty(like: Vector, where: OwnedSlice) -> Owned:
         start, length, weight = where
         return Owned(plain(like.new_zeros(length)), start, weight)
 
     @property
-    def residual(self) -> Tensor:
-        return self.kept[RESIDUAL]
+    def residual(self) -> Vector:
+        """As it is kept."""
+        return self.kept.held[RESIDUAL]
 
     @property
     def where(self) -> OwnedSlice:
         return self.start, self.residual.numel(), self.weight
 
     def fold_into(self, residual: Tensor) -> None:
-        residual[self.start : self.start + self.residual.numel()].add_(self.residual, alpha=self.weight)
+        mine = self.kept.read(RESIDUAL)
+        residual[self.start : self.start + mine.numel()].add_(mine, alpha=self.weight)
 
 
-def _folded(residual: Tensor, owned: Sequence[Owned]) -> Tensor:
-    """With all that is owned added; a copy, where anything is."""
+def _folded(vector: Vector, owned: Sequence[Owned]) -> Tensor:
+    """As float32, with all that is owned added; a copy, where anything is."""
+    residual = wide(vector)
     if owned:
-        residual = residual.clone()
+        residual = residual.clone() if residual is vector else residual
         for part in owned:
             part.fold_into(residual)
     return residual
@@ -60,7 +64,7 @@ def _folded(residual: Tensor, owned: Sequence[Owned]) -> Tensor:
 class _Saved:
     """A memory as it was before the first of the steps that can still be undone; `valid` while they can."""
 
-    vectors: dict[str, Tensor]
+    vectors: dict[str, Vector]
     owned: list[Owned]
     lost: Tensor | None
     valid: bool = True
@@ -73,7 +77,7 @@ class LayoutMemory(Kept):
         keep_previous: whether to keep a copy for `undo`.
     """
 
-    def __init__(self, strategy: Feedback, vectors: Mapping[str, Tensor], keep_previous: bool) -> None:
+    def __init__(self, strategy: Feedback, vectors: Mapping[str, Vector], keep_previous: bool) -> None:
         super().__init__(strategy, vectors)
         self.remembers = keep_previous
         self._owned: list[Owned] = []
@@ -87,8 +91,8 @@ class LayoutMemory(Kept):
         """`send_all`, with what owners of slices keep folded in, which then are none."""
         self.fold()
         total = self.send_all(grad)
-        if self.residual is not None:
-            empty = ~self.residual.any()
+        if self.keeps:
+            empty = ~self.held[RESIDUAL].any()
             if empty.is_cuda:
                 known = torch.empty((), dtype=torch.bool, pin_memory=True)
                 known.copy_(empty, non_blocking=True)
@@ -99,11 +103,11 @@ class LayoutMemory(Kept):
 
     def owned(self, slices: Sequence[OwnedSlice]) -> list[Kept]:
         """What this rank keeps for others, one for each slice; folded into its own when the slices change."""
-        if self.residual is None:
+        if not self.keeps:
             return [NOTHING] * len(slices)
         if [part.where for part in self._owned] != list(slices):
             self.fold()
-            self._owned = [Owned.empty(self[RESIDUAL], where) for where in slices]
+            self._owned = [Owned.empty(self.held[RESIDUAL], where) for where in slices]
         return [part.kept for part in self._owned]
 
     def remember(self) -> None:
@@ -112,12 +116,12 @@ class LayoutMemory(Kept):
             return
         saved = self._saved
         if saved is None or [part.where for part in saved.owned] != [part.where for part in self._owned]:
-            vectors = {name: torch.empty_like(tensor) for name, tensor in self.vectors.items()}
+            vectors = {name: vector.new_zeros(vector.numel()) for name, vector in self.held.items()}
             saved = self._saved = _Saved(vectors, [Owned.empty(p.residual, p.where) for p in self._owned], None)
-        for name, tensor in self.vectors.items():
-            saved.vectors[name].copy_(tensor)
+        for name, vector in self.held.items():
+            _copy(vector, saved.vectors[name])
         for copy, part in zip(saved.owned, self._owned, strict=True):
-            copy.residual.copy_(part.residual)
+            _copy(part.residual, copy.residual)
         saved.lost, saved.valid = self.lost, True
 
     # -- afterwards --------------------------------------------------------------------------------------------------
@@ -140,15 +144,18 @@ class LayoutMemory(Kept):
 
     def fold(self) -> None:
         """Add what is owned to the own residual, and empty it. Changes no mean over ranks."""
-        for part in self._owned:
-            part.fold_into(self[RESIDUAL])
-            part.residual.zero_()
+        if self._owned:
+            with self.open():
+                for part in self._owned:
+                    part.fold_into(self[RESIDUAL])
+                    part.residual.zero_()
 
     def replace(self, where: Tensor, values: Tensor) -> None:
         super().replace(where, values)
         for part in self._owned:
             start, length, _ = part.where
-            part.residual.masked_fill_(where[start : start + length], 0.0)
+            with part.kept.open():
+                part.kept[RESIDUAL].masked_fill_(where[start : start + length], 0.0)
 
     def commit(self) -> None:
         if self._saved is not None:
@@ -159,17 +166,18 @@ class LayoutMemory(Kept):
         if saved is None or not saved.valid:
             return
         self.lost = saved.lost
-        for name, tensor in self.vectors.items():
-            tensor.copy_(saved.vectors[name])
+        for name, vector in self.held.items():
+            _copy(saved.vectors[name], vector)
         if [part.where for part in saved.owned] == [part.where for part in self._owned]:
             for part, copy in zip(self._owned, saved.owned, strict=True):
-                part.residual.copy_(copy.residual)
+                _copy(copy.residual, part.residual)
             return
         # The exchange has changed meanwhile, and with it what this rank owns.
         for part in self._owned:
             part.residual.zero_()
-        for copy in saved.owned:
-            copy.fold_into(self[RESIDUAL])
+        with self.open():
+            for copy in saved.owned:
+                copy.fold_into(self[RESIDUAL])
 
     def rescale(self, factor: float | Tensor) -> None:
         super().rescale(factor)
@@ -178,16 +186,21 @@ class LayoutMemory(Kept):
 
     def whole(self, vector: str) -> Tensor:
         """A vector as it is now, with all that is owned folded in; not to be changed."""
-        return _folded(self[vector], self._owned if vector == RESIDUAL else [])
+        return _folded(self.held[vector], self._owned if vector == RESIDUAL else [])
 
     def before(self, vector: str) -> Tensor:
         """A vector as `undo` would leave it, with all that is owned folded in; not to be changed. `can_undo` holds."""
         assert self._saved is not None
         return _folded(self._saved.vectors[vector], self._saved.owned if vector == RESIDUAL else [])
 
-    def can_go_back_to(self, vectors: dict[str, Tensor]) -> None:
+    def can_go_back_to(self, vectors: dict[str, Vector]) -> None:
         """Let `undo` put back these."""
         self._saved = _Saved(vectors, [], None)
+
+
+def _copy(source: Vector, target: Vector) -> None:
+    """Of two that are kept alike."""
+    target.copy_(source)  # type: ignore[arg-type]
 
 
 class Memory:
@@ -204,7 +217,7 @@ class Memory:
 
     def __init__(self, strategy: Feedback | None = None, keep_previous: bool = False) -> None:
         self.strategy = Residual() if strategy is None else strategy
-        self._keep_previous = keep_previous
+        self._keep_previous, self._rooms = keep_previous, Rooms()
         self._memories: dict[Layout, LayoutMemory] = {}
         self._layout_of: dict[str, Layout] = {}
         # What no layout has asked for yet, by vector and parameter: just loaded.
@@ -285,7 +298,8 @@ class Memory:
         memory = self.of(layout, mean.device)
         memory.remember()
         again = None if gradient is None else gradient.float()
-        self.strategy.thrown_away(memory, slot, slot.view(mean).float(), again)
+        with memory.open():
+            self.strategy.thrown_away(memory, slot, slot.view(mean).float(), again)
 
     def rescale(self, factor: float | Tensor) -> None:
         """Multiply everything: gradients are in units of a loss scale, and that has changed.
@@ -361,16 +375,18 @@ class Memory:
         undoable = [old for old in olds if self._memories[old].can_undo]
         for old in olds:
             self._memories[old].fold()
-        saved: dict[str, Tensor] = {}
-        vectors = {}
+        saved: dict[str, Vector] = {}
+        vectors: dict[str, Vector] = {}
         for vector in self.strategy.vectors:
             before = {old: self._memories[old].before(vector) for old in undoable}
-            now = {old: self._memories[old][vector] for old in olds}
-            vectors[vector] = target = torch.zeros(numel, dtype=torch.float32, device=device)
+            now = {old: self._memories[old].read(vector) for old in olds}
+            target = torch.zeros(numel, dtype=torch.float32, device=device)
             self._fill(target, vector, layout, now)
+            vectors[vector] = self._kept_as(vector, target)
             if before:
-                saved[vector] = target.clone()
-                self._fill(saved[vector], vector, layout, before)
+                target = target.clone()
+                self._fill(target, vector, layout, before)
+                saved[vector] = self._kept_as(vector, target)
         memory = LayoutMemory(self.strategy, vectors, self._keep_previous)
         self.version += 1
         if saved:
@@ -382,6 +398,15 @@ class Memory:
         used = set(self._layout_of.values())
         self._drop([old for old in self._memories if old not in used])
         return memory
+
+    def _kept_as(self, vector: str, flat: Tensor) -> Vector:
+        """What the strategy wants of float32 numbers."""
+        dtype = self.strategy.stored_as(vector)
+        if dtype == torch.float32:
+            return flat
+        found = narrow_vector(flat.numel(), dtype, flat.device, self._rooms)
+        found.write(flat)
+        return found
 
     def _fill(self, target: Tensor, vector: str, layout: Layout, olds: Mapping[Layout, Tensor]) -> None:
         """Copy what `olds` have of the layout's parameters, or what is waiting for them."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compress.feedback import RESIDUAL
+from ..compress.feedback import RESIDUAL, Feedback
 from .connection import Connection
 
 FORMAT = 2
@@ -31,8 +31,17 @@ def rank_key(rank: int, world_size: int) -> str:
     return f"rank {rank} of {world_size}"
 
 
-def export(key: str, vectors: Mapping[str, dict[str, Tensor]], **facts: Any) -> dict[str, Any]:
-    """A checkpoint: `facts`, which are the same on all ranks, residuals by parameter name, and what else is kept."""
+def export(
+    key: str, vectors: Mapping[str, dict[str, Tensor]], strategy: Feedback | None = None, **facts: Any
+) -> dict[str, Any]:
+    """A checkpoint: `facts`, which are the same on all ranks, residuals by parameter name, and what else is kept.
+
+    Args:
+        strategy: what a rank keeps as bfloat16 is saved so; int8's numbers take their steps' float32, and means do too.
+    """
+    if strategy is not None and key != MEAN:
+        halved = {vector for vector in vectors if strategy.stored_as(vector) == torch.bfloat16}
+        vectors = {v: {n: x.bfloat16() if v in halved else x for n, x in found.items()} for v, found in vectors.items()}
     kept = {vector: {key: found} for vector, found in vectors.items()}
     residuals = kept.pop(RESIDUAL, {key: {}})
     return {"format": FORMAT, **facts, "residuals": residuals, **({"vectors": kept} if kept else {})}
@@ -141,7 +150,7 @@ def _mean_of_all(by_rank: Mapping[str, Mapping[str, Tensor]]) -> Mapping[str, Te
     parts = [by_rank[rank_key(rank, size)] for rank in range(size)]
     found: dict[str, Tensor] = {}
     for name in dict.fromkeys(name for part in parts for name in part):
-        tensors = [part[name] for part in parts if name in part]
+        tensors = [part[name].float() for part in parts if name in part]
         found[name] = torch.stack(tensors).sum(0).div_(size)
     return found
 

@@ -51,8 +51,9 @@ class CompressState(State):
             so may decisions: name an exchange where runs must be repeatable.
         error_feedback: whether to keep what compression leaves out and add it to the next gradient. "auto" does so for
             codecs that contract (the deterministic ones); True makes stochastic codecs round to nearest. Or a strategy
-            of its own: `Residual(decay=0.95)`, `Tracking()` for optimizers like Adam, or `Momentum()` for SGD, both of
-            which want an optimizer without momentum, and refuse the first step of another; True means `Residual()`.
+            of its own: `Residual(decay=0.95)`, `Residual(dtype=torch.bfloat16)`, in half the memory, `Tracking()` for
+            optimizers like Adam, or `Momentum()` for SGD, both of which want an optimizer without momentum, and refuse
+            the first step of another; True means `Residual()`.
         warmup_steps: this many first steps are dense.
         exclude: names of parameters, with `*` for any part (`*.bias`), or a predicate `(name, parameter)`: these stay
             float32, inside the same messages.

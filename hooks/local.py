@@ -54,7 +54,7 @@ class LocalUpdates:
     own.
 
     θ0 and e are float32, whatever the parameters are. Memory: 4 bytes an element for θ0, 4 for the momentum, where
-    there is one, 8 where a residual is kept, and 4 while messages are under way.
+    there is one, 8 where a residual is kept (4 or 2 by `Residual(dtype=…)`), and 4 while messages are under way.
 
     Args:
         model: each rank's own, not in DDP; float32, float16 or bfloat16, on one device. Parameters that do not require
@@ -339,7 +339,7 @@ class LocalUpdates:
         reducer = self._running()
         key = checkpoint.rank_key(dist.get_rank(self._group), dist.get_world_size(self._group))
         nothing: dict[str, dict[str, Tensor]] = {vector: {} for vector in self._feedback.strategy.vectors}
-        expected = checkpoint.export(key, nothing, **self._facts(), **{what: {} for what in TOGETHER})
+        expected = {**checkpoint.export(key, nothing, **self._facts()), **{what: {} for what in TOGETHER}}
         idle = checkpoint.idle_names(() if self._options.keeps_all else self._excluded)
         saved, vectors = checkpoint.read(state_dict, expected, key, self._parameters, strict, OWNER, idle)
         check_saved(saved, self._parameters, self._all())
@@ -361,7 +361,8 @@ class LocalUpdates:
             vectors = {vector: checkpoint.filled(found, self._parameters) for vector, found in vectors.items()}
         done = None if self._under_way is None else self._arrived()
         arrived = [] if done is None else list(zip(done.globals, done.buffers, strict=True))
-        return checkpoint.export(key, vectors, **self._facts(), **together(self._all(), arrived))
+        kept = checkpoint.export(key, vectors, self._feedback.strategy, **self._facts())
+        return {**kept, **together(self._all(), arrived)}
 
     def _facts(self) -> dict[str, Any]:
         return {

@@ -315,7 +315,7 @@ class State:
             "seed": self._options.seed,
             "scale": self._tracker.scale,
         }
-        return checkpoint.export(key, vectors, **facts)
+        return checkpoint.export(key, vectors, self._feedback.strategy, **facts)
 
     def __getstate__(self) -> dict[str, Any]:
         self._idle()

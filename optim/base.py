@@ -82,6 +82,7 @@ class ExchangingOptimizer(torch.optim.Optimizer):
             made = self._made(0)
             choice = options.choice(options.warmup_steps)
             choice.codec.kernels(device).prepare(choice.codec, torch.float32, device)
+            Memory(options.strategy).strategy.prepare(device)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = error
         description = {} if problem is not None else self._description()
@@ -291,7 +292,7 @@ class ExchangingOptimizer(torch.optim.Optimizer):
         return checkpoint.rank_key(dist.get_rank(self._ranks), dist.get_world_size(self._ranks))
 
     def _export(self, saved: dict[str, Any], key: str, vectors: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
-        return {**saved, KEY: checkpoint.export(key, vectors, **self._facts())}
+        return {**saved, KEY: checkpoint.export(key, vectors, self._feedback.strategy, **self._facts())}
 
     def _facts(self) -> dict[str, Any]:
         return {"codec": self._options.codec_text, "step": self._steps, "seed": self._options.seed}

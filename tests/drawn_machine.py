@@ -26,6 +26,7 @@ from gradwire.compress.feedback import RESIDUAL
 from gradwire.compress.momentum import MOMENTUM
 from gradwire.compress.tracking import ESTIMATE
 from gradwire.hooks.auto import cost, probe
+from rounded import counted
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from training import digest, law, mean_residuals, pretend
@@ -37,8 +38,10 @@ GROUPS: dict[int, Any] = {}
 class Machine:
     """Plays a script on one rank, and keeps account of it. All sums are of this rank until ranks are compared."""
 
-    def __init__(self, rank: int, configuration: Configuration) -> None:
+    def __init__(self, rank: int, configuration: Configuration, rounded_off: list[float]) -> None:
         self.rank, self.configuration = rank, configuration
+        #: What residuals round off here, as it happens; and what ranks that are gone have.
+        self.rounded_off, self.rounded_before = rounded_off, 0.0
         self.threads = set(threading.enumerate())  # of states that other tests have left
         self.violations: list[str] = []
         self.digests: dict[str, str] = {}
@@ -197,10 +200,15 @@ class Machine:
     def _norms(self) -> dict[str, float]:
         return {name: float(self._gradient(name).norm()) for name in self.parameters}
 
+    @property
+    def scale(self) -> float:
+        """That of the loss."""
+        return 1.0 if self.scaler is None else float(self.scaler.get_scale())
+
     def _gradient(self, name: str) -> Tensor:
         """A parameter's, in units of a loss that is not scaled."""
-        scale, found = 1.0 if self.scaler is None else self.scaler.get_scale(), self.parameters[name].grad
-        return torch.zeros_like(self.window[name]) if found is None else found.double() / scale
+        found = self.parameters[name].grad
+        return torch.zeros_like(self.window[name]) if found is None else found.double() / self.scale
 
     def _data(self, number: int) -> list[list[Tensor]]:
         generator = torch.Generator().manual_seed(64 * number + self.rank + 1)
@@ -328,14 +336,17 @@ class Machine:
         if self.active:
             saved = self._saved(consolidated=True)
             self.settled, self.abandoned = self._accounts()
-            account = self.settled, self.abandoned, self.received, self.largest, self.number, self.came_back
+            rounded = self._rounded_off()
+            account = self.settled, self.abandoned, self.received, self.largest, self.number, self.came_back, rounded
             news = [(saved, *account)]
             if self.state is not None:
                 self._end()
         self.wanted = {name: torch.zeros_like(w) for name, w in self.wanted.items()}
         dist.broadcast_object_list(news, src=0)
         saved, *account = news[0]
+        *account, self.rounded_before = account
         self.settled, self.abandoned, self.received, self.largest, self.number, self.came_back = account
+        self.rounded_off.clear()
         self.allowance = dict(self.allowance) if self.active else dict.fromkeys(self.allowance, 0.0)
         self._set_ranks(event.world_size)
         if self.active:
@@ -367,6 +378,13 @@ class Machine:
         parts = (flat / self.size).split([t.numel() for t in tensors.values()])
         return {name: part.view(t.shape) for (name, t), part in zip(tensors.items(), parts, strict=True)}
 
+    def _rounded_off(self) -> float:
+        """What residuals have rounded off, of all ranks together, at most: the norm of a sum is no more than the sum of
+        the norms. A collective."""
+        total = torch.tensor(sum(self.rounded_off), dtype=torch.float64)
+        dist.all_reduce(total, group=self.group)
+        return self.rounded_before + float(total)
+
     def _accounts(self) -> tuple[dict[str, Tensor], list[list[dict[str, Tensor]]]]:
         """What all ranks together wanted so far, and what may be kept of raised backward passes. A collective."""
         wanted = {name: mean + self.settled[name] for name, mean in self._mean(self.wanted).items()}
@@ -383,12 +401,13 @@ class Machine:
         allowance = torch.tensor(list(self.allowance.values()), dtype=torch.float64)
         dist.all_reduce(allowance, dist.ReduceOp.MAX, group=self.group)
         allowed = dict(zip(self.allowance, allowance.tolist(), strict=True))
+        rounded_off = self._rounded_off()
         # Masking forgets momentum, and by how much a rank's gradient is clipped is not known here.
         conserved = momentum is not None and not momentum.masking and momentum.clip is None and not self.came_back
         if self.configuration.nothing_is_lost or conserved:
             for name, off in law(wanted, received, residuals, abandoned).items():
                 size = max(self.largest[name], float(residuals.get(name, torch.zeros(())).norm()))
-                bound = 1e-5 * size + 1.01 * allowed[name]
+                bound = 1e-5 * size + 1.01 * (allowed[name] + rounded_off)
                 if not off <= bound:
                     self.violations.append(
                         f"{name}: {off / max(size, 1e-30):.3g} of the largest norm is lost, allowed are "
@@ -449,11 +468,14 @@ SPEED = cost.CodecSpeed(1e-9, 1e-9)
 def play(rank: int, configuration: Configuration, events: Sequence[Event]) -> dict[str, Any]:
     """Run a script; what this rank saw."""
     faulthandler.dump_traceback_later(HANGS)
+    machines: list[Machine] = []
     with (
         patch.object(probe, "calibration", pretend(configuration.network)),
         patch.object(probe, "codec_speed", lambda *_: SPEED),
+        counted(lambda: machines[0].scale if machines else 1.0) as rounded_off,
     ):
-        machine = Machine(rank, configuration)
+        machine = Machine(rank, configuration, rounded_off)
+        machines.append(machine)
         machine.play(events)
         if machine.active:
             machine.check()

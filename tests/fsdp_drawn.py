@@ -22,6 +22,7 @@ from gradwire.hooks.fsdp.state import FSDPState
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from ranks import Pool
+from rounded import counted
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -65,7 +66,7 @@ class Sharded(Short):
     @property
     def keeps_gradients(self) -> bool:
         """Whether nothing is lost: what is kept is then plain residuals."""
-        return self.feedback is True or self.feedback == Residual()
+        return self.feedback is True or (isinstance(self.feedback, Residual) and self.feedback.decay == 1.0)
 
     @property
     def is_exact(self) -> bool:
@@ -198,10 +199,18 @@ def saved_and_loaded(setup: Sharded, model: nn.Module, state: Any) -> Any:
 
 
 def play(rank: int, setup: Sharded, events: Sequence[str]) -> dict[str, Any]:
+    """`_play`, and "rounded": what residuals have rounded off on this rank, at most, in the units of "law"."""
+    with counted() as norms:
+        result = _play(rank, setup, events)
+    return {**result, "rounded": sum(norms) / result["total"]}
+
+
+def _play(rank: int, setup: Sharded, events: Sequence[str]) -> dict[str, Any]:
     """Train by ours and by FSDP's own side by side.
 
     Returns:
-        "law": how far what has been handed out and what is kept are from what HSDP has handed out, relative to that;
+        "law": how far what has been handed out and what is kept are from what HSDP has handed out, relative to that,
+        "total", here;
         "equal": whether all gradients were as HSDP's, bit for bit; "digests" of the shards after each step.
     """
     mesh = mesh_of(setup.mesh)
@@ -250,8 +259,10 @@ def play(rank: int, setup: Sharded, events: Sequence[str]) -> dict[str, Any]:
     for name, residual in residuals(state.state_dict()).items():
         off[name] -= residual.to_local().double()
     state.close()
-    law = (sum(float(x.square().sum()) for x in off.values()) / (total or 1.0)) ** 0.5
-    return {"law": law, "equal": equal, "digests": digests, "place": tuple(mesh.get_coordinate() or ())}
+    size = (total or 1.0) ** 0.5
+    law = sum(float(x.square().sum()) for x in off.values()) ** 0.5 / size
+    place = tuple(mesh.get_coordinate() or ())
+    return {"law": law, "total": size, "equal": equal, "digests": digests, "place": place}
 
 
 def _refusal(state: FSDPState) -> str:
@@ -273,11 +284,13 @@ def residuals(saved: dict[str, Any]) -> dict[str, Any]:
 
 def wrong(setup: Sharded, results: Sequence[dict[str, Any]]) -> Iterator[str]:
     """What the ranks have seen that must not be."""
+    # A rank's part of a residual is the optimizer's business once at the most.
+    rounded = sum(result["rounded"] for result in results)
     for rank, result in enumerate(results):
         peer = next(other for other in results if other["place"][1] == result["place"][1])
         if result["digests"] != peer["digests"]:
             yield f"rank {rank} has other parameters than the replica at {peer['place']}"
-        if setup.keeps_gradients and result["law"] > TOLERANCE[setup.reduce]:
+        if setup.keeps_gradients and result["law"] > TOLERANCE[setup.reduce] + 1.01 * rounded:
             yield f"rank {rank}: the law is off by {result['law']:.1e}"
         if setup.codec.lossless and setup.is_exact and not result["equal"]:
             yield f"rank {rank}: gradients are not those of HSDP"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,10 @@ import pytest
 import torch
 from cuda_on_cpu import EmulationError
 from emulated import CSRC, EmulatedDevice, emulated_gpu, forget
-from gradwire.compress import QSGD, ChunkedTopK, Codec, OneBit, Outliers, Ternary, TernGrad, TopK, new_draw
-from gradwire.compress.backends import use_backend
+from gradwire.compress import QSGD, Cast, ChunkedTopK, Codec, OneBit, Outliers, Ternary, TernGrad, TopK, new_draw
+from gradwire.compress.backends import narrow_vector, use_backend
 from gradwire.compress.entries import index_layout
+from gradwire.compress.feedback import RESIDUAL_DTYPES
 from strategies import gradient, same
 from torch import Tensor
 
@@ -348,6 +349,30 @@ BUGS = (
         DIFFERS,
     ),
     Bug(
+        "codes beyond the end",
+        "narrow.cu",
+        "if (begin + j < numel) codes[begin + j] = found.element[j];",
+        "codes[begin + j] = found.element[j];",
+        Cast(torch.bfloat16),
+        "out-of-bounds",
+    ),
+    Bug(
+        "a step of one lane's own",
+        "narrow.cu",
+        "__int_as_float(warp_max(largest))",
+        "__int_as_float(largest)",
+        Cast(torch.bfloat16),
+        DIFFERS,
+    ),
+    Bug(
+        "infinity that is kept",
+        "narrow.cu",
+        "if (magnitude >= INFINITE) return 0.0f;",
+        "if (magnitude > INFINITE) return 0.0f;",
+        Cast(torch.bfloat16),
+        DIFFERS,
+    ),
+    Bug(
         "low bits in one word alone",
         "entries.cu",
         "if (shift + low_bits > WORD) both",
@@ -442,7 +467,16 @@ def steps(codec: Codec, offset: int, kinds: Sequence[str]) -> list[Tensor]:
         wire, words = wires[0].clone(), index_layout(codec.chunk, codec.k).upper_words
         wire[codec.level_bytes :][: 4 * words] = 255  # the same, all of which differ in their low bits at most
         codec.decode_mean([wire[None]], hostile, workspace)
-    return [*wires, residual, mean, hostile]
+    return [*wires, residual, mean, hostile, *(kept(kinds, offset) if isinstance(codec, Cast) else ())]
+
+
+def kept(kinds: Sequence[str], offset: int) -> Iterator[Tensor]:
+    """What is kept of a vector in fewer bytes, and what is read of that."""
+    for dtype in RESIDUAL_DTYPES[1:]:
+        for step, kind in enumerate(kinds):
+            vector = narrow_vector(NUMEL, dtype, torch.device("cpu"))
+            vector.write(torch.empty(NUMEL + offset)[offset:].copy_(given(kind, step)))
+            yield from (*vector.parts, vector.read())
 
 
 def objection(codec: Codec, csrc: Path, **options: Any) -> str:

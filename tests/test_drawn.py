@@ -43,6 +43,7 @@ from gradwire import (
     Momentum,
     OneBit,
     Outliers,
+    Residual,
     Ternary,
     TernGrad,
     TopK,
@@ -71,6 +72,7 @@ FEEDBACK: tuple[bool | str | Feedback, ...] = (
     "auto", "auto", "auto", True, True, False, Tracking(), Tracking(0.5, clip=1.0),
     Momentum(), Momentum(0.5, nesterov=True, clip=1.0),
     Momentum(0.5, masking=False), Momentum(nesterov=True, masking=False),
+    Residual(dtype=torch.bfloat16), Residual(dtype=torch.int8),
 )  # fmt: skip
 SHAPES = ((40, 20), (300,), (1500,), (16, 8, 3, 3), (), (1,), (7,), (0,), (3, 0))
 

@@ -193,11 +193,12 @@ SPLIT = [["a", "b"], ["c", "d", "e"]]
 OTHER_SPLIT = [["e", "b", "c"], ["d"], ["a"]]
 
 
-def hold(strategy: Feedback, codec: Codec, unapplied: bool = True) -> None:
+def hold(strategy: Feedback, codec: Codec, unapplied: bool = True, most: float = 1e-6) -> None:
     """The strategy's law in steps of every kind, while buckets change, and through checkpoints and undone steps.
 
     Args:
         unapplied: means are also thrown away and kept.
+        most: how far the law may be off, relative to what went in.
     """
     ranks = SimulatedRanks(strategy, codec, SHAPES, keep_previous=True)
     layouts = [layout_of(names) for names in SPLIT]
@@ -228,13 +229,13 @@ def hold(strategy: Feedback, codec: Codec, unapplied: bool = True) -> None:
                 memory.undo()
             for name, vectors in ranks.means().items():
                 for vector, there in vectors.items():
-                    assert torch.allclose(there, before[name][vector], atol=1e-6), (name, vector)
+                    assert torch.allclose(there, before[name][vector], atol=most), (name, vector)
         elif event == "reload":
             for rank, memory in enumerate(ranks.memories):
                 ranks.memories[rank] = Memory(strategy, keep_previous=True)
                 ranks.memories[rank].load(memory.everything())
         off, _ = ranks.step(layouts, dense=event == "dense", applied=event != "unapplied" or not unapplied)
-        assert off < 1e-6, event
+        assert off < most, event
 
 
 @pytest.mark.parametrize("codec", [OneBit(), TopK(0.1), QSGD(rounding="nearest")], ids=str)

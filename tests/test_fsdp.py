@@ -339,6 +339,7 @@ def setups(draw: st.DrawFn) -> Sharded:
     codec = draw(st.sampled_from([*CODECS, QSGD()]))
     sparse = isinstance(codec, TopK)
     feedbacks: list[Any] = [True, True, Residual(), Tracking(), Residual(decay=0.9)]
+    feedbacks += [Residual(dtype=torch.bfloat16), Residual(dtype=torch.int8)]
     feedbacks += [Momentum(0.9, clip=None)] if sparse else []
     return Sharded(
         mesh=draw(st.sampled_from([(2, 2), (2, 1), (1, 2), (4, 1)])),

@@ -39,6 +39,9 @@ def test_what_nobody_uses_and_what_raises_is_owed(ranks: Ranks) -> None:
     assert not verdict(ranks, divided, (*events, "divide", "step", "save", "step"))
 
 
+NARROW = Residual(dtype=torch.bfloat16), Residual(dtype=torch.int8)
+
+
 @st.composite
 def setups(draw: st.DrawFn) -> Sharded:
     codec = draw(
@@ -48,7 +51,7 @@ def setups(draw: st.DrawFn) -> Sharded:
     return between_shards(
         draw(st.sampled_from([2, 4])),
         codec,
-        feedback="auto" if unbiased else draw(st.sampled_from([True, True, Residual(), Residual(decay=0.9)])),
+        feedback="auto" if unbiased else draw(st.sampled_from([True, True, Residual(), Residual(0.9), *NARROW])),
         reduce=draw(st.sampled_from([None, None, torch.bfloat16, torch.float16])),
         divide=draw(st.sampled_from(["no", "no", "shards", "forced"])),
         exclude=draw(st.booleans()),

@@ -13,7 +13,7 @@ from typing import Any
 import gradwire.hooks.horovod as hvd
 import pytest
 import torch
-from gradwire import QSGD, Cast, ChunkedTopK, Codec, Identity, OneBit, Outliers, Ternary, TernGrad, TopK
+from gradwire import QSGD, Cast, ChunkedTopK, Codec, Identity, OneBit, Outliers, Residual, Ternary, TernGrad, TopK
 from gradwire.hooks.exchanges import possible
 from horovod_drawn import (
     Accumulate,
@@ -60,7 +60,8 @@ def parameters(draw: st.DrawFn) -> Parameter:
 def configurations(draw: st.DrawFn) -> Configuration:
     codec = draw(st.sampled_from(CODECS))
     exchanges = ("auto", *(possible(codec) if codec is not None else ()))
-    feedback: st.SearchStrategy[bool | str] = st.sampled_from(["auto", True, True, False])
+    narrow = Residual(dtype=torch.bfloat16), Residual(dtype=torch.int8)
+    feedback: st.SearchStrategy[bool | str | Residual] = st.sampled_from(["auto", True, True, False, *narrow])
     op = draw(st.sampled_from(["Average", "Average", "Sum"]))
     return Configuration(
         world_size=draw(st.sampled_from([2, 3])),

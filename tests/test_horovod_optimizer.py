@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import gradwire.hooks.horovod as hvd
 import pytest
 import torch
-from gradwire import CODECS, QSGD, ChunkedTopK, Codec, OneBit, TernGrad, TopK
+from gradwire import CODECS, QSGD, ChunkedTopK, Codec, OneBit, Residual, TernGrad, TopK
 from gradwire.compress import SparseCodec
 from ranks import Pool
 from test_horovod_operations import equal, raised
@@ -554,12 +556,12 @@ def test_wrong_arguments(ranks: Ranks) -> None:
 LOSSY = [OneBit(block=256), QSGD(bits=4), TernGrad(), TopK(0.1), ChunkedTopK(k=16, chunk=256)]
 
 
-def nothing_lost(rank: int, codec: Codec, feedback: bool | str) -> None:
+def nothing_lost(rank: int, codec: Codec, feedback: bool | str | Residual, most: float = 1e-5) -> None:
     hvd.init()
     n = hvd.size()
     model = model_of()
     optimizer = sgd(model, compression=hvd.Compression.codec(codec, error_feedback=feedback))
-    kept = feedback is True or codec.default_feedback
+    kept = feedback not in (False, "auto") or codec.default_feedback
     old = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     differs = False
     for step in range(5):
@@ -575,7 +577,7 @@ def nothing_lost(rank: int, codec: Codec, feedback: bool | str) -> None:
         for name, p in model.named_parameters():
             left = residuals.get(name, torch.zeros_like(p))
             if kept:
-                close(grad_of(p) + hvd.allreduce(left), exact[name], 1e-5)
+                close(grad_of(p) + hvd.allreduce(left), exact[name], most)
             differs |= bool((grad_of(p) - exact[name]).abs().max() > 1e-4)
             old[name] = left
         identical(model)
@@ -590,7 +592,36 @@ def test_nothing_is_lost_and_replicas_are_identical(ranks: Ranks, world: int, co
     ranks(world).run(nothing_lost, codec, "auto")
 
 
-def resumed(rank: int, codec: Codec, feedback: bool | str) -> None:
+@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 2e-2), (torch.int8, 5e-2)], ids=str)
+def test_residuals_in_fewer_bytes_lose_what_they_round_off(ranks: Ranks, dtype: torch.dtype, most: float) -> None:
+    for codec in (TopK(0.1), OneBit(block=256)):
+        ranks(2).run(nothing_lost, codec, Residual(dtype=dtype), most)
+        ranks(2).run(resumed, codec, Residual(dtype=dtype))
+
+
+def loaded_by_another_dtype(rank: int) -> None:
+    hvd.init()
+    ways: list[Any] = ["auto", True, Residual(), Residual(dtype=torch.bfloat16), Residual(dtype=torch.int8)]
+    for before, after in itertools.permutations(ways, 2):
+        model = model_of()
+        optimizer = sgd(model, compression=hvd.Compression.codec(TopK(0.1), error_feedback=before))
+        train(model, optimizer, rank, range(2))
+        saved = optimizer.state_dict()
+        other = sgd(model, compression=hvd.Compression.codec(TopK(0.1), error_feedback=after))
+        other.load_state_dict(saved)
+        for name, residual in other.state_dict()["gradwire"]["residuals"].items():
+            close(residual, saved["gradwire"]["residuals"][name], 2e-2)
+        forgets: list[Any] = [False, Residual(decay=0.5)]
+        for way in forgets:
+            wrong = sgd(model_of(), compression=hvd.Compression.codec(TopK(0.1), error_feedback=way))
+            assert "compressed by" in raised(ValueError, partial(wrong.load_state_dict, saved))
+
+
+def test_a_checkpoint_loads_into_residuals_of_another_dtype(ranks: Ranks) -> None:
+    ranks(2).run(loaded_by_another_dtype)
+
+
+def resumed(rank: int, codec: Codec, feedback: bool | str | Residual) -> None:
     hvd.init()
     compression = hvd.Compression.codec(codec, error_feedback=feedback)
     model = model_of()

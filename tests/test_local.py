@@ -28,6 +28,7 @@ from gradwire import (
 from gradwire.hooks.exchanges import possible
 from gradwire.hooks.outer import fragments_of
 from ranks import Pool
+from rounded import counted as rounding
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from training import batch, digest, perceptron, residuals_of
@@ -121,9 +122,10 @@ class Ledger:
         return (off / total) ** 0.5
 
 
-def rounds_with_a_ledger(rank: int, codec: Codec, exchange: Any, forget: bool = False) -> Any:
+def rounds_with_a_ledger(rank: int, codec: Codec, exchange: Any, forget: bool = False, feedback: Any = "auto") -> Any:
     model, optimizer = parts_and_groups()
     options: dict[str, Any] = {"exchange": exchange, "exclude": ["norm.*"], "bucket_cap_mb": 0.004}
+    options["error_feedback"] = feedback
     updates = LocalUpdates(model, optimizer, codec, every=3, **options)
     ledger, same = Ledger(model, updates), []
     for step in train(rank, model, optimizer, range(11 + (rank == 1))):
@@ -164,6 +166,31 @@ def test_nothing_is_lost(ranks: Ranks, codec: Codec, exchange: str, size: int) -
     same, errors = zip(*ranks(size).run(rounds_with_a_ledger, codec, exchange), strict=True)
     assert all(found == same[0] for found in same), "replicas differ"
     assert max(errors) < 2e-6
+
+
+def rounds_in_fewer_bytes(rank: int, codec: Codec, exchange: Any, dtype: torch.dtype) -> Any:
+    with rounding() as norms:
+        same, error = rounds_with_a_ledger(rank, codec, exchange, feedback=Residual(dtype=dtype))
+    return same, error, sum(norms)
+
+
+@pytest.mark.parametrize(
+    ("codec", "exchange", "dtype", "most"),
+    [
+        (OneBit(), "two_pass", torch.bfloat16, 2e-2),
+        (TopK(0.05, values=torch.int8), "split", torch.bfloat16, 2e-2),
+        (TopK(0.05), "union", torch.int8, 5e-2),
+        (OneBit(), "gather", torch.int8, 5e-2),
+    ],
+    ids=str,
+)
+def test_nothing_is_lost_but_what_is_rounded_off(
+    ranks: Ranks, codec: Codec, exchange: str, dtype: torch.dtype, most: float
+) -> None:
+    same, errors, rounded = zip(*ranks(2).run(rounds_in_fewer_bytes, codec, exchange, dtype), strict=True)
+    assert all(found == same[0] for found in same), "replicas differ"
+    assert 0 < max(errors) < most
+    assert min(rounded) > 0
 
 
 def test_the_law_notices_a_lost_residual(ranks: Ranks) -> None:
@@ -464,6 +491,8 @@ def resumed(rank: int, codec: Codec, exchange: Any, options: dict[str, Any], sav
         (TopK(0.1), "gather", STREAMING | {"blend": 0.5}, 7),
         (Ternary(), "gather", {"every": 2, "error_feedback": Tracking()}, 5),
         (TopK(0.1), "union", {"every": 2, "error_feedback": Momentum(nesterov=True)}, 5),
+        (OneBit(), "gather", {"every": 2, "error_feedback": Residual(dtype=torch.bfloat16)}, 5),
+        (TopK(0.1), "union", {"every": 2, "error_feedback": Residual(0.9, torch.int8)}, 5),
     ],
     ids=str,
 )

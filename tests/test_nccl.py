@@ -33,7 +33,10 @@ from torch import Tensor
 HIERARCHICAL = "hierarchical"
 #: Those that have kernels on a GPU. What selects in torch instead may have to ask the device how much it has found.
 ON_GPU = [codec for codec in CODECS if ".backends.cuda" in type(backend_kernels("cuda")[codec.name]).__module__]
-STRATEGIES: tuple[Feedback | None, ...] = (None, Residual(decay=0.9), Tracking(clip=20.0), Momentum(clip=20.0))
+STRATEGIES: tuple[Feedback | None, ...] = (
+    None, Residual(decay=0.9), Residual(dtype=torch.bfloat16), Residual(dtype=torch.int8), Tracking(clip=20.0),
+    Momentum(clip=20.0),
+)  # fmt: skip
 #: Of a rank: what backward runs on, what is encoded on, what is decoded on, and NCCL's.
 STREAMS = tuple(f"{rank} {name}" for rank in range(2) for name in ("default", "side 1", "side 2", "nccl"))
 SCHEDULES = [Schedule(stream) for stream in STREAMS]

@@ -56,6 +56,8 @@ class Way:
         if self == Way():
             return FLOAT32
         feedback = "" if self.strategy is None else f", {type(self.strategy).__name__}"
+        if isinstance(self.strategy, Residual) and self.strategy.dtype != torch.float32:
+            feedback += f" in {self.strategy.dtype}"
         begins = f", after {self.begins} steps of 8 bits" if self.begins else ""
         method = {"adam": "1-bit Adam, ", "lion": "Distributed Lion, "}.get(self.method, "")
         text = f"{method}{label(self.codec)} by {self.exchange}{feedback}{begins}{', corrected' * self.corrected}"
@@ -114,10 +116,14 @@ WAYS = {
     "terngrad": Way(TernGrad(), "two_pass"),
     "ternary": Way(Ternary(), "two_pass", Residual()),
     "onebit": Way(OneBit(block=256), "two_pass", Residual()),
+    "onebit-bf16": Way(OneBit(block=256), "two_pass", Residual(dtype=torch.bfloat16)),
+    "onebit-int8": Way(OneBit(block=256), "two_pass", Residual(dtype=torch.int8)),
     "onebit-outliers": Way(Outliers(OneBit()), "gather", Residual()),
     "ternary-outliers": Way(Outliers(Ternary()), "gather", Residual()),
     "topk7.5-split": Way(_top(0.075), "split", Residual(), begins=75),
     "topk4": Way(_top(0.04), "gather", Residual(), begins=60),
+    "topk4-bf16": Way(_top(0.04), "gather", Residual(dtype=torch.bfloat16), begins=60),
+    "topk4-int8": Way(_top(0.04), "gather", Residual(dtype=torch.int8), begins=60),
     "topk2": Way(_top(0.02), "gather", Residual()),
     "topk1": Way(_top(0.01), "gather", Residual()),
     "chunked18": Way(ChunkedTopK(k=737, values=4), "two_pass", Residual()),

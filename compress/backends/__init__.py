@@ -16,12 +16,16 @@ from functools import cache, partial
 import torch
 
 from .base import Kernels, MomentumKernels, TrackingKernels, Workspace
+from .narrow import Narrow, NarrowKernels, Rooms
 from .sparse import EntryKernels, Selecting, SparseKernels
 
 __all__ = [
     "Backend",
     "Kernels",
     "MomentumKernels",
+    "Narrow",
+    "NarrowKernels",
+    "Rooms",
     "Selecting",
     "TrackingKernels",
     "Workspace",
@@ -30,6 +34,7 @@ __all__ = [
     "backend_names",
     "entries_for",
     "kernels_for",
+    "narrow_vector",
     "register_backend",
     "selecting",
     "use_backend",
@@ -44,12 +49,14 @@ class Backend:
         kernels: of each codec, by its name. One that is not there has to bring kernels of its own.
         entries: what packs and merges the entries of sparse gradients.
         tracking, momentum: the passes of `compress.tracking` and `compress.momentum`.
+        narrow: those of `backends.narrow`.
     """
 
     kernels: Mapping[str, Kernels]
     entries: EntryKernels
     tracking: TrackingKernels = field(default_factory=TrackingKernels)
     momentum: MomentumKernels = field(default_factory=MomentumKernels)
+    narrow: NarrowKernels = field(default_factory=NarrowKernels)
 
 
 def _built_in(name: str) -> Backend:
@@ -121,6 +128,11 @@ def selecting(backend: Backend) -> Selecting:
 def entries_for(device: torch.device) -> EntryKernels:
     """What packs and merges entries on `device`. Raises as `backend_for` does."""
     return backend_for(device).entries
+
+
+def narrow_vector(numel: int, dtype: torch.dtype, device: torch.device, rooms: Rooms | None = None) -> Narrow:
+    """Zeros that are kept as `dtype`, torch.bfloat16 or torch.int8. Raises as `backend_for` does."""
+    return Narrow(backend_for(device).narrow, numel, dtype, device, rooms)
 
 
 def backend_kernels(name: str) -> Mapping[str, Kernels]:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .narrow import Narrow
+
 
 @dataclass
 class Workspace:
@@ -71,6 +73,13 @@ class Kernels(ABC):
         # Where a value could not be sent as a finite number, the old residual stays: it must never become NaN.
         sent = decoded.isfinite() & total.isfinite()
         residual.copy_(torch.where(sent, total - decoded, residual))
+
+    def encode_narrow(
+        self, codec: Any, grad: Tensor, residual: Narrow, wire: Tensor, draw: Tensor | None, workspace: Workspace
+    ) -> None:
+        """`encode_feedback` with a residual that is kept in fewer bytes."""
+        with residual.open() as wide:
+            self.encode_feedback(codec, grad, wide, wire, draw, workspace)
 
     def entries_of(self, codec: Any, wire: Tensor, numel: int, workspace: Workspace) -> tuple[Tensor, Tensor, Tensor]:
         """The entries on a sound wire of a sparse codec that this rank has encoded, without a pass over all elements

@@ -17,6 +17,7 @@ from ..entries import LARGEST_UNIT, VALUE_BLOCK, index_layout
 from ..wire import Part
 from . import Backend, Kernels, Selecting, Workspace
 from .drawn import DRAWN
+from .narrow import BLOCK, CODES, LEAST_STEP, MOST_BITS, STEP_BITS, NarrowKernels
 from .outliers import inner_kernels
 from .sparse import EntryKernels, SparseKernels
 
@@ -557,6 +558,33 @@ class Identity(Kernels):
         add(out, alpha, values)
 
 
+class Narrow(NarrowKernels):
+    def to_bfloat16(self, x: Tensor, out: Tensor) -> None:
+        words = sound(numbers(x)).view(np.uint32)
+        nearest = words + (0x7FFF + (words >> 16 & 1))
+        out.view(torch.int16).copy_(torch.from_numpy((nearest >> 16).astype(np.uint16).view(np.int16)))
+
+    def to_int8(self, x: Tensor, codes: Tensor, steps: Tensor) -> None:
+        rows = in_blocks(sound(numbers(x)), BLOCK)
+        share = np.abs(rows).max(axis=1) * F32(1 / CODES)
+        up = (share.view(np.uint32) + np.uint32(STEP_BITS) & ~np.uint32(STEP_BITS)).view(F32)
+        found = np.maximum(up, F32(LEAST_STEP))
+        steps.numpy()[:] = found
+        codes.numpy()[:] = np.rint(rows * (F32(1) / found)[:, None]).reshape(-1)[: len(x)]
+
+    def from_bfloat16(self, x: Tensor, out: Tensor) -> None:
+        out.numpy().view(np.uint32)[:] = x.view(torch.int16).numpy().view(np.uint16).astype(np.uint32) << 16
+
+    def from_int8(self, codes: Tensor, steps: Tensor, out: Tensor) -> None:
+        out.numpy()[:] = codes.numpy().astype(F32) * np.repeat(steps.numpy(), BLOCK)[: len(codes)]
+
+
+def sound(values: np.ndarray) -> np.ndarray:
+    """What is not finite as zero, and nothing beyond the largest bfloat16."""
+    most = np.uint32(MOST_BITS).view(F32)
+    return np.clip(np.where(np.isfinite(values), values, F32(0)), -most, most)
+
+
 def canonical_nan(values: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(values), NAN, values)
 
@@ -581,4 +609,4 @@ KERNELS: dict[str, Kernels] = {
 }
 KERNELS["threshold"] = Selecting(Entries(), TOPK)
 KERNELS["outliers"] = Outliers(KERNELS)
-BACKEND = Backend(KERNELS, Entries())
+BACKEND = Backend(KERNELS, Entries(), narrow=Narrow())

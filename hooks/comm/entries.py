@@ -7,7 +7,8 @@ all-reduce) and `hooks.exchanges` (a model's gradients).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -19,6 +20,9 @@ from ...compress.backends.sparse import Pieces
 from ...compress.entries import index_bytes, value_bytes
 from .group import Group, Together, Work
 from .pipeline import Stages
+
+#: What gives a residual, float32, within a block; or nothing.
+Opening = Callable[[], AbstractContextManager[Tensor | None]]
 
 #: Samples of the index lists that balance owners' ranges, over all ranks.
 RANGE_SAMPLES = 1024
@@ -220,11 +224,11 @@ class Carrier:
         yield work
         return bounds_of(every, self.numel)
 
-    def to_owners(self, entries: Entries, bounds: Sequence[int], residual: Tensor | None = None) -> Stages:
+    def to_owners(self, entries: Entries, bounds: Sequence[int], residual: Opening = nullcontext) -> Stages:
         """Every entry to the owner of its range, who sums them in rank order: the sums of the own range, as Entries.
 
-        What rounding takes from a value goes to `residual`, if given. Two host reads: how many entries go where, and
-        how many the union has.
+        What rounding takes from a value goes to what `residual` opens, if that is anything. Two host reads: how many
+        entries go where, and how many the union has.
         """
         ranges = [b - a for a, b in pairwise(bounds)]
         start, span = bounds[self.rank], ranges[self.rank]
@@ -241,7 +245,8 @@ class Carrier:
         indices, index_work = self._all_to_all("index wire", wire, sizes, arriving.index_sizes())
         sizes = self._numbers(sent).value_sizes(self.dtype)
         wire = self.room("value pieces", sum(sizes))
-        self._pack_values(entries, sent, wire, residual)
+        with residual() if self.dtype != torch.float32 else nullcontext() as rest:
+            self._pack_values(entries, sent, wire, rest)
         arrive = self._numbers(arriving).value_sizes(self.dtype)
         values, value_work = self._all_to_all("value wire", wire, sizes, arrive)
         yield Together([index_work, value_work])

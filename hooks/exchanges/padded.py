@@ -135,7 +135,7 @@ class PaddedUnion(Padded):
     def _make_room(self, feedback: Kept) -> None:
         if self.reading is not None:
             self.union_size = self.reading.read()[0][0]
-        known = self.reading is not None and feedback.residual is not None
+        known = self.reading is not None and feedback.keeps
         self.room = min(self.most, max(self.k, _with_room(self.union_size))) if known else self.most
 
     def _take_part(self, feedback: Kept) -> None:
@@ -153,9 +153,10 @@ class PaddedUnion(Padded):
         late = used & ~found
         # What is not finite must be seen, and waits nowhere: it spreads.
         mine.masked_fill_((late & ~self.values.isfinite()).any(), torch.nan)
-        feedback.take_at(union, mine, self.union.size.clamp(max=self.room))
-        feedback.give_back(at, torch.where(late, self.values, -0.0))
-        feedback.not_sent(at, late & self.values.isfinite())
+        with feedback.open():
+            feedback.take_at(union, mine, self.union.size.clamp(max=self.room))
+            feedback.give_back(at, torch.where(late, self.values, -0.0))
+            feedback.not_sent(at, late & self.values.isfinite())
 
     def counts(self) -> list[Tensor]:
         return [self.counted, self.union.status] if self.numel else [self.counted]

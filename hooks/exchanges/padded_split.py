@@ -79,14 +79,15 @@ class PaddedSplit(Padded):
             self.back.encode(self.mean, self.encoded, x.owner_draw, self.workspaces[2])
         yield self.to_all.start()
         if self.numel:
-            delivered = self._unpack(x, turn)
-            self._give_back(x.feedback, dealt, rows, delivered)
+            with x.feedback.open():
+                delivered = self._unpack(x, turn)
+                self._give_back(x.feedback, dealt, rows, delivered)
         if self.extra:
             self._decode_extra(self.parts[2], x.extra)
 
     def rows_for(self, feedback: Kept) -> Rows:
         """The rows to the owners, with room for what does not wait in the residual."""
-        room = row_capacity(self.k, self.dealing.span, self.world_size, feedback.residual is not None)
+        room = row_capacity(self.k, self.dealing.span, self.world_size, feedback.keeps)
         if self.rows is None or self.room != room:
             self.room, self.rows = room, Rows(self, room)
         return self.rows
@@ -112,7 +113,7 @@ class PaddedSplit(Padded):
 
     def _give_back(self, feedback: Kept, dealt: Dealt, rows: Rows, delivered: Tensor) -> None:
         """What has not reached the mean is to be sent later."""
-        if feedback.residual is None:
+        if not feedback.keeps:
             return
         arrived = dealt.sent & is_among(dealt.keys, delivered)
         rest = torch.where(arrived, rows.rounded(dealt), dealt.values)

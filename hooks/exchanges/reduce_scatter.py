@@ -82,8 +82,9 @@ class ReduceScatter(Exchange):
             if self.codec.stochastic:
                 torch.add(self.streams, x.draw, out=self.draws)
             grads = x.grad.view(self.world_size, self.numel)
-            for kept, grad, wire, draw in zip(self._rows_of(x.feedback), grads, self.rows, self.draws, strict=True):
-                kept.encode(self.codec, grad, wire, draw, self.workspaces[-1])
+            with x.feedback.open():
+                for kept, grad, wire, draw in zip(self._rows_of(x.feedback), grads, self.rows, self.draws, strict=True):
+                    kept.encode(self.codec, grad, wire, draw, self.workspaces[-1])
         if self.extras is not None:
             self.extras.copy_(x.extra.view(self.world_size, self.extra))
         yield self.port.start()
@@ -97,7 +98,7 @@ class ReduceScatter(Exchange):
             self.codec.decode_mean(self.wires, out, self.workspaces[-1])
 
     def _rows_of(self, kept: Kept) -> list[Kept]:
-        if kept is not self._kept:
+        if kept is not self._kept or kept.narrow:  # what is open lies elsewhere each time
             self._kept = kept
             self._kept_rows = [
                 Kept(kept.strategy, {name: flat.view(self.world_size, -1)[row] for name, flat in kept.vectors.items()})

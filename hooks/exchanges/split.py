@@ -44,17 +44,18 @@ class Split(Selected):
         if self.step % BALANCE_EVERY == 0:
             self.bounds = yield from carrier.balanced_bounds(entries.indices)
         self.step += 1
-        owned = yield from carrier.to_owners(entries, self.bounds, feedback.residual)
+        owned = yield from carrier.to_owners(entries, self.bounds, feedback.open)
         kept, counts, self.guess = yield from cut(carrier, owned.values, self.k, self.guess)
         owned = owned[kept]
         means = Entries(owned.indices, owned.values * (1.0 / self.world_size))
         result = yield from carrier.from_owners(means, counts, self.bounds)
         self.union_size = carrier.union_size
-        if carrier.dtype != torch.float32:
-            first = sum(counts[: self.rank])
-            rest = owned.values - self.world_size * result.values[first : first + len(owned)]
-            feedback.give_back(owned.indices, rest)
-        feedback.give_back_unless(entries.indices, entries.values, result.indices)
+        with feedback.open():
+            if carrier.dtype != torch.float32:
+                first = sum(counts[: self.rank])
+                rest = owned.values - self.world_size * result.values[first : first + len(owned)]
+                feedback.give_back(owned.indices, rest)
+            feedback.give_back_unless(entries.indices, entries.values, result.indices)
         if self.extra:
             yield from carrier.all_reduce(extra)
         return result

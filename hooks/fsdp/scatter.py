@@ -62,6 +62,7 @@ class ScatterState:
             choice = options.choice(0)
             for dtype in {shards.dtype for shards in self._shards}:
                 choice.codec.kernels(device).prepare(choice.codec, dtype, device)
+            Memory(options.strategy).strategy.prepare(device)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = error
         self._feedback = Memory(options.strategy)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...compress.codec import new_draw
-from ...compress.feedback import NOTHING, Kept
+from ...compress.feedback import NOTHING, RESIDUAL, Kept
 from ...compress.layout import Layout, Slot, end_to_end, layout_numel
 from ...compress.memory import Memory
 from ..auto.planner import Choice
@@ -128,16 +128,17 @@ class Unsharded:
     def send_all(self, grads: Tensor) -> None:
         """Add what is kept to gradients that are about to be reduced as they are; what they cannot hold stays."""
         kept = self._kept()
-        if kept is None or kept.residual is None:
+        if kept is None or not kept.keeps:
             return
         self._kept_last = False
-        residual = kept.residual.view(self.ranks, self.numel)
-        for part, column in self._parts(grads.view(self.ranks, -1)):
-            if column.name in self.columns:
-                rest = _columns(residual, column)
-                total = part.float() + rest
-                part.copy_(total)
-                rest.copy_(torch.where(total.isfinite(), total.sub_(part), rest))
+        with kept.open():
+            residual = kept[RESIDUAL].view(self.ranks, self.numel)
+            for part, column in self._parts(grads.view(self.ranks, -1)):
+                if column.name in self.columns:
+                    rest = _columns(residual, column)
+                    total = part.float() + rest
+                    part.copy_(total)
+                    rest.copy_(torch.where(total.isfinite(), total.sub_(part), rest))
 
     def put_back(self) -> None:
         """What was handed out last is not applied: let this rank send it again."""
@@ -205,12 +206,14 @@ class Unsharded:
 
     def _give_back(self, mean: Tensor, names: set[str]) -> None:
         """Let this rank send the mean of some parameters' shards once more, in the place of all."""
-        kept = self._feedback.of(self.layout, mean.device).residual
-        if kept is not None:
-            own = kept.view(self.ranks, self.numel)[self.rank]
-            for name in names:
-                part = self.columns[name].flat(mean)
-                self.columns[name].flat(own).add_(torch.where(part.isfinite(), part, 0.0), alpha=self.ranks)
+        if not names:
+            return
+        with self._feedback.of(self.layout, mean.device).open() as residual:
+            if residual is not None:
+                own = residual.view(self.ranks, self.numel)[self.rank]
+                for name in names:
+                    part = self.columns[name].flat(mean)
+                    self.columns[name].flat(own).add_(torch.where(part.isfinite(), part, 0.0), alpha=self.ranks)
 
     def _own_mean(self) -> Tensor:
         if self._mean is None:

@@ -357,7 +357,7 @@ class _Distributed(torch.optim.Optimizer):
         if own is None:
             state.reset()
             return
-        if own["compression"] != repr(state.compression):
+        if not state.compression.goes_on_from(own["compression"]):
             raise ValueError(f"the checkpoint was compressed by {own['compression']}, not by {state.compression}")
         if own["rank"] not in (-1, here.rank) or own["world_size"] not in (-1, here.size):
             warnings.warn(

@@ -8,14 +8,14 @@ import weakref
 import zlib
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...compress.codec import Codec
-from ...compress.feedback import RESIDUAL
+from ...compress.feedback import RESIDUAL, RESIDUAL_DTYPES, Residual
 from ...compress.layout import Layout, Slot, layout_numel
 from ...compress.memory import Memory
 from ..auto.planner import check_exchange, default_exchange
@@ -33,12 +33,13 @@ class CodecCompression:
         codec: any of `gradwire.compress`.
         error_feedback: whether to keep what compression leaves out and add it to the next tensor of that name. "auto"
             does so for codecs that contract (the deterministic ones); True makes stochastic codecs round to nearest.
+            `gradwire.Residual(decay=…, dtype=…)` also says how.
         exchange: "gather", "two_pass", "union", "split", "dense" or "auto": the one that receives the fewest bytes.
         seed: of stochastic rounding, equal on all ranks.
     """
 
     codec: Codec
-    error_feedback: bool | str = "auto"
+    error_feedback: bool | str | Residual = "auto"
     exchange: str = "auto"
     seed: int = 0
 
@@ -49,8 +50,8 @@ class CodecCompression:
             )
         if not isinstance(self.codec, Codec):
             raise TypeError(f"codec={self.codec!r}: expected a codec, such as gradwire.TopK(density=0.01)")
-        if not (isinstance(self.error_feedback, bool) or self.error_feedback == "auto"):
-            raise ValueError(f"error_feedback={self.error_feedback!r}: expected True, False or 'auto'")
+        if not (isinstance(self.error_feedback, bool | Residual) or self.error_feedback == "auto"):
+            raise ValueError(f"error_feedback={self.error_feedback!r}: expected True, False, 'auto' or Residual()")
         check_exchange(self.exchange, self.codec, besides=("auto",))
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not -(1 << 63) <= self.seed < 1 << 63:
             raise ValueError(f"seed={self.seed!r}: expected a whole number of 64 bits, equal on all ranks")
@@ -65,6 +66,21 @@ class CodecCompression:
         """Whether anything is left to be sent later."""
         return self.feedback and self.exchange != "dense"
 
+    @property
+    def strategy(self) -> Residual:
+        """What is done with that."""
+        return self.error_feedback if isinstance(self.error_feedback, Residual) else Residual()
+
+    def goes_on_from(self, text: str) -> bool:
+        """Whether a checkpoint of a compression of this text fits: one that keeps the same, in whatever bytes."""
+        ways: list[bool | str | Residual] = [replace(self.strategy, dtype=dtype) for dtype in RESIDUAL_DTYPES]
+        if self.strategy.decay == 1.0:
+            ways += ["auto", True]
+        if not isinstance(self.error_feedback, Residual):
+            ways.append(self.error_feedback)
+        others = (replace(self, error_feedback=way) for way in ways)
+        return any(repr(other) == text and other.feedback == self.feedback for other in others)
+
 
 class CompressionState:
     """One rank's residuals and counters for one way of compressing. `reduce` is for one thread at a time; the other
@@ -76,7 +92,7 @@ class CompressionState:
 
     def __init__(self, compression: CodecCompression) -> None:
         self.compression = compression
-        self.feedback = Memory()
+        self.feedback = Memory(compression.strategy)
         self._units: dict[str, tuple[Channel, Unit]] = {}
         self._shapes: dict[str, list[tuple[int, ...]]] = {}
         self._steps: dict[str, int] = {}
@@ -120,7 +136,7 @@ class CompressionState:
     def keep_previous(self) -> None:
         """From now on keep the residuals as they were before each step, for `undo`."""
         before = self.feedback.everything()
-        self.feedback = Memory(keep_previous=True)
+        self.feedback = Memory(self.compression.strategy, keep_previous=True)
         self.feedback.load(before)
 
     @property

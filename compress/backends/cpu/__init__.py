@@ -13,6 +13,7 @@ from ..drawn import DRAWN
 from .kernels import QSGD, Cast, ChunkedTopK, OneBit, Ternary, TernGrad
 from .momentum import Momentum
 from .outliers import Outliers
+from .residuals import Narrow
 from .topk import Entries, TopK
 from .tracking import Tracking
 
@@ -29,4 +30,4 @@ KERNELS: dict[str, Kernels] = {
 }
 KERNELS["threshold"] = Selecting(Entries(), TOPK)
 KERNELS["outliers"] = Outliers(KERNELS, Entries())
-BACKEND = Backend(KERNELS, Entries(), Tracking(), Momentum())
+BACKEND = Backend(KERNELS, Entries(), Tracking(), Momentum(), Narrow())

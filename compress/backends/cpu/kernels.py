@@ -13,14 +13,16 @@ import torch
 from torch import Tensor
 
 from ...entries import index_layout
-from .. import Kernels, Workspace, kept
+from .. import Kernels, Narrow, Workspace, kept
 from ..addresses import address, rows_at
-from . import chunked, dense, ternary
+from . import chunked, dense, narrow, ternary
 from .blocks import BFLOAT16, FLOAT16, FLOAT32, TILE, scratch_bytes
 
 KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 #: Fewer elements than this are not worth another thread: to wake one takes some 0.1 ms.
 ELEMENTS_PER_THREAD = 1 << 20
+#: Elements of a residual that are float32 at a time where it is kept in fewer bytes: 128 KB.
+ROOM = 1 << 15
 
 
 @cache
@@ -134,6 +136,34 @@ class _Blocks(CpuKernels):
 
         def job(first: int, last: int, piece: int) -> None:
             kernel(source, residual, target, (numel, first, last), *rest, scratch + piece * size)
+
+        run(job, count, pieces)
+
+    def encode_narrow(
+        self, codec: Any, grad: Tensor, residual: Narrow, wire: Tensor, draw: Tensor | None, workspace: Workspace
+    ) -> None:
+        """In a room for some blocks of the residual as float32, which stays in cache."""
+        block, numel = self.block(codec), grad.numel()
+        if block % narrow.BLOCK:
+            super().encode_narrow(codec, grad, residual, wire, draw, workspace)
+            return
+        kernel, rest = self.encode_block(codec, draw)
+        read, write = narrow.PASSES[residual.dtype]
+        source, target = (KINDS[grad.dtype], address(grad)), address(wire, torch.uint8)
+        parts, at_once = narrow.places(*residual.parts), max(1, ROOM // block)
+        count, pieces, scratch, size = self._split(codec, numel, workspace)
+        room_bytes = whole_lines(4 * min(at_once, count) * block + narrow.SPARE)
+        rooms = reserved(workspace, "narrow", pieces * room_bytes)
+
+        def job(first: int, last: int, piece: int) -> None:
+            spare = rooms + piece * room_bytes
+            for begin in range(first, last, at_once):
+                end = min(begin + at_once, last)
+                span = begin * block, min(end * block, numel)
+                there = spare + narrow.SPARE - 4 * span[0]  # where element 0 would be
+                read(there, *parts, span, spare)
+                kernel(source, there, target, (numel, begin, end), *rest, scratch + piece * size)
+                write(there, *parts, span, spare)
 
         run(job, count, pieces)
 

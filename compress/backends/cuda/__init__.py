@@ -21,6 +21,7 @@ from ..drawn import DRAWN
 from ..sparse import whole_rows
 from .device import THREADS, Function, device_for
 from .entries import Entries
+from .narrow import Narrow
 from .outliers import Outliers
 from .sparse import SUFFIXES, Threshold, TopK
 
@@ -223,4 +224,4 @@ KERNELS: dict[str, Kernels] = {
     "identity": Cast(),
 }
 KERNELS["outliers"] = Outliers(KERNELS, Entries())
-BACKEND = Backend(KERNELS, Entries())
+BACKEND = Backend(KERNELS, Entries(), narrow=Narrow())
