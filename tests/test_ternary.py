@@ -125,6 +125,17 @@ def test_it_leaves_less_than_the_other_codes_of_its_size(kind: str) -> None:
     assert error(Ternary(), x).sum() < min(error(codec, x).sum() for codec in others)
 
 
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_what_the_search_leaves_out_could_not_have_won(kind: str) -> None:
+    """It takes four thresholds at a time, and stops where no higher one can be better: the bytes are the same."""
+    for scale in (1.0, 2.0**-140, 1e37 / float(np.abs(blocks(kind, 40)).max())):
+        x, sides = torch.from_numpy(blocks(kind, 40).reshape(-1) * np.float32(scale)), []
+        for backend in ("reference", "cpu"):
+            with use_backend(backend):
+                sides.append(encode(Ternary(), x))
+        assert torch.equal(*sides)
+
+
 def test_blocks_beyond_the_default_are_searched_alike() -> None:
     x = blocks("student 3", 4, 4 * BLOCK)
     with use_backend("reference"):

@@ -49,6 +49,7 @@ from .blocks import (
     widen,
     width,
 )
+from .patching import Hidden, first_from, forget, hide_until
 from .simd import (
     as_f32,
     as_i8,
@@ -121,12 +122,20 @@ def onebit_levels(x: int, old: int, n: int, block: int, sided: int, signs: int, 
 
 
 @compiled
-def onebit_encode(x: Source, residual: int, wire: int, span: Span, block: int, sided: int, scratch: int) -> None:
+def onebit_encode(
+    x: Source, residual: int, wire: int, span: Span, block: int, sided: int, hidden: Hidden, scratch: int
+) -> None:
     kind, source = x
     numel, first, last = span
+    before = entry = first_from(hidden, first * block)
+    after = hide_until(hidden, entry, (first + 1) * block, x, residual, scratch)
     for b in range(first, last):
         start = b * block
         n = min(block, numel - start)
+        # One block ahead, so that what is stored here is not read at once.
+        following = hide_until(hidden, after, min(start + 2 * block, last * block), x, residual, scratch)
+        forget(hidden, before, entry, residual)
+        before, entry, after = entry, after, following
         record = wire + b * (8 + (block >> 3))
         signs, sums = record + 8, scratch + SUMS
         if kind == FLOAT32 and n == block:
@@ -156,6 +165,7 @@ def onebit_encode(x: Source, residual: int, wire: int, span: Span, block: int, s
                 read_ahead(residual + 4 * (ahead + i))
             if n < block:
                 copy(residual + 4 * start, e, 4 * n)
+    forget(hidden, before, entry, residual)
 
 
 @compiled

@@ -17,6 +17,7 @@ from .. import Kernels, Narrow, Workspace, kept
 from ..addresses import address, rows_at
 from . import chunked, dense, narrow, ternary
 from .blocks import BFLOAT16, FLOAT16, FLOAT32, TILE, scratch_bytes
+from .patching import Hidden
 
 KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 #: Fewer elements than this are not worth another thread: to wake one takes some 0.1 ms.
@@ -87,8 +88,11 @@ class CpuKernels(Kernels):
 Kernel = tuple[Callable, tuple]
 
 
-class _Blocks(CpuKernels):
+class Blocks(CpuKernels):
     """Codecs of one record a block; a subclass names its kernels and says what they need to know of the codec."""
+
+    #: Whether the kernel that encodes takes entries that it is to hide.
+    hides = False
 
     def block(self, codec: Any) -> int:
         return int(codec.block)
@@ -127,10 +131,25 @@ class _Blocks(CpuKernels):
     ) -> None:
         self._encode(codec, grad, address(residual, torch.float32), wire, draw, workspace)
 
+    def encode_hiding(
+        self, codec: Any, grad: Tensor, residual: Tensor, wire: Tensor, hidden: Hidden, workspace: Workspace
+    ) -> None:
+        """`encode_feedback` as if grad + residual were 0 at the entries of `hidden`, where the residual then is."""
+        self._encode(codec, grad, address(residual, torch.float32), wire, None, workspace, hidden)
+
     def _encode(
-        self, codec: Any, x: Tensor, residual: int, wire: Tensor, draw: Tensor | None, workspace: Workspace
+        self,
+        codec: Any,
+        x: Tensor,
+        residual: int,
+        wire: Tensor,
+        draw: Tensor | None,
+        workspace: Workspace,
+        hidden: Hidden = (0, 0, 0),
     ) -> None:
         kernel, rest = self.encode_block(codec, draw)
+        if self.hides:
+            rest = *rest, hidden
         numel, source, target = x.numel(), (KINDS[x.dtype], address(x)), address(wire, torch.uint8)
         count, pieces, scratch, size = self._split(codec, numel, workspace)
 
@@ -196,7 +215,9 @@ def _draw(codec: Any, draw: Tensor | None) -> tuple[int, int, int, int]:
     return 1, seed, step, stream
 
 
-class OneBit(_Blocks):
+class OneBit(Blocks):
+    hides = True
+
     def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
         return dense.onebit_encode, (codec.block, int(codec.scale == "sided"))
 
@@ -204,7 +225,7 @@ class OneBit(_Blocks):
         return dense.onebit_decode, (codec.block,)
 
 
-class QSGD(_Blocks):
+class QSGD(Blocks):
     def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
         return dense.qsgd_encode, (codec.block, codec.bits, int(codec.norm == "l2"), _draw(codec, draw))
 
@@ -212,7 +233,7 @@ class QSGD(_Blocks):
         return dense.qsgd_decode, (codec.block, codec.bits)
 
 
-class TernGrad(_Blocks):
+class TernGrad(Blocks):
     def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
         return ternary.terngrad_encode, (codec.block, float(codec.clip), _draw(codec, draw))
 
@@ -221,11 +242,13 @@ class TernGrad(_Blocks):
 
 
 class Ternary(TernGrad):
+    hides = True
+
     def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
         return ternary.ternary_encode, (codec.block,)
 
 
-class ChunkedTopK(_Blocks):
+class ChunkedTopK(Blocks):
     def block(self, codec: Any) -> int:
         return int(codec.chunk)
 
@@ -244,7 +267,7 @@ class ChunkedTopK(_Blocks):
         return ((codec.chunk, codec.k, codec.bits, (layout.low_bits, layout.upper_words, layout.low_words)),)
 
 
-class Cast(_Blocks):
+class Cast(Blocks):
     """Identity too: a cast to float32."""
 
     def block(self, codec: Any) -> int:

@@ -14,7 +14,7 @@ from ..addresses import address
 from ..outliers import OutlierKernels, Room, inner_kernels
 from . import patching
 from .blocks import SPARE, TILE, end_sum, scratch_bytes
-from .kernels import KINDS, CpuKernels, inverse, note, pieces_of, reserved, run, whole_lines
+from .kernels import KINDS, Blocks, CpuKernels, inverse, note, pieces_of, reserved, run, whole_lines
 
 I32, F32 = torch.int32, torch.float32
 #: Elements that are decoded at once, of every rank: their sum stays in the second-level cache.
@@ -24,7 +24,7 @@ SCRATCH = whole_lines(scratch_bytes(TILE))
 
 class Outliers(OutlierKernels, CpuKernels):
     """The gradient is passed twice: `TopK` reads it and the residual, and the inner code does what it always does, on a
-    residual that hides what is selected."""
+    residual that hides what is selected: block by block where its kernel can do that itself."""
 
     def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
         with kept.task(type(codec).__name__):
@@ -36,6 +36,22 @@ class Outliers(OutlierKernels, CpuKernels):
         entries, count = (address(row[1:], I32), address(room.values[0], F32)), int(row[0])
         source = (KINDS[F32], 0) if x is None else (KINDS[x.dtype], address(x))
         patching.take_out(entries, count, source, address(target, F32), reserved(room.selection, "patch", SCRATCH))
+
+    def encode_feedback(
+        self, codec: Any, grad: Tensor, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
+    ) -> None:
+        inner = inner_kernels(self.codecs, codec.inner, grad.device)
+        if not (isinstance(inner, Blocks) and inner.hides):
+            super().encode_feedback(codec, grad, residual, wire, draw, workspace)
+            return
+        room = self.room(codec, grad.numel(), grad.device, 1, workspace)
+        indices, values, blocks = wire.split(codec.part_bytes(grad.numel()))
+        self.choose(codec, grad, residual, room)
+        row = room.rows[0]
+        hidden = address(row[1:], I32), address(room.values[0], F32), int(row[0])
+        inner.encode_hiding(codec.inner, grad, residual, blocks, hidden, room.inner)
+        # Nothing is left of values that are sent as they are.
+        self._pack(codec, room, indices, values, None if codec.values == F32 else residual)
 
     def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
         room = self.room(codec, out.numel(), out.device, 1, workspace)

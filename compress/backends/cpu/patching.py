@@ -32,6 +32,47 @@ def take_out(entries: Entries, count: int, x: Source, target: int, scratch: int)
             store(target + 4 * at, left)
 
 
+Hidden = tuple[int, int, int]  # where indices are, ascending, where values are, and how many
+
+
+@compiled
+def first_from(hidden: Hidden, start: int) -> int:
+    """The first entry that lies at `start` or behind it."""
+    low: Any = 0
+    high: Any = hidden[2]
+    while low < high:
+        middle = (low + high) >> 1
+        if int_at(hidden[0] + 4 * middle) < start:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@compiled
+def hide_until(hidden: Hidden, entry: int, end: int, x: Source, residual: int, scratch: int) -> int:
+    """residual = -x for the entries from one on that lie before `end` and whose value is finite: then nothing is to be
+    coded there. Returns the first behind them."""
+    index, value, count = hidden
+    kind, source = x
+    while entry < count:
+        at = int_at(index + 4 * entry)
+        if at >= end:
+            break
+        if key_at(value + 4 * entry) < INF_BITS:
+            store(residual + 4 * at, ZERO - element(kind, source + at * width(kind), scratch))
+        entry += 1
+    return entry
+
+
+@compiled
+def forget(hidden: Hidden, first: int, last: int, residual: int) -> None:
+    """residual = 0 where `hide_until` has hidden something: it is sent as it is."""
+    for i in range(4 * first, 4 * last, 4):
+        if key_at(hidden[1] + i) < INF_BITS:
+            store(residual + 4 * int_at(hidden[0] + i), ZERO)
+
+
 @compiled
 def keep_sound(row: int, value: int, k: int, numel: int) -> tuple[int, int, int]:
     """Of the entries behind their number, those move up whose index is in range and above every index in range before

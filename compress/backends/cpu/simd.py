@@ -68,6 +68,7 @@ F32, I32, U32, U16, U8, I8 = (
     Vector(t) for t in (types.float32, types.int32, types.uint32, types.uint16, types.uint8, types.int8)
 )
 MASK = Vector(types.boolean)
+F32X16, I32X16 = Vector(types.float32, 16), Vector(types.int32, 16)
 U64X8, U64X16, U32X8 = Vector(types.uint64, 8), Vector(types.uint64, 16), Vector(types.uint32, 8)
 
 
@@ -185,6 +186,7 @@ def _getter(element: Any) -> Any:
 
 
 load_f32, load_u16, load_u8, load_u32x8, load_u64x8 = map(_loader, (F32, U16, U8, U32X8, U64X8))
+load_f32x16 = _loader(F32X16)
 get_f32, get_i32, get_u32, get_i64, get_u8 = map(
     _getter, (types.float32, types.int32, types.uint32, types.int64, types.uint8)
 )
@@ -253,18 +255,25 @@ def _converter(element: Any) -> Any:
     return convert
 
 
-def _reinterpreter(vector: Any) -> Any:
+def _reinterpreter(target: Any) -> Any:
+    """Lane by lane where vectors of 64 become others of 64: those may be shorter."""
+
     @_intrinsic
     def reinterpret(context: Any, value: Any) -> Any:
-        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            return builder.bitcast(args[0], _llvm(vector) if isinstance(vector, Vector) else _scalar(vector))
+        result = target
+        if isinstance(target, Vector) and isinstance(value, Vector) and target.lanes == LANES:
+            result = Vector(target.element, value.lanes)
 
-        return vector(value), codegen
+        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            return builder.bitcast(args[0], _llvm(result) if isinstance(result, Vector) else _scalar(result))
+
+        return result(value), codegen
 
     return reinterpret
 
 
 splat_f32, splat_i32, splat_u8, splat_u64x16 = map(_splatter, (F32, I32, U8, U64X16))
+splat_f32x16, splat_i32x16 = map(_splatter, (F32X16, I32X16))
 to_f32, to_i32, to_u32, to_u64, to_u16, to_u8, to_i8 = map(
     _converter,
     (types.float32, types.int32, types.uint32, types.uint64, types.uint16, types.uint8, types.int8),
@@ -298,6 +307,8 @@ def _fold(emit: Callable) -> Any:
 
 #: The sum of all lanes, halves folded onto each other: the canonical order.
 fold_sum = _fold(lambda builder, a, b: builder.fadd(a, b))
+#: The sum of all lanes of integers.
+fold_count = _fold(lambda builder, a, b: builder.add(a, b))
 #: The largest lane of signed integers.
 fold_max = _fold(lambda builder, a, b: builder.select(builder.icmp_signed(">", a, b), a, b))
 

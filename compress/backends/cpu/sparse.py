@@ -57,6 +57,8 @@ Span = tuple[int, int, int]  # elements, first tile, last tile
 
 #: How many sampled runs ahead to ask for what they hold, which lies too far apart for the hardware to foresee.
 RUNS_AHEAD = 8
+#: How many elements ahead a pass that only reads asks for.
+AHEAD = 2 * TILE
 
 
 @inlined
@@ -118,6 +120,15 @@ def accumulate(
     0, the residual holds a already. Unless `update`, a and what there is of the residual are in scratch."""
     a, masks, old = scratch + A, scratch + SUMS, residual + 4 * start
     words: Any = 0
+    if x and residual and not update and kind == FLOAT32 and n == TILE:
+        source = x + 4 * start
+        for i in range(0, TILE, 64):
+            v = load_f32(source + 4 * i) + load_f32(old + 4 * i)
+            words |= candidates(v, threshold, masks, i)
+            store(a + 4 * i, v)
+            read_ahead(source + 4 * (i + AHEAD))
+            read_ahead(old + 4 * (i + AHEAD))
+        return a, a, words
     if x and residual and update and kind == FLOAT32 and n == TILE:
         source, kept = x + 4 * start, 0
         for i in range(0, TILE, 64):

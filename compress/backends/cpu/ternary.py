@@ -11,6 +11,7 @@ import numpy as np
 
 from .blocks import (
     F32,
+    FLOAT32,
     INF_BITS,
     MAGNITUDE,
     NAN_BITS,
@@ -37,6 +38,7 @@ from .blocks import (
     width,
 )
 from .dense import Draw, How, Source, Span, Wires
+from .patching import Hidden, first_from, forget, hide_until
 from .simd import (
     as_f32,
     as_i32,
@@ -44,12 +46,21 @@ from .simd import (
     compiled,
     count_ones,
     float_of,
+    fold_count,
+    fold_max,
+    fold_sum,
     get_f32,
     inlined,
     load_f32,
+    load_f32x16,
     load_u8,
+    maximum,
+    prefetch,
     select,
     splat_f32,
+    splat_f32x16,
+    splat_i32,
+    splat_i32x16,
     splat_u8,
     store,
     to_u8,
@@ -112,6 +123,9 @@ def terngrad_encode(
             copy(residual + 4 * start, e, 4 * n)
 
 
+Four = tuple[Any, Any, Any, Any]
+Ahead = tuple[int, int]  # where the next block's elements lie, and its residual
+
 HALF = F32(0.5)
 LLOYD_STEPS = 2
 
@@ -121,106 +135,160 @@ def magnitude_at(address: int) -> Any:
     return as_f32(as_i32(load_f32(address)) & MAGNITUDE)
 
 
+@inlined
+def add_read(x: int, old: int, a: int, i: int, total: Any, largest: Any) -> tuple[Any, Any]:
+    v = load_f32(x + i)
+    if old:
+        v = v + load_f32(old + i)
+        store(a + i, v)
+    magnitude = as_i32(v) & MAGNITUDE
+    return total + as_f32(magnitude), maximum(largest, magnitude)
+
+
 @compiled
-def sum_of_magnitudes(a: int, block: int, sums: int) -> Any:
-    """The canonical sum of |a|."""
-    for lane in range(0, 1024, 256):
-        total = splat_f32(ZERO)
+def read_magnitudes(x: int, old: int, a: int, block: int) -> tuple[Any, Any]:
+    """The canonical sum of the magnitudes of x, or of a = x + old, which it writes, unless `old` is 0; and the largest,
+    as an integer. Row by row: what lies in memory is read in order, and the 256 partial sums stay in registers."""
+    t0 = t1 = t2 = t3 = splat_f32(ZERO)
+    largest = splat_i32(0)
+    for i in range(0, 4 * block, 1024):
+        t0, largest = add_read(x, old, a, i, t0, largest)
+        t1, largest = add_read(x, old, a, i + 256, t1, largest)
+        t2, largest = add_read(x, old, a, i + 512, t2, largest)
+        t3, largest = add_read(x, old, a, i + 768, t3, largest)
+    return fold_sum((t0 + t2) + (t1 + t3)), np.int64(fold_max(largest))
+
+
+@inlined
+def add_above(v: Any, threshold: Any, total: Any, count: Any) -> tuple[Any, Any]:
+    """Partial sums and counts, and what of `v` is above the threshold."""
+    far = v > threshold
+    return select(far, total + v, total), select(far, count + 1, count)
+
+
+@compiled
+def sums_above(a: int, thresholds: Four, block: int, sums: int, ahead: int) -> tuple[Four, tuple[int, int, int, int]]:
+    """The canonical sums of the magnitudes above each of four thresholds, and how many there are. Meanwhile it asks for
+    as much memory from `ahead` on."""
+    n0 = n1 = n2 = n3 = splat_i32x16(0)
+    for lane in range(0, 1024, 64):
+        t0 = t1 = t2 = t3 = splat_f32x16(ZERO)
         for i in range(lane, 4 * block, 1024):
-            total = total + magnitude_at(a + i)
-        store(sums + lane, total)
-    return fold_lanes(sums)
+            v = as_f32(as_i32(load_f32x16(a + i)) & MAGNITUDE)
+            t0, n0 = add_above(v, thresholds[0], t0, n0)
+            t1, n1 = add_above(v, thresholds[1], t1, n1)
+            t2, n2 = add_above(v, thresholds[2], t2, n2)
+            t3, n3 = add_above(v, thresholds[3], t3, n3)
+            prefetch(ahead + i)
+        store(sums + lane, t0)
+        store(sums + 1024 + lane, t1)
+        store(sums + 2048 + lane, t2)
+        store(sums + 3072 + lane, t3)
+    totals = fold_lanes(sums), fold_lanes(sums + 1024), fold_lanes(sums + 2048), fold_lanes(sums + 3072)
+    return totals, (fold_count(n0), fold_count(n1), fold_count(n2), fold_count(n3))
+
+
+@inlined
+def add_far(v: Any, threshold: Any, total: Any, count: int) -> tuple[Any, int]:
+    far = v > threshold
+    return select(far, total + v, total), count + count_ones(bits_of(far))
 
 
 @compiled
-def means_above(a: int, low: Any, high: Any, block: int, sums: int) -> tuple[Any, Any, Any, Any]:
-    """The canonical sum of the magnitudes above a threshold, and their mean, 0 if there are none: for two of them."""
-    low_count = high_count = 0
-    for lane in range(0, 1024, 256):
-        low_sum = high_sum = splat_f32(ZERO)
-        for i in range(lane, 4 * block, 1024):
-            v = magnitude_at(a + i)
-            above, far_above = v > low, v > high
-            low_sum, high_sum = low_sum + select(above, v, ZERO), high_sum + select(far_above, v, ZERO)
-            low_count += count_ones(bits_of(above))
-            high_count += count_ones(bits_of(far_above))
-        store(sums + lane, low_sum)
-        store(sums + 1024 + lane, high_sum)
-    low_total, high_total = fold_lanes(sums), fold_lanes(sums + 1024)
-    return low_total, low_total / F32(max(low_count, 1)), high_total, high_total / F32(max(high_count, 1))
-
-
-@compiled
-def mean_above(a: int, threshold: Any, block: int, sums: int) -> Any:
-    """As `means_above`, for one threshold, the mean alone."""
+def mean_above(a: int, threshold: Any, block: int, ahead: int) -> Any:
+    """The mean of the magnitudes above a threshold, from their canonical sum; 0 if there are none."""
+    t0 = t1 = t2 = t3 = splat_f32(ZERO)
     count = 0
-    for lane in range(0, 1024, 256):
-        total = splat_f32(ZERO)
-        for i in range(lane, 4 * block, 1024):
-            v = magnitude_at(a + i)
-            above = v > threshold
-            total = total + select(above, v, ZERO)
-            count += count_ones(bits_of(above))
-        store(sums + lane, total)
-    return fold_lanes(sums) / F32(max(count, 1))
+    for i in range(0, 4 * block, 1024):
+        t0, count = add_far(magnitude_at(a + i), threshold, t0, count)
+        t1, count = add_far(magnitude_at(a + i + 256), threshold, t1, count)
+        t2, count = add_far(magnitude_at(a + i + 512), threshold, t2, count)
+        t3, count = add_far(magnitude_at(a + i + 768), threshold, t3, count)
+        for line in range(0, 1024, 256):
+            read_ahead(ahead + i + line)
+    return fold_sum((t0 + t2) + (t1 + t3)) / F32(max(count, 1))
 
 
 @compiled
-def best_level(a: int, total: Any, n: int, block: int, sums: int) -> Any:
+def best_level(a: int, total: Any, largest: int, n: int, block: int, sums: int, ahead: Ahead) -> Any:
     """What a nonzero trit stands for, of a block whose magnitudes have a finite sum."""
-    largest = largest_bits(a, block)
     p, limit = power(254 - min(max(largest >> 23, 1), 254)), float_of(np.int32(largest))
     level = best = ZERO
     threshold = total / F32(n) * HALF
     while threshold < limit:
-        above = max(threshold + threshold, TINY)
-        kept, mean, kept_above, mean_of_above = means_above(a, threshold, above, block, sums)
-        gain, gain_above = (kept * p) * (mean * p), (kept_above * p) * (mean_of_above * p)
-        if gain > best:
-            level, best = mean, gain
-        if gain_above > best:
-            level, best = mean_of_above, gain_above
-        threshold = above + above
+        second = max(threshold + threshold, TINY)
+        fourth = second + second
+        thresholds = threshold, second, fourth, fourth + fourth
+        totals, counts = sums_above(a, thresholds, block, sums, ahead[0])
+        for kept, count in zip(totals, counts):  # noqa: B905 (numba's has no `strict`)
+            mean = kept / F32(max(count, 1))
+            gain = (kept * p) * (mean * p)
+            if gain > best:
+                level, best = mean, gain
+        # Of what is above any higher threshold (sum)² / m is at most Σx², and that at most the largest times the sum;
+        # rounding changes neither by half.
+        if (totals[3] * p) * (limit * p) < best * HALF:
+            break
+        threshold = thresholds[3] + thresholds[3]
     for _ in range(LLOYD_STEPS):
-        level = mean_above(a, level * HALF, block, sums)
+        level = mean_above(a, level * HALF, block, ahead[1])
     return level
 
 
 @compiled
-def ternary_encode(x: Source, residual: int, wire: int, span: Span, block: int, scratch: int) -> None:
+def write_trits(a: int, e: int, level: Any, trits: int, block: int, ahead: Ahead) -> None:
+    """Codes a block, and puts what is left of it to `e`."""
+    plus, minus = level * HALF, -(level * HALF)
+    for j in range(0, block // 5, 64):
+        chunk = 4 * ((j >> 8) * 1280 + (j & 255))
+        packed, digit = splat_i32(0), 1
+        for i in range(chunk, chunk + 5120, 1024):
+            v = load_f32(a + i)
+            up, down = v > plus, v < minus
+            store(e + i, select(down, v + level, select(up, v - level, v)))
+            packed = select(up, packed + digit, packed)
+            packed = select(down, packed + 2 * digit, packed)
+            digit *= 3
+            read_ahead(ahead[0] + i)
+            read_ahead(ahead[1] + i)
+        store(trits + j, to_u8(packed))
+
+
+@compiled
+def ternary_encode(x: Source, residual: int, wire: int, span: Span, block: int, hidden: Hidden, scratch: int) -> None:
     kind, source = x
     numel, first, last = span
-    size, sums = 4 + block // 5, scratch + SUMS
+    size, sums = 4 + block // 5, scratch + A + 8 * block
+    before = entry = first_from(hidden, first * block)
+    after = hide_until(hidden, entry, (first + 1) * block, x, residual, scratch)
     for b in range(first, last):
         start = b * block
         n = min(block, numel - start)
+        # One block ahead, so that what is stored here is not read at once.
+        following = hide_until(hidden, after, min(start + 2 * block, last * block), x, residual, scratch)
+        forget(hidden, before, entry, residual)
+        before, entry, after = entry, after, following
         record = wire + b * size
-        a = read_block(kind, source, residual, start, n, block, scratch)
-        total = sum_of_magnitudes(a, block, sums)
+        if kind == FLOAT32 and n == block:
+            a, old = source + 4 * start, residual + 4 * start if residual else 0
+        else:
+            a, old = read_block(kind, source, residual, start, n, block, scratch), 0
+        total, largest = read_magnitudes(a, old, scratch + A, block)
+        if old:
+            a = scratch + A
         if not np.isfinite(total):
             store(record, NAN_BITS)
             clear(record + 4, size - 4)
             continue  # the block keeps its residual
-        level = best_level(a, total, n, block, sums)
-        threshold = level * HALF
+        next_x = source + width(kind) * (start + block)
+        ahead = next_x, residual + 4 * (start + block) if residual else next_x
+        level = best_level(a, total, largest, n, block, sums, ahead)
         store(record, level)
         e = residual_block(residual, start, n, block, scratch)
-        for j in range(0, block // 5, 64):
-            chunk = (j >> 8) * 1280 + (j & 255)
-            trits = splat_u8(0)
-            for i in range(chunk + 1024, chunk - 1, -256):
-                v = load_f32(a + 4 * i)
-                some = as_f32(as_i32(v) & MAGNITUDE) > threshold
-                minus = some & (v < ZERO)
-                trits = trits + trits + trits + to_u8(some) + to_u8(minus)
-                decoded = select(minus, splat_f32(-level), select(some, splat_f32(level), ZERO))
-                store(e + 4 * i, v - decoded)
-                read_ahead(source + width(kind) * (start + block + i))
-                if residual:
-                    read_ahead(residual + 4 * (start + block + i))
-            store(record + 4 + j, trits)
+        write_trits(a, e, level, record + 4, block, ahead)
         if residual and n < block:
             copy(residual + 4 * start, e, 4 * n)
+    forget(hidden, before, entry, residual)
 
 
 @compiled
