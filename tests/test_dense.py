@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from functools import partialmethod
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -16,8 +15,7 @@ import torch
 import torch.distributed as dist
 from gradwire import Codec, CompressState, Identity, OneBit, TopK, compress_hook
 from gradwire.hooks import reducer
-from gradwire.hooks.comm.group import Group
-from gradwire.hooks.reducer import Reducer
+from gradwire.hooks.straight import Straight
 from ranks import Pool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -34,13 +32,13 @@ class Counted:
         self._now = 0
 
     def __enter__(self) -> Counted:
-        straight = Reducer.reduce_straight
+        reduce = Straight.reduce
 
-        def counting(reducer: Reducer, buffer: torch.Tensor) -> Any:
+        def counting(straight: Straight, buffer: torch.Tensor) -> Any:
             self._now += 1
-            return straight(reducer, buffer)
+            return reduce(straight, buffer)
 
-        self._patch = patch.object(Reducer, "reduce_straight", counting)
+        self._patch = patch.object(Straight, "reduce", counting)
         self._patch.start()
         return self
 
@@ -125,15 +123,15 @@ def test_a_hook_may_wait_for_the_mean(ranks: Ranks) -> None:
 
 
 class Late:
-    """Makes all-reduces begin late, in their order, as on a slow network."""
+    """Makes sums begin late, in their order, as on a slow network."""
 
-    def __init__(self) -> None:
-        self._pool, self._real = ThreadPoolExecutor(1), Group.all_reduce
+    def __init__(self, start: Callable[[list[torch.Tensor]], Any]) -> None:
+        self._pool, self._real = ThreadPoolExecutor(1), start
 
-    def __call__(self, group: Group, tensor: torch.Tensor) -> Any:
+    def __call__(self, tensors: list[torch.Tensor]) -> Any:
         def begin() -> None:
             time.sleep(0.1)
-            self._real(group, tensor).wait()
+            self._real(tensors).wait()
 
         future = self._pool.submit(begin)
         return SimpleNamespace(wait=lambda timeout=None: future.result())
@@ -143,15 +141,16 @@ def raised_in_the_middle(rank: int) -> tuple[bool, int, float]:
     """Buckets of a step that goes straight, when a backward pass raises and the gradients are written to."""
     ddp, state = wrap(convnet(), OneBit(), exchange="dense", ddp={"gradient_as_bucket_view": True})
     train(rank, ddp, range(3))
-    first, late = next(ddp.module.parameters()), Late()
+    first, straight = next(ddp.module.parameters()), state._straight
+    assert straight is not None
 
     def fail(grad: torch.Tensor) -> None:
         raise ValueError("in backward")
 
     handle = first.register_hook(fail)
-    with patch.object(Group, "all_reduce", partialmethod(late)), Counted() as straight:
+    with patch.object(straight, "_start", Late(straight._start)), Counted() as counted:
         with pytest.raises(ValueError, match="in backward"):
-            straight.train(rank, ddp, range(3, 4))
+            counted.train(rank, ddp, range(3, 4))
         handle.remove()
         ddp.reducer._reset_state()
         grads = [p.grad for p in ddp.parameters() if p.grad is not None]
@@ -163,7 +162,7 @@ def raised_in_the_middle(rank: int) -> tuple[bool, int, float]:
     errors = Ledger(ddp.module)
     train(rank, ddp, range(4, 6), errors)
     state.close()
-    return kept, straight._now, errors.error(state)
+    return kept, counted._now, errors.error(state)
 
 
 def test_a_pass_that_raises_leaves_no_sum_under_way(ranks: Ranks) -> None:
