@@ -19,6 +19,7 @@ from gradwire.hooks.straight import Straight
 from ranks import Pool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from training import Ledger, batch, convnet, digest, perceptron, residuals_of, train, wrap
 
 Ranks = Callable[[int], Pool]
@@ -120,6 +121,45 @@ def waited_for_in_the_hook(rank: int) -> list[float]:
 def test_a_hook_may_wait_for_the_mean(ranks: Ranks) -> None:
     first, second = ranks(2).run(waited_for_in_the_hook)
     assert first == second
+
+
+class InTwoPasses(nn.Module):
+    """Some of its layers get their gradients in a backward pass inside the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(nn.Sequential(*self.layers[:2]), x.requires_grad_(), use_reentrant=True)
+        return nn.Sequential(*self.layers[2:])(x)
+
+
+def one_inside_another(rank: int) -> Any:
+    plain = DistributedDataParallel(InTwoPasses(), bucket_cap_mb=0.02)
+    expected = [digest(p.grad for p in after(plain, rank, step)) for step in range(5)]
+    ddp, state = wrap(InTwoPasses(), OneBit(), exchange="dense")
+    with Counted() as straight:
+        digests = [digest(p.grad for p in after(ddp, rank, step)) for step in range(5)]
+    counted = state.statistics()
+    state.close()
+    return digests, expected, straight._now, counted.elements, counted.steps
+
+
+def after(ddp: Any, rank: int, step: int) -> list[nn.Parameter]:
+    """A model's parameters, with gradients."""
+    ddp.zero_grad()
+    ddp(torch.randn(4, 64, generator=torch.Generator().manual_seed(10 * step + rank))).square().mean().backward()
+    return list(ddp.parameters())
+
+
+def test_the_last_bucket_may_come_in_a_pass_inside_another(ranks: Ranks) -> None:
+    for digests, expected, straight, elements, steps in ranks(2).run(one_inside_another):
+        assert digests == expected
+        assert straight >= 8
+        assert steps == 5
+        assert elements == 5 * 4 * (64 * 64 + 64)
 
 
 class Late:

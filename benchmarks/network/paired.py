@@ -4,8 +4,8 @@ All arms live in the same processes, each with models of its own that begin alik
 order that is drawn anew in each round, as is which of the models: where one lies in memory makes a percent. What the
 machine does meanwhile hits a round's arms alike, so each round gives a ratio to the reference; of these the median
 counts, with the 95 % interval of order statistics, which assumes nothing of how they are distributed. The reference
-takes part a second time: that row says how far two equal arms are apart here. Steps of a turn follow each other without
-a barrier, as in training.
+takes part twice, and its mean counts: those two rows say how far equal arms are apart here. Steps of a turn follow each
+other without a barrier, as in training.
 
     gradwire-bench paired                                              # linear layers, what hooks cost
     gradwire-bench paired --task digits --rates 100mbit 1gbit --reference fp32 fp16 --arms auto
@@ -179,7 +179,8 @@ def measure(
 
 
 def summarize(ranks: Sequence[Mapping[str, Any]], references: Sequence[str]) -> list[dict[str, Any]]:
-    """One row for each arm, first the reference: its median seconds, and its ratios to the reference, by round.
+    """One row for each arm, first the reference: its median seconds, and its ratios, by round, to the mean of
+    the reference's two turns.
 
     Args:
         ranks: for each rank, for each arm: `wall` and `cpu` seconds of a step in each round, and `compresses` of each
@@ -196,7 +197,8 @@ def summarize(ranks: Sequence[Mapping[str, Any]], references: Sequence[str]) -> 
     for name, mine in seconds.items():
         row: dict[str, Any] = {"arm": name, "reference": reference, "compresses": ranks[0][name]["compresses"]}
         for kind in SECONDS:
-            ratios = [a / b for a, b in zip(mine[kind], seconds[reference][kind], strict=True)]
+            twice = zip(seconds[reference][kind], seconds[f"{reference} {AGAIN}"][kind], strict=True)
+            ratios = [a / fmean(b) for a, b in zip(mine[kind], twice, strict=True)]
             row[f"{kind}_s"] = report.median(mine[kind])
             row[f"{kind}_ratio"] = report.median_interval(ratios)
             row[f"{kind}_ratios"] = ratios
@@ -221,7 +223,7 @@ def tables(result: Mapping[str, Any]) -> list[report.Table]:
             cells = [f"{title(row['arm'], arguments['task'])}{decided}"]
             for kind in SECONDS:
                 cells.append(f"{row[f'{kind}_s'] * 1e3:.2f}")
-                cells.append("" if row["arm"] == row["reference"] else shown(row[f"{kind}_ratio"]))
+                cells.append(shown(row[f"{kind}_ratio"]))
             rows.append(cells)
         to = title(network["arms"][0]["reference"], arguments["task"])
         if arguments["task"] == LINEAR:
@@ -230,9 +232,9 @@ def tables(result: Mapping[str, Any]) -> list[report.Table]:
             what = tasks.TASKS[arguments["task"]].title
         notes = [
             report.describe(result["environment"]),
-            f"{arguments['rounds']} rounds of {arguments['steps']} steps, {arguments['models']} models an arm, one thread "
-            f"a rank; median ratio to {to} in the same round, in brackets its 95 % interval; processor: time of the "
-            "whole process; each the mean of the ranks",
+            f"{arguments['rounds']} rounds of {arguments['steps']} steps, {arguments['models']} models an arm, one "
+            "thread a rank; ratio: the median of the rounds', in brackets its 95 % interval; processor: "
+            "time of the whole process; each the mean of the ranks",
             caption(network["proof"]),
         ]
         columns = ("arm", "step ms", "ratio", "processor ms", "ratio of these")
