@@ -102,6 +102,11 @@ SET = (
         plot=False,
     ),
     Publication("paired", "paired --rounds 250 --arms fp32 python dense auto", plot=False),
+    Publication(
+        "paired-digits",
+        "paired --task digits --rates 100mbit 1gbit 10gbit none --reference fp32 fp16 --arms auto --rounds 80",
+        plot=False,
+    ),
     Publication("hsdp", "hsdp --rate 1gbit", plot=False),
     Publication(
         "learn-adamw",
