@@ -12,13 +12,17 @@ from . import publish
 from .advisor import advise
 from .codec import codecs, gpu_model, host, warm
 from .gpu import gpu
-from .network import allreduce, exchange, hsdp, links, program, step, timeline
+from .network import allreduce, exchange, hsdp, links, paired, program, step, timeline
 from .training import learn, train
 
 COMMANDS = {
     "codecs": (codecs, "time every codec beside the memory roofline and what one would write in torch"),
     "allreduce": (allreduce, "compare the algorithms of sparse all-reduce on links of known speed"),
     "step": (step, "time a DDP step on links of a known speed, beside PyTorch's own hooks"),
+    "paired": (
+        paired,
+        "compare the steps of several arms to a percent, such as what a hook costs beside PyTorch's own",
+    ),
     "hsdp": (hsdp, "time a step of sharded replicas on links of a known speed between nodes, beside FSDP's own HSDP"),
     "exchange": (exchange, "time the exchange of one gradient on links of several speeds, beside PyTorch's hooks"),
     "train": (train, "train with each way of exchanging gradients, and find the time to equal loss at each bandwidth"),

@@ -22,7 +22,7 @@ from typing import Any
 from .advisor import advise
 from .codec import codecs, gpu_model
 from .common import report
-from .network import allreduce, exchange, hsdp, links, step, timeline
+from .network import allreduce, exchange, hsdp, links, paired, step, timeline
 from .training import learn, train
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,6 +36,7 @@ COMMANDS: dict[str, ModuleType] = {
     "gpu-model": gpu_model,
     "hsdp": hsdp,
     "learn": learn,
+    "paired": paired,
     "profile": timeline,
     "step": step,
     "train": train,
@@ -98,6 +99,12 @@ SET = (
     Publication(
         "step-far-slow",
         "step --rate 100mbit --delay 25ms --rounds 3 --steps 3 --warmup 2 --arms fp16 onebit-gather topk-gather",
+        plot=False,
+    ),
+    Publication("paired", "paired --rounds 250 --arms fp32 python dense auto", plot=False),
+    Publication(
+        "paired-digits",
+        "paired --task digits --rates 100mbit 1gbit 10gbit none --reference fp32 fp16 --arms auto --rounds 80",
         plot=False,
     ),
     Publication("hsdp", "hsdp --rate 1gbit", plot=False),

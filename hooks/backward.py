@@ -6,6 +6,10 @@ from collections.abc import Callable
 
 import torch
 
+_queue = torch.autograd.Variable._execution_engine.queue_callback
+#: The number of the backward pass that runs now on this thread, its own for one inside another; -1: none does.
+current_pass: Callable[[], int] = torch._C._current_graph_task_id
+
 
 class AtEnd:
     """What to do when the backward pass that runs now has ended, and what if it raises instead.
@@ -17,13 +21,18 @@ class AtEnd:
         ended, raised: each called once at most, and only one of them.
     """
 
+    __slots__ = ("_ended", "_pending", "_raised")
+
     def __init__(self, ended: Callable[[], None], raised: Callable[[], None]) -> None:
         self._ended, self._raised = ended, raised
         self._pending = True
 
     def queue(self) -> bool:
         """Returns False, and does nothing, where no backward pass runs on this thread, as in `DDP.join`."""
-        self._pending = at_end(self)
+        try:
+            _queue(self)
+        except RuntimeError:
+            self._pending = False
         return self._pending
 
     def __call__(self) -> None:
@@ -39,7 +48,7 @@ def at_end(callback: Callable[[], None]) -> bool:
     """Have autograd call `callback` when the backward pass that runs now has ended, after those queued before. Returns
     False where none runs on this thread."""
     try:
-        torch.autograd.Variable._execution_engine.queue_callback(callback)
+        _queue(callback)
     except RuntimeError:
         return False
     return True

@@ -3,6 +3,7 @@
 Annotations stay evaluated here: `register_comm_hook` compares the hook's with its own.
 """
 
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from ..compress.codec import Codec
 from ..compress.feedback import Feedback
 from ..compress.layout import Slot
-from .backward import AtEnd, at_end
+from .backward import AtEnd, at_end, current_pass
 from .delivery import Delivery
 from .loss_scale import LossScale
 from .options import ExchangeName, Exclude, Options
@@ -24,6 +25,7 @@ from .owner import find_owner
 from .reducer import Reducer, Step, Unit
 from .rows import Rows
 from .state import State
+from .straight import Straight
 
 Schedule = Callable[[int], Codec]
 
@@ -109,24 +111,23 @@ class CompressState(State):
 
     def submit(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Queue a bucket: what `compress_hook` does. DDP calls it in the order of the buckets, equal on all ranks."""
-        buffer = bucket.buffer()
+        buffer, straight = bucket.buffer(), self._straight
         if buffer.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "gradwire's exchanges cannot be captured in a CUDA graph: leave backward out of the graph"
             )
-        if self._model is None or (self._model is not _nowhere and self._model() is None):
-            self._find_model(bucket)
-        reducer = self._reducer or self._connect(None)  # none after `close`, or in a copy
-        if self._goes_straight(reducer):
-            if not reducer.straight:  # a pass that raises must not leave DDP's buckets to a sum that is under way
-                AtEnd(_nothing, self._drop_straight).queue()
-            future = reducer.reduce_straight(buffer)
+        if straight is None or not straight.under_way:
+            straight = self._goes_straight(bucket)
+        if straight is not None:
+            future = straight.reduce(buffer)
             if bucket.is_last():
-                self._straight, self._step = None, self._step + 1
+                self._step += 1
                 self._statistics.steps += 1
-                if not at_end(self._end_straight):
+                # The last bucket may come in another pass than the first; or in none, as in `DDP.join`.
+                if current_pass() != straight.backward and not at_end(self._end_straight):
                     self._end_straight()
             return future
+        reducer = self._reducer or self._connect(None)  # none after `close`, or in a copy
         unit = self._unit(bucket, buffer, reducer)
         if self._open is not None and not unit.names.isdisjoint(self._open.names):
             # A pass that raised unnoticed, after one inside it had ended: its means are overwritten by now.
@@ -166,31 +167,49 @@ class CompressState(State):
         else:
             self._connect(RuntimeError("this CompressState does not find its model: " + BIND))
 
-    def _goes_straight(self, reducer: Reducer) -> bool:
-        """Whether nothing is to be done but an all-reduce of each bucket, in this step."""
-        if self._open is None and self._straight is None:
-            self._delivery.settle(reducer.connection.pipeline)
-            leaves_out = getattr(self._ddp(), "skip_all_reduce_unused_params", False)
+    def _goes_straight(self, bucket: dist.GradBucket) -> Straight | None:
+        """At the begin of a step, or of a backward pass inside another: what reduces its buckets, where that takes no
+        more than an all-reduce of each."""
+        model, straight = self._model, self._straight
+        if model is None or (model is not _nowhere and model() is None):
+            self._find_model(bucket)
+        if straight is None or self._step >= straight.until:
+            straight = self._straight = self._straight_run() if self._open is None else None
+        if straight is not None:  # a pass that raises must not leave DDP's buckets to a sum that is under way
+            queued = AtEnd(self._end_straight, self._drop_straight).queue()
+            straight.backward = current_pass() if queued else None
+        return straight
+
+    def _straight_run(self) -> Straight | None:
+        """At the begin of a step."""
+        reducer, model = self._reducer or self._connect(None), self._ddp()
+        self._delivery.settle(reducer.connection.pipeline)
+        if getattr(model, "skip_all_reduce_unused_params", False):
+            return None
+        options, step = self._options, self._step
+        until = options.warmup_steps if step < options.warmup_steps else sys.maxsize
+        if options.scheduled:
             # A user's function might choose otherwise on another rank, which would then wait to hear from this one.
-            fixed = not self._options.scheduled or self._options.exchange == "dense"
-            self._straight = (
-                fixed and not leaves_out and reducer.goes_straight(self._step, self._options.choice(self._step))
-            )
-        return bool(self._straight)
+            if options.exchange != "dense":
+                return None
+            until = step + 1
+        hooks = getattr(model, "_comm_hooks", ())
+        seen = [hook for hook, _ in hooks] != [compress_hook]
+        return reducer.straight(step, options.choice(step), until, self._device, seen)
 
     def _drop_straight(self) -> None:
         """The backward pass has raised in a step that goes without the pipeline."""
-        self._straight = None
-        if self._reducer is not None:
-            self._reducer.drop_straight()
+        straight, self._straight = self._straight, None
+        if straight is not None:
+            straight.drop()
 
     def _end_straight(self) -> None:
-        """DDP is about to wait for the means of a step that went without the pipeline."""
-        model = self._ddp()
+        """DDP is about to look at the means of a step that went without the pipeline."""
         try:
-            if self._reducer is not None:
-                self._reducer.end_straight()
+            if self._straight is not None:
+                self._straight.end()
         except Exception:
+            model = self._ddp()
             if model is not None:
                 model.reducer._reset_state()
             raise
@@ -312,9 +331,6 @@ def strides_in_bucket(parameter: Tensor) -> tuple[int, ...]:
                 return torch.empty(parameter.shape, device="meta").stride()
             expected *= size
     return parameter.stride()
-
-
-def _nothing() -> None: ...
 
 
 def _nowhere() -> None:

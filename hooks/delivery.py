@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ..compress.layout import Layout, Slot
 from ..compress.memory import Memory
 from .comm.pipeline import Pipeline
-from .reducer import RAISED_TIMEOUT, Step
+from .reducer import Step
+from .straight import RAISED_TIMEOUT
 
 
 class Delivery:

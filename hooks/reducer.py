@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..compress.codec import new_draw
@@ -27,11 +24,10 @@ from .exchanges import Dense, Exchange, Operands, all_finite
 from .loss_scale import Scaling, Tracker
 from .rows import Rows
 from .statistics import Statistics
+from .straight import Straight
 
 #: Where everything is dense, every so many steps one goes the usual way: ranks compare steps, and look for NaN.
 LOOK_EVERY = 64
-#: How long to wait for what is under way when a backward pass has raised.
-RAISED_TIMEOUT = timedelta(seconds=10)
 
 
 class Unit:
@@ -257,20 +253,6 @@ class Step:
         self._undone, self.learn = undone, None
 
 
-class _Sum(torch.futures.Future[Tensor]):
-    """A sum that the backend makes in place; who waits for it sees to it that others need not."""
-
-    def __init__(self, work: dist.Work, buffer: Tensor) -> None:
-        super().__init__(devices=[buffer.device] if buffer.is_cuda else None)
-        self.work, self.buffer = work, buffer
-
-    def wait(self) -> Tensor:
-        if not self.done():
-            self.work.wait()
-            self.set_result(self.buffer)
-        return super().wait()
-
-
 class Reducer:
     """Reduces the gradients of one model among the ranks of a connection, step by step.
 
@@ -310,53 +292,28 @@ class Reducer:
         self._counts: Counts | None = None
         #: Memory on the host for that.
         self._counted: Tensor | None = None
-        #: What `reduce_straight` has put under way in this step.
-        self.straight: list[_Sum] = []
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
-    def goes_straight(self, number: int, choice: Choice) -> bool:
-        """Whether all units of a step are dense and nothing is kept, so that `reduce_straight` does. Alike on all
-        ranks."""
+    def straight(self, number: int, choice: Choice, until: int, device: torch.device, seen: bool) -> Straight | None:
+        """Where all units are dense and nothing is kept: what serves the steps from this one on. Alike on all ranks.
+
+        Args:
+            number, choice: of the next step.
+            until, device, seen: of `Straight`; the step in which ranks look whether all is well comes first.
+        """
         self._await_last()
-        if number % LOOK_EVERY == 0 or self._all_dense is None or self.tuner.deciding:
-            return False
+        group = self.connection.dense_group
+        if number % LOOK_EVERY == 0 or self._all_dense is None or self.tuner.deciding or group is None:
+            return None
         if self.tuner.follow(choice) != self._all_dense:
-            return False
+            return None
         last, self._dense_units = self._dense_units, []
         for unit in last:  # not before it is known what has become of their means
             self._feedback.let_go(unit.layout)
-        return True
-
-    def reduce_straight(self, buffer: Tensor) -> torch.futures.Future[Tensor]:
-        """The mean, by nothing but an all-reduce in the group that the gradients would take anyway; it is there after
-        `end_straight`, or when it has been waited for: no thread of the backend's has to call into Python."""
-        group = self.connection.dense_group
-        assert group is not None
         self._was_straight = True
-        future = _Sum(group.mean(buffer), buffer)
-        self.straight.append(future)
-        return future
-
-    def end_straight(self) -> None:
-        """Every gradient of the step has been given to `reduce_straight`: wait for the means."""
-        under_way, self.straight = self.straight, []
-        for future in under_way:
-            future.wait()
-        statistics, ranks = self._statistics, self.connection.group.size
-        numel = sum(future.buffer.numel() for future in under_way)
-        statistics.elements += numel
-        statistics.dense_bytes += 4 * numel
-        if ranks > 1:
-            statistics.payload_bytes += 4 * numel
-            statistics.transfer_bytes += 8 * numel * (ranks - 1) // ranks
-
-    def drop_straight(self) -> None:
-        """Nobody wants the means of the step: wait until nothing is written to them, if other ranks let it end."""
-        under_way, self.straight = self.straight, []
-        for future in under_way:
-            with suppress(RuntimeError):
-                future.work.wait(RAISED_TIMEOUT)
+        until = min(until, number - number % LOOK_EVERY + LOOK_EVERY)
+        return Straight(group, device, until, seen, self._statistics)
 
     def begin(self, number: int, choice: Choice) -> Step:
         """A step begins; `greet` must follow."""

@@ -28,6 +28,7 @@ from .reducer import Reducer, Step, Unit
 from .registration import expect_hook
 from .rows import Rows, sparse_names
 from .statistics import Statistics
+from .straight import Straight
 
 #: What belongs to a process and is left out of copies of a state.
 OF_PROCESS = ("_reducer", "_units", "_names", "_open", "_straight")
@@ -48,7 +49,7 @@ class State:
     _units: dict[int, Unit | Rows]
     _names: dict[int, str]
     _open: Step | None  # from its first bucket to its last
-    _straight: bool | None  # whether the step that is open goes without it
+    _straight: Straight | None  # what serves steps that go without it
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ from gradwire.benchmarks import cli, publish
 from gradwire.benchmarks.codec import baselines, inputs, quality, speed
 from gradwire.benchmarks.common import report
 from gradwire.benchmarks.common.arms import ARMS
-from gradwire.benchmarks.network import allreduce, exchange, hsdp, links, step, timeline
+from gradwire.benchmarks.network import allreduce, exchange, hsdp, links, paired, step, timeline
 from gradwire.compress import CODECS, QSGD, Cast, ChunkedTopK, Codec, OneBit, Ternary, TernGrad, TopK
 from gradwire.compress.backends import use_backend
 
@@ -242,6 +242,44 @@ def test_powersgd_gets_one_bucket() -> None:
     finally:
         dist.destroy_process_group()
     assert caps == {"fp16": 1 << 20, "powersgd": 10_000 << 20}
+
+
+def test_paired_in_miniature(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "paired.json"
+    line = "paired --rounds 7 --steps 1 --models 2 --warmup 1 --width 8 --layers 2 --batch 2 --arms python dense"
+    assert cli.main([*line.split(), "--json", str(file)]) == 0
+    document = json.loads(file.read_text())
+    check_document(document, "paired")
+    (network,) = document["networks"]
+    assert [row["arm"] for row in network["arms"]] == ["builtin", "python", "dense", "builtin again"]
+    for row in network["arms"]:
+        for kind in paired.SECONDS:
+            assert len(row[f"{kind}_ratios"]) == 7
+            assert row[f"{kind}_ratio"]["low"] <= row[f"{kind}_ratio"]["median"] <= row[f"{kind}_ratio"]["high"]
+    assert "gradwire, OneBit(block=1024) by dense" in capsys.readouterr().out
+
+
+def test_steps_are_compared_within_a_round_with_the_faster_reference() -> None:
+    """What slows a whole round down is in no ratio, and the reference is the mean of its two turns."""
+    rounds = [1.0, 9.0, 2.0, 3.0, 1.0, 5.0, 4.0, 2.0]
+    seconds = {"fp32": 3.0, "fp16": 1.9, "auto": 2.2, "fp32 again": 3.0, "fp16 again": 2.1}
+    rank = {
+        name: {"wall": [s * r for r in rounds], "cpu": [s * s * r for r in rounds], "compresses": [True]}
+        for name, s in seconds.items()
+    }
+    rows = {row["arm"]: row for row in paired.summarize([rank, rank], ["fp32", "fp16"])}
+    assert {row["reference"] for row in rows.values()} == {"fp16"}
+    assert rows["auto"]["wall_ratios"] == pytest.approx([1.1] * 8)
+    assert rows["fp16"]["wall_ratio"] == pytest.approx({"median": 0.95, "low": 0.95, "high": 0.95})
+    cpu = 2.2**2 / ((1.9**2 + 2.1**2) / 2)
+    assert rows["auto"]["cpu_ratio"] == pytest.approx({"median": cpu, "low": cpu, "high": cpu})
+
+
+@pytest.mark.parametrize(("count", "outside"), [(5, 0), (6, 0), (8, 0), (9, 1), (20, 5), (100, 39)])
+def test_the_interval_of_a_median_is_the_sign_test_s(count: int, outside: int) -> None:
+    """By the tables of that test: so many values on each side of the interval."""
+    found = report.median_interval([float(v) for v in reversed(range(count))])
+    assert found == {"median": (count - 1) / 2, "low": float(outside), "high": float(count - 1 - outside)}
 
 
 def test_far_away_a_step_lasts_as_long_as_on_average() -> None:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from functools import partialmethod
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -16,11 +15,11 @@ import torch
 import torch.distributed as dist
 from gradwire import Codec, CompressState, Identity, OneBit, TopK, compress_hook
 from gradwire.hooks import reducer
-from gradwire.hooks.comm.group import Group
-from gradwire.hooks.reducer import Reducer
+from gradwire.hooks.straight import Straight
 from ranks import Pool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from training import Ledger, batch, convnet, digest, perceptron, residuals_of, train, wrap
 
 Ranks = Callable[[int], Pool]
@@ -34,13 +33,13 @@ class Counted:
         self._now = 0
 
     def __enter__(self) -> Counted:
-        straight = Reducer.reduce_straight
+        reduce = Straight.reduce
 
-        def counting(reducer: Reducer, buffer: torch.Tensor) -> Any:
+        def counting(straight: Straight, buffer: torch.Tensor) -> Any:
             self._now += 1
-            return straight(reducer, buffer)
+            return reduce(straight, buffer)
 
-        self._patch = patch.object(Reducer, "reduce_straight", counting)
+        self._patch = patch.object(Straight, "reduce", counting)
         self._patch.start()
         return self
 
@@ -124,16 +123,55 @@ def test_a_hook_may_wait_for_the_mean(ranks: Ranks) -> None:
     assert first == second
 
 
-class Late:
-    """Makes all-reduces begin late, in their order, as on a slow network."""
+class InTwoPasses(nn.Module):
+    """Some of its layers get their gradients in a backward pass inside the other."""
 
     def __init__(self) -> None:
-        self._pool, self._real = ThreadPoolExecutor(1), Group.all_reduce
+        super().__init__()
+        torch.manual_seed(7)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
 
-    def __call__(self, group: Group, tensor: torch.Tensor) -> Any:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(nn.Sequential(*self.layers[:2]), x.requires_grad_(), use_reentrant=True)
+        return nn.Sequential(*self.layers[2:])(x)
+
+
+def one_inside_another(rank: int) -> Any:
+    plain = DistributedDataParallel(InTwoPasses(), bucket_cap_mb=0.02)
+    expected = [digest(p.grad for p in after(plain, rank, step)) for step in range(5)]
+    ddp, state = wrap(InTwoPasses(), OneBit(), exchange="dense")
+    with Counted() as straight:
+        digests = [digest(p.grad for p in after(ddp, rank, step)) for step in range(5)]
+    counted = state.statistics()
+    state.close()
+    return digests, expected, straight._now, counted.elements, counted.steps
+
+
+def after(ddp: Any, rank: int, step: int) -> list[nn.Parameter]:
+    """A model's parameters, with gradients."""
+    ddp.zero_grad()
+    ddp(torch.randn(4, 64, generator=torch.Generator().manual_seed(10 * step + rank))).square().mean().backward()
+    return list(ddp.parameters())
+
+
+def test_the_last_bucket_may_come_in_a_pass_inside_another(ranks: Ranks) -> None:
+    for digests, expected, straight, elements, steps in ranks(2).run(one_inside_another):
+        assert digests == expected
+        assert straight >= 8
+        assert steps == 5
+        assert elements == 5 * 4 * (64 * 64 + 64)
+
+
+class Late:
+    """Makes sums begin late, in their order, as on a slow network."""
+
+    def __init__(self, start: Callable[[list[torch.Tensor]], Any]) -> None:
+        self._pool, self._real = ThreadPoolExecutor(1), start
+
+    def __call__(self, tensors: list[torch.Tensor]) -> Any:
         def begin() -> None:
             time.sleep(0.1)
-            self._real(group, tensor).wait()
+            self._real(tensors).wait()
 
         future = self._pool.submit(begin)
         return SimpleNamespace(wait=lambda timeout=None: future.result())
@@ -143,15 +181,16 @@ def raised_in_the_middle(rank: int) -> tuple[bool, int, float]:
     """Buckets of a step that goes straight, when a backward pass raises and the gradients are written to."""
     ddp, state = wrap(convnet(), OneBit(), exchange="dense", ddp={"gradient_as_bucket_view": True})
     train(rank, ddp, range(3))
-    first, late = next(ddp.module.parameters()), Late()
+    first, straight = next(ddp.module.parameters()), state._straight
+    assert straight is not None
 
     def fail(grad: torch.Tensor) -> None:
         raise ValueError("in backward")
 
     handle = first.register_hook(fail)
-    with patch.object(Group, "all_reduce", partialmethod(late)), Counted() as straight:
+    with patch.object(straight, "_start", Late(straight._start)), Counted() as counted:
         with pytest.raises(ValueError, match="in backward"):
-            straight.train(rank, ddp, range(3, 4))
+            counted.train(rank, ddp, range(3, 4))
         handle.remove()
         ddp.reducer._reset_state()
         grads = [p.grad for p in ddp.parameters() if p.grad is not None]
@@ -163,7 +202,7 @@ def raised_in_the_middle(rank: int) -> tuple[bool, int, float]:
     errors = Ledger(ddp.module)
     train(rank, ddp, range(4, 6), errors)
     state.close()
-    return kept, straight._now, errors.error(state)
+    return kept, counted._now, errors.error(state)
 
 
 def test_a_pass_that_raises_leaves_no_sum_under_way(ranks: Ranks) -> None:

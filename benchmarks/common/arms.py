@@ -25,10 +25,10 @@ ONE_BUCKET_MB = 10_000
 
 
 class Hook(NamedTuple):
-    """What `register_comm_hook` takes; no function: DDP's own all-reduce."""
+    """What `register_comm_hook` takes, or one of DDP's in C++; no function: no hook, and DDP's own all-reduce."""
 
     state: Any
-    function: Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]] | None
+    function: Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]] | dist.BuiltinCommHookType | None
 
 
 class Floor:
@@ -125,7 +125,7 @@ class Arm:
             return Hook(power, powerSGD_hook.powerSGD_hook)
         if self.name == FLOOR:
             return Hook(Floor(), without_communication)
-        return Hook(None, default_hooks.fp16_compress_hook if self.name == BASELINE else None)
+        return Hook(None, OTHERS.get(self.name))
 
     def install(
         self,
@@ -147,7 +147,9 @@ class Arm:
             return Installed(self, model, model, seed=seed)
         ddp = DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET_MB if self.rank else bucket_mb)
         hook = self.hook(ddp, seed, exchange, schedule)
-        if hook.function is not None:
+        if isinstance(hook.function, dist.BuiltinCommHookType):
+            ddp._register_builtin_comm_hook(hook.function)
+        elif hook.function is not None:
             ddp.register_comm_hook(hook.state, hook.function)
         return Installed(self, model, ddp, hook.state)
 
@@ -213,6 +215,12 @@ class Installed:
             self.state.close()
 
 
+#: PyTorch's hooks that have no state.
+OTHERS: dict[str, Any] = {
+    BASELINE: default_hooks.fp16_compress_hook,
+    "builtin": dist.BuiltinCommHookType.ALLREDUCE,
+    "python": default_hooks.allreduce_hook,
+}
 ONE_PERCENT = TopK(density=0.01)
 #: A density at which int8 values and packed indices still take 29 times fewer bytes than float32, and error feedback's
 #: delay, of about 1/density steps, is short beside a run of a few hundred.
@@ -225,6 +233,9 @@ ARMS = {
         Arm(FLOOR, "#BBBBBB", "no communication"),
         Arm(DENSE, "#000000", "PyTorch DDP"),
         Arm(BASELINE, "#999999", "PyTorch's fp16 hook", bits=16.0),
+        Arm("builtin", what="PyTorch's all-reduce hook in C++"),
+        Arm("python", what="PyTorch's all-reduce hook in Python"),
+        Arm("dense", codec=OneBit(), exchange="dense"),
         Arm("bf16", "#AA7744", codec=Cast(torch.bfloat16)),
         Arm("powersgd", "#56B4E9", "PyTorch's PowerSGD hook", rank=2),
         Arm("qsgd", "#0072B2", codec=QSGD()),

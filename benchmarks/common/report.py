@@ -94,6 +94,16 @@ def interval(values: Sequence[float], confidence: float = 0.95) -> dict[str, flo
     return {"mean": mean, "low": mean - reach, "high": mean + reach}
 
 
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> dict[str, float]:
+    """Median, and the limits of its confidence interval by order statistics, which holds whatever the values'
+    distribution; of fewer than six, all of them lie inside. Needs SciPy."""
+    from scipy.stats import binom
+
+    ordered, count = sorted(values), len(values)
+    reach = max(0, int(binom.ppf((1 - confidence) / 2, count, 0.5)) - 1)
+    return {"median": median(ordered), "low": ordered[reach], "high": ordered[count - 1 - reach]}
+
+
 def document(benchmark: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The JSON document of one run, before it has run: schema, benchmark, its arguments, the environment."""
     return {"schema": SCHEMA, "benchmark": benchmark, "arguments": dict(arguments), "environment": environment()}

@@ -401,10 +401,16 @@ class Group:
     def mean(self, tensor: Tensor) -> dist.Work:
         """Start: `tensor`, of floats, = mean over the ranks: multiplied by 1/size, and then the sum in the backend's
         order, as DDP has it."""
-        if not self.averages(tensor.device):
-            return self.all_reduce(tensor.mul_(1.0 / self.size))
-        work: dist.Work = self._group.allreduce([tensor], _averaging(dist.AllreduceOptions()))
-        return work
+        start, share = self.means(tensor.device)
+        return start([tensor if share is None else tensor.mul_(share)])
+
+    def means(self, device: torch.device) -> tuple[Callable[[list[Tensor]], dist.Work], float | None]:
+        """What starts `mean` of a tensor of this device, without torch's way from a group to its backend, and by what
+        the tensor is to be multiplied before, if by anything."""
+        backend = self._group._get_backend(device) if hasattr(self._group, "_get_backend") else self._group
+        if self.averages(device):
+            return partial(backend.allreduce, opts=_averaging(dist.AllreduceOptions())), None
+        return backend.allreduce, 1.0 / self.size
 
     def mean_of_rows(self, output: Tensor, rows: Tensor) -> Work:
         """Start: `output` = mean over the ranks of row `rank` of `rows`, where the backend `averages`."""

@@ -55,7 +55,7 @@ class Dense(Exchange):
             total = self.memory
             total[: self.numel].copy_(x.grad)
             total[self.numel :].copy_(x.extra)
-        yield self.group.mean(total)  # as `Reducer.reduce_straight` does: to the same bits
+        yield self.group.mean(total)  # as `Straight.reduce` does: to the same bits
         finite = all_finite(total)
         self.not_finite.add_(~finite)
         if not total.is_cuda:

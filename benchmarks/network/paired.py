@@ -1,0 +1,253 @@
+"""How the steps of several arms compare, to a percent: what a hook costs beside PyTorch's own, say.
+
+All arms live in the same processes, each with models of its own that begin alike, and take turns every few steps, in an
+order that is drawn anew in each round, as is which of the models: where one lies in memory makes a percent. What the
+machine does meanwhile hits a round's arms alike, so each round gives a ratio to the reference; of these the median
+counts, with the 95 % interval of order statistics, which assumes nothing of how they are distributed. The reference
+takes part twice, and its mean counts: those two rows say how far equal arms are apart here. Steps of a turn follow each
+other without a barrier, as in training.
+
+    gradwire-bench paired                                              # linear layers, what hooks cost
+    gradwire-bench paired --task digits --rates 100mbit 1gbit --reference fp32 fp16 --arms auto
+
+compares with the faster of several references, by its median step at that rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from statistics import fmean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from ..common import arms as common
+from ..common import report
+from ..common.arms import Arm, Installed
+from ..common.models import perceptron
+from ..training import tasks, train
+from . import flags, links
+from .proof import caption
+
+LINEAR = "linear"
+#: The reference's second model.
+AGAIN = "again"
+#: Untimed steps of a turn: memory, and the processors' caches, were others' before.
+OPENING = 1
+SECONDS = ("wall", "cpu")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--task", choices=(LINEAR, *tasks.TASKS), default=LINEAR, help="model (default: %(default)s)")
+    parser.add_argument("--rates", nargs="+", default=["none"], help="of the links; none: loopback (default)")
+    flags.add_distance(parser)
+    parser.add_argument("--world", type=int, default=2, help="ranks (default: %(default)s)")
+    parser.add_argument("--arms", nargs="+", choices=common.ARMS, default=["python", "dense"], help="what to compare")
+    parser.add_argument(
+        "--reference", nargs="+", choices=common.ARMS, default=["builtin"], help="with it, or the fastest of several"
+    )
+    parser.add_argument("--rounds", type=int, default=200, help="each runs every arm once (default: %(default)s)")
+    parser.add_argument("--models", type=int, default=3, help="of each arm (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=4, help="timed in each turn (default: %(default)s)")
+    parser.add_argument("--warmup", type=int, default=6, help="untimed steps of each arm first (default: %(default)s)")
+    parser.add_argument("--width", type=int, default=448, help="of each linear layer (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=7, help="linear layers (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=16, help="samples a rank, for these (default: %(default)s)")
+    parser.add_argument("--bucket-mb", type=float, help="DDP's bucket_cap_mb (default: DDP's own, or the task's)")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for all of it (default: %(default)s)")
+    parser.add_argument("--json", metavar="FILE", help="write arguments, environment and every ratio there")
+
+
+def run(options: argparse.Namespace) -> int:
+    """`gradwire-bench paired`."""
+    rates, distance = flags.network_of(options)
+    names = ("task", "rounds", "models", "steps", "warmup", "width", "layers", "batch", "bucket_mb")
+    arguments = {name: getattr(options, name) for name in names}
+    arguments["arms"] = list(dict.fromkeys([*options.reference, *options.arms]))
+    arguments["references"] = options.reference
+    network = {"rates": options.rates, "world": options.world, **flags.recorded(distance)}
+    result = report.document("paired", {**network, **arguments})
+    result["environment"]["threads"] = 1
+    result["networks"] = []
+    for rate in rates.values():
+        with links.open_links(options.world, rate, distance) as connection:
+            proof, ranks = connection.run_proven(measure, arguments, options.timeout)
+        result["networks"].append(
+            {
+                "links": str(connection),
+                "proof": proof,
+                "parameters": ranks[0]["parameters"],
+                "arms": summarize([rank["arms"] for rank in ranks], options.reference),
+            }
+        )
+    report.deliver(result, tables(result), options)
+    return 0
+
+
+class Trainee:
+    """A model in an arm's hands, and its steps."""
+
+    def __init__(self, installed: Installed, step: Callable[[], None]) -> None:
+        self.installed, self.step = installed, step
+
+    def settle(self, steps: int) -> None:
+        """Untimed steps, until nothing is tried any more."""
+        for _ in range(steps):
+            self.step()
+        while self.installed.deciding:
+            self.step()
+
+    def turn(self, steps: int) -> tuple[float, float]:
+        """Seconds of a step: wall time, and the process's on all processors."""
+        for _ in range(OPENING):
+            self.step()
+        dist.barrier()
+        wall, cpu = time.perf_counter(), time.process_time()
+        for _ in range(steps):
+            self.step()
+        spent = time.process_time() - cpu
+        return (time.perf_counter() - wall) / steps, spent / steps
+
+
+def linear(arm: Arm, width: int, layers: int, batch: int, bucket_mb: float | None) -> Trainee:
+    """Steps of `perceptron` under plain SGD."""
+    model, x, y = perceptron(width, layers, batch)
+    installed = arm.install(model, bucket_mb)
+    optimizer = installed.optimizer(torch.optim.SGD(model.parameters(), lr=1e-3))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.mse_loss(installed.model(x), y).backward()
+        optimizer.step()
+
+    return Trainee(installed, step)
+
+
+def learner(task: tasks.Task, arm: Arm) -> Trainee:
+    """Steps of a task of `gradwire-bench train`, at the learning rate of its middle."""
+    installed, optimizer, batches = train.prepared(task, arm, seed=0)
+    return Trainee(installed, lambda: task.train_step(installed.model, optimizer, task.steps // 2, next(batches)))
+
+
+def measure(
+    task: str,
+    arms: Sequence[str],
+    references: Sequence[str],
+    rounds: int,
+    models: int,
+    steps: int,
+    warmup: int,
+    width: int,
+    layers: int,
+    batch: int,
+    bucket_mb: float | None,
+) -> dict[str, Any]:
+    """What every rank does: for each arm, seconds of a step in each round, and whether its models compress."""
+    make: Callable[[Arm], Trainee]
+    if task == LINEAR:
+        known, make = common.ARMS, partial(linear, width=width, layers=layers, batch=batch, bucket_mb=bucket_mb)
+    else:
+        known, make = common.ARMS | tasks.ARMS, partial(learner, tasks.TASKS[task])
+    trainees = {name: [make(known[name]) for _ in range(models)] for name in arms}
+    trainees |= {f"{name} {AGAIN}": [make(known[name]) for _ in range(models)] for name in references}
+    everyone = [trainee for several in trainees.values() for trainee in several]
+    for trainee in everyone:
+        trainee.settle(warmup)
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in trainees}
+    order, drawn = list(trainees), random.Random(0)
+    for _ in range(rounds):
+        drawn.shuffle(order)
+        for name in order:
+            seconds[name].append(drawn.choice(trainees[name]).turn(steps))
+    result = {
+        name: {
+            **dict(zip(SECONDS, zip(*seconds[name], strict=True), strict=True)),
+            "compresses": [trainee.installed.compresses() for trainee in several],
+        }
+        for name, several in trainees.items()
+    }
+    parameters = sum(p.numel() for p in everyone[0].installed.module.parameters())
+    for trainee in everyone:
+        trainee.installed.close()
+    return {"parameters": parameters, "arms": result}
+
+
+def summarize(ranks: Sequence[Mapping[str, Any]], references: Sequence[str]) -> list[dict[str, Any]]:
+    """One row for each arm, first the reference: its median seconds, and its ratios, by round, to the mean of
+    the reference's two turns.
+
+    Args:
+        ranks: for each rank, for each arm: `wall` and `cpu` seconds of a step in each round, and `compresses` of each
+            of its models.
+    """
+    seconds = {
+        name: {
+            kind: [fmean(turn) for turn in zip(*(rank[name][kind] for rank in ranks), strict=True)] for kind in SECONDS
+        }
+        for name in ranks[0]
+    }
+    reference = min(references, key=lambda name: report.median(seconds[name]["wall"]))
+    rows: list[dict[str, Any]] = []
+    for name, mine in seconds.items():
+        row: dict[str, Any] = {"arm": name, "reference": reference, "compresses": ranks[0][name]["compresses"]}
+        for kind in SECONDS:
+            twice = zip(seconds[reference][kind], seconds[f"{reference} {AGAIN}"][kind], strict=True)
+            ratios = [a / fmean(b) for a, b in zip(mine[kind], twice, strict=True)]
+            row[f"{kind}_s"] = report.median(mine[kind])
+            row[f"{kind}_ratio"] = report.median_interval(ratios)
+            row[f"{kind}_ratios"] = ratios
+        rows.append(row)
+    return rows
+
+
+def title(name: str, task: str) -> str:
+    """An arm's, for people."""
+    first, _, again = name.partition(" ")
+    known = common.ARMS if task == LINEAR else common.ARMS | tasks.ARMS
+    return f"{known[first].title}{', once more' if again else ''}"
+
+
+def tables(result: Mapping[str, Any]) -> list[report.Table]:
+    """For each rate one row for each arm."""
+    arguments, found = result["arguments"], []
+    for network in result["networks"]:
+        rows = []
+        for row in network["arms"]:
+            decided = f" ({describe(row['compresses'])})" if row["arm"] == "auto" else ""
+            cells = [f"{title(row['arm'], arguments['task'])}{decided}"]
+            for kind in SECONDS:
+                cells.append(f"{row[f'{kind}_s'] * 1e3:.2f}")
+                cells.append(shown(row[f"{kind}_ratio"]))
+            rows.append(cells)
+        to = title(network["arms"][0]["reference"], arguments["task"])
+        if arguments["task"] == LINEAR:
+            what = f"linear layers, {network['parameters'] / 1e6:.1f} M parameters, batch {arguments['batch']}"
+        else:
+            what = tasks.TASKS[arguments["task"]].title
+        notes = [
+            report.describe(result["environment"]),
+            f"{arguments['rounds']} rounds of {arguments['steps']} steps, {arguments['models']} models an arm, one "
+            "thread a rank; ratio: the median of the rounds', in brackets its 95 % interval; processor: "
+            "time of the whole process; each the mean of the ranks",
+            caption(network["proof"]),
+        ]
+        columns = ("arm", "step ms", "ratio", "processor ms", "ratio of these")
+        found.append(report.Table(f"Steps beside {to}: {what}, {network['links']}", columns, rows, "\n".join(notes)))
+    return found
+
+
+def describe(compresses: Sequence[bool]) -> str:
+    """What the models of "auto" decided."""
+    if all(compresses):
+        return "compresses"
+    return "dense" if not any(compresses) else f"{sum(compresses)} of {len(compresses)} models compress"
+
+
+def shown(ratio: Mapping[str, float]) -> str:
+    return f"{ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
