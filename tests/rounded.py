@@ -8,10 +8,10 @@ from typing import Any
 from unittest.mock import patch
 
 from gradwire.compress.backends import Narrow
-from gradwire.compress.backends.cpu.kernels import _Blocks
+from gradwire.compress.backends.cpu.kernels import Blocks
 from torch import Tensor
 
-_write, _encode = Narrow.write, _Blocks.encode_narrow
+_write, _encode = Narrow.write, Blocks.encode_narrow
 
 
 @contextmanager
@@ -35,5 +35,5 @@ def counted(unit: Callable[[], float] = lambda: 1.0) -> Iterator[list[float]]:
         _encode(self, codec, grad, residual, wire, draw, workspace)
         norms.append(float((wide - residual.read()).norm()) / unit())
 
-    with patch.object(Narrow, "write", write), patch.object(_Blocks, "encode_narrow", encode):
+    with patch.object(Narrow, "write", write), patch.object(Blocks, "encode_narrow", encode):
         yield norms

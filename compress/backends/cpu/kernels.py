@@ -84,6 +84,7 @@ class CpuKernels(Kernels):
             super().prepare(codec, dtype, device)
 
 
+NOTHING_HIDDEN: Hidden = (0, 0, 0)
 #: A kernel, and what it needs to know of the codec.
 Kernel = tuple[Callable, tuple]
 
@@ -145,11 +146,9 @@ class Blocks(CpuKernels):
         wire: Tensor,
         draw: Tensor | None,
         workspace: Workspace,
-        hidden: Hidden = (0, 0, 0),
+        hidden: Hidden = NOTHING_HIDDEN,
     ) -> None:
-        kernel, rest = self.encode_block(codec, draw)
-        if self.hides:
-            rest = *rest, hidden
+        kernel, rest = self._encoder(codec, draw, hidden)
         numel, source, target = x.numel(), (KINDS[x.dtype], address(x)), address(wire, torch.uint8)
         count, pieces, scratch, size = self._split(codec, numel, workspace)
 
@@ -157,6 +156,10 @@ class Blocks(CpuKernels):
             kernel(source, residual, target, (numel, first, last), *rest, scratch + piece * size)
 
         run(job, count, pieces)
+
+    def _encoder(self, codec: Any, draw: Tensor | None, hidden: Hidden) -> Kernel:
+        kernel, rest = self.encode_block(codec, draw)
+        return kernel, (*rest, hidden) if self.hides else rest
 
     def encode_narrow(
         self, codec: Any, grad: Tensor, residual: Narrow, wire: Tensor, draw: Tensor | None, workspace: Workspace
@@ -166,7 +169,7 @@ class Blocks(CpuKernels):
         if block % narrow.BLOCK:
             super().encode_narrow(codec, grad, residual, wire, draw, workspace)
             return
-        kernel, rest = self.encode_block(codec, draw)
+        kernel, rest = self._encoder(codec, draw, NOTHING_HIDDEN)
         read, write = narrow.PASSES[residual.dtype]
         source, target = (KINDS[grad.dtype], address(grad)), address(wire, torch.uint8)
         parts, at_once = narrow.places(*residual.parts), max(1, ROOM // block)
