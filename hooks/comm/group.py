@@ -409,7 +409,8 @@ class Group:
         the tensor is to be multiplied before, if by anything."""
         backend = self._group._get_backend(device) if hasattr(self._group, "_get_backend") else self._group
         if self.averages(device):
-            return partial(backend.allreduce, opts=_averaging(dist.AllreduceOptions())), None
+            options = _averaging(dist.AllreduceOptions())
+            return lambda tensors: backend.allreduce(tensors, options), None
         return backend.allreduce, 1.0 / self.size
 
     def mean_of_rows(self, output: Tensor, rows: Tensor) -> Work:
