@@ -218,6 +218,8 @@ MEANINGS = (
     ("min.f32", (0, MINUS_ZERO), MINUS_ZERO),
     ("max.f32", (MINUS_ZERO, 0), 0),
     ("neg.f32", (OTHER_NAN,), OTHER_NAN | 1 << 31),
+    ("copysign.f32", (MINUS_ZERO, bits(1.5)), bits(-1.5)),
+    ("copysign.f32", (bits(2.5), OTHER_NAN | 1 << 31), OTHER_NAN),
     ("cvt.rzi.s32.f32", (bits(-1.9),), (1 << 32) - 1),
     ("cvt.rzi.s32.f32", (bits(3e9),), 0x7FFFFFFF),
     ("cvt.rzi.s32.f32", (OTHER_NAN,), 0),

@@ -7,7 +7,7 @@ lockstep: each has put its messages under way before any is waited for.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +49,9 @@ class VirtualGroup(Group):
             if target != self.rank and part.numel():
                 self._mailbox[self.rank, target].append(part)
         return _Delivered(self._mailbox, self.rank, received)
+
+    def means(self, device: torch.device) -> tuple[Callable[[list[Tensor]], Any], float | None]:
+        return (lambda tensors: self.all_reduce(tensors[0])), 1.0 / self.size
 
     def all_reduce(self, tensor: Tensor) -> Any:
         """Summed in the order of the ranks."""

@@ -24,8 +24,9 @@ from ...compress import (
     TopK,
     new_draw,
 )
-from ...compress.backends import entries_for, use_backend
+from ...compress.backends import entries_for, narrow_vector, use_backend
 from ...compress.backends.cuda.union import Union
+from ...compress.backends.narrow import DTYPES as NARROW_DTYPES
 from ...compress.codec import DTYPES
 from ...compress.entries import VALUE_DTYPES, index_layout, value_bytes
 from ..common.arms import label
@@ -92,7 +93,7 @@ def once(family: str, device: torch.device, numel: int) -> int:
 
 
 def once_sparse(device: torch.device, numel: int) -> int:
-    """The kernels of sparse exchanges."""
+    """The kernels of sparse exchanges, and of residuals in fewer bytes."""
     union = Union(numel, numel, device)
     union([torch.arange(first, numel, 7, dtype=torch.int32, device=device) for first in (0, 3)])
     values, out = torch.randn(numel, device=device), torch.zeros(numel, device=device)
@@ -104,8 +105,12 @@ def once_sparse(device: torch.device, numel: int) -> int:
         wire = torch.zeros(value_bytes(numel, dtype), dtype=torch.uint8, device=device)
         entries.pack_values(values, dtype, wire, union.indices, union.size, out)
         entries.unpack_values(wire[None], dtype, values[None])
+    for dtype in NARROW_DTYPES:
+        vector = narrow_vector(numel, dtype, device)
+        vector.write(values)
+        vector.read()
     settle(device)
-    return 3 + 2 * len(VALUE_DTYPES)
+    return 3 + 2 * len(VALUE_DTYPES) + 2 * len(NARROW_DTYPES)
 
 
 def settle(device: torch.device) -> None:

@@ -92,6 +92,7 @@ def _floats() -> Iterator[tuple[str, Form]]:
     # Bits, since C++ may make another NaN of a NaN.
     yield "abs.f32", Form("b32", ("b32",), "{0} & 0x7FFFFFFFu")
     yield "neg.f32", Form("b32", ("b32",), "{0} ^ 0x80000000u")
+    yield "copysign.f32", Form("b32", ("b32", "b32"), "({0} & 0x80000000u) | ({1} & 0x7FFFFFFFu)")
     for name, sign in SIGNS.items():
         ordered = "{0} == {0} && {1} == {1} && " if name == "ne" else ""
         yield f"setp.{name}.f32", Form("pred", two, f"{ordered}{{0}} {sign} {{1}}")

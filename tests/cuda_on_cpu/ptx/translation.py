@@ -128,6 +128,8 @@ class _Writer:
             return self._bits(f"0x{operand[2:]}u", "u32", kind)
         if re.fullmatch(r"-?\d+", operand) and kind != "f32":
             return f"({ctype}){operand}{'ll' if operand.startswith('-') else 'ull'}"
+        if re.fullmatch(r"0x[0-9A-F]+U", operand) and kind != "f32":
+            return f"({ctype}){operand[:-1]}ull"
         if operand in self.shared:
             return f"({ctype})at_{_symbol(operand)}()"
         if operand in self.local and ctype.endswith("64_t"):
