@@ -122,6 +122,7 @@ class CompressState(State):
             future = straight.reduce(buffer)
             if bucket.is_last():
                 self._step += 1
+                straight.steps += 1
                 self._statistics.steps += 1
                 # The last bucket may come in another pass than the first; or in none, as in `DDP.join`.
                 if current_pass() != straight.backward and not at_end(self._end_straight):

@@ -287,6 +287,8 @@ class Reducer:
         #: The choice under which all units are dense and no rank keeps anything.
         self._all_dense: Choice | None = None
         self._dense_units: list[Unit] = []
+        #: What has served the last steps without the pipeline, if they went so.
+        self._straight: Straight | None = None
         self._was_straight = False
         #: What the last step has counted, until the host learns of it: on a GPU a step later.
         self._counts: Counts | None = None
@@ -304,16 +306,16 @@ class Reducer:
         """
         self._await_last()
         group = self.connection.dense_group
-        if number % LOOK_EVERY == 0 or self._all_dense is None or self.tuner.deciding or group is None:
+        if number % LOOK_EVERY == 0 or self._all_dense is None or group is None:
             return None
-        if self.tuner.follow(choice) != self._all_dense:
+        if self.tuner.follow(choice) != self._all_dense or not self.tuner.straight:
             return None
         last, self._dense_units = self._dense_units, []
         for unit in last:  # not before it is known what has become of their means
             self._feedback.let_go(unit.layout)
-        self._was_straight = True
-        until = min(until, number - number % LOOK_EVERY + LOOK_EVERY)
-        return Straight(group, device, until, seen, self._statistics)
+        until = min(until, number - number % LOOK_EVERY + LOOK_EVERY, number + self.tuner.straight)
+        self._straight = Straight(group, device, until, seen, self._statistics)
+        return self._straight
 
     def begin(self, number: int, choice: Choice) -> Step:
         """A step begins; `greet` must follow."""
@@ -326,6 +328,10 @@ class Reducer:
         """What a step is depends on how the last one ended; outside of backward nobody has waited for that yet."""
         if self._ended is not self._last:
             self.connection.pipeline.idle()
+        straight, self._straight = self._straight, None
+        if straight is not None:
+            self._was_straight = True
+            self.tuner.went_straight(straight.steps, straight.spans)
 
     def greet(self, step: Step, unit: Unit | Rows, saves: int, scaling: Scaling | None) -> None:
         """Compare with the other ranks what the step is to be.

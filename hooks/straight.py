@@ -6,6 +6,7 @@ takes alone. What a step of DDP's own does not do either is done once for a run 
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from datetime import timedelta
 
@@ -49,6 +50,8 @@ class Straight:
     Attributes:
         under_way: what is to be waited for, bucket by bucket.
         backward: the pass that waits for it when it ends, leaving nothing under way if it raises; None: no pass runs.
+        steps: how many have been, alike on all ranks.
+        spans: seconds from a pass's first bucket to all its means, on this rank.
     """
 
     def __init__(self, group: Group, device: torch.device, until: int, seen: bool, statistics: Statistics) -> None:
@@ -58,11 +61,15 @@ class Straight:
         self.under_way: list[Sum] = []
         self._last: list[Sum] = []
         self.backward: int | None = None
+        self.steps, self.spans = 0, list[float]()
+        self._began = 0.0
 
     def reduce(self, buffer: Tensor) -> torch.futures.Future[Tensor]:
         """The mean, there after `end`, or when it has been waited for: no thread of the backend's calls into Python."""
         under_way, last, share = self.under_way, self._last, self._share
         place = len(under_way)
+        if not place:
+            self._began = time.perf_counter()
         if place < len(last) and last[place].buffer is buffer:
             future = last[place]
         else:
@@ -83,6 +90,8 @@ class Straight:
             numel += future.numel
             if self._fresh and not future.done():
                 future.set_result(future.buffer)
+        if under_way:
+            self.spans.append(time.perf_counter() - self._began)
         statistics, ranks = self._statistics, self._ranks
         statistics.elements += numel
         statistics.dense_bytes += 4 * numel

@@ -14,6 +14,7 @@ from gradwire.hooks.auto.drift import WINDOW, Drift
 from gradwire.hooks.auto.trial import COMPRESSED, FALLBACK, HOPELESS, PLANNED, SETTLING, TURN, TURNS, UNCOUNTED, Trial
 from gradwire.hooks.connection import Connection
 from gradwire.hooks.exchanges import Dense, Gather
+from gradwire.hooks.straight import Straight
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import Pool
@@ -65,7 +66,7 @@ def test_steps_at_the_begin_of_a_turn_do_not_count(spans: list[float], least: fl
     def verdict(first: float) -> str | None:
         trial = Trial()
         for step, span in enumerate(spans):
-            counts = step >= SETTLING and (step - SETTLING) % TURN >= UNCOUNTED
+            counts = step >= SETTLING and UNCOUNTED <= (step - SETTLING) % TURN < TURN - 1
             trial.end_step(span if counts else first, lambda: (FALLBACK, least), lambda numbers: numbers)
         return trial.verdict
 
@@ -75,12 +76,16 @@ def test_steps_at_the_begin_of_a_turn_do_not_count(spans: list[float], least: fl
 def tried(rank: int, beta: float, slow: str) -> Any:
     """Train on a network that is said to move a byte in `beta` seconds, and where rank 1 is late in what is slow."""
 
-    target = {"compressed": Gather, "dense": Dense}[slow]
-    reduce = target.reduce
+    target = Gather if slow == "compressed" else Dense
+    reduce, end = target.reduce, Straight.end
 
     def late(exchange: Any, *arguments: Any) -> Any:
         yield from reduce(exchange, *arguments)
         time.sleep(LATE * rank)
+
+    def end_late(straight: Straight) -> None:
+        time.sleep(LATE * rank * (slow == "dense"))
+        end(straight)
 
     model, ddp = two_large_layers()
     ledger = Ledger(model)
@@ -90,7 +95,7 @@ def tried(rank: int, beta: float, slow: str) -> Any:
         ddp.register_comm_hook(state, compress_hook)
         assert state.deciding
         steps, digests = 0, []
-        with patch.object(target, "reduce", late):
+        with patch.object(target, "reduce", late), patch.object(Straight, "end", end_late):
             while state.deciding:
                 digests += train(rank, ddp, range(steps, steps + 1), ledger)
                 steps += 1
@@ -108,6 +113,7 @@ def tried(rank: int, beta: float, slow: str) -> Any:
         (1e-13, "dense", "gather of OneBit", None),
         (1e-13, "compressed", "dense of OneBit", None),
         (1e-5, "compressed", "gather of OneBit", SETTLING + TURN),
+        (1e-9, "dense on the pipeline", "dense of OneBit", None),
     ],
 )
 def test_all_ranks_stay_with_what_was_faster(
@@ -174,8 +180,12 @@ def changed(rank: int, slow_on: int) -> Any:
             yield from dense(exchange, *arguments)
             time.sleep(LATE)
 
-        dense = Dense.reduce
-        with patch.object(Dense, "reduce", slow_dense):
+        def slow_straight(straight: Straight) -> None:
+            time.sleep(2 * LATE)
+            end(straight)
+
+        dense, end = Dense.reduce, Straight.end
+        with patch.object(Dense, "reduce", slow_dense), patch.object(Straight, "end", slow_straight):
             go_on(lambda: state.deciding)
             decided = steps
             go_on(lambda: steps < decided + 2)
@@ -238,7 +248,6 @@ def test_a_rank_that_has_joined_goes_along_with_the_trial(ranks: Ranks) -> None:
     ],
 )
 def test_compression_has_to_win_clearly(planned: float, other: float, rival: str, verdict: str) -> None:
-    """Steps without it go straight once it is decided, and are faster then than while they are compared."""
     tried = Trial()
     while tried.verdict is None:
         tried.end_step(planned if tried.way == PLANNED else other, lambda: (rival, 0.0), lambda mine: mine)

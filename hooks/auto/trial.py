@@ -6,7 +6,8 @@ way, what it has planned for every bucket by itself and the other extreme, in tu
 could not win if all else took no time is not tried.
 
 A step's *span* lasts from when its first bucket is ready until its last one holds the mean; of the ranks' spans the
-longest counts. Over NCCL the host does not wait for the network and knows no spans: there the plan is what counts.
+longest counts. Those that count of a dense turn go straight, if they can, as they would afterwards. Over NCCL the host
+does not wait for the network and knows no spans: there the plan is what counts.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ from statistics import median
 PLANNED, FALLBACK, COMPRESSED = "planned", "fallback", "compressed"
 #: Steps before the first is timed: DDP rebuilds its buckets after the first one.
 SETTLING = 3
-#: Steps of a turn, of which so many at its begin do not count: residuals are delivered, and memory is new.
-TURN, UNCOUNTED = 5, 2
+#: Steps of a turn, of which so many at its begin do not count: residuals are delivered, and memory is new. Nor does the
+#: last, in which ranks compare.
+TURN, UNCOUNTED = 6, 2
 #: Turns, alternately of both ways.
 TURNS = 4
 #: How much faster the network may be than it was when it was probed, and how much slower one way may be than the other
 #: in its first turn and still get a second one.
 DOUBT, HOPELESS = 1.25, 1.5
-#: By how much the way that compresses more has to win: without compression steps go straight afterwards, which they do
-#: not while they are compared, and noise is no reason to compress.
+#: By how much the way that compresses more has to win: it takes processor time from the rest of the step too, and noise
+#: is no reason to compress.
 CLEARLY = 0.8
 
 
@@ -53,6 +55,12 @@ class Trial:
         turn = max(0, self._steps - SETTLING) // TURN
         return self._other if turn % 2 else PLANNED
 
+    @property
+    def straight(self) -> int:
+        """How many steps, from the next one on, may go straight: they count, and end before ranks compare."""
+        place = (self._steps - SETTLING) % TURN
+        return TURN - 1 - place if self._steps >= SETTLING and place >= UNCOUNTED else 0
+
     def end_step(
         self,
         span: float,
@@ -70,7 +78,7 @@ class Trial:
         self._steps += 1
         if self._steps <= SETTLING or self.verdict is not None:
             return
-        if place >= UNCOUNTED:
+        if UNCOUNTED <= place < TURN - 1:
             self._mine.setdefault(way, []).append(span)
         if place < TURN - 1:
             return

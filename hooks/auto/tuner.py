@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from statistics import median
 
 from .drift import Drift
 from .planner import Choice, Plan, Planner
@@ -45,6 +47,22 @@ class Tuner:
             self._current = replace(choice, way=self._trial.way)
         return self._current
 
+    @property
+    def straight(self) -> int:
+        """How many steps, from the next one on, may go straight if all is dense, as far as a trial is concerned."""
+        return self._trial.straight if self._trial is not None and self.deciding else sys.maxsize
+
+    def went_straight(self, steps: int, spans: Sequence[float]) -> None:
+        """Steps have gone straight, no more than might.
+
+        Args:
+            steps: how many, alike on all ranks.
+            spans: seconds on this rank, as far as they are known.
+        """
+        if self._trial is not None and self.deciding:
+            for _ in range(steps):
+                self._trial.end_step(median(spans) if spans else 0.0, _nobody, self._agreed)
+
     def ended(self, span: float, served: Callable[[], Sequence[tuple[int, int, Plan]]], changed: bool) -> bool:
         """A step has ended. A collective at the end of a trial's turns, and when the network has changed.
 
@@ -75,3 +93,7 @@ class Tuner:
     def __str__(self) -> str:
         """What the last trial found, for people; nothing where there is none."""
         return "" if self._trial is None else str(self._trial)
+
+
+def _nobody() -> tuple[str, float]:
+    raise AssertionError("a turn ends in a step that does not go straight")
