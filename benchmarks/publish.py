@@ -119,6 +119,16 @@ SET = (
         plot=False,
     ),
     Publication(
+        "learn-rare",
+        "learn benchmarks/results/learn.jsonl --seeds 1 --learning-rates 4e-3 --arms chunked25 topk1 local10-ternary",
+        plot=False,
+    ),
+    Publication(
+        "learn-long",
+        "learn benchmarks/results/learn.jsonl --steps 4500 --seeds 1 --learning-rates 8e-3 --arms chunked25",
+        plot=False,
+    ),
+    Publication(
         "learn-sgd",
         "learn benchmarks/results/learn.jsonl --optimizer sgd --steps 500 --learning-rates 0.3 "
         "--arms topk4 onebit-outliers chunked25",
