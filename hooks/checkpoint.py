@@ -143,7 +143,7 @@ def _warn(text: str) -> None:
 
 
 def _mean_of_all(by_rank: Mapping[str, Mapping[str, Tensor]]) -> Mapping[str, Tensor] | None:
-    """What all ranks kept, whoever saved it: the mean, or each rank's own. None where some are missing."""
+    """What all ranks kept, no matter which saved it: the mean, or each rank's own. None where some are missing."""
     size = len(by_rank)
     if MEAN in by_rank or set(by_rank) != {rank_key(rank, size) for rank in range(size)}:
         return by_rank.get(MEAN)

@@ -1,7 +1,7 @@
 """How the steps of several arms compare, to a percent: what a hook costs beside PyTorch's own, say.
 
 All arms live in the same processes, each with models of its own that begin alike, and take turns every few steps, in an
-order that is drawn anew in each round, as is which of the models: where one lies in memory makes a percent. What the
+order that is drawn again in each round, as is which of the models: where one lies in memory makes a percent. What the
 machine does meanwhile hits a round's arms alike, so each round gives a ratio to the reference; of these the median
 counts, with the 95 % interval of order statistics, which assumes nothing of how they are distributed. The reference
 takes part twice, and its mean counts: those two rows say how far equal arms are apart here. Steps of a turn follow each

@@ -22,7 +22,7 @@ def row_capacity(k: int, span: int, ranks: int, feedback: bool) -> int:
 
 
 class Dealing:
-    """Which rank owns which element: of every `ranks` in a row each has one, dealt anew in every step. So each has
+    """Which rank owns which element: of every `ranks` in a row each has one, dealt again in every step. So each has
     about as many of whatever ranks select, wherever that lies, and no rank has to say what it selects beforehand.
 
     An owner's elements have places, 0 up to `span`, in ascending order of index. An element's key is

@@ -1,4 +1,4 @@
-"""A reduce-scatter that compresses, with the signature of torch's own: for whoever takes a function in its place.
+"""A reduce-scatter that compresses, with the signature of torch's own: for those who take a function in its place.
 
 Megatron-LM calls `dist_reduce_scatter_func(output, input, op=, group=, async_op=)`, a global of its module
 `megatron.core.distributed.param_and_grad_buffer`.
