@@ -29,10 +29,7 @@ class AtEnd:
 
     def queue(self) -> bool:
         """Returns False, and does nothing, where no backward pass runs on this thread, as in `DDP.join`."""
-        try:
-            _queue(self)
-        except RuntimeError:
-            self._pending = False
+        self._pending = at_end(self)
         return self._pending
 
     def __call__(self) -> None:

@@ -46,7 +46,8 @@ class Recommendation:
     """What to compress with, and why.
 
     Attributes:
-        codec, feedback: as `CompressState(model, codec, error_feedback=feedback)` takes them, or `LocalUpdates`.
+        codec, feedback: as `CompressState(model, codec, error_feedback=feedback)` takes them; with `every` above 1 they
+            are for `LocalUpdates`, and for gradients something else would be better.
         ratio: how many times fewer bytes a step than float32 the codec's wires have.
         why: a sentence or two, with what was measured.
         every: steps from one exchange to the next, of gradients in each step, or else of parameters.

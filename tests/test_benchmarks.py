@@ -259,6 +259,12 @@ def test_paired_in_miniature(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "gradwire, OneBit(block=1024) by dense" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["rounds", "models", "steps"])
+def test_nothing_cannot_be_compared(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["paired", f"--{name}", "0"]) == 2
+    assert f"--{name} 0: expected at least 1" in capsys.readouterr().err
+
+
 def test_steps_are_compared_within_a_round_with_the_faster_reference() -> None:
     """What slows a whole round down is in no ratio, and the reference is the mean of its two turns."""
     rounds = [1.0, 9.0, 2.0, 3.0, 1.0, 5.0, 4.0, 2.0]

@@ -66,6 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """`gradwire-bench paired`."""
+    for name in ("rounds", "models", "steps"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name} {getattr(options, name)}: expected at least 1")
     rates, distance = flags.network_of(options)
     names = ("task", "rounds", "models", "steps", "warmup", "width", "layers", "batch", "bucket_mb")
     arguments = {name: getattr(options, name) for name in names}

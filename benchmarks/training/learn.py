@@ -11,14 +11,12 @@ Runs are written one by one, and those that are there already are not made again
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +31,7 @@ from ..common.progress import Progress
 from ..common.virtual import VirtualRanks
 from .apart import Apart
 from .inside import Inside
-from .search import best_rate, runs_in, still_needed
+from .search import Runs, best_rate, still_needed
 from .tasks import TASKS, Batch, Task
 from .ways import FLOAT32, MOMENTUM, WAYS, Way
 
@@ -65,11 +63,8 @@ def run(options: argparse.Namespace) -> int:
     task.share(options.world)
     arms = list(dict.fromkeys([FLOAT32, *options.arms]))
     common = {name: getattr(options, name) for name in ("task", "optimizer", "world", "batch", "steps")}
-    path = Path(options.file)
-    path.parent.mkdir(parents=True, exist_ok=True)
     rates = options.learning_rates
-    known = [run for run in runs_in(path) if common.items() <= run.items() and run["arm"] in arms]
-    known = [run for run in known if run["seed"] < options.seeds and (not rates or run["learning_rate"] in rates)]
+    known = Runs(options.file, common, arms, options.seeds, rates)
     begin = options.begin or task.learning_rates[task.optimizer]
     with Progress("learn", 0) as progress, ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
         while missing := list(still_needed(known, arms, rates, begin, options.seeds)):
@@ -77,9 +72,7 @@ def run(options: argparse.Namespace) -> int:
             futures = [pool.submit(learn, **common, **job) for job in missing]
             for future in as_completed(futures):
                 done = future.result()
-                with path.open("a") as file:
-                    file.write(json.dumps(done) + "\n")
-                known.append(done)
+                known.add(done)
                 progress.advance(1, f"{done['arm']} at {done['learning_rate']:g}: {done['loss']:.3f}")
     result = report.document("learn", {**common, "arms": arms, "seeds": options.seeds})
     known.sort(key=lambda run: (arms.index(run["arm"]), run["learning_rate"], run["seed"]))

@@ -11,10 +11,39 @@ from typing import Any
 FURTHEST = 16
 
 
-def runs_in(path: Path) -> Iterator[dict[str, Any]]:
-    """The runs that a file has, if it is there."""
-    if path.exists():
-        yield from map(json.loads, path.read_text().splitlines())
+class Runs(list[dict[str, Any]]):
+    """Runs that have been made, in this process or before it.
+
+    Args:
+        file: where all are kept; None: nowhere. Its folder is made.
+        common: what all have in common; others in the file are left alone.
+        arms, seeds: which count.
+        rates: learning rates that count; None: all.
+    """
+
+    def __init__(
+        self,
+        file: str | None,
+        common: Mapping[str, Any],
+        arms: Sequence[str],
+        seeds: int,
+        rates: Sequence[float] | None,
+    ) -> None:
+        self._file = None if file is None else Path(file)
+        if self._file is None:
+            return
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        for run in map(json.loads, self._file.read_text().splitlines() if self._file.exists() else ()):
+            counts = run["seed"] < seeds and (not rates or run["learning_rate"] in rates)
+            if common.items() <= run.items() and run["arm"] in arms and counts:
+                self.append(run)
+
+    def add(self, run: dict[str, Any]) -> None:
+        """One more: kept at once."""
+        self.append(run)
+        if self._file is not None:
+            with self._file.open("a") as lines:
+                lines.write(json.dumps(run) + "\n")
 
 
 def still_needed(

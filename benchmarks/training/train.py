@@ -18,7 +18,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from ..common.arms import BASELINE, DENSE, FLOOR, Arm, Installed, in_turns
 from ..common.progress import Progress
 from ..network import flags, links
 from . import summary
-from .search import best_rate, runs_in, still_needed
+from .search import Runs, best_rate, still_needed
 from .summary import tables
 from .tasks import ARMS, TASKS, Task, require_equal_replicas, validate
 
@@ -101,25 +100,15 @@ def measure_world(
     common = {"task": task.name, "optimizer": task.optimizer, "steps": task.steps}
     begin = task.learning_rates[task.optimizer]
     how = {**common, "world": world_size, "readings": options.readings}
-    file = None if options.runs is None else Path(options.runs)
-    runs = [
-        run
-        for run in ([] if file is None else runs_in(file))
-        if how.items() <= run.items()
-        and run["arm"] in learners
-        and run["seed"] < options.seeds
-        and (options.search or run["learning_rate"] == begin)
-    ]
+    rates_tried = None if options.search else [begin]
+    runs = Runs(options.runs, how, learners, options.seeds, rates_tried)
     with Progress(f"{task.name}, {world_size} ranks", 0) as progress:
-        while jobs := list(still_needed(runs, learners, None if options.search else [begin], begin, options.seeds)):
+        while jobs := list(still_needed(runs, learners, rates_tried, begin, options.seeds)):
             progress.more(len(jobs) * task.steps)
             for job in jobs:
                 one = {**common, **job, "readings": options.readings}
                 learned = links.Loopback(world_size).run(learn, one, options.timeout, follow=follower(progress))
-                runs.append({**how, **learned[0]})
-                if file is not None:
-                    with file.open("a") as lines:
-                        lines.write(json.dumps(runs[-1]) + "\n")
+                runs.add({**how, **learned[0]})
     found = {arm: best_rate(runs, arm) for arm in learners}
     chosen = [run for run in runs if run["learning_rate"] == found[run["arm"]]]
     timings = {}

@@ -26,8 +26,8 @@ BLOCK = 256
 #: The largest number that is kept: bfloat16's largest.
 MOST_BITS = 0x7F7F0000
 MOST = float(torch.tensor(MOST_BITS, dtype=torch.int32).view(torch.float32))
-#: One code more than are used on a side would be 2^7.
-CODES = 127
+#: What one of the 127 codes on a side is of the largest: the float32 nearest to 1/127.
+SHARE = float(torch.tensor(1.0 / 127.0, dtype=torch.float32))
 #: Of a step's 32 bits the lowest, which are zero.
 STEP_BITS = 0xFF
 LEAST_STEP = 2.0**-126
@@ -45,7 +45,7 @@ class NarrowKernels:
     def to_int8(self, x: Tensor, codes: Tensor, steps: Tensor) -> None:
         """float32 as int8 codes, of the same length, and float32 steps."""
         rows = torch.nn.functional.pad(_sound(x), (0, -len(x) % BLOCK)).view(-1, BLOCK)
-        share = rows.abs().amax(1) * torch.tensor(1.0 / CODES, dtype=torch.float32).item()
+        share = rows.abs().amax(1) * SHARE
         up = ((share.view(torch.int32) + STEP_BITS) & ~STEP_BITS).view(torch.float32)
         torch.clamp(up, min=LEAST_STEP, out=steps)
         codes.copy_((rows * (torch.ones_like(steps) / steps)[:, None]).round_().view(-1)[: len(x)])

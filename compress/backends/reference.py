@@ -17,7 +17,7 @@ from ..entries import LARGEST_UNIT, VALUE_BLOCK, index_layout
 from ..wire import Part
 from . import Backend, Kernels, Selecting, Workspace
 from .drawn import DRAWN
-from .narrow import BLOCK, CODES, LEAST_STEP, MOST_BITS, STEP_BITS, NarrowKernels
+from .narrow import BLOCK, LEAST_STEP, MOST_BITS, SHARE, STEP_BITS, NarrowKernels
 from .outliers import inner_kernels
 from .sparse import EntryKernels, SparseKernels
 
@@ -566,7 +566,7 @@ class Narrow(NarrowKernels):
 
     def to_int8(self, x: Tensor, codes: Tensor, steps: Tensor) -> None:
         rows = in_blocks(sound(numbers(x)), BLOCK)
-        share = np.abs(rows).max(axis=1) * F32(1 / CODES)
+        share = np.abs(rows).max(axis=1) * F32(SHARE)
         up = (share.view(np.uint32) + np.uint32(STEP_BITS) & ~np.uint32(STEP_BITS)).view(F32)
         found = np.maximum(up, F32(LEAST_STEP))
         steps.numpy()[:] = found

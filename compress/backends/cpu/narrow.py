@@ -32,7 +32,7 @@ from .simd import (
 )
 
 BLOCK, MOST_BITS, STEP_BITS = narrow.BLOCK, narrow.MOST_BITS, narrow.STEP_BITS
-SHARE, LEAST = F32(1.0 / narrow.CODES), F32(narrow.LEAST_STEP)
+SHARE, LEAST = F32(narrow.SHARE), F32(narrow.LEAST_STEP)
 #: Added to a number, it leaves the nearest whole one in the lowest bits.
 WHOLE = F32(1.5 * 2.0**23)
 #: Bytes of a block as float32, and of its codes.
