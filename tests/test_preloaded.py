@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import preloaded_client
 import pytest
 from conftest import PLAIN_PYTHON
 
@@ -28,6 +30,8 @@ def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
 
 
 def test_torch_is_there_already() -> None:
+    known = json.loads(Path(sys.executable).with_name("known.json").read_text("utf-8"))
+    assert preloaded_client.surroundings() == known, "an earlier test has changed this process's surroundings"
     assert run("-c", SAYS).stdout == "True\n"
 
 
