@@ -196,7 +196,7 @@ def test_powersgd_keeps_what_it_leaves_out() -> None:
 def test_step_in_miniature(tmp_path: Path) -> None:
     file = tmp_path / "step.json"
     line = "step --rate none --width 32 --layers 2 --rounds 2 --steps 2 --warmup 3 --json"
-    arms = ["--arms", "fp16", "onebit", "auto", "hvd-topk"]
+    arms = ["--arms", "fp16", "onebit", "local", "auto", "hvd-topk"]
     command = [sys.executable, "-m", "gradwire.benchmarks.cli", *line.split(), str(file), *arms]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
@@ -206,10 +206,12 @@ def test_step_in_miniature(tmp_path: Path) -> None:
     assert not document["shaped"]
     assert document["proof"] is None
     assert document["model"]["parameters"] == 2 * (32 * 32 + 32)
-    assert [row["arm"] for row in document["arms"]] == ["none", "fp16", "onebit", "auto", "hvd-topk"]
+    assert [row["arm"] for row in document["arms"]] == ["none", "fp16", "onebit", "local", "auto", "hvd-topk"]
     for row in document["arms"]:
         assert [len(turn) for turn in row["times_s"]] == [2, 2]
-        assert (row["payload_bytes"] is not None) == (row["arm"] in ("onebit", "auto"))
+        assert (row["payload_bytes"] is not None) == (row["arm"] in ("onebit", "local", "auto"))
+        if row["arm"] == "local":
+            assert row["payload_bytes"] == Ternary().wire_bytes(2 * (32 * 32 + 32)) / 10
         assert row["sent_bytes"] is None
 
 

@@ -123,6 +123,7 @@ def test_curves_and_step_times_are_joined(tmp_path: Path, capsys: pytest.Capture
     assert slow["fp16"]["time_to_target_s"] == [200, 200]
     assert slow["topk"]["speedup"]["mean"] == pytest.approx(4)
     assert slow["onebit"]["speedup"] is None
+    assert (slow["fp16"]["communication"], slow["topk"]["communication"]) == (0.875, 0.5)
     assert slow["auto"]["learns_as"] == "topk8"
     assert slow["auto"]["time_to_target_s"] == slow["topk8"]["time_to_target_s"] == [45, 45]
     assert fast["auto"]["learns_as"] == "fp32", "what is not compressed learns as float32 does"
@@ -191,7 +192,10 @@ def test_a_small_run_of_the_real_thing(tmp_path: Path) -> None:
     assert first["fp16"]["curve"][-1]["loss"] == pytest.approx(first["fp32"]["curve"][-1]["loss"], rel=1e-2)
     assert 32 / first["topk8"]["bits_per_element"] > 25
     assert set(world["joined"]["none"]) == {"none", "auto", *arms}
-    assert all(len(timing["times_s"]) == 2 for timing in world["timings"]["none"]["arms"].values())
+    timings = world["timings"]["none"]["arms"]
+    assert all(len(timing["times_s"]) == 2 for timing in timings.values())
+    assert [name for name, timing in timings.items() if "alone_s" in timing] == ["local"]
+    assert len(timings["local"]["alone_s"]) == 2
     assert picture.read_bytes().startswith(b"\x89PNG")
     made = runs.read_text()
     assert len(made.splitlines()) == len(world["runs"]) + len(world["others"])
@@ -201,6 +205,11 @@ def test_a_small_run_of_the_real_thing(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert json.loads(again.read_text())["worlds"][0]["runs"] == world["runs"], "nothing is trained again"
     assert runs.read_text() == made
+
+
+def test_what_a_round_takes_is_told_from_steps_without_one() -> None:
+    timings = {"none": {"times_s": [3.0]}, "local": {"times_s": [2.5, 2.0, 4.0], "alone_s": [2.0, 1.0, 2.0]}}
+    assert summary.communication("local", timings) == pytest.approx(0.2)
 
 
 def test_arms_are_told_apart() -> None:

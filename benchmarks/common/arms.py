@@ -251,6 +251,7 @@ ARMS = {
         Arm("topk8", "#E69F00", codec=EIGHT_PERCENT),
         Arm("chunked", "#882255", codec=ChunkedTopK()),
         Arm("local", "#117733", codec=Ternary(), every=10),
+        Arm("local30", "#44AA77", codec=Ternary(), every=30),
         Arm("auto", "#B5A900", codec=OneBit(), exchange="auto"),
         Arm("hvd-none", what="Horovod interface, float32", horovod=True),
         Arm("hvd-onebit", codec=OneBit(), horovod=True),

@@ -126,7 +126,7 @@ class Runner:
         bucket_mb: float | None = None,
         distant: bool = False,
     ) -> None:
-        self.distant = distant
+        self.distant, self.every = distant, ARMS[name].every or 1
         model, self.x, self.y = perceptron(width, layers, batch)
         self.arm = ARMS[name].at(density).install(model, bucket_mb)
         self.optimizer = self.arm.optimizer(torch.optim.SGD(model.parameters(), lr=1e-3))
@@ -135,16 +135,20 @@ class Runner:
         self.sent = 0
 
     def step(self) -> float:
-        """Seconds of one training step, started on all ranks together where they are near."""
+        """Seconds of one training step, started on all ranks together where they are near.
+
+        Where parameters are exchanged every few steps: of so many, each one's share.
+        """
         if not self.distant:
             dist.barrier()
         begin = time.perf_counter()
-        if isinstance(self.arm.state, Floor):
-            self.arm.state.buckets = 0
-        self.optimizer.zero_grad()
-        F.mse_loss(self.arm.model(self.x), self.y).backward()
-        self.optimizer.step()
-        return time.perf_counter() - begin
+        for _ in range(self.every):
+            if isinstance(self.arm.state, Floor):
+                self.arm.state.buckets = 0
+            self.optimizer.zero_grad()
+            F.mse_loss(self.arm.model(self.x), self.y).backward()
+            self.optimizer.step()
+        return (time.perf_counter() - begin) / self.every
 
     def round(self, steps: int) -> None:
         # Its connections were idle while the others had their turn; far away, TCP's windows open again in some steps.
@@ -155,7 +159,7 @@ class Runner:
         for _ in range(steps):
             before = self.counted()
             times.append(self.step())
-            self.counts.append({name: count - before[name] for name, count in self.counted().items()})
+            self.counts.append({name: (count - before[name]) / self.every for name, count in self.counted().items()})
         self.times.append(times)
         self.sent += sent_bytes() - sent
 
@@ -169,7 +173,7 @@ class Runner:
 
     def result(self) -> dict[str, Any]:
         counted = {name: report.median([count[name] for count in self.counts]) for name in self.counts[0]}
-        return {"times": self.times, "sent_bytes": self.sent / len(self.counts), "counted": counted}
+        return {"times": self.times, "sent_bytes": self.sent / len(self.counts) / self.every, "counted": counted}
 
 
 def summarize(ranks: Sequence[Mapping[str, Any]], shaped: bool, distant: bool = False) -> list[dict[str, Any]]:

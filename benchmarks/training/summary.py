@@ -83,6 +83,7 @@ def timed(name: str, timings: Mapping[str, Any], learning: Mapping[str, Any]) ->
     row = {
         "step_s": step,
         "step_quartiles_s": report.quartiles(timings[name]["times_s"]),
+        "communication": communication(name, timings),
         "compresses": timings[name]["compresses"],
         "learns_as": None,
         "time_to_target_s": None,
@@ -97,6 +98,12 @@ def timed(name: str, timings: Mapping[str, Any], learning: Mapping[str, Any]) ->
             for steps in learning[row["learns_as"]]["steps_to_target"]
         ]
     return row
+
+
+def communication(name: str, timings: Mapping[str, Any]) -> float:
+    """The share of a step that communication takes beside computing: of one without DDP where there are rounds."""
+    alone = timings[name].get("alone_s", timings[FLOOR]["times_s"])
+    return 1.0 - report.median(alone) / report.median(timings[name]["times_s"])
 
 
 def speedup(row: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[str, float] | None:
@@ -201,7 +208,8 @@ def time_table(result: Mapping[str, Any], world: Mapping[str, Any]) -> report.Ta
     """When each arm reached the target."""
     rates, seeds = list(world["joined"]), result["arguments"]["seeds"]
     columns = ["arm", *(f"{spoken(rate)}:\nstep ms, to target s" for rate in rates)]
-    columns += [f"times sooner than\nfp16, {spoken(rates[0])}", "faster than float32\nand fp16 up to"]
+    columns += [f"communication,\n% of a step, {spoken(rates[0])}", f"times sooner than\nfp16, {spoken(rates[0])}"]
+    columns += ["faster than float32\nand fp16 up to"]
     rows = []
     for name in result["arguments"]["arms"]:
         cells = []
@@ -215,6 +223,7 @@ def time_table(result: Mapping[str, Any], world: Mapping[str, Any]) -> report.Ta
             [
                 ARMS[name].title,
                 *cells,
+                "" if name == FLOOR else f"{100 * world['joined'][rates[0]][name]['communication']:.1f}",
                 "" if gain is None or name == BASELINE else times(gain, seeds),
                 world["crossover"].get(name, {}).get("words", ""),
             ]

@@ -252,6 +252,7 @@ ARMS = {
         "topk",
         "topk8",
         "local",
+        "local30",
         "auto",
     )
 }

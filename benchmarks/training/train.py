@@ -18,6 +18,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from ..common import report
 from ..common.arms import BASELINE, DENSE, FLOOR, Arm, Installed, in_turns
 from ..common.progress import Progress
 from ..network import flags, links
+from ..network.step import OPENING
 from . import summary
 from .search import Runs, best_rate, still_needed
 from .summary import tables
@@ -116,13 +118,14 @@ def measure_world(
         with links.open_links(world_size, rate, distance) as connection:
             steps = (options.warmup + options.timed) * len(arms)
             with Progress(f"{task.name}, {world_size} ranks, {text}", steps) as progress:
+                turns = {"timed": options.timed, "warmup": options.warmup, "distant": distance is not None}
                 proof, timed = connection.run_proven(
                     time_steps,
-                    {**common, "arms": list(arms), "timed": options.timed, "warmup": options.warmup},
+                    {**common, "arms": list(arms), **turns},
                     options.timeout,
                     follow=follower(progress),
                 )
-        timings[text] = {"rate": rate, "proof": proof, "arms": slowest(timed)}
+        timings[text] = {"rate": rate, "proof": proof, "arms": together(timed, fmean if distance else max)}
     return {
         "world": world_size,
         "runs": chosen,
@@ -215,42 +218,60 @@ def finite(value: float) -> float | None:
 
 
 def time_steps(
-    task: str, optimizer: str, steps: int, arms: Sequence[str], timed: int, warmup: int
+    task: str, optimizer: str, steps: int, arms: Sequence[str], timed: int, warmup: int, distant: bool
 ) -> dict[str, dict[str, Any]]:
     """What every rank does on links: time steps of every arm, in turns. Returns seconds and what the arm decided.
 
-    Where parameters are exchanged every few steps, a turn is as many, and its time is shared among them.
+    Where parameters are exchanged every few steps, a turn is as many, which share its time; the last one has the round,
+    and the others tell what a step takes without.
+
+    Args:
+        distant: whether links have a distance, where a barrier would leave ranks up to one way apart.
     """
     job = resolve(task, optimizer, steps)
     runners = {name: prepared(job, ARMS[name], 0) for name in arms}
     times: dict[str, list[float]] = {name: [] for name in arms}
+    alone: dict[str, list[float]] = {name: [] for name in arms if ARMS[name].every}
 
     def turn(name: str) -> None:
-        installed, updates, data = runners[name]
-        batches = [next(data) for _ in range(ARMS[name].every or 1)]
-        dist.barrier()
-        begin = time.perf_counter()
-        for batch in batches:
+        (installed, updates, data), every, laps = runners[name], ARMS[name].every, [0.0]
+        opening = OPENING if distant and not every else 0
+        batches = [next(data) for _ in range(opening + (every or 1))]
+        if not distant:
+            dist.barrier()
+        for index, batch in enumerate(batches):
+            if index == opening:
+                laps = [time.perf_counter()]
             job.train_step(installed.model, updates, len(times[name]), batch)
-        times[name].append((time.perf_counter() - begin) / len(batches))
+            laps.append(time.perf_counter())
+        times[name].append((laps[-1] - laps[0]) / (len(laps) - 1))
+        if every:
+            alone[name].append((laps[-2] - laps[0]) / (every - 1))
         say(1, ARMS[name].title)
 
     for installed, updates, data in runners.values():
         while installed.deciding:
             job.train_step(installed.model, updates, 0, next(data))
     in_turns({name: partial(turn, name) for name in arms}, warmup + timed)
-    result = {name: {"times_s": times[name][warmup:], "compresses": runners[name][0].compresses()} for name in arms}
+    result: dict[str, dict[str, Any]] = {
+        name: {"times_s": times[name][warmup:], "compresses": runners[name][0].compresses()} for name in arms
+    }
+    for name, seconds in alone.items():
+        result[name]["alone_s"] = seconds[warmup:]
     for installed, *_ in runners.values():
         installed.close()
     return result
 
 
-def slowest(ranks: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """For each arm its steps, each lasting until its slowest rank is done, and whether any bucket is compressed."""
+def together(
+    ranks: Sequence[Mapping[str, Mapping[str, Any]]], join: Callable[[Sequence[float]], float]
+) -> dict[str, dict[str, Any]]:
+    """For each arm its steps, of whose times on the ranks `join` makes one, and whether any bucket is compressed."""
+
+    def joined(name: str, key: str) -> list[float]:
+        return [join(step) for step in zip(*(rank[name][key] for rank in ranks), strict=True)]
+
     return {
-        name: {
-            "times_s": [max(step) for step in zip(*(rank[name]["times_s"] for rank in ranks), strict=True)],
-            "compresses": ranks[0][name]["compresses"],
-        }
-        for name in ranks[0]
+        name: {**mine, **{key: joined(name, key) for key in ("times_s", "alone_s") if key in mine}}
+        for name, mine in ranks[0].items()
     }
