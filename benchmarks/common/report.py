@@ -111,7 +111,7 @@ def document(benchmark: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(content, indent=1) + "\n")
+    Path(path).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 @dataclass(frozen=True)

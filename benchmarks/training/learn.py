@@ -11,7 +11,6 @@ Runs are written one by one, and those that are there already are not made again
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -31,7 +30,7 @@ from ..common.progress import Progress
 from ..common.virtual import VirtualRanks
 from .apart import Apart
 from .inside import Inside
-from .search import Runs, best_rate, still_needed
+from .search import Runs, best_rate, finite, loss_of, still_needed
 from .tasks import TASKS, Batch, Task
 from .ways import FLOAT32, MOMENTUM, WAYS, Way
 
@@ -108,7 +107,6 @@ def learn(
     model, received = train(way, job, model, data, rates, seed)
     sums = job.validation(model, 0, 1)
     ring = 2 * (world - 1) / world * 4 * sum(p.numel() for p in model.parameters())
-    loss = sums["loss"] / sums["count"]
     return {
         "task": task,
         "optimizer": optimizer,
@@ -118,7 +116,7 @@ def learn(
         "arm": arm,
         "learning_rate": learning_rate,
         "seed": seed,
-        "loss": loss if math.isfinite(loss) else math.inf,  # it has diverged
+        "loss": finite(sums["loss"] / sums["count"]),
         **({"accuracy": sums["right"] / sums["count"]} if "right" in sums else {}),
         "share_of_bytes": received / steps / ring,
     }
@@ -229,7 +227,7 @@ def best(runs: Sequence[Mapping[str, Any]]) -> list[Best]:
         assert {run["seed"] for run in mine} == seeds, f"{arm}: not every seed was trained at {rate}"
         fewer = 1.0 / statistics.fmean(run["share_of_bytes"] for run in mine)
         right = tuple(run["accuracy"] for run in mine if "accuracy" in run)
-        found.append(Best(arm, rate, tuple(run["loss"] for run in mine), fewer, right))
+        found.append(Best(arm, rate, tuple(map(loss_of, mine)), fewer, right))
     return found
 
 
@@ -282,7 +280,7 @@ def table(result: Mapping[str, Any]) -> report.Table:
 
 def search(result: Mapping[str, Any]) -> report.Table:
     """Losses of the first seed at each rate."""
-    first = {(run["arm"], run["learning_rate"]): run["loss"] for run in result["runs"] if run["seed"] == 0}
+    first = {(run["arm"], run["learning_rate"]): loss_of(run) for run in result["runs"] if run["seed"] == 0}
     rates = sorted({rate for _, rate in first})
     rows = [
         [WAYS[arm].title, *(f"{first[arm, rate]:.3f}" if (arm, rate) in first else "" for rate in rates)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,17 @@ class Runs(list[dict[str, Any]]):
         self.append(run)
         if self._file is not None:
             with self._file.open("a") as lines:
-                lines.write(json.dumps(run) + "\n")
+                lines.write(json.dumps(run, allow_nan=False) + "\n")
+
+
+def finite(value: float) -> float | None:
+    """JSON knows no NaN and no infinity."""
+    return value if math.isfinite(value) else None
+
+
+def loss_of(run: Mapping[str, Any]) -> float:
+    """Infinite where it was not finite: it has diverged."""
+    return math.inf if run["loss"] is None else float(run["loss"])
 
 
 def still_needed(
@@ -52,11 +63,11 @@ def still_needed(
     """What has to be run next, arm by arm: rates with the first seed, then the other seeds at the best one.
 
     Args:
-        known: runs that are there: `arm`, `learning_rate`, `seed` and the `loss` at the end.
+        known: runs that are there: `arm`, `learning_rate`, `seed` and the `loss` at the end, None if not finite.
         rates: the grid; None: a search that begins at `begin`.
     """
     for arm in arms:
-        mine = {(run["learning_rate"], run["seed"]): run["loss"] for run in known if run["arm"] == arm}
+        mine = {(run["learning_rate"], run["seed"]): loss_of(run) for run in known if run["arm"] == arm}
         tried = {rate: loss for (rate, seed), loss in mine.items() if seed == 0}
         grid = rates or grid_around(tried, begin)
         wanted = [(rate, 0) for rate in grid if rate not in tried]
@@ -80,4 +91,4 @@ def grid_around(tried: Mapping[float, float], begin: float) -> list[float]:
 
 def best_rate(runs: Sequence[Mapping[str, Any]], arm: str) -> float:
     """The rate that is best with the first seed."""
-    return float(min((r for r in runs if r["arm"] == arm and r["seed"] == 0), key=lambda r: r["loss"])["learning_rate"])
+    return float(min((r for r in runs if r["arm"] == arm and r["seed"] == 0), key=loss_of)["learning_rate"])

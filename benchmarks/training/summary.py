@@ -12,6 +12,7 @@ from ..common import report
 from ..common.arms import BASELINE, DENSE, FLOOR
 from ..network import flags
 from ..network.proof import caption
+from .search import loss_of
 from .tasks import ARMS
 
 #: PyTorch's own ways that need no tuning; a codec pays where it beats the faster of them.
@@ -46,9 +47,8 @@ def by_arm(runs: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def final(run: Mapping[str, Any]) -> float:
-    """The loss at the end; infinite where it was not finite."""
-    loss = run["curve"][-1]["loss"]
-    return math.inf if loss is None else float(loss)
+    """The loss at the end."""
+    return loss_of(run["curve"][-1])
 
 
 def learned(
@@ -71,7 +71,7 @@ def steps_to(curve: Sequence[Mapping[str, Any]], target: float) -> float | None:
     """After how many steps a curve reaches `target`, straight between its readings; None if it never does."""
     for before, after in pairwise(curve):
         if after["loss"] is not None and after["loss"] <= target:
-            high = math.inf if before["loss"] is None else before["loss"]
+            high = loss_of(before)
             share = 1.0 if math.isinf(high) else (high - target) / (high - after["loss"])
             return float(before["step"] + share * (after["step"] - before["step"]))
     return None

@@ -14,7 +14,6 @@ import argparse
 import dataclasses
 import gc
 import json
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -30,7 +29,7 @@ from ..common.progress import Progress
 from ..network import flags, links
 from ..network.step import OPENING
 from . import summary
-from .search import Runs, best_rate, still_needed
+from .search import Runs, best_rate, finite, still_needed
 from .summary import tables
 from .tasks import ARMS, TASKS, Task, require_equal_replicas, validate
 
@@ -192,7 +191,7 @@ def train(task: Task, arm: Arm, seed: int, readings: int) -> dict[str, Any]:
         "arm": arm.name,
         "learning_rate": task.learning_rates[task.optimizer],
         "seed": seed,
-        "loss": reading["loss"] if math.isfinite(reading["loss"]) else math.inf,
+        "loss": finite(reading["loss"]),
         "parameters": sum(p.numel() for p in model.parameters()),
         "bits_per_element": installed.bits_per_element(),
         "seconds": time.monotonic() - start,
@@ -210,11 +209,6 @@ def prepared(task: Task, arm: Arm, seed: int) -> tuple[Installed, torch.optim.Op
     installed = arm.install(task.model(), task.bucket_mb, seed, exchange="gather")
     optimizer = installed.optimizer(task.new_optimizer(installed.model))
     return installed, optimizer, task.batches(seed, dist.get_rank(), dist.get_world_size())
-
-
-def finite(value: float) -> float | None:
-    """JSON knows no NaN and no infinity."""
-    return value if math.isfinite(value) else None
 
 
 def time_steps(
