@@ -115,7 +115,7 @@ SET = (
     Publication(
         "learn-tried",
         "learn benchmarks/results/learn.jsonl --seeds 1 --learning-rates 8e-3 "
-        "--arms chunked25 chunked18 topk7.5-split topk4 topk1 tracking-ternary",
+        "--arms chunked25 chunked25-late chunked18 topk7.5-split topk4 topk1 tracking-ternary",
         plot=False,
     ),
     Publication(
@@ -125,13 +125,25 @@ SET = (
     ),
     Publication(
         "learn-long",
-        "learn benchmarks/results/learn.jsonl --steps 4500 --seeds 1 --learning-rates 8e-3 --arms chunked25",
+        "learn benchmarks/results/learn.jsonl --steps 4500 --begin 8e-3 --seeds 1 --arms chunked25 local10-ternary",
+        plot=False,
+    ),
+    Publication(
+        "learn-batch",
+        "learn benchmarks/results/learn.jsonl --batch 64 --seeds 1 --learning-rates 8e-3 "
+        "--arms chunked25 local10-ternary",
         plot=False,
     ),
     Publication(
         "learn-sgd",
         "learn benchmarks/results/learn.jsonl --optimizer sgd --steps 500 --learning-rates 0.3 "
         "--arms topk4 onebit-outliers chunked25",
+    ),
+    Publication(
+        "learn-sgd-long",
+        "learn benchmarks/results/learn.jsonl --optimizer sgd --steps 4500 --learning-rates 0.3 --seeds 1 "
+        "--arms topk7.5-split",
+        plot=False,
     ),
     Publication(
         "learn-digits",
@@ -144,6 +156,12 @@ SET = (
         "train-small-adamw",
         "train --task small --optimizer adamw --rates 100mbit 1gbit --arms powersgd onebit topk topk8 --readings 8 "
         "--timed 4",
+    ),
+    Publication(
+        "train-periodic",
+        "train --task large --optimizer adamw --rates 100mbit --delay 25ms --arms local local30 --seeds 1 --steps 30 "
+        "--readings 1 --timed 5 --warmup 1",
+        plot=False,
     ),
     Publication("advise-check", "advise --check", plot=False),
     Publication("profiling", "profile --rate 1gbit"),

@@ -83,7 +83,6 @@ def timed(name: str, timings: Mapping[str, Any], learning: Mapping[str, Any]) ->
     row = {
         "step_s": step,
         "step_quartiles_s": report.quartiles(timings[name]["times_s"]),
-        "communication": communication(name, timings),
         "compresses": timings[name]["compresses"],
         "learns_as": None,
         "time_to_target_s": None,
@@ -223,7 +222,7 @@ def time_table(result: Mapping[str, Any], world: Mapping[str, Any]) -> report.Ta
             [
                 ARMS[name].title,
                 *cells,
-                "" if name == FLOOR else f"{100 * world['joined'][rates[0]][name]['communication']:.1f}",
+                "" if name == FLOOR else f"{100 * communication(name, world['timings'][rates[0]]['arms']):.1f}",
                 "" if gain is None or name == BASELINE else times(gain, seeds),
                 world["crossover"].get(name, {}).get("words", ""),
             ]
