@@ -228,14 +228,14 @@ def time_steps(
     alone: dict[str, list[float]] = {name: [] for name in arms if ARMS[name].every}
 
     def turn(name: str) -> None:
-        (installed, updates, data), every, laps = runners[name], ARMS[name].every, [0.0]
-        opening = OPENING if distant and not every else 0
-        batches = [next(data) for _ in range(opening + (every or 1))]
+        (installed, updates, data), every = runners[name], ARMS[name].every
+        for _ in range(OPENING if distant and not every else 0):
+            job.train_step(installed.model, updates, len(times[name]), next(data))
+        batches = [next(data) for _ in range(every or 1)]
         if not distant:
             dist.barrier()
-        for index, batch in enumerate(batches):
-            if index == opening:
-                laps = [time.perf_counter()]
+        laps = [time.perf_counter()]
+        for batch in batches:
             job.train_step(installed.model, updates, len(times[name]), batch)
             laps.append(time.perf_counter())
         times[name].append((laps[-1] - laps[0]) / (len(laps) - 1))
