@@ -141,8 +141,7 @@ SET = (
     ),
     Publication(
         "learn-sgd-long",
-        "learn benchmarks/results/learn.jsonl --optimizer sgd --steps 4500 --learning-rates 0.3 --seeds 1 "
-        "--arms topk7.5-split",
+        "learn benchmarks/results/learn.jsonl --optimizer sgd --steps 4500 --learning-rates 0.3 --arms topk7.5-split",
         plot=False,
     ),
     Publication(
