@@ -219,6 +219,16 @@ def test_one_rank_has_nobody_to_tell(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "--world 1: expected at least 2" in capsys.readouterr().err
 
 
+def test_a_run_that_diverges_is_null_and_shown_as_infinite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs, document = tmp_path / "runs.jsonl", tmp_path / "learn.json"
+    line = "--task digits --optimizer sgd --batch 8 --world 2 --steps 1 --seeds 1 --jobs 1 --learning-rates 1e30"
+    command = ["learn", str(runs), *line.split(), "--arms", "float32", "--json", str(document)]
+    assert cli.main(command) == 0
+    assert [json.loads(run)["loss"] for run in runs.read_text().splitlines()] == [None]
+    assert "inf" in capsys.readouterr().out
+    assert "Infinity" not in document.read_text()
+
+
 def searched(losses: Callable[[float], float | None], seeds: int = 2) -> dict[float, list[int]]:
     """Which seeds a search trains at which rates, where losses are these."""
     runs: list[dict[str, Any]] = []

@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
             for future in as_completed(futures):
                 done = future.result()
                 known.add(done)
-                progress.advance(1, f"{done['arm']} at {done['learning_rate']:g}: {done['loss']:.3f}")
+                progress.advance(1, f"{done['arm']} at {done['learning_rate']:g}: {loss_of(done):.3f}")
     result = report.document("learn", {**common, "arms": arms, "seeds": options.seeds})
     known.sort(key=lambda run: (arms.index(run["arm"]), run["learning_rate"], run["seed"]))
     result |= {"task": task.describe(), "runs": known}

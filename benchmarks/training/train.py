@@ -17,14 +17,13 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from statistics import fmean
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..common import report
-from ..common.arms import BASELINE, DENSE, FLOOR, Arm, Installed, in_turns
+from ..common.arms import BASELINE, DENSE, FLOOR, Arm, Installed, average, in_turns, slowest
 from ..common.progress import Progress
 from ..network import flags, links
 from ..network.step import OPENING
@@ -124,7 +123,7 @@ def measure_world(
                     options.timeout,
                     follow=follower(progress),
                 )
-        timings[text] = {"rate": rate, "proof": proof, "arms": together(timed, fmean if distance else max)}
+        timings[text] = {"rate": rate, "proof": proof, "arms": together(timed, average if distance else slowest)}
     return {
         "world": world_size,
         "runs": chosen,
@@ -225,7 +224,7 @@ def time_steps(
     job = resolve(task, optimizer, steps)
     runners = {name: prepared(job, ARMS[name], 0) for name in arms}
     times: dict[str, list[float]] = {name: [] for name in arms}
-    alone: dict[str, list[float]] = {name: [] for name in arms if ARMS[name].every}
+    alone: dict[str, list[float]] = {name: [] for name in arms if ARMS[name].every > 1}
 
     def turn(name: str) -> None:
         (installed, updates, data), every = runners[name], ARMS[name].every
@@ -239,7 +238,7 @@ def time_steps(
             job.train_step(installed.model, updates, len(times[name]), batch)
             laps.append(time.perf_counter())
         times[name].append((laps[-1] - laps[0]) / (len(laps) - 1))
-        if every:
+        if every > 1:
             alone[name].append((laps[-2] - laps[0]) / (every - 1))
         say(1, ARMS[name].title)
 
@@ -258,12 +257,13 @@ def time_steps(
 
 
 def together(
-    ranks: Sequence[Mapping[str, Mapping[str, Any]]], join: Callable[[Sequence[float]], float]
+    ranks: Sequence[Mapping[str, Mapping[str, Any]]],
+    join: Callable[[Sequence[Sequence[Sequence[float]]]], list[list[float]]],
 ) -> dict[str, dict[str, Any]]:
     """For each arm its steps, of whose times on the ranks `join` makes one, and whether any bucket is compressed."""
 
     def joined(name: str, key: str) -> list[float]:
-        return [join(step) for step in zip(*(rank[name][key] for rank in ranks), strict=True)]
+        return join([[rank[name][key]] for rank in ranks])[0]
 
     return {
         name: {**mine, **{key: joined(name, key) for key in ("times_s", "alone_s") if key in mine}}
