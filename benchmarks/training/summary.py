@@ -166,7 +166,9 @@ def learning_table(result: Mapping[str, Any], world: Mapping[str, Any]) -> repor
     columns = ["arm", "bits an element", "times fewer", f"final loss, {task['loss_unit']}", "against float32, paired"]
     columns += ["accuracy"] * accurate + ["steps to target"]
     searched = result["arguments"].get("search", False)
-    columns[1:1] = ["rate"] * searched
+    longer = bool(result["arguments"].get("longer"))
+    lengths = {name: runs[0]["curve"][-1]["step"] for name, runs in by_arm(world["runs"]).items()}
+    columns[1:1] = ["rate"] * searched + ["steps"] * longer
     rows = []
     for name, row in world["learning"].items():
         loss, change, steps = row["final_loss"], row["change"], row["steps_to_target"]
@@ -174,6 +176,7 @@ def learning_table(result: Mapping[str, Any], world: Mapping[str, Any]) -> repor
             [
                 ARMS[name].title,
                 *([f"{world['learning_rates'][name]:g}"] if searched else []),
+                *([str(lengths[name])] if longer else []),
                 f"{row['bits_per_element']:.3g}",
                 f"{32 / row['bits_per_element']:.1f}",
                 "not finite" if loss is None else f"{loss['mean']:.3f}",
