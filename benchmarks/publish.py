@@ -110,7 +110,14 @@ SET = (
     Publication("hsdp", "hsdp --rate 1gbit", plot=False),
     Publication(
         "learn-adamw",
-        "learn benchmarks/results/learn.jsonl --begin 4e-3 --arms chunked25 topk1 tracking-ternary",
+        "learn benchmarks/results/learn.jsonl --learning-rates 4e-3 8e-3 "
+        "--arms float32-b8 chunked25 chunked25-b5 topk1 wide1.5-b5 wide0.7-b5",
+    ),
+    Publication(
+        "learn-late",
+        "learn benchmarks/results/learn.jsonl --seeds 1 --learning-rates 8e-3 "
+        "--arms float32-b8 float32-b5 float32-late3 float32-late3-b5 chunked25 chunked25-b8 chunked25-b5 chunked25-b3",
+        plot=False,
     ),
     Publication(
         "learn-tried",
@@ -125,7 +132,8 @@ SET = (
     ),
     Publication(
         "learn-long",
-        "learn benchmarks/results/learn.jsonl --steps 4500 --begin 8e-3 --seeds 1 --arms chunked25 local10-ternary",
+        "learn benchmarks/results/learn.jsonl --steps 4500 --learning-rates 4e-3 --seeds 1 "
+        "--arms chunked25 chunked25-b5 chunked1.4-b5 wide0.7-b5 local10-ternary local30-ternary",
         plot=False,
     ),
     Publication(

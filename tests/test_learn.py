@@ -178,18 +178,27 @@ def test_what_is_handed_out_with_momentum_trains_without(optimizer: str) -> None
     rate = learn.TASKS["digits"].learning_rates[optimizer]
     options: dict[str, Any] = {"task": "digits", "optimizer": optimizer, "learning_rate": rate, "seed": 0}
     options |= {"world": 2, "batch": 16, "steps": 30}
-    for arm in ("float32", "dgc-topk1", "tracking"):
+    for arm in ("float32", "float32-b5", "topk1-b5", "dgc-topk1", "tracking"):
         way = learn.WAYS[arm]
         made = learn.optimizer_of(learn.task_of("digits", optimizer, 16, 30), [torch.nn.Parameter(torch.ones(1))], way)
         group = made.param_groups[0]
         momentum = group["momentum"] if optimizer == "sgd" else group["betas"][0]
-        assert momentum == (0.0 if way.has_momentum else 0.9)
+        assert momentum == (0.0 if way.has_momentum else 0.5 if arm.endswith("-b5") else 0.9)
     if optimizer == "sgd":
         whole = replace(learn.WAYS["dgc-topk1"], codec=Identity())
         tasks = {"digits": replace(learn.TASKS["digits"], clip=1e9)}
         with patch.dict(learn.WAYS, whole=whole), patch.dict(learn.TASKS, tasks):
             losses = [learn.learn(arm=arm, **options)["loss"] for arm in ("float32", "whole")]
         assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_another_momentum_is_told() -> None:
+    titles = {name: learn.WAYS[name].title for name in ("float32", "float32-b5", "float32-late3-b5", "topk1-b5")}
+    assert titles["float32-late3-b5"] == "float32, 3 steps late, momentum 0.5"
+    assert titles["float32"] == "float32"
+    assert titles["float32-b5"] == "float32, momentum 0.5"
+    assert titles["topk1-b5"].endswith("Residual, momentum 0.5")
+    assert learn.WAYS["float32-b5"].kind == learn.WAYS["float32"].kind != learn.WAYS["topk1-b5"].kind
 
 
 def test_one_seed_has_no_interval_and_one_rate_no_search() -> None:

@@ -12,6 +12,7 @@ from gradwire import (
     CODECS,
     QSGD,
     Cast,
+    ChunkedTopK,
     Codec,
     CompressState,
     Momentum,
@@ -63,10 +64,11 @@ def test_what_is_recommended_takes_no_more_bytes_than_asked_for(ratio: float, op
 @pytest.mark.parametrize("make", [adam, sgd])
 @settings(deadline=None)
 @given(ratio=st.floats(2, 2000))
-def test_nothing_is_recommended_that_is_warned_of(make: Callable[[], torch.optim.Optimizer], ratio: float) -> None:
+def test_nothing_is_recommended_that_is_warned_of(make: Callable[..., torch.optim.Optimizer], ratio: float) -> None:
     found = recommend(make(), ratio=ratio)
+    optimizer = make() if found.momentum is None else make(betas=(found.momentum, 0.99))
     # Where parameters are exchanged, the optimizer sees nothing of the codec.
-    assert found.every > 1 or concern(make(), found.codec, found.feedback is not False) is None
+    assert found.every > 1 or concern(optimizer, found.codec, found.feedback is not False) is None
 
 
 @pytest.mark.parametrize(
@@ -92,8 +94,11 @@ def test_a_recommendation_can_be_read_and_pasted() -> None:
     found = recommend("adamw", ratio=20)
     assert str(found).startswith(f"CompressState(model, {found.codec}, error_feedback={found.feedback}): ")
     assert len(found.why) > 40
-    rare = recommend("adamw", ratio=190)
-    assert rare.call == f"LocalUpdates(model, optimizer, {rare.codec}, every=10, error_feedback={rare.feedback})"
+    assert found.momentum == 0.5
+    assert recommend("sgd", ratio=20).momentum is None
+    rare = recommend("adamw", ratio=500)
+    assert rare.call == f"LocalUpdates(model, optimizer, {rare.codec}, every=26, error_feedback={rare.feedback})"
+    assert rare.momentum is None, "nothing arrives late"
 
 
 def test_who_divides_by_a_size_of_its_own() -> None:
@@ -107,9 +112,13 @@ def test_who_divides_by_a_size_of_its_own() -> None:
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
 def test_who_is_warned_of(codec: Codec) -> None:
-    """Codes of few levels with a residual, under Adam; and under SGD, OneBit without outliers."""
+    """Codes of few levels with a residual, under Adam; those that send few elements, where it keeps its momentum; and
+    under SGD, OneBit without outliers."""
     inner = codec.inner if isinstance(codec, Outliers) else codec
-    assert bool(concern(adam(), codec, True)) == isinstance(inner, OneBit | Ternary | TernGrad)
+    few = isinstance(codec, TopK | ChunkedTopK)
+    assert bool(concern(adam(), codec, True)) == (few or isinstance(inner, OneBit | Ternary | TernGrad))
+    assert bool(concern(adam(betas=(0.5, 0.95)), codec, True)) == isinstance(inner, OneBit | Ternary | TernGrad)
+    assert concern(torch.optim.RMSprop([nn.Parameter(torch.ones(3))]), TopK(0.1), True) is None, "it has no momentum"
     assert bool(concern(sgd(momentum=0.9), codec, True)) == isinstance(codec, OneBit)
     assert concern(adam(), codec, False) is None
     for optimizer in (adam(), sgd()):
@@ -117,7 +126,8 @@ def test_who_is_warned_of(codec: Codec) -> None:
         if text is not None:
             assert str(codec) in text
             assert type(optimizer).__name__ in text
-            assert f"{recommend(optimizer, ratio=4e6 / codec.wire_bytes(10**6)).call} (gradwire.recommend)" in text
+            call = recommend(optimizer, ratio=4e6 / codec.wire_bytes(10**6)).call
+            assert ("betas=(0.5, 0.999) (gradwire.recommend)" if few else f"{call} (gradwire.recommend)") in text
 
 
 def _refused(rank: int, strategy: Feedback) -> list[str]:
@@ -198,7 +208,9 @@ def _warnings(rank: int, codec: Codec, kind: str, options: dict[str, Any]) -> li
     model = DistributedDataParallel(nn.Linear(40, 3))
     state = CompressState(model, codec, fallback=None, **options)
     model.register_comm_hook(state, compress_hook)
-    optimizer = torch.optim.AdamW(model.parameters()) if kind == "adamw" else torch.optim.SGD(model.parameters(), 0.1)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if kind != "sgd":
+        optimizer = torch.optim.AdamW(model.parameters(), betas=(0.5 if "β1" in kind else 0.9, 0.99))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
@@ -216,7 +228,9 @@ def _warnings(rank: int, codec: Codec, kind: str, options: dict[str, Any]) -> li
         (Outliers(OneBit()), "sgd", {}, False),
         (Ternary(), "adamw", {"error_feedback": Tracking(0.0)}, False),
         (Ternary(), "adamw", {"error_feedback": Residual()}, True),
-        (TopK(density=0.1), "adamw", {}, False),
+        (TopK(density=0.1), "adamw", {}, True),
+        (TopK(density=0.1), "adamw, β1 0.5", {}, False),
+        (TopK(density=0.1), "sgd", {}, False),
         (TernGrad(), "adamw", {}, False),
         (OneBit(), "adamw", {"exchange": "dense"}, False),
         (QSGD(), "sgd", {}, False),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ from .apart import Apart
 from .inside import Inside
 from .search import Runs, best_rate, finite, loss_of, still_needed
 from .tasks import TASKS, Batch, Task
-from .ways import FLOAT32, MOMENTUM, WAYS, Way
+from .ways import FLOAT32, WAYS, Way
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +87,7 @@ def task_of(name: str, optimizer: str, batch: int, steps: int) -> Task:
 
 def optimizer_of(task: Task, parameters: Sequence[nn.Parameter], way: Way) -> torch.optim.Optimizer:
     """The task's; without momentum of its own where what is handed out has it."""
-    momentum = 0.0 if way.has_momentum else MOMENTUM
+    momentum = 0.0 if way.has_momentum else way.momentum
     if task.optimizer == "sgd":
         return torch.optim.SGD(parameters, momentum=momentum)
     return torch.optim.AdamW(parameters, betas=(momentum, 0.99), weight_decay=0.01, fused=True)
@@ -149,6 +150,7 @@ def train_together(
     inside = Inside(way, ranks, world, steps, clip) if way.method else None
     flats = [torch.zeros(sum(p.numel() for p in parameters)) for _ in range(world)]
     values = flatten(parameters, layout) if inside is not None else flats[0]
+    arriving: deque[Tensor] = deque(maxlen=way.late + 1)  # too late at the beginning: the first one until then
     received = 0
     for step, rate in enumerate(rates):
         if step == way.begins > 0:
@@ -161,7 +163,8 @@ def train_together(
             inside.move(values, flats, rate)
             received += ranks.transfer_bytes
             continue
-        put(parameters, ranks.reduce(flats), layout)
+        arriving.append(ranks.reduce(flats).clone())
+        put(parameters, arriving[0], layout)
         received += ranks.transfer_bytes
         if isinstance(way.strategy, Tracking):
             beta = way.strategy.beta

@@ -41,6 +41,9 @@ class Way:
         corrected: the learning rate of step t is divided by 1 - β^t, which corrects the bias of the estimate that is
             handed out, as Adam does with its own first moment.
         rounds: ranks train models of their own, and exchange differences of parameters; None: gradients.
+        momentum: the optimizer's, β1 of AdamW, where the strategy has none. What a residual keeps back arrives late,
+            which is a momentum too (Mitliagkas et al. 2016), so that Adam may do with less of its own.
+        late: so many steps pass before a mean gradient reaches the optimizer: what being late costs by itself.
     """
 
     codec: Codec = field(default_factory=Identity)
@@ -50,11 +53,19 @@ class Way:
     corrected: bool = False
     method: str = ""
     rounds: Rounds | None = None
+    momentum: float = MOMENTUM
+    late: int = 0
+
+    @property
+    def plain(self) -> bool:
+        """Whether this is float32, whatever its momentum, and however late."""
+        return replace(self, momentum=MOMENTUM, late=0) == Way()
 
     @property
     def title(self) -> str:
-        if self == Way():
-            return FLOAT32
+        momentum = "" if self.momentum == MOMENTUM else f", momentum {self.momentum:g}"
+        if self.plain:
+            return FLOAT32 + (f", {self.late} steps late" if self.late else "") + momentum
         feedback = "" if self.strategy is None else f", {type(self.strategy).__name__}"
         if isinstance(self.strategy, Residual) and self.strategy.dtype != torch.float32:
             feedback += f" in {self.strategy.dtype}"
@@ -62,19 +73,19 @@ class Way:
         method = {"adam": "1-bit Adam, ", "lion": "Distributed Lion, "}.get(self.method, "")
         text = f"{method}{label(self.codec)} by {self.exchange}{feedback}{begins}{', corrected' * self.corrected}"
         rounds = "" if self.rounds is None else f", {self.rounds}"
-        return text.replace("torch.", "") + rounds
+        return text.replace("torch.", "") + rounds + momentum
 
     @property
     def kind(self) -> str:
         """What is exchanged, in the legend of a plot."""
-        if self == Way():
+        if self.plain:
             return FLOAT32
         if self.rounds is not None:
             return "parameters, every few steps"
         if self.method:
             return "what the optimizer makes of gradients"
-        momentum: dict[type, str] = {Tracking: "gradients, Tracking", Momentum: "gradients, Momentum"}
-        return momentum.get(type(self.strategy), "gradients")
+        strategies: dict[type, str] = {Tracking: "gradients, Tracking", Momentum: "gradients, Momentum"}
+        return strategies.get(type(self.strategy), "gradients")
 
     @property
     def has_momentum(self) -> bool:
@@ -97,6 +108,10 @@ def _top(density: float) -> Codec:
 
 WAYS = {
     FLOAT32: Way(),
+    "float32-b8": Way(momentum=0.8),
+    "float32-b5": Way(momentum=0.5),
+    "float32-late3": Way(late=3),
+    "float32-late3-b5": Way(late=3, momentum=0.5),
     "tracking": Way(strategy=SMOOTH),
     "tracking-corrected": Way(strategy=SMOOTH, corrected=True),
     "tracking-ternary": Way(Ternary(), "two_pass", SMOOTH),
@@ -127,9 +142,16 @@ WAYS = {
     "topk3": Way(_top(0.03), "gather", Residual()),
     "topk2": Way(_top(0.02), "gather", Residual()),
     "topk1": Way(_top(0.01), "gather", Residual()),
+    "topk1-b5": Way(_top(0.01), "gather", Residual(), momentum=0.5),
     "chunked18": Way(ChunkedTopK(k=737, values=4), "two_pass", Residual()),
     "chunked25": Way(ChunkedTopK(k=1024, values=2), "two_pass", Residual()),
+    "chunked25-b8": Way(ChunkedTopK(k=1024, values=2), "two_pass", Residual(), momentum=0.8),
+    "chunked25-b5": Way(ChunkedTopK(k=1024, values=2), "two_pass", Residual(), momentum=0.5),
+    "chunked25-b3": Way(ChunkedTopK(k=1024, values=2), "two_pass", Residual(), momentum=0.3),
     "chunked25-late": Way(ChunkedTopK(k=1024, values=2), "two_pass", Residual(), begins=300),
+    "chunked1.4-b5": Way(ChunkedTopK(k=58), "gather", Residual(), momentum=0.5),
+    "wide1.5-b5": Way(ChunkedTopK(k=1000, chunk=65536), "gather", Residual(), momentum=0.5),
+    "wide0.7-b5": Way(ChunkedTopK(k=448, chunk=65536), "gather", Residual(), momentum=0.5),
     "chunked3": Way(ChunkedTopK(k=138, values=2), "two_pass", Residual()),
     "local1-ternary": Way(Ternary(), "two_pass", Residual(), rounds=Rounds(1)),
     "local2-ternary": Way(Ternary(), "two_pass", Residual(), rounds=Rounds(2)),
