@@ -126,11 +126,6 @@ SET = (
         plot=False,
     ),
     Publication(
-        "learn-rare",
-        "learn benchmarks/results/learn.jsonl --seeds 1 --learning-rates 4e-3 --arms chunked25 topk1 local10-ternary",
-        plot=False,
-    ),
-    Publication(
         "learn-long",
         "learn benchmarks/results/learn.jsonl --steps 4500 --learning-rates 4e-3 --seeds 1 "
         "--arms chunked25 chunked25-b5 chunked1.4-b5 wide0.7-b5 local10-ternary local30-ternary",

@@ -194,12 +194,13 @@ def concern(optimizer: torch.optim.Optimizer, codec: Codec, feedback: bool) -> s
 
 def _too_much_momentum(optimizer: torch.optim.Optimizer, codec: Codec) -> str | None:
     """What is known of β1 beside a residual that keeps most of a gradient back."""
-    betas = max((group.get("betas", (0.0, 0.0)) for group in optimizer.param_groups), default=(0.0, 0.0))
-    if not is_adaptive(optimizer) or betas[0] <= MOST_MOMENTUM:
+    pairs = [group["betas"] for group in optimizer.param_groups if len(group.get("betas", ())) == 2]
+    if not is_adaptive(optimizer) or not pairs or max(pairs)[0] <= MOST_MOMENTUM:
         return None
+    first, second = max(pairs)
     return (
         f"{codec} with {type(optimizer).__name__}: what its residual keeps back arrives late, which is a momentum too, "
-        f"and beside a β1 of {betas[0]:g} the model ends worse: give it betas=({LESS_MOMENTUM:g}, {betas[1]:g}) "
+        f"and beside a β1 of {first:g} the model ends worse: give it betas=({LESS_MOMENTUM:g}, {second:g}) "
         "(gradwire.recommend)"
     )
 

@@ -122,6 +122,14 @@ def test_virtual_ranks_clip_each_gradient() -> None:
     assert torch.allclose(virtual.reduce([large.clone(), small.clone()]), expected, atol=1e-6)
 
 
+@pytest.mark.parametrize(("codec", "exchange"), [(OneBit(), "two_pass"), (TopK(0.1), "gather"), (Identity(), "dense")])
+def test_ranks_whose_gradients_are_not_numbers_do_not_differ(codec: Codec, exchange: str) -> None:
+    virtual = VirtualRanks(2, LAYOUT, codec, exchange, Residual())
+    spoilt = gradient(1, 0)
+    spoilt[7] = torch.nan
+    assert virtual.reduce([gradient(0, 0), spoilt])[7].isnan()
+
+
 def test_ranks_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     virtual = VirtualRanks(2, LAYOUT, OneBit(), "gather", None)
     reduce = Unit.reduce

@@ -115,7 +115,8 @@ class VirtualRanks:
             for work in works:
                 work.wait()
         self.step += 1
-        if not all(torch.equal(gradient, gradients[0]) for gradient in gradients[1:]):
+        first, *others = (gradient.view(torch.int32) for gradient in gradients)  # by bits: NaN is not equal to itself
+        if not all(torch.equal(first, other) for other in others):
             raise RuntimeError(f"ranks differ after step {self.step}")
         return gradients[0]
 
