@@ -207,7 +207,8 @@ def _too_much_momentum(optimizer: torch.optim.Optimizer, codec: Codec) -> str | 
 
 def _instead(optimizer: torch.optim.Optimizer, codec: Codec) -> str:
     other = recommend(optimizer, ratio=_ratio(codec))
-    return f"For as few bytes: {other.call} (gradwire.recommend)"
+    momentum = "" if other.momentum is None else f" and with a β1 of {other.momentum:g}"
+    return f"For as few bytes{momentum}: {other.call} (gradwire.recommend)"
 
 
 def judge(options: Options, optimizer: torch.optim.Optimizer) -> None:
