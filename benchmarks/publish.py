@@ -128,7 +128,12 @@ SET = (
     Publication(
         "learn-long",
         "learn benchmarks/results/learn.jsonl --steps 4500 --learning-rates 4e-3 --seeds 1 "
-        "--arms chunked25 chunked25-b5 chunked1.4-b5 wide0.7-b5 local10-ternary local30-ternary",
+        "--arms float32-b8 chunked25 chunked25-b5 chunked1.4-b5 wide0.7-b5 local10-ternary local30-ternary",
+    ),
+    Publication(
+        "learn-periodic",
+        "learn benchmarks/results/learn.jsonl --steps 4500 --learning-rates 8e-3 --seeds 1 "
+        "--arms local10-ternary local5-wide1.5 local3-wide0.7-b8",
         plot=False,
     ),
     Publication(

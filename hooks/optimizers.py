@@ -44,8 +44,8 @@ LESS_MOMENTUM = 0.5
 MOST_MOMENTUM = 0.8
 #: Elements of a chunk: of larger ones the choice is better, and an entry's index takes as many bits.
 CHUNKS = (65536, 32768, 16384, 8192, 4096)
-#: The most times fewer bytes, and a tenth more, with which models have been trained so.
-MOST_TIMES = 450.0
+#: With as few bytes models have been trained so.
+MOST_TIMES = 400.0
 #: Elements by which a density is chosen.
 MILLION = 1_000_000
 
@@ -114,8 +114,7 @@ def recommend(
         return _recommendation(QSGD(), False, "4 bits, unbiased: nothing is kept, and nothing arrives late")
     if adaptive:
         if times <= MOST_TIMES:
-            chunked = _chunked(times)
-            return Recommendation(chunked, Residual(), _ratio(chunked), CHUNKED, momentum=LESS_MOMENTUM)
+            return _recommendation(_chunked(times), Residual(), CHUNKED, LESS_MOMENTUM)
         every = math.ceil(times / _ratio(Ternary()))
         return Recommendation(Ternary(), Residual(), every * _ratio(Ternary()), LOCAL, every)
     if times <= _ratio(Outliers(OneBit())):
@@ -123,8 +122,8 @@ def recommend(
     return _recommendation(_top(times), Residual(), SPARSE)
 
 
-def _recommendation(codec: Codec, feedback: Feedback | bool, why: str) -> Recommendation:
-    return Recommendation(codec, feedback, _ratio(codec), why)
+def _recommendation(codec: Codec, feedback: Feedback | bool, why: str, momentum: float | None = None) -> Recommendation:
+    return Recommendation(codec, feedback, _ratio(codec), why, momentum=momentum)
 
 
 def _ratio(codec: Codec) -> float:

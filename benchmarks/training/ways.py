@@ -156,6 +156,8 @@ WAYS = {
     "local1-ternary": Way(Ternary(), "two_pass", Residual(), rounds=Rounds(1)),
     "local2-ternary": Way(Ternary(), "two_pass", Residual(), rounds=Rounds(2)),
     "local5-qsgd8": Way(QSGD(bits=8), "two_pass", Residual(), rounds=Rounds(5)),
+    "local3-wide0.7-b8": Way(ChunkedTopK(k=448, chunk=65536), "gather", Residual(), rounds=Rounds(3), momentum=0.8),
+    "local5-wide1.5": Way(ChunkedTopK(k=1000, chunk=65536), "gather", Residual(), rounds=Rounds(5)),
     "local10-ternary": Way(Ternary(), "two_pass", Residual(), rounds=Rounds(10)),
     "local30-ternary": Way(Ternary(), "two_pass", Residual(), rounds=Rounds(30)),
 }
