@@ -209,6 +209,19 @@ def test_another_momentum_is_told() -> None:
     assert learn.WAYS["float32-b5"].kind == learn.WAYS["float32"].kind != learn.WAYS["topk1-b5"].kind
 
 
+def test_gradients_arrive_as_late_as_they_should(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one until then, and afterwards that of so many steps before."""
+    arrived: list[float] = []
+    reduced = iter(range(5))
+    monkeypatch.setattr(VirtualRanks, "reduce", lambda self, flats: flats[0].fill_(next(reduced)))
+    monkeypatch.setattr(learn, "put", lambda parameters, flat, layout: arrived.append(float(flat[0])))
+    monkeypatch.setattr(learn, "update", lambda optimizer, rate, clip: None)
+    task = learn.task_of("digits", "sgd", 16, 5)
+    data = [task.batches(0, rank, 2) for rank in range(2)]
+    learn.train_together(learn.Way(late=2), task, task.model(), data, [0.1] * 5, 0)
+    assert arrived == [0, 0, 0, 1, 2]
+
+
 def test_one_seed_has_no_interval_and_one_rate_no_search() -> None:
     def tables(seeds: int, rates: tuple[float, ...]) -> list[learn.report.Table]:
         runs = [

@@ -287,7 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     dist.init_process_group("gloo")
     rank, start = dist.get_rank(), time.monotonic()
-    # What a residual keeps back arrives late, and goes with less momentum than usual; float32 is as good with it.
+    # What a residual keeps back arrives late, and goes with less momentum than usual; float32 ends lower with it too.
     recipe = Recipe(steps=options.steps, learning_rate=options.learning_rate, betas=(0.5, 0.99))
     corpus = standard_library()
     names = [arm.name for arm in options.arms]
