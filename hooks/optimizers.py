@@ -194,9 +194,9 @@ def concern(optimizer: torch.optim.Optimizer, codec: Codec, feedback: bool) -> s
 def _too_much_momentum(optimizer: torch.optim.Optimizer, codec: Codec) -> str | None:
     """What is known of β1 beside a residual that keeps most of a gradient back."""
     pairs = [group["betas"] for group in optimizer.param_groups if len(group.get("betas", ())) == 2]
-    if not is_adaptive(optimizer) or not pairs or max(pairs)[0] <= MOST_MOMENTUM:
+    first, second = max(pairs, default=(0.0, 0.0))
+    if not is_adaptive(optimizer) or first <= MOST_MOMENTUM:
         return None
-    first, second = max(pairs)
     return (
         f"{codec} with {type(optimizer).__name__}: what its residual keeps back arrives late, which is a momentum too, "
         f"and beside a β1 of {first:g} the model ends worse: give it betas=({LESS_MOMENTUM:g}, {second:g}) "
