@@ -80,7 +80,14 @@ SET = (
     Publication("exchange", "exchange"),
     Publication(
         "train-large",
-        "train --task large --arms powersgd qsgd terngrad onebit topk topk8 auto --readings 8 --timed 4 --warmup 2",
+        "train --task large --search --runs benchmarks/results/train.jsonl --readings 10 --timed 8 --warmup 2 "
+        "--arms powersgd terngrad topk8 chunked6 chunked1.5 local local30 auto",
+    ),
+    Publication(
+        "train-far",
+        "train --task large --search --runs benchmarks/results/train.jsonl --readings 10 --timed 8 --warmup 2 "
+        "--rates 100mbit --delay 25ms --arms powersgd terngrad topk8 chunked6 chunked1.5 local local30 auto",
+        plot=False,
     ),
     Publication("codecs", "codecs"),
     Publication("gpu-model", "gpu-model", plot=False),
@@ -163,12 +170,6 @@ SET = (
         "train-small-adamw",
         "train --task small --optimizer adamw --rates 100mbit 1gbit --arms powersgd onebit topk topk8 --readings 8 "
         "--timed 4",
-    ),
-    Publication(
-        "train-periodic",
-        "train --task large --optimizer adamw --rates 100mbit --delay 25ms --arms local local30 --seeds 1 --steps 30 "
-        "--readings 1 --timed 5 --warmup 1",
-        plot=False,
     ),
     Publication("advise-check", "advise --check", plot=False),
     Publication("profiling", "profile --rate 1gbit"),

@@ -150,7 +150,7 @@ def test_crossovers_outside_of_what_was_measured() -> None:
         world = {"joined": rows, "timings": {text: {"rate": rate} for text, rate in rates.items()}}
         return str(summary.crossover("topk", world)["words"])
 
-    assert words(0.5, 0.5, 0.5) == "none up to unshaped"
+    assert words(0.5, 0.5, 0.5) == "every rate tried"
     assert words(0.5, 0.5, 1.5) == "between 1 Gbit/s and unshaped"
     assert words(2.0, 1.0, 1.0) == "below 100 Mbit/s, if at all"
     assert words(0.5, 2.0, 2.0) == "0.32 Gbit/s"

@@ -250,6 +250,8 @@ ARMS = {
         Arm("topk-0.1", "#E69F00", codec=TopK(density=0.001)),
         Arm("topk8", "#E69F00", codec=EIGHT_PERCENT),
         Arm("chunked", "#882255", codec=ChunkedTopK()),
+        Arm("chunked6", "#882255", codec=ChunkedTopK(k=1000, chunk=16384)),
+        Arm("chunked1.5", "#AA6688", codec=ChunkedTopK(k=1000, chunk=65536)),
         Arm("local", "#117733", codec=Ternary(), every=10),
         Arm("local30", "#44AA77", codec=Ternary(), every=30),
         Arm("auto", "#B5A900", codec=OneBit(), exchange="auto"),

@@ -143,7 +143,7 @@ def crossover(name: str, world: Mapping[str, Any]) -> dict[str, Any]:
         share = math.log(below) / (math.log(below) - math.log(above))
         rate = low * (high / low) ** share
         return {"rate": rate, "words": f"{rate / 1e9:.2g} Gbit/s"}
-    return {"rate": None, "words": f"none up to {spoken(ratios[-1][2])}"}
+    return {"rate": None, "words": "every rate tried"}
 
 
 def spoken(rate: str) -> str:
@@ -264,7 +264,7 @@ def plot(result: Mapping[str, Any], path: str) -> None:
     for panel in (*axes[0][2:], axes[0][0]):  # some arms never reach the target, one has no curve of its own
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
             named.setdefault(label, handle)
-    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=4, frameon=False)
+    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=3, frameon=False)
     seeds = result["arguments"]["seeds"]
     bands = f"{seeds} seed{'s' * (seeds > 1)} (bands: range over seeds)"
     figure.suptitle(f"{result['task']['title']}, {result['task']['optimizer']}, {bands}")

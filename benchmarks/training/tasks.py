@@ -251,6 +251,8 @@ ARMS = {
         "onebit",
         "topk",
         "topk8",
+        "chunked6",
+        "chunked1.5",
         "local",
         "local30",
         "auto",

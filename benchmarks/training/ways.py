@@ -136,6 +136,7 @@ WAYS = {
     "onebit-outliers": Way(Outliers(OneBit()), "gather", Residual()),
     "ternary-outliers": Way(Outliers(Ternary()), "gather", Residual()),
     "topk7.5-split": Way(_top(0.075), "split", Residual(), begins=75),
+    "topk9-split": Way(_top(0.09), "split", Residual(), begins=75),
     "topk4": Way(_top(0.04), "gather", Residual(), begins=60),
     "topk4-bf16": Way(_top(0.04), "gather", Residual(dtype=torch.bfloat16), begins=60),
     "topk4-int8": Way(_top(0.04), "gather", Residual(dtype=torch.int8), begins=60),
