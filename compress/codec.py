@@ -45,7 +45,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .backends import Kernels, Narrow, Workspace, backend_for, kernels_for, selecting
+from .backends import Entering, Kernels, Narrow, Workspace, backend_for, kernels_for, selecting
 from .entries import index_fields, value_fields
 from .wire import Part
 
@@ -204,6 +204,18 @@ class Codec(ABC):
             kernels.encode_narrow(self, grad, residual, wire, draw, workspace)
         else:
             kernels.encode_feedback(self, grad, residual, wire, draw, workspace)
+
+    def encode_entering(
+        self, entering: Entering, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
+    ) -> None:
+        """`encode_feedback` of what comes out of a momentum that a gradient enters, in the same pass where the backend
+        can. Other arguments and errors as there, the residual float32."""
+        self._check_gradient(residual, "residual", (torch.float32,))
+        if residual.numel() != entering.numel:
+            raise ValueError(f"residual has {residual.numel()} elements, grad {entering.numel}: they must match")
+        self._check_wire(wire, residual)
+        self._check_draw(draw)
+        self._kernels(workspace, residual).encode_entering(self, entering, residual, wire, draw, workspace)
 
     def decode_mean(self, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
         """`out` = mean over ranks of what they sent: float32 sum in rank order, times 1/P, cast to `out.dtype`.

@@ -413,14 +413,6 @@ def total_lost(parts: Iterable[Kept]) -> float:
     return float(sum(float(kept.lost) for kept in parts if kept.lost is not None))
 
 
-def to_encode(workspace: Workspace, like: Tensor) -> Tensor:
-    """As long as `like`, with anything in it: what a strategy lets the codec encode in the place of a gradient."""
-    found: Tensor | None = workspace.buffers.get("to_encode")
-    if found is None or found.numel() != like.numel():
-        found = workspace.buffers["to_encode"] = torch.empty_like(like)
-    return found
-
-
 def check_beta(beta: float) -> None:
     """Raises ValueError for what is no decay of a momentum."""
     if isinstance(beta, bool) or not isinstance(beta, int | float) or not 0.0 <= beta < 1.0:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .backends import Workspace, backend_for
 from .codec import Codec, SparseCodec, check_flag
-from .feedback import RESIDUAL, Feedback, Kept, check_beta, check_clip, to_encode
+from .feedback import RESIDUAL, Feedback, Kept, check_beta, check_clip
 from .layout import Slot
 
 MOMENTUM = "momentum"
@@ -86,17 +86,17 @@ class Momentum(Feedback):
     def encode(
         self, kept: Kept, codec: Codec, grad: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
     ) -> None:
-        velocity = to_encode(workspace, kept[RESIDUAL])
-        self._enter(kept, grad, velocity)
-        codec.encode_feedback(velocity, kept[RESIDUAL], wire, draw, workspace)
+        kept.stash, kernels = None, backend_for(grad.device).momentum
+        velocity = kernels.entering(grad, kept[MOMENTUM], self.beta, self.nesterov)
+        codec.encode_entering(velocity, kept[RESIDUAL], wire, draw, workspace)
         if self.masking and isinstance(codec, SparseCodec):
-            kernels = workspace.kernels or codec.kernels(grad.device)
-            entries = kernels.entries_of(codec, wire, grad.numel(), workspace)
-            kept.stash = backend_for(grad.device).momentum.mask(kept[MOMENTUM], *entries)
+            codes = workspace.kernels or codec.kernels(grad.device)
+            entries = codes.entries_of(codec, wire, grad.numel(), workspace)
+            kept.stash = kernels.mask(kept[MOMENTUM], *entries)
 
     def send_all(self, kept: Kept, grad: Tensor) -> Tensor:
-        velocity = torch.empty_like(kept[RESIDUAL])
-        self._enter(kept, grad, velocity)
+        kept.stash, velocity = None, torch.empty_like(kept[RESIDUAL])
+        backend_for(grad.device).momentum.enter(grad, kept[MOMENTUM], self.beta, self.nesterov, velocity)
         return super().send_all(kept, velocity)
 
     def also_sent(self, kept: Kept, indices: Tensor, values: Tensor, count: Tensor | None = None) -> None:
@@ -133,8 +133,3 @@ class Momentum(Feedback):
         velocity = momentum + gradient if self.nesterov else momentum
         lost = before[RESIDUAL] + velocity - applied - after[RESIDUAL]
         return lost if self.masking else torch.stack([lost, after[MOMENTUM] - momentum])
-
-    def _enter(self, kept: Kept, grad: Tensor, velocity: Tensor) -> None:
-        """Let a gradient enter u; what is to be sent of it goes to `velocity`."""
-        kept.stash = None
-        backend_for(grad.device).momentum.enter(grad, kept[MOMENTUM], self.beta, self.nesterov, velocity)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .backends import Workspace, backend_for
 from .codec import Codec
-from .feedback import RESIDUAL, Feedback, Kept, check_beta, check_clip, to_encode
+from .feedback import RESIDUAL, Feedback, Kept, check_beta, check_clip
 from .layout import Slot
 
 MOMENTUM, ESTIMATE = "momentum", "estimate"
@@ -69,13 +69,12 @@ class Tracking(Feedback):
     def encode(
         self, kept: Kept, codec: Codec, grad: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
     ) -> None:
-        change = to_encode(workspace, kept[RESIDUAL])
-        self._enter(kept, grad, change)
-        codec.encode_feedback(change, kept[RESIDUAL], wire, draw, workspace)
+        change = backend_for(grad.device).tracking.changing(grad, kept[MOMENTUM], 1.0 - self.beta)
+        codec.encode_entering(change, kept[RESIDUAL], wire, draw, workspace)
 
     def send_all(self, kept: Kept, grad: Tensor) -> Tensor:
         change = torch.empty_like(kept[RESIDUAL])
-        self._enter(kept, grad, change)
+        backend_for(grad.device).tracking.change(grad, kept[MOMENTUM], 1.0 - self.beta, change)
         return super().send_all(kept, change)
 
     def deliver(self, kept: Kept, mean: Tensor) -> None:
@@ -98,7 +97,3 @@ class Tracking(Feedback):
         balance = [there[ESTIMATE] + there[RESIDUAL] - there[MOMENTUM] for there in (before, after)]
         momentum = self.beta * before[MOMENTUM] + (1.0 - self.beta) * gradient
         return torch.stack([balance[1] - balance[0], after[MOMENTUM] - momentum])
-
-    def _enter(self, kept: Kept, grad: Tensor, change: Tensor) -> None:
-        """Let a gradient enter m; δ, the change of m, goes to `change`."""
-        backend_for(grad.device).tracking.change(grad, kept[MOMENTUM], 1.0 - self.beta, change)

@@ -53,7 +53,7 @@ def test_codecs_in_miniature(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     printed = capsys.readouterr().out
     for row in rows:
         assert row["label"] in printed
-        operations = {"add", "copy", "encode_feedback", "encode", "decode_mean"}
+        operations = {"add", "copy", "encode_feedback", "encode_tracking", "encode", "decode_mean"}
         assert operations <= set(row["times_s"]) <= operations | {"torch"}
         assert all(len(times) == 2 for times in row["times_s"].values())
         assert row["ratio_to_add"]["add"] == row["share_of_add"]["add"] == 1

@@ -37,12 +37,13 @@ OPERATIONS = {
     "add": "torch.add(grad, residual, out=residual): the roofline",
     "copy": "out.copy_(grad)",
     "encode_feedback": "codec.encode_feedback",
+    "encode_tracking": "the same by Tracking(), whose momentum is read and written too",
     "encode": "codec.encode",
     "decode_mean": "codec.decode_mean",
     "torch": "the same as encode_feedback, in torch operations",
     "round_trip": "the work of one of PyTorch's hooks on a bucket, without communication",
 }
-SHOWN = ("encode_feedback", "encode", "decode_mean")
+SHOWN = ("encode_feedback", "encode_tracking", "encode", "decode_mean")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 #: The reference backend is the specification in NumPy, some hundred times slower: it gets less to do.
 REFERENCE_NUMEL, REFERENCE_REPEATS = 1 << 20, 3
@@ -162,14 +163,14 @@ def tables(result: Mapping[str, Any]) -> list[report.Table]:
     notes = (
         f"{where}\nmedians of {arguments['repeats']} in turns, in units of torch.add(grad, residual, out=residual) in "
         "the same run; (10⁹ elements a second)\nof add's GB/s: encode_feedback's least traffic, gradient and wire "
-        "once, residual twice"
+        "once, residual twice; Tracking's: encode_feedback with a momentum, read and written too, so 5/3 of that"
     )
     found = []
     for condition in dict.fromkeys(tuple(row[name] for name in facts) for row in rows):
         group = [row for row in rows if tuple(row[name] for name in facts) == condition]
         backend, dtype, numel, gradients, threads = condition
         title = f"Codecs on {numel:,} {dtype}, {gradients}, backend {backend}, {threads} thread(s)"
-        columns = ["codec", "bytes/elem", "add Gelem/s", "copy", "encode_feedback", "encode"]
+        columns = ["codec", "bytes/elem", "add Gelem/s", "copy", "encode_feedback", "Tracking's", "encode"]
         columns += [f"decode_mean P={arguments['ranks']}", "of add's GB/s", "torch chain", "round trip"]
         found.append(report.Table(title, columns, [speed_row(row) for row in group], notes))
     if result["quality"]:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compress import Codec, new_draw
+from ...compress import Codec, Tracking, new_draw
 from ...compress.backends import use_backend
+from ...compress.feedback import Kept
 from ..common import report
 from ..common.arms import label
 from .baselines import Baseline, Operation, torch_chain
@@ -75,6 +76,10 @@ def _measure(
         codec.encode(gradients[rank % len(gradients)], wire, draw, plain)
         for rows, part in zip(wires, wire.split(sizes), strict=True):
             rows[rank] = part
+    tracked, tracking = (
+        Kept(Tracking(), {name: torch.zeros(numel) for name in Tracking.vectors}),
+        feedback.workspace(numel),
+    )
     decoded = torch.zeros(numel)
     codec.decode_add(wire, decoded, 1.0, plain)
     sent = gradients[(ranks - 1) % len(gradients)].float()
@@ -83,6 +88,7 @@ def _measure(
     operations: dict[str, Operation] = {
         "add": lambda grad: torch.add(grad, accumulated, out=accumulated),
         "encode_feedback": lambda grad: feedback.encode_feedback(grad, residual, wire, draw, workspace),
+        "encode_tracking": lambda grad: tracked.encode(feedback, grad, wire, draw, tracking),
         "copy": out.copy_,
         "encode": lambda grad: codec.encode(grad, wire, draw, plain),
         "decode_mean": lambda grad: codec.decode_mean(wires, out, plain),
@@ -96,6 +102,7 @@ def _measure(
         "add": size + 8.0,
         "copy": 2.0 * size,
         "encode_feedback": size + 8 + per_element,
+        "encode_tracking": size + 16 + per_element,
         "encode": size + per_element,
         "decode_mean": ranks * per_element + size,
     }

@@ -15,12 +15,13 @@ from functools import cache, partial
 
 import torch
 
-from .base import Kernels, MomentumKernels, TrackingKernels, Workspace
+from .base import Entering, Kernels, MomentumKernels, TrackingKernels, Workspace
 from .narrow import Narrow, NarrowKernels, Rooms
 from .sparse import EntryKernels, Selecting, SparseKernels
 
 __all__ = [
     "Backend",
+    "Entering",
     "Kernels",
     "MomentumKernels",
     "Narrow",

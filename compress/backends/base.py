@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,22 @@ class Workspace:
     @staticmethod
     def on(device: torch.device | str) -> Workspace:
         return Workspace(torch.zeros(2, dtype=torch.int64, device=device))
+
+
+@dataclass(frozen=True)
+class Entering:
+    """What a codec reads in the place of a gradient that enters a momentum on the way: float32, and made once.
+
+    Attributes:
+        numel: how many elements it has.
+        into: lets the gradient enter, and writes what comes out to a tensor.
+        part: the same for a range of elements on the CPU: where element 0 would be written, the first, and the one
+            after the last. None: there is only the whole.
+    """
+
+    numel: int
+    into: Callable[[Tensor], None]
+    part: Callable[[int, int, int], None] | None = None
 
 
 class Kernels(ABC):
@@ -81,6 +98,16 @@ class Kernels(ABC):
         with residual.open() as wide:
             self.encode_feedback(codec, grad, wide, wire, draw, workspace)
 
+    def encode_entering(
+        self, codec: Any, entering: Entering, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
+    ) -> None:
+        """`encode_feedback` of what comes out of a momentum that a gradient enters."""
+        out: Tensor | None = workspace.buffers.get("entering")
+        if out is None or out.numel() != entering.numel:
+            out = workspace.buffers["entering"] = torch.empty_like(residual)
+        entering.into(out)
+        self.encode_feedback(codec, out, residual, wire, draw, workspace)
+
     def entries_of(self, codec: Any, wire: Tensor, numel: int, workspace: Workspace) -> tuple[Tensor, Tensor, Tensor]:
         """The entries on a sound wire of a sparse codec that this rank has encoded, without a pass over all elements
         where the wire has their indices: int32 indices [k], float32 values [k], and how many are used, int32 [1].
@@ -115,6 +142,10 @@ class TrackingKernels:
         torch.sub(new, momentum, out=out)
         momentum.copy_(torch.where(new.isfinite(), new, momentum))
 
+    def changing(self, grad: Tensor, momentum: Tensor, share: float) -> Entering:
+        """`change`, for a codec that reads what it writes."""
+        return Entering(grad.numel(), partial(self.change, grad, momentum, share))
+
     def follow(self, estimate: Tensor, mean: Tensor) -> bool:
         """Add a mean, float32, to the estimate, and put that in its place; where the sum is not finite the estimate
         stays, and NaN is in its place. Returns whether all is finite, as far as is known without waiting."""
@@ -135,6 +166,10 @@ class MomentumKernels:
         new = (momentum + g) * beta if nesterov else momentum * beta + g
         torch.add(new, g, out=out) if nesterov else out.copy_(new)
         momentum.copy_(torch.where(out.isfinite(), new, momentum))
+
+    def entering(self, grad: Tensor, momentum: Tensor, beta: float, nesterov: bool) -> Entering:
+        """`enter`, for a codec that reads what it writes."""
+        return Entering(grad.numel(), partial(self.enter, grad, momentum, beta, nesterov))
 
     def mask(self, momentum: Tensor, indices: Tensor, values: Tensor, count: Tensor | None = None) -> Tensor:
         """Let the momentum be zero where an entry has a finite value.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...entries import index_layout
-from .. import Kernels, Narrow, Workspace, kept
+from .. import Entering, Kernels, Narrow, Workspace, kept
 from ..addresses import address, rows_at
 from . import chunked, dense, narrow, ternary
 from .blocks import BFLOAT16, FLOAT16, FLOAT32, TILE, scratch_bytes
@@ -23,7 +23,10 @@ KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT1
 #: Fewer elements than this are not worth another thread: to wake one takes some 0.1 ms.
 ELEMENTS_PER_THREAD = 1 << 20
 #: Elements of a residual that are float32 at a time where it is kept in fewer bytes: 128 KB.
-ROOM = 1 << 15
+NARROW_ROOM = 1 << 15
+#: Elements that come out of a momentum at a time: 512 KB, which second-level caches hold, and long enough that to begin
+#: another range, some microseconds, does not show.
+ENTERING_ROOM = 1 << 17
 
 
 @cache
@@ -172,20 +175,55 @@ class Blocks(CpuKernels):
         kernel, rest = self._encoder(codec, draw, NOTHING_HIDDEN)
         read, write = narrow.PASSES[residual.dtype]
         source, target = (KINDS[grad.dtype], address(grad)), address(wire, torch.uint8)
-        parts, at_once = narrow.places(*residual.parts), max(1, ROOM // block)
+        parts = narrow.places(*residual.parts)
+
+        def visit(span: tuple[int, int], blocks: tuple[int, int, int], room: int, scratch: int) -> None:
+            there = room + narrow.SPARE - 4 * span[0]
+            read(there, *parts, span, room)
+            kernel(source, there, target, blocks, *rest, scratch)
+            write(there, *parts, span, room)
+
+        self._in_a_room(codec, numel, NARROW_ROOM, narrow.SPARE, workspace, visit)
+
+    def encode_entering(
+        self, codec: Any, entering: Entering, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
+    ) -> None:
+        """What comes out of the momentum is written to a room for some blocks, and read there, in cache."""
+        if entering.part is None:
+            super().encode_entering(codec, entering, residual, wire, draw, workspace)
+            return
+        kernel, rest = self._encoder(codec, draw, NOTHING_HIDDEN)
+        part, own, target = entering.part, address(residual, torch.float32), address(wire, torch.uint8)
+
+        def visit(span: tuple[int, int], blocks: tuple[int, int, int], room: int, scratch: int) -> None:
+            there = room - 4 * span[0]
+            part(there, *span)
+            kernel((FLOAT32, there), own, target, blocks, *rest, scratch)
+
+        self._in_a_room(codec, entering.numel, ENTERING_ROOM, 0, workspace, visit)
+
+    def _in_a_room(
+        self,
+        codec: Any,
+        numel: int,
+        elements: int,
+        spare: int,
+        workspace: Workspace,
+        visit: Callable[[tuple[int, int], tuple[int, int, int], int, int], None],
+    ) -> None:
+        """As many blocks at a time as have `elements`: `visit` is given them as elements and as blocks, a room that has
+        4 bytes for each of the elements behind `spare`, and scratch."""
+        block = self.block(codec)
         count, pieces, scratch, size = self._split(codec, numel, workspace)
-        room_bytes = whole_lines(4 * min(at_once, count) * block + narrow.SPARE)
-        rooms = reserved(workspace, "narrow", pieces * room_bytes)
+        at_once = max(1, elements // block)
+        room_bytes = whole_lines(4 * min(at_once, count) * block + spare)
+        rooms = reserved(workspace, "room", pieces * room_bytes)
 
         def job(first: int, last: int, piece: int) -> None:
-            spare = rooms + piece * room_bytes
             for begin in range(first, last, at_once):
                 end = min(begin + at_once, last)
                 span = begin * block, min(end * block, numel)
-                there = spare + narrow.SPARE - 4 * span[0]  # where element 0 would be
-                read(there, *parts, span, spare)
-                kernel(source, there, target, (numel, begin, end), *rest, scratch + piece * size)
-                write(there, *parts, span, spare)
+                visit(span, (numel, begin, end), rooms + piece * room_bytes, scratch + piece * size)
 
         run(job, count, pieces)
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, float32, int32
 
 from ..addresses import address
-from ..base import MomentumKernels
+from ..base import Entering, MomentumKernels
 from .blocks import F32, INF_BITS, MAGNITUDE
 from .simd import as_i32, compiled, get_f32, get_i32, load_f32, select, store
-from .tracking import over_tiles
+from .tracking import entering
 
 
 @compiled
@@ -65,9 +65,10 @@ class Momentum(MomentumKernels):
     """Each in one pass, `mask` over its entries alone."""
 
     def enter(self, grad: Tensor, momentum: Tensor, beta: float, nesterov: bool, out: Tensor) -> None:
-        grad, kernel = grad.float(), _enter_ahead if nesterov else _enter
-        where = address(grad, float32), address(momentum, float32), address(out, float32)
-        over_tiles(grad.numel(), lambda first, last: kernel(*where, beta, first, last))
+        self.entering(grad, momentum, beta, nesterov).into(out)
+
+    def entering(self, grad: Tensor, momentum: Tensor, beta: float, nesterov: bool) -> Entering:
+        return entering(_enter_ahead if nesterov else _enter, grad.float(), momentum, beta)
 
     def mask(self, momentum: Tensor, indices: Tensor, values: Tensor, count: Tensor | None = None) -> Tensor:
         # Nothing else of torch's here: it would wake all threads for some 1 % of the elements.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 from torch import Tensor, float32
 
 from ..addresses import address
-from ..base import TrackingKernels
+from ..base import Entering, TrackingKernels
 from .blocks import F32, INF_BITS, MAGNITUDE, NAN, TILE
 from .kernels import pieces_of, run
 from .simd import as_i32, bits_of, compiled, get_f32, load_f32, select, store
@@ -63,13 +64,28 @@ class Tracking(TrackingKernels):
     """Each in one pass."""
 
     def change(self, grad: Tensor, momentum: Tensor, share: float, out: Tensor) -> None:
-        grad = grad.float()
-        where = address(grad, float32), address(momentum, float32), address(out, float32)
-        over_tiles(grad.numel(), lambda first, last: _change(*where, share, first, last))
+        self.changing(grad, momentum, share).into(out)
+
+    def changing(self, grad: Tensor, momentum: Tensor, share: float) -> Entering:
+        return entering(_change, grad.float(), momentum, share)
 
     def follow(self, estimate: Tensor, mean: Tensor) -> bool:
         where = address(estimate, float32), address(mean, float32)
         return not any(over_tiles(mean.numel(), lambda first, last: _follow(*where, first, last)))
+
+
+def entering(kernel: Callable, grad: Tensor, momentum: Tensor, factor: float) -> Entering:
+    """By the passes of a kernel, over float32 tensors."""
+    tensors, where = (grad, momentum), (address(grad, float32), address(momentum, float32))
+
+    def part(out: int, first: int, last: int) -> None:
+        assert tensors  # what the addresses are of is not to be freed
+        kernel(*where, out, factor, first, last)
+
+    def into(out: Tensor) -> None:
+        over_tiles(out.numel(), partial(part, address(out, float32)))
+
+    return Entering(grad.numel(), into, part)
 
 
 def over_tiles(numel: int, job: Callable[[int, int], Any]) -> list[Any]:

@@ -1,0 +1,110 @@
+"""A codec that reads what comes out of a momentum does as if it were given that: fused equals composed, to the bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from gradwire import Codec, Momentum, OneBit, Tracking
+from gradwire.compress import new_draw
+from gradwire.compress.backends import backend_for
+from gradwire.compress.backends.base import Kernels
+from gradwire.compress.backends.cpu import kernels as cpu
+from gradwire.compress.feedback import Feedback, Kept
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import VARIANTS
+from torch import Tensor
+
+CPU = torch.device("cpu")
+ODD = st.sampled_from([0.0, -0.0, 1e-45, -3e-39, 3e38, -3e38, float("inf"), float("-inf"), float("nan")])
+
+
+def bits(*tensors: Tensor) -> list[Tensor]:
+    """With one NaN for all."""
+    return [x.where(~x.isnan(), torch.nan).view(torch.int32) for x in tensors]
+
+
+@pytest.mark.parametrize(
+    "strategy", [Tracking(), Tracking(0.0), Momentum(masking=False), Momentum(nesterov=True)], ids=str
+)
+@settings(deadline=None, max_examples=40)
+@given(
+    st.sampled_from(VARIANTS),
+    st.one_of(st.integers(1, 300), st.integers(4000, 9000)),
+    st.integers(1, 5000),
+    st.integers(0, 3),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.integers(1, 3),
+    st.lists(ODD, max_size=6),
+    st.data(),
+)
+def test_fused_is_composed(
+    strategy: Feedback,
+    codec: Codec,
+    numel: int,
+    room: int,
+    shift: int,
+    dtype: torch.dtype,
+    threads: int,
+    odd: list[float],
+    data: st.DataObject,
+) -> None:
+    """Whatever fits into a room, with tails, on several threads, at addresses that no vector is aligned to."""
+    codec = codec.with_feedback()
+    before, generator = torch.get_num_threads(), torch.Generator().manual_seed(numel)
+    grads = torch.randn(2, numel, generator=generator).to(dtype)
+    for value in odd:
+        grads[data.draw(st.integers(0, 1)), data.draw(st.integers(0, numel - 1))] = value
+    found = []
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cpu, "ENTERING_ROOM", room)
+            patch.setattr(cpu, "ELEMENTS_PER_THREAD", 1000)
+            for fused in (True, False):
+                torch.set_num_threads(threads if fused else 1)
+                vectors = {name: torch.zeros(numel + shift)[shift:] for name in strategy.vectors}
+                kept, workspace = Kept(strategy, vectors), codec.workspace(numel)
+                wires = torch.zeros(2, codec.wire_bytes(numel), dtype=torch.uint8)
+                if not fused:
+                    patch.setattr(type(workspace.kernels), "encode_entering", Kernels.encode_entering)
+                for step, grad in enumerate(grads):
+                    own = torch.zeros(numel + shift, dtype=dtype)[shift:].copy_(grad)
+                    kept.encode(codec, own, wires[step], new_draw(1, step), workspace)
+                found.append((wires, bits(*vectors.values())))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0][0], found[1][0])
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
+
+
+def test_nothing_is_written_for_all_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a code of blocks."""
+    numel, tracking, codec = 5000, backend_for(CPU).tracking, OneBit()
+    monkeypatch.setattr(cpu, "ENTERING_ROOM", 1024)
+    kept, workspace = Kept(Tracking(), {name: torch.zeros(numel) for name in Tracking.vectors}), codec.workspace(numel)
+    whole: list[Tensor] = []
+    parts: list[tuple[int, int]] = []
+    entering = tracking.changing(torch.randn(numel), torch.zeros(numel), 0.1)
+
+    def part(out: int, first: int, last: int) -> None:
+        assert entering.part is not None
+        parts.append((first, last))
+        entering.part(out, first, last)
+
+    monkeypatch.setattr(tracking, "changing", lambda *_: replace(entering, into=whole.append, part=part))
+    kept.encode(codec, torch.randn(numel), torch.zeros(codec.wire_bytes(numel), dtype=torch.uint8), None, workspace)
+    assert not whole
+    assert parts == [(0, 1024), (1024, 2048), (2048, 3072), (3072, 4096), (4096, 5000)]
+
+
+def test_what_does_not_match_is_refused() -> None:
+    codec, wire = OneBit(), torch.zeros(OneBit().wire_bytes(8), dtype=torch.uint8)
+    entering = backend_for(CPU).tracking.changing(torch.ones(8), torch.zeros(8), 0.1)
+    with pytest.raises(ValueError, match="residual has 9 elements, grad 8: they must match"):
+        codec.encode_entering(entering, torch.zeros(9), wire, None, codec.workspace(8))
+    with pytest.raises(TypeError, match="residual has dtype"):
+        codec.encode_entering(entering, torch.zeros(8, dtype=torch.float64), wire, None, codec.workspace(8))
+    with pytest.raises(ValueError, match="contiguous bytes"):
+        codec.encode_entering(entering, torch.zeros(8), wire[1:], None, codec.workspace(8))
