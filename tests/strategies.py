@@ -51,6 +51,11 @@ ALL_BACKENDS = [
 OTHER_BACKENDS = [param for param in ALL_BACKENDS if param.values != ("reference",)]
 
 
+def bits(*tensors: Tensor) -> list[Tensor]:
+    """Of float32, with one NaN for all."""
+    return [x.where(~x.isnan(), torch.nan).view(torch.int32) for x in tensors]
+
+
 def device_of(backend: str) -> torch.device:
     return torch.device("cuda" if backend == "cuda" and GPU else "cpu")
 

@@ -14,10 +14,10 @@ import torch
 from cuda_on_cpu import EmulationError
 from emulated import CSRC, EmulatedDevice, emulated_gpu, forget
 from gradwire.compress import QSGD, Cast, ChunkedTopK, Codec, OneBit, Outliers, Ternary, TernGrad, TopK, new_draw
-from gradwire.compress.backends import narrow_vector, use_backend
+from gradwire.compress.backends import backend_for, narrow_vector, use_backend
 from gradwire.compress.entries import index_layout
 from gradwire.compress.feedback import RESIDUAL_DTYPES
-from strategies import gradient, same
+from strategies import bits, gradient, same
 from torch import Tensor
 
 
@@ -373,6 +373,38 @@ BUGS = (
         DIFFERS,
     ),
     Bug(
+        "infinity in a momentum",
+        "momentum.cu",
+        "if (is_finite(now)) m = now;",
+        "m = now;",
+        Cast(torch.bfloat16),
+        DIFFERS,
+    ),
+    Bug(
+        "the change of a rounded momentum",
+        "momentum.cu",
+        "g = now - m;",
+        "g = (g - m) * share;",
+        Cast(torch.bfloat16),
+        DIFFERS,
+    ),
+    Bug(
+        "a momentum that does not look ahead",
+        "momentum.cu",
+        "g = nesterov ? now + g : now;",
+        "g = now;",
+        Cast(torch.bfloat16),
+        DIFFERS,
+    ),
+    Bug(
+        "an estimate that is lost",
+        "momentum.cu",
+        "estimate = sound ? total : estimate;",
+        "estimate = total;",
+        Cast(torch.bfloat16),
+        DIFFERS,
+    ),
+    Bug(
         "low bits in one word alone",
         "entries.cu",
         "if (shift + low_bits > WORD) both",
@@ -471,12 +503,20 @@ def steps(codec: Codec, offset: int, kinds: Sequence[str]) -> list[Tensor]:
 
 
 def kept(kinds: Sequence[str], offset: int) -> Iterator[Tensor]:
-    """What is kept of a vector in fewer bytes, and what is read of that."""
+    """What is kept of a vector in fewer bytes, and what is read of that; and what a momentum makes of gradients."""
     for dtype in RESIDUAL_DTYPES[1:]:
         for step, kind in enumerate(kinds):
             vector = narrow_vector(NUMEL, dtype, torch.device("cpu"))
             vector.write(torch.empty(NUMEL + offset)[offset:].copy_(given(kind, step)))
             yield from (*vector.parts, vector.read())
+    passes, momenta = backend_for(torch.device("cpu")), torch.zeros(4, NUMEL + offset)[:, offset:]
+    for step, kind in enumerate(kinds):
+        grad, out = torch.empty(NUMEL + offset)[offset:].copy_(given(kind, step)), torch.zeros(3, NUMEL)
+        passes.tracking.change(grad, momenta[0], 0.25, out[0])
+        passes.tracking.follow(momenta[1], grad)
+        for row, nesterov in ((1, False), (2, True)):
+            passes.momentum.enter(given(kind, step), momenta[1 + row], 0.75, nesterov, out[row])
+        yield from bits(*momenta, *out, grad)
 
 
 def objection(codec: Codec, csrc: Path, **options: Any) -> str:

@@ -14,16 +14,11 @@ from gradwire.compress.backends.cpu import kernels as cpu
 from gradwire.compress.feedback import Feedback, Kept
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import VARIANTS
+from strategies import VARIANTS, bits
 from torch import Tensor
 
 CPU = torch.device("cpu")
 ODD = st.sampled_from([0.0, -0.0, 1e-45, -3e-39, 3e38, -3e38, float("inf"), float("-inf"), float("nan")])
-
-
-def bits(*tensors: Tensor) -> list[Tensor]:
-    """With one NaN for all."""
-    return [x.where(~x.isnan(), torch.nan).view(torch.int32) for x in tensors]
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,14 @@ import torch
 from gradwire import QSGD, Codec, Momentum, OneBit, Outliers, Residual, TopK, Tracking
 from gradwire.benchmarks.common.virtual import VirtualRanks
 from gradwire.compress import SparseCodec, new_draw
-from gradwire.compress.backends import MomentumKernels, backend_for, use_backend
+from gradwire.compress.backends import MomentumKernels, _backend, use_backend
+from gradwire.compress.codec import DTYPES
 from gradwire.compress.feedback import RESIDUAL, Feedback, Kept
 from gradwire.compress.memory import Memory
 from gradwire.compress.momentum import MOMENTUM
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import ALL_BACKENDS, device_of, parts_of
+from strategies import ALL_BACKENDS, OTHER_BACKENDS, bits, device_of, parts_of
 from test_feedback import hold, layout_of
 from torch import Tensor, nn
 from toys import AboveMean, LargestOfChunk, Stretch
@@ -36,15 +37,18 @@ def test_nothing_of_the_momentum_is_lost_whatever_happens(strategy: Momentum, co
 ANY = st.sampled_from([0.0, -0.0, 1e-45, -3e-39, 1.0, -2.5, 3e38, -3e38, float("inf"), float("-inf"), float("nan")])
 
 
-def bits(*tensors: Tensor) -> list[Tensor]:
-    """With one NaN for all."""
-    return [x.where(~x.isnan(), torch.nan).view(torch.int32) for x in tensors]
-
-
-@settings(deadline=None)
-@given(st.integers(0, 300), st.lists(ANY, max_size=8), st.integers(0, 3), st.booleans(), st.data())
-def test_the_cpus_passes_are_those_of_torch(
-    numel: int, odd: list[float], shift: int, nesterov: bool, data: st.DataObject
+@pytest.mark.parametrize("backend", OTHER_BACKENDS)
+@settings(deadline=None, max_examples=60)
+@given(
+    st.integers(0, 600),
+    st.lists(ANY, max_size=8),
+    st.integers(0, 3),
+    st.booleans(),
+    st.sampled_from(DTYPES),
+    st.data(),
+)
+def test_every_backends_passes_are_those_of_torch(
+    backend: str, numel: int, odd: list[float], shift: int, nesterov: bool, dtype: torch.dtype, data: st.DataObject
 ) -> None:
     """Also at addresses that no vector is aligned to."""
     grad, momentum = torch.randn(2, numel, generator=torch.Generator().manual_seed(numel))
@@ -55,9 +59,11 @@ def test_the_cpus_passes_are_those_of_torch(
     chosen = sorted(data.draw(st.sets(st.integers(0, max(0, numel - 1)), max_size=numel)))
     used, indices = len(chosen), torch.tensor([*chosen, 0, -1], dtype=torch.int32)
     values, count = torch.cat([grad[indices[:-2].long()], torch.ones(2)]), torch.tensor([used], dtype=torch.int32)
-    found = []
-    for kernels in (backend_for(torch.device("cpu")).momentum, MomentumKernels()):
-        g, u, out = (torch.empty(numel + shift)[shift:].copy_(x) for x in (grad, momentum, torch.zeros(numel)))
+    found, device = [], device_of(backend)
+    indices, values, count = indices.to(device), values.to(device), count.to(device)
+    for kernels in (_backend(backend).momentum, MomentumKernels()):
+        u, out = (torch.empty(numel + shift, device=device)[shift:].copy_(x) for x in (momentum, torch.zeros(numel)))
+        g = torch.empty(numel + shift, dtype=dtype, device=device)[shift:].copy_(grad)
         kernels.enter(g, u, BETA, nesterov, out)
         entered = u.clone()
         before = kernels.mask(u, indices, values, count)[:used] if numel else u

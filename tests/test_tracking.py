@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from gradwire import QSGD, Codec, Identity, OneBit, TopK, Tracking
 from gradwire.compress import new_draw
-from gradwire.compress.backends import TrackingKernels, backend_for
+from gradwire.compress.backends import TrackingKernels, _backend
+from gradwire.compress.codec import DTYPES
 from gradwire.compress.feedback import RESIDUAL
 from gradwire.compress.memory import Memory
 from gradwire.compress.tracking import ESTIMATE, MOMENTUM
@@ -18,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Pool
 from simulated import SimulatedRanks
-from strategies import parts_of
+from strategies import OTHER_BACKENDS, bits, device_of, parts_of
 from test_feedback import hold, layout_of
 from test_meetings import TwoHeads, data_of
 from torch import Tensor, nn
@@ -37,27 +38,38 @@ def test_nothing_of_the_momentum_is_lost_whatever_happens(strategy: Tracking, co
 ANY = st.sampled_from([0.0, -0.0, 1e-45, -3e-39, 1.0, -2.5, 3e38, -3e38, float("inf"), float("-inf"), float("nan")])
 
 
-@settings(deadline=None)
-@given(st.integers(0, 300), st.lists(ANY, max_size=8), st.integers(0, 3), st.sampled_from([0.1, 1.0, 0.25]), st.data())
-def test_the_cpus_passes_are_those_of_torch(
-    numel: int, odd: list[float], shift: int, share: float, data: st.DataObject
+@pytest.mark.parametrize("backend", OTHER_BACKENDS)
+@settings(deadline=None, max_examples=60)
+@given(
+    st.integers(0, 600),
+    st.lists(ANY, max_size=8),
+    st.integers(0, 3),
+    st.sampled_from([0.1, 1.0, 0.25]),
+    st.sampled_from(DTYPES),
+    st.data(),
+)
+def test_every_backends_passes_are_those_of_torch(
+    backend: str, numel: int, odd: list[float], shift: int, share: float, dtype: torch.dtype, data: st.DataObject
 ) -> None:
     """Also at addresses that no vector is aligned to."""
-    generator = torch.Generator().manual_seed(numel)
-    ours, torchs = backend_for(torch.device("cpu")).tracking, TrackingKernels()
-    one, two = torch.randn(2, numel, generator=generator)
+    generator, device = torch.Generator().manual_seed(numel), device_of(backend)
+    ours, torchs = _backend(backend).tracking, TrackingKernels()
+    grad, mean, kept = torch.randn(3, numel, generator=generator)
     for value in odd if numel else ():
-        data.draw(st.sampled_from([one, two]))[data.draw(st.integers(0, numel - 1))] = value
-    for name, arguments in (("change", (share, torch.zeros(numel))), ("follow", ())):
-        found = []
-        for kernels in (ours, torchs):
-            given = [one, two, *(x for x in arguments if isinstance(x, torch.Tensor))]
-            tensors = [torch.empty(numel + shift)[shift:].copy_(x) for x in given]
-            numbers = [x for x in arguments if not isinstance(x, torch.Tensor)]
-            result = getattr(kernels, name)(*tensors[:2], *numbers, *tensors[2:])
-            found.append((result, [x.view(torch.int32) for x in (t.where(~t.isnan(), torch.nan) for t in tensors)]))
-        assert found[0][0] == found[1][0]
-        assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True)), name
+        data.draw(st.sampled_from([grad, mean, kept]))[data.draw(st.integers(0, numel - 1))] = value
+
+    def here(x: Tensor, kind: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(numel + shift, dtype=kind, device=device)[shift:].copy_(x)
+
+    def results(kernels: TrackingKernels) -> list[Tensor]:
+        out, momentum, estimate, total = here(kept), here(kept), here(kept), here(mean)
+        kernels.change(here(grad, dtype), momentum, share, out)
+        sound = kernels.follow(estimate, total)
+        assert not sound or bool(total.isfinite().all())
+        assert sound or backend == "cuda" or not total.isfinite().all()
+        return bits(out, momentum, estimate, total)
+
+    assert all(torch.equal(a, b) for a, b in zip(results(ours), results(torchs), strict=True))
 
 
 @pytest.mark.parametrize("value", [1.0, -0.1, float("nan"), True, "most"])

@@ -24,7 +24,7 @@ from ...compress import (
     TopK,
     new_draw,
 )
-from ...compress.backends import entries_for, narrow_vector, use_backend
+from ...compress.backends import backend_for, entries_for, narrow_vector, use_backend
 from ...compress.backends.cuda.union import Union
 from ...compress.backends.narrow import DTYPES as NARROW_DTYPES
 from ...compress.codec import DTYPES
@@ -93,7 +93,7 @@ def once(family: str, device: torch.device, numel: int) -> int:
 
 
 def once_sparse(device: torch.device, numel: int) -> int:
-    """The kernels of sparse exchanges, and of residuals in fewer bytes."""
+    """The kernels of sparse exchanges, of residuals in fewer bytes, and of momenta."""
     union = Union(numel, numel, device)
     union([torch.arange(first, numel, 7, dtype=torch.int32, device=device) for first in (0, 3)])
     values, out = torch.randn(numel, device=device), torch.zeros(numel, device=device)
@@ -109,8 +109,13 @@ def once_sparse(device: torch.device, numel: int) -> int:
         vector = narrow_vector(numel, dtype, device)
         vector.write(values)
         vector.read()
+    passes = backend_for(device)
+    for kind in DTYPES:
+        passes.tracking.change(values.to(kind), values, 0.1, out)
+        passes.momentum.enter(values.to(kind), values, 0.9, True, out)
+    passes.tracking.follow(values, out)
     settle(device)
-    return 3 + 2 * len(VALUE_DTYPES) + 2 * len(NARROW_DTYPES)
+    return 4 + 2 * len(VALUE_DTYPES) + 2 * len(NARROW_DTYPES) + 2 * len(DTYPES)
 
 
 def settle(device: torch.device) -> None:

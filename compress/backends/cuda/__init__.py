@@ -19,19 +19,18 @@ from ...entries import index_layout
 from .. import Backend, Kernels, Workspace, kept
 from ..drawn import DRAWN
 from ..sparse import whole_rows
-from .device import THREADS, Function, device_for
+from .device import ROW, SUFFIXES, THREADS, Function, device_for
 from .entries import Entries
+from .momentum import Momentum, Tracking
 from .narrow import Narrow
 from .outliers import Outliers
-from .sparse import SUFFIXES, Threshold, TopK
+from .sparse import Threshold, TopK
 
 #: How the kernels name a format that is stored.
 STORED = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 WARPS = THREADS // 32
 #: Arguments of a kernel that are no tensors.
 Numbers = tuple[np.generic, ...]
-#: Elements that the kernels without blocks take at once.
-ROW = 256
 
 
 class _Blocks(Kernels):
@@ -224,4 +223,4 @@ KERNELS: dict[str, Kernels] = {
     "identity": Cast(),
 }
 KERNELS["outliers"] = Outliers(KERNELS, Entries())
-BACKEND = Backend(KERNELS, Entries(), narrow=Narrow())
+BACKEND = Backend(KERNELS, Entries(), Tracking(), Momentum(), Narrow())

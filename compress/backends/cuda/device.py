@@ -17,6 +17,9 @@ from . import compiler
 
 #: Threads of a block, unless a kernel says otherwise.
 THREADS = 256
+#: Elements that a warp takes at a time.
+ROW = 256
+SUFFIXES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 #: Most blocks of threads for each multiprocessor.
 SHARES = 64
 #: How full the last wave of blocks has to be where there are several: as many as the GPU holds at once are a wave.

@@ -12,8 +12,7 @@ from torch import Tensor
 from .. import Workspace, kept
 from ..outliers import OutlierKernels, Room, inner_kernels
 from ..sparse import whole_rows
-from .device import THREADS, device_for, grid_for
-from .sparse import SUFFIXES
+from .device import SUFFIXES, THREADS, device_for, grid_for
 
 FILE = "outliers.cu"
 

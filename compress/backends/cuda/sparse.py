@@ -11,11 +11,10 @@ from torch import Tensor
 
 from .. import Workspace, kept
 from ..sparse import SparseKernels, whole_rows
-from .device import THREADS, Device, device_for, grid_for
+from .device import SUFFIXES, THREADS, Device, device_for, grid_for
 from .entries import Entries
 
 FILE, SELECTING = "sparse.cu", "topk.cu"
-SUFFIXES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 WARP = 32
 #: Elements that a block of threads takes at once.
 TILE = 2048
