@@ -160,6 +160,12 @@ SET = (
         plot=False,
     ),
     Publication(
+        "learn-large-sgd",
+        "learn benchmarks/results/learn.jsonl --task large --optimizer sgd --world 2 --batch 8 --steps 400 --seeds 1 "
+        "--learning-rates 0.2 --arms terngrad local10-ternary",
+        plot=False,
+    ),
+    Publication(
         "learn-digits",
         "learn benchmarks/results/learn.jsonl --task digits --optimizer sgd --batch 64 --steps 220 "
         "--arms chunked25 topk4 onebit-outliers onebit dgc-topk1 local2-ternary local10-ternary",

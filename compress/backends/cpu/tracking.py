@@ -76,11 +76,9 @@ class Tracking(TrackingKernels):
 
 def entering(kernel: Callable, grad: Tensor, momentum: Tensor, factor: float) -> Entering:
     """By the passes of a kernel, over float32 tensors."""
-    tensors, where = (grad, momentum), (address(grad, float32), address(momentum, float32))
 
     def part(out: int, first: int, last: int) -> None:
-        assert tensors  # what the addresses are of is not to be freed
-        kernel(*where, out, factor, first, last)
+        kernel(address(grad, float32), address(momentum, float32), out, factor, first, last)
 
     def into(out: Tensor) -> None:
         over_tiles(out.numel(), partial(part, address(out, float32)))
