@@ -134,8 +134,20 @@ SET = (
     ),
     Publication(
         "learn-long",
+        "learn benchmarks/results/learn.jsonl --steps 4500 --learning-rates 4e-3 "
+        "--arms float32-b8 chunked25-b5 wide0.7-b5",
+    ),
+    Publication(
+        "learn-long-tried",
         "learn benchmarks/results/learn.jsonl --steps 4500 --learning-rates 4e-3 --seeds 1 "
-        "--arms float32-b8 chunked25 chunked25-b5 chunked1.4-b5 wide0.7-b5 local10-ternary local30-ternary",
+        "--arms float32-b8 chunked25 chunked1.4-b5 local10-ternary local30-ternary",
+        plot=False,
+    ),
+    Publication(
+        "learn-large",
+        "learn benchmarks/results/learn.jsonl --task large --batch 8 --steps 300 --learning-rates 4e-3 "
+        "--arms chunked25-b5",
+        plot=False,
     ),
     Publication(
         "learn-periodic",
