@@ -136,6 +136,7 @@ SET = (
         "learn-long",
         "learn benchmarks/results/learn.jsonl --steps 4500 --learning-rates 4e-3 "
         "--arms float32-b8 chunked25-b5 wide0.7-b5",
+        plot=False,
     ),
     Publication(
         "learn-long-tried",
