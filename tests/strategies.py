@@ -41,6 +41,9 @@ VARIANTS: tuple[Codec, ...] = (
     Outliers(Ternary(), density=0.3, values=torch.int8),
 )
 
+#: What arithmetic may trip over.
+ODD = st.sampled_from([0.0, -0.0, 1e-45, -3e-39, 1.0, -2.5, 3e38, -3e38, math.inf, -math.inf, math.nan])
+
 #: Where there is a GPU, "cuda" means it. Elsewhere the kernels run on the CPU: see `emulated` and `conftest`.
 GPU = torch.cuda.is_available()
 
@@ -49,11 +52,6 @@ ALL_BACKENDS = [
     pytest.param(name, marks=[pytest.mark.cuda] if name == "cuda" and GPU else []) for name in backend_names()
 ]
 OTHER_BACKENDS = [param for param in ALL_BACKENDS if param.values != ("reference",)]
-
-
-def bits(*tensors: Tensor) -> list[Tensor]:
-    """Of float32, with one NaN for all."""
-    return [x.where(~x.isnan(), torch.nan).view(torch.int32) for x in tensors]
 
 
 def device_of(backend: str) -> torch.device:

@@ -17,7 +17,7 @@ from gradwire.compress import QSGD, Cast, ChunkedTopK, Codec, OneBit, Outliers, 
 from gradwire.compress.backends import backend_for, narrow_vector, use_backend
 from gradwire.compress.entries import index_layout
 from gradwire.compress.feedback import RESIDUAL_DTYPES
-from strategies import bits, gradient, same
+from strategies import gradient, same
 from torch import Tensor
 
 
@@ -516,7 +516,7 @@ def kept(kinds: Sequence[str], offset: int) -> Iterator[Tensor]:
         passes.tracking.follow(momenta[1], grad)
         for row, nesterov in ((1, False), (2, True)):
             passes.momentum.enter(given(kind, step), momenta[1 + row], 0.75, nesterov, out[row])
-        yield from bits(*momenta, *out, grad)
+        yield from (*momenta.clone(), *out, grad)
 
 
 def objection(codec: Codec, csrc: Path, **options: Any) -> str:

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Pool
 from simulated import SimulatedRanks
-from strategies import OTHER_BACKENDS, bits, device_of, parts_of
+from strategies import ODD, OTHER_BACKENDS, device_of, parts_of, same
 from test_feedback import hold, layout_of
 from test_meetings import TwoHeads, data_of
 from torch import Tensor, nn
@@ -35,14 +35,11 @@ def test_nothing_of_the_momentum_is_lost_whatever_happens(strategy: Tracking, co
     hold(strategy, codec)
 
 
-ANY = st.sampled_from([0.0, -0.0, 1e-45, -3e-39, 1.0, -2.5, 3e38, -3e38, float("inf"), float("-inf"), float("nan")])
-
-
 @pytest.mark.parametrize("backend", OTHER_BACKENDS)
 @settings(deadline=None, max_examples=60)
 @given(
     st.integers(0, 600),
-    st.lists(ANY, max_size=8),
+    st.lists(ODD, max_size=8),
     st.integers(0, 3),
     st.sampled_from([0.1, 1.0, 0.25]),
     st.sampled_from(DTYPES),
@@ -67,9 +64,9 @@ def test_every_backends_passes_are_those_of_torch(
         sound = kernels.follow(estimate, total)
         assert not sound or bool(total.isfinite().all())
         assert sound or backend == "cuda" or not total.isfinite().all()
-        return bits(out, momentum, estimate, total)
+        return [out, momentum, estimate, total]
 
-    assert all(torch.equal(a, b) for a, b in zip(results(ours), results(torchs), strict=True))
+    assert all(same(a, b) for a, b in zip(results(ours), results(torchs), strict=True))
 
 
 @pytest.mark.parametrize("value", [1.0, -0.1, float("nan"), True, "most"])

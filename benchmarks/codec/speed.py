@@ -76,10 +76,8 @@ def _measure(
         codec.encode(gradients[rank % len(gradients)], wire, draw, plain)
         for rows, part in zip(wires, wire.split(sizes), strict=True):
             rows[rank] = part
-    tracked, tracking = (
-        Kept(Tracking(), {name: torch.zeros(numel) for name in Tracking.vectors}),
-        feedback.workspace(numel),
-    )
+    tracking = feedback.workspace(numel)
+    tracked = Kept(Tracking(), {name: torch.zeros(numel) for name in Tracking.vectors})
     decoded = torch.zeros(numel)
     codec.decode_add(wire, decoded, 1.0, plain)
     sent = gradients[(ranks - 1) % len(gradients)].float()

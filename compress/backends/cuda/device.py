@@ -83,6 +83,14 @@ class Device(ABC):
         self.function(file, name)(self.grid(file, name, turns), THREADS, args)
 
 
+def launch_rows(file: str, name: str, first: Tensor, *rest: Argument) -> None:
+    """Launch a kernel of which each warp takes a row of elements: on its tensors, and how long the first one is."""
+    numel = first.numel()
+    turns = -(-numel // (ROW * (THREADS // 32)))
+    if turns:
+        device_for(first.device).launch(file, name, turns, (first, *rest, np.int64(numel)))
+
+
 #: The devices by torch device. A test puts an emulated GPU under `torch.device("cpu")`.
 DEVICES: dict[torch.device, Device] = {}
 

@@ -6,17 +6,19 @@ import numpy as np
 from torch import Tensor
 
 from ..base import MomentumKernels, TrackingKernels
-from .device import ROW, SUFFIXES, THREADS, Argument, device_for
+from .device import SUFFIXES, launch_rows
+
+FILE = "momentum.cu"
 
 
 class Tracking(TrackingKernels):
     """A warp takes a row."""
 
     def change(self, grad: Tensor, momentum: Tensor, share: float, out: Tensor) -> None:
-        _launch(f"tracking_change_{SUFFIXES[grad.dtype]}", grad, momentum, out, np.float32(share))
+        launch_rows(FILE, f"tracking_change_{SUFFIXES[grad.dtype]}", grad, momentum, out, np.float32(share))
 
     def follow(self, estimate: Tensor, mean: Tensor) -> bool:
-        _launch("tracking_follow", estimate, mean)
+        launch_rows(FILE, "tracking_follow", estimate, mean)
         return False  # the host does not wait to know
 
 
@@ -25,11 +27,4 @@ class Momentum(MomentumKernels):
 
     def enter(self, grad: Tensor, momentum: Tensor, beta: float, nesterov: bool, out: Tensor) -> None:
         name = f"momentum_enter_{SUFFIXES[grad.dtype]}"
-        _launch(name, grad, momentum, out, np.float32(beta), np.int32(nesterov))
-
-
-def _launch(name: str, first: Tensor, *rest: Argument) -> None:
-    numel = first.numel()
-    if numel:
-        turns = -(-numel // (ROW * (THREADS // 32)))
-        device_for(first.device).launch("momentum.cu", name, turns, (first, *rest, np.int64(numel)))
+        launch_rows(FILE, name, grad, momentum, out, np.float32(beta), np.int32(nesterov))
