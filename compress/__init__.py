@@ -10,6 +10,7 @@ from .feedback import Feedback, Residual
 from .momentum import Momentum
 from .onebit import OneBit
 from .outliers import Outliers
+from .power_sgd import PowerSGD
 from .qsgd import QSGD
 from .random_k import RandomK
 from .ternary import Ternary
@@ -27,6 +28,7 @@ CODECS: tuple[Codec, ...] = (
     TopK(),
     Threshold(),
     RandomK(),
+    PowerSGD(),
     ChunkedTopK(),
     Outliers(OneBit()),
     Cast(torch.float16),
@@ -46,6 +48,7 @@ __all__ = [
     "Momentum",
     "OneBit",
     "Outliers",
+    "PowerSGD",
     "RandomK",
     "Residual",
     "SparseCodec",

@@ -47,6 +47,7 @@ from torch import Tensor
 
 from .backends import Entering, Kernels, Narrow, Workspace, backend_for, kernels_for, selecting
 from .entries import index_fields, value_fields
+from .layout import Layout
 from .wire import Part
 
 #: Philox counts eight draws in each of 2^32 positions: beyond that, elements would share their noise.
@@ -72,6 +73,8 @@ class Codec(ABC):
     """A way to compress a gradient. See the module's docstring for what it promises."""
 
     name: ClassVar[str]
+    #: The exchange that is made for it, where there is one.
+    exchange: ClassVar[str] = ""
     #: Where the idea was published.
     source: ClassVar[str] = ""
 
@@ -106,6 +109,10 @@ class Codec(ABC):
 
     def of_means(self) -> Codec:
         """What owners of slices encode the ranks' mean with, in blocks of the same size: by default this code again."""
+        return self
+
+    def of_layout(self, layout: Layout) -> Codec:
+        """This codec for the parameters of a bucket, where it needs to know their shapes; () forgets them."""
         return self
 
     @property

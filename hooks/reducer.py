@@ -113,7 +113,7 @@ class Unit:
         """Let the exchange serve that a plan wants."""
         if self.plan != plan:
             numel, extra = layout_numel(self.layout), self.extra.numel()
-            exchange = planner.make(plan, f"{self.index} {numel} {extra} {plan}", numel, extra, self.device)
+            exchange = planner.make(plan, f"{self.index} {numel} {extra} {plan}", self.layout, extra, self.device)
             self.use(exchange, seed, planner.topology.all.rank)
             self.plan = plan
 

@@ -21,6 +21,7 @@ from gradwire.compress import (
     Identity,
     OneBit,
     Outliers,
+    PowerSGD,
     RandomK,
     Ternary,
     TernGrad,
@@ -255,6 +256,10 @@ def test_nonfinite_is_seen_and_the_residual_keeps_its_value(codec: Codec, bad: f
         assert not hit[(at // block + 1) * block :].any()
     elif isinstance(codec, RandomK):  # which might not have drawn it
         assert hit.all()
+    elif isinstance(codec, PowerSGD):  # all of its matrix
+        start, rows, columns = codec.pieces(numel)[0]
+        assert hit[start : start + rows * columns].all()
+        assert int(hit.sum()) == rows * columns
     elif block is None or block < 256:
         assert int(hit.sum()) == 1
     else:  # all of its block, nothing else
@@ -459,10 +464,9 @@ def test_nearest_rounds_and_does_not_truncate(codec: Codec, device: torch.device
 @pytest.mark.parametrize("magnitude", [1e-30, 1e-38, 1e-41, 2.0**-149])
 def test_tiny_gradients_are_not_crushed(codec: Codec, magnitude: float, device: torch.device) -> None:
     """A peer divided by the scale plus an absolute epsilon."""
-    if codec.name in ("cast", "threshold") or (
-        magnitude < 2.0**-140 and getattr(codec, "values", None) == torch.bfloat16
-    ):
-        return  # its range is that of the format, or what it is told
+    products = isinstance(codec, PowerSGD) or getattr(codec, "values", None) == torch.bfloat16
+    if codec.name in ("cast", "threshold") or (magnitude < 2.0**-140 and products):
+        return  # its range is that of the format, or of its elements' products, or what it is told
     x = torch.full((1280,), magnitude, device=device)
     x[::2] *= -1
     x[::200] *= 8  # so that not all lie below the l2 norm's unit

@@ -16,6 +16,7 @@ SHARED = 48 * 1024
 #: The kernels that go over whole gradients, where every byte of traffic counts.
 STREAMING = re.compile(
     r"\w+_(encode|decode|collect|mean|change|enter)_(f32|f16|bf16)|narrow_(to|from)_bf16|tracking_follow"
+    r"|low_rank_(add|leave)"
 )
 #: Files without such a kernel: what they work on is a hundredth of a gradient.
 SMALL_FILES = {"entries.cu", "outliers.cu"}

@@ -123,6 +123,7 @@ WAYS = {
     "tracking-topk2-corrected": Way(_top(0.02), "split", SMOOTH, corrected=True),
     "tracking-topk1": Way(_top(0.01), "split", SMOOTH),
     "dgc-topk1": Way(TopK(0.01), "gather", Momentum(MOMENTUM)),
+    "dgc-topk9": Way(_top(0.09), "split", Momentum(MOMENTUM, masking=False), begins=75),
     "dgc-topk01": Way(TopK(0.001), "gather", Momentum(MOMENTUM)),
     "onebit-adam": Way(OneBit(), "two_pass", Residual(), method="adam"),
     "topk4-adam": Way(_top(0.04), "gather", Residual(), method="adam"),

@@ -63,16 +63,21 @@ class Kernels(ABC):
 
     def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
         """Compile what `codec` needs for gradients of `dtype` on `device`, so that no later call has to: by default it
-        is run once, on one element."""
-        workspace = self.workspace(codec, 1, device)
-        x = torch.ones(1, dtype=dtype, device=device)
-        residual = torch.zeros(1, dtype=torch.float32, device=device)
-        wire = torch.zeros(codec.wire_bytes(1), dtype=torch.uint8, device=device)
+        is run once, on few elements."""
+        numel = self.least(codec)
+        workspace = self.workspace(codec, numel, device)
+        x = torch.ones(numel, dtype=dtype, device=device)
+        residual = torch.zeros(numel, dtype=torch.float32, device=device)
+        wire = torch.zeros(codec.wire_bytes(numel), dtype=torch.uint8, device=device)
         draw = torch.zeros(3, dtype=torch.int64, device=device)
         self.encode(codec, x, wire, draw, workspace)
         self.encode_feedback(codec, x, residual, wire, draw, workspace)
         self.decode_add(codec, wire, residual, 1.0, workspace)
-        self.decode_mean(codec, [part[None] for part in wire.split(codec.part_bytes(1))], x, workspace)
+        self.decode_mean(codec, [part[None] for part in wire.split(codec.part_bytes(numel))], x, workspace)
+
+    def least(self, codec: Any) -> int:
+        """Of how many elements a gradient runs everything."""
+        return 1
 
     @abstractmethod
     def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None: ...
@@ -128,8 +133,8 @@ class Kernels(ABC):
 
 
 def divide(total: Tensor, world_size: int, out: Tensor) -> None:
-    """`out` = total · (1 / world_size), the reciprocal in float32, cast once."""
-    out.copy_(total * (torch.tensor(1.0, dtype=torch.float32) / world_size).to(total.device))
+    """`out` = total · (1 / world_size), the reciprocal in float32, cast once. `total` may be `out`, and is used up."""
+    out.copy_(total.mul_(float(torch.tensor(1.0, dtype=torch.float32) / world_size)))
 
 
 class TrackingKernels:

@@ -257,6 +257,17 @@ class Calibration:
         decode = speed.decode * 2 * numel + speed.mean * (own + numel)
         return self._estimate("two_pass", moves, speed.encode * (numel + own), decode)
 
+    def factors(self, codec: Codec, speed: CodecSpeed, numel: int, world_size: int) -> Estimate:
+        """Two means of float32 numbers, some half of the wire each: by owners above two ranks."""
+        half = codec.wire_bytes(numel) / 2
+        moves = [self._gather(half, world_size)]
+        if world_size > 2:
+            moves = [
+                (self.all_to_all, half * (world_size - 1) / world_size),
+                self._gather(half / world_size, world_size),
+            ]
+        return self._estimate("factors", 2 * moves, speed.encode * numel, (speed.decode + speed.mean) * numel)
+
     def around(self, inner: Estimate, name: str, numel: int, local_size: int) -> Estimate:
         """`inner` between nodes, and this calibration's collectives inside one, before and after it."""
         share = 4 * -(-numel // local_size)
@@ -279,7 +290,7 @@ class Calibration:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _gather(self, row: int, world_size: int) -> tuple[Line, float]:
+    def _gather(self, row: float, world_size: int) -> tuple[Line, float]:
         return self.all_gather, (world_size - 1) * row
 
     def _estimate(

@@ -11,6 +11,7 @@ import torch
 
 from ...compress.cast import Cast
 from ...compress.codec import BlockCodec, Codec
+from ...compress.layout import Layout, layout_numel
 from ..comm.topology import Topology
 from ..exchanges import EXCHANGES, Bucketful, Dense, Exchange, Hierarchical, TwoPass, possible, serving
 from . import cost, probe
@@ -43,7 +44,8 @@ def check_exchange(exchange: str, codec: Codec, besides: Sequence[str] = ("auto"
         raise ValueError(f"exchange={exchange!r}: expected one of {names}")
     able = possible(codec)
     if exchange in EXCHANGES and exchange not in able:
-        why = "cuts wires into slices" if exchange == "two_pass" else "needs indices on the wire"
+        needs = {"two_pass": "cuts wires into slices", "factors": "averages factors of matrices"}
+        why = needs.get(exchange, "needs indices on the wire")
         raise ValueError(f"exchange={exchange!r} {why}, and {codec} has none: use one of {', '.join(map(repr, able))}")
 
 
@@ -161,11 +163,12 @@ class Planner:
         decision = cost.decide((estimate for _, estimate in plans.values()), buckets)
         return plans[decision.name][0], str(decision)
 
-    def make(self, plan: Plan, name: str, numel: int, extra: int, device: torch.device) -> Exchange:
+    def make(self, plan: Plan, name: str, layout: Layout, extra: int, device: torch.device) -> Exchange:
         """The exchange that a plan wants, with every buffer it needs, on channels of this name."""
         inner, topology = serving(plan.exchange.rpartition(" ")[2], self.inline), self.topology
+        numel = layout_numel(layout)
         if not plan.exchange.startswith(HIERARCHICAL):
-            return inner(plan.codec, numel, extra, device, topology.all.channel(name))
+            return inner(plan.codec.of_layout(layout), numel, extra, device, topology.all.channel(name))
         assert topology.inside is not None
         assert topology.between is not None
         groups = topology.inside.channel(name), topology.between.channel(name)
@@ -229,4 +232,6 @@ def default_exchange(codec: Codec, world_size: int) -> str:
     """Without a cost model: the fewest bytes received, and one pass where they are equal."""
     if codec.lossless:
         return "dense"
+    if codec.exchange:
+        return codec.exchange
     return "gather" if not isinstance(codec, BlockCodec) or world_size <= 2 else "two_pass"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from ...compress.codec import Codec
 from .base import Bucketful, Exchange, Operands, all_finite
 from .dense import Dense
+from .factors import Factors
 from .gather import Gather
 from .hierarchical import Hierarchical
 from .reduce_scatter import ReduceScatter
@@ -37,7 +38,7 @@ def register(exchange: type[Exchange]) -> type[Exchange]:
     return exchange
 
 
-for _exchange in (Gather, TwoPass, Union, Split, Dense):
+for _exchange in (Gather, TwoPass, Union, Split, Factors, Dense):
     register(_exchange)
 
 

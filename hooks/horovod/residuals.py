@@ -209,7 +209,7 @@ class CompressionState:
             group = channel.group(flat.device)
             # Numbered by its name, so that neither the order of operations nor a restart changes the draws.
             unit = Unit(zlib.crc32(layout[0].name.encode()), [], layout, frozenset(), flat)
-            exchange = EXCHANGES[name](codec, layout_numel(layout), 0, flat.device, group)
+            exchange = EXCHANGES[name](codec.of_layout(layout), layout_numel(layout), 0, flat.device, group)
             unit.use(exchange, self.compression.seed, group.rank)
             self._units[layout[0].name] = channel, unit
         return unit

@@ -11,6 +11,7 @@ from __future__ import annotations
 from .. import Backend, Kernels, Selecting
 from ..drawn import DRAWN
 from .kernels import QSGD, Cast, ChunkedTopK, OneBit, Ternary, TernGrad
+from .low_rank import PowerSGD
 from .momentum import Momentum
 from .outliers import Outliers
 from .residuals import Narrow
@@ -24,6 +25,7 @@ KERNELS: dict[str, Kernels] = {
     "ternary": Ternary(),
     "topk": (TOPK := TopK()),
     "random_k": DRAWN,
+    "power_sgd": PowerSGD(),
     "chunked_topk": ChunkedTopK(),
     "cast": Cast(),
     "identity": Cast(),

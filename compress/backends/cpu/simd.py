@@ -49,8 +49,8 @@ class Vector(types.Type):
 
 
 def _scalar(element: Any) -> ir.Type:
-    if element == types.float32:
-        return ir.FloatType()
+    if element in (types.float32, types.float64):
+        return ir.FloatType() if element == types.float32 else ir.DoubleType()
     return ir.IntType(1 if element == types.boolean else element.bitwidth)
 
 
@@ -187,8 +187,8 @@ def _getter(element: Any) -> Any:
 
 load_f32, load_u16, load_u8, load_u32x8, load_u64x8 = map(_loader, (F32, U16, U8, U32X8, U64X8))
 load_f32x16 = _loader(F32X16)
-get_f32, get_i32, get_u32, get_i64, get_u8 = map(
-    _getter, (types.float32, types.int32, types.uint32, types.int64, types.uint8)
+get_f32, get_f64, get_i32, get_u32, get_i64, get_u8 = map(
+    _getter, (types.float32, types.float64, types.int32, types.uint32, types.int64, types.uint8)
 )
 
 

@@ -21,6 +21,7 @@ from ..drawn import DRAWN
 from ..sparse import whole_rows
 from .device import ROW, SUFFIXES, THREADS, Function, device_for
 from .entries import Entries
+from .low_rank import PowerSGD
 from .momentum import Momentum, Tracking
 from .narrow import Narrow
 from .outliers import Outliers
@@ -218,6 +219,7 @@ KERNELS: dict[str, Kernels] = {
     "topk": TopK(),
     "threshold": Threshold(),
     "random_k": DRAWN,
+    "power_sgd": PowerSGD(),
     "chunked_topk": ChunkedTopK(),
     "cast": Cast(),
     "identity": Cast(),

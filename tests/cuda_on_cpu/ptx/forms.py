@@ -101,6 +101,21 @@ def _floats() -> Iterator[tuple[str, Form]]:
     yield "setp.num.f32", Form("pred", two, "{0} == {0} && {1} == {1}")
 
 
+def _doubles() -> Iterator[tuple[str, Form]]:
+    """Whose NaN nobody looks at: they become float32 before they are stored."""
+    two = ("f64", "f64")
+    for name, sign in (("add", "+"), ("sub", "-"), ("mul", "*"), ("div", "/")):
+        yield f"{name}.rn.f64", Form("f64", two, f"{{0}} {sign} {{1}}")
+    yield "sqrt.rn.f64", Form("f64", ("f64",), "sqrt({0})")
+    yield "mov.f64", Form("f64", ("f64",), "{0}")
+    yield "cvt.f64.f32", Form("f64", ("f32",), "(double){0}")
+    yield "cvt.rn.f32.f64", Form("f32", ("f64",), "ptx_canonical((float){0})")
+    for name, sign in SIGNS.items():
+        ordered = "{0} == {0} && {1} == {1} && " if name == "ne" else ""
+        yield f"setp.{name}.f64", Form("pred", two, f"{ordered}{{0}} {sign} {{1}}")
+        yield f"setp.{name}u.f64", Form("pred", two, f"{{0}} != {{0}} || {{1}} != {{1}} || {{0}} {sign} {{1}}")
+
+
 def _conversions() -> Iterator[tuple[str, Form]]:
     kinds = [f"{kind}{bits}" for kind in "us" for bits in (8, *WIDTHS)]
     for source in kinds:
@@ -125,5 +140,5 @@ def _spaces() -> Iterator[tuple[str, Form]]:
 
 
 FORMS: dict[str, Form] = dict(
-    form for group in (_integers, _bits, _choices, _floats, _conversions, _spaces) for form in group()
+    form for group in (_integers, _bits, _choices, _floats, _doubles, _conversions, _spaces) for form in group()
 )

@@ -11,6 +11,7 @@ from typing import NamedTuple
 CTYPES = {
     "pred": "bool",
     "f32": "float",
+    "f64": "double",
     **{f"{kind}{bits}": f"{'' if kind == 's' else 'u'}int{bits}_t" for kind in "usb" for bits in (8, 16, 32, 64)},
 }
 

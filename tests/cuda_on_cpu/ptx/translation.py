@@ -18,12 +18,15 @@ SPECIAL = {
 RUBBISH = {
     "pred": "true",
     "f32": "same_bits<float>(0x7F8ABCDEu)",
+    "f64": "same_bits<double>(0x7FF8ABCD01234567ull)",
     **{f"{k}{n}": f"({CTYPES[f'{k}{n}']})0xDEADBEEFDEADBEEFull" for k in "usb" for n in (8, 16, 32, 64)},
 }
 SHUFFLES = {"bfly": ("xor_", 31), "down": ("down_", 31), "up": ("up_", 0), "idx": ("", 31)}
 ATOMICS = {"add": "atomicAdd", "or": "atomicOr", "exch": "atomicExch", "max": "atomicMax", "min": "atomicMin"}
 
-MEMORY = re.compile(r"(ld|st)(\.volatile)?(?:\.(param|global|shared|local))?(?:\.(v2|v4))?\.([usb](?:8|16|32|64)|f32)")
+MEMORY = re.compile(
+    r"(ld|st)(\.volatile)?(?:\.(param|global|shared|local))?(?:\.(v2|v4))?\.([usb](?:8|16|32|64)|f(?:32|64))"
+)
 ATOMIC = re.compile(r"atom(?:\.relaxed\.gpu)?\.(global|shared)\.(add|or|exch|max|min)\.([ub](?:32|64))")
 SHUFFLE = re.compile(r"shfl\.sync\.(bfly|down|up|idx)\.b32")
 
@@ -124,8 +127,9 @@ class _Writer:
             return f"({ctype}){SPECIAL[operand]}"
         if operand.startswith("%"):
             return self._bits(self._name(operand), self.kernel.type_of(operand), kind)
-        if re.fullmatch(r"0f[0-9A-F]{8}", operand):
-            return self._bits(f"0x{operand[2:]}u", "u32", kind)
+        if re.fullmatch(r"0f[0-9A-F]{8}|0d[0-9A-F]{16}", operand):
+            wide = operand[1] == "d"
+            return self._bits(f"0x{operand[2:]}{'ull' if wide else 'u'}", "u64" if wide else "u32", kind)
         if re.fullmatch(r"-?\d+", operand) and kind != "f32":
             return f"({ctype}){operand}{'ll' if operand.startswith('-') else 'ull'}"
         if re.fullmatch(r"0x[0-9A-F]+U", operand) and kind != "f32":
@@ -143,10 +147,10 @@ class _Writer:
             raise PtxError(f"{declared} is read as {kind}")
         if declared == kind:
             return code
-        if "f32" in (declared, kind):
-            if {declared[1:], kind[1:]} != {"32"}:
+        if "f" in (declared[0], kind[0]):
+            if declared[1:] != kind[1:]:
                 raise PtxError(f"{declared} is read as {kind}")
-            code = f"same_bits<{'uint32_t' if kind != 'f32' else 'float'}>({code})"
+            code = f"same_bits<{CTYPES[kind] if kind[0] == 'f' else f'uint{kind[1:]}_t'}>({code})"
         return f"({CTYPES[kind]}){code}"
 
     def write(self, target: str, value: str, kind: str) -> str:
