@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from gradwire import CODECS, Codec, Outliers
+from gradwire import CODECS, Codec, Outliers, PowerSGD
 from gradwire.compress import SparseCodec
 from gradwire.compress.entries import index_layout
 from gradwire.compress.wire import Field, Part
@@ -72,6 +72,8 @@ def count(codec: Codec, field: Field, larger: Field) -> str:
             return "⌈(k + ⌊(n - 1) / 2^l⌋) / 32⌉"
         if lengths == tuple(layout.low_words for layout in layouts):
             return "⌈k·l / 32⌉"
+    if isinstance(codec, PowerSGD):
+        return {"whole": "those", "left": "r·n of each", "right": "r·m of each"}[field.name]
     raise ValueError(f"{codec}: the page has no word for the length of field {field.name!r}")
 
 

@@ -346,7 +346,18 @@ def test_the_checker_finds_residuals_that_grow(codec: Codec) -> None:
 
 
 def test_feedback_is_on_for_codes_that_contract_only() -> None:
-    contracting = ["onebit", "ternary", "topk", "threshold", "random_k", "chunked_topk", "outliers", "cast", "cast"]
+    contracting = [
+        "onebit",
+        "ternary",
+        "topk",
+        "threshold",
+        "random_k",
+        "power_sgd",
+        "chunked_topk",
+        "outliers",
+        "cast",
+        "cast",
+    ]
     assert [codec.name for codec in CODECS if codec.default_feedback] == contracting
     assert not QSGD().default_feedback
     assert QSGD(rounding="nearest").default_feedback

@@ -20,6 +20,7 @@ from gradwire import (
     Identity,
     OneBit,
     Outliers,
+    PowerSGD,
     Ternary,
     TernGrad,
     TopK,
@@ -35,7 +36,7 @@ Ranks = Callable[[int], Pool]
 
 LOSSLESS_SUM = [
     OneBit(), QSGD(rounding="nearest"), TernGrad(rounding="nearest"), TopK(0.05), Outliers(Ternary(), 0.05),
-    ChunkedTopK(k=16, chunk=256),
+    ChunkedTopK(k=16, chunk=256), PowerSGD(rank=1),
     Cast(torch.bfloat16),
 ]  # fmt: skip
 

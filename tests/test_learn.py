@@ -13,7 +13,20 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire import QSGD, Codec, Identity, LocalUpdates, Momentum, OneBit, Outliers, Residual, Ternary, TopK, Tracking
+from gradwire import (
+    QSGD,
+    Codec,
+    Identity,
+    LocalUpdates,
+    Momentum,
+    OneBit,
+    Outliers,
+    PowerSGD,
+    Residual,
+    Ternary,
+    TopK,
+    Tracking,
+)
 from gradwire.benchmarks import cli
 from gradwire.benchmarks.common.virtual import VirtualRanks
 from gradwire.benchmarks.training import apart, inside, learn, search
@@ -41,7 +54,7 @@ def gradient(rank: int, step: int) -> torch.Tensor:
 def really(rank: int, codec: Codec, exchange: str, strategy: Feedback | None) -> tuple[list[str], int]:
     """Digests of what is handed out, and bytes received in the last step."""
     keeps = strategy is not None and not codec.lossless
-    codec = codec.with_feedback() if keeps else codec
+    codec = (codec.with_feedback() if keeps else codec).of_layout(LAYOUT)
     unit = Unit(0, [], LAYOUT, frozenset(), torch.empty(NUMEL), strategy)
     group = Group(dist.group.WORLD).channel(f"{codec} {exchange} {strategy}")
     unit.use(EXCHANGES[exchange](codec, NUMEL, 0, torch.device("cpu"), group), 3, rank)
@@ -67,6 +80,8 @@ def really(rank: int, codec: Codec, exchange: str, strategy: Feedback | None) ->
         (TopK(0.05), "union", Momentum(nesterov=True)),
         (TopK(0.05), "split", Momentum()),
         (OneBit(), "two_pass", Momentum()),
+        (PowerSGD(2), "factors", Residual()),
+        (PowerSGD(1), "factors", Tracking()),
     ],
     ids=str,
 )

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from gradwire.compress import CODECS, Codec, Momentum, OneBit, Outliers, Residual, SparseCodec, TopK, Tracking
+from gradwire.compress import CODECS, Codec, Momentum, OneBit, Outliers, PowerSGD, Residual, SparseCodec, TopK, Tracking
 from gradwire.compress.backends import backend_kernels
 from gradwire.compress.feedback import Feedback
 from gradwire.hooks.auto import cost
@@ -141,7 +141,7 @@ def test_exchanges_say_whether_the_host_has_to_read() -> None:
     for name in EXCHANGES:
         for inline in (False, True):
             exchange = serving(name, inline)
-            codec = next(c for c in ON_GPU if exchange.carries(c) and isinstance(c, SparseCodec | OneBit))
+            codec = next(c for c in ON_GPU if exchange.carries(c) and isinstance(c, SparseCodec | OneBit | PowerSGD))
             try:
                 alter = None if inline else let_the_host_read
                 on_gpus(Recipe(codec, name, steps=1), Schedule(), alter=alter)

@@ -9,7 +9,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...compress import QSGD, ChunkedTopK, Codec, OneBit, Outliers, RandomK, SparseCodec, Ternary, TernGrad, new_draw
+from ...compress import (
+    QSGD,
+    ChunkedTopK,
+    Codec,
+    OneBit,
+    Outliers,
+    PowerSGD,
+    RandomK,
+    SparseCodec,
+    Ternary,
+    TernGrad,
+    new_draw,
+)
 
 #: What rounding to float32 may change a decoded value by, as a share of the value.
 ROUNDING = 2.0**-23
@@ -85,13 +97,13 @@ def entropy(codec: Codec, wire: np.ndarray, numel: int) -> float:
     Codes count with their empirical entropy, each on its own; units, levels and scales as they are sent. Sparse codecs:
     the number of ways to place the entries, log2 of n over k, and values as they are sent, by chunk where they are
     selected so. What has no codes, as casts: the entropy of each byte of an element by itself. Outliers:
-    of both their codes. RandomK has no indices: as it is.
+    of both their codes. RandomK has no indices, and PowerSGD no codes: as they are.
     """
     parts = codec.parts(numel)
     if isinstance(codec, Outliers):
         exact = sum(codec.selection.part_bytes(numel))
         return entropy(codec.selection, wire[:exact], numel) + entropy(codec.inner, wire[exact:], numel)
-    if isinstance(codec, RandomK):
+    if isinstance(codec, RandomK | PowerSGD):
         return 8 * len(wire) / numel
     if isinstance(codec, SparseCodec):
         used = entries(codec, wire[: parts[0].nbytes], numel)

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from ... import CompressState, LocalUpdates, compress_hook
-from ...compress import QSGD, Cast, ChunkedTopK, Codec, OneBit, Outliers, Ternary, TernGrad, TopK
+from ...compress import QSGD, Cast, ChunkedTopK, Codec, OneBit, Outliers, PowerSGD, Ternary, TernGrad, TopK
 from ...hooks import Statistics
 
 FLOOR, DENSE, BASELINE = "none", "fp32", "fp16"
@@ -249,6 +249,7 @@ ARMS = {
         Arm("topk-gather", "#CC79A7", codec=ONE_PERCENT, exchange="gather"),
         Arm("topk-0.1", "#E69F00", codec=TopK(density=0.001)),
         Arm("topk8", "#E69F00", codec=EIGHT_PERCENT),
+        Arm("low-rank", "#332288", codec=PowerSGD(rank=4)),
         Arm("chunked", "#882255", codec=ChunkedTopK()),
         Arm("chunked6", "#882255", codec=ChunkedTopK(k=1000, chunk=16384)),
         Arm("chunked1.5", "#AA6688", codec=ChunkedTopK(k=1000, chunk=65536)),

@@ -43,6 +43,10 @@ class VirtualGroup(Group):
         self.rank, self.size = rank, size
         self._mailbox, self._tag = mailbox, 0
 
+    def channel(self, name: str) -> VirtualGroup:
+        """This group: in lockstep messages arrive in the order in which they are sent."""
+        return self
+
     def _pairwise(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Any:
         received[self.rank].copy_(sent[self.rank])
         for target, part in enumerate(sent):
@@ -93,7 +97,7 @@ class VirtualRanks:
     def use(self, codec: Codec, exchange: str) -> None:
         """Go on with another codec and exchange; what is kept stays."""
         self.keeps = self.strategy is not None and not codec.lossless
-        codec = codec.with_feedback() if self.keeps else codec
+        codec = (codec.with_feedback() if self.keeps else codec).of_layout(self.units[0].layout)
         for rank, (unit, group) in enumerate(zip(self.units, self.groups, strict=True)):
             unit.use(EXCHANGES[exchange](codec, self.numel, 0, torch.device("cpu"), group), self.seed, rank)
 

@@ -17,6 +17,7 @@ from ...compress import (
     Identity,
     OneBit,
     Outliers,
+    PowerSGD,
     RandomK,
     Ternary,
     TernGrad,
@@ -54,6 +55,7 @@ FAMILIES: dict[str, tuple[Codec, ...]] = {
     ),
     "Threshold": (Threshold(),),
     "RandomK": (RandomK(),),
+    "PowerSGD": (PowerSGD(), PowerSGD(rank=1), PowerSGD(rank=9)),
     "ChunkedTopK": (
         ChunkedTopK(),
         ChunkedTopK(values=4),
@@ -88,6 +90,7 @@ def once(family: str, device: torch.device, numel: int) -> int:
                 codec.decode_add(wire, residual, 1.0, workspace)
                 codec.decode_mean([part.repeat(3, 1) for part in wire.split(codec.part_bytes(numel))], x, workspace)
                 calls += 5
+        codec.kernels(device).prepare(codec, torch.float32, device)  # runs what exchanges alone do
     settle(device)
     return calls
 

@@ -247,6 +247,7 @@ ARMS = {
         "bf16",
         "powersgd",
         "qsgd",
+        "low-rank",
         "terngrad",
         "onebit",
         "topk",

@@ -66,7 +66,9 @@ class Matrices:
             for piece, left, whole, *places in zip(pieces, lefts, wholes, rights, lines, strips, tiles, strict=False)
         ]
         last = [numel, 0, 0, lefts[-1], rights[-1], lines[-1], strips[-1], tiles[-1]]
-        table = torch.tensor([*rows, last], dtype=torch.int64).to(device)
+        # From pinned memory the host does not wait for the copy.
+        host = torch.tensor([*rows, last], dtype=torch.int64, pin_memory=device.type == "cuda")
+        table = torch.empty(host.shape, dtype=torch.int64, device=device).copy_(host, non_blocking=True)
         fields = wholes[-1], lefts[-1], rights[-1]
         return Matrices(rank, rows, table, *fields, lines[-1], strips[-1], tiles[-1], Workspace.on(device))
 
@@ -124,7 +126,7 @@ class LowRankKernels(Kernels):
     def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
         super().prepare(codec, dtype, device)
         matrices = Matrices.of(codec, self.least(codec), device)
-        self.follow(matrices, *torch.ones(2, matrices.right, device=device))
+        self.follow(matrices, *torch.ones(2, matrices.right, dtype=torch.float32, device=device))
 
     def workspace(self, codec: Any, numel: int, device: torch.device) -> Workspace:
         workspace = Workspace.on(device)

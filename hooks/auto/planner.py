@@ -83,13 +83,14 @@ def calibrated(
 def compressed(
     what: Bucketful, flat: cost.Calibration, nodes: cost.Nodes | None, inline: bool = False
 ) -> list[cost.Estimate]:
-    """Every exchange that can carry a bucket in its codec's wire: among all ranks, and where they lie on nodes, between
-    those.
+    """Every exchange that can carry a bucket in its codec's wire, or the one made for that: among all ranks, and
+    where they lie on nodes, between those.
 
     Args:
         inline: leave out what makes the host wait for the device.
     """
-    able = [serving(name, inline) for name in possible(what.codec) if name != Dense.name]
+    names = (what.codec.exchange,) if what.codec.exchange else possible(what.codec)
+    able = [serving(name, inline) for name in names if name != Dense.name]
     able = [exchange for exchange in able if not (exchange.host_reads and inline)]
     estimates = [exchange.estimate(flat, what) for exchange in able]
     if nodes is not None:

@@ -44,7 +44,7 @@ class Factors(Exchange):
         self.sums, self.right = self.numbers[:first], self.numbers[first:]
         mean = TwoPass if group.size > 2 else Gather
         sizes = (first, extra), (len(self.right), 0)
-        self.means = [mean(IDENTITY, *size, device, group.channel(str(i))) for i, size in enumerate(sizes)]
+        self.means = [mean(IDENTITY, *size, device, self._own_group(str(i))) for i, size in enumerate(sizes)]
         self.ports = [port for exchange in self.means for port in exchange.ports]
         #: S; None: not drawn yet.
         self.start: Tensor | None = None

@@ -24,8 +24,7 @@ class PowerSGD(LowRankKernels):
             super().prepare(codec, dtype, device)
 
     def take(self, matrices: Matrices, x: Tensor, whole: Tensor) -> None:
-        if matrices.whole:
-            _launch("take", matrices, matrices.lines, x, whole)
+        _launch("take", matrices, matrices.lines, x, whole)
 
     def left(self, matrices: Matrices, x: Tensor, start: Tensor, out: Tensor) -> None:
         _launch("left", matrices, matrices.lines, np.int32(matrices.rank), x, start, out)
@@ -60,6 +59,8 @@ class PowerSGD(LowRankKernels):
 
 def _launch(name: str, matrices: Matrices, warps: int, *arguments: Argument) -> None:
     """A kernel of which so many warps have something to do."""
+    if not warps:
+        return
     table = matrices.table, np.int32(len(matrices.rows))
     device_for(matrices.table.device).launch(FILE, f"low_rank_{name}", -(-warps // WARPS), (*table, *arguments))
 
