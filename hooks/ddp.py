@@ -47,10 +47,10 @@ class CompressState(State):
         model: the `DistributedDataParallel` model, or what `torch.compile` or Fabric made of it; may be left out.
         codec: a codec, or a function of the step (counted from 0) that returns one, equal on all ranks, as
             `gradwire.schedules` has them.
-        exchange: "gather", "two_pass", "union", "split", "dense", "hierarchical", or "auto": what is fastest for each
-            bucket by `hooks.auto.cost`, whose probe of the group takes a second or two when the first state is made;
-            over Gloo some steps are then trained each way (`hooks.auto.trial`). Measured times differ between runs, and
-            so may decisions: name an exchange where runs must be repeatable.
+        exchange: "gather", "two_pass", "union", "split", "factors", "dense", "hierarchical", or "auto": what is fastest
+            for each bucket by `hooks.auto.cost`, whose probe of the group takes a second or two when the first state is
+            made; over Gloo some steps are then trained each way (`hooks.auto.trial`). Measured times differ between
+            runs, and so may decisions: name an exchange where runs must be repeatable.
         error_feedback: whether to keep what compression leaves out and add it to the next gradient. "auto" does so for
             codecs that contract (the deterministic ones); True makes stochastic codecs round to nearest. Or a strategy
             of its own: `Residual(decay=0.95)`, `Residual(dtype=torch.bfloat16)`, in half the memory, `Tracking()` for

@@ -68,9 +68,9 @@ class LocalUpdates:
         fragments: F groups of parameters, of about equal size; each has its exchange every H steps, one every H/F.
         delay: τ steps from sending to applying, fewer than H/F: training goes on while messages are under way.
         blend: α in [0, 1): θ becomes θ0 + α·(θ - θ0).
-        exchange: "gather", "two_pass", "union", "split" or "dense"; "auto" is the one with the fewest bytes to receive
-            where nothing is measured: "dense" for `Identity`, "two_pass" for codes of blocks on more than two ranks,
-            else "gather".
+        exchange: "gather", "two_pass", "union", "split", "factors" or "dense"; "auto" is the one with the fewest bytes
+            to receive where nothing is measured: "dense" for `Identity`, "factors" for `PowerSGD`, "two_pass" for codes
+            of blocks on more than two ranks, else "gather".
         mean: "senders" divides each coordinate by how many ranks have sent it, rather than by their number P. It then
             moves up to P times as far as the mean: what is handed out and what is kept no longer add up to what the
             ranks have moved. Every rank's part is decoded by itself, at some P passes; by exchange "gather" alone.

@@ -12,7 +12,7 @@ from .exchanges import EXCHANGES
 from .options import Options
 
 #: What `LocalUpdates(exchange=…)` takes.
-LocalExchange = Literal["auto", "gather", "two_pass", "union", "split", "dense"]
+LocalExchange = Literal["auto", "gather", "two_pass", "union", "split", "factors", "dense"]
 
 
 @dataclass

@@ -17,7 +17,7 @@ from .auto.planner import Choice, check_exchange
 from .comm.topology import node_size
 
 #: What `CompressState(exchange=…)` takes.
-ExchangeName = Literal["auto", "gather", "two_pass", "union", "split", "dense", "hierarchical"]
+ExchangeName = Literal["auto", "gather", "two_pass", "union", "split", "factors", "dense", "hierarchical"]
 #: A predicate, or names of parameters in which "*" stands for anything.
 Exclude = Callable[[str, nn.Parameter], bool] | Sequence[str]
 

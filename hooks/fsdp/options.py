@@ -14,7 +14,7 @@ from ..exchanges import EXCHANGES
 from ..options import Options
 
 #: What `compress_fsdp(exchange=…)` takes.
-FSDPExchange = Literal["auto", "gather", "two_pass", "union", "split", "dense"]
+FSDPExchange = Literal["auto", "gather", "two_pass", "union", "split", "factors", "dense"]
 
 
 @dataclass
