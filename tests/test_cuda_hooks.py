@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire import QSGD, ChunkedTopK, Codec, CompressState, OneBit, TernGrad, TopK, compress_hook
+from gradwire import QSGD, ChunkedTopK, Codec, CompressState, OneBit, PowerSGD, TernGrad, TopK, compress_hook
 from gradwire.compress import new_draw
 from gradwire.hooks.exchanges import possible
 from ranks import Pool
@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.cuda
 Ranks = Callable[[int], Pool]
-CODECS = (OneBit(), QSGD(), TernGrad(), TopK(0.05), ChunkedTopK(chunk=1024))
+CODECS = (OneBit(), QSGD(), TernGrad(), TopK(0.05), ChunkedTopK(chunk=1024), PowerSGD(rank=2))
 every_codec = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
 #: Named, as "auto" would send these small gradients dense, and no kernel would run.
 every_way = pytest.mark.parametrize(
@@ -33,7 +33,7 @@ class Fixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weights = nn.ParameterList([nn.Parameter(torch.zeros(n)) for n in (3001, 257, 5000, 12)])
+        self.weights = nn.ParameterList([nn.Parameter(torch.zeros(n)) for n in (3001, 257, (40, 125), 12)])
 
     def forward(self, fed: list[Tensor]) -> Tensor:
         return torch.stack([(w * f).sum() for w, f in zip(self.weights, fed, strict=True)]).sum()
