@@ -11,7 +11,19 @@ import pytest
 from gradwire import CompressState, OneBit, compress_hook
 from gradwire.hooks.auto import cost, drift, probe, trial
 from gradwire.hooks.auto.drift import WINDOW, Drift
-from gradwire.hooks.auto.trial import COMPRESSED, FALLBACK, HOPELESS, PLANNED, SETTLING, TURN, TURNS, UNCOUNTED, Trial
+from gradwire.hooks.auto.trial import (
+    COMPRESSED,
+    FALLBACK,
+    HOPELESS,
+    MOST_TURNS,
+    PLANNED,
+    SETTLING,
+    TURN,
+    TURNS,
+    UNCOUNTED,
+    Trial,
+    typical,
+)
 from gradwire.hooks.connection import Connection
 from gradwire.hooks.exchanges import Dense, Gather
 from gradwire.hooks.straight import Straight
@@ -22,7 +34,7 @@ from training import Ledger, batch, pretend, train, two_large_layers
 
 Ranks = Callable[[int], Pool]
 
-ALL = SETTLING + TURNS * TURN
+ALL, MOST = SETTLING + TURNS * TURN, SETTLING + MOST_TURNS * TURN
 LATE = 0.02
 
 
@@ -32,7 +44,7 @@ def take(trial: Trial, spans: dict[str, float], least: float, other: str = FALLB
     while trial.verdict is None:
         ways.append(trial.way)
         trial.end_step(spans[trial.way], lambda: (other, least), lambda numbers: numbers)
-        assert len(ways) <= ALL
+        assert len(ways) <= MOST
     return ways
 
 
@@ -44,6 +56,29 @@ def test_both_ways_get_turns_and_the_faster_wins() -> None:
     trial.end_step(9.9, lambda: (FALLBACK, 0.0), lambda numbers: numbers)
     assert trial.verdict == FALLBACK
     assert "planned 1e+03 ms, fallback 900 ms" in str(trial)
+
+
+@pytest.mark.parametrize(("planned", "verdict", "turns"), [(0.75, PLANNED, MOST_TURNS), (0.85, FALLBACK, TURNS)])
+def test_who_compresses_more_has_to_win_twice(planned: float, verdict: str, turns: int) -> None:
+    trial = Trial()
+    assert len(take(trial, {PLANNED: planned, FALLBACK: 1.0}, least=0.5)) == SETTLING + turns * TURN
+    assert trial.verdict == verdict
+
+
+def test_luck_in_the_first_turns_is_not_enough() -> None:
+    """Spans of two values, of which the first turns of compression have the shorter."""
+    trial, step = Trial(), 0
+    while trial.verdict is None:
+        lucky = step < SETTLING + TURNS * TURN
+        span = 1.0 if trial.way == FALLBACK else 0.7 if lucky else 1.1
+        trial.end_step(span, lambda: (FALLBACK, 0.5), lambda numbers: numbers)
+        step += 1
+    assert trial.verdict == FALLBACK
+
+
+def test_a_step_that_waits_for_something_else_does_not_decide() -> None:
+    assert typical([1.0, 1.0, 500.0]) == pytest.approx(4 / 3)
+    assert typical([1.0, 2.0, 2.0, 1.0]) == 1.5
 
 
 def test_what_the_network_cannot_carry_is_not_tried() -> None:
@@ -59,7 +94,7 @@ def test_what_is_far_slower_gets_no_second_turn() -> None:
     assert trial.verdict == PLANNED
 
 
-@given(st.lists(st.floats(0.01, 100.0), min_size=ALL, max_size=ALL), st.floats(0.0, 200.0))
+@given(st.lists(st.floats(0.01, 100.0), min_size=MOST, max_size=MOST), st.floats(0.0, 200.0))
 def test_steps_at_the_begin_of_a_turn_do_not_count(spans: list[float], least: float) -> None:
     """Whatever they take, the verdict stays."""
 
@@ -122,7 +157,7 @@ def test_all_ranks_stay_with_what_was_faster(
     results = ranks(2).run(tried, beta, slow)
     assert results[0][:3] == results[1][:3]
     _, taken, decisions, error = results[0]
-    assert taken == steps or (steps is None and taken in (SETTLING + 2 * TURN, ALL))
+    assert taken == steps or (steps is None and taken in range(SETTLING + 2 * TURN, MOST + 1, TURN))
     for text in decisions.values():
         assert text.startswith(expected)
         assert "; from the first bucket to the last, planned" in text

@@ -12,8 +12,8 @@ does not wait for the network and knows no spans: there the plan is what counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from statistics import median
+from collections.abc import Callable, Sequence
+from statistics import fmean, median
 
 #: As the cost model says for each bucket; the fallback in every bucket; compression in every bucket.
 PLANNED, FALLBACK, COMPRESSED = "planned", "fallback", "compressed"
@@ -22,14 +22,21 @@ SETTLING = 3
 #: Steps of a turn, of which so many at its begin do not count: residuals are delivered, and memory is new. Nor does the
 #: last, in which ranks compare.
 TURN, UNCOUNTED = 6, 2
-#: Turns, alternately of both ways.
-TURNS = 4
+#: Turns, alternately of both ways; and of those after which the way that compresses more wins, if not clearly.
+TURNS, MOST_TURNS = 4, 8
 #: How much faster the network may be than it was when it was probed, and how much slower one way may be than the other
 #: in its first turn and still get a second one.
 DOUBT, HOPELESS = 1.25, 1.5
 #: By how much the way that compresses more has to win: it takes processor time from the rest of the step too, and noise
 #: is no reason to compress.
 CLEARLY = 0.8
+
+
+def typical(spans: Sequence[float]) -> float:
+    """The mean of some steps' spans, of which none counts as more than twice their median: spans have two or three
+    values where threads share cores, between which a median jumps, and now and then a step waits for something else."""
+    most = 2 * median(spans)
+    return fmean(min(span, most) for span in spans)
 
 
 class Trial:
@@ -82,7 +89,7 @@ class Trial:
             self._mine.setdefault(way, []).append(span)
         if place < TURN - 1:
             return
-        (self.spans[way],) = agreed([median(self._mine[way])])
+        (self.spans[way],) = agreed([typical(self._mine[way])])
         turns = (self._steps - SETTLING) // TURN
         if turns == 1:
             self._other, least = rival()
@@ -92,7 +99,7 @@ class Trial:
         more, less = (PLANNED, FALLBACK) if self._other == FALLBACK else (self._other, PLANNED)
         handicapped = {more: self.spans[more] / CLEARLY, less: self.spans[less]}
         faster, slower = sorted(handicapped, key=handicapped.__getitem__)
-        if turns == TURNS or self.spans[slower] > HOPELESS * self.spans[faster]:
+        if turns >= (MOST_TURNS if faster == more else TURNS) or self.spans[slower] > HOPELESS * self.spans[faster]:
             self.verdict = faster
 
     def __str__(self) -> str:

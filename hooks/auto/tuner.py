@@ -5,11 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from statistics import median
 
 from .drift import Drift
 from .planner import Choice, Plan, Planner
-from .trial import Trial
+from .trial import Trial, typical
 
 
 class Tuner:
@@ -61,7 +60,7 @@ class Tuner:
         """
         if self._trial is not None and self.deciding:
             for _ in range(steps):
-                self._trial.end_step(median(spans) if spans else 0.0, _nobody, self._agreed)
+                self._trial.end_step(typical(spans) if spans else 0.0, _nobody, self._agreed)
 
     def ended(self, span: float, served: Callable[[], Sequence[tuple[int, int, Plan]]], changed: bool) -> bool:
         """A step has ended. A collective at the end of a trial's turns, and when the network has changed.
