@@ -169,7 +169,8 @@ SET = (
     ),
     Publication(
         "learn-sgd-long",
-        "learn benchmarks/results/learn.jsonl --optimizer sgd --steps 4500 --learning-rates 0.3 --arms topk7.5-split",
+        "learn benchmarks/results/learn.jsonl --optimizer sgd --steps 4500 --learning-rates 0.3 "
+        "--arms topk9-split topk7.5-split",
         plot=False,
     ),
     Publication(
