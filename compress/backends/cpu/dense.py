@@ -49,7 +49,7 @@ from .blocks import (
     widen,
     width,
 )
-from .patching import Hidden, first_from, forget, hide_until
+from .patching import Hidden, first_from, forget, mark_until, unless_marked
 from .simd import (
     as_f32,
     as_i8,
@@ -89,8 +89,10 @@ Draw = tuple[int, int, int, int]  # whether to draw, seed, step, stream
 
 
 @compiled
-def onebit_levels(x: int, old: int, n: int, block: int, sided: int, signs: int, sums: int) -> tuple[Any, Any]:
-    """The two levels of a = x, or x + old unless `old` is 0; writes the signs."""
+def onebit_levels(
+    x: int, old: int, marks: int, n: int, block: int, sided: int, signs: int, sums: int
+) -> tuple[Any, Any]:
+    """The two levels of a = x, or x + old unless `old` is 0, without what is marked; writes the signs."""
     ahead = 2 * block
     for lane in range(0, 256, 64):
         minus = plus = splat_f32(ZERO)
@@ -98,6 +100,7 @@ def onebit_levels(x: int, old: int, n: int, block: int, sided: int, signs: int, 
             v = load_f32(x + 4 * i)
             if old:
                 v = v + load_f32(old + 4 * i)
+            v = unless_marked(v, marks, i)
             below = v < ZERO
             store(signs + (i >> 3), bits_of(below))
             if sided:
@@ -127,26 +130,26 @@ def onebit_encode(
 ) -> None:
     kind, source = x
     numel, first, last = span
-    before = entry = first_from(hidden, first * block)
-    after = hide_until(hidden, entry, (first + 1) * block, x, residual, scratch)
+    after = first_from(hidden, first * block)
+    marks = scratch + A + 8 * block if hidden[2] else 0
     for b in range(first, last):
         start = b * block
         n = min(block, numel - start)
-        # One block ahead, so that what is stored here is not read at once.
-        following = hide_until(hidden, after, min(start + 2 * block, last * block), x, residual, scratch)
-        forget(hidden, before, entry, residual)
-        before, entry, after = entry, after, following
+        entry = after
+        if marks:
+            after = mark_until(hidden, entry, start, start + block, marks)
         record = wire + b * (8 + (block >> 3))
         signs, sums = record + 8, scratch + SUMS
         if kind == FLOAT32 and n == block:
             a, old = source + 4 * start, residual + 4 * start if residual else 0
         else:
             a, old = read_block(kind, source, residual, start, n, block, scratch), 0
-        negative, positive = onebit_levels(a, old, n, block, sided, signs, sums)
+        negative, positive = onebit_levels(a, old, marks, n, block, sided, signs, sums)
         if not (np.isfinite(negative) and np.isfinite(positive)):
             store(record, NAN_BITS)
             store(record + 4, NAN_BITS)
             clear(signs, block >> 3)
+            forget(hidden, entry, after, residual)
             continue  # the block keeps its residual
         store(record, negative)
         store(record + 4, positive)
@@ -159,13 +162,12 @@ def onebit_encode(
                 v = load_f32(a + 4 * i)
                 if old:
                     v = v + load_f32(old + 4 * i)  # once more: less work than to have kept it
-                store(e + 4 * i, v - decoded)
+                store(e + 4 * i, unless_marked(v - decoded, marks, i))
                 # A second time: a processor that is busy fetching drops what it is merely advised to fetch.
                 read_ahead(source + width(kind) * (ahead + i))
                 read_ahead(residual + 4 * (ahead + i))
             if n < block:
                 copy(residual + 4 * start, e, 4 * n)
-    forget(hidden, before, entry, residual)
 
 
 @compiled

@@ -24,7 +24,7 @@ SCRATCH = whole_lines(scratch_bytes(TILE))
 
 class Outliers(OutlierKernels, CpuKernels):
     """The gradient is passed twice: `TopK` reads it and the residual, and the inner code does what it always does, on a
-    residual that hides what is selected: block by block where its kernel can do that itself."""
+    residual that hides what is selected, or by a kernel that leaves it out itself."""
 
     def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
         with kept.task(type(codec).__name__):

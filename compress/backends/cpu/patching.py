@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from .blocks import F32, FLOAT32, INF_BITS, SPARE, ZERO, A, widen, width
-from .simd import compiled, get_f32, get_u32, inlined, store
+import numpy as np
+
+from .blocks import F32, FLOAT32, INF_BITS, SPARE, ZERO, A, clear, widen, width
+from .simd import compiled, get_f32, get_i64, get_u32, inlined, mask_of, select, store
 from .sparse import Entries, Source, int_at, key_at
 
 
@@ -50,24 +52,32 @@ def first_from(hidden: Hidden, start: int) -> int:
 
 
 @compiled
-def hide_until(hidden: Hidden, entry: int, end: int, x: Source, residual: int, scratch: int) -> int:
-    """residual = -x for the entries from one on that lie before `end` and whose value is finite: then nothing is to be
-    coded there. Returns the first behind them."""
+def mark_until(hidden: Hidden, entry: int, start: int, end: int, marks: int) -> int:
+    """Marks which of the elements from `start` to `end` are hidden, those of the entries from one on whose value is
+    finite: a word for 64. Returns the first entry behind them."""
     index, value, count = hidden
-    kind, source = x
+    clear(marks, (end - start + 63) >> 6 << 3)
     while entry < count:
         at = int_at(index + 4 * entry)
         if at >= end:
             break
-        if key_at(value + 4 * entry) < INF_BITS:
-            store(residual + 4 * at, ZERO - element(kind, source + at * width(kind), scratch))
+        word = marks + ((at - start) >> 6 << 3)
+        store(word, get_i64(word) | np.int64(key_at(value + 4 * entry) < INF_BITS) << (at & 63))
         entry += 1
     return entry
 
 
+@inlined
+def unless_marked(v: Any, marks: int, i: int) -> Any:
+    """64 elements, the first of them i, but zero where they are marked; `marks` is 0 if there is nothing to hide."""
+    if marks:
+        return select(mask_of(get_i64(marks + (i >> 3))), ZERO, v)
+    return v
+
+
 @compiled
 def forget(hidden: Hidden, first: int, last: int, residual: int) -> None:
-    """residual = 0 where `hide_until` has hidden something: it is sent as it is."""
+    """residual = 0 for entries whose value is finite: they are sent as they are."""
     for i in range(4 * first, 4 * last, 4):
         if key_at(hidden[1] + i) < INF_BITS:
             store(residual + 4 * int_at(hidden[0] + i), ZERO)

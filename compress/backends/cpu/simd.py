@@ -281,6 +281,8 @@ to_f32, to_i32, to_u32, to_u64, to_u16, to_u8, to_i8 = map(
 as_f32, as_i32, as_u32, as_i8, as_u64x8 = map(_reinterpreter, (F32, I32, U32, I8, U64X8))
 #: The mask as a 64-bit word, lane i in bit i; and back.
 bits_of, mask_of = _reinterpreter(types.int64), _reinterpreter(MASK)
+#: That of 16 lanes.
+bits_of_16 = _reinterpreter(types.uint16)
 #: The bits of one float32, and back.
 float_of, word_of = _reinterpreter(types.float32), _reinterpreter(types.int32)
 
@@ -307,8 +309,6 @@ def _fold(emit: Callable) -> Any:
 
 #: The sum of all lanes, halves folded onto each other: the canonical order.
 fold_sum = _fold(lambda builder, a, b: builder.fadd(a, b))
-#: The sum of all lanes of integers.
-fold_count = _fold(lambda builder, a, b: builder.add(a, b))
 #: The largest lane of signed integers.
 fold_max = _fold(lambda builder, a, b: builder.select(builder.icmp_signed(">", a, b), a, b))
 

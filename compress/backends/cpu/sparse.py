@@ -47,6 +47,7 @@ from .simd import (
     lowest_bit,
     select,
     store,
+    word_of,
 )
 
 Source = tuple[int, int]  # kind, address
@@ -57,8 +58,9 @@ Span = tuple[int, int, int]  # elements, first tile, last tile
 
 #: How many sampled runs ahead to ask for what they hold, which lies too far apart for the hardware to foresee.
 RUNS_AHEAD = 8
-#: How many elements ahead a pass that only reads asks for.
-AHEAD = 2 * TILE
+#: How many elements ahead a pass that only reads asks for. Mostly in the same page, which the hardware fetches by
+#: itself, and faster: what is farther ahead it would be asked for all the time.
+AHEAD = 384
 
 
 @inlined
@@ -120,15 +122,6 @@ def accumulate(
     0, the residual holds a already. Unless `update`, a and what there is of the residual are in scratch."""
     a, masks, old = scratch + A, scratch + SUMS, residual + 4 * start
     words: Any = 0
-    if x and residual and not update and kind == FLOAT32 and n == TILE:
-        source = x + 4 * start
-        for i in range(0, TILE, 64):
-            v = load_f32(source + 4 * i) + load_f32(old + 4 * i)
-            words |= candidates(v, threshold, masks, i)
-            store(a + 4 * i, v)
-            read_ahead(source + 4 * (i + AHEAD))
-            read_ahead(old + 4 * (i + AHEAD))
-        return a, a, words
     if x and residual and update and kind == FLOAT32 and n == TILE:
         source, kept = x + 4 * start, 0
         for i in range(0, TILE, 64):
@@ -162,17 +155,36 @@ def accumulate(
     return a, e_block, words
 
 
+@compiled
+def look_through(x: int, old: int, threshold: int, masks: int) -> Any:
+    """The masks of the candidates of x + old, a tile that is only read, as `accumulate` has them."""
+    words: Any = 0
+    for i in range(0, TILE, 64):
+        words |= candidates(load_f32(x + 4 * i) + load_f32(old + 4 * i), threshold, masks, i)
+        read_ahead(x + 4 * (i + AHEAD))
+        read_ahead(old + 4 * (i + AHEAD))
+    return words
+
+
+Tile = tuple[int, int, int]  # where a lies, what is to be added to it, or 0, and the residual to change, or 0
+
+
 @inlined
-def append(index: int, value: int, count: int, a: int, e: int, start: int, j: int, likely: int) -> None:
-    word = get_i32(a + 4 * j)
+def append(index: int, value: int, count: int, tile: Tile, start: int, j: int, likely: int) -> None:
+    a, old, e = tile
+    v = get_f32(a + 4 * j)
+    if old:
+        v = v + get_f32(old + 4 * j)
+    word = word_of(v)
     key = np.int64(word) & MAGNITUDE
     store(index + 4 * count, np.int32(start + j))
     store(value + 4 * count, NAN_BITS if key > INF_BITS else word)
-    store(e + 4 * j, np.int32(0) if likely <= key < INF_BITS else get_i32(e + 4 * j))
+    if e:
+        store(e + 4 * j, np.int32(0) if likely <= key < INF_BITS else get_i32(e + 4 * j))
 
 
 @compiled
-def gather(index: int, value: int, count: int, a: int, e: int, start: int, likely: int, masks: int, words: int) -> int:
+def gather(index: int, value: int, count: int, tile: Tile, start: int, likely: int, masks: int, words: int) -> int:
     """Append a tile's candidates. The residual becomes 0 where the key is `likely` or more, which most likely is sent:
     to mend the others later, one by one and far apart, is less work.
 
@@ -184,11 +196,11 @@ def gather(index: int, value: int, count: int, a: int, e: int, start: int, likel
         rest &= rest - 1
         bits = get_i64(masks + (i >> 3))
         for _ in range(2):
-            append(index, value, count, a, e, start, i + lowest_bit(bits | (-1 << 63)), likely)
+            append(index, value, count, tile, start, i + lowest_bit(bits | (-1 << 63)), likely)
             count += bits != 0
             bits &= bits - 1
         while bits:
-            append(index, value, count, a, e, start, i + lowest_bit(bits), likely)
+            append(index, value, count, tile, start, i + lowest_bit(bits), likely)
             count += 1
             bits &= bits - 1
     return count
@@ -207,7 +219,7 @@ def collect(
     kind, source = x
     numel, first, last = span
     index, value, capacity, histogram, scratch = room
-    count = 0
+    masks, count = scratch + SUMS, 0
     for start in range(first * TILE, min(last * TILE, numel), TILE):
         n = min(TILE, numel - start)
         if count + TILE > capacity:
@@ -216,10 +228,15 @@ def collect(
             key, ties = kth_largest(scratch, 1, k, histogram)
             count = keep(index, value, count, key, ties, likely, residual if update else 0, (index, value))
             threshold, likely = key + 1, 0  # those kept are 0 in the residual, whatever their key
-        a, e, words = accumulate(kind, source, residual, update, start, n, threshold, scratch)
-        count = gather(index, value, count, a, e, start, max(threshold, likely), scratch + SUMS, words)
+        if residual and not update and kind == FLOAT32 and n == TILE:
+            tile = source + 4 * start, residual + 4 * start, 0
+            words = look_through(tile[0], tile[1], threshold, masks)
+        else:
+            a, e, words = accumulate(kind, source, residual, update, start, n, threshold, scratch)
+            tile = a, 0, e
+        count = gather(index, value, count, tile, start, max(threshold, likely), masks, words)
         if residual and update and n < TILE:
-            copy(residual + 4 * start, e, 4 * n)
+            copy(residual + 4 * start, tile[2], 4 * n)
     return count, likely
 
 
@@ -276,7 +293,7 @@ def tally(value: int, count: int, key: int) -> tuple[int, int]:
     """How many keys are above `key`, and how many equal to it. May read 63 values beyond the last."""
     above = equal = 0
     for i in range(0, count, 64):
-        inside = word_of(count, i)
+        inside = used_of(count, i)
         keys = as_i32(load_f32(value + 4 * i)) & MAGNITUDE
         above += count_ones(bits_of(keys > key) & inside)
         equal += count_ones(bits_of(keys == key) & inside)
@@ -284,7 +301,7 @@ def tally(value: int, count: int, key: int) -> tuple[int, int]:
 
 
 @inlined
-def word_of(count: int, i: int) -> Any:
+def used_of(count: int, i: int) -> Any:
     """Which of 64 candidates from `i` on there are."""
     return -1 if count - i >= 64 else (1 << (count - i)) - 1
 
@@ -295,7 +312,7 @@ def near(value: int, count: int, high: int, target: int, capacity: int) -> tuple
     those, (0, `count`). May read 63 values beyond the last."""
     inside = 0
     for i in range(0, count, 64):
-        bits = bits_of((as_i32(load_f32(value + 4 * i)) & MAGNITUDE) < high) & word_of(count, i)
+        bits = bits_of((as_i32(load_f32(value + 4 * i)) & MAGNITUDE) < high) & used_of(count, i)
         while bits and inside < capacity:
             store(target + 4 * inside, get_i32(value + 4 * (i + lowest_bit(bits))))
             inside += 1
@@ -323,7 +340,7 @@ def keep(index: int, value: int, count: int, key: int, ties: int, likely: int, r
     kept: Any = 0
     left: Any = ties
     for i in range(0, count, 64):
-        keys, inside = as_i32(load_f32(value + 4 * i)) & MAGNITUDE, word_of(count, i)
+        keys, inside = as_i32(load_f32(value + 4 * i)) & MAGNITUDE, used_of(count, i)
         good, equal = bits_of(keys > key) & inside, bits_of(keys == key) & inside
         if equal:
             equal = first_of(equal, left)

@@ -38,15 +38,15 @@ from .blocks import (
     width,
 )
 from .dense import Draw, How, Source, Span, Wires
-from .patching import Hidden, first_from, forget, hide_until
+from .patching import Hidden, first_from, forget, mark_until, unless_marked
 from .simd import (
     as_f32,
     as_i32,
     bits_of,
+    bits_of_16,
     compiled,
     count_ones,
     float_of,
-    fold_count,
     fold_max,
     fold_sum,
     get_f32,
@@ -123,10 +123,10 @@ def terngrad_encode(
             copy(residual + 4 * start, e, 4 * n)
 
 
-Four = tuple[Any, Any, Any, Any]
-Ahead = tuple[int, int]  # where the next block's elements lie, and its residual
+Three = tuple[Any, Any, Any]
+Ahead = tuple[int, int]  # where elements of a later block lie, and their residual
 
-HALF = F32(0.5)
+HALF, SLACK = F32(0.5), F32(2.0**-13)
 LLOYD_STEPS = 2
 
 
@@ -136,56 +136,56 @@ def magnitude_at(address: int) -> Any:
 
 
 @inlined
-def add_read(x: int, old: int, a: int, i: int, total: Any, largest: Any) -> tuple[Any, Any]:
+def add_read(x: int, old: int, marks: int, a: int, i: int, total: Any, largest: Any) -> tuple[Any, Any]:
     v = load_f32(x + i)
     if old:
         v = v + load_f32(old + i)
+    v = unless_marked(v, marks, i >> 2)
+    if old or marks:
         store(a + i, v)
     magnitude = as_i32(v) & MAGNITUDE
     return total + as_f32(magnitude), maximum(largest, magnitude)
 
 
 @compiled
-def read_magnitudes(x: int, old: int, a: int, block: int) -> tuple[Any, Any]:
-    """The canonical sum of the magnitudes of x, or of a = x + old, which it writes, unless `old` is 0; and the largest,
-    as an integer. Row by row: what lies in memory is read in order, and the 256 partial sums stay in registers."""
+def read_magnitudes(x: int, old: int, marks: int, a: int, block: int) -> tuple[Any, Any]:
+    """The canonical sum of the magnitudes of x, or x + old unless `old` is 0, without what is marked; and the largest,
+    as an integer. Writes to `a` what is not x itself. Row by row: what lies in memory is read in order, and the 256
+    partial sums stay in registers."""
     t0 = t1 = t2 = t3 = splat_f32(ZERO)
     largest = splat_i32(0)
     for i in range(0, 4 * block, 1024):
-        t0, largest = add_read(x, old, a, i, t0, largest)
-        t1, largest = add_read(x, old, a, i + 256, t1, largest)
-        t2, largest = add_read(x, old, a, i + 512, t2, largest)
-        t3, largest = add_read(x, old, a, i + 768, t3, largest)
+        t0, largest = add_read(x, old, marks, a, i, t0, largest)
+        t1, largest = add_read(x, old, marks, a, i + 256, t1, largest)
+        t2, largest = add_read(x, old, marks, a, i + 512, t2, largest)
+        t3, largest = add_read(x, old, marks, a, i + 768, t3, largest)
     return fold_sum((t0 + t2) + (t1 + t3)), np.int64(fold_max(largest))
 
 
 @inlined
-def add_above(v: Any, threshold: Any, total: Any, count: Any) -> tuple[Any, Any]:
-    """Partial sums and counts, and what of `v` is above the threshold."""
+def add_above(v: Any, threshold: Any, total: Any, count: int) -> tuple[Any, int]:
+    """Partial sums of what of 16 elements is above the threshold, and how many that are so far."""
     far = v > threshold
-    return select(far, total + v, total), select(far, count + 1, count)
+    return select(far, total + v, total), count + count_ones(np.int64(bits_of_16(far)))
 
 
 @compiled
-def sums_above(a: int, thresholds: Four, block: int, sums: int, ahead: int) -> tuple[Four, tuple[int, int, int, int]]:
-    """The canonical sums of the magnitudes above each of four thresholds, and how many there are. Meanwhile it asks for
-    as much memory from `ahead` on."""
-    n0 = n1 = n2 = n3 = splat_i32x16(0)
+def sums_above(a: int, thresholds: Three, block: int, sums: int, ahead: int) -> tuple[Three, tuple[int, int, int]]:
+    """The canonical sums of the magnitudes above each of three thresholds, and how many there are. Meanwhile it asks
+    for as much memory from `ahead` on."""
+    n0 = n1 = n2 = 0
     for lane in range(0, 1024, 64):
-        t0 = t1 = t2 = t3 = splat_f32x16(ZERO)
+        t0 = t1 = t2 = splat_f32x16(ZERO)
         for i in range(lane, 4 * block, 1024):
             v = as_f32(as_i32(load_f32x16(a + i)) & MAGNITUDE)
             t0, n0 = add_above(v, thresholds[0], t0, n0)
             t1, n1 = add_above(v, thresholds[1], t1, n1)
             t2, n2 = add_above(v, thresholds[2], t2, n2)
-            t3, n3 = add_above(v, thresholds[3], t3, n3)
             prefetch(ahead + i)
         store(sums + lane, t0)
         store(sums + 1024 + lane, t1)
         store(sums + 2048 + lane, t2)
-        store(sums + 3072 + lane, t3)
-    totals = fold_lanes(sums), fold_lanes(sums + 1024), fold_lanes(sums + 2048), fold_lanes(sums + 3072)
-    return totals, (fold_count(n0), fold_count(n1), fold_count(n2), fold_count(n3))
+    return (fold_lanes(sums), fold_lanes(sums + 1024), fold_lanes(sums + 2048)), (n0, n1, n2)
 
 
 @inlined
@@ -217,40 +217,39 @@ def best_level(a: int, total: Any, largest: int, n: int, block: int, sums: int, 
     threshold = total / F32(n) * HALF
     while threshold < limit:
         second = max(threshold + threshold, TINY)
-        fourth = second + second
-        thresholds = threshold, second, fourth, fourth + fourth
-        totals, counts = sums_above(a, thresholds, block, sums, ahead[0])
+        third = second + second
+        totals, counts = sums_above(a, (threshold, second, third), block, sums, ahead[0])
         for kept, count in zip(totals, counts):  # noqa: B905 (numba's has no `strict`)
             mean = kept / F32(max(count, 1))
             gain = (kept * p) * (mean * p)
             if gain > best:
                 level, best = mean, gain
-        # Of what is above any higher threshold (sum)² / m is at most Σx², and that at most the largest times the sum;
-        # rounding changes neither by half.
-        if (totals[3] * p) * (limit * p) < best * HALF:
+        # What lies above `third` exceeds it by `beyond` in all. So the m above a higher threshold, twice that or more,
+        # add up to at most `beyond` + m · third, and to at most m · limit: their (sum)² / m is at most `beyond` ·
+        # limit² / (limit - third). Rounding changes the sum by less than its slack, and what follows by less than half.
+        beyond = totals[2] - F32(counts[2]) * third + totals[2] * SLACK
+        if (beyond * p) * (limit * p) * (limit / (limit - third)) < best * HALF:
             break
-        threshold = thresholds[3] + thresholds[3]
+        threshold = third + third
     for _ in range(LLOYD_STEPS):
         level = mean_above(a, level * HALF, block, ahead[1])
     return level
 
 
 @compiled
-def write_trits(a: int, e: int, level: Any, trits: int, block: int, ahead: Ahead) -> None:
+def write_trits(a: int, e: int, level: Any, trits: int, block: int) -> None:
     """Codes a block, and puts what is left of it to `e`."""
     plus, minus = level * HALF, -(level * HALF)
-    for j in range(0, block // 5, 64):
+    for j in range(0, block // 5, 16):  # 64 at once would take more masks than there are
         chunk = 4 * ((j >> 8) * 1280 + (j & 255))
-        packed, digit = splat_i32(0), 1
+        packed, digit = splat_i32x16(0), 1
         for i in range(chunk, chunk + 5120, 1024):
-            v = load_f32(a + i)
+            v = load_f32x16(a + i)
             up, down = v > plus, v < minus
             store(e + i, select(down, v + level, select(up, v - level, v)))
             packed = select(up, packed + digit, packed)
             packed = select(down, packed + 2 * digit, packed)
             digit *= 3
-            read_ahead(ahead[0] + i)
-            read_ahead(ahead[1] + i)
         store(trits + j, to_u8(packed))
 
 
@@ -259,36 +258,36 @@ def ternary_encode(x: Source, residual: int, wire: int, span: Span, block: int, 
     kind, source = x
     numel, first, last = span
     size, sums = 4 + block // 5, scratch + A + 8 * block
-    before = entry = first_from(hidden, first * block)
-    after = hide_until(hidden, entry, (first + 1) * block, x, residual, scratch)
+    after = first_from(hidden, first * block)
+    marks = sums + 3072 if hidden[2] else 0
     for b in range(first, last):
         start = b * block
         n = min(block, numel - start)
-        # One block ahead, so that what is stored here is not read at once.
-        following = hide_until(hidden, after, min(start + 2 * block, last * block), x, residual, scratch)
-        forget(hidden, before, entry, residual)
-        before, entry, after = entry, after, following
+        entry = after
+        if marks:
+            after = mark_until(hidden, entry, start, start + block, marks)
         record = wire + b * size
         if kind == FLOAT32 and n == block:
             a, old = source + 4 * start, residual + 4 * start if residual else 0
         else:
             a, old = read_block(kind, source, residual, start, n, block, scratch), 0
-        total, largest = read_magnitudes(a, old, scratch + A, block)
-        if old:
+        total, largest = read_magnitudes(a, old, marks, scratch + A, block)
+        if old or marks:
             a = scratch + A
         if not np.isfinite(total):
             store(record, NAN_BITS)
             clear(record + 4, size - 4)
+            forget(hidden, entry, after, residual)
             continue  # the block keeps its residual
-        next_x = source + width(kind) * (start + block)
-        ahead = next_x, residual + 4 * (start + block) if residual else next_x
+        later = start + 2 * block
+        x_ahead = source + width(kind) * later
+        ahead = x_ahead, residual + 4 * later if residual else x_ahead
         level = best_level(a, total, largest, n, block, sums, ahead)
         store(record, level)
         e = residual_block(residual, start, n, block, scratch)
-        write_trits(a, e, level, record + 4, block, ahead)
+        write_trits(a, e, level, record + 4, block)
         if residual and n < block:
             copy(residual + 4 * start, e, 4 * n)
-    forget(hidden, before, entry, residual)
 
 
 @compiled
