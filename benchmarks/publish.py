@@ -89,6 +89,18 @@ SET = (
         "--rates 100mbit --delay 25ms --arms powersgd terngrad topk8 chunked6 chunked1.5 local local30 auto",
         plot=False,
     ),
+    Publication(
+        "train-low-rank",
+        "train --task large --search --runs benchmarks/results/train.jsonl --readings 10 --timed 8 --warmup 2 "
+        "--rates 100mbit --arms powersgd low-rank",
+        plot=False,
+    ),
+    Publication(
+        "train-low-rank-far",
+        "train --task large --search --runs benchmarks/results/train.jsonl --readings 10 --timed 8 --warmup 2 "
+        "--rates 100mbit --delay 25ms --arms powersgd low-rank",
+        plot=False,
+    ),
     Publication("codecs", "codecs"),
     Publication("gpu-model", "gpu-model", plot=False),
     Publication(
@@ -141,7 +153,7 @@ SET = (
     Publication(
         "learn-long-tried",
         "learn benchmarks/results/learn.jsonl --steps 4500 --learning-rates 4e-3 --seeds 1 "
-        "--arms float32-b8 chunked25 chunked1.4-b5 local10-ternary local30-ternary",
+        "--arms float32-b8 chunked25 powersgd4-b5 chunked1.4-b5 local10-ternary local30-ternary",
         plot=False,
     ),
     Publication(

@@ -29,8 +29,9 @@ What every codec promises, and the contract tests hold it to:
 
 To add a codec, write a frozen dataclass that derives from `BlockCodec` (equal records: `name` and `fields`), from
 `SparseCodec` (entries: `name`, `k` and `select`) or, for anything else, from `Codec` (`name` and `parts`). Unless the
-backends have kernels under that name, or it is sparse, its `kernels` method returns your own `Kernels`. To have it in
-the contract tests, the benchmarks and the command line, add an example of it to `compress.CODECS`.
+backends have kernels under that name, or it is sparse, its `kernels` method returns your own `Kernels`. One that needs
+the shapes of parameters learns them by `of_layout`, and one that an exchange was made for names that (`exchange`). To
+have it in the contract tests, the benchmarks and the command line, add an example of it to `compress.CODECS`.
 """
 
 from __future__ import annotations

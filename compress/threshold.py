@@ -66,9 +66,15 @@ class Threshold(SparseCodec):
         found = (~(size <= self.threshold)).nonzero().view(-1)  # NaN too
         k = self.k(len(x))
         if len(found) > k:
-            # A stable sort has one answer on every device, with NaN above all; `topk` breaks ties as it likes.
-            order = size[found].sort(descending=True, stable=True).indices
-            found = found[order[:k]].sort().values
+            # The k-th largest is one number on every device, NaN above all; which of equals it takes, `topk` leaves open.
+            size = size[found]
+            least = size.topk(k).values[-1]
+            taken, equal = size.isnan(), size == least
+            if least.isnan():
+                return found[taken][:k]
+            taken |= size > least
+            taken[equal.nonzero().view(-1)[: k - int(taken.sum())]] = True
+            found = found[taken]
         return found
 
 

@@ -12,7 +12,7 @@ from ..addresses import address
 from ..low_rank import LEAST, ROWS, RUN, LowRankKernels, Matrices
 from .blocks import F32, INF_BITS, MAGNITUDE, NAN, ZERO, clear, finite, fold_lanes
 from .kernels import CpuKernels, pieces_of, reserved, run
-from .simd import compiled, get_f32, get_f64, get_i64, load_f32, select, splat_f32, store, word_of
+from .simd import compiled, get_f32, get_f64, get_i64, inlined, load_f32, select, splat_f32, store, word_of
 
 #: Where a row of `Matrices.table` is, and how many there are; and the first and last line, or strip, that are done.
 Table = tuple[int, int]
@@ -179,6 +179,24 @@ def low_rank_follow(table: Table, rank: int, right: int, start: int, scratch: in
                     store(start + i, F32(F64(get_f32(right + i)) / length))
 
 
+@inlined
+def product(p: int, q: int, rank: int, rows: int, columns: int) -> Any:
+    """64 numbers of P·Qᵀ, of the row and from the column on that `p` and `q` point to."""
+    value = load_f32(q) * get_f32(p)
+    for k in range(1, rank):
+        value = value + load_f32(q + 4 * k * columns) * get_f32(p + 4 * k * rows)
+    return value
+
+
+@inlined
+def product_at(p: int, q: int, rank: int, rows: int, columns: int) -> Any:
+    """One of them."""
+    value = get_f32(q) * get_f32(p)
+    for k in range(1, rank):
+        value = value + get_f32(q + 4 * k * columns) * get_f32(p + 4 * k * rows)
+    return value
+
+
 @compiled
 def low_rank_add(
     table: Table, rank: int, numbers: tuple[int, int, int], out: int, alpha: float, fresh: int, span: Span
@@ -199,15 +217,10 @@ def low_rank_add(
         for i in range(max(span[0] - line, 0), min(span[1] - line, rows)):
             p, row = left + at + 4 * i, target + 4 * i * columns
             for j in range(0, 4 * (columns & ~63), 256):
-                value = load_f32(q + j) * get_f32(p)
-                for k in range(1, rank):
-                    value = value + load_f32(q + 4 * k * columns + j) * get_f32(p + 4 * k * rows)
                 before = splat_f32(ZERO) if fresh else load_f32(row + j)
-                store(row + j, before + value * factor)
+                store(row + j, before + product(p, q + j, rank, rows, columns) * factor)
             for j in range(4 * (columns & ~63), 4 * columns, 4):
-                one = get_f32(q + j) * get_f32(p)
-                for k in range(1, rank):
-                    one = one + get_f32(q + 4 * k * columns + j) * get_f32(p + 4 * k * rows)
+                one = product_at(p, q + j, rank, rows, columns)
                 store(row + j, (ZERO if fresh else get_f32(row + j)) + one * factor)
 
 
@@ -238,15 +251,10 @@ def low_rank_leave(table: Table, rank: int, left: int, right: int, total: int, r
         for i in range(max(span[0] - line, 0), min(span[1] - line, rows)):
             p, row = left + 4 * (get_i64(entry + 24) + i), 4 * (get_i64(entry) + i * columns)
             for j in range(0, 4 * (columns & ~63), 256):
-                value = load_f32(q + j) * get_f32(p)
-                for k in range(1, rank):
-                    value = value + load_f32(q + 4 * k * columns + j) * get_f32(p + 4 * k * rows)
-                rest = load_f32(total + row + j) - (value + ZERO)
+                rest = load_f32(total + row + j) - (product(p, q + j, rank, rows, columns) + ZERO)
                 store(residual + row + j, select(finite(rest), rest, load_f32(residual + row + j)))
             for j in range(4 * (columns & ~63), 4 * columns, 4):
-                one = get_f32(q + j) * get_f32(p)
-                for k in range(1, rank):
-                    one = one + get_f32(q + 4 * k * columns + j) * get_f32(p + 4 * k * rows)
+                one = product_at(p, q + j, rank, rows, columns)
                 left_over = get_f32(total + row + j) - (one + ZERO)
                 if np.isfinite(left_over):
                     store(residual + row + j, left_over)
