@@ -66,7 +66,7 @@ class Threshold(SparseCodec):
         found = (~(size <= self.threshold)).nonzero().view(-1)  # NaN too
         k = self.k(len(x))
         if len(found) > k:
-            # The k-th largest is one number on every device, NaN above all; which of equals it takes, `topk` leaves open.
+            # The k-th largest is one number on every device, NaN above all; `topk` takes any of equals.
             size = size[found]
             least = size.topk(k).values[-1]
             taken, equal = size.isnan(), size == least
