@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .codec import SparseCodec, check_number
 from .entries import VALUE_DTYPES
-from .topk import entries_at, power_near
+from .topk import TopK, entries_at, power_near
 
 
 @dataclass(frozen=True)
@@ -62,20 +62,15 @@ class Threshold(SparseCodec):
         return entries_at(self.most, numel)
 
     def select(self, x: Tensor, draw: Tensor | None) -> Tensor:
-        size = x.abs()
-        found = (~(size <= self.threshold)).nonzero().view(-1)  # NaN too
+        over = ~(x.abs() <= self.threshold)  # NaN too
         k = self.k(len(x))
-        if len(found) > k:
-            # The k-th largest is one number on every device, NaN above all; `topk` takes any of equals.
-            size = size[found]
-            least = size.topk(k).values[-1]
-            taken, equal = size.isnan(), size == least
-            if least.isnan():
-                return found[taken][:k]
-            taken |= size > least
-            taken[equal.nonzero().view(-1)[: k - int(taken.sum())]] = True
-            found = found[taken]
-        return found
+        if int(over.sum()) <= k:
+            return over.nonzero().view(-1)
+        # The largest of all are the largest of those.
+        top = TopK(density=self.most, indices="plain")
+        wire = torch.empty(top.wire_bytes(len(x)), dtype=torch.uint8, device=x.device)
+        top.encode(x, wire, None, top.workspace(len(x), x.device))
+        return wire.view(torch.int32)[1 : 1 + k].long()
 
 
 class PlainThreshold(Threshold):
