@@ -11,7 +11,7 @@ from .codec import Codec
 from .layout import Layout, Slot
 from .wire import Field, Part
 
-#: Nobody asks for more, and a kernel's launch has room for so many.
+#: So that scratch stays small beside a matrix.
 MOST_RANK = 64
 
 
@@ -105,9 +105,9 @@ class PowerSGD(Codec):
 
 
 def _shape(slot: Slot) -> tuple[int, int]:
-    """Rows and columns of a parameter as it lies in memory."""
-    rows = max(zip(slot.stride, slot.shape, strict=True), default=(1, 1))[1] if slot.numel else 0
-    return (rows, slot.numel // rows) if len(slot.shape) > 1 and rows else (slot.numel, 0)
+    """Rows and columns of a parameter as it lies in memory. The stride of a length of 1 means nothing."""
+    sizes = [size for _, size in sorted(zip(slot.stride, slot.shape, strict=True)) if size != 1]
+    return (sizes[-1], slot.numel // sizes[-1]) if len(sizes) > 1 and slot.numel else (slot.numel, 0)
 
 
 @lru_cache(maxsize=4096)

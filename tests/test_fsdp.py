@@ -24,6 +24,7 @@ from gradwire import (
     Momentum,
     OneBit,
     Outliers,
+    PowerSGD,
     Residual,
     Ternary,
     TopK,
@@ -331,6 +332,7 @@ def test_what_is_divided_after_the_hook() -> None:
 
 CODECS = [
     OneBit(), TopK(0.1), QSGD(rounding="nearest"), Outliers(Ternary(), 0.05), ChunkedTopK(k=16, chunk=256), Identity(),
+    PowerSGD(rank=1),
 ]  # fmt: skip
 
 

@@ -13,7 +13,20 @@ from typing import Any
 import gradwire.hooks.horovod as hvd
 import pytest
 import torch
-from gradwire import QSGD, Cast, ChunkedTopK, Codec, Identity, OneBit, Outliers, Residual, Ternary, TernGrad, TopK
+from gradwire import (
+    QSGD,
+    Cast,
+    ChunkedTopK,
+    Codec,
+    Identity,
+    OneBit,
+    Outliers,
+    PowerSGD,
+    Residual,
+    Ternary,
+    TernGrad,
+    TopK,
+)
 from gradwire.hooks.exchanges import possible
 from horovod_drawn import (
     Accumulate,
@@ -40,7 +53,7 @@ CODECS: tuple[Codec | None, ...] = (
     TopK(0.1), TopK(0.01), TopK(0.5), TopK(0.2, values=torch.bfloat16), TopK(0.2, values=torch.int8),
     OneBit(), OneBit(block=256, scale="symmetric"), QSGD(), QSGD(bits=2, block=256), QSGD(rounding="nearest"),
     TernGrad(), Ternary(), ChunkedTopK(k=20, chunk=256), Outliers(OneBit(block=256), 0.05), Cast(torch.bfloat16),
-    Identity(), None,
+    PowerSGD(rank=2), Identity(), None,
 )  # fmt: skip
 #: Pools that have played before.
 WARM: weakref.WeakSet[Pool] = weakref.WeakSet()

@@ -11,7 +11,7 @@ from typing import Any
 import gradwire.hooks.horovod as hvd
 import pytest
 import torch
-from gradwire import QSGD, Codec, OneBit, TopK
+from gradwire import QSGD, Codec, OneBit, PowerSGD, TopK
 from gradwire.hooks.horovod import basics
 from ranks import Pool
 from torch import Tensor, nn
@@ -73,6 +73,7 @@ CASES = [
     *itertools.product((OneBit(), QSGD(bits=2, block=256)), ("gather", "two_pass", "dense")),
     *((TopK(0.02), exchange) for exchange in ("gather", "union", "split")),
     (TopK(0.02, values=torch.int8), "split"),
+    (PowerSGD(rank=1), "factors"),
 ]
 
 

@@ -19,6 +19,7 @@ from gradwire import (
     Momentum,
     OneBit,
     Outliers,
+    PowerSGD,
     Residual,
     Ternary,
     TernGrad,
@@ -37,7 +38,7 @@ Ranks = Callable[[int], Pool]
 
 KEEPING = [
     OneBit(), QSGD(rounding="nearest"), TernGrad(rounding="nearest"), TopK(0.05), Outliers(Ternary(), 0.05),
-    ChunkedTopK(k=16, chunk=256), Cast(torch.bfloat16),
+    ChunkedTopK(k=16, chunk=256), PowerSGD(rank=1), Cast(torch.bfloat16),
 ]  # fmt: skip
 
 

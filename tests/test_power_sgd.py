@@ -60,9 +60,23 @@ def test_matrices_are_the_parameters_as_they_lie_in_memory() -> None:
     layout = layout_of(
         torch.empty(40, 60), torch.empty(60, 41).t(), conv, conv.to(memory_format=torch.channels_last), torch.empty(7),
         torch.empty(()), torch.empty(0), torch.empty(3, 0), torch.empty(2, 500), torch.empty(30, 1, 50),
+        torch.empty(1, 40, 60), torch.empty(1, 7),
     )  # fmt: skip
     codec = PowerSGD(rank=2).of_layout(layout)
-    matrices = [(40, 60), (60, 41), (32, 144), (32, 144), (7, 0), (1, 0), (0, 0), (0, 0), (2, 500), (30, 50)]
+    matrices = [
+        (40, 60),
+        (60, 41),
+        (32, 144),
+        (32, 144),
+        (7, 0),
+        (1, 0),
+        (0, 0),
+        (0, 0),
+        (2, 500),
+        (30, 50),
+        (40, 60),
+        (7, 0),
+    ]
     assert codec.shapes == tuple(matrices)
     starts = np.cumsum([0, 2400, 2460, 4608, 4608]).tolist()
     end = starts[-1] + 7 + 1 + 1000  # what is no smaller as two factors travels as it is, in one run
@@ -70,9 +84,11 @@ def test_matrices_are_the_parameters_as_they_lie_in_memory() -> None:
         *(Piece(start, *shape) for start, shape in zip(starts, matrices[:4], strict=False)),
         Piece(starts[-1], 1008, 0),
         Piece(end, 30, 50),
+        Piece(end + 1500, 40, 60),
+        Piece(end + 3900, 7, 0),
     )
-    factors = 2 * (100 + 101 + 176 + 176 + 80)
-    assert codec.wire_bytes(layout_numel(layout)) == 4 * (1008 + factors)
+    factors = 2 * (100 + 101 + 176 + 176 + 80 + 100)
+    assert codec.wire_bytes(layout_numel(layout)) == 4 * (1008 + 7 + factors)
     assert codec.of_layout(()) == PowerSGD(rank=2) == codec.timed_as
 
 

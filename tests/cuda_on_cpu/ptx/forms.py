@@ -80,6 +80,14 @@ def _choices() -> Iterator[tuple[str, Form]]:
     yield "mov.pred", Form("pred", ("pred",), "{0}")
 
 
+def _comparisons(kind: str) -> Iterator[tuple[str, Form]]:
+    two = (kind, kind)
+    for name, sign in SIGNS.items():
+        ordered = "{0} == {0} && {1} == {1} && " if name == "ne" else ""
+        yield f"setp.{name}.{kind}", Form("pred", two, f"{ordered}{{0}} {sign} {{1}}")
+        yield f"setp.{name}u.{kind}", Form("pred", two, f"{{0}} != {{0}} || {{1}} != {{1}} || {{0}} {sign} {{1}}")
+
+
 def _floats() -> Iterator[tuple[str, Form]]:
     two = ("f32", "f32")
     for name, sign in (("add", "+"), ("sub", "-"), ("mul", "*"), ("div", "/")):
@@ -93,10 +101,7 @@ def _floats() -> Iterator[tuple[str, Form]]:
     yield "abs.f32", Form("b32", ("b32",), "{0} & 0x7FFFFFFFu")
     yield "neg.f32", Form("b32", ("b32",), "{0} ^ 0x80000000u")
     yield "copysign.f32", Form("b32", ("b32", "b32"), "({0} & 0x80000000u) | ({1} & 0x7FFFFFFFu)")
-    for name, sign in SIGNS.items():
-        ordered = "{0} == {0} && {1} == {1} && " if name == "ne" else ""
-        yield f"setp.{name}.f32", Form("pred", two, f"{ordered}{{0}} {sign} {{1}}")
-        yield f"setp.{name}u.f32", Form("pred", two, f"{{0}} != {{0}} || {{1}} != {{1}} || {{0}} {sign} {{1}}")
+    yield from _comparisons("f32")
     yield "setp.nan.f32", Form("pred", two, "{0} != {0} || {1} != {1}")
     yield "setp.num.f32", Form("pred", two, "{0} == {0} && {1} == {1}")
 
@@ -110,10 +115,7 @@ def _doubles() -> Iterator[tuple[str, Form]]:
     yield "mov.f64", Form("f64", ("f64",), "{0}")
     yield "cvt.f64.f32", Form("f64", ("f32",), "(double){0}")
     yield "cvt.rn.f32.f64", Form("f32", ("f64",), "ptx_canonical((float){0})")
-    for name, sign in SIGNS.items():
-        ordered = "{0} == {0} && {1} == {1} && " if name == "ne" else ""
-        yield f"setp.{name}.f64", Form("pred", two, f"{ordered}{{0}} {sign} {{1}}")
-        yield f"setp.{name}u.f64", Form("pred", two, f"{{0}} != {{0}} || {{1}} != {{1}} || {{0}} {sign} {{1}}")
+    yield from _comparisons("f64")
 
 
 def _conversions() -> Iterator[tuple[str, Form]]:
