@@ -336,6 +336,22 @@ def test_one_rank_s_nan_is_seen_by_all_and_forgotten_by_the_next_step() -> None:
     assert ranks.reduce(steps[2]).isfinite().all()
 
 
+def test_a_factor_that_overflows_leaves_nothing_of_its_matrix() -> None:
+    """M·S is finite here, and Mᵀ·P is not in one of its columns."""
+    large = gradient("normal", NUMEL, 1)
+    large[: 48 * 30].view(48, 30)[:, 7] = 1e38
+    codec = PowerSGD(2).of_layout(LAYOUT)
+    matrices = Matrices.of(codec, NUMEL, large.device)
+    kernels: Any = backend_kernels("cpu")["power_sgd"]
+    kernels.left(matrices, large, matrices.drawn(new_draw(0)), products := torch.empty(matrices.left))
+    assert products.isfinite().all()
+    ranks = VirtualRanks(2, LAYOUT, PowerSGD(2), "factors", Residual())
+    means = decode(codec, encode(codec, large), NUMEL), ranks.reduce([large.clone(), large.clone()])
+    for mean in means:
+        assert mean[: 48 * 30].isnan().all()
+        assert mean[48 * 30 :].isfinite().all()
+
+
 def test_bytes_are_those_of_two_means() -> None:
     codec = PowerSGD(2).of_layout(LAYOUT)
     wire = codec.wire_bytes(NUMEL)
