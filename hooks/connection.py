@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .auto import probe
-from .auto.planner import Choice, Planner
+from .auto.planner import Choice, Fallback, Planner
 from .comm import handshake
 from .comm.group import HANDSHAKE_TIMEOUT, Group, Work
 from .comm.pipeline import Pipeline
@@ -55,7 +55,7 @@ class Connection:
         description: Mapping[str, Any],
         problem: Exception | None,
         topology: Any,
-        fallback: torch.dtype | None,
+        fallback: Fallback,
         *,
         probes: bool,
         straight: bool,

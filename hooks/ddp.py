@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..compress.codec import Codec
 from ..compress.feedback import Feedback
 from ..compress.layout import Slot
+from .auto.planner import Fallback
 from .backward import AtEnd, at_end, current_pass
 from .delivery import Delivery
 from .loss_scale import LossScale
@@ -59,8 +60,9 @@ class CompressState(State):
         warmup_steps: this many first steps are dense.
         exclude: names of parameters, with `*` for any part (`*.bias`), or a predicate `(name, parameter)`: these stay
             float32, inside the same messages.
-        fallback: what "auto" sends where compression does not pay (a fast network, a small bucket): torch.float32,
-            torch.bfloat16 (with error feedback), or None: it compresses always.
+        fallback: what "auto" sends where compression does not pay (a fast network, a small bucket): torch.float32;
+            torch.bfloat16, with error feedback; "auto": whichever of them is faster, float32 alone where no residuals
+            are kept; or None: it compresses always.
         topology: how ranks lie on nodes, for "auto" and "hierarchical", which compress between nodes only: ranks on
             each node, a two-dimensional DeviceMesh (nodes × ranks inside), "auto" (what torchrun says), or None. Over
             NCCL groups inside and between nodes are made once for a process group: by its ranks, where
@@ -86,7 +88,7 @@ class CompressState(State):
         exchange: ExchangeName = "auto",
         error_feedback: bool | Literal["auto"] | Feedback = "auto",
         warmup_steps: int = 0,
-        fallback: torch.dtype | None = torch.float32,
+        fallback: Fallback = "auto",
         topology: Any = "auto",
         exclude: Exclude | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,

@@ -22,7 +22,7 @@ from .connection import Connection
 from .exchanges import all_finite
 from .local_options import LocalExchange, LocalOptions
 from .options import Exclude, check_dtypes, check_whole, excluded_names
-from .outer import TOGETHER, GlobalParameters, Outer, UnderWay, check_saved, fragments_of, together
+from .outer import SENT, TOGETHER, GlobalParameters, Outer, UnderWay, check_saved, fragments_of, together
 from .reducer import Reducer
 from .replicas import start_alike, trainable
 from .schedule import Rounds, Schedule
@@ -67,7 +67,9 @@ class LocalUpdates:
             `error_feedback` has it, as `Momentum` and `Tracking`.
         fragments: F groups of parameters, of about equal size; each has its exchange every H steps, one every H/F.
         delay: τ steps from sending to applying, fewer than H/F: training goes on while messages are under way.
-        blend: α in [0, 1): θ becomes θ0 + α·(θ - θ0).
+        blend: α in [0, 1): θ becomes θ0 + α·(θ - θ0). What is trained during the delay is lost, but for α.
+        carry: keep it: θ becomes θ + (θ0 - θ_sent), so that the next round sends it, as CoCoD-SGD does (Shen et al.,
+            IJCAI 2019). With a delay, and without blend; for 4 bytes an element.
         exchange: "gather", "two_pass", "union", "split", "factors" or "dense"; "auto" is the one with the fewest bytes
             to receive where nothing is measured: "dense" for `Identity`, "factors" for `PowerSGD`, "two_pass" for codes
             of blocks on more than two ranks, else "gather".
@@ -103,6 +105,7 @@ class LocalUpdates:
         fragments: int = 1,
         delay: int = 0,
         blend: float = 0.0,
+        carry: bool = False,
         exchange: LocalExchange = "auto",
         mean: Literal["ranks", "senders"] = "ranks",
         clip: Literal["median"] | None = None,
@@ -120,7 +123,7 @@ class LocalUpdates:
         self._options = LocalOptions(codec, exchange, error_feedback, fallback=None, topology=None, seed=seed, **how)
         self._outer = Outer(outer_lr, outer_momentum, nesterov)
         self._optimizer = optimizer
-        self._schedule = Schedule(every, after, fragments, delay, blend)
+        self._schedule = Schedule(every, after, fragments, delay, blend, carry)
         self._parameters: dict[str, nn.Parameter] = {}
         self._rounds = self._steps = self._count = 0
         self._moved = False  # whether ranks may have different parameters
@@ -137,9 +140,7 @@ class LocalUpdates:
             self._check()
             self._excluded = excluded_names(exclude, self._parameters)
             fragments_in = fragments_of(self._parameters, fragments, bucket_cap_mb)
-            choice = self._options.choice(0)
-            choice.codec.kernels(place).prepare(choice.codec, torch.float32, place)
-            (self._options.strategy or Memory().strategy).prepare(place)
+            self._options.prepare(0, [torch.float32], place)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = error
         description = {} if problem is not None else self._description(model, bucket_cap_mb)
@@ -152,9 +153,10 @@ class LocalUpdates:
             connection, self._feedback, tracker, self._statistics, seed, clean=False, numel=numel
         )
         start_alike(connection.group, place, [*model.parameters(), *model.buffers()])
-        where, strategy, index = torch.device(place if device is None else device), self._feedback.strategy, count()
+        strategy, index = self._feedback.strategy, count()
+        moved = torch.device(place if device is None else device), self._outer, carry
         self._fragments = [
-            [GlobalParameters(next(index), part, self._excluded, strategy, where, self._outer) for part in fragment]
+            [GlobalParameters(next(index), part, self._excluded, strategy, *moved) for part in fragment]
             for fragment in fragments_in
         ]
 
@@ -212,7 +214,7 @@ class LocalUpdates:
         connection.agree("synchronise()", self._rounds, patience=None)
         moved = any(connection.control.objects(self._moved))
         if self._under_way is not None:
-            self._apply(0.0)
+            self._apply()
         self._count = 0
         if moved:
             self._exchange_all()
@@ -240,17 +242,17 @@ class LocalUpdates:
             self._apply(schedule.blend)
         fragment = schedule.fragment(self._count)
         if fragment is not None:
-            self._send(self._fragments[fragment])
+            self._send(self._fragments[fragment], schedule.carry)
             if schedule.delay == 0:
                 self._apply(schedule.blend)
                 self._moved = not schedule.agrees
 
     def _exchange_all(self) -> None:
-        self._send(self._all())
-        self._apply(0.0)
+        self._send(self._all(), carry=False)
+        self._apply()
         self._moved = False
 
-    def _send(self, parts: list[GlobalParameters]) -> None:
+    def _send(self, parts: list[GlobalParameters], carry: bool) -> None:
         """Begin to exchange how far this rank's parameters have moved."""
         reducer = self._running()
         step = reducer.begin(self._rounds, self._options.choice(self._rounds))
@@ -259,9 +261,9 @@ class LocalUpdates:
         reducer.greet(step, parts[0].unit, 0, None)
         futures = [reducer.reduce(step, shared.unit, x) for shared, x in zip(parts, buffers, strict=True)]
         reducer.end(step)
-        self._under_way = UnderWay(parts, buffers, futures, self._count + self._schedule.delay, step)
+        self._under_way = UnderWay(parts, buffers, futures, self._count + self._schedule.delay, carry, step)
 
-    def _apply(self, blend: float) -> None:
+    def _apply(self, blend: float = 0.0) -> None:
         """Wait for what is under way, and make the outer step."""
         done = self._arrived()
         self._under_way = None
@@ -271,7 +273,10 @@ class LocalUpdates:
             self._refuse(done)
         for shared, mean in zip(done.globals, done.buffers, strict=True):
             shared.move(mean)
-            shared.hand_out(blend)
+            if done.carry:
+                shared.carry_on()
+            else:
+                shared.hand_out(blend)
 
     def _arrived(self) -> UnderWay:
         """What is under way, when it has arrived."""
@@ -342,7 +347,8 @@ class LocalUpdates:
         expected = {**checkpoint.export(key, nothing, **self._facts()), **{what: {} for what in TOGETHER}}
         idle = checkpoint.idle_names(() if self._options.keeps_all else self._excluded)
         saved, vectors = checkpoint.read(state_dict, expected, key, self._parameters, strict, OWNER, idle)
-        check_saved(saved, self._parameters, self._all())
+        sent = saved.get(SENT, {}).get(key, {})
+        check_saved(saved, sent, self._parameters, self._all())
         reducer.settle()
         self._feedback.load(vectors)
         self._rounds, self._steps, self._count = saved["step"], saved["local_steps"], saved["counted_steps"]
@@ -353,7 +359,10 @@ class LocalUpdates:
                 shared.fill(shared.momentum, saved["momentum"])
         parts = [shared for shared in self._all() if shared.names <= saved["arrived"].keys()]
         means = [shared.fill(shared.empty(), saved["arrived"]) for shared in parts]
-        self._under_way = UnderWay(parts, means, [], saved["due"], None) if parts else None
+        carry = self._schedule.carry and bool(sent)
+        self._under_way = UnderWay(parts, means, [], saved["due"], carry, None) if parts else None
+        for shared in parts if carry else ():
+            shared.recall(sent)
         reducer.forget(self._options.seed, (shared.unit for shared in self._all()))
 
     def _export(self, key: str, vectors: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
@@ -362,7 +371,10 @@ class LocalUpdates:
         done = None if self._under_way is None else self._arrived()
         arrived = [] if done is None else list(zip(done.globals, done.buffers, strict=True))
         kept = checkpoint.export(key, vectors, self._feedback.strategy, **self._facts())
-        return {**kept, **together(self._all(), arrived)}
+        kept |= together(self._all(), arrived)
+        if done is not None and done.carry:
+            kept[SENT] = {key: {name: x for shared in done.globals for name, x in shared.recalled().items()}}
+        return kept
 
     def _facts(self) -> dict[str, Any]:
         return {

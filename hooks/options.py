@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ..compress.codec import DTYPES, Codec
-from ..compress.feedback import Feedback
+from ..compress.feedback import Feedback, Residual
 from ..compress.wire import WIRE_VERSION
-from .auto.planner import Choice, check_exchange
+from .auto.planner import Choice, Fallback, check_exchange, codecs_of
 from .comm.topology import node_size
 
 #: What `CompressState(exchange=…)` takes.
@@ -21,7 +21,7 @@ ExchangeName = Literal["auto", "gather", "two_pass", "union", "split", "factors"
 #: A predicate, or names of parameters in which "*" stands for anything.
 Exclude = Callable[[str, nn.Parameter], bool] | Sequence[str]
 
-FALLBACKS = (torch.float32, torch.bfloat16, None)
+FALLBACKS = ("auto", torch.float32, torch.bfloat16, None)
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Options:
     exchange: ExchangeName = "auto"
     error_feedback: bool | Literal["auto"] | Feedback = "auto"
     warmup_steps: int = 0
-    fallback: torch.dtype | None = torch.float32
+    fallback: Fallback = "auto"
     topology: Any = "auto"
     seed: int = 0
     _chosen: tuple[tuple[Codec, bool], Choice] | None = field(default=None, init=False, repr=False)
@@ -45,7 +45,7 @@ class Options:
         if not isinstance(warmup, int) or isinstance(warmup, bool) or warmup < 0:
             raise ValueError(f"warmup_steps={warmup!r}: expected a number of steps, 0 or more")
         if self.fallback not in FALLBACKS:
-            raise ValueError(f"fallback={self.fallback!r}: expected one of {', '.join(map(str, FALLBACKS))}")
+            raise ValueError(f"fallback={self.fallback!r}: expected one of {', '.join(map(repr, FALLBACKS))}")
         if not isinstance(seed, int) or isinstance(seed, bool):
             raise TypeError(f"seed={seed!r}: expected an integer, equal on all ranks")
         if isinstance(codec, type) and issubclass(codec, Codec):
@@ -93,6 +93,13 @@ class Options:
     def keeps_all(self) -> bool:
         """Whether something is kept of every parameter in every step, sent whole or not."""
         return self.strategy is not None and not self.strategy.only_residual
+
+    def prepare(self, step: int, dtypes: Iterable[torch.dtype], device: torch.device) -> None:
+        """Compile what a step of such gradients needs."""
+        for codec in codecs_of(self.choice(step), self.fallback):
+            for dtype in set(dtypes):
+                codec.kernels(device).prepare(codec, dtype, device)
+        (self.strategy or Residual()).prepare(device)
 
     def may_keep(self) -> bool:
         """Whether anything may ever be kept."""

@@ -16,6 +16,8 @@ from .reducer import Step, Unit
 
 #: What a checkpoint has by parameter that is the same on all ranks; "arrived": means that are not yet applied.
 TOGETHER = ("global", "momentum", "arrived")
+#: Besides, under each rank's key, where what it trains meanwhile is kept: its own parameters as they were when it sent.
+SENT = "sent"
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,10 @@ class GlobalParameters:
         strategy: what is kept between rounds.
         device: where the global ones and their momentum live.
         outer: what moves them.
+        carries: whether what this rank trains between sending and moving is kept.
+
+    Attributes:
+        sent: this rank's own as they were when their difference was last taken, float32, flat; None: not kept.
     """
 
     def __init__(
@@ -73,12 +79,14 @@ class GlobalParameters:
         strategy: Feedback,
         device: torch.device,
         outer: Outer,
+        carries: bool = False,
     ) -> None:
         own = list(parameters.values())
         like = torch.empty(sum(p.numel() for p in own), dtype=torch.float32, device=own[0].device)
         self.slots, self.outer = layout_of(parameters), outer
         self.unit = Unit(index, list[Tensor](own), self.slots, excluded, like, strategy)
-        self.values = self._local().to(device)
+        local = self._read(self.empty())
+        self.values, self.sent = local.to(device), local.clone() if carries else None
         self.momentum = torch.zeros_like(self.values) if outer.momentum else None
 
     @property
@@ -88,8 +96,12 @@ class GlobalParameters:
     @torch.no_grad()
     def difference(self) -> Tensor:
         """Global less local parameters, a new flat float32 tensor beside the local ones: what ranks exchange."""
-        local = self._local()
-        return torch.sub(self.values.to(local.device), local, out=local)
+        values, out = self.values.to(self.unit.device), self.empty()
+        for slot, parameter in self.pairs:
+            if self.sent is not None:
+                slot.view(self.sent).copy_(parameter)
+            torch.sub(slot.view(values), parameter, out=slot.view(out))
+        return out
 
     @torch.no_grad()
     def move(self, mean: Tensor) -> None:
@@ -104,9 +116,27 @@ class GlobalParameters:
             agreed = slot.view(values)
             parameter.copy_(torch.lerp(agreed, parameter.float(), blend) if blend else agreed)
 
+    @torch.no_grad()
+    def carry_on(self) -> None:
+        """Move this rank's parameters by what the global ones differ from those it had at the last `difference`:
+        local + (global - sent), so that what it has trained since is kept. Once for each."""
+        assert self.sent is not None
+        moved = torch.sub(self.values.to(self.unit.device), self.sent, out=self.sent)
+        for slot, parameter in self.pairs:
+            parameter.add_(slot.view(moved))
+
     def by_name(self, flat: Tensor) -> dict[str, Tensor]:
         """Copies of the parts of a flat tensor in this layout, in the parameters' shapes."""
         return {slot.name: slot.view(flat).clone() for slot in self.slots}
+
+    def recalled(self) -> dict[str, Tensor]:
+        """This rank's own parameters when their difference was last taken; nothing where that is not kept."""
+        return {} if self.sent is None else self.by_name(self.sent)
+
+    def recall(self, sent: Mapping[str, Tensor]) -> None:
+        """What `recalled` gave."""
+        if self.sent is not None:
+            self.fill(self.sent, sent)
 
     def fill(self, flat: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
         """What `by_name` gave, back into a flat tensor, which is returned."""
@@ -127,10 +157,9 @@ class GlobalParameters:
         """A flat tensor beside this rank's parameters."""
         return torch.empty(self.unit.numel, dtype=torch.float32, device=self.unit.device)
 
-    def _local(self) -> Tensor:
-        return self.fill(
-            self.empty(), {s.name: p.detach() for s, p in zip(self.slots, self.unit.parameters, strict=True)}
-        )
+    def _read(self, flat: Tensor) -> Tensor:
+        """This rank's own parameters, into a flat tensor, which is returned."""
+        return self.fill(flat, {slot.name: parameter.detach() for slot, parameter in self.pairs})
 
 
 @dataclass
@@ -141,6 +170,7 @@ class UnderWay:
     buffers: list[Tensor]
     futures: list[torch.futures.Future[Tensor]]
     due: int  # after so many counted steps they are applied
+    carry: bool  # whether what ranks train meanwhile is kept
     step: Step | None  # None: from a checkpoint
 
 
@@ -162,15 +192,24 @@ def together(
 
 
 def check_saved(
-    saved: Mapping[str, Any], parameters: Mapping[str, nn.Parameter], every: Sequence[GlobalParameters]
+    saved: Mapping[str, Any],
+    sent: Mapping[str, Tensor],
+    parameters: Mapping[str, nn.Parameter],
+    every: Sequence[GlobalParameters],
 ) -> None:
-    """Raises ValueError where what `together` gave does not fit."""
-    needed = {"global": True, "momentum": every[0].momentum is not None, "arrived": False}
-    for what, needs in needed.items():
-        missing = sorted(parameters.keys() - saved[what].keys())
-        if needs and missing:
+    """Raises ValueError where what `together` gave does not fit, or what this rank had sent."""
+    needed: dict[str, Iterable[str]] = {
+        "global": parameters,
+        "momentum": parameters if every[0].momentum is not None else (),
+        "arrived": (),
+        SENT: saved["arrived"] if sent else (),
+    }
+    for what, names in needed.items():
+        found = sent if what == SENT else saved[what]
+        missing = sorted(set(names) - found.keys())
+        if missing:
             raise ValueError(f"the checkpoint has no {what} tensors of {', '.join(map(repr, missing))}")
-        for name, values in saved[what].items():
+        for name, values in found.items():
             own = parameters.get(name)
             if own is None or own.shape != values.shape:
                 mine = "no such parameter" if own is None else f"shape {tuple(own.shape)}"

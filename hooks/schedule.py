@@ -18,6 +18,7 @@ class Schedule:
     fragments: int
     delay: int
     blend: float
+    carry: bool
 
     def check(self) -> None:
         """Raises ValueError for what cannot be meant."""
@@ -37,6 +38,13 @@ class Schedule:
         blend = self.blend
         if isinstance(blend, bool) or not isinstance(blend, int | float) or not 0 <= blend < 1:
             raise ValueError(f"blend={blend!r}: expected a number in [0, 1), where 0 takes the global parameters")
+        if not isinstance(self.carry, bool):
+            raise ValueError(f"carry={self.carry!r}: expected True or False")
+        if self.carry and (not self.delay or blend):
+            raise ValueError(
+                f"carry=True with delay={self.delay}, blend={blend}: it keeps all that a rank trains while messages "
+                "are under way, so it needs a delay of 1 or more, and leaves nothing to blend"
+            )
 
     @property
     def interval(self) -> int:

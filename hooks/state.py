@@ -181,10 +181,7 @@ class State:
                 self._check(model)
             if not within_hook:
                 self._delivery.look(model)
-            choice = self._options.choice(self._step)
-            for dtype in {p.dtype for p in self._parameters.values()}:
-                choice.codec.kernels(self._device).prepare(choice.codec, dtype, self._device)
-            self._feedback.strategy.prepare(self._device)
+            self._options.prepare(self._step, (p.dtype for p in self._parameters.values()), self._device)
             self._bound = True
             if self._loaded is not None:
                 self._load(*self._loaded)

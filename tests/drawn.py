@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from gradwire import Codec, Momentum, TopK, Tracking
 from gradwire.compress import Feedback
+from gradwire.hooks.auto.planner import Fallback
 from torch import nn
 
 
@@ -85,7 +86,7 @@ class Configuration(Short):
     codec: Codec | Schedule | None = TENTH
     exchange: str = "gather"
     error_feedback: bool | str | Feedback = "auto"
-    fallback: torch.dtype | None = None
+    fallback: Fallback = None
     network: float = 1e-7
     topology: int | None = None
     warmup_steps: int = 0

@@ -110,7 +110,7 @@ def configurations(draw: st.DrawFn) -> Configuration:
         codec=codecs[0] if len(codecs) == 1 else Schedule(tuple(codecs)),
         exchange=draw(st.sampled_from([*carried, *carried, "hierarchical", "auto"])),
         error_feedback=draw(feedback),
-        fallback=draw(st.sampled_from([None, torch.float32, torch.bfloat16])),
+        fallback=draw(st.sampled_from([None, "auto", torch.float32, torch.bfloat16])),
         network=draw(st.sampled_from([1e-7, 1e-9, 1e-12])),
         topology=draw(st.sampled_from([2, 2, None])) if world_size == 4 else None,
         warmup_steps=draw(st.sampled_from([0, 0, 1, 3])),

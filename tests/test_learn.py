@@ -310,6 +310,8 @@ def really_apart(rank: int, way: learn.Way, rounds: apart.Rounds) -> tuple[str, 
         after=rounds.after,
         outer_lr=rounds.outer_lr,
         outer_momentum=rounds.outer_momentum,
+        delay=rounds.delay,
+        carry=rounds.carry,
         exchange=cast(Any, way.exchange),
         mean="senders" if isinstance(way.codec, Aggregation) else "ranks",
         error_feedback=way.strategy or False,
@@ -340,8 +342,10 @@ def small_model() -> torch.nn.Module:
         (learn.Way(TopK(0.05), "gather", Residual(0.9)), apart.Rounds(2, after=2, outer_lr=0.7, outer_momentum=0.9)),
         (learn.Way(Aggregation(TopK(0.05), "senders"), "gather", Residual(0.95)), apart.Rounds(1)),
         (learn.Way(QSGD(bits=4), "two_pass"), apart.Rounds(4)),
+        (learn.Way(TopK(0.05), "gather", Residual()), apart.Rounds(3, delay=2)),
+        (learn.Way(Ternary(), "two_pass", Residual()), apart.Rounds(2, after=2, delay=1, carry=True)),
     ],
-    ids=["ternary", "momentum", "senders", "qsgd"],
+    ids=["ternary", "momentum", "senders", "qsgd", "late", "carried"],
 )
 def test_rounds_of_virtual_ranks_are_the_real_ones(ranks: Ranks, way: learn.Way, rounds: apart.Rounds) -> None:
     task, model = learn.task_of("digits", "adamw", 6, 7), small_model()

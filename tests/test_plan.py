@@ -92,7 +92,9 @@ SLOW, FAST = 1e-7, 1e-12
     ("codec", "beta", "options", "expected"),
     [
         (OneBit(), SLOW, {}, "two_pass of OneBit"),
-        (OneBit(), FAST, {}, "dense of OneBit"),
+        (OneBit(), FAST, {"fallback": torch.float32}, "dense of OneBit"),
+        (OneBit(), FAST, {}, "two_pass of Cast(dtype=torch.bfloat16)"),
+        (TernGrad(), FAST, {}, "dense of TernGrad"),
         (OneBit(), FAST, {"fallback": torch.bfloat16}, "two_pass of Cast(dtype=torch.bfloat16)"),
         (OneBit(), FAST, {"fallback": None}, "of OneBit"),
         (QSGD(), SLOW, {"error_feedback": True}, "two_pass of QSGD"),
@@ -115,7 +117,7 @@ def test_auto_decides_by_cost_and_says_why(
     if "exchange" not in options:
         assert " ms (" in large
         assert "MB" in large
-    if beta == FAST and "fallback" not in options:
+    if expected.startswith("dense"):
         assert share == pytest.approx(1)
 
 

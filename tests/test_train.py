@@ -96,7 +96,7 @@ def synthetic() -> dict[str, Any]:
             "rate": {"100mbit": 10**8, "10gbit": 10**10}[text],
             "proof": None,
             "arms": {
-                name: {"times_s": [t, t, t], "compresses": not (name == "auto" and text == "10gbit")}
+                name: {"times_s": [t, t, t], "sends": "dense" if (name, text) == ("auto", "10gbit") else "compressed"}
                 for name, t in times.items()
             },
         }
@@ -161,7 +161,7 @@ def test_dense_steps_at_the_start_cost_what_float32_costs() -> None:
     (world,) = result["worlds"]
     world["runs"] += [{**run, "arm": "powersgd"} for run in copy.deepcopy(world["runs"]) if run["arm"] == "fp32"]
     for timing in world["timings"].values():
-        timing["arms"]["powersgd"] = {"times_s": [1.0], "compresses": True}
+        timing["arms"]["powersgd"] = {"times_s": [1.0], "sends": "compressed"}
     result["arguments"]["arms"].append("powersgd")
     summary.join(result)
     assert world["joined"]["100mbit"]["powersgd"]["time_to_target_s"] == [2 * 16 + 23, 2 * 16 + 23]

@@ -8,12 +8,15 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from gradwire import CompressState, OneBit, compress_hook
 from gradwire.hooks.auto import cost, drift, probe, trial
 from gradwire.hooks.auto.drift import WINDOW, Drift
+from gradwire.hooks.auto.planner import HALF_PRECISION
 from gradwire.hooks.auto.trial import (
     COMPRESSED,
     FALLBACK,
+    HALF,
     HOPELESS,
     MOST_TURNS,
     PLANNED,
@@ -34,8 +37,13 @@ from training import Ledger, batch, pretend, train, two_large_layers
 
 Ranks = Callable[[int], Pool]
 
-ALL, MOST = SETTLING + TURNS * TURN, SETTLING + MOST_TURNS * TURN
+MOST = SETTLING + 2 * MOST_TURNS * TURN  # steps where two ways are tried
 LATE = 0.02
+
+
+def against(other: str, least: float) -> tuple[str, dict[str, float]]:
+    """What is planned compresses unless compression is what is held against it."""
+    return FALLBACK if other == COMPRESSED else COMPRESSED, {other: least}
 
 
 def take(trial: Trial, spans: dict[str, float], least: float, other: str = FALLBACK) -> list[str]:
@@ -43,7 +51,7 @@ def take(trial: Trial, spans: dict[str, float], least: float, other: str = FALLB
     ways = []
     while trial.verdict is None:
         ways.append(trial.way)
-        trial.end_step(spans[trial.way], lambda: (other, least), lambda numbers: numbers)
+        trial.end_step(spans[trial.way], lambda: against(other, least), lambda numbers: numbers)
         assert len(ways) <= MOST
     return ways
 
@@ -51,9 +59,9 @@ def take(trial: Trial, spans: dict[str, float], least: float, other: str = FALLB
 def test_both_ways_get_turns_and_the_faster_wins() -> None:
     trial = Trial()
     ways = take(trial, {PLANNED: 1.0, FALLBACK: 0.9}, least=0.5)
-    assert ways == [PLANNED] * SETTLING + ([PLANNED] * TURN + [FALLBACK] * TURN) * (TURNS // 2)
+    assert ways == [PLANNED] * SETTLING + ([PLANNED] * TURN + [FALLBACK] * TURN) * TURNS
     assert trial.verdict == trial.way == FALLBACK
-    trial.end_step(9.9, lambda: (FALLBACK, 0.0), lambda numbers: numbers)
+    trial.end_step(9.9, lambda: against(FALLBACK, 0.0), lambda numbers: numbers)
     assert trial.verdict == FALLBACK
     assert "planned 1e+03 ms, fallback 900 ms" in str(trial)
 
@@ -61,7 +69,7 @@ def test_both_ways_get_turns_and_the_faster_wins() -> None:
 @pytest.mark.parametrize(("planned", "verdict", "turns"), [(0.75, PLANNED, MOST_TURNS), (0.85, FALLBACK, TURNS)])
 def test_who_compresses_more_has_to_win_twice(planned: float, verdict: str, turns: int) -> None:
     trial = Trial()
-    assert len(take(trial, {PLANNED: planned, FALLBACK: 1.0}, least=0.5)) == SETTLING + turns * TURN
+    assert len(take(trial, {PLANNED: planned, FALLBACK: 1.0}, least=0.5)) == SETTLING + 2 * turns * TURN
     assert trial.verdict == verdict
 
 
@@ -69,9 +77,9 @@ def test_luck_in_the_first_turns_is_not_enough() -> None:
     """Spans of two values, of which the first turns of compression have the shorter."""
     trial, step = Trial(), 0
     while trial.verdict is None:
-        lucky = step < SETTLING + TURNS * TURN
+        lucky = step < SETTLING + 2 * TURNS * TURN
         span = 1.0 if trial.way == FALLBACK else 0.7 if lucky else 1.1
-        trial.end_step(span, lambda: (FALLBACK, 0.5), lambda numbers: numbers)
+        trial.end_step(span, lambda: against(FALLBACK, 0.5), lambda numbers: numbers)
         step += 1
     assert trial.verdict == FALLBACK
 
@@ -102,35 +110,66 @@ def test_steps_at_the_begin_of_a_turn_do_not_count(spans: list[float], least: fl
         trial = Trial()
         for step, span in enumerate(spans):
             counts = step >= SETTLING and UNCOUNTED <= (step - SETTLING) % TURN < TURN - 1
-            trial.end_step(span if counts else first, lambda: (FALLBACK, least), lambda numbers: numbers)
+            trial.end_step(span if counts else first, lambda: against(FALLBACK, least), lambda numbers: numbers)
         return trial.verdict
 
     assert verdict(1e-9) == verdict(1e9) is not None
 
 
-def tried(rank: int, beta: float, slow: str) -> Any:
+THREE = [(COMPRESSED, [HALF, FALLBACK]), (HALF, [COMPRESSED, FALLBACK]), (FALLBACK, [COMPRESSED, HALF])]
+
+
+@pytest.mark.parametrize(("level", "others"), THREE)
+@pytest.mark.parametrize(
+    ("compressed", "half", "fallback", "verdict", "turns"),
+    [
+        (0.7, 0.85, 1.0, COMPRESSED, MOST_TURNS),
+        (0.85, 0.85, 1.0, HALF, MOST_TURNS),
+        (0.85, 0.95, 1.0, FALLBACK, TURNS),
+        (0.8, 0.6, 0.95, HALF, None),
+        (1.0, 1.0, 0.5, FALLBACK, None),
+    ],
+)
+def test_the_best_of_three_ways_wins(
+    level: str, others: list[str], compressed: float, half: float, fallback: float, verdict: str, turns: int | None
+) -> None:
+    spans = {COMPRESSED: compressed, HALF: half, FALLBACK: fallback}
+    trial, ways = Trial(), []
+    while trial.verdict is None:
+        way = level if trial.way == PLANNED else trial.way
+        ways.append(way)
+        trial.end_step(spans[way], lambda: (level, dict.fromkeys(others, 0.0)), lambda numbers: numbers)
+    assert (level if trial.verdict == PLANNED else trial.verdict) == verdict
+    if turns is not None:
+        assert len(ways) == SETTLING + 3 * turns * TURN
+    else:  # one of them gets no second turn
+        assert min(ways.count(way) for way in spans) in (TURN, TURN + SETTLING)
+
+
+def tried(rank: int, beta: float, slow: str, three: bool) -> Any:
     """Train on a network that is said to move a byte in `beta` seconds, and where rank 1 is late in what is slow."""
 
-    target = Gather if slow == "compressed" else Dense
-    reduce, end = target.reduce, Straight.end
+    reduces, end = {kind: kind.reduce for kind in (Gather, Dense)}, Straight.end
 
     def late(exchange: Any, *arguments: Any) -> Any:
-        yield from reduce(exchange, *arguments)
-        time.sleep(LATE * rank)
+        yield from reduces[type(exchange)](exchange, *arguments)
+        what = "dense" if isinstance(exchange, Dense) else "half" if exchange.codec == HALF_PRECISION else "compressed"
+        time.sleep(LATE * rank * (what in slow))
 
     def end_late(straight: Straight) -> None:
-        time.sleep(LATE * rank * (slow == "dense"))
+        time.sleep(LATE * rank * ("dense" in slow and "pipeline" not in slow))
         end(straight)
 
     model, ddp = two_large_layers()
     ledger = Ledger(model)
     speed = cost.CodecSpeed(1e-9, 1e-9)
     with patch.object(probe, "calibration", pretend(beta)), patch.object(probe, "codec_speed", lambda *_: speed):
-        state = CompressState(ddp, OneBit())
+        state = CompressState(ddp, OneBit(), fallback="auto" if three else torch.float32)
         ddp.register_comm_hook(state, compress_hook)
         assert state.deciding
         steps, digests = 0, []
-        with patch.object(target, "reduce", late), patch.object(Straight, "end", end_late):
+        slowed = patch.object(Gather, "reduce", late), patch.object(Dense, "reduce", late)
+        with slowed[0], slowed[1], patch.object(Straight, "end", end_late):
             while state.deciding:
                 digests += train(rank, ddp, range(steps, steps + 1), ledger)
                 steps += 1
@@ -141,23 +180,29 @@ def tried(rank: int, beta: float, slow: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("beta", "slow", "expected", "steps"),
+    ("beta", "slow", "expected", "steps", "three"),
     [
-        (1e-9, "compressed", "dense of OneBit", None),
-        (1e-9, "dense", "gather of OneBit", None),
-        (1e-13, "dense", "gather of OneBit", None),
-        (1e-13, "compressed", "dense of OneBit", None),
-        (1e-5, "compressed", "gather of OneBit", SETTLING + TURN),
-        (1e-9, "dense on the pipeline", "dense of OneBit", None),
+        (1e-9, "compressed", "dense of OneBit", None, False),
+        (1e-9, "dense", "gather of OneBit", None, False),
+        (1e-13, "dense", "gather of OneBit", None, False),
+        (1e-13, "compressed", "dense of OneBit", None, False),
+        (1e-5, "compressed", "gather of OneBit", SETTLING + TURN, False),
+        (1e-9, "dense on the pipeline", "dense of OneBit", None, False),
+        (1e-9, "compressed, dense", "gather of Cast(dtype=torch.bfloat16)", None, True),
+        (1e-13, "compressed, dense", "gather of Cast(dtype=torch.bfloat16)", None, True),
+        (1e-9, "compressed, half", "dense of OneBit", None, True),
+        (1e-9, "half, dense", "gather of OneBit", None, True),
     ],
 )
 def test_all_ranks_stay_with_what_was_faster(
-    ranks: Ranks, beta: float, slow: str, expected: str, steps: int | None
+    ranks: Ranks, beta: float, slow: str, expected: str, steps: int | None, three: bool
 ) -> None:
-    results = ranks(2).run(tried, beta, slow)
+    results = ranks(2).run(tried, beta, slow, three)
     assert results[0][:3] == results[1][:3]
     _, taken, decisions, error = results[0]
-    assert taken == steps or (steps is None and taken in range(SETTLING + 2 * TURN, MOST + 1, TURN))
+    assert taken == steps or (
+        steps is None and taken in range(SETTLING + 2 * TURN, MOST + three * MOST_TURNS * TURN + 1, TURN)
+    )
     for text in decisions.values():
         assert text.startswith(expected)
         assert "; from the first bucket to the last, planned" in text
@@ -200,7 +245,7 @@ def changed(rank: int, slow_on: int) -> Any:
         patch.object(drift, "WINDOW", 4),
         patch.object(trial, "HOPELESS", 1e9),
     ):
-        state = CompressState(ddp, OneBit())
+        state = CompressState(ddp, OneBit(), fallback=torch.float32)
         ddp.register_comm_hook(state, compress_hook)
         steps, digests = 0, []
 
@@ -258,10 +303,10 @@ def joined(rank: int) -> Any:
     model, ddp = two_large_layers()
     speed = cost.CodecSpeed(1e-9, 1e-9)
     with patch.object(probe, "calibration", pretend(1e-9)), patch.object(probe, "codec_speed", lambda *_: speed):
-        state = CompressState(ddp, OneBit())
+        state = CompressState(ddp, OneBit(), fallback=torch.float32)
         ddp.register_comm_hook(state, compress_hook)
         with patch.object(Connection, "agreed", slow), ddp.join():
-            for step in range(30 - 25 * rank):
+            for step in range(60 - 55 * rank):  # more than any trial of two ways takes
                 ddp(batch(rank, step, model)).square().mean().backward()
     decided, steps = state.deciding, state.step
     state.close()
@@ -269,7 +314,7 @@ def joined(rank: int) -> Any:
 
 
 def test_a_rank_that_has_joined_goes_along_with_the_trial(ranks: Ranks) -> None:
-    assert ranks(2).run(joined) == [(False, 30), (False, 30)]
+    assert ranks(2).run(joined) == [(False, 60), (False, 60)]
 
 
 @pytest.mark.parametrize(
@@ -285,5 +330,5 @@ def test_a_rank_that_has_joined_goes_along_with_the_trial(ranks: Ranks) -> None:
 def test_compression_has_to_win_clearly(planned: float, other: float, rival: str, verdict: str) -> None:
     tried = Trial()
     while tried.verdict is None:
-        tried.end_step(planned if tried.way == PLANNED else other, lambda: (rival, 0.0), lambda mine: mine)
+        tried.end_step(planned if tried.way == PLANNED else other, lambda: against(rival, 0.0), lambda mine: mine)
     assert tried.verdict == verdict

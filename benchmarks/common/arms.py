@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ... import CompressState, LocalUpdates, compress_hook
 from ...compress import QSGD, Cast, ChunkedTopK, Codec, OneBit, Outliers, PowerSGD, Ternary, TernGrad, TopK
 from ...hooks import Statistics
+from ...hooks.auto.planner import HALF_PRECISION
 
 FLOOR, DENSE, BASELINE = "none", "fp32", "fp16"
 #: Steps that PowerSGD's hook leaves dense: the fewest that it takes. Its default of 1000 is longer than our runs.
@@ -154,6 +155,10 @@ class Arm:
         return Installed(self, model, ddp, hook.state)
 
 
+#: What `Installed.sends` says.
+WHOLE, HALF, COMPRESSED = "dense", "half precision", "compressed"
+
+
 @dataclass
 class Installed:
     """A model whose gradients an arm exchanges: by itself, as it is called in training, and the state of its hook, or
@@ -201,14 +206,17 @@ class Installed:
             return 32 * after / before if before else 32.0
         return self.arm.bits
 
-    def compresses(self) -> bool:
-        """Whether anything but float32 travels."""
+    def sends(self) -> str:
+        """What travels: `WHOLE` or `HALF`, where "auto" has decided for it in every bucket, else `COMPRESSED`."""
         done = self.statistics()
-        return (
-            done is None
-            or bool(self.arm.every)
-            or any(not decision.startswith("dense ") for decision in done.decisions.values())
-        )
+        if done is None or self.arm.every:
+            return COMPRESSED
+        found = {decision.partition(":")[0] for decision in done.decisions.values()}
+        smaller = [what for what in found if not what.startswith("dense ")]
+        if not smaller:
+            return WHOLE
+        half = f" of {HALF_PRECISION}"
+        return HALF if self.arm.codec != HALF_PRECISION and all(what.endswith(half) for what in smaller) else COMPRESSED
 
     def close(self) -> None:
         if isinstance(self.state, CompressState | LocalUpdates):

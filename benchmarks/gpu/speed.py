@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ...compress import QSGD, Cast, ChunkedTopK, Codec, OneBit, Outliers, Ternary, TernGrad, TopK, new_draw
 from ..codec.baselines import torch_chain
 from ..common import report
-from ..common.arms import ARMS, DENSE, Arm, label
+from ..common.arms import ARMS, COMPRESSED, DENSE, Arm, label
 
 CODECS: tuple[Codec, ...] = (
     OneBit(),
@@ -176,13 +176,13 @@ def step_seconds(arm: Arm, device: torch.device, width: int, layers: int, steps:
     pending = [timed(device, one) for _ in range(steps)]
     seconds = [spent() for spent in pending][steps // 3 :]
     finite = all(bool(p.isfinite().all()) for p in model.parameters())
-    compresses = arm.codec is not None and installed.compresses()
+    sends = installed.sends()
     installed.close()
-    if arm.codec is not None and not compresses:
-        raise RuntimeError(f"{arm.name} was to compress, and sent its gradients dense")
+    if arm.codec is not None and sends != COMPRESSED:
+        raise RuntimeError(f"{arm.name} was to compress, and sent its gradients in another way: {sends}")
     return {
         "median_s": report.median(seconds),
         "quartiles_s": report.quartiles(seconds),
         "finite": finite,
-        "compresses": compresses,
+        "sends": sends,
     }

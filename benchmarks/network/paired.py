@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import fmean
@@ -171,7 +172,7 @@ def measure(
     result = {
         name: {
             **dict(zip(SECONDS, zip(*seconds[name], strict=True), strict=True)),
-            "compresses": [trainee.installed.compresses() for trainee in several],
+            "sends": [trainee.installed.sends() for trainee in several],
         }
         for name, several in trainees.items()
     }
@@ -186,8 +187,8 @@ def summarize(ranks: Sequence[Mapping[str, Any]], references: Sequence[str]) -> 
     the reference's two turns.
 
     Args:
-        ranks: for each rank, for each arm: `wall` and `cpu` seconds of a step in each round, and `compresses` of each
-            of its models.
+        ranks: for each rank, for each arm: `wall` and `cpu` seconds of a step in each round, and what each of its
+            models `sends`.
     """
     seconds = {
         name: {
@@ -198,7 +199,7 @@ def summarize(ranks: Sequence[Mapping[str, Any]], references: Sequence[str]) -> 
     reference = min(references, key=lambda name: report.median(seconds[name]["wall"]))
     rows: list[dict[str, Any]] = []
     for name, mine in seconds.items():
-        row: dict[str, Any] = {"arm": name, "reference": reference, "compresses": ranks[0][name]["compresses"]}
+        row: dict[str, Any] = {"arm": name, "reference": reference, "sends": ranks[0][name]["sends"]}
         for kind in SECONDS:
             twice = zip(seconds[reference][kind], seconds[f"{reference} {AGAIN}"][kind], strict=True)
             ratios = [a / fmean(b) for a, b in zip(mine[kind], twice, strict=True)]
@@ -222,7 +223,7 @@ def tables(result: Mapping[str, Any]) -> list[report.Table]:
     for network in result["networks"]:
         rows = []
         for row in network["arms"]:
-            decided = f" ({describe(row['compresses'])})" if row["arm"] == "auto" else ""
+            decided = f" ({describe(row['sends'])})" if row["arm"] == "auto" else ""
             cells = [f"{title(row['arm'], arguments['task'])}{decided}"]
             for kind in SECONDS:
                 cells.append(f"{row[f'{kind}_s'] * 1e3:.2f}")
@@ -245,11 +246,10 @@ def tables(result: Mapping[str, Any]) -> list[report.Table]:
     return found
 
 
-def describe(compresses: Sequence[bool]) -> str:
+def describe(sends: Sequence[str]) -> str:
     """What the models of "auto" decided."""
-    if all(compresses):
-        return "compresses"
-    return "dense" if not any(compresses) else f"{sum(compresses)} of {len(compresses)} models compress"
+    counted = Counter(sends)
+    return ", ".join(f"{n} of {len(sends)} {what}" if len(counted) > 1 else what for what, n in counted.most_common())
 
 
 def shown(ratio: Mapping[str, float]) -> str:

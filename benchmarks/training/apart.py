@@ -25,11 +25,15 @@ class Rounds:
     after: int = 0
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
+    delay: int = 0
+    carry: bool = False
 
     def __str__(self) -> str:
         outer = f", outer rate {self.outer_lr:g}" if self.outer_lr != 1.0 else ""
         outer += f", outer momentum {self.outer_momentum:g}" if self.outer_momentum else ""
         outer += f", after {self.after} steps" if self.after else ""
+        outer += f", {self.delay} late" if self.delay else ""
+        outer += ", which are kept" if self.carry else ""
         return f"every {self.every} steps{outer}"
 
     def due(self, steps: int) -> bool:
@@ -61,10 +65,14 @@ class Apart:
         self.optimizers = [optimizer_of(list(one.parameters())) for one in self.models]
         outer, cpu = Outer(rounds.outer_lr, rounds.outer_momentum, nesterov=True), torch.device("cpu")
         self.shared = [
-            GlobalParameters(0, dict(one.named_parameters()), frozenset(), ranks.strategy or Residual(), cpu, outer)
+            GlobalParameters(
+                0, dict(one.named_parameters()), frozenset(), ranks.strategy or Residual(), cpu, outer, rounds.carry
+            )
             for one in self.models
         ]
         self.steps, self.agree = 0, True
+        self._means: list[torch.Tensor] = []
+        self._due: int | None = None  # after so many steps they arrive
 
     def step(self, data: Sequence[Iterator[Batch]], rate: float) -> int:
         """One step of every rank, with each one's next batch. Returns the bytes that a rank received."""
@@ -73,16 +81,33 @@ class Apart:
             self.task.loss(model(inputs), targets).backward()
             update(optimizer, rate, self.task.clip)
         self.steps, self.agree = self.steps + 1, False
-        return self.synchronise() if self.rounds.due(self.steps) else 0
+        if self._due is not None and self.steps >= self._due:
+            self._move(self.rounds.carry)
+        if not self.rounds.due(self.steps):
+            return 0
+        return self._round(self.rounds.delay if self.steps > self.rounds.after else 0)
 
     def synchronise(self) -> int:
         """A round, unless all have the same parameters. Returns the bytes that a rank received."""
-        if self.agree:
-            return 0
-        differences = [shared.difference() for shared in self.shared]
-        self.ranks.reduce(differences)
-        for shared, mean in zip(self.shared, differences, strict=True):
-            shared.move(mean)
-            shared.hand_out()
-        self.agree = True
+        if self._due is not None:
+            self._move(self.rounds.carry)
+        return 0 if self.agree else self._round(0)
+
+    def _round(self, delay: int) -> int:
+        self._means = [shared.difference() for shared in self.shared]
+        self.ranks.reduce(self._means)
+        self._due = self.steps + delay
+        if not delay:
+            self._move(carry=False)
+            self.agree = True
         return self.ranks.transfer_bytes
+
+    def _move(self, carry: bool) -> None:
+        """What has been exchanged arrives."""
+        for shared, mean in zip(self.shared, self._means, strict=True):
+            shared.move(mean)
+            if carry:
+                shared.carry_on()
+            else:
+                shared.hand_out()
+        self._due = None

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from ..common import report
-from ..common.arms import BASELINE, DENSE, FLOOR
+from ..common.arms import BASELINE, COMPRESSED, DENSE, FLOOR, HALF, WHOLE
 from ..network import flags
 from ..network.proof import caption
 from .search import loss_of
@@ -83,13 +83,13 @@ def timed(name: str, timings: Mapping[str, Any], learning: Mapping[str, Any]) ->
     row = {
         "step_s": step,
         "step_quartiles_s": report.quartiles(timings[name]["times_s"]),
-        "compresses": timings[name]["compresses"],
+        "sends": timings[name]["sends"],
         "learns_as": None,
         "time_to_target_s": None,
     }
     if name != FLOOR:
-        # `auto` learns as its codec does, unless it found that nothing is to be gained.
-        row["learns_as"] = (ARMS[name].learns_as or name) if timings[name]["compresses"] else DENSE
+        # `auto` learns as its codec does, unless it found that there is more to be gained without.
+        row["learns_as"] = {WHOLE: DENSE, HALF: BASELINE}.get(row["sends"], ARMS[name].learns_as or name)
         dense = report.median(timings[DENSE]["times_s"])
         begin = ARMS[name].dense_steps
         row["time_to_target_s"] = [
@@ -219,7 +219,7 @@ def time_table(result: Mapping[str, Any], world: Mapping[str, Any]) -> report.Ta
             row = world["joined"][rate][name]
             time = mean_time(row)
             late = "" if name == FLOOR else "-" if time is None else f"{time:.1f}"
-            cells.append(f"{row['step_s'] * 1e3:.0f}  {late}" + " (dense)" * (not row["compresses"]))
+            cells.append(f"{row['step_s'] * 1e3:.0f}  {late}" + f" ({row['sends']})" * (row["sends"] != COMPRESSED))
         gain = world["joined"][rates[0]][name]["speedup"]
         rows.append(
             [

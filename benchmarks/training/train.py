@@ -291,7 +291,7 @@ def time_steps(
             job.train_step(installed.model, updates, 0, next(data))
     in_turns({name: partial(turn, name) for name in arms}, warmup + timed)
     result: dict[str, dict[str, Any]] = {
-        name: {"times_s": times[name][warmup:], "compresses": runners[name][0].compresses()} for name in arms
+        name: {"times_s": times[name][warmup:], "sends": runners[name][0].sends()} for name in arms
     }
     for name, seconds in alone.items():
         result[name]["alone_s"] = seconds[warmup:]

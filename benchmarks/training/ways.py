@@ -165,6 +165,13 @@ WAYS = {
     "local2-ternary": Way(Ternary(), "two_pass", Residual(), rounds=Rounds(2)),
     "local5-qsgd8": Way(QSGD(bits=8), "two_pass", Residual(), rounds=Rounds(5)),
     "local3-wide0.7-b8": Way(ChunkedTopK(k=448, chunk=65536), "gather", Residual(), rounds=Rounds(3), momentum=0.8),
+    "local5-wide1.5-b8": Way(ChunkedTopK(k=1000, chunk=65536), "gather", Residual(), rounds=Rounds(5), momentum=0.8),
+    "carried5-wide1.5-b8": Way(
+        ChunkedTopK(k=1000, chunk=65536), "gather", Residual(), rounds=Rounds(5, delay=1, carry=True), momentum=0.8
+    ),
+    "carried3-wide0.9-b8": Way(
+        ChunkedTopK(k=560, chunk=65536), "gather", Residual(), rounds=Rounds(3, delay=1, carry=True), momentum=0.8
+    ),
     "local5-wide1.5": Way(ChunkedTopK(k=1000, chunk=65536), "gather", Residual(), rounds=Rounds(5)),
     "local10-ternary": Way(Ternary(), "two_pass", Residual(), rounds=Rounds(10)),
     "local30-ternary": Way(Ternary(), "two_pass", Residual(), rounds=Rounds(30)),

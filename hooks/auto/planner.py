@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Literal
 
 import torch
 
@@ -13,11 +14,15 @@ from ...compress.cast import Cast
 from ...compress.codec import BlockCodec, Codec
 from ...compress.layout import Layout, layout_numel
 from ..comm.topology import Topology
-from ..exchanges import EXCHANGES, Bucketful, Dense, Exchange, Hierarchical, TwoPass, possible, serving
+from ..exchanges import EXCHANGES, Bucketful, Dense, Exchange, Hierarchical, possible, serving
 from . import cost, probe
 from .cost import HIERARCHICAL
-from .trial import COMPRESSED, FALLBACK, PLANNED
+from .trial import COMPRESSED, FALLBACK, HALF, PLANNED
 
+#: What `CompressState(fallback=…)` takes.
+Fallback = torch.dtype | Literal["auto"] | None
+#: Half precision: what it leaves out is kept.
+HALF_PRECISION = Cast(torch.bfloat16)
 #: Steps after which "auto" looks again at how much the ranks' selections overlap.
 REVIEW_EVERY = 256
 
@@ -35,6 +40,12 @@ class Choice:
     @cached_property
     def digest(self) -> int:
         return int.from_bytes(hashlib.blake2b(repr(self).encode(), digest_size=7).digest(), "big")
+
+
+def codecs_of(choice: Choice, fallback: Fallback) -> list[Codec]:
+    """Every codec that may serve a choice."""
+    half = choice.exchange == "auto" and (fallback == torch.bfloat16 or (fallback == "auto" and choice.feedback))
+    return [choice.codec, HALF_PRECISION] if half and choice.codec != HALF_PRECISION else [choice.codec]
 
 
 def check_exchange(exchange: str, codec: Codec, besides: Sequence[str] = ("auto", HIERARCHICAL)) -> None:
@@ -105,13 +116,14 @@ class Planner:
     Args:
         topology: the ranks.
         device: where gradients are.
-        fallback: what to send where compression does not pay: float32, bfloat16, or None: compress always.
+        fallback: what to send where compression does not pay: float32, bfloat16, "auto": bfloat16 where residuals are
+            kept and it is faster, else float32; or None: compress always.
         inline: whether the host does not wait for exchanges, as over NCCL.
     """
 
     topology: Topology
     device: torch.device
-    fallback: torch.dtype | None
+    fallback: Fallback
     inline: bool = False
     _flat: cost.Calibration | None = None
     _nodes: cost.Nodes | None = None
@@ -137,11 +149,10 @@ class Planner:
 
     def learn(self, choice: Choice, numel: int) -> None:
         """Measure what `plan` needs to know of a codec. A collective."""
-        codec, feedback = self._key(choice)
-        group, device = self.topology.all, self.device
-        self._speeds[codec, feedback] = probe.codec_speed(codec, feedback, numel, group, device)
-        if self.fallback == torch.bfloat16 and (BF16, True) not in self._speeds:
-            self._speeds[BF16, True] = probe.codec_speed(BF16, True, numel, group, device)
+        keys = [self._key(choice), *((codec, True) for codec in codecs_of(choice, self.fallback)[1:])]
+        for key in keys:
+            if key not in self._speeds:
+                self._speeds[key] = probe.codec_speed(*key, numel, self.topology.all, self.device)
 
     def plan(self, choice: Choice, numel: int, union: int, buckets: int = 1) -> tuple[Plan, str]:
         """What serves a bucket of `numel` elements, and why.
@@ -184,49 +195,58 @@ class Planner:
             and not choice.codec.lossless
         )
 
-    def rival(self, choice: Choice, buckets: Sequence[tuple[int, int, Plan]]) -> tuple[str, float]:
-        """What a trial should hold against what is planned, and the seconds in which the network carries its bytes.
+    def rivals(self, choice: Choice, buckets: Sequence[tuple[int, int, Plan]]) -> tuple[str, dict[str, float]]:
+        """Which way what is planned comes nearest to, and what a trial should hold against it: ways, and the seconds in
+        which the network carries their bytes.
 
         Args:
             choice: an `undecided` one, as planned.
             buckets: of each, elements, union, and what serves it now.
         """
-        compresses = any(plan.codec == choice.codec and plan.exchange != "dense" for numel, _, plan in buckets if numel)
-        rival = replace(choice, way=FALLBACK if compresses else COMPRESSED)
-        candidates = [self._candidates(rival, numel, union).values() for numel, union, _ in buckets if numel]
-        received = sum(min(estimate.received for _, estimate in plans) for plans in candidates)
         assert self._flat is not None
-        lines = self._flat.all_gather, self._flat.all_to_all, self._flat.all_reduce
-        return rival.way, received * min(line.beta for line in lines)
+        beta = min(line.beta for line in (self._flat.all_gather, self._flat.all_to_all, self._flat.all_reduce))
+        served = {self._way(choice, plan) for numel, _, plan in buckets if numel}
+        ways = [way for way in (COMPRESSED, HALF, FALLBACK) if self._codecs(replace(choice, way=way))]
+        planned = next((way for way in ways if way in served), FALLBACK)
+        found = {}
+        for way in ways:
+            plans = [self._candidates(replace(choice, way=way), n, union).values() for n, union, _ in buckets if n]
+            found[way] = beta * sum(min(estimate.received for _, estimate in bucket) for bucket in plans)
+        return planned, {way: seconds for way, seconds in found.items() if way != planned}
 
     def _candidates(self, choice: Choice, numel: int, union: int) -> dict[str, tuple[Plan, cost.Estimate]]:
-        codec, feedback, size = choice.codec, choice.feedback, self.topology.all.size
+        size, plans = self.topology.all.size, dict[str, tuple[Plan, cost.Estimate]]()
         assert self._flat is not None
-        plans: dict[str, tuple[Plan, cost.Estimate]] = {}
-
-        def add(plan: Plan, estimate: cost.Estimate) -> None:
-            plans[estimate.name] = plan, estimate
-
-        if not codec.lossless and choice.way != FALLBACK:
-            what = Bucketful(codec, self._speeds[self._key(choice)], numel, size, union, feedback)
+        for codec in self._codecs(choice):
+            if codec is None:
+                plans["dense"] = Plan(choice.codec, "dense", False), self._flat.dense(cost.Shape(numel, 0, size, 0))
+                continue
+            asked = codec == choice.codec
+            feedback = choice.feedback if asked else True
+            speed = self._speeds[codec.timed_as, feedback]
+            what = Bucketful(codec, speed, numel, size, union if asked else 0, feedback)
             for estimate in compressed(what, self._flat, self._nodes, self.inline):
-                add(Plan(codec, estimate.name, feedback), estimate)
-        if choice.way == COMPRESSED:
-            return plans
-        if codec.lossless or self.fallback == torch.float32:
-            add(Plan(codec, "dense", False), self._flat.dense(cost.Shape(numel, 0, size, 0)))
-        if self.fallback == torch.bfloat16:
-            speed = self._speeds[BF16, True]
-            estimate = replace(TwoPass.estimate(self._flat, Bucketful(BF16, speed, numel, size)), name="bfloat16")
-            add(Plan(BF16, "two_pass", True), estimate)
+                name = estimate.name if asked else f"{estimate.name} in bfloat16"
+                plans[name] = Plan(codec, estimate.name, feedback), replace(estimate, name=name)
         return plans
+
+    def _codecs(self, choice: Choice) -> Sequence[Codec | None]:
+        """What may serve a bucket in the way of a choice; None: an all-reduce of float32."""
+        lossless, half = choice.codec.lossless, codecs_of(choice, self.fallback)[1:]
+        compression = [] if lossless else [choice.codec]
+        exact = [None] if lossless or self.fallback in (torch.float32, "auto") else []
+        ways = {COMPRESSED: compression, HALF: half if exact else [], FALLBACK: exact or half}
+        return ways.get(choice.way, [*compression, *half, *exact])
+
+    @staticmethod
+    def _way(choice: Choice, plan: Plan) -> str:
+        if plan.exchange == "dense":
+            return FALLBACK
+        return COMPRESSED if plan.codec == choice.codec else HALF
 
     @staticmethod
     def _key(choice: Choice) -> tuple[Codec, bool]:
         return choice.codec.timed_as, choice.feedback
-
-
-BF16 = Cast(torch.bfloat16)
 
 
 def default_exchange(codec: Codec, world_size: int) -> str:

@@ -2,8 +2,8 @@
 
 `cost` knows what each bucket takes by itself. How much of that hides behind backward, and what backward, the codecs and
 the network's own threads take from each other on shared cores, shows in steps alone. So "auto" trains a few steps each
-way, what it has planned for every bucket by itself and the other extreme, in turns, and stays with the faster. What
-could not win if all else took no time is not tried.
+way, what it has planned for every bucket by itself and what is sent in every bucket instead, in turns, and stays with
+the fastest. What could not win if all else took no time is not tried.
 
 A step's *span* lasts from when its first bucket is ready until its last one holds the mean; of the ranks' spans the
 longest counts. Those that count of a dense turn go straight, if they can, as they would afterwards. Over NCCL the host
@@ -12,24 +12,24 @@ does not wait for the network and knows no spans: there the plan is what counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, median
 
-#: As the cost model says for each bucket; the fallback in every bucket; compression in every bucket.
-PLANNED, FALLBACK, COMPRESSED = "planned", "fallback", "compressed"
+#: As the cost model says for each bucket; and in every bucket compression, half precision, or the fallback.
+PLANNED, COMPRESSED, HALF, FALLBACK = "planned", "compressed", "half", "fallback"
 #: Steps before the first is timed: DDP rebuilds its buckets after the first one.
 SETTLING = 3
 #: Steps of a turn, of which so many at its begin do not count: residuals are delivered, and memory is new. Nor does the
 #: last, in which ranks compare.
 TURN, UNCOUNTED = 6, 2
-#: Turns, alternately of both ways; and of those after which the way that compresses more wins, if not clearly.
-TURNS, MOST_TURNS = 4, 8
-#: How much faster the network may be than it was when it was probed, and how much slower one way may be than the other
-#: in its first turn and still get a second one.
+#: Turns of each way; and of those after which one that compresses more than another wins by little.
+TURNS, MOST_TURNS = 2, 4
+#: How much faster the network may be than it was when it was probed, and how much slower one way may be than the best
+#: and still get another turn.
 DOUBT, HOPELESS = 1.25, 1.5
-#: By how much the way that compresses more has to win: it takes processor time from the rest of the step too, and noise
-#: is no reason to compress.
-CLEARLY = 0.8
+#: What share of the fallback's span a way may take: what compresses takes processor time from the rest of the step too,
+#: and noise is no reason to compress.
+CLEARLY = {COMPRESSED: 0.8, HALF: 0.9, FALLBACK: 1.0}
 
 
 def typical(spans: Sequence[float]) -> float:
@@ -44,23 +44,22 @@ class Trial:
 
     Attributes:
         verdict: the way that won, or None while it is not known.
-        spans: seconds, as the slowest rank had them, of both ways, as far as they are known.
+        spans: seconds, as the slowest rank had them, of every way, as far as they are known.
     """
 
     def __init__(self) -> None:
         self.verdict: str | None = None
         self.spans: dict[str, float] = {}
-        self._other = PLANNED
+        self._ways = [PLANNED]  # that may still win, in the order of their next turns
+        self._turns: dict[str, int] = {}
+        self._level = PLANNED  # which of the others what is planned counts as
         self._steps = 0
         self._mine: dict[str, list[float]] = {}
 
     @property
     def way(self) -> str:
         """Which way the step goes that comes next."""
-        if self.verdict is not None:
-            return self.verdict
-        turn = max(0, self._steps - SETTLING) // TURN
-        return self._other if turn % 2 else PLANNED
+        return self.verdict or self._ways[0]
 
     @property
     def straight(self) -> int:
@@ -71,14 +70,15 @@ class Trial:
     def end_step(
         self,
         span: float,
-        rival: Callable[[], tuple[str, float]],
+        rivals: Callable[[], tuple[str, Mapping[str, float]]],
         agreed: Callable[[list[float]], list[float]],
     ) -> None:
         """A step has ended.
 
         Args:
             span: its seconds, on this rank.
-            rival: the way to try besides what is planned, and the seconds in which the network carries its bytes.
+            rivals: which way what is planned comes nearest to, and the others, with the seconds in which the network
+                carries their bytes.
             agreed: a collective: the slowest rank's, of the numbers that each hands in.
         """
         way, place = self.way, (self._steps - SETTLING) % TURN
@@ -90,17 +90,24 @@ class Trial:
         if place < TURN - 1:
             return
         (self.spans[way],) = agreed([typical(self._mine[way])])
-        turns = (self._steps - SETTLING) // TURN
-        if turns == 1:
-            self._other, least = rival()
-            if least > DOUBT * self.spans[PLANNED]:
-                self.verdict = PLANNED
-            return
-        more, less = (PLANNED, FALLBACK) if self._other == FALLBACK else (self._other, PLANNED)
-        handicapped = {more: self.spans[more] / CLEARLY, less: self.spans[less]}
-        faster, slower = sorted(handicapped, key=handicapped.__getitem__)
-        if turns >= (MOST_TURNS if faster == more else TURNS) or self.spans[slower] > HOPELESS * self.spans[faster]:
-            self.verdict = faster
+        if not self._turns:
+            self._level, others = rivals()
+            self._ways = [way, *(other for other, least in others.items() if least <= DOUBT * self.spans[way])]
+        self._turns[way] = self._turns.get(way, 0) + 1
+        self._ways.append(self._ways.pop(0))
+        self._judge()
+
+    def _judge(self) -> None:
+        """After a turn: which ways may still win."""
+        share = {way: CLEARLY[self._level if way == PLANNED else way] for way in self._ways}
+        known = [way for way in self._ways if way in self.spans]
+        best = min(known, key=lambda way: self.spans[way] / share[way])
+        hopeless = {way for way in known if self.spans[way] > HOPELESS * self.spans[best]}
+        self._ways = [way for way in self._ways if way not in hopeless]
+        turns = min(self._turns.get(way, 0) for way in self._ways)
+        enough = TURNS if share[best] == max(share[way] for way in self._ways) else MOST_TURNS
+        if self._ways == [best] or turns >= enough:
+            self.verdict = best
 
     def __str__(self) -> str:
         """What it found, for people; nothing while that is not known."""

@@ -67,7 +67,7 @@ class Tuner:
 
         Args:
             span: its seconds, on this rank.
-            served: of each bucket, elements, union, and what served it (`Planner.rival`).
+            served: of each bucket, elements, union, and what served it (`Planner.rivals`).
             changed: whether a rank has seen that the network has changed, alike on all ranks.
 
         Returns:
@@ -77,7 +77,7 @@ class Tuner:
         if trial is None or asked is None:
             return False
         if trial.verdict is None:
-            trial.end_step(span, lambda: self._planner.rival(asked, served()), self._agreed)
+            trial.end_step(span, lambda: self._planner.rivals(asked, served()), self._agreed)
             if trial.verdict is None:
                 return False
         else:
@@ -94,5 +94,5 @@ class Tuner:
         return "" if self._trial is None else str(self._trial)
 
 
-def _nobody() -> tuple[str, float]:
+def _nobody() -> tuple[str, dict[str, float]]:
     raise AssertionError("a turn ends in a step that does not go straight")

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from ...compress.codec import Codec
 from ...compress.feedback import Feedback
+from ..auto.planner import Fallback
 from ..options import Exclude
 from .collective import compressed_reduce_scatter
 from .embeddings import reduce_rows
@@ -37,7 +37,7 @@ def compress_fsdp(
     exchange: FSDPExchange = "auto",
     error_feedback: bool | Literal["auto"] | Feedback = "auto",
     warmup_steps: int = 0,
-    fallback: torch.dtype | None = torch.float32,
+    fallback: Fallback = "auto",
     exclude: Exclude | None = None,
     seed: int = 0,
 ) -> FSDPState: ...
@@ -64,7 +64,7 @@ def compress_fsdp(
     exchange: FSDPExchange = "auto",
     error_feedback: bool | Literal["auto"] | Feedback = "auto",
     warmup_steps: int = 0,
-    fallback: torch.dtype | None = torch.float32,
+    fallback: Fallback = "auto",
     exclude: Exclude | None = None,
     seed: int = 0,
 ) -> FSDPState | ScatterState:

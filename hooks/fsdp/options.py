@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import torch
-
 from ...compress.codec import Codec, check_choice
 from ...compress.feedback import Residual
 from ..auto.planner import Choice
@@ -43,7 +41,7 @@ class ScatterOptions(Options):
 
     def check(self, world_size: int | None) -> None:
         super().check(world_size)
-        if self.exchange != "auto" or self.fallback != torch.float32:
+        if self.exchange != "auto" or self.fallback != "auto":
             raise ValueError(
                 f"exchange={self.exchange!r}, fallback={self.fallback}: between shards there is one exchange, and it "
                 'always compresses: leave both out, or pass mesh=mesh["replicate"] to compress between replicas'

@@ -59,10 +59,7 @@ class ScatterState:
             self._parameters = {n: p.sharded_param for shards in self._shards for n, p in shards.parameters.items()}
             options.check(self._shards[0].size)
             self._excluded = excluded_names(exclude, self._parameters)
-            choice = options.choice(0)
-            for dtype in {shards.dtype for shards in self._shards}:
-                choice.codec.kernels(device).prepare(choice.codec, dtype, device)
-            Memory(options.strategy).strategy.prepare(device)
+            options.prepare(0, (shards.dtype for shards in self._shards), device)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = error
         self._feedback = Memory(options.strategy)

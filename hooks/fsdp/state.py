@@ -103,10 +103,7 @@ class FSDPState:
             self._find(model, mesh)
             self._options.check(self._group.size())
             self._excluded = excluded_names(exclude, self._parameters)
-            choice = options.choice(0)
-            for dtype in {shards.unit_dtype for shards in self._shards}:
-                choice.codec.kernels(self._device).prepare(choice.codec, dtype, self._device)
-            (options.strategy or Memory().strategy).prepare(self._device)
+            options.prepare(0, (shards.unit_dtype for shards in self._shards), self._device)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = error
         self._feedback = Memory(options.strategy)
