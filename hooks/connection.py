@@ -190,9 +190,9 @@ class Connection:
         self.uneven_saves |= any(row[2] != mine[2] for row in rows)
         self.drifted = any(row[3] for row in rows)
 
-    def agreed(self, seconds: list[float]) -> list[float]:
-        """The slowest rank's. A collective."""
-        return probe.agreed(self.control, torch.device("cpu"), seconds)
+    def averaged(self, numbers: list[float]) -> list[float]:
+        """The ranks' mean of each number, the same on all. A collective."""
+        return probe.averaged(self.control, torch.device("cpu"), numbers)
 
 
 def _digest(text: str) -> int:

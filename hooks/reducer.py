@@ -279,7 +279,7 @@ class Reducer:
     ) -> None:
         self.connection, self.seed, self._numel = connection, seed, numel
         self._feedback, self._tracker, self._statistics = feedback, tracker, statistics
-        self.tuner = Tuner(connection.planner, connection.pipeline.threaded, connection.agreed)
+        self.tuner = Tuner(connection.planner, connection.pipeline.threaded, connection.averaged)
         self._skips = tracker.skips
         self._clean = clean
         self._last: Step | None = None

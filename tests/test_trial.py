@@ -293,10 +293,10 @@ def test_a_network_that_has_changed_is_tried_again(ranks: Ranks, slow_on: int) -
 
 def joined(rank: int) -> Any:
     """Rank 1 runs out of data in the trial, and is slow to end its steps: nobody there waits for that."""
-    agreed = Connection.agreed
+    averaged = Connection.averaged
 
     def slow(self: Connection, seconds: list[float]) -> list[float]:
-        found = agreed(self, seconds)
+        found = averaged(self, seconds)
         time.sleep(10 * LATE * rank)
         return found
 
@@ -305,7 +305,7 @@ def joined(rank: int) -> Any:
     with patch.object(probe, "calibration", pretend(1e-9)), patch.object(probe, "codec_speed", lambda *_: speed):
         state = CompressState(ddp, OneBit(), fallback=torch.float32)
         ddp.register_comm_hook(state, compress_hook)
-        with patch.object(Connection, "agreed", slow), ddp.join():
+        with patch.object(Connection, "averaged", slow), ddp.join():
             for step in range(60 - 55 * rank):  # more than any trial of two ways takes
                 ddp(batch(rank, step, model)).square().mean().backward()
     decided, steps = state.deciding, state.step

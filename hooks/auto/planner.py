@@ -14,7 +14,7 @@ from ...compress.cast import Cast
 from ...compress.codec import BlockCodec, Codec
 from ...compress.layout import Layout, layout_numel
 from ..comm.topology import Topology
-from ..exchanges import EXCHANGES, Bucketful, Dense, Exchange, Hierarchical, possible, serving
+from ..exchanges import EXCHANGES, Bucketful, Dense, Exchange, Hierarchical, TwoPass, possible, serving
 from . import cost, probe
 from .cost import HIERARCHICAL
 from .trial import COMPRESSED, FALLBACK, HALF, PLANNED
@@ -103,7 +103,8 @@ def compressed(
     names = (what.codec.exchange,) if what.codec.exchange else possible(what.codec)
     able = [serving(name, inline) for name in names if name != Dense.name]
     able = [exchange for exchange in able if not (exchange.host_reads and inline)]
-    estimates = [exchange.estimate(flat, what) for exchange in able]
+    # Two ranks receive as much by one pass as by two.
+    estimates = [exchange.estimate(flat, what) for exchange in able if exchange is not TwoPass or what.world_size > 2]
     if nodes is not None:
         estimates += [Hierarchical.estimate_around(exchange, nodes, what) for exchange in able]
     return estimates

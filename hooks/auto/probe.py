@@ -235,11 +235,18 @@ def _started(port: Port | Collective, device: torch.device, pause: float = 0.0) 
 
 def _typical(group: Group, device: torch.device, seconds: list[float]) -> float:
     """The mean of the ranks' medians. A collective."""
-    return float(_everyone(group, device, [_median(seconds)]).mean())
+    (mean,) = averaged(group, device, [_median(seconds)])
+    return mean
 
 
 def _median(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
+
+
+def averaged(group: Group, device: torch.device, numbers: list[float]) -> list[float]:
+    """The ranks' mean of each, on every rank."""
+    means: list[float] = _everyone(group, device, numbers).mean(0).tolist()
+    return means
 
 
 def agreed(group: Group, device: torch.device, seconds: list[float]) -> list[float]:

@@ -6,8 +6,9 @@ way, what it has planned for every bucket by itself and what is sent in every bu
 the fastest. What could not win if all else took no time is not tried.
 
 A step's *span* lasts from when its first bucket is ready until its last one holds the mean; of the ranks' spans the
-longest counts. Those that count of a dense turn go straight, if they can, as they would afterwards. Over NCCL the host
-does not wait for the network and knows no spans: there the plan is what counts.
+mean counts, as one that comes first waits for the others within its own. Those that count of a dense turn go straight,
+if they can, as they would afterwards. Over NCCL the host does not wait for the network and knows no spans: there the
+plan is what counts.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Trial:
 
     Attributes:
         verdict: the way that won, or None while it is not known.
-        spans: seconds, as the slowest rank had them, of every way, as far as they are known.
+        spans: seconds of every way, as far as they are known.
     """
 
     def __init__(self) -> None:
@@ -69,27 +70,29 @@ class Trial:
 
     def end_step(
         self,
-        span: float,
+        span: float | None,
         rivals: Callable[[], tuple[str, Mapping[str, float]]],
-        agreed: Callable[[list[float]], list[float]],
+        averaged: Callable[[list[float]], list[float]],
     ) -> None:
         """A step has ended.
 
         Args:
-            span: its seconds, on this rank.
+            span: its seconds, on this rank; None: it does not know.
             rivals: which way what is planned comes nearest to, and the others, with the seconds in which the network
                 carries their bytes.
-            agreed: a collective: the slowest rank's, of the numbers that each hands in.
+            averaged: a collective: the ranks' means, of the numbers that each hands in.
         """
         way, place = self.way, (self._steps - SETTLING) % TURN
         self._steps += 1
         if self._steps <= SETTLING or self.verdict is not None:
             return
-        if UNCOUNTED <= place < TURN - 1:
-            self._mine.setdefault(way, []).append(span)
+        mine = self._mine.setdefault(way, [])
+        if UNCOUNTED <= place < TURN - 1 and span is not None:
+            mine.append(span)
         if place < TURN - 1:
             return
-        (self.spans[way],) = agreed([typical(self._mine[way])])
+        total, known = averaged([typical(mine), 1.0] if mine else [0.0, 0.0])
+        self.spans[way] = total / known if known else 0.0
         if not self._turns:
             self._level, others = rivals()
             self._ways = [way, *(other for other, least in others.items() if least <= DOUBT * self.spans[way])]

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from .drift import Drift
 from .planner import Choice, Plan, Planner
-from .trial import Trial, typical
+from .trial import Trial
 
 
 class Tuner:
@@ -17,11 +17,11 @@ class Tuner:
     Args:
         planner: of these ranks.
         timed: whether the host knows how long a step takes, so that steps can be compared.
-        agreed: a collective: the slowest rank's, of the numbers that each hands in.
+        averaged: a collective: the ranks' means, of the numbers that each hands in.
     """
 
-    def __init__(self, planner: Planner, timed: bool, agreed: Callable[[list[float]], list[float]]) -> None:
-        self._planner, self._timed, self._agreed = planner, timed, agreed
+    def __init__(self, planner: Planner, timed: bool, averaged: Callable[[list[float]], list[float]]) -> None:
+        self._planner, self._timed, self._averaged = planner, timed, averaged
         self._asked: Choice | None = None  # the step's choice, as the user wants it
         self._current: Choice  # and as a trial of it does
         self._trial: Trial | None = None
@@ -59,8 +59,8 @@ class Tuner:
             spans: seconds on this rank, as far as they are known.
         """
         if self._trial is not None and self.deciding:
-            for _ in range(steps):
-                self._trial.end_step(typical(spans) if spans else 0.0, _nobody, self._agreed)
+            for step in range(steps):
+                self._trial.end_step(spans[step] if step < len(spans) else None, _nobody, self._averaged)
 
     def ended(self, span: float, served: Callable[[], Sequence[tuple[int, int, Plan]]], changed: bool) -> bool:
         """A step has ended. A collective at the end of a trial's turns, and when the network has changed.
@@ -77,7 +77,7 @@ class Tuner:
         if trial is None or asked is None:
             return False
         if trial.verdict is None:
-            trial.end_step(span, lambda: self._planner.rivals(asked, served()), self._agreed)
+            trial.end_step(span, lambda: self._planner.rivals(asked, served()), self._averaged)
             if trial.verdict is None:
                 return False
         else:
