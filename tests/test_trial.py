@@ -125,7 +125,7 @@ THREE = [(COMPRESSED, [HALF, FALLBACK]), (HALF, [COMPRESSED, FALLBACK]), (FALLBA
     [
         (0.7, 0.85, 1.0, COMPRESSED, MOST_TURNS),
         (0.85, 0.85, 1.0, HALF, MOST_TURNS),
-        (0.85, 0.95, 1.0, FALLBACK, TURNS),
+        (0.85, 0.97, 1.0, FALLBACK, TURNS),
         (0.8, 0.6, 0.95, HALF, None),
         (1.0, 1.0, 0.5, FALLBACK, None),
     ],

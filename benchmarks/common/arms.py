@@ -69,6 +69,7 @@ class Arm:
         rank: PowerSGD's.
         bits: on the wire for each element, where nothing counts them.
         every: steps from one exchange of parameters to the next, by `LocalUpdates`; 0: gradients, in every step.
+        delay: steps from sending these to applying them; what is trained meanwhile is kept.
         learns_as: the arm whose learning curve holds for this one too; None: its own.
     """
 
@@ -81,6 +82,7 @@ class Arm:
     rank: int = 0
     bits: float = 32.0
     every: int = 0
+    delay: int = 0
     learns_as: str | None = None
 
     @property
@@ -91,6 +93,7 @@ class Arm:
         by = f" by {self.exchange}" if self.exchange else ""
         codec = label(self.codec).replace("torch.", "")
         rounds = f", parameters every {self.every} steps" if self.every else ""
+        rounds += f", {self.delay} late" if self.delay else ""
         return f"{'Horovod interface' if self.horovod else 'gradwire'}, {codec}{by}{rounds}"
 
     @property
@@ -175,7 +178,8 @@ class Installed:
         collective."""
         if self.arm.every:
             assert self.arm.codec is not None
-            self.state = LocalUpdates(self.module, optimizer, self.arm.codec, every=self.arm.every, seed=self.seed)
+            how: dict[str, Any] = {"every": self.arm.every, "delay": self.arm.delay, "carry": self.arm.delay > 0}
+            self.state = LocalUpdates(self.module, optimizer, self.arm.codec, **how, seed=self.seed)
             self.state.__enter__()
         if not self.arm.horovod:
             return optimizer
@@ -263,6 +267,7 @@ ARMS = {
         Arm("chunked1.5", "#AA6688", codec=ChunkedTopK(k=1000, chunk=65536)),
         Arm("local", "#117733", codec=Ternary(), every=10),
         Arm("local30", "#44AA77", codec=Ternary(), every=30),
+        Arm("carried", "#999933", codec=ChunkedTopK(k=560, chunk=65536), every=3, delay=1),
         Arm("auto", "#B5A900", codec=OneBit(), exchange="auto"),
         Arm("hvd-none", what="Horovod interface, float32", horovod=True),
         Arm("hvd-onebit", codec=OneBit(), horovod=True),

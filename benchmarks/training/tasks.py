@@ -256,6 +256,7 @@ ARMS = {
         "chunked1.5",
         "local",
         "local30",
+        "carried",
         "auto",
     )
 }

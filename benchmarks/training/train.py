@@ -216,7 +216,7 @@ def train(task: Task, arm: Arm, seed: int, readings: int) -> dict[str, Any]:
     start = time.monotonic()
     installed, optimizer, data = prepared(task, arm, seed)
     model = installed.module
-    # Where ranks train models of their own, they are read when all agree.
+    # Where ranks train models of their own, they are read when all agree, if they ever do before the end.
     every = arm.every or 1
     due = {min(-(-task.steps * i // (readings * every)) * every, task.steps) for i in range(1, readings + 1)}
     curve: list[dict[str, Any]] = [{"step": 0, **validate(task, model)}]
@@ -260,7 +260,8 @@ def time_steps(
     """What every rank does on links: time steps of every arm, in turns. Returns seconds and what the arm decided.
 
     Where parameters are exchanged every few steps, a turn is as many, which share its time; the last one has the round,
-    and the others tell what a step takes without.
+    and the others tell what a step takes without. With a delay, as many go before, so that what arrives in a turn is
+    under way when it begins, and the first ones do not tell.
 
     Args:
         distant: whether links have a distance, where a barrier would leave ranks up to one way apart.
@@ -271,11 +272,14 @@ def time_steps(
     alone: dict[str, list[float]] = {name: [] for name in arms if ARMS[name].every > 1}
 
     def turn(name: str) -> None:
-        (installed, updates, data), every = runners[name], ARMS[name].every
-        for _ in range(OPENING if distant and not every else 0):
+        (installed, updates, data), every, delay = runners[name], ARMS[name].every, ARMS[name].delay
+        opening = every if delay else OPENING if distant and not every else 0
+        if delay and not distant:
+            dist.barrier()
+        for _ in range(opening):
             job.train_step(installed.model, updates, len(times[name]), next(data))
         batches = [next(data) for _ in range(every or 1)]
-        if not distant:
+        if not distant and not delay:
             dist.barrier()
         laps = [time.perf_counter()]
         for batch in batches:
@@ -283,7 +287,9 @@ def time_steps(
             laps.append(time.perf_counter())
         times[name].append((laps[-1] - laps[0]) / (len(laps) - 1))
         if every > 1:
-            alone[name].append((laps[-2] - laps[0]) / (every - 1))
+            alone[name].append((laps[-2] - laps[delay]) / (every - 1 - delay))
+        if delay:
+            installed.state.statistics()  # waits for what is under way, which would meet the next arm's
         say(1, ARMS[name].title)
 
     for installed, updates, data in runners.values():
