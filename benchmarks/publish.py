@@ -101,6 +101,12 @@ SET = (
         "--rates 100mbit --delay 25ms --arms powersgd low-rank",
         plot=False,
     ),
+    Publication(
+        "train-periodic-far",
+        "train --task large --search --runs benchmarks/results/train.jsonl --readings 10 --timed 12 --warmup 2 "
+        "--rates 100mbit --delay 25ms --arms local carried",
+        plot=False,
+    ),
     Publication("codecs", "codecs"),
     Publication("gpu-model", "gpu-model", plot=False),
     Publication(
@@ -123,7 +129,8 @@ SET = (
     Publication("paired", "paired --rounds 400 --arms fp32 python dense auto", plot=False),
     Publication(
         "paired-digits",
-        "paired --task digits --rates 100mbit 1gbit 10gbit none --reference fp32 fp16 --arms auto --rounds 80",
+        "paired --task digits --rates 100mbit 300mbit 600mbit 1gbit 10gbit none --reference fp32 fp16 --arms auto "
+        "--rounds 80",
         plot=False,
     ),
     Publication("hsdp", "hsdp --rate 1gbit", plot=False),
@@ -164,8 +171,15 @@ SET = (
     ),
     Publication(
         "learn-periodic",
+        "learn benchmarks/results/learn.jsonl --steps 4500 --learning-rates 4e-3 1.2e-2 "
+        "--arms float32-b8 carried3-wide0.9-b8",
+        plot=False,
+    ),
+    Publication(
+        "learn-periodic-tried",
         "learn benchmarks/results/learn.jsonl --steps 4500 --learning-rates 8e-3 --seeds 1 "
-        "--arms local10-ternary local5-wide1.5 local3-wide0.7-b8",
+        "--arms local10-ternary local8-wide2.6-b8 local5-wide1.5 local5-wide1.5-b8 local3-wide0.7-b8 "
+        "carried5-wide1.5-b8 carried3-wide0.9-b5 carried3-wide0.9-b8",
         plot=False,
     ),
     Publication(

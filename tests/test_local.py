@@ -28,6 +28,8 @@ from gradwire import (
 )
 from gradwire.hooks.exchanges import possible
 from gradwire.hooks.outer import fragments_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from ranks import Pool
 from rounded import counted as rounding
 from torch import Tensor, nn
@@ -366,14 +368,14 @@ def test_streaming_diloco(ranks: Ranks, fragments: int, delay: int, blend: float
     assert together[0] == together[1]
 
 
-def carried(rank: int, codec: Codec, exchange: Any, options: dict[str, Any]) -> Any:
+def carried(rank: int, codec: Codec, exchange: Any, options: dict[str, Any], steps: int = 14) -> Any:
     """How far off the law is that all of every local step is in the global parameters or in a residual."""
     model, optimizer = parts_and_groups()
     updates = LocalUpdates(model, optimizer, codec, exchange=exchange, exclude=["norm.*"], **options)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     start, trained = globals_of(updates), {name: torch.zeros(p.shape).double() for name, p in parameters.items()}
     before = {name: p.detach().clone() for name, p in parameters.items()}
-    for _ in train(rank, model, optimizer, range(14)):
+    for _ in train(rank, model, optimizer, range(steps)):
         for name, p in parameters.items():
             trained[name] += p.detach().double() - before[name].double()
         updates.step()
@@ -409,6 +411,35 @@ def test_what_is_trained_during_the_delay_is_carried_on(
     assert max(errors) < 2e-6
     _, errors = zip(*ranks(size).run(carried, codec, exchange, options), strict=True)
     assert min(errors) > 1e-2, "without it, it is lost"
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> dict[str, Any]:
+    fragments = draw(st.integers(1, 3))
+    interval = draw(st.integers(2, 4))
+    return {
+        "every": fragments * interval,
+        "fragments": fragments,
+        "delay": draw(st.integers(1, interval - 1)),
+        "after": draw(st.integers(0, 3)),
+        "bucket_cap_mb": draw(st.sampled_from([0.002, 0.004, 25.0])),
+        "carry": True,
+    }
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    st.sampled_from(KEEPING).flatmap(lambda codec: st.tuples(st.just(codec), st.sampled_from(possible(codec)))),
+    schedules(),
+    st.integers(6, 14),  # fewer move parameters by too little beside what rounds them
+    st.integers(2, 3),
+)
+def test_all_that_is_trained_is_carried_on_whatever_the_schedule(
+    ranks: Ranks, how: tuple[Codec, str], options: dict[str, Any], steps: int, size: int
+) -> None:
+    same, errors = zip(*ranks(size).run(carried, *how, options, steps), strict=True)
+    assert len(set(same)) == 1
+    assert max(errors) < 2e-6
 
 
 def counted(rank: int) -> Any:

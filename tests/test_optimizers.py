@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import gradwire
 import pytest
 import torch
 from gradwire import (
@@ -34,6 +35,7 @@ from hypothesis import strategies as st
 from ranks import Pool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from training import batch, digest, perceptron
 
 Ranks = Callable[[int], Pool]
 
@@ -97,8 +99,31 @@ def test_a_recommendation_can_be_read_and_pasted() -> None:
     assert found.momentum == 0.5
     assert recommend("sgd", ratio=20).momentum is None
     rare = recommend("adamw", ratio=500)
-    assert rare.call == f"LocalUpdates(model, optimizer, {rare.codec}, every=26, error_feedback={rare.feedback})"
-    assert rare.momentum is None, "nothing arrives late"
+    how = f"every=3, delay=1, carry=True, exchange='gather', error_feedback={rare.feedback}"
+    assert rare.call == f"LocalUpdates(model, optimizer, {rare.codec}, {how})"
+    assert rare.momentum == 0.8
+    assert recommend("adamw", ratio=2000).every == 6
+
+
+def test_what_is_recommended_can_be_made(ranks: Ranks) -> None:
+    assert ranks(2).run(recommended) == [(2, True)] * 2
+
+
+def recommended(rank: int) -> tuple[int, bool]:
+    """Rounds in 7 steps, and whether ranks agree at the end."""
+    model = perceptron()
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.8, 0.99))
+    names = vars(gradwire) | {"torch": torch, "model": model, "optimizer": optimizer}
+    updates = eval(recommend(optimizer, ratio=900).call, names)
+    for step in range(7):
+        model(batch(rank, step, model)).square().mean().backward()
+        optimizer.step()
+        updates.step()
+    rounds = updates.rounds
+    updates.synchronise()
+    same = len(set(updates._running().connection.control.objects(digest(model.parameters())))) == 1
+    updates.close()
+    return rounds, same
 
 
 def test_who_divides_by_a_size_of_its_own() -> None:
