@@ -369,7 +369,8 @@ def test_streaming_diloco(ranks: Ranks, fragments: int, delay: int, blend: float
 
 
 def carried(rank: int, codec: Codec, exchange: Any, options: dict[str, Any], steps: int = 14) -> Any:
-    """How far off the law is that all of every local step is in the global parameters or in a residual."""
+    """How far off the law is that all of every local step is in the global parameters or in a residual: relative to
+    all that was trained, and to the parameters, of which every step rounds the sum."""
     model, optimizer = parts_and_groups()
     updates = LocalUpdates(model, optimizer, codec, exchange=exchange, exclude=["norm.*"], **options)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -382,15 +383,16 @@ def carried(rank: int, codec: Codec, exchange: Any, options: dict[str, Any], ste
         before = {name: p.detach().clone() for name, p in parameters.items()}
     updates.synchronise()
     now, residuals = globals_of(updates), residuals_of(updates.state_dict())
-    off = total = 0.0
+    off = total = size = 0.0
     for name in parameters:
         moved, wanted = now[name].double() - start[name].double(), mean_over_ranks(trained[name])
         kept = mean_over_ranks(residuals.get(name, torch.zeros(())))
         if "narrow" not in name:  # bfloat16 parameters round θ0 off whenever they become it
             off += float((wanted - moved + kept).square().sum())
             total += float(wanted.square().sum())
+            size += float(now[name].double().square().sum())
     updates.close()
-    return digest(model.parameters()), (off / total) ** 0.5
+    return digest(model.parameters()), (off / total) ** 0.5, (off / size) ** 0.5
 
 
 @pytest.mark.parametrize(
@@ -406,10 +408,10 @@ def carried(rank: int, codec: Codec, exchange: Any, options: dict[str, Any], ste
 def test_what_is_trained_during_the_delay_is_carried_on(
     ranks: Ranks, codec: Codec, exchange: str, size: int, options: dict[str, Any]
 ) -> None:
-    same, errors = zip(*ranks(size).run(carried, codec, exchange, options | {"carry": True}), strict=True)
+    same, errors, _ = zip(*ranks(size).run(carried, codec, exchange, options | {"carry": True}), strict=True)
     assert len(set(same)) == 1
     assert max(errors) < 2e-6
-    _, errors = zip(*ranks(size).run(carried, codec, exchange, options), strict=True)
+    _, errors, _ = zip(*ranks(size).run(carried, codec, exchange, options), strict=True)
     assert min(errors) > 1e-2, "without it, it is lost"
 
 
@@ -431,15 +433,15 @@ def schedules(draw: st.DrawFn) -> dict[str, Any]:
 @given(
     st.sampled_from(KEEPING).flatmap(lambda codec: st.tuples(st.just(codec), st.sampled_from(possible(codec)))),
     schedules(),
-    st.integers(6, 14),  # fewer move parameters by too little beside what rounds them
+    st.integers(1, 14),
     st.integers(2, 3),
 )
 def test_all_that_is_trained_is_carried_on_whatever_the_schedule(
     ranks: Ranks, how: tuple[Codec, str], options: dict[str, Any], steps: int, size: int
 ) -> None:
-    same, errors = zip(*ranks(size).run(carried, *how, options, steps), strict=True)
+    same, _, errors = zip(*ranks(size).run(carried, *how, options, steps), strict=True)
     assert len(set(same)) == 1
-    assert max(errors) < 2e-6
+    assert max(errors) < 1e-6
 
 
 def counted(rank: int) -> Any:
