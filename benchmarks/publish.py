@@ -101,12 +101,6 @@ SET = (
         "--rates 100mbit --delay 25ms --arms powersgd low-rank",
         plot=False,
     ),
-    Publication(
-        "train-periodic-far",
-        "train --task large --search --runs benchmarks/results/train.jsonl --readings 10 --timed 12 --warmup 2 "
-        "--rates 100mbit --delay 25ms --arms local carried",
-        plot=False,
-    ),
     Publication("codecs", "codecs"),
     Publication("gpu-model", "gpu-model", plot=False),
     Publication(
@@ -171,8 +165,7 @@ SET = (
     ),
     Publication(
         "learn-periodic",
-        "learn benchmarks/results/learn.jsonl --steps 4500 --learning-rates 4e-3 1.2e-2 "
-        "--arms float32-b8 carried3-wide0.9-b8",
+        "learn benchmarks/results/learn.jsonl --steps 4500 --learning-rates 4e-3 1.2e-2 --arms carried3-wide0.9-b8",
         plot=False,
     ),
     Publication(

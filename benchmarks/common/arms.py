@@ -93,7 +93,7 @@ class Arm:
         by = f" by {self.exchange}" if self.exchange else ""
         codec = label(self.codec).replace("torch.", "")
         rounds = f", parameters every {self.every} steps" if self.every else ""
-        rounds += f", {self.delay} late" if self.delay else ""
+        rounds += f", delay {self.delay}" if self.delay else ""
         return f"{'Horovod interface' if self.horovod else 'gradwire'}, {codec}{by}{rounds}"
 
     @property

@@ -32,8 +32,8 @@ class Rounds:
         outer = f", outer rate {self.outer_lr:g}" if self.outer_lr != 1.0 else ""
         outer += f", outer momentum {self.outer_momentum:g}" if self.outer_momentum else ""
         outer += f", after {self.after} steps" if self.after else ""
-        outer += f", {self.delay} late" if self.delay else ""
-        outer += ", which are kept" if self.carry else ""
+        outer += f", delay {self.delay}" if self.delay else ""
+        outer += ", carried" if self.carry else ""
         return f"every {self.every} steps{outer}"
 
     def due(self, steps: int) -> bool:
