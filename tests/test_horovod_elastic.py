@@ -209,10 +209,10 @@ def test_a_script_that_forgets_shutdown_exits_0(tmp_path: Path, world: int) -> N
         + """
     if rank == 0:
         time.sleep(0.5)
+    if rank == 1:  # before what both take part in: rank 0 may leave as soon as it has that
+        hvd.allreduce_async(torch.ones(2), name="never asked for")
     total = hvd.allreduce(torch.ones(3), op=hvd.Sum)
     assert total.tolist() == [float(size)] * 3
-    if rank == 1:
-        hvd.allreduce_async(torch.ones(2), name="never asked for")
     sys.stdout.write("well %d %d %d %d\\n" % (hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()))
     """,
     )
