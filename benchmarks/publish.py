@@ -120,7 +120,7 @@ SET = (
         "step --rate 100mbit --delay 25ms --rounds 3 --steps 3 --warmup 2 --arms fp16 onebit-gather topk-gather",
         plot=False,
     ),
-    Publication("paired", "paired --rounds 400 --arms fp32 python dense auto", plot=False),
+    Publication("paired", "paired --rounds 900 --arms fp32 python dense auto", plot=False),
     Publication(
         "paired-digits",
         "paired --task digits --rates 100mbit 300mbit 600mbit 1gbit 10gbit none --reference fp32 fp16 --arms auto "
