@@ -202,6 +202,7 @@ PREAMBLE = """
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_script_that_forgets_shutdown_exits_0(tmp_path: Path, world: int) -> None:
+    """Rank 0 leaves with something pending, and rank 1 hears that it has left, not that its connection broke."""
     status, output, _ = launch(
         tmp_path,
         world,
@@ -209,14 +210,20 @@ def test_a_script_that_forgets_shutdown_exits_0(tmp_path: Path, world: int) -> N
         + """
     if rank == 0:
         time.sleep(0.5)
-    if rank == 1:  # before what both take part in: rank 0 may leave as soon as it has that
-        hvd.allreduce_async(torch.ones(2), name="never asked for")
+    # Before what both take part in: rank 0 may leave as soon as it has that.
+    alone = hvd.allreduce_async(torch.ones(2), name="of rank %d alone" % rank)
     total = hvd.allreduce(torch.ones(3), op=hvd.Sum)
     assert total.tolist() == [float(size)] * 3
     sys.stdout.write("well %d %d %d %d\\n" % (hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()))
+    if rank == 1:
+        try:
+            hvd.synchronize(alone)
+        except hvd.HorovodInternalError as error:
+            sys.stdout.write("heard: %s\\n" % error)
     """,
     )
     assert status == 0, output
+    assert world == 1 or "heard: Horovod has been shut down: rank 0 has shut down" in output
     for rank in range(world):
         assert f"well {rank} {world} 0 1" in output
 
