@@ -22,13 +22,15 @@ from .connection import Connection
 from .exchanges import all_finite
 from .local_options import LocalExchange, LocalOptions
 from .options import Exclude, check_dtypes, check_whole, excluded_names
-from .outer import SENT, TOGETHER, GlobalParameters, Outer, UnderWay, check_saved, fragments_of, together
+from .outer import TOGETHER, GlobalParameters, Outer, UnderWay, check_saved, fragments_of, together
 from .reducer import Reducer
 from .replicas import start_alike, trainable
 from .schedule import Rounds, Schedule
 from .statistics import Statistics
 
 OWNER = "LocalUpdates"
+#: In a checkpoint: whether ranks go on from the global parameters while the means of a round arrive.
+CARRIED = "carried"
 
 
 class LocalUpdates:
@@ -54,7 +56,7 @@ class LocalUpdates:
     own.
 
     θ0 and e are float32, whatever the parameters are. Memory: 4 bytes an element for θ0, 4 for the momentum, where
-    there is one, 8 where a residual is kept (4 or 2 by `Residual(dtype=…)`), and 4 while messages are under way.
+    there is one, 8 where a residual is kept (4 or 2 by `Residual(dtype=…)`), and 4 for Δ.
 
     Args:
         model: each rank's own, not in DDP; float32, float16 or bfloat16, on one device. Parameters that do not require
@@ -68,8 +70,9 @@ class LocalUpdates:
         fragments: F groups of parameters, of about equal size; each has its exchange every H steps, one every H/F.
         delay: τ steps from sending to applying, fewer than H/F: training goes on while messages are under way.
         blend: α in [0, 1): θ becomes θ0 + α·(θ - θ0). What is trained during the delay is lost, but for α.
-        carry: keep it: θ becomes θ + (θ0 - θ_sent), so that the next round sends it, as CoCoD-SGD does (Shen et al.,
-            IJCAI 2019). With a delay, and without blend; for 4 bytes an element.
+        carry: keep it: θ becomes θ0 as soon as Δ is taken, and makes θ0's step when that is made, so that the next
+            round sends what was trained in between, as in Overlap-Local-SGD with its anchor (Wang et al., ICASSP 2020).
+            With a delay, and without blend.
         exchange: "gather", "two_pass", "union", "split", "factors" or "dense"; "auto" is the one with the fewest bytes
             to receive where nothing is measured: "dense" for `Identity`, "factors" for `PowerSGD`, "two_pass" for codes
             of blocks on more than two ranks, else "gather".
@@ -154,7 +157,7 @@ class LocalUpdates:
         )
         start_alike(connection.group, place, [*model.parameters(), *model.buffers()])
         strategy, index = self._feedback.strategy, count()
-        moved = torch.device(place if device is None else device), self._outer, carry
+        moved = torch.device(place if device is None else device), self._outer
         self._fragments = [
             [GlobalParameters(next(index), part, self._excluded, strategy, *moved) for part in fragment]
             for fragment in fragments_in
@@ -257,7 +260,7 @@ class LocalUpdates:
         reducer = self._running()
         step = reducer.begin(self._rounds, self._options.choice(self._rounds))
         self._rounds += 1
-        buffers = [shared.difference() for shared in parts]
+        buffers = [shared.difference(restart=carry) for shared in parts]
         reducer.greet(step, parts[0].unit, 0, None)
         futures = [reducer.reduce(step, shared.unit, x) for shared, x in zip(parts, buffers, strict=True)]
         reducer.end(step)
@@ -269,14 +272,10 @@ class LocalUpdates:
         self._under_way = None
         if done.step is not None:
             done.step.reduced.clear()  # else they would lie there until the next round
-        if not bool(torch.stack([all_finite(mean) for mean in done.buffers]).all()):
+        if any(bool(shared.unit.overflow) for shared in done.globals):
             self._refuse(done)
         for shared, mean in zip(done.globals, done.buffers, strict=True):
-            shared.move(mean)
-            if done.carry:
-                shared.carry_on()
-            else:
-                shared.hand_out(blend)
+            shared.move(mean, blend, done.carry)
 
     def _arrived(self) -> UnderWay:
         """What is under way, when it has arrived."""
@@ -347,8 +346,7 @@ class LocalUpdates:
         expected = {**checkpoint.export(key, nothing, **self._facts()), **{what: {} for what in TOGETHER}}
         idle = checkpoint.idle_names(() if self._options.keeps_all else self._excluded)
         saved, vectors = checkpoint.read(state_dict, expected, key, self._parameters, strict, OWNER, idle)
-        sent = saved.get(SENT, {}).get(key, {})
-        check_saved(saved, sent, self._parameters, self._all())
+        check_saved(saved, self._parameters, self._all())
         reducer.settle()
         self._feedback.load(vectors)
         self._rounds, self._steps, self._count = saved["step"], saved["local_steps"], saved["counted_steps"]
@@ -359,10 +357,10 @@ class LocalUpdates:
                 shared.fill(shared.momentum, saved["momentum"])
         parts = [shared for shared in self._all() if shared.names <= saved["arrived"].keys()]
         means = [shared.fill(shared.empty(), saved["arrived"]) for shared in parts]
-        carry = self._schedule.carry and bool(sent)
-        self._under_way = UnderWay(parts, means, [], saved["due"], carry, None) if parts else None
-        for shared in parts if carry else ():
-            shared.recall(sent)
+        for shared, mean in zip(parts, means, strict=True):
+            shared.unit.overflow = ~all_finite(mean)
+        carried = bool(saved.get(CARRIED, False))
+        self._under_way = UnderWay(parts, means, [], saved["due"], carried, None) if parts else None
         reducer.forget(self._options.seed, (shared.unit for shared in self._all()))
 
     def _export(self, key: str, vectors: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
@@ -372,8 +370,8 @@ class LocalUpdates:
         arrived = [] if done is None else list(zip(done.globals, done.buffers, strict=True))
         kept = checkpoint.export(key, vectors, self._feedback.strategy, **self._facts())
         kept |= together(self._all(), arrived)
-        if done is not None and done.carry:
-            kept[SENT] = {key: {name: x for shared in done.globals for name, x in shared.recalled().items()}}
+        if done is not None:
+            kept[CARRIED] = done.carry
         return kept
 
     def _facts(self) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from .reducer import Step, Unit
 
 #: What a checkpoint has by parameter that is the same on all ranks; "arrived": means that are not yet applied.
 TOGETHER = ("global", "momentum", "arrived")
-#: Besides, under each rank's key, where what it trains meanwhile is kept: its own parameters as they were when it sent.
-SENT = "sent"
+#: Elements of several tensors that are worked on at a time.
+IN_CACHE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class Outer:
                 "it at 0, or take Residual()"
             )
 
-    def step(self, parameters: Tensor, momentum: Tensor | None, mean: Tensor) -> None:
-        """Move the parameters, and their momentum, where there is one: in place. All float32 and flat."""
-        if momentum is not None:
-            momentum.mul_(self.momentum).add_(mean)
-            mean = mean.add(momentum, alpha=self.momentum) if self.nesterov else momentum
-        parameters.add_(mean, alpha=-self.lr)
+    def update(self, momentum: Tensor | None, mean: Tensor) -> Tensor:
+        """What is to be taken from the parameters, `lr` times. Changes the momentum, where there is one: in place."""
+        if momentum is None:
+            return mean
+        momentum.mul_(self.momentum).add_(mean)
+        return mean.add(momentum, alpha=self.momentum) if self.nesterov else momentum
 
 
 class GlobalParameters:
@@ -65,10 +65,6 @@ class GlobalParameters:
         strategy: what is kept between rounds.
         device: where the global ones and their momentum live.
         outer: what moves them.
-        carries: whether what this rank trains between sending and moving is kept.
-
-    Attributes:
-        sent: this rank's own as they were when their difference was last taken, float32, flat; None: not kept.
     """
 
     def __init__(
@@ -79,14 +75,13 @@ class GlobalParameters:
         strategy: Feedback,
         device: torch.device,
         outer: Outer,
-        carries: bool = False,
     ) -> None:
         own = list(parameters.values())
         like = torch.empty(sum(p.numel() for p in own), dtype=torch.float32, device=own[0].device)
         self.slots, self.outer = layout_of(parameters), outer
         self.unit = Unit(index, list[Tensor](own), self.slots, excluded, like, strategy)
-        local = self._read(self.empty())
-        self.values, self.sent = local.to(device), local.clone() if carries else None
+        self._moved = self._read(torch.empty_like(like))
+        self.values = self._moved.to(device, copy=True)
         self.momentum = torch.zeros_like(self.values) if outer.momentum else None
 
     @property
@@ -94,49 +89,51 @@ class GlobalParameters:
         return self.unit.names
 
     @torch.no_grad()
-    def difference(self) -> Tensor:
-        """Global less local parameters, a new flat float32 tensor beside the local ones: what ranks exchange."""
-        values, out = self.values.to(self.unit.device), self.empty()
-        for slot, parameter in self.pairs:
-            if self.sent is not None:
-                slot.view(self.sent).copy_(parameter)
-            torch.sub(slot.view(values), parameter, out=slot.view(out))
-        return out
+    def difference(self, restart: bool = False) -> Tensor:
+        """Global less local parameters, flat and float32, beside the local ones: what ranks exchange. It is the same
+        memory every time.
+
+        Args:
+            restart: let this rank's parameters be the global ones at once.
+        """
+        values = self.values.to(self.unit.device)
+        for own, agreed, moved in self._pieces(values, self._moved):
+            torch.sub(agreed, own, out=moved)
+            if restart:
+                own.copy_(agreed)
+        return self._moved
 
     @torch.no_grad()
-    def move(self, mean: Tensor) -> None:
-        """The outer step, by the mean of the ranks' differences."""
-        self.outer.step(self.values, self.momentum, mean.to(self.values.device))
+    def move(self, mean: Tensor, blend: float = 0.0, carry: bool = False) -> None:
+        """The outer step, by the mean of the ranks' differences. This rank's parameters become the global ones, or lie
+        between both, global + blend·(local - global); with `carry` they make the same step."""
+        if self.values.device != mean.device:
+            update = self.outer.update(self.momentum, mean.to(self.values.device))
+            self.values.add_(update, alpha=-self.outer.lr)
+            if not carry:
+                self.hand_out(blend)
+                return
+            for own, step in self._pieces(update.to(mean.device)):
+                own.add_(step, alpha=-self.outer.lr)
+            return
+        held = (self.values, mean) if self.momentum is None else (self.values, mean, self.momentum)
+        for own, agreed, part, *momentum in self._pieces(*held):
+            update = self.outer.update(momentum[0] if momentum else None, part)
+            agreed.add_(update, alpha=-self.outer.lr)
+            if carry:
+                own.add_(update, alpha=-self.outer.lr)
+            else:
+                own.copy_(torch.lerp(agreed, own.float(), blend) if blend else agreed)
 
     @torch.no_grad()
     def hand_out(self, blend: float = 0.0) -> None:
-        """Let this rank's parameters be the global ones, or lie between both: global + blend·(local - global)."""
-        values = self.values.to(self.unit.device)
-        for slot, parameter in self.pairs:
-            agreed = slot.view(values)
-            parameter.copy_(torch.lerp(agreed, parameter.float(), blend) if blend else agreed)
-
-    @torch.no_grad()
-    def carry_on(self) -> None:
-        """Move this rank's parameters by what the global ones differ from those it had at the last `difference`:
-        local + (global - sent), so that what it has trained since is kept. Once for each."""
-        assert self.sent is not None
-        moved = torch.sub(self.values.to(self.unit.device), self.sent, out=self.sent)
-        for slot, parameter in self.pairs:
-            parameter.add_(slot.view(moved))
+        """Let this rank's parameters be the global ones, or lie between both."""
+        for own, agreed in self._pieces(self.values.to(self.unit.device)):
+            own.copy_(torch.lerp(agreed, own.float(), blend) if blend else agreed)
 
     def by_name(self, flat: Tensor) -> dict[str, Tensor]:
         """Copies of the parts of a flat tensor in this layout, in the parameters' shapes."""
         return {slot.name: slot.view(flat).clone() for slot in self.slots}
-
-    def recalled(self) -> dict[str, Tensor]:
-        """This rank's own parameters when their difference was last taken; nothing where that is not kept."""
-        return {} if self.sent is None else self.by_name(self.sent)
-
-    def recall(self, sent: Mapping[str, Tensor]) -> None:
-        """What `recalled` gave."""
-        if self.sent is not None:
-            self.fill(self.sent, sent)
 
     def fill(self, flat: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
         """What `by_name` gave, back into a flat tensor, which is returned."""
@@ -160,6 +157,16 @@ class GlobalParameters:
     def _read(self, flat: Tensor) -> Tensor:
         """This rank's own parameters, into a flat tensor, which is returned."""
         return self.fill(flat, {slot.name: parameter.detach() for slot, parameter in self.pairs})
+
+    def _pieces(self, *flats: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Of this rank's parameters, and of flat tensors beside them, what belongs together: parameter by parameter, on
+        a CPU few enough elements at a time that they lie in cache for several operations."""
+        for slot, parameter in self.pairs:
+            if parameter.device.type == "cpu" and parameter.is_contiguous():
+                own = parameter.detach().view(-1).split(IN_CACHE)
+                yield from zip(own, *(slot.flat(flat).split(IN_CACHE) for flat in flats), strict=True)
+            else:
+                yield parameter.detach(), *(slot.view(flat) for flat in flats)
 
 
 @dataclass
@@ -193,19 +200,17 @@ def together(
 
 def check_saved(
     saved: Mapping[str, Any],
-    sent: Mapping[str, Tensor],
     parameters: Mapping[str, nn.Parameter],
     every: Sequence[GlobalParameters],
 ) -> None:
-    """Raises ValueError where what `together` gave does not fit, or what this rank had sent."""
+    """Raises ValueError where what `together` gave does not fit."""
     needed: dict[str, Iterable[str]] = {
         "global": parameters,
         "momentum": parameters if every[0].momentum is not None else (),
         "arrived": (),
-        SENT: saved["arrived"] if sent else (),
     }
     for what, names in needed.items():
-        found = sent if what == SENT else saved[what]
+        found = saved[what]
         missing = sorted(set(names) - found.keys())
         if missing:
             raise ValueError(f"the checkpoint has no {what} tensors of {', '.join(map(repr, missing))}")

@@ -65,9 +65,7 @@ class Apart:
         self.optimizers = [optimizer_of(list(one.parameters())) for one in self.models]
         outer, cpu = Outer(rounds.outer_lr, rounds.outer_momentum, nesterov=True), torch.device("cpu")
         self.shared = [
-            GlobalParameters(
-                0, dict(one.named_parameters()), frozenset(), ranks.strategy or Residual(), cpu, outer, rounds.carry
-            )
+            GlobalParameters(0, dict(one.named_parameters()), frozenset(), ranks.strategy or Residual(), cpu, outer)
             for one in self.models
         ]
         self.steps, self.agree = 0, True
@@ -94,7 +92,7 @@ class Apart:
         return 0 if self.agree else self._round(0)
 
     def _round(self, delay: int) -> int:
-        self._means = [shared.difference() for shared in self.shared]
+        self._means = [shared.difference(restart=self.rounds.carry and delay > 0) for shared in self.shared]
         self.ranks.reduce(self._means)
         self._due = self.steps + delay
         if not delay:
@@ -105,9 +103,5 @@ class Apart:
     def _move(self, carry: bool) -> None:
         """What has been exchanged arrives."""
         for shared, mean in zip(self.shared, self._means, strict=True):
-            shared.move(mean)
-            if carry:
-                shared.carry_on()
-            else:
-                shared.hand_out()
+            shared.move(mean, carry=carry)
         self._due = None

@@ -269,7 +269,7 @@ def time_steps(
     job = resolve(task, optimizer, steps)
     runners = {name: prepared(job, ARMS[name], 0) for name in arms}
     times: dict[str, list[float]] = {name: [] for name in arms}
-    alone: dict[str, list[float]] = {name: [] for name in arms if ARMS[name].every > 1}
+    alone: dict[str, list[float]] = {name: [] for name in arms if ARMS[name].every > 1 + ARMS[name].delay}
 
     def turn(name: str) -> None:
         (installed, updates, data), every, delay = runners[name], ARMS[name].every, ARMS[name].delay
@@ -286,7 +286,7 @@ def time_steps(
             job.train_step(installed.model, updates, len(times[name]), batch)
             laps.append(time.perf_counter())
         times[name].append((laps[-1] - laps[0]) / (len(laps) - 1))
-        if every > 1:
+        if name in alone:
             alone[name].append((laps[-2] - laps[delay]) / (every - 1 - delay))
         if delay:
             installed.state.statistics()  # waits for what is under way, which would meet the next arm's
