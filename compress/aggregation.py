@@ -18,6 +18,8 @@ from .wire import Field, Part
 
 MEANS, CLIPS = ("ranks", "senders"), (None, "median")
 MOST = torch.finfo(torch.float32).max
+#: Elements that are put together at a time where a code has blocks: of some ranks they lie in a CPU's cache.
+AT_ONCE = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,8 @@ class Aggregation(Codec):
     Neither is the mean, so something is lost, or handed out that nobody has sent: with n senders an element moves P/n
     times as far as its mean would have it, and what is clipped is in no residual. A norm that is not finite is neither
     clipped nor part of the median. Norms are the senders' own, float32 on the wire: replicas stay equal whatever
-    machines they are on. Every rank's wire is decoded by itself, at about P passes over the gradient.
+    machines they are on. Every rank's wire is decoded by itself, at about P passes over the gradient;
+    on a CPU over some blocks at a time.
 
     Its wire cannot be sliced, so it goes through "gather", and of what other exchanges compute nothing would be right.
 
@@ -105,21 +108,38 @@ class AggregationKernels(Kernels):
         codec.inner.decode_add(self._inner(codec, wire, out.numel()), out, alpha, self._workspace(workspace))
 
     def decode_mean(self, codec: Any, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
-        ranks = wires[0].shape[0]
-        parts, factors = (wires[:-1], _factors(wires[-1])) if codec.clip else (wires, [1.0] * ranks)
-        total = torch.zeros(out.numel(), dtype=torch.float32, device=out.device)
-        part = torch.zeros_like(total) if codec.mean == "senders" else None
-        senders = None if part is None else torch.zeros_like(total)
-        for rank, factor in enumerate(factors):
-            wire = parts[0][rank] if len(parts) == 1 else torch.cat([rows[rank] for rows in parts])
-            if part is None or senders is None:
+        block, ranks = codec.inner.block_size, range(wires[0].shape[0])
+        parts, factors = (wires[:-1], _factors(wires[-1])) if codec.clip else (wires, [1.0] * len(ranks))
+        if block is None or out.device.type != "cpu":
+            whole = [parts[0][rank] if len(parts) == 1 else torch.cat([rows[rank] for rows in parts]) for rank in ranks]
+            self._join(codec, whole, factors, out, workspace)
+            return
+        at_once, record = max(1, AT_ONCE // block), codec.inner.wire_bytes(block)
+        for first in range(0, -(-out.numel() // block), at_once):
+            last = first + at_once
+            rows = parts[0][:, first * record : last * record]
+            self._join(codec, list(rows), factors, out[first * block : last * block], workspace)
+
+    def _join(
+        self, codec: Any, wires: Sequence[Tensor], factors: Sequence[float], out: Tensor, workspace: Workspace
+    ) -> None:
+        """What `decode_mean` makes of the inner codec's wires, one a rank."""
+        rooms: Tensor | None = workspace.buffers.get("join")
+        if rooms is None or rooms.shape[1] < out.numel():
+            rooms = torch.empty(4, out.numel(), dtype=torch.float32, device=out.device)
+            workspace.buffers["join"] = rooms
+        total, senders, part, sends = rooms[:, : out.numel()]
+        total.zero_()
+        senders.zero_()
+        for wire, factor in zip(wires, factors, strict=True):
+            if codec.mean == "ranks":
                 codec.inner.decode_add(wire, total, factor, self._workspace(workspace))
                 continue
             codec.inner.decode_add(wire, part.zero_(), 1.0, self._workspace(workspace))
-            senders += part != 0
-            total += part.mul_(factor)
-        if senders is None:
-            divide(total, ranks, out)
+            senders += torch.ne(part, 0, out=sends)  # as float32: a sum of different dtypes takes seven times as long
+            total += part if factor == 1.0 else part.mul_(factor)
+        if codec.mean == "ranks":
+            divide(total, len(wires), out)
         else:
             out.copy_(total.div_(senders.clamp_(min=1)))
 
