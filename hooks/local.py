@@ -196,7 +196,8 @@ class LocalUpdates:
 
         Raises:
             RuntimeError: the mean of a round is not finite, on every rank alike: then θ0, momentum and residuals are as
-                they were before the round, and the model is untouched; or another rank has failed or is gone.
+                they were before the round, and the model is untouched, but that with `carry` it has gone on from θ0; or
+                another rank has failed or is gone.
             ValueError: another rank means something else; on every rank alike.
         """
         if self._handle is not None:

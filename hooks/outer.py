@@ -65,6 +65,9 @@ class GlobalParameters:
         strategy: what is kept between rounds.
         device: where the global ones and their momentum live.
         outer: what moves them.
+
+    Attributes:
+        piecewise: whether the outer step is made some elements at a time, which lie in cache; else by few launches.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class GlobalParameters:
         self._moved = self._read(torch.empty_like(like))
         self.values = self._moved.to(device, copy=True)
         self.momentum = torch.zeros_like(self.values) if outer.momentum else None
+        self.piecewise = like.device == self.values.device == torch.device("cpu")
 
     @property
     def names(self) -> frozenset[str]:
@@ -107,7 +111,7 @@ class GlobalParameters:
     def move(self, mean: Tensor, blend: float = 0.0, carry: bool = False) -> None:
         """The outer step, by the mean of the ranks' differences. This rank's parameters become the global ones, or lie
         between both, global + blend·(local - global); with `carry` they make the same step."""
-        if self.values.device != mean.device:
+        if not self.piecewise:
             update = self.outer.update(self.momentum, mean.to(self.values.device))
             self.values.add_(update, alpha=-self.outer.lr)
             if not carry:
@@ -159,10 +163,10 @@ class GlobalParameters:
         return self.fill(flat, {slot.name: parameter.detach() for slot, parameter in self.pairs})
 
     def _pieces(self, *flats: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Of this rank's parameters, and of flat tensors beside them, what belongs together: parameter by parameter, on
-        a CPU few enough elements at a time that they lie in cache for several operations."""
+        """Of this rank's parameters, and of flat tensors beside them, what belongs together: parameter by parameter, or
+        fewer elements at a time."""
         for slot, parameter in self.pairs:
-            if parameter.device.type == "cpu" and parameter.is_contiguous():
+            if self.piecewise and parameter.is_contiguous():
                 own = parameter.detach().view(-1).split(IN_CACHE)
                 yield from zip(own, *(slot.flat(flat).split(IN_CACHE) for flat in flats), strict=True)
             else:

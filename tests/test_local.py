@@ -26,6 +26,7 @@ from gradwire import (
     TopK,
     Tracking,
 )
+from gradwire.hooks import outer
 from gradwire.hooks.exchanges import possible
 from gradwire.hooks.outer import fragments_of
 from hypothesis import given, settings
@@ -370,6 +371,34 @@ def test_streaming_diloco(ranks: Ranks, fragments: int, delay: int, blend: float
     assert all(same)
     assert apart[0] != apart[1]
     assert together[0] == together[1]
+
+
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
+@pytest.mark.parametrize(("blend", "carry"), [(0.0, False), (0.3, False), (0.0, True)])
+def test_the_outer_step_is_the_same_by_pieces_and_at_once(
+    momentum: float, nesterov: bool, blend: float, carry: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outer, "IN_CACHE", 100)
+    found = []
+    for piecewise in (True, False):
+        model = nn.Sequential(nn.Linear(20, 30), image := nn.Conv2d(3, 4, 2)).bfloat16()
+        image.weight.data = image.weight.data.contiguous(memory_format=torch.channels_last)
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(torch.randn(p.shape, generator=generator))
+        how = frozenset[str](), Residual(), torch.device("cpu"), outer.Outer(0.7, momentum, nesterov)
+        shared = outer.GlobalParameters(0, dict(model.named_parameters()), *how)
+        assert shared.piecewise
+        shared.piecewise = piecewise
+        for _ in range(3):
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.add_(torch.randn(p.shape, generator=generator))
+            moved = shared.difference(restart=carry).clone()
+            shared.move(moved.mul_(0.5), blend, carry)
+            found.append(digest([*model.parameters(), shared.values, moved]))
+    assert found[:3] == found[3:]
 
 
 def carried(rank: int, codec: Codec, exchange: Any, options: dict[str, Any], steps: int = 14) -> Any:

@@ -169,11 +169,11 @@ WAYS = {
     "carried5-wide1.5-b8": Way(
         ChunkedTopK(k=1000, chunk=65536), "gather", Residual(), rounds=Rounds(5, delay=1, carry=True), momentum=0.8
     ),
-    "carried3-wide0.9-b5": Way(
-        ChunkedTopK(k=560, chunk=65536), "gather", Residual(), rounds=Rounds(3, delay=1, carry=True), momentum=0.5
-    ),
     "carried3-wide0.9-b8": Way(
         ChunkedTopK(k=560, chunk=65536), "gather", Residual(), rounds=Rounds(3, delay=1, carry=True), momentum=0.8
+    ),
+    "carried2-wide0.5-b8": Way(
+        ChunkedTopK(k=350, chunk=65536), "gather", Residual(), rounds=Rounds(2, delay=1, carry=True), momentum=0.8
     ),
     "local5-wide1.5": Way(ChunkedTopK(k=1000, chunk=65536), "gather", Residual(), rounds=Rounds(5)),
     "local8-wide2.6-b8": Way(ChunkedTopK(k=430, chunk=16384), "gather", Residual(), rounds=Rounds(8), momentum=0.8),
