@@ -127,6 +127,12 @@ SET = (
         "--rounds 80",
         plot=False,
     ),
+    Publication(
+        "paired-far",
+        "paired --task large --rates 100mbit --delay 25ms --reference none --arms local3 local5 carried chunked1.5 "
+        "--rounds 16 --steps 14 --models 1",
+        plot=False,
+    ),
     Publication("hsdp", "hsdp --rate 1gbit", plot=False),
     Publication(
         "learn-adamw",
@@ -154,7 +160,7 @@ SET = (
     Publication(
         "learn-long-tried",
         "learn benchmarks/results/learn.jsonl --steps 4500 --learning-rates 4e-3 --seeds 1 "
-        "--arms float32-b8 chunked25 powersgd4-b5 chunked1.4-b5 local10-ternary local30-ternary",
+        "--arms float32-b8 chunked25 powersgd4-b5 chunked1.4-b5 wide0.2-b5 local10-ternary local30-ternary",
         plot=False,
     ),
     Publication(
@@ -165,14 +171,20 @@ SET = (
     ),
     Publication(
         "learn-periodic",
-        "learn benchmarks/results/learn.jsonl --steps 4500 --learning-rates 4e-3 1.2e-2 --arms carried3-wide0.9-b8",
+        "learn benchmarks/results/learn.jsonl --steps 4500 --learning-rates 4e-3 8e-3 1.2e-2 "
+        "--arms local3-wide0.7-b8 local5-wide1.5-b8",
         plot=False,
     ),
     Publication(
         "learn-periodic-tried",
         "learn benchmarks/results/learn.jsonl --steps 4500 --learning-rates 8e-3 --seeds 1 "
-        "--arms local10-ternary local8-wide2.6-b8 local5-wide1.5 local5-wide1.5-b8 local3-wide0.7-b8 "
-        "carried5-wide1.5-b8 carried3-wide0.9-b5 carried3-wide0.9-b8",
+        "--arms local10-ternary local8-wide2.6-b8 local5-wide1.5 local5-wide1.5-b8 local3-wide0.7-b8",
+        plot=False,
+    ),
+    Publication(
+        "learn-periodic-late",
+        "learn benchmarks/results/learn.jsonl --steps 4500 --learning-rates 1.2e-2 --seeds 1 "
+        "--arms local3-wide0.7-b8 local5-wide1.5-b8 carried3-wide0.9-b8",
         plot=False,
     ),
     Publication(

@@ -261,9 +261,11 @@ class LocalUpdates:
         reducer = self._running()
         step = reducer.begin(self._rounds, self._options.choice(self._rounds))
         self._rounds += 1
-        buffers = [shared.difference(restart=carry) for shared in parts]
         reducer.greet(step, parts[0].unit, 0, None)
-        futures = [reducer.reduce(step, shared.unit, x) for shared, x in zip(parts, buffers, strict=True)]
+        buffers, futures = list[Tensor](), list[torch.futures.Future[Tensor]]()
+        for shared in parts:  # the first is under way while the next one is taken
+            buffers.append(shared.difference(restart=carry))
+            futures.append(reducer.reduce(step, shared.unit, buffers[-1]))
         reducer.end(step)
         self._under_way = UnderWay(parts, buffers, futures, self._count + self._schedule.delay, carry, step)
 

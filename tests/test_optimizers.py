@@ -99,10 +99,10 @@ def test_a_recommendation_can_be_read_and_pasted() -> None:
     assert found.momentum == 0.5
     assert recommend("sgd", ratio=20).momentum is None
     rare = recommend("adamw", ratio=500)
-    how = f"every=3, delay=1, carry=True, exchange='gather', error_feedback={rare.feedback}"
+    how = f"every=3, exchange='gather', error_feedback={rare.feedback}"
     assert rare.call == f"LocalUpdates(model, optimizer, {rare.codec}, {how})"
     assert rare.momentum == 0.8
-    assert recommend("adamw", ratio=2000).every == 6
+    assert recommend("adamw", ratio=2000).every == 5
 
 
 def test_what_is_recommended_can_be_made(ranks: Ranks) -> None:

@@ -150,6 +150,9 @@ class Arm:
         if self.horovod or self.every:
             return Installed(self, model, model, seed=seed)
         ddp = DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET_MB if self.rank else bucket_mb)
+        # Buffers never change here, and DDP would send them before every step, a latency that no hook hides. The
+        # argument for that has another name from torch 2.13 on.
+        ddp.broadcast_buffers = False
         hook = self.hook(ddp, seed, exchange, schedule)
         if isinstance(hook.function, dist.BuiltinCommHookType):
             ddp._register_builtin_comm_hook(hook.function)
@@ -266,6 +269,8 @@ ARMS = {
         Arm("chunked6", "#882255", codec=ChunkedTopK(k=1000, chunk=16384)),
         Arm("chunked1.5", "#AA6688", codec=ChunkedTopK(k=1000, chunk=65536)),
         Arm("local", "#117733", codec=Ternary(), every=10),
+        Arm("local3", "#88BB66", codec=ChunkedTopK(k=448, chunk=65536), every=3),
+        Arm("local5", "#66AA55", codec=ChunkedTopK(k=1000, chunk=65536), every=5),
         Arm("local30", "#44AA77", codec=Ternary(), every=30),
         Arm("carried", "#999933", codec=ChunkedTopK(k=560, chunk=65536), every=3, delay=1),
         Arm("auto", "#B5A900", codec=OneBit(), exchange="auto"),

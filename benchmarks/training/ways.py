@@ -160,20 +160,15 @@ WAYS = {
     "chunked1.4-b5": Way(ChunkedTopK(k=58), "gather", Residual(), momentum=0.5),
     "wide1.5-b5": Way(ChunkedTopK(k=1000, chunk=65536), "gather", Residual(), momentum=0.5),
     "wide0.7-b5": Way(ChunkedTopK(k=448, chunk=65536), "gather", Residual(), momentum=0.5),
+    "wide0.2-b5": Way(ChunkedTopK(k=160, chunk=65536), "gather", Residual(), momentum=0.5),
     "chunked3": Way(ChunkedTopK(k=138, values=2), "two_pass", Residual()),
     "local1-ternary": Way(Ternary(), "two_pass", Residual(), rounds=Rounds(1)),
     "local2-ternary": Way(Ternary(), "two_pass", Residual(), rounds=Rounds(2)),
     "local5-qsgd8": Way(QSGD(bits=8), "two_pass", Residual(), rounds=Rounds(5)),
     "local3-wide0.7-b8": Way(ChunkedTopK(k=448, chunk=65536), "gather", Residual(), rounds=Rounds(3), momentum=0.8),
     "local5-wide1.5-b8": Way(ChunkedTopK(k=1000, chunk=65536), "gather", Residual(), rounds=Rounds(5), momentum=0.8),
-    "carried5-wide1.5-b8": Way(
-        ChunkedTopK(k=1000, chunk=65536), "gather", Residual(), rounds=Rounds(5, delay=1, carry=True), momentum=0.8
-    ),
     "carried3-wide0.9-b8": Way(
         ChunkedTopK(k=560, chunk=65536), "gather", Residual(), rounds=Rounds(3, delay=1, carry=True), momentum=0.8
-    ),
-    "carried2-wide0.5-b8": Way(
-        ChunkedTopK(k=350, chunk=65536), "gather", Residual(), rounds=Rounds(2, delay=1, carry=True), momentum=0.8
     ),
     "local5-wide1.5": Way(ChunkedTopK(k=1000, chunk=65536), "gather", Residual(), rounds=Rounds(5)),
     "local8-wide2.6-b8": Way(ChunkedTopK(k=430, chunk=16384), "gather", Residual(), rounds=Rounds(8), momentum=0.8),
