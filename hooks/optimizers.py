@@ -33,8 +33,7 @@ OUTLIERS = (
 LOCAL = (
     "every rank steps by itself, and every few steps all exchange how far their parameters have come, the largest of "
     "every chunk in two bits each: of the ways of so few bytes the one with which models have ended nearest to "
-    "float32, with a β1 of 0.8 and at twice its learning rate. delay=1, carry=True hides a distance, for half a "
-    "percent of the loss"
+    "float32, with a β1 of 0.8 and at twice its learning rate. delay=1, carry=True hides a distance"
 )
 SPARSE = (
     "the largest elements of all in 8 bits each, the rest in a residual, which arrives late: expect a worse model "
