@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from gradwire import (
     TopK,
     Tracking,
 )
+from gradwire.compress.feedback import Kept
 from gradwire.hooks import outer
 from gradwire.hooks.exchanges import possible
 from gradwire.hooks.outer import fragments_of
@@ -256,6 +258,34 @@ def test_diloco_is_torch_sgd_on_the_global_parameters_bit_for_bit(
     same, digests = zip(*ranks(2).run(diloco, options, nesterov), strict=True)
     assert all(same)
     assert digests[0] == digests[1]
+
+
+def overlapping(rank: int) -> list[bool]:
+    """Before each difference but the first is taken: whether the code of the first is being made."""
+    begun, seen, take, encode = threading.Event(), list[bool](), outer.GlobalParameters.difference, Kept.encode
+
+    def difference(shared: outer.GlobalParameters, restart: bool = False) -> Tensor:
+        if shared.unit.index > 0:
+            seen.append(begun.wait(20))
+        return take(shared, restart)
+
+    def encoding(kept: Kept, *arguments: Any) -> None:
+        begun.set()
+        encode(kept, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(outer.GlobalParameters, "difference", difference)
+        patch.setattr(Kept, "encode", encoding)
+        updates = LocalUpdates(*plain(), OneBit(), every=1, bucket_cap_mb=1e-6)
+        updates.step()
+        updates.close()
+    return seen
+
+
+def test_a_piece_is_under_way_while_the_next_one_is_taken(ranks: Ranks) -> None:
+    for seen in ranks(2).run(overlapping):
+        assert len(seen) > 1
+        assert all(seen)
 
 
 def local_sgd(rank: int) -> float:
