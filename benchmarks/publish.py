@@ -129,8 +129,8 @@ SET = (
     ),
     Publication(
         "paired-far",
-        "paired --task large --rates 100mbit --delay 25ms --reference none --arms local3 local5 carried chunked1.5 "
-        "--rounds 16 --steps 14 --models 1",
+        "paired --task large --rates 100mbit --delay 25ms --reference none --arms local3 local4 local5 carried "
+        "chunked1.5 --rounds 12 --steps 29 --models 1",
         plot=False,
     ),
     Publication("hsdp", "hsdp --rate 1gbit", plot=False),
@@ -172,7 +172,7 @@ SET = (
     Publication(
         "learn-periodic",
         "learn benchmarks/results/learn.jsonl --steps 4500 --learning-rates 4e-3 8e-3 1.2e-2 "
-        "--arms local3-wide0.7-b8 local5-wide1.5-b8",
+        "--arms local3-wide0.7-b8 local4-wide1.2-b8 local5-wide1.5-b8",
         plot=False,
     ),
     Publication(

@@ -24,7 +24,7 @@ from ...compress import (
 )
 from ...compress.feedback import Feedback
 from ...compress.votes import Votes
-from ..common.arms import label
+from ..common.arms import CARRIED, WIDE, label
 from .apart import Rounds
 
 FLOAT32 = "float32"
@@ -165,12 +165,11 @@ WAYS = {
     "local1-ternary": Way(Ternary(), "two_pass", Residual(), rounds=Rounds(1)),
     "local2-ternary": Way(Ternary(), "two_pass", Residual(), rounds=Rounds(2)),
     "local5-qsgd8": Way(QSGD(bits=8), "two_pass", Residual(), rounds=Rounds(5)),
-    "local3-wide0.7-b8": Way(ChunkedTopK(k=448, chunk=65536), "gather", Residual(), rounds=Rounds(3), momentum=0.8),
-    "local5-wide1.5-b8": Way(ChunkedTopK(k=1000, chunk=65536), "gather", Residual(), rounds=Rounds(5), momentum=0.8),
-    "carried3-wide0.9-b8": Way(
-        ChunkedTopK(k=560, chunk=65536), "gather", Residual(), rounds=Rounds(3, delay=1, carry=True), momentum=0.8
-    ),
-    "local5-wide1.5": Way(ChunkedTopK(k=1000, chunk=65536), "gather", Residual(), rounds=Rounds(5)),
+    "local3-wide0.7-b8": Way(WIDE[3], "gather", Residual(), rounds=Rounds(3), momentum=0.8),
+    "local4-wide1.2-b8": Way(WIDE[4], "gather", Residual(), rounds=Rounds(4), momentum=0.8),
+    "local5-wide1.5-b8": Way(WIDE[5], "gather", Residual(), rounds=Rounds(5), momentum=0.8),
+    "carried3-wide0.9-b8": Way(CARRIED, "gather", Residual(), rounds=Rounds(3, delay=1, carry=True), momentum=0.8),
+    "local5-wide1.5": Way(WIDE[5], "gather", Residual(), rounds=Rounds(5)),
     "local8-wide2.6-b8": Way(ChunkedTopK(k=430, chunk=16384), "gather", Residual(), rounds=Rounds(8), momentum=0.8),
     "local10-ternary": Way(Ternary(), "two_pass", Residual(), rounds=Rounds(10)),
     "local30-ternary": Way(Ternary(), "two_pass", Residual(), rounds=Rounds(30)),
