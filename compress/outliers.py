@@ -1,45 +1,41 @@
-"""Outliers: the largest elements of each chunk exactly, and all the others in another code."""
+"""Outliers: the largest elements exactly, and all the others in another code."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
-from .chunked import MOST_ENTRIES, ChunkedTopK
-from .codec import BlockCodec, check_number
-from .entries import VALUE_DTYPES
-from .wire import Field
-
-#: Elements of a chunk, or as many as are whole blocks: few enough to lie in cache until they are coded.
-CHUNK = 8192
+from .codec import BlockCodec, Codec, check_number
+from .entries import VALUE_DTYPES, index_fields, value_fields
+from .topk import TopK
+from .wire import Part
 
 
 @dataclass(frozen=True)
-class Outliers(BlockCodec):
-    """The k largest magnitudes of every chunk as `ChunkedTopK` sends them, and the rest in a code of blocks, as
-    outliers of weights beside their low-bit codes (Dettmers et al., "SpQR", ICLR 2024).
+class Outliers(Codec):
+    """The k largest magnitudes as `TopK` sends them, and the rest in a code of blocks (as outliers of weights beside
+    their low-bit codes: Dettmers et al., "SpQR", ICLR 2024).
 
     Gradients are heavy-tailed within a block: a code of few levels caps the outliers, which then arrive late and swell
     the residual. With the largest sent beside it, the levels fit what is left.
 
-    A chunk is 8192 elements, or as many as are whole blocks of the inner code, at least one; k = ⌈density · chunk⌉.
-    What is selected counts as zero for the inner code, and what that says of it is not heard. What neither has sent is
-    the residual, the rounding of values included. Where an element of a chunk is not finite, nothing is selected there,
-    and the inner code says which of its blocks are not. Unbiased if the inner code is and values are float32.
+    k = max(1, ⌈density · n⌉). What is selected counts as zero for the inner code, and what that says of it is not
+    heard; only what is not finite stays, so that its whole block is seen to be. What neither has sent is the residual,
+    the rounding of values included. Unbiased if the inner code is and values are float32.
 
-    A record is that of a chunk's entries, then the inner code's, so every exchange carries it that carries blocks.
+    It goes through the exchange "gather": its entries lie anywhere in the gradient, so no slice of the wire is one of
+    the gradient, as "two_pass" needs; and most of the gradient has no entry, as "union" and "split" need.
 
     Args:
         inner: codes the rest: `OneBit()`, `Ternary()`, `QSGD()` or any other `BlockCodec`.
-        density: share of the elements that are sent as they are, above 0: 0.01 costs 0.41 bits an element.
-        values: how these travel: torch.float32, torch.bfloat16 or torch.int8, as in `ChunkedTopK`.
+        density: share of the elements that are sent as they are, in (0, 1]. 0.01 costs 0.41 bits an element.
+        values: how these travel: torch.float32, torch.bfloat16 or torch.int8, as in `TopK`.
 
     Raises:
         TypeError: `inner` is no codec of blocks.
-        ValueError: another argument is out of range: a chunk has at most 1024 outliers.
+        ValueError: another argument is out of range.
     """
 
     name: ClassVar[str] = "outliers"
@@ -50,35 +46,20 @@ class Outliers(BlockCodec):
     values: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        if not isinstance(self.inner, BlockCodec) or isinstance(self.inner, Outliers):
+        if not isinstance(self.inner, BlockCodec):
             raise TypeError(f"inner={self.inner!r}: expected a codec of blocks, such as OneBit(), Ternary() or QSGD()")
         check_number("density", self.density, 0.0, 1.0)
         if self.values not in VALUE_DTYPES:
             raise ValueError(f"values={self.values!r}: expected one of {', '.join(map(str, VALUE_DTYPES))}")
-        if self.k > MOST_ENTRIES:
-            raise ValueError(
-                f"density={self.density!r}: {self.k} of {self.block_size} elements, and a chunk has at most "
-                f"{MOST_ENTRIES} outliers: take {MOST_ENTRIES / self.block_size:.3g} or less"
-            )
 
     @property
-    def blocks(self) -> int:
-        """Blocks of the inner code in a chunk."""
-        return max(1, CHUNK // self.inner.block_size)
-
-    @property
-    def block_size(self) -> int:
-        return self.blocks * self.inner.block_size
-
-    @property
-    def k(self) -> int:
-        """The most outliers of a chunk."""
-        return max(1, math.ceil(self.density * self.block_size))
-
-    @property
-    def selection(self) -> ChunkedTopK:
+    def selection(self) -> TopK:
         """The codec of what is sent as it is."""
-        return ChunkedTopK(min(self.k, MOST_ENTRIES), self.block_size, self.values)
+        return TopK(density=self.density, values=self.values)
+
+    def k(self, numel: int) -> int:
+        """The most entries that a gradient of `numel` elements has."""
+        return self.selection.k(numel)
 
     @property
     def stochastic(self) -> bool:
@@ -93,7 +74,13 @@ class Outliers(BlockCodec):
         assert isinstance(inner, BlockCodec)
         return replace(self, inner=inner)
 
-    def fields(self) -> tuple[Field, ...]:
-        inside = self.inner.wire_bytes(self.block_size)
-        meaning = f"records of the inner code, of {self.inner.block_size} elements each; zero beyond the last element"
-        return *self.selection.fields(), Field("rest", "u1", inside, meaning)
+    @property
+    def timed_as(self) -> Outliers:
+        return replace(self, density=self.selection.timed_as.density)
+
+    def parts(self, numel: int) -> tuple[Part, ...]:
+        if numel >= 1 << 31:
+            raise ValueError(f"Outliers sends 32-bit indices and cannot serve {numel} elements: use buckets below 2^31")
+        k = self.k(numel)
+        entries = Part("indices", index_fields(numel, k), 1), Part("values", value_fields(k, self.values), 1)
+        return *entries, *self.inner.parts(numel)

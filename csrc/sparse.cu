@@ -1,6 +1,6 @@
 // Sums of sparse wires, and what exchanges of sparse gradients need. A wire is two parts: count and k indices, then k
 // values; topk.cu writes them.
-#include "common.cuh"
+#include "checked.cuh"
 
 constexpr int THREADS = 256, TILE = THREADS * SLOTS;
 constexpr int RANKS = 64;  // of which a block reads at once where a tile's entries lie
@@ -12,31 +12,6 @@ __device__ inline float* shared_sums() {
 }
 
 // ---- decoding
-
-// Entry i of a rank's wire, once `topk_check` and `topk_repair` have looked at it: whether it counts, and its index.
-struct Entries {
-    const u32* indices;
-    const float* values;
-    const int* reach;  // null where the wire ascends
-
-    __device__ Entries(const u8* rows, i64 pitch, const u8* value_rows, i64 value_pitch, int rank, int k,
-                       const u32* broken, const int* reach)
-        : indices((const u32*)(rows + rank * pitch) + 1), values((const float*)(value_rows + rank * value_pitch)),
-          reach(broken[rank] ? reach + (i64)rank * k : nullptr) {}
-
-    __device__ i64 count(int k) const {
-        return min((i64)indices[-1], (i64)k);
-    }
-
-    __device__ bool at(i64 i, i64& index) const {
-        if (reach == nullptr) {
-            index = indices[i];
-            return true;
-        }
-        index = reach[i];
-        return index > (i > 0 ? reach[i - 1] : -1);
-    }
-};
 
 // The first of ascending indices at or above one.
 __device__ inline u32 first_from(const u32* indices, i64 count, i64 from) {

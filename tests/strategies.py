@@ -38,7 +38,7 @@ VARIANTS: tuple[Codec, ...] = (
     ChunkedTopK(k=256, chunk=256, values=torch.float32),
     ChunkedTopK(k=1, chunk=768, values=torch.bfloat16),
     Outliers(QSGD(bits=3), density=0.05),
-    Outliers(Ternary(), density=0.1, values=torch.int8),
+    Outliers(Ternary(), density=0.3, values=torch.int8),
 )
 
 #: What arithmetic may trip over.

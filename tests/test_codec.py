@@ -247,8 +247,14 @@ def test_nonfinite_is_seen_and_the_residual_keeps_its_value(codec: Codec, bad: f
     assert new.isfinite().all()
     hit = ~decoded.isfinite()
     assert same(new[hit], old[hit])
+    poisoned = isinstance(codec, Outliers)  # the whole block of the inner code, but for what is sent exactly
     block = codec.inner.block_size if isinstance(codec, Outliers) else codec.block_size
-    if isinstance(codec, RandomK):  # which might not have drawn it
+    if poisoned:
+        assert block is not None
+        assert 0 < int(hit.sum()) <= block
+        assert not hit[: at // block * block].any()
+        assert not hit[(at // block + 1) * block :].any()
+    elif isinstance(codec, RandomK):  # which might not have drawn it
         assert hit.all()
     elif isinstance(codec, PowerSGD):  # all of its matrix
         start, rows, columns = codec.pieces(numel)[0]
@@ -265,7 +271,7 @@ def test_nonfinite_is_seen_and_the_residual_keeps_its_value(codec: Codec, bad: f
     out, workspace = torch.empty(numel, device=device), codec.workspace(numel, device)
     codec.decode_mean(parts_of(codec, torch.stack([clean, dirty, clean]), numel), out, workspace)
     assert not out[at].isfinite()
-    assert workspace.status.tolist() == [0, 1]
+    assert workspace.status.tolist() == [0, 1 + poisoned]
 
 
 @pytest.mark.parametrize(

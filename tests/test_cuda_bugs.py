@@ -153,7 +153,7 @@ BUGS = (
     ),
     Bug(
         "sums of warps that the next count overwrites",
-        "chunk.cuh",
+        "chunked.cu",
         "turn ^= 1;",
         "turn = 0;",
         ChunkedTopK(),
@@ -161,15 +161,15 @@ BUGS = (
     ),
     Bug(
         "a list that is read while it is written",
-        "chunk.cuh",
-        "count = list(a, start, key, ties, shared);\n    __syncthreads();",
+        "chunked.cu",
+        "count = list(a, start, key, ties, shared);\n        __syncthreads();",
         "count = list(a, start, key, ties, shared);",
         ChunkedTopK(),
         "race|uninitialised|nobody",
     ),
     Bug(
         "an index in two words of which one is lost",
-        "chunk.cuh",
+        "chunked.cu",
         "if (shift + form.low_bits > 32) atomicOr(word + 1, bits >> (32 - shift));",
         "",
         ChunkedTopK(k=37, chunk=512),
@@ -177,7 +177,7 @@ BUGS = (
     ),
     Bug(
         "a bit that is set without an atomic",
-        "chunk.cuh",
+        "chunked.cu",
         "atomicOr(shared.record + form.upper() + place / 32, 1u << place % 32);",
         "shared.record[form.upper() + place / 32] |= 1u << place % 32;",
         ChunkedTopK(),
@@ -185,7 +185,7 @@ BUGS = (
     ),
     Bug(
         "ties without end",
-        "chunk.cuh",
+        "chunked.cu",
         "(found == key && equal < ties)",
         "found == key",
         ChunkedTopK(k=5, chunk=512),
@@ -343,7 +343,7 @@ BUGS = (
     Bug(
         "outliers that the inner code counts again",
         "outliers.cu",
-        "residual == nullptr ? 0.0f : 0.0f - to_float(x[at])",
+        "x == nullptr ? 0.0f : 0.0f - to_float(x[index])",
         "0.0f",
         Outliers(OneBit()),
         DIFFERS,

@@ -15,11 +15,11 @@ from nvrtc import ARCHITECTURES, FILES, Resources, build
 SHARED = 48 * 1024
 #: The kernels that go over whole gradients, where every byte of traffic counts.
 STREAMING = re.compile(
-    r"\w+_(encode|decode|collect|mean|change|enter|pick)_(f32|f16|bf16)|narrow_(to|from)_bf16|tracking_follow"
+    r"\w+_(encode|decode|collect|mean|change|enter)_(f32|f16|bf16)|narrow_(to|from)_bf16|tracking_follow"
     r"|low_rank_(add|leave)"
 )
 #: Files without such a kernel: what they work on is a hundredth of a gradient.
-SMALL_FILES = {"entries.cu"}
+SMALL_FILES = {"entries.cu", "outliers.cu"}
 
 every_file = pytest.mark.parametrize("file", FILES)
 #: The oldest, the newest and the commonest; `make test-all` takes the others too.
@@ -91,8 +91,7 @@ def test_gradients_move_16_bytes_at_a_time(file: str) -> None:
     streaming = {name: text for name, text in entries(build(file, 90).ptx).items() if STREAMING.fullmatch(name)}
     assert bool(streaming) == (file not in SMALL_FILES), "no kernel that goes over a gradient"
     for name, text in streaming.items():
-        # A mean of lists of entries reads no gradient, and picking writes none.
-        for direction in ("st",) if "_mean_" in name else ("ld",) if "_pick_" in name else ("ld", "st"):
+        for direction in ("st",) if "_mean_" in name else ("ld", "st"):  # a mean of lists of entries reads no gradient
             wide = re.search(rf"{direction}\.global[.\w]*\.(?:v4\.[fubs]32|v2\.[fubs]64)", text)
             assert wide, f"{name}: no {direction}.global.v4"
 

@@ -101,10 +101,8 @@ def entropy(codec: Codec, wire: np.ndarray, numel: int) -> float:
     """
     parts = codec.parts(numel)
     if isinstance(codec, Outliers):
-        own = codec.selection.wire_bytes(codec.block_size)
-        exact, rest = np.split(wire.reshape(parts[0].records, -1), [own], axis=1)
-        inner = rest.reshape(-1)[: codec.inner.wire_bytes(numel)]
-        return entropy(codec.selection, exact.reshape(-1), numel) + entropy(codec.inner, inner, numel)
+        exact = sum(codec.selection.part_bytes(numel))
+        return entropy(codec.selection, wire[:exact], numel) + entropy(codec.inner, wire[exact:], numel)
     if isinstance(codec, RandomK | PowerSGD):
         return 8 * len(wire) / numel
     if isinstance(codec, SparseCodec):

@@ -66,7 +66,7 @@ FAMILIES: dict[str, tuple[Codec, ...]] = {
     "Outliers": (
         Outliers(OneBit()),
         Outliers(QSGD(bits=3), density=0.05),
-        Outliers(Ternary(), density=0.1, values=torch.int8),
+        Outliers(Ternary(), density=0.3, values=torch.int8),
     ),
     "Cast": (Cast(torch.float16), Cast(torch.bfloat16), Identity()),
 }

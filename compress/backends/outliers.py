@@ -1,4 +1,4 @@
-"""What kernels of `Outliers` have in common: entries are picked, and the kernels of another codec do the rest."""
+"""What kernels of `Outliers` have in common: top-k selects, and the kernels of another codec do the rest."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .base import Kernels, Workspace
+from .sparse import EntryKernels
 
 
 def inner_kernels(kernels: Mapping[str, Kernels], inner: Any, device: torch.device) -> Kernels:
@@ -21,66 +22,43 @@ def inner_kernels(kernels: Mapping[str, Kernels], inner: Any, device: torch.devi
 
 @dataclass
 class Room:
-    """What a workspace keeps for one codec, length and number of ranks.
+    """What a workspace keeps for one codec and length.
 
     Attributes:
-        key: whose it is.
-        inner: the inner codec's workspace, with the same status.
-        chunks, own, inside: how many there are, and bytes of a record that are entries and that are the inner code's.
-        index, value: integers and float32 [ranks, chunks · k]: entries.
-        counts: int32 [chunks]: how many of them are used, where a backend needs to know.
-        blocks: uint8 [ranks, chunks · inside]: the inner code's records without what lies between them on the wire.
-        rest: float32 [numel], where a gradient is kept without its entries; made when first needed.
+        codec, numel: whose it is.
+        selection, inner: the workspaces of the two codecs, with one status.
+        rows, values: int32 [ranks, 1 + k] and float32 [ranks, k]: entries as they are, and how many are used.
+        rest: float32 [numel], where a gradient is kept without them; made when first needed.
     """
 
-    key: tuple[Any, int, int]
+    codec: Any
+    numel: int
+    selection: Workspace
     inner: Workspace
-    chunks: int
-    own: int
-    inside: int
-    index: Tensor
-    value: Tensor
-    counts: Tensor
-    blocks: Tensor
+    rows: Tensor
+    values: Tensor
     rest: Tensor | None = None
-
-    def rest_of(self, x: Tensor) -> Tensor:
-        if self.rest is None:
-            self.rest = torch.empty(x.numel(), dtype=torch.float32, device=x.device)
-        return self.rest
-
-    def bring_together(self, wires: Tensor) -> Tensor:
-        """The inner code's wires [ranks, bytes], of those of the whole code."""
-        inner = wires.unflatten(1, (self.chunks, -1))[..., self.own :]
-        self.blocks[: len(wires)].view(inner.shape).copy_(inner)
-        codec, numel, _ = self.key
-        return self.blocks[: len(wires), : codec.inner.wire_bytes(numel)]
-
-    def take_apart(self, wire: Tensor) -> None:
-        """The inner code's records, to their places on a wire."""
-        wire.view(self.chunks, -1)[:, self.own :].copy_(self.blocks[0].view(self.chunks, -1))
 
 
 class OutlierKernels(Kernels):
-    """A backend picks, settles, and decodes.
+    """A backend says how entries are taken out, and decodes.
 
     Args:
-        kernels: of all codecs.
+        kernels: of all codecs. That for "topk" has `choose`, which selects without taking anything from the residual.
+        entries: what packs entries.
     """
 
-    index_dtype: torch.dtype
-
-    def __init__(self, kernels: Mapping[str, Kernels]) -> None:
-        self.codecs = kernels
+    def __init__(self, kernels: Mapping[str, Kernels], entries: EntryKernels) -> None:
+        self.codecs, self.entries = kernels, entries
 
     @abstractmethod
-    def pick(self, codec: Any, x: Tensor, residual: Tensor | None, target: Tensor, room: Room, wire: Tensor) -> None:
-        """Keep in `room` what is selected of x, or of x + residual, and make target[index] such that the inner code
-        sees zero there: -x[index] where the target is the residual, else 0."""
+    def take_out(self, room: Room, x: Tensor | None, target: Tensor) -> None:
+        """target[index] = -x[index], or zero without x, for the entries of the first row whose value is finite."""
 
-    @abstractmethod
-    def settle(self, codec: Any, room: Room, wire: Tensor, residual: Tensor | None) -> None:
-        """Let the residual be what rounding leaves of the values. Then the entries are on the wire."""
+    def choose(self, codec: Any, x: Tensor, residual: Tensor | None, room: Room) -> None:
+        """Write the entries of x, or of x + residual, to the first row of `room`. Changes neither."""
+        topk: Any = self.codecs["topk"]
+        topk.choose(codec.selection, x, residual, room.rows[0], room.values[0], room.selection, update=False)
 
     def workspace(self, codec: Any, numel: int, device: torch.device) -> Workspace:
         workspace = Workspace.on(device)
@@ -88,46 +66,55 @@ class OutlierKernels(Kernels):
         return workspace
 
     def room(self, codec: Any, numel: int, device: torch.device, ranks: int, workspace: Workspace) -> Room:
-        """What the workspace keeps, with room for at least so many ranks."""
+        """What the workspace keeps, with entries of at least so many ranks."""
         room: Room | None = workspace.buffers.get("outliers")
-        if room is not None and room.key[:2] == (codec, numel) and room.key[2] >= ranks:
-            return room
-        chunk, k = codec.block_size, codec.k
-        chunks, own, inside = -(-numel // chunk), codec.selection.wire_bytes(chunk), codec.inner.wire_bytes(chunk)
-        inner = inner_kernels(self.codecs, codec.inner, device).workspace(codec.inner, numel, device)
-        inner.status = workspace.status
-        index = torch.zeros(ranks, chunks * k, dtype=self.index_dtype, device=device)
-        value = torch.zeros_like(index, dtype=torch.float32)
-        counts = torch.zeros(chunks, dtype=torch.int32, device=device)
-        blocks = torch.zeros(ranks, chunks * inside, dtype=torch.uint8, device=device)
-        room = Room((codec, numel, ranks), inner, chunks, own, inside, index, value, counts, blocks)
-        workspace.buffers["outliers"] = room
+        if room is None or (room.codec, room.numel) != (codec, numel):
+            selection = self.codecs["topk"].workspace(codec.selection, numel, device)
+            inner = inner_kernels(self.codecs, codec.inner, device).workspace(codec.inner, numel, device)
+            selection.status = inner.status = workspace.status
+            room = Room(codec, numel, selection, inner, *self._rows(codec, numel, ranks, device))
+            workspace.buffers["outliers"] = room
+        elif len(room.rows) < ranks:
+            room.rows, room.values = self._rows(codec, numel, ranks, device)
         return room
 
+    @staticmethod
+    def _rows(codec: Any, numel: int, ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        k = codec.k(numel)
+        rows = torch.zeros(ranks, 1 + k, dtype=torch.int32, device=device)
+        return rows, torch.zeros(ranks, k, dtype=torch.float32, device=device)
+
     def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
+        self.codecs["topk"].prepare(codec.selection, dtype, device)
         inner = inner_kernels(self.codecs, codec.inner, device)
         for kind in {dtype, torch.float32}:  # without feedback it is given what is left, as float32
             inner.prepare(codec.inner, kind, device)
 
     def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
         room = self.room(codec, x.numel(), x.device, 1, workspace)
-        rest = room.rest_of(x).copy_(x)
-        self.pick(codec, x, None, rest, room, wire)
+        indices, values, blocks = wire.split(codec.part_bytes(x.numel()))
+        self.choose(codec, x, None, room)
+        if room.rest is None:
+            room.rest = torch.empty(x.numel(), dtype=torch.float32, device=x.device)
+        room.rest.copy_(x)
+        self.take_out(room, None, room.rest)
         inner = inner_kernels(self.codecs, codec.inner, x.device)
-        inner.encode(codec.inner, rest, self._blocks(codec, room), draw, room.inner)
-        room.take_apart(wire)
-        self.settle(codec, room, wire, None)
+        inner.encode(codec.inner, room.rest, blocks, draw, room.inner)
+        self._pack(codec, room, indices, values, None)
 
     def encode_feedback(
         self, codec: Any, grad: Tensor, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
     ) -> None:
         room = self.room(codec, grad.numel(), grad.device, 1, workspace)
-        self.pick(codec, grad, residual, residual, room, wire)
+        indices, values, blocks = wire.split(codec.part_bytes(grad.numel()))
+        self.choose(codec, grad, residual, room)
+        self.take_out(room, grad, residual)  # then their sum is zero there
         inner = inner_kernels(self.codecs, codec.inner, grad.device)
-        inner.encode_feedback(codec.inner, grad, residual, self._blocks(codec, room), draw, room.inner)
-        room.take_apart(wire)
-        self.settle(codec, room, wire, residual)
+        inner.encode_feedback(codec.inner, grad, residual, blocks, draw, room.inner)
+        self._pack(codec, room, indices, values, residual)
 
-    @staticmethod
-    def _blocks(codec: Any, room: Room) -> Tensor:
-        return room.blocks[0, : codec.inner.wire_bytes(room.key[1])]
+    def _pack(self, codec: Any, room: Room, indices: Tensor, values: Tensor, residual: Tensor | None) -> None:
+        """What rounding leaves of the values goes to the residual, in the place of what the inner code left there."""
+        row, found = room.rows[0], room.values[0]
+        self.entries.pack_indices(row[1:], row[:1], 0, room.numel, indices)
+        self.entries.pack_values(found, codec.values, values, row[1:], row[:1], residual)

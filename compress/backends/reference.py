@@ -469,34 +469,29 @@ class ChunkedTopK(Kernels):
             chunk = target[first : first + codec.chunk]
             levels, packed, rest = self.split(codec, record)
             value = self.values(codec, levels, rest)
-            if not np.isfinite(value).all():
+            if value is None:
                 workspace.status[1] += 1
                 chunk[:] = NAN
                 continue
-            index, entry = self.indices(codec, packed, len(chunk), workspace)
+            count, indices = torch.zeros(1, dtype=torch.int32), torch.zeros(1, codec.k, dtype=torch.int32)
+            self.entries.unpack_indices(packed[None], 0, codec.chunk, count, indices)
+            index = indices[0, : min(int(count), codec.k)].numpy().astype(np.int64) & 0xFFFFFFFF
+            in_range = index < len(chunk)
+            before = np.maximum.accumulate(np.concatenate([[-1], np.where(in_range, index, -1)]))[:-1]
+            sound = in_range & (index > before)
+            workspace.status[0] += int(count) - int(sound.sum())
             with np.errstate(all="ignore"):
-                chunk[index] += F32(alpha) * value[entry]
+                chunk[index[sound]] += F32(alpha) * value[: len(index)][sound]
 
-    def indices(self, codec: Any, packed: Tensor, length: int, workspace: Workspace) -> tuple[np.ndarray, np.ndarray]:
-        """Where the entries of a chunk lie that count, and which of the record's they are."""
-        count, indices = torch.zeros(1, dtype=torch.int32), torch.zeros(1, codec.k, dtype=torch.int32)
-        self.entries.unpack_indices(packed[None], 0, codec.chunk, count, indices)
-        index = indices[0, : min(int(count), codec.k)].numpy().astype(np.int64) & 0xFFFFFFFF
-        in_range = index < length
-        before = np.maximum.accumulate(np.concatenate([[-1], np.where(in_range, index, -1)]))[:-1]
-        sound = in_range & (index > before)
-        workspace.status[0] += int(count) - int(sound.sum())
-        return index[sound], np.flatnonzero(sound)
-
-    def values(self, codec: Any, levels: Tensor, rest: Tensor) -> np.ndarray:
-        """What a record's k values stand for; all NaN where a level is not finite."""
+    def values(self, codec: Any, levels: Tensor, rest: Tensor) -> np.ndarray | None:
+        """What a record's k values stand for; None where it says that its chunk is not finite."""
         if not codec.level_bytes:
             values = torch.zeros(1, codec.k, dtype=torch.float32)
             self.entries.unpack_values(rest[None], codec.values, values)
-            return values[0].numpy()
+            return values[0].numpy() if bool(values.isfinite().all()) else None
         pair, top = levels.numpy().view(F32), (1 << codec.bits - 1) - 1
         if not np.isfinite(pair).all():
-            return np.full(codec.k, NAN)
+            return None
         bits = np.unpackbits(rest.numpy(), count=codec.k * codec.bits, bitorder="little")
         code = np.packbits(bits.reshape(codec.k, codec.bits), axis=1, bitorder="little")[:, 0]
         with np.errstate(all="ignore"):
@@ -506,60 +501,35 @@ class ChunkedTopK(Kernels):
 
 
 class Outliers(Kernels):
-    """A record is that of `ChunkedTopK`, then the inner code's of the same elements.
+    """Args: the kernels of all codecs."""
 
-    Args:
-        kernels: of all codecs.
-    """
-
-    top = ChunkedTopK()
+    entries = Entries()
 
     def __init__(self, kernels: Mapping[str, Kernels]) -> None:
         self.codecs = kernels
 
     def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
-        numel, inner = x.numel(), codec.inner
-        chunks = in_blocks(numbers(x), codec.block_size)
-        finite = np.isfinite(chunks).all(axis=1, keepdims=True)
-        candidates = torch.from_numpy(np.where(finite, chunks, F32(0)).reshape(-1)[:numel])
-        entries = torch.zeros(codec.selection.wire_bytes(numel), dtype=torch.uint8)
-        self.top.encode(codec.selection, candidates, entries, None, workspace)
-        rest = x.float().clone()
-        rest[torch.from_numpy(self.listed(codec, entries, numel, workspace)[0])] = 0.0
-        records, own = wire.view(len(chunks), -1), len(entries) // len(chunks)
-        records[:, :own] = entries.view(len(chunks), own)
-        blocks = torch.zeros(len(chunks) * (records.shape[1] - own), dtype=torch.uint8)
-        inner_kernels(self.codecs, inner, x.device).encode(
-            inner, rest, blocks[: inner.wire_bytes(numel)], draw, workspace
-        )
-        records[:, own:] = blocks.view(len(chunks), -1)
+        numel, k = x.numel(), codec.k(x.numel())
+        indices, values, blocks = wire.split(codec.part_bytes(numel))
+        row, found = torch.zeros(1 + k, dtype=torch.int32), torch.zeros(k, dtype=torch.float32)
+        TopK().encode_plain(codec.selection, x, None, row, found, None, workspace)
+        self.entries.pack_indices(row[1:], row[:1], 0, numel, indices)
+        self.entries.pack_values(found, codec.values, values)
+        rest, used = x.float().clone(), int(row[0])
+        rest[row[1 : 1 + used][found[:used].isfinite()].long()] = 0.0
+        inner_kernels(self.codecs, codec.inner, x.device).encode(codec.inner, rest, blocks, draw, workspace)
 
     def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
-        numel, inner = out.numel(), codec.inner
-        records = wire.view(-(-numel // codec.block_size), -1)
-        entries, blocks = (part.reshape(-1) for part in records.split(self.sizes(codec), dim=1))
-        index, value = self.listed(codec, entries, numel, workspace)
-        workspace.status[1] += int((~np.isfinite(value)).sum())
+        numel, k = out.numel(), codec.k(out.numel())
+        indices, values, blocks = wire.split(codec.part_bytes(numel))
+        row, found = torch.zeros(1 + k, dtype=torch.int32), torch.zeros(k, dtype=torch.float32)
+        self.entries.unpack_indices(indices[None], 0, numel, row[None, 0], row[None, 1:])
+        self.entries.unpack_values(values[None], codec.values, found[None])
+        index, value = TopK.sound(codec, row, found, out, workspace)
         with np.errstate(all="ignore"):
             instead = out.numpy()[index] + F32(alpha) * value
-        kernels = inner_kernels(self.codecs, inner, out.device)
-        kernels.decode_add(inner, blocks[: inner.wire_bytes(numel)], out, alpha, workspace)
+        inner_kernels(self.codecs, codec.inner, out.device).decode_add(codec.inner, blocks, out, alpha, workspace)
         out.numpy()[index] = instead  # whatever the inner code says there
-
-    @staticmethod
-    def sizes(codec: Any) -> list[int]:
-        """Bytes of a record that are its entries', and of the others."""
-        return [sub.wire_bytes(codec.block_size) for sub in (codec.selection, codec.inner)]
-
-    def listed(self, codec: Any, wire: Tensor, numel: int, workspace: Workspace) -> tuple[np.ndarray, np.ndarray]:
-        """Where the entries lie that count, in all chunks, and their values."""
-        top, chunk, found = codec.selection, codec.block_size, []
-        for start, record in zip(range(0, numel, chunk), self.top.records(top, wire), strict=True):
-            levels, packed, rest = self.top.split(top, record)
-            index, entry = self.top.indices(top, packed, min(chunk, numel - start), workspace)
-            found.append((start + index, self.top.values(top, levels, rest)[entry]))
-        index, value = (np.concatenate(parts) for parts in zip(*found, strict=True))
-        return index, value
 
 
 class PowerSGD(LowRankKernels):

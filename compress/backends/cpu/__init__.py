@@ -31,5 +31,5 @@ KERNELS: dict[str, Kernels] = {
     "identity": Cast(),
 }
 KERNELS["threshold"] = Selecting(Entries(), TOPK)
-KERNELS["outliers"] = Outliers(KERNELS)
+KERNELS["outliers"] = Outliers(KERNELS, Entries())
 BACKEND = Backend(KERNELS, Entries(), Tracking(), Momentum(), Narrow())

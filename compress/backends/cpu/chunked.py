@@ -198,38 +198,16 @@ def add_to(x: int, old: int, chunk: int) -> None:
 
 
 @compiled
-def write_entries(form: Form, record: int, index: int, count: int, low: Any, high: Any, e: int) -> None:
-    """The entries of a chunk: indices, which values and zeros follow, then scratch. What values do not say goes to
-    e[index], unless `e` is 0."""
-    _, k, bits, layout = form
-    size, head, room = record_bytes(form), 8 if bits < 16 else 0, room_for(k)
-    codes_at = head + 4 * (layout[1] + layout[2])
-    value, decoded = index + 4 * room, index + 8 * room
-    codes, packed = index + 12 * room, index + 13 * room
-    pack_indices(index, count, 0, layout, record + head)
-    if bits == 16:
-        pack_bfloat(value, k, record + codes_at, index, count, e)
-    elif bits == 32:
-        pack_floats(value, k, record + codes_at, index, count, e)
-    else:
-        store(record, low)
-        store(record + 4, high)
-        quantise(value, (k + 255) & ~255, bits, low, high, decoded, codes, packed)
-        copy(record + codes_at, packed, size - codes_at)
-        if e:
-            for i in range(0, 4 * count, 4):
-                store(e + 4 * int_at(index + i), get_f32(value + i) - get_f32(decoded + i))
-
-
-@compiled
 def chunked_encode(x: Source, residual: int, wire: int, span: Span, form: Form, scratch: int) -> None:
     kind, source = x
     numel, first, last = span
     chunk, k, bits, layout = form
     size, head = record_bytes(form), 8 if bits < 16 else 0
     codes_at = head + 4 * (layout[1] + layout[2])
+    room = room_for(k)
     index = scratch + A + 4 * chunk
-    value = index + 4 * room_for(k)
+    value, decoded = index + 4 * room, index + 8 * room
+    codes, packed = index + 12 * room, index + 13 * room
     filled = (k + 255) & ~255  # entries, and zeros up to a row of partial sums
     guess: Any = 0
     before: Any = 0
@@ -274,7 +252,19 @@ def chunked_encode(x: Source, residual: int, wire: int, span: Span, form: Form, 
             continue  # the chunk keeps its residual
         if residual and not in_place:
             copy(e, a, 4 * n)
-        write_entries(form, record, index, count, low, high, e)
+        pack_indices(index, count, 0, layout, record + head)
+        if bits == 16:
+            pack_bfloat(value, k, record + codes_at, index, count, e)
+        elif bits == 32:
+            pack_floats(value, k, record + codes_at, index, count, e)
+        else:
+            store(record, low)
+            store(record + 4, high)
+            quantise(value, filled, bits, low, high, decoded, codes, packed)
+            copy(record + codes_at, packed, size - codes_at)
+            if residual:
+                for i in range(0, 4 * count, 4):
+                    store(e + 4 * int_at(index + i), get_f32(value + i) - get_f32(decoded + i))
 
 
 @compiled

@@ -87,13 +87,16 @@ class CpuKernels(Kernels):
             super().prepare(codec, dtype, device)
 
 
-NOTHING_HIDDEN: Hidden = (0, 0, 0, 0)
+NOTHING_HIDDEN: Hidden = (0, 0, 0)
 #: A kernel, and what it needs to know of the codec.
 Kernel = tuple[Callable, tuple]
 
 
 class Blocks(CpuKernels):
     """Codecs of one record a block; a subclass names its kernels and says what they need to know of the codec."""
+
+    #: Whether the kernel that encodes takes entries that it is to hide.
+    hides = False
 
     def block(self, codec: Any) -> int:
         return int(codec.block)
@@ -132,10 +135,23 @@ class Blocks(CpuKernels):
     ) -> None:
         self._encode(codec, grad, address(residual, torch.float32), wire, draw, workspace)
 
-    def _encode(
-        self, codec: Any, x: Tensor, residual: int, wire: Tensor, draw: Tensor | None, workspace: Workspace
+    def encode_hiding(
+        self, codec: Any, grad: Tensor, residual: Tensor, wire: Tensor, hidden: Hidden, workspace: Workspace
     ) -> None:
-        kernel, rest = self.encode_block(codec, draw)
+        """`encode_feedback` as if grad + residual were 0 at the entries of `hidden`, where the residual then is."""
+        self._encode(codec, grad, address(residual, torch.float32), wire, None, workspace, hidden)
+
+    def _encode(
+        self,
+        codec: Any,
+        x: Tensor,
+        residual: int,
+        wire: Tensor,
+        draw: Tensor | None,
+        workspace: Workspace,
+        hidden: Hidden = NOTHING_HIDDEN,
+    ) -> None:
+        kernel, rest = self._encoder(codec, draw, hidden)
         numel, source, target = x.numel(), (KINDS[x.dtype], address(x)), address(wire, torch.uint8)
         count, pieces, scratch, size = self._split(codec, numel, workspace)
 
@@ -143,6 +159,10 @@ class Blocks(CpuKernels):
             kernel(source, residual, target, (numel, first, last), *rest, scratch + piece * size)
 
         run(job, count, pieces)
+
+    def _encoder(self, codec: Any, draw: Tensor | None, hidden: Hidden) -> Kernel:
+        kernel, rest = self.encode_block(codec, draw)
+        return kernel, (*rest, hidden) if self.hides else rest
 
     def encode_narrow(
         self, codec: Any, grad: Tensor, residual: Narrow, wire: Tensor, draw: Tensor | None, workspace: Workspace
@@ -152,7 +172,7 @@ class Blocks(CpuKernels):
         if block % narrow.BLOCK:
             super().encode_narrow(codec, grad, residual, wire, draw, workspace)
             return
-        kernel, rest = self.encode_block(codec, draw)
+        kernel, rest = self._encoder(codec, draw, NOTHING_HIDDEN)
         read, write = narrow.PASSES[residual.dtype]
         source, target = (KINDS[grad.dtype], address(grad)), address(wire, torch.uint8)
         parts = narrow.places(*residual.parts)
@@ -172,7 +192,7 @@ class Blocks(CpuKernels):
         if entering.part is None:
             super().encode_entering(codec, entering, residual, wire, draw, workspace)
             return
-        kernel, rest = self.encode_block(codec, draw)
+        kernel, rest = self._encoder(codec, draw, NOTHING_HIDDEN)
         part, own, target = entering.part, address(residual, torch.float32), address(wire, torch.uint8)
 
         def visit(span: tuple[int, int], blocks: tuple[int, int, int], room: int, scratch: int) -> None:
@@ -236,20 +256,11 @@ def _draw(codec: Any, draw: Tensor | None) -> tuple[int, int, int, int]:
     return 1, seed, step, stream
 
 
-class Hiding(Blocks):
-    """Codecs whose kernel that encodes takes entries that it is to hide."""
-
-    def options(self, codec: Any) -> tuple:
-        """What it needs to know of the codec."""
-        raise NotImplementedError
-
-
-class OneBit(Hiding):
-    def options(self, codec: Any) -> tuple:
-        return codec.block, int(codec.scale == "sided")
+class OneBit(Blocks):
+    hides = True
 
     def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
-        return dense.onebit_encode, (*self.options(codec), NOTHING_HIDDEN)
+        return dense.onebit_encode, (codec.block, int(codec.scale == "sided"))
 
     def decode_block(self, codec: Any) -> Kernel:
         return dense.onebit_decode, (codec.block,)
@@ -271,12 +282,11 @@ class TernGrad(Blocks):
         return ternary.ternary_decode, (codec.block,)
 
 
-class Ternary(TernGrad, Hiding):
-    def options(self, codec: Any) -> tuple:
-        return (codec.block,)
+class Ternary(TernGrad):
+    hides = True
 
     def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
-        return ternary.ternary_encode, (*self.options(codec), NOTHING_HIDDEN)
+        return ternary.ternary_encode, (codec.block,)
 
 
 class ChunkedTopK(Blocks):
@@ -287,13 +297,13 @@ class ChunkedTopK(Blocks):
         return chunked.chunk_scratch(codec.chunk, codec.k)
 
     def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
-        return chunked.chunked_encode, self.form(codec)
+        return chunked.chunked_encode, self._form(codec)
 
     def decode_block(self, codec: Any) -> Kernel:
-        return chunked.chunked_decode, self.form(codec)
+        return chunked.chunked_decode, self._form(codec)
 
     @staticmethod
-    def form(codec: Any) -> tuple[chunked.Form]:
+    def _form(codec: Any) -> tuple[chunked.Form]:
         layout = index_layout(codec.chunk, codec.k)
         return ((codec.chunk, codec.k, codec.bits, (layout.low_bits, layout.upper_words, layout.low_words)),)
 

@@ -1,4 +1,4 @@
-"""Entries that an encoder is to hide: it sees zero in their place, and leaves nothing of them in the residual."""
+"""The numba kernels that take entries out of a vector, and put them in the place of what a code says there."""
 
 from __future__ import annotations
 
@@ -6,22 +6,45 @@ from typing import Any
 
 import numpy as np
 
-from .blocks import INF_BITS, ZERO, clear
-from .simd import compiled, get_i64, inlined, mask_of, select, store
-from .sparse import int_at, key_at
+from .blocks import F32, FLOAT32, INF_BITS, SPARE, ZERO, A, clear, widen, width
+from .simd import compiled, get_f32, get_i64, get_u32, inlined, mask_of, select, store
+from .sparse import Entries, Source, int_at, key_at
 
-Hidden = tuple[int, int, int, int]  # where indices are, ascending, where values are, how many, and what index 0 is
+
+@inlined
+def element(kind: int, address: int, scratch: int) -> Any:
+    """One element as float32."""
+    if kind == FLOAT32:
+        return get_f32(address)
+    widen(kind, address, scratch + A, 1, scratch + SPARE)
+    return get_f32(scratch + A)
+
+
+@compiled
+def take_out(entries: Entries, count: int, x: Source, target: int, scratch: int) -> None:
+    """target[index] = -x[index], or zero if x is 0, for entries whose value is finite."""
+    index, value = entries
+    kind, source = x
+    for i in range(0, 4 * count, 4):
+        if key_at(value + i) < INF_BITS:
+            at = int_at(index + i)
+            left = ZERO
+            if source:
+                left = ZERO - element(kind, source + at * width(kind), scratch)
+            store(target + 4 * at, left)
+
+
+Hidden = tuple[int, int, int]  # where indices are, ascending, where values are, and how many
 
 
 @compiled
 def first_from(hidden: Hidden, start: int) -> int:
     """The first entry that lies at `start` or behind it."""
-    index, _, count, origin = hidden
     low: Any = 0
-    high: Any = count
+    high: Any = hidden[2]
     while low < high:
         middle = (low + high) >> 1
-        if origin + int_at(index + 4 * middle) < start:
+        if int_at(hidden[0] + 4 * middle) < start:
             low = middle + 1
         else:
             high = middle
@@ -32,10 +55,10 @@ def first_from(hidden: Hidden, start: int) -> int:
 def mark_until(hidden: Hidden, entry: int, start: int, end: int, marks: int) -> int:
     """Marks which of the elements from `start` to `end` are hidden, those of the entries from one on whose value is
     finite: a word for 64. Returns the first entry behind them."""
-    index, value, count, origin = hidden
+    index, value, count = hidden
     clear(marks, (end - start + 63) >> 6 << 3)
     while entry < count:
-        at = origin + int_at(index + 4 * entry)
+        at = int_at(index + 4 * entry)
         if at >= end:
             break
         word = marks + ((at - start) >> 6 << 3)
@@ -54,9 +77,41 @@ def unless_marked(v: Any, marks: int, i: int) -> Any:
 
 @compiled
 def forget(hidden: Hidden, first: int, last: int, residual: int) -> None:
-    """residual = 0 for entries whose value is finite, if there is one: they are sent as they are."""
-    if not residual:
-        return
+    """residual = 0 for entries whose value is finite: they are sent as they are."""
     for i in range(4 * first, 4 * last, 4):
         if key_at(hidden[1] + i) < INF_BITS:
-            store(residual + 4 * (hidden[3] + int_at(hidden[0] + i)), ZERO)
+            store(residual + 4 * int_at(hidden[0] + i), ZERO)
+
+
+@compiled
+def keep_sound(row: int, value: int, k: int, numel: int) -> tuple[int, int, int]:
+    """Of the entries behind their number, those move up whose index is in range and above every index in range before
+    it. Returns how many they are, how many others, and how many of them are not finite."""
+    claimed = int_at(row)
+    index, kept, before, unsound = row + 4, 0, -1, 0
+    for i in range(0, 4 * min(claimed, k), 4):
+        at = int_at(index + i)
+        if before < at < numel:
+            before = at
+            unsound += key_at(value + i) >= INF_BITS
+            store(index + kept, get_u32(index + i))
+            store(value + kept, get_u32(value + i))
+            kept += 4
+    return kept >> 2, claimed - (kept >> 2), unsound
+
+
+@compiled
+def add_to_values(entries: Entries, count: int, base: int, out: int, alpha: float) -> None:
+    """value = out[index - base] + alpha · value."""
+    index, value = entries
+    times = F32(alpha)
+    for i in range(0, 4 * count, 4):
+        store(value + i, get_f32(out + 4 * (int_at(index + i) - base)) + times * get_f32(value + i))
+
+
+@compiled
+def put(entries: Entries, count: int, base: int, out: int) -> None:
+    """out[index - base] = value."""
+    index, value = entries
+    for i in range(0, 4 * count, 4):
+        store(out + 4 * (int_at(index + i) - base), get_f32(value + i))

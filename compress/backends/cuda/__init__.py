@@ -224,5 +224,5 @@ KERNELS: dict[str, Kernels] = {
     "cast": Cast(),
     "identity": Cast(),
 }
-KERNELS["outliers"] = Outliers(KERNELS)
+KERNELS["outliers"] = Outliers(KERNELS, Entries())
 BACKEND = Backend(KERNELS, Entries(), Tracking(), Momentum(), Narrow())
