@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ..compress.backends import backend_for
 from ..compress.codec import DTYPES, Codec
 from ..compress.feedback import Feedback, Residual
 from ..compress.wire import WIRE_VERSION
@@ -100,6 +101,7 @@ class Options:
             for dtype in set(dtypes):
                 codec.kernels(device).prepare(codec, dtype, device)
         (self.strategy or Residual()).prepare(device)
+        backend_for(device).vectors.prepare(device)
 
     def may_keep(self) -> bool:
         """Whether anything may ever be kept."""

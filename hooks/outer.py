@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..compress.backends import backend_for
 from ..compress.feedback import Feedback
 from ..compress.layout import Layout, Slot, end_to_end
 from .exchanges import all_finite
@@ -46,6 +47,11 @@ class Outer:
                 f"outer_momentum={self.momentum!r}: error_feedback={strategy} hands out a momentum already: leave "
                 "it at 0, or take Residual()"
             )
+
+    @property
+    def plain(self) -> bool:
+        """Whether the mean difference is what is taken from the parameters."""
+        return self.lr == 1.0 and not self.momentum
 
     def update(self, momentum: Tensor | None, mean: Tensor) -> Tensor:
         """What is to be taken from the parameters, `lr` times. Changes the momentum, where there is one: in place."""
@@ -100,24 +106,27 @@ class GlobalParameters:
         Args:
             restart: let this rank's parameters be the global ones at once.
         """
-        values = self.values.to(self.unit.device)
-        for own, agreed, moved in self._pieces(values, self._moved):
-            torch.sub(agreed, own, out=moved)
-            if restart:
-                own.copy_(agreed)
+        vectors = backend_for(self.unit.device).vectors
+        for own, agreed, moved in self._whole(self.values.to(self.unit.device), self._moved):
+            vectors.difference(agreed, own, moved, restart)
         return self._moved
 
     @torch.no_grad()
     def move(self, mean: Tensor, blend: float = 0.0, carry: bool = False) -> None:
         """The outer step, by the mean of the ranks' differences. This rank's parameters become the global ones, or lie
         between both, global + blend·(local - global); with `carry` they make the same step."""
+        if self.piecewise and self.outer.plain and not blend:
+            vectors = backend_for(mean.device).vectors
+            for own, agreed, step in self._whole(self.values, mean):
+                vectors.descend(agreed, step, own, carry)
+            return
         if not self.piecewise:
             update = self.outer.update(self.momentum, mean.to(self.values.device))
             self.values.add_(update, alpha=-self.outer.lr)
             if not carry:
                 self.hand_out(blend)
                 return
-            for own, step in self._pieces(update.to(mean.device)):
+            for own, step in self._whole(update.to(mean.device)):
                 own.add_(step, alpha=-self.outer.lr)
             return
         held = (self.values, mean) if self.momentum is None else (self.values, mean, self.momentum)
@@ -162,15 +171,18 @@ class GlobalParameters:
         """This rank's own parameters, into a flat tensor, which is returned."""
         return self.fill(flat, {slot.name: parameter.detach() for slot, parameter in self.pairs})
 
-    def _pieces(self, *flats: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Of this rank's parameters, and of flat tensors beside them, what belongs together: parameter by parameter, or
-        fewer elements at a time."""
+    def _whole(self, *flats: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Each of this rank's parameters, and its part of flat tensors beside them."""
         for slot, parameter in self.pairs:
-            if self.piecewise and parameter.is_contiguous():
-                own = parameter.detach().view(-1).split(IN_CACHE)
-                yield from zip(own, *(slot.flat(flat).split(IN_CACHE) for flat in flats), strict=True)
+            yield parameter.detach(), *(slot.view(flat) for flat in flats)
+
+    def _pieces(self, *flats: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """The same, or fewer elements at a time."""
+        for own, *parts in self._whole(*flats):
+            if self.piecewise and own.is_contiguous():
+                yield from zip(*(part.reshape(-1).split(IN_CACHE) for part in (own, *parts)), strict=True)
             else:
-                yield parameter.detach(), *(slot.view(flat) for flat in flats)
+                yield own, *parts
 
 
 @dataclass

@@ -405,19 +405,27 @@ def test_streaming_diloco(ranks: Ranks, fragments: int, delay: int, blend: float
 
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
 @pytest.mark.parametrize(("blend", "carry"), [(0.0, False), (0.3, False), (0.0, True)])
+@pytest.mark.parametrize("lr", [0.7, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_outer_step_is_the_same_by_pieces_and_at_once(
-    momentum: float, nesterov: bool, blend: float, carry: bool, monkeypatch: pytest.MonkeyPatch
+    momentum: float,
+    nesterov: bool,
+    blend: float,
+    carry: bool,
+    lr: float,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(outer, "IN_CACHE", 100)
     found = []
     for piecewise in (True, False):
-        model = nn.Sequential(nn.Linear(20, 30), image := nn.Conv2d(3, 4, 2)).bfloat16()
+        model = nn.Sequential(nn.Linear(20, 30), image := nn.Conv2d(3, 4, 2)).to(dtype)
         image.weight.data = image.weight.data.contiguous(memory_format=torch.channels_last)
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for p in model.parameters():
                 p.copy_(torch.randn(p.shape, generator=generator))
-        how = frozenset[str](), Residual(), torch.device("cpu"), outer.Outer(0.7, momentum, nesterov)
+        how = frozenset[str](), Residual(), torch.device("cpu"), outer.Outer(lr, momentum, nesterov)
         shared = outer.GlobalParameters(0, dict(model.named_parameters()), *how)
         assert shared.piecewise
         shared.piecewise = piecewise

@@ -15,7 +15,7 @@ from functools import cache, partial
 
 import torch
 
-from .base import Entering, Kernels, MomentumKernels, TrackingKernels, Workspace
+from .base import Entering, Kernels, MomentumKernels, TrackingKernels, VectorKernels, Workspace
 from .narrow import Narrow, NarrowKernels, Rooms
 from .sparse import EntryKernels, Selecting, SparseKernels
 
@@ -29,6 +29,7 @@ __all__ = [
     "Rooms",
     "Selecting",
     "TrackingKernels",
+    "VectorKernels",
     "Workspace",
     "backend_for",
     "backend_kernels",
@@ -51,6 +52,7 @@ class Backend:
         entries: what packs and merges the entries of sparse gradients.
         tracking, momentum: the passes of `compress.tracking` and `compress.momentum`.
         narrow: those of `backends.narrow`.
+        vectors: those that periodic updates make, and the search for what is not finite.
     """
 
     kernels: Mapping[str, Kernels]
@@ -58,6 +60,7 @@ class Backend:
     tracking: TrackingKernels = field(default_factory=TrackingKernels)
     momentum: MomentumKernels = field(default_factory=MomentumKernels)
     narrow: NarrowKernels = field(default_factory=NarrowKernels)
+    vectors: VectorKernels = field(default_factory=VectorKernels)
 
 
 def _built_in(name: str) -> Backend:

@@ -137,6 +137,36 @@ def divide(total: Tensor, world_size: int, out: Tensor) -> None:
     out.copy_(total.mul_(float(torch.tensor(1.0, dtype=torch.float32) / world_size)))
 
 
+class VectorKernels:
+    """Passes over flat tensors, in torch, for devices without anything better."""
+
+    def prepare(self, device: torch.device) -> None:
+        """Compile all of this for tensors on `device`, so that no later call has to."""
+        one, two, three = torch.zeros(3, 1, device=device)
+        self.all_finite(one)
+        self.difference(one, two, three, False)
+        self.descend(one, two, three, False)
+
+    def all_finite(self, x: Tensor) -> Tensor:
+        """Whether every element of a tensor that has any is finite: bool []. One pass, and no memory."""
+        least, largest = torch.aminmax(x)  # either is NaN or infinite where any element is
+        return (least - least) + (largest - largest) == 0  # `isfinite` would take four launches for each
+
+    def difference(self, agreed: Tensor, own: Tensor, out: Tensor, restart: bool) -> None:
+        """out = agreed - own, float32 both but for `own`; with `restart` own = agreed then."""
+        torch.sub(agreed, own, out=out)
+        if restart:
+            own.copy_(agreed)
+
+    def descend(self, agreed: Tensor, step: Tensor, own: Tensor, carry: bool) -> None:
+        """agreed -= step, float32 both; then own = agreed, or with `carry` own -= step."""
+        agreed.sub_(step)
+        if carry:
+            own.sub_(step)
+        else:
+            own.copy_(agreed)
+
+
 class TrackingKernels:
     """The passes of `compress.tracking` over flat tensors, in torch, for devices without anything better."""
 

@@ -17,6 +17,7 @@ from .outliers import Outliers
 from .residuals import Narrow
 from .topk import Entries, TopK
 from .tracking import Tracking
+from .vectors import Vectors
 
 KERNELS: dict[str, Kernels] = {
     "onebit": OneBit(),
@@ -32,4 +33,4 @@ KERNELS: dict[str, Kernels] = {
 }
 KERNELS["threshold"] = Selecting(Entries(), TOPK)
 KERNELS["outliers"] = Outliers(KERNELS, Entries())
-BACKEND = Backend(KERNELS, Entries(), Tracking(), Momentum(), Narrow())
+BACKEND = Backend(KERNELS, Entries(), Tracking(), Momentum(), Narrow(), Vectors())

@@ -37,6 +37,7 @@ from .simd import (
     to_f32,
     to_i32,
     to_u16,
+    word_of,
 )
 
 FLOAT32, FLOAT16, BFLOAT16 = 0, 1, 2
@@ -270,6 +271,19 @@ def largest_bits(a: int, block: int) -> Any:
     for i in range(0, 4 * block, 256):
         largest = maximum(largest, as_i32(load_f32(a + i)) & MAGNITUDE)
     return np.int64(fold_max(largest))
+
+
+@compiled
+def all_finite(x: int, count: int) -> bool:
+    """Of any number of elements."""
+    wide = splat_i32(0)
+    whole = count & ~63
+    for i in range(0, 4 * whole, 256):
+        wide = maximum(wide, as_i32(load_f32(x + i)) & MAGNITUDE)
+    largest = np.int64(fold_max(wide))
+    for i in range(4 * whole, 4 * count, 4):
+        largest = max(largest, np.int64(word_of(get_f32(x + i)) & MAGNITUDE))
+    return bool(largest < INF_BITS)
 
 
 @compiled

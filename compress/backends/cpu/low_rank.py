@@ -10,9 +10,9 @@ from torch import Tensor, float32, int64
 
 from ..addresses import address
 from ..low_rank import LEAST, ROWS, RUN, LowRankKernels, Matrices
-from .blocks import F32, INF_BITS, MAGNITUDE, NAN, ZERO, clear, finite, fold_lanes
+from .blocks import F32, NAN, ZERO, all_finite, clear, finite, fold_lanes
 from .kernels import CpuKernels, pieces_of, reserved, run
-from .simd import compiled, get_f32, get_f64, get_i64, inlined, load_f32, select, splat_f32, store, word_of
+from .simd import compiled, get_f32, get_f64, get_i64, inlined, load_f32, select, splat_f32, store
 
 #: Where a row of `Matrices.table` is, and how many there are; and the first and last line, or strip, that are done.
 Table = tuple[int, int]
@@ -32,14 +32,6 @@ def scratch_bytes(rank: int) -> int:
 def copy_numbers(target: int, source: int, count: int) -> None:
     for i in range(0, 4 * count, 4):
         store(target + i, get_f32(source + i))
-
-
-@compiled
-def all_finite(source: int, count: int) -> bool:
-    largest: Any = 0
-    for i in range(0, 4 * count, 4):
-        largest = max(largest, word_of(get_f32(source + i)) & MAGNITUDE)
-    return largest < INF_BITS
 
 
 @compiled
