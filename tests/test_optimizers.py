@@ -99,10 +99,10 @@ def test_a_recommendation_can_be_read_and_pasted() -> None:
     assert found.momentum == 0.5
     assert recommend("sgd", ratio=20).momentum is None
     rare = recommend("adamw", ratio=500)
-    how = f"every=3, exchange='gather', error_feedback={rare.feedback}"
+    how = f"every=4, exchange='gather', error_feedback={rare.feedback}"
     assert rare.call == f"LocalUpdates(model, optimizer, {rare.codec}, {how})"
     assert rare.momentum == 0.8
-    assert recommend("adamw", ratio=2000).every == 5
+    assert recommend("adamw", ratio=2000).every == 8
 
 
 def test_what_is_recommended_can_be_made(ranks: Ranks) -> None:
@@ -110,12 +110,12 @@ def test_what_is_recommended_can_be_made(ranks: Ranks) -> None:
 
 
 def recommended(rank: int) -> tuple[int, bool]:
-    """Rounds in 7 steps, and whether ranks agree at the end."""
+    """Rounds in 9 steps, and whether ranks agree at the end."""
     model = perceptron()
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.8, 0.99))
     names = vars(gradwire) | {"torch": torch, "model": model, "optimizer": optimizer}
     updates = eval(recommend(optimizer, ratio=900).call, names)
-    for step in range(7):
+    for step in range(9):
         model(batch(rank, step, model)).square().mean().backward()
         optimizer.step()
         updates.step()
