@@ -45,7 +45,7 @@ LESS_MOMENTUM = 0.5
 MOST_MOMENTUM = 0.8
 #: Elements of a chunk: of larger ones the choice is better, and an entry's index takes as many bits.
 CHUNKS = (65536, 32768, 16384, 8192, 4096)
-#: With as few bytes models have been trained so, as two ranks count them: by gradients, and by differences of parameters
+#: With as few bytes, as two ranks count them, models have been trained so: by gradients, and by parameters' differences
 #: every fourth step, which takes a twentieth of a step over 25 ms at 100 Mbit/s.
 MOST_TIMES, MOST_TIMES_LOCAL, STEPS_APART = 400.0, 1000.0, 4
 #: Elements by which a density is chosen.
