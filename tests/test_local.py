@@ -266,7 +266,7 @@ def overlapping(rank: int) -> list[bool]:
 
     def difference(shared: outer.GlobalParameters, restart: bool = False) -> Tensor:
         if shared.unit.index > 0:
-            seen.append(begun.wait(20))
+            seen.append(begun.wait(10 if all(seen) else 0))
         return take(shared, restart)
 
     def encoding(kept: Kept, *arguments: Any) -> None:

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from gradwire.compress.backends import VectorKernels, _backend
-from gradwire.compress.backends.cpu import kernels as cpu_kernels
+from gradwire.compress.backends.cpu import tracking
 from gradwire.hooks.exchanges import all_finite
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,23 +29,31 @@ def placed(x: Tensor, dtype: torch.dtype, shift: int, device: torch.device) -> T
     kinds=st.tuples(*[st.sampled_from(tuple(KINDS))] * 3),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     shift=st.integers(0, 3),
-    kept=st.booleans(),
+    restart=st.booleans(),
+    carry=st.booleans(),
     pieces=st.integers(1, 3),
 )
 def test_every_backend_gives_torch_s_bits(
-    backend: str, numel: int, kinds: tuple[str, ...], dtype: torch.dtype, shift: int, kept: bool, pieces: int
+    backend: str,
+    numel: int,
+    kinds: tuple[str, ...],
+    dtype: torch.dtype,
+    shift: int,
+    restart: bool,
+    carry: bool,
+    pieces: int,
 ) -> None:
     found, device = [], device_of(backend)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_kernels, "ELEMENTS_PER_THREAD", max(1, numel // pieces))
+        patch.setattr(tracking, "pieces_of", lambda elements, count: min(pieces, count))
         for kernels in (_backend(backend).vectors, VectorKernels()):
             made = [gradient(kind, numel, seed) for seed, kind in enumerate(kinds)]
             agreed, step, own = (placed(x, torch.float32, shift, device) for x in made)
             own = placed(own, dtype, shift, device)
-            kernels.difference(agreed, own, step, kept)
+            kernels.difference(agreed, own, step, restart)
             found.append([agreed.clone(), step.clone(), own.clone()])
             step = placed(made[1], torch.float32, shift, device)
-            kernels.descend(agreed, step, own, kept)
+            kernels.descend(agreed, step, own, carry)
             found[-1] += [agreed, step, own, kernels.all_finite(own), kernels.all_finite(agreed)]
     assert all(same(a, b) for a, b in zip(*found, strict=True))
 
@@ -53,7 +61,10 @@ def test_every_backend_gives_torch_s_bits(
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("backend", ALL_BACKENDS)
 @pytest.mark.parametrize("numel", [1, 64, 65, 9000])
-def test_one_that_is_not_finite_is_found_wherever_it_is(bad: float, backend: str, numel: int) -> None:
+def test_one_that_is_not_finite_is_found_wherever_it_is(
+    bad: float, backend: str, numel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracking, "pieces_of", lambda elements, count: min(3, count))
     kernels, device = _backend(backend).vectors, device_of(backend)
     largest = torch.full((numel,), torch.finfo(torch.float32).max, device=device)
     for at in {0, numel // 2, numel - 1}:
