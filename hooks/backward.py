@@ -11,6 +11,12 @@ _queue = torch.autograd.Variable._execution_engine.queue_callback
 current_pass: Callable[[], int] = torch._C._current_graph_task_id
 
 
+def undisturbed() -> bool:
+    """Whether torch computes on this thread, in a backward pass, as on one of our own: no autocast, no mode that gets
+    to see what it does, or does it otherwise."""
+    return not (torch._C._len_torch_dispatch_stack() or torch.is_autocast_enabled("cpu"))
+
+
 class AtEnd:
     """What to do when the backward pass that runs now has ended, and what if it raises instead.
 

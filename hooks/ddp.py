@@ -18,7 +18,7 @@ from ..compress.codec import Codec
 from ..compress.feedback import Feedback
 from ..compress.layout import Slot
 from .auto.planner import Fallback
-from .backward import AtEnd, at_end, current_pass
+from .backward import AtEnd, at_end, current_pass, undisturbed
 from .delivery import Delivery
 from .loss_scale import LossScale
 from .options import ExchangeName, Exclude, Options
@@ -143,12 +143,13 @@ class CompressState(State):
             # In DDP.join, which reads from the device at every step, ranks that have joined must hear of the scale.
             joins = getattr(getattr(self._ddp(), "_join_config", None), "enable", False)
             scaling = self._tracker.loss_scale.scaling(read=joins) if step.own else None
-            reducer.greet(step, unit, self._saves, scaling)
+            reducer.greet(step, unit, self._saves, scaling, step.own and self._waits_at_end() and undisturbed())
         future = reducer.reduce(step, unit, buffer)
         if bucket.is_last():
             self._units = {index: u for index, u in self._units.items() if index <= unit.index}
             self._close(step, reducer)
             if not AtEnd(partial(self._deliver, step), partial(self._throw_away, step)).queue():
+                reducer.connection.pipeline.idle()
                 self._delivery.expect(step)
         return future
 
@@ -196,9 +197,18 @@ class CompressState(State):
             if options.exchange != "dense":
                 return None
             until = step + 1
-        hooks = getattr(model, "_comm_hooks", ())
-        seen = [hook for hook, _ in hooks] != [compress_hook]
-        return reducer.straight(step, options.choice(step), until, self._device, seen)
+        return reducer.straight(step, options.choice(step), until, self._device, self._seen(model))
+
+    @staticmethod
+    def _seen(model: nn.Module | None) -> bool:
+        """Whether anybody but DDP sees the futures of the hook."""
+        return [hook for hook, _ in getattr(model, "_comm_hooks", ())] != [compress_hook]
+
+    def _waits_at_end(self) -> bool:
+        """Whether nobody waits for a future before the backward pass has ended, as DDP does in a static graph's first
+        pass."""
+        model = self._ddp()
+        return not (self._seen(model) or getattr(model, "static_graph", False))
 
     def _drop_straight(self) -> None:
         """The backward pass has raised in a step that goes without the pipeline."""

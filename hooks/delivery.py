@@ -71,7 +71,8 @@ class Delivery:
         unused = {name for name, count in zip(self._parameters, counts, strict=True) if count == 0}
         if unused:
             # Before anything changes the gradients, or DDP's buckets.
-            pipeline.submit(partial(self._keep_unused, step, unused)).wait()
+            pipeline.submit(partial(self._keep_unused, step, unused))
+            pipeline.wait()
 
     def throw_away(self, step: Step, pipeline: Pipeline) -> None:
         """No mean of the step is applied: the backward pass raised, here or on the pipeline."""

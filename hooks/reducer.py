@@ -28,6 +28,9 @@ from .straight import Straight
 
 #: Where everything is dense, every so many steps one goes the usual way: ranks compare steps, and look for NaN.
 LOOK_EVERY = 64
+#: Up to so many gradients a step is not worth other threads: what these could do beside backward takes less time than
+#: it takes to wake them.
+SMALL_NUMEL = 1 << 18
 
 
 class Unit:
@@ -282,6 +285,8 @@ class Reducer:
         self.tuner = Tuner(connection.planner, connection.pipeline.threaded, connection.averaged)
         self._skips = tracker.skips
         self._clean = clean
+        #: Whether the last step had few gradients, and none that wait for what others say before they go.
+        self._small = False
         self._last: Step | None = None
         self._ended: Step | None = None
         #: The choice under which all units are dense and no rank keeps anything.
@@ -333,17 +338,21 @@ class Reducer:
             self._was_straight = True
             self.tuner.went_straight(straight.steps, straight.spans)
 
-    def greet(self, step: Step, unit: Unit | Rows, saves: int, scaling: Scaling | None) -> None:
+    def greet(self, step: Step, unit: Unit | Rows, saves: int, scaling: Scaling | None, at_end: bool = False) -> None:
         """Compare with the other ranks what the step is to be.
 
         Args:
             unit: its first.
             saves: how often this rank has saved its part of the state.
             scaling: what the loss scaler has done, as far as this rank knows.
+            at_end: whether nobody waits for a mean before the step has ended, and then by the pipeline, so that a small
+                step can be left to the thread that waits.
         """
         pipeline, planner = self.connection.pipeline, self.connection.planner
         stages = self._greet(step, unit, saves, scaling)
-        if self._tracker.asks(step) or not planner.knows(step.choice):  # what the others say is needed before all else
+        asks = self._tracker.asks(step) or not planner.knows(step.choice)
+        pipeline.defer(at_end and self._small and not asks)
+        if asks:  # what the others say is needed before all else
             pipeline.submit(partial(drive, stages))
         else:
             pipeline.start(stages, unit.nothing, self._clock(unit))
@@ -507,6 +516,8 @@ class Reducer:
             else:
                 self._learn()
             self._statistics.steps += 1
+            few = self._numel <= SMALL_NUMEL and not step.rows
+            self._small = few and not any(unit.exchange.collective for unit in units)
             dense = (
                 self._feedback.strategy.only_residual
                 and not step.rows

@@ -25,6 +25,7 @@ from gradwire import CompressState, compress_hook
 from gradwire.compress.feedback import RESIDUAL
 from gradwire.compress.momentum import MOMENTUM
 from gradwire.compress.tracking import ESTIMATE
+from gradwire.hooks import reducer
 from gradwire.hooks.auto import cost, probe
 from rounded import counted
 from torch import Tensor
@@ -472,6 +473,7 @@ def play(rank: int, configuration: Configuration, events: Sequence[Event]) -> di
     with (
         patch.object(probe, "calibration", pretend(configuration.network)),
         patch.object(probe, "codec_speed", lambda *_: SPEED),
+        patch.object(reducer, "SMALL_NUMEL", reducer.SMALL_NUMEL if configuration.defers(rank) else -1),
         counted(lambda: machines[0].scale if machines else 1.0) as rounded_off,
     ):
         machine = Machine(rank, configuration, rounded_off)

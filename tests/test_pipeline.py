@@ -177,12 +177,14 @@ def test_a_unit_that_fails_takes_all_others_along_at_once() -> None:
 @given(
     st.lists(st.integers(0, 3), min_size=1, max_size=6),
     st.randoms(use_true_random=False),
-    st.booleans(),
+    st.sampled_from(["threads", "deferred", "taken over", "launched"]),
 )
 def test_whatever_arrives_first_every_unit_ends_with_its_own_stages_in_order(
-    lengths: list[int], random: Random, threaded: bool
+    lengths: list[int], random: Random, how: str
 ) -> None:
+    threaded = how != "launched"
     pipeline, seen = Pipeline("test", threaded=threaded), list[str]()
+    pipeline.defer(how in ("deferred", "taken over"))
     units = [[Bell() for _ in range(length)] for length in lengths]
     ringing = [bell for bells in units for bell in bells]
     random.shuffle(ringing)
@@ -190,12 +192,90 @@ def test_whatever_arrives_first_every_unit_ends_with_its_own_stages_in_order(
         for bell in ringing:
             bell.rung.set()
     futures = [pipeline.start(stages(f"{i}.", bells, seen), torch.tensor(i)) for i, bells in enumerate(units)]
+    last = pipeline.submit(lambda: seen.append("job"))
+    after = pipeline.start(stages("after", [], seen), torch.tensor(-1))
+    if how == "taken over":
+        pipeline.idle(0.0)
     for bell in ringing:
         bell.rung.set()
-    assert [int(future.wait()) for future in futures] == list(range(len(units)))
+    if how == "deferred":
+        pipeline.wait()
+        assert all(future.done() for future in (*futures, last, after))
+    assert [int(future.wait()) for future in (*futures, after)] == [*range(len(units)), -1]
+    assert seen[-2:] == ["job", "after ends"]
     for i, bells in enumerate(units):
         own = [name for name in seen if name.startswith(f"{i}.")]
         assert own == [*(f"{i}.{number}" for number in range(len(bells))), f"{i}. ends"]
+
+
+def test_deferred_units_need_no_thread() -> None:
+    pipeline, seen = Pipeline("test"), list[str]()
+    before, ran = set(threading.enumerate()), set[int]()
+    pipeline.defer(True)
+    bells = {name: [Bell(), Bell()] for name in "ab"}
+    futures = [pipeline.start(stages(name, bells[name], seen), torch.ones(1)) for name in "ab"]
+    pipeline.submit(lambda: ran.add(threading.get_ident()))
+    assert seen == ["a0", "b0"], "begun where they were submitted"
+    assert not any(future.done() for future in futures)
+    for bell in (*bells["a"], *bells["b"]):
+        bell.rung.set()
+    pipeline.wait()
+    assert seen == ["a0", "b0", "a1", "b1", "a ends", "b ends"]
+    assert ran == {threading.get_ident()}
+    assert set(threading.enumerate()) == before
+
+
+def test_who_waits_for_a_while_leaves_what_was_deferred_to_threads() -> None:
+    pipeline, seen = Pipeline("test"), list[str]()
+    pipeline.defer(True)
+    bells = [Bell(), Bell()]
+    future = pipeline.start(stages("a", bells, seen), torch.ones(1))
+    last = pipeline.submit(lambda: seen.append("job"))
+    began = time.monotonic()
+    assert not pipeline.idle(0.05)
+    assert time.monotonic() - began < 5
+    for bell in bells:
+        bell.rung.set()
+    future.wait()
+    last.wait()
+    assert seen == ["a0", "a1", "a ends", "job"]
+    pipeline.defer(True)
+    pipeline.start(stages("b", [], seen), torch.ones(1))
+    assert seen[-1] == "b ends"
+
+
+def test_what_fails_while_deferred_takes_all_others_along() -> None:
+    pipeline, seen = Pipeline("test"), list[str]()
+    pipeline.defer(True)
+    bells = [Bell() for _ in range(3)]
+    futures = [pipeline.start(stages(str(i), [bell], seen), torch.ones(1)) for i, bell in enumerate(bells)]
+    last = pipeline.submit(lambda: seen.append("job"))
+    bells[0].rung.set()
+    bells[1].error = RuntimeError("peer 3 went away")
+    bells[1].rung.set()  # the third never rings
+    with pytest.raises(RuntimeError, match="peer 3 went away"):
+        pipeline.wait()
+    assert futures[0].done()
+    for future in (futures[2], last):
+        with pytest.raises(RuntimeError, match=r"earlier error.*peer 3"):
+            future.wait()
+    assert seen == ["00", "10", "20", "0 ends"]
+    with pytest.raises(RuntimeError, match=r"earlier error.*peer 3"):
+        pipeline.start(stages("late", [], seen), torch.ones(1)).wait()
+    bells[2].rung.set()
+
+
+def test_what_was_deferred_ends_with_its_pipeline() -> None:
+    """Nobody has waited, as where the user's program has ended in between."""
+    pipeline, seen = Pipeline("forgotten"), list[str]()
+    pipeline.defer(True)
+    bell = Bell()
+    future = pipeline.start(stages("a", [bell], seen), torch.ones(1))
+    bell.rung.set()
+    del pipeline
+    gc.collect()
+    assert until(future.done)
+    assert until(lambda: all(not thread.name.startswith("forgotten") for thread in threading.enumerate()))
 
 
 def test_the_threads_end_with_the_pipeline_and_holds_no_owner() -> None:

@@ -12,6 +12,10 @@ Messages find their counterpart by tags (`comm.group`), so the order in which un
 matters to nobody. Collectives have no tags: a unit starts none later than when it is resumed for the first time, and
 for that units follow each other in the order of submission on all ranks.
 
+To wake those threads takes longer than what a small model has to compute, so that its steps can be *deferred*: the
+thread that submits a unit begins it, and the one that waits for all of them resumes them, in the order in which they
+have put something under way.
+
 On a GPU the stages' kernels run on streams of the pipeline's own, beside backward's: what is encoded on one, the rest
 on another. NCCL's collectives do not block the host, so there nothing needs a thread: units are launched to their end
 where they are submitted. Collectives that block, on tensors of a GPU, are run unit by unit.
@@ -182,10 +186,17 @@ class Pipeline:
         return None if self._device is None else torch.cuda.current_stream(self._device).record_event()
 
     def _put(self, item: _Unit | _Barrier) -> None:
-        if self.threaded:
-            self._core.inbox.put(item)
-        else:
-            self._core.take(item)
+        core = self._core
+        if not self.threaded:
+            core.take(item)
+        elif not core.put_here(item):
+            core.inbox.put(item)
+
+    def defer(self, deferred: bool) -> None:
+        """From now on begin what is submitted where it is submitted, and go on with it in `wait`, `idle` or `flush`; or
+        have threads do both. Only they complete futures then: nobody may wait for one before. Call it while nothing is
+        under way."""
+        self._core.deferred = deferred and self._core.overlapped
 
     @property
     def failed(self) -> bool:
@@ -212,8 +223,9 @@ class Pipeline:
 
     def idle(self, seconds: float | None = None) -> bool:
         """Wait until all that was submitted so far has ended, well or not; False if that takes longer."""
-        if not self.threaded:
+        if not self.threaded or (seconds is None and self._core.finish_here()):
             return True
+        # Else threads do it, of what was deferred too: here one could wait for longer.
         done = threading.Event()
         self._core.inbox.put(done)
         return done.wait(seconds)
@@ -256,6 +268,13 @@ class _Core:
     #: What the others wait for, or have waited for and not been asked about.
     waits: int = 0
     under_way: dict[_Unit, None] = field(default_factory=dict)
+    #: What has not begun.
+    submitted: deque[Any] = field(default_factory=deque)
+    #: Whether threads of others do what the computing thread else does, one at a time; it does nothing meanwhile.
+    deferred: bool = False
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    #: What they have put under way.
+    pending: deque[tuple[_Unit, Work]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         self.streams = None if self.device is None else (torch.cuda.Stream(self.device), torch.cuda.Stream(self.device))
@@ -265,22 +284,34 @@ class _Core:
     def compute(self) -> None:
         if self.device is not None:
             torch.cuda.set_device(self.device)  # a new thread begins at device 0
-        submitted: deque[Any] = deque()
-        while True:
-            while submitted and (isinstance(submitted[0], _Unit) or not self.under_way):
-                item = submitted.popleft()
-                if item is None:
-                    self._end()
-                    return
-                self.take(item)
-                del item  # it holds its owner; waiting for the next one must not keep that alive
+        while self.begin():
             item = self.inbox.get()
             if isinstance(item, _Arrived):
                 self.waits -= item.unit.stage > 1
                 self.resume(item.unit, item.error)
             else:
-                submitted.append(item)
-            del item
+                self._take_over()
+                self.submitted.append(item)
+            del item  # it holds its owner; waiting for the next one must not keep that alive
+        self._end()
+
+    def begin(self) -> bool:
+        """Begin what can begin; False: it was all there will be."""
+        submitted = self.submitted
+        while submitted and (isinstance(submitted[0], _Unit) or not self.under_way):
+            item = submitted.popleft()
+            if item is None:
+                return False
+            self.take(item)
+        return True
+
+    def _take_over(self) -> None:
+        """Have these threads go on with what was deferred."""
+        if self.deferred:
+            with self.lock:
+                self.deferred = False
+                while self.pending:
+                    self._await(*self.pending.popleft())
 
     def take(self, item: _Unit | _Barrier | threading.Event) -> None:
         """Begin what was submitted."""
@@ -314,6 +345,9 @@ class _Core:
 
     def _await(self, unit: _Unit, work: Work) -> None:
         """Have a thread tell when this has arrived."""
+        if self.deferred:
+            self.pending.append((unit, work))
+            return
         if unit.stage == 1:
             inbox, wanted = self.first, not self.waiting
         else:
@@ -382,6 +416,32 @@ class _Core:
     def synchronize(self) -> None:
         for stream in self.streams or ():
             stream.synchronize()
+
+    # -- threads of others -------------------------------------------------------------------------------------------
+
+    def put_here(self, item: _Unit | _Barrier) -> bool:
+        """Begin it on this thread, if it may be."""
+        if self.deferred:
+            with self.lock:
+                if self.deferred:  # still
+                    self.submitted.append(item)
+                    return self.begin()
+        return False
+
+    def finish_here(self) -> bool:
+        """Run all to its end on this thread, if it may be."""
+        if self.deferred:
+            with self.lock:
+                while self.pending:
+                    unit, work = self.pending.popleft()
+                    if self.failure.text is not None:
+                        self.failure.left.append(work)
+                    else:
+                        self.resume(unit, self._wait(unit, work))
+                    del unit, work
+                    self.begin()
+                return self.deferred
+        return False
 
     # -- threads that wait -------------------------------------------------------------------------------------------
 

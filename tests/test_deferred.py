@@ -1,0 +1,221 @@
+"""Small steps: begun where buckets are submitted, and gone on with where their end is waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from gradwire import Cast, Codec, CompressState, OneBit, PowerSGD, TopK, Tracking, compress_hook
+from gradwire.hooks import reducer
+from gradwire.hooks.comm.pipeline import Pipeline
+from ranks import Pool
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.flop_counter import FlopCounterMode
+from training import Ledger, batch, convnet, train, wrap
+
+Ranks = Callable[[int], Pool]
+
+
+class Counted:
+    """In how many steps the pipeline was told to defer, or not to."""
+
+    def __enter__(self) -> Counted:
+        self.steps, defer = list[bool](), Pipeline.defer
+
+        def counting(pipeline: Pipeline, deferred: bool) -> None:
+            self.steps.append(deferred)
+            defer(pipeline, deferred)
+
+        self._patch = patch.object(Pipeline, "defer", counting)
+        self._patch.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._patch.stop()
+
+
+def trained(
+    rank: int,
+    codec: Codec,
+    options: dict[str, Any] | None = None,
+    few: int = reducer.SMALL_NUMEL,
+) -> tuple[list[str], float, list[bool]]:
+    """Digests of every step's gradients, what is off by the law of residuals, and which steps were deferred: where the
+    rank's steps are small up to `few` gradients."""
+    model = convnet()
+    ledger = Ledger(model)
+    ddp, state = wrap(model, codec, **(options or {}))
+    with patch.object(reducer, "SMALL_NUMEL", few), Counted() as deferred:
+        digests = train(rank, ddp, range(5), ledger)
+    off = ledger.error(state)
+    state.close()
+    return digests, off, deferred.steps
+
+
+WAYS = [
+    (TopK(0.05), "gather"), (TopK(0.05), "split"), (OneBit(), "gather"), (OneBit(), "two_pass"), (PowerSGD(1), "factors"),
+    (Cast(torch.bfloat16), "two_pass"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("codec", "exchange"), WAYS, ids=str)
+def test_small_steps_are_deferred_and_equal_those_that_are_not(ranks: Ranks, codec: Codec, exchange: str) -> None:
+    pool = ranks(3)
+    own = pool.run(trained, codec, {"exchange": exchange})
+    others = pool.run(trained, codec, {"exchange": exchange}, 0)
+    for (digests, off, deferred), (expected, _, threads) in zip(own, others, strict=True):
+        assert digests == expected == own[0][0]
+        assert off < 1e-5
+        assert deferred == [False, True, True, True, True], "by the gradients of the step before"
+        assert not any(threads)
+
+
+def on_some(rank: int, codec: Codec, exchange: str) -> Any:
+    return trained(rank, codec, {"exchange": exchange}, 0 if rank == 1 else reducer.SMALL_NUMEL)
+
+
+@pytest.mark.parametrize(("codec", "exchange"), WAYS, ids=str)
+def test_ranks_need_not_do_alike(ranks: Ranks, codec: Codec, exchange: str) -> None:
+    results = ranks(3).run(on_some, codec, exchange)
+    assert [result[0] for result in results] == [results[0][0]] * 3
+    assert [any(deferred) for *_, deferred in results] == [True, False, True]
+
+
+def test_what_moves_with_all_gradients_together_is_deferred_too(ranks: Ranks) -> None:
+    first, second = ranks(2).run(trained, OneBit(), {"error_feedback": Tracking(clip=1.0), "exchange": "gather"})
+    assert first[0] == second[0]
+    assert first[2] == second[2] == [False, True, True, True, True]
+
+
+def large(rank: int) -> list[bool]:
+    torch.manual_seed(0)
+    ddp, state = wrap(nn.Linear(512, 513), TopK(0.01), exchange="gather")
+    with Counted() as deferred:
+        for _ in range(3):
+            ddp(torch.randn(4, 512)).square().mean().backward()
+    state.close()
+    return deferred.steps
+
+
+def test_what_is_not_small_is_not_deferred(ranks: Ranks) -> None:
+    assert ranks(2).run(large) == [[False] * 3] * 2
+
+
+@pytest.mark.parametrize("way", ["static_graph", "find_unused_parameters", "gradient_as_bucket_view"])
+def test_ways_of_ddp(ranks: Ranks, way: str) -> None:
+    for digests, off, deferred in ranks(2).run(trained, OneBit(), {"ddp": {way: True}, "exchange": "gather"}):
+        assert len(digests) == 5
+        assert off < 1e-5
+        assert any(deferred) == (way != "static_graph"), "whose first pass waits before it has ended"
+
+
+def waited_for_in_the_hook(rank: int) -> tuple[list[float], list[bool]]:
+    """The norms of all means, taken where the hook is called."""
+    ddp = DistributedDataParallel(convnet(), bucket_cap_mb=0.02)
+    state, norms = CompressState(ddp, OneBit(), exchange="gather"), list[float]()
+
+    def hook(state: CompressState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        future = compress_hook(state, bucket)
+        norms.append(float(future.wait().norm()))
+        return future
+
+    hook.__annotations__ = compress_hook.__annotations__
+    ddp.register_comm_hook(state, hook)
+    with Counted() as deferred:
+        train(rank, ddp, range(4))
+    state.close()
+    return norms, deferred.steps
+
+
+def test_a_hook_may_wait_for_the_mean(ranks: Ranks) -> None:
+    first, second = ranks(2).run(waited_for_in_the_hook)
+    assert first == second
+    assert not any(first[1])
+
+
+def wrapped_again(rank: int) -> list[list[bool]]:
+    """The state's next model is a static graph, of which DDP waits for the first means within backward."""
+    ddp, state = wrap(convnet(), OneBit(), exchange="gather")
+    steps = []
+    for _ in range(2):
+        with Counted() as deferred:
+            train(rank, ddp, range(3))
+        steps.append(deferred.steps)
+        ddp = DistributedDataParallel(ddp.module, bucket_cap_mb=0.02, static_graph=True)
+        ddp.register_comm_hook(state, compress_hook)
+    state.close()
+    return steps
+
+
+def test_the_next_model_may_be_a_static_graph(ranks: Ranks) -> None:
+    assert ranks(2).run(wrapped_again) == [[[False, True, True], [False, False, False]]] * 2
+
+
+def watched(rank: int, how: str) -> list[bool]:
+    model = convnet()
+    ddp, state = wrap(model, PowerSGD(2), exchange="factors")
+    with Counted() as deferred:
+        for step in range(4):
+            loss = ddp(batch(rank, step, model)).square().mean()
+            with torch.autocast("cpu", dtype=torch.bfloat16) if how == "autocast" else FlopCounterMode(display=False):
+                loss.backward()
+    state.close()
+    return deferred.steps
+
+
+@pytest.mark.parametrize("how", ["autocast", "mode"])
+def test_what_changes_torch_on_the_thread_keeps_steps_off_it(ranks: Ranks, how: str) -> None:
+    assert ranks(2).run(watched, how) == [[False] * 4] * 2
+
+
+def raised(rank: int) -> tuple[list[str], list[bool], int]:
+    """A backward pass raises on every rank when some of its buckets are under way: how many still are afterwards."""
+    model = convnet()
+    ddp, state = wrap(model, TopK(0.05), exchange="gather")
+
+    def fail(grad: torch.Tensor) -> None:
+        raise ValueError("in backward")
+
+    with Counted() as deferred:
+        digests = train(rank, ddp, range(3))
+        handle = next(model.parameters()).register_hook(fail)
+        with pytest.raises(ValueError, match="in backward"):
+            train(rank, ddp, range(3, 4))
+        handle.remove()
+        ddp.reducer._reset_state()
+        assert state._reducer is not None
+        core = state._reducer.connection.pipeline._core
+        rest = len(core.pending) + len(core.under_way)
+        digests += train(rank, ddp, range(4, 7))
+    state.close()
+    return digests, deferred.steps, rest
+
+
+def test_a_pass_that_raises_leaves_nothing_under_way(ranks: Ranks) -> None:
+    first, second = ranks(2).run(raised)
+    assert first == second
+    _, deferred, rest = first
+    assert deferred[1:] == [True] * 6
+    assert rest == 0
+
+
+def elsewhere(rank: int) -> str:
+    """What a rank says in a small step if rank 1 is in another one."""
+    ddp, state = wrap(convnet(), TopK(0.05), exchange="gather")
+    train(rank, ddp, range(2))
+    with Counted() as deferred:
+        state._step += rank
+        with pytest.raises(RuntimeError) as raised:
+            train(rank, ddp, range(2, 3))
+    assert deferred.steps == [True]
+    return str(raised.value)
+
+
+def test_ranks_that_differ_say_so(ranks: Ranks) -> None:
+    for text in ranks(2).run(elsewhere):
+        assert "ranks disagree on step: rank 0 has 2, rank 1 has 3" in text, text
