@@ -58,8 +58,8 @@ def trained(
 
 
 WAYS = [
-    (TopK(0.05), "gather"), (TopK(0.05), "split"), (OneBit(), "gather"), (OneBit(), "two_pass"), (PowerSGD(1), "factors"),
-    (Cast(torch.bfloat16), "two_pass"),
+    (TopK(0.05), "gather"), (TopK(0.05), "split"), (OneBit(), "gather"), (OneBit(), "two_pass"),
+    (PowerSGD(1), "factors"), (Cast(torch.bfloat16), "two_pass"),
 ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -195,6 +196,7 @@ def test_a_state_that_is_closed_says_nothing_of_the_optimizer(ranks: Ranks) -> N
 def test_the_first_step_of_an_optimizer_is_looked_at_once() -> None:
     mine, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     seen: list[torch.optim.Optimizer] = []
+    gc.collect()  # other tests' parameters
     before = len(optimizers._waiting)
     expect_optimizer([mine, mine], seen.append)
     expect_optimizer([other, mine], seen.append)  # of as many and as long: told apart nevertheless

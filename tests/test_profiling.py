@@ -13,11 +13,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from gradwire import Codec, OneBit, TopK
-from gradwire.hooks import Statistics
+from gradwire.hooks import Statistics, reducer
 from gradwire.hooks.comm import pipeline
 from gradwire.hooks.comm.pipeline import NVTX_TOOLS, clock
 from ranks import Pool
@@ -38,8 +39,13 @@ def every_thread() -> profile:
     return profile(activities=[ProfilerActivity.CPU], experimental_config=config)
 
 
-def profiled_steps(rank: int, codec: Codec, exchange: str) -> dict[str, Any]:
+def profiled_steps(rank: int, codec: Codec, exchange: str, small: bool) -> dict[str, Any]:
     """Ranges as (phase, bucket, thread, start, end) in order, and what the state counted meanwhile, in seconds."""
+    with patch.object(reducer, "SMALL_NUMEL", reducer.SMALL_NUMEL if small else 0):
+        return _profiled_steps(rank, codec, exchange)
+
+
+def _profiled_steps(rank: int, codec: Codec, exchange: str) -> dict[str, Any]:
     model, state = wrap(convnet(), codec, exchange=exchange)
 
     def step(number: int) -> None:
@@ -68,6 +74,7 @@ def profiled_steps(rank: int, codec: Codec, exchange: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize("small", [False, True], ids=["threads", "small"])
 @pytest.mark.parametrize(
     ("codec", "exchange", "way"),
     [
@@ -77,15 +84,18 @@ def profiled_steps(rank: int, codec: Codec, exchange: str) -> dict[str, Any]:
     ids=str,
 )
 def test_a_profiler_shows_each_bucket_s_phases_and_statistics_agree(
-    ranks: Ranks, codec: Codec, exchange: str, way: list[str]
+    ranks: Ranks, codec: Codec, exchange: str, way: list[str], small: bool
 ) -> None:
-    sides = ranks(2).run(profiled_steps, codec, exchange)
+    sides = ranks(2).run(profiled_steps, codec, exchange, small)
     for side in sides:
         ranges, buckets = side["ranges"], side["buckets"]
         assert buckets >= 3
-        assert {thread for phase, _, thread, _, _ in ranges if phase == "exchange"}.isdisjoint(
-            {thread for phase, _, thread, _, _ in ranges if phase != "exchange"}
-        ), "one thread computes, another waits"
+        waiting = {thread for phase, _, thread, _, _ in ranges if phase == "exchange"}
+        computing = {thread for phase, _, thread, _, _ in ranges if phase != "exchange"}
+        if small:
+            assert waiting == computing == {next(iter(computing))}, "one thread does it all"
+        else:
+            assert waiting.isdisjoint(computing), "one thread computes, another waits"
         for thread in {thread for _, _, thread, _, _ in ranges}:
             own = [(start, end) for _, _, where, start, end in ranges if where == thread]
             assert all(end <= start for (_, end), (start, _) in pairwise(own)), "one after the other"
