@@ -57,8 +57,7 @@ class Messages:
     def wait(self) -> None:
         works, self._works = self._works, []
         for peer, work in works:
-            with self._group.naming(peer):
-                work.wait() if self._timeout is None else work.wait(self._timeout)
+            self._group.reaching(peer, work.wait, *(() if self._timeout is None else (self._timeout,)))
 
 
 class Together:
@@ -283,8 +282,7 @@ class Group:
             return self.all_gather(output, row)
 
         def start(move: Any, rows: Tensor, peer: int) -> Work:
-            with self.naming(peer):
-                return Messages([(peer, move([rows], peer, self._tag))], self, self.timeout)
+            return Messages([(peer, self.reaching(peer, move, [rows], peer, self._tag))], self, self.timeout)
 
         rows = output.view(self.size, row.numel())
         return Dissemination(
@@ -337,8 +335,8 @@ class Group:
         for distance in range(1, self.size):
             source = (self.rank - distance) % self.size
             if received[source].numel():
-                with self.naming(source):
-                    works.append((source, self._group.recv([received[source]], source, self._tag)))
+                work = self.reaching(source, self._group.recv, [received[source]], source, self._tag)
+                works.append((source, work))
         return works
 
     def _send(self, received: Sequence[Tensor], sent: Sequence[Tensor], works: list[tuple[int, dist.Work]]) -> Messages:
@@ -346,15 +344,14 @@ class Group:
         for distance in range(1, self.size):
             target = (self.rank + distance) % self.size
             if sent[target].numel():
-                with self.naming(target):
-                    works.append((target, self._group.send([sent[target]], target, self._tag)))
+                work = self.reaching(target, self._group.send, [sent[target]], target, self._tag)
+                works.append((target, work))
         return Messages(works, self, self.timeout)
 
-    @contextlib.contextmanager
-    def naming(self, peer: int) -> Iterator[None]:
-        """What goes wrong between this rank and a peer says which that is; Gloo has nothing but its address."""
+    def reaching(self, peer: int, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Call what concerns a peer: what goes wrong says which rank that is; Gloo has nothing but its address."""
         try:
-            yield
+            return call(*arguments)
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {self.ranks[peer]} does not answer; what it said last may say why. {error}"
