@@ -504,10 +504,6 @@ class Reducer:
 
     def _end(self, step: Step) -> None:
         try:
-            span, served = time.perf_counter() - step.began, partial(self._served, step)
-            if self.tuner.ended(span, served, self.connection.drifted):
-                for unit, _ in step.reduced:
-                    unit.choice = None
             units = [unit for unit, _ in step.reduced]
             self._learn()
             self._counts = Counts.of(step, self._counted)
@@ -516,6 +512,11 @@ class Reducer:
             else:
                 self._learn()
             self._statistics.steps += 1
+            self.connection.post()
+            span, served = time.perf_counter() - step.began, partial(self._served, step)
+            if self.tuner.ended(span, served, self.connection.drifted):
+                for unit in units:
+                    unit.choice = None
             few = self._numel <= SMALL_NUMEL and not step.rows
             self._small = few and not any(unit.exchange.collective for unit in units)
             dense = (
@@ -526,7 +527,6 @@ class Reducer:
             if dense and self.connection.dense_group is not None:
                 self._all_dense, self._dense_units = step.choice, units
             self._ended = step
-            self.connection.post()
         except Exception as error:
             raise self._failure(error, step, "at its end", step.choice.exchange) from error
 

@@ -30,7 +30,7 @@ TURNS, MOST_TURNS = 2, 4
 DOUBT, HOPELESS = 1.25, 1.5
 #: What share of the fallback's span a way may take: what compresses takes processor time from the rest of the step too,
 #: and noise is no reason to compress.
-CLEARLY = {COMPRESSED: 0.8, HALF: 0.95, FALLBACK: 1.0}
+CLEARLY = {COMPRESSED: 0.8, HALF: 0.9, FALLBACK: 1.0}
 
 
 def typical(spans: Sequence[float]) -> float:
