@@ -149,7 +149,7 @@ class CompressState(State):
             self._units = {index: u for index, u in self._units.items() if index <= unit.index}
             self._close(step, reducer)
             if not AtEnd(partial(self._deliver, step), partial(self._throw_away, step)).queue():
-                reducer.connection.pipeline.idle()
+                reducer.connection.pipeline.idle()  # nobody else would go on with what is deferred
                 self._delivery.expect(step)
         return future
 
