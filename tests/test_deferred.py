@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
-from gradwire import Cast, Codec, CompressState, OneBit, PowerSGD, TopK, Tracking, compress_hook
+from gradwire import Cast, Codec, OneBit, PowerSGD, TopK, Tracking, compress_hook
 from gradwire.hooks import reducer
+from gradwire.hooks.backward import AtEnd
 from gradwire.hooks.comm.pipeline import Pipeline
 from ranks import Pool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
-from training import Ledger, batch, convnet, train, wrap
+from training import Ledger, batch, convnet, train, waiting, wrap
 
 Ranks = Callable[[int], Pool]
 
@@ -116,16 +117,7 @@ def test_ways_of_ddp(ranks: Ranks, way: str) -> None:
 
 def waited_for_in_the_hook(rank: int) -> tuple[list[float], list[bool]]:
     """The norms of all means, taken where the hook is called."""
-    ddp = DistributedDataParallel(convnet(), bucket_cap_mb=0.02)
-    state, norms = CompressState(ddp, OneBit(), exchange="gather"), list[float]()
-
-    def hook(state: CompressState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        future = compress_hook(state, bucket)
-        norms.append(float(future.wait().norm()))
-        return future
-
-    hook.__annotations__ = compress_hook.__annotations__
-    ddp.register_comm_hook(state, hook)
+    ddp, state, norms = waiting(convnet(), OneBit(), exchange="gather")
     with Counted() as deferred:
         train(rank, ddp, range(4))
     state.close()
@@ -136,6 +128,29 @@ def test_a_hook_may_wait_for_the_mean(ranks: Ranks) -> None:
     first, second = ranks(2).run(waited_for_in_the_hook)
     assert first == second
     assert not any(first[1])
+
+
+def outside(rank: int) -> tuple[list[str], list[bool]]:
+    """The last bucket of each step comes when no backward pass runs any more, as far as the state can tell."""
+    ddp, state = wrap(convnet(), OneBit(), exchange="gather")
+    calls, queue = itertools.count(), AtEnd.queue
+
+    def only_first(end: AtEnd) -> bool:
+        if next(calls) % 2 == 0:
+            return queue(end)
+        end._pending = False
+        return False
+
+    with Counted() as deferred, patch.object(AtEnd, "queue", only_first):
+        digests = train(rank, ddp, range(4))
+    state.close()
+    return digests, deferred.steps
+
+
+def test_a_step_that_nobody_ends_is_ended_by_its_last_bucket(ranks: Ranks) -> None:
+    first, second = ranks(2).run(outside, within=60.0)
+    assert first == second
+    assert first[1] == [False, True, True, True]
 
 
 def wrapped_again(rank: int) -> list[list[bool]]:

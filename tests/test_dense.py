@@ -12,15 +12,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
-from gradwire import Codec, CompressState, Identity, OneBit, TopK, compress_hook
+from gradwire import Codec, Identity, OneBit, TopK
 from gradwire.hooks import reducer
 from gradwire.hooks.straight import Straight
 from ranks import Pool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from training import Ledger, batch, convnet, digest, perceptron, residuals_of, train, wrap
+from training import Ledger, batch, convnet, digest, perceptron, residuals_of, train, waiting, wrap
 
 Ranks = Callable[[int], Pool]
 
@@ -101,16 +100,7 @@ def test_what_may_be_undone_does_not_go_straight(ranks: Ranks) -> None:
 
 def waited_for_in_the_hook(rank: int) -> list[float]:
     """The norms of all means, taken where the hook is called."""
-    ddp = DistributedDataParallel(convnet(), bucket_cap_mb=0.02)
-    state, norms = CompressState(ddp, OneBit(), exchange="dense"), list[float]()
-
-    def hook(state: CompressState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        future = compress_hook(state, bucket)
-        norms.append(float(future.wait().norm()))
-        return future
-
-    hook.__annotations__ = compress_hook.__annotations__
-    ddp.register_comm_hook(state, hook)
+    ddp, state, norms = waiting(convnet(), OneBit(), exchange="dense")
     with Counted() as straight:
         straight.train(rank, ddp, range(4))
     state.close()

@@ -54,6 +54,21 @@ def wrap(
     return wrapped, state
 
 
+def waiting(model: nn.Module, codec: Any, **options: Any) -> tuple[Any, CompressState, list[float]]:
+    """As `wrap`, with a hook around ours that waits for each mean within backward; and the norms of all means."""
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=0.02)
+    state, norms = CompressState(wrapped, codec, **options), list[float]()
+
+    def hook(state: CompressState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        future = compress_hook(state, bucket)
+        norms.append(float(future.wait().norm()))
+        return future
+
+    hook.__annotations__ = compress_hook.__annotations__  # DDP compares them
+    wrapped.register_comm_hook(state, hook)
+    return wrapped, state, norms
+
+
 WORK, LATENCY = cost.Work(2e-9, 2e-9, 2e-9, 2e-9, 5e-11, 5e-10), cost.Latency(1e-5, 3e-5, 4e-5)
 
 
