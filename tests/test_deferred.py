@@ -11,13 +11,14 @@ import pytest
 import torch
 from gradwire import Cast, Codec, OneBit, PowerSGD, TopK, Tracking, compress_hook
 from gradwire.hooks import reducer
+from gradwire.hooks.auto import probe
 from gradwire.hooks.backward import AtEnd
 from gradwire.hooks.comm.pipeline import Pipeline
 from ranks import Pool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
-from training import Ledger, batch, convnet, train, waiting, wrap
+from training import Ledger, batch, convnet, pretend, train, waiting, wrap
 
 Ranks = Callable[[int], Pool]
 
@@ -105,6 +106,26 @@ def large(rank: int) -> list[bool]:
 
 def test_what_is_not_small_is_not_deferred(ranks: Ranks) -> None:
     assert ranks(2).run(large) == [[False] * 3] * 2
+
+
+def test_collectives_do_not_wait_for_the_end_of_backward(ranks: Ranks) -> None:
+    """They begin only when ranks have compared, which in a deferred step is then."""
+    scaler = torch.amp.GradScaler("cpu")  # else dense steps have no pipeline
+    for _, _, deferred in ranks(2).run(trained, OneBit(), {"exchange": "dense", "grad_scaler": scaler}):
+        assert deferred == [False] * 5
+
+
+def measured(rank: int) -> list[bool]:
+    """Ranks measure a codec, when they know that all of them mean it."""
+    with patch.object(probe, "calibration", pretend(1e-5)), Counted() as deferred:
+        ddp, state = wrap(convnet(), lambda step: OneBit() if step < 3 else TopK(0.05), exchange="auto")
+        train(rank, ddp, range(6))
+        state.close()
+    return deferred.steps
+
+
+def test_backward_does_not_wait_for_what_others_mean(ranks: Ranks) -> None:
+    assert ranks(2).run(measured) == [[False, True, True, False, True, True]] * 2
 
 
 @pytest.mark.parametrize("way", ["static_graph", "find_unused_parameters", "gradient_as_bucket_view"])
