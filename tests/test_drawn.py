@@ -226,6 +226,16 @@ FAILED: tuple[tuple[Configuration, list[Event]], ...] = (
         Configuration(world_size=4, codec=Identity(), exchange="hierarchical", topology=2, scaler="enabled"),
         [Step(), Step(overflow=Overflow(rank=3, parameter=1)), Step()],
     ),
+    # A bucket without elements.
+    (
+        Configuration(
+            world_size=4,
+            exchange="hierarchical",
+            topology=2,
+            parameters=(Parameter((40, 20)), Parameter((3, 0), dtype=torch.bfloat16)),
+        ),
+        [Step()] * 3,
+    ),
     # An overflow in an excluded parameter alone.
     (
         Configuration(exchange="split", exclude="first", scaler="enabled", parameters=PAIR, cap=1),

@@ -212,7 +212,7 @@ def test_deferred_units_need_no_thread() -> None:
     pipeline, seen = Pipeline("test"), list[str]()
     before, ran = set(threading.enumerate()), set[int]()
     pipeline.defer(True)
-    bells = {name: [Bell(), Bell()] for name in "ab"}
+    bells = {"a": [Bell()], "b": [Bell(), Bell()]}
     futures = [pipeline.start(stages(name, bells[name], seen), torch.ones(1)) for name in "ab"]
     pipeline.submit(lambda: ran.add(threading.get_ident()))
     assert seen == ["a0", "b0"], "begun where they were submitted"
@@ -220,9 +220,31 @@ def test_deferred_units_need_no_thread() -> None:
     for bell in (*bells["a"], *bells["b"]):
         bell.rung.set()
     pipeline.wait()
-    assert seen == ["a0", "b0", "a1", "b1", "a ends", "b ends"]
+    assert seen == ["a0", "b0", "a ends", "b1", "b ends"]
     assert ran == {threading.get_ident()}
     assert set(threading.enumerate()) == before
+
+
+def test_no_deferred_unit_waits_for_what_another_waits_for() -> None:
+    """As above: what other ranks tell of one may hang on what this one tells of another."""
+    pipeline, seen = Pipeline("test"), list[str]()
+    pipeline.defer(True)
+    bells = {name: [Bell(), Bell(), Bell()] for name in "abc"}
+    futures = {name: pipeline.start(stages(name, bells[name], seen), torch.ones(1)) for name in "abc"}
+    for name in "abc":
+        bells[name][0].rung.set()
+    waiting = threading.Thread(target=pipeline.wait)
+    waiting.start()
+    assert until(lambda: {"a1", "b1", "c1"} <= set(seen))
+    for name in "cb":  # the first still waits
+        for bell in bells[name]:
+            bell.rung.set()
+        assert until(futures[name].done)
+    assert not futures["a"].done()
+    for bell in bells["a"]:
+        bell.rung.set()
+    waiting.join(10)
+    assert futures["a"].done()
 
 
 def test_who_waits_for_a_while_leaves_what_was_deferred_to_threads() -> None:

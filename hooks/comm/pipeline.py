@@ -13,8 +13,9 @@ matters to nobody. Collectives have no tags: a unit starts none later than when 
 for that units follow each other in the order of submission on all ranks.
 
 To wake those threads takes longer than what a small model has to compute, so that its steps can be *deferred*: the
-thread that submits a unit begins it, and the one that waits for all of them resumes them, in the order in which they
-have put something under way.
+thread that submits a unit begins it, and the one that waits for all of them waits for what they have put under way at
+first, in the order of submission, and resumes them. What several put under way later must not queue there either, and
+is left to the threads.
 
 On a GPU the stages' kernels run on streams of the pipeline's own, beside backward's: what is encoded on one, the rest
 on another. NCCL's collectives do not block the host, so there nothing needs a thread: units are launched to their end
@@ -429,11 +430,14 @@ class _Core:
         return False
 
     def finish_here(self) -> bool:
-        """Run all to its end on this thread, if it may be."""
+        """Run all to its end on this thread, if it may be; False: threads have to do what is left."""
         if self.deferred:
             with self.lock:
                 while self.pending:
-                    unit, work = self.pending.popleft()
+                    unit, work = self.pending[0]
+                    if unit.stage > 1 and len(self.under_way) > 1:
+                        return False
+                    self.pending.popleft()
                     if self.failure.text is not None:
                         self.failure.left.append(work)
                     else:

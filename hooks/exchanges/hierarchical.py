@@ -97,6 +97,8 @@ class Hierarchical(Exchange):
         return self.inner.transfer_bytes
 
     def reduce(self, x: Operands) -> Stages:
+        if not self.row.numel():  # empty parameters alone, as DDP puts those of another dtype in a bucket of their own
+            return
         self.to_send.take(x.feedback.send_all(x.grad))  # with what other exchanges and other slices have left behind
         self.extra_to_send.take(x.extra)
         yield self.to_owners.start()
