@@ -100,11 +100,15 @@ class Connection:
         self.uneven_saves = False
         #: Whether a rank has seen, before the step that ranks compared last, that the network has changed.
         self.drifted = False
-        self._mine, self._all = torch.zeros(6, dtype=torch.int64), torch.zeros(self.group.size, 6, dtype=torch.int64)
-        self._said = self._mine.numpy()  # the same memory: writing there takes less than a tensor to copy from
-        self._words = self.control.channel("steps")
-        self._port = self._words.small_gather_port(self._all, self._mine)
+        self._words_from(self.control)
         self.pipeline = Pipeline(f"gradwire-{self.group.rank}", device, threaded=blocking)
+
+    def _words_from(self, control: Group) -> None:
+        """Where ranks tell each other what comes next, and the memory for it."""
+        self._mine, self._all = torch.zeros(6, dtype=torch.int64), torch.zeros(control.size, 6, dtype=torch.int64)
+        self._said = self._mine.numpy()  # the same memory: writing there takes less than a tensor to copy from
+        self._words = control.channel("steps")
+        self._port = self._words.small_gather_port(self._all, self._mine)
 
     @property
     def announced(self) -> Work:

@@ -154,10 +154,10 @@ def tried(rank: int, beta: float, slow: str, three: bool) -> Any:
     def late(exchange: Any, *arguments: Any) -> Any:
         yield from reduces[type(exchange)](exchange, *arguments)
         what = "dense" if isinstance(exchange, Dense) else "half" if exchange.codec == HALF_PRECISION else "compressed"
-        time.sleep(LATE * rank * (what in slow))
+        time.sleep(3 * LATE * rank * (what in slow))
 
     def end_late(straight: Straight) -> None:
-        time.sleep(LATE * rank * ("dense" in slow and "pipeline" not in slow))
+        time.sleep(3 * LATE * rank * ("dense" in slow and "pipeline" not in slow))
         end(straight)
 
     model, ddp = two_large_layers()

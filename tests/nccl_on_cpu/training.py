@@ -95,9 +95,7 @@ class Meeting(Connection):
         self.dense_group = None
         self.planner = Planner(Topology(self.group, *parts), device, torch.float32, inline=True)
         self.uneven_saves = self.drifted = False
-        self._mine, self._all = torch.zeros(6, dtype=torch.int64), torch.zeros(world.size, 6, dtype=torch.int64)
-        self._words = self.control.channel("steps")
-        self._port = self._words.small_gather_port(self._all, self._mine)
+        self._words_from(self.control)
         self.pipeline = Pipeline(f"test-{rank}", device, threaded=False)
 
 
