@@ -13,6 +13,9 @@ from torch import Tensor
 from .base import Kernels, Workspace
 from .sparse import EntryKernels
 
+#: Indices, behind how many are used; and values.
+Entries = tuple[Tensor, Tensor]
+
 
 def inner_kernels(kernels: Mapping[str, Kernels], inner: Any, device: torch.device) -> Kernels:
     """Those of the backend, or the codec's own where the backend has none."""
@@ -27,7 +30,7 @@ class Room:
     Attributes:
         codec, numel: whose it is.
         selection, inner: the workspaces of the two codecs, with one status.
-        rows, values: int32 [ranks, 1 + k] and float32 [ranks, k]: entries as they are, and how many are used.
+        row, values: int32 [1 + k] and float32 [k]: the entries that are encoded, as they are, and how many are used.
         rest: float32 [numel], where a gradient is kept without them; made when first needed.
     """
 
@@ -35,7 +38,7 @@ class Room:
     numel: int
     selection: Workspace
     inner: Workspace
-    rows: Tensor
+    row: Tensor
     values: Tensor
     rest: Tensor | None = None
 
@@ -53,34 +56,43 @@ class OutlierKernels(Kernels):
 
     @abstractmethod
     def take_out(self, room: Room, x: Tensor | None, target: Tensor) -> None:
-        """target[index] = -x[index], or zero without x, for the entries of the first row whose value is finite."""
+        """target[index] = -x[index], or zero without x, for the entries of `room` whose value is finite."""
 
     def choose(self, codec: Any, x: Tensor, residual: Tensor | None, room: Room) -> None:
-        """Write the entries of x, or of x + residual, to the first row of `room`. Changes neither."""
+        """Write the entries of x, or of x + residual, to `room`. Changes neither."""
         topk: Any = self.codecs["topk"]
-        topk.choose(codec.selection, x, residual, room.rows[0], room.values[0], room.selection, update=False)
+        topk.choose(codec.selection, x, residual, room.row, room.values, room.selection, update=False)
 
     def workspace(self, codec: Any, numel: int, device: torch.device) -> Workspace:
         workspace = Workspace.on(device)
-        self.room(codec, numel, device, 1, workspace)
+        self.room(codec, numel, device, workspace)
         return workspace
 
-    def room(self, codec: Any, numel: int, device: torch.device, ranks: int, workspace: Workspace) -> Room:
-        """What the workspace keeps, with entries of at least so many ranks."""
+    def room(self, codec: Any, numel: int, device: torch.device, workspace: Workspace) -> Room:
+        """What the workspace keeps to encode."""
         room: Room | None = workspace.buffers.get("outliers")
         if room is None or (room.codec, room.numel) != (codec, numel):
             selection = self.codecs["topk"].workspace(codec.selection, numel, device)
             inner = inner_kernels(self.codecs, codec.inner, device).workspace(codec.inner, numel, device)
             selection.status = inner.status = workspace.status
-            room = Room(codec, numel, selection, inner, *self._rows(codec, numel, ranks, device))
-            workspace.buffers["outliers"] = room
-        elif len(room.rows) < ranks:
-            room.rows, room.values = self._rows(codec, numel, ranks, device)
+            (row,), (values,) = self._entries(codec.k(numel), 1, device)
+            room = workspace.buffers["outliers"] = Room(codec, numel, selection, inner, row, values)
         return room
 
-    @staticmethod
-    def _rows(codec: Any, numel: int, ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def arrived(self, codec: Any, numel: int, device: torch.device, ranks: int, workspace: Workspace) -> Entries:
+        """Memory for the entries of ranks that are decoded: int32 [ranks, 1 + k] and float32 [ranks, k].
+
+        Apart from what is encoded: a GPU may encode on another stream than it decodes on, and must not be handed that
+        stream's memory while it is in use there, as the allocator would where more ranks need more.
+        """
         k = codec.k(numel)
+        rows, values = workspace.buffers.get("arrived", (None, None))
+        if rows is None or len(rows) < ranks or rows.shape[1] != 1 + k:
+            rows, values = workspace.buffers["arrived"] = self._entries(k, ranks, device)
+        return rows[:ranks], values[:ranks]
+
+    @staticmethod
+    def _entries(k: int, ranks: int, device: torch.device) -> Entries:
         rows = torch.zeros(ranks, 1 + k, dtype=torch.int32, device=device)
         return rows, torch.zeros(ranks, k, dtype=torch.float32, device=device)
 
@@ -91,7 +103,7 @@ class OutlierKernels(Kernels):
             inner.prepare(codec.inner, kind, device)
 
     def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
-        room = self.room(codec, x.numel(), x.device, 1, workspace)
+        room = self.room(codec, x.numel(), x.device, workspace)
         indices, values, blocks = wire.split(codec.part_bytes(x.numel()))
         self.choose(codec, x, None, room)
         if room.rest is None:
@@ -105,7 +117,7 @@ class OutlierKernels(Kernels):
     def encode_feedback(
         self, codec: Any, grad: Tensor, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
     ) -> None:
-        room = self.room(codec, grad.numel(), grad.device, 1, workspace)
+        room = self.room(codec, grad.numel(), grad.device, workspace)
         indices, values, blocks = wire.split(codec.part_bytes(grad.numel()))
         self.choose(codec, grad, residual, room)
         self.take_out(room, grad, residual)  # then their sum is zero there
@@ -115,6 +127,6 @@ class OutlierKernels(Kernels):
 
     def _pack(self, codec: Any, room: Room, indices: Tensor, values: Tensor, residual: Tensor | None) -> None:
         """What rounding leaves of the values goes to the residual, in the place of what the inner code left there."""
-        row, found = room.rows[0], room.values[0]
-        self.entries.pack_indices(row[1:], row[:1], 0, room.numel, indices)
-        self.entries.pack_values(found, codec.values, values, row[1:], row[:1], residual)
+        where, count = room.row[1:], room.row[:1]
+        self.entries.pack_indices(where, count, 0, room.numel, indices)
+        self.entries.pack_values(room.values, codec.values, values, where, count, residual)

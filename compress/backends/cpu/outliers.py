@@ -32,8 +32,7 @@ class Outliers(OutlierKernels, CpuKernels):
             Kernels.prepare(self, codec, dtype, device)
 
     def take_out(self, room: Room, x: Tensor | None, target: Tensor) -> None:
-        row = room.rows[0]
-        entries, count = (address(row[1:], I32), address(room.values[0], F32)), int(row[0])
+        entries, count = (address(room.row[1:], I32), address(room.values, F32)), int(room.row[0])
         source = (KINDS[F32], 0) if x is None else (KINDS[x.dtype], address(x))
         patching.take_out(entries, count, source, address(target, F32), reserved(room.selection, "patch", SCRATCH))
 
@@ -44,19 +43,18 @@ class Outliers(OutlierKernels, CpuKernels):
         if not (isinstance(inner, Blocks) and inner.hides):
             super().encode_feedback(codec, grad, residual, wire, draw, workspace)
             return
-        room = self.room(codec, grad.numel(), grad.device, 1, workspace)
+        room = self.room(codec, grad.numel(), grad.device, workspace)
         indices, values, blocks = wire.split(codec.part_bytes(grad.numel()))
         self.choose(codec, grad, residual, room)
-        row = room.rows[0]
-        hidden = address(row[1:], I32), address(room.values[0], F32), int(row[0])
+        hidden = address(room.row[1:], I32), address(room.values, F32), int(room.row[0])
         inner.encode_hiding(codec.inner, grad, residual, blocks, hidden, room.inner)
         # Nothing is left of values that are sent as they are.
         self._pack(codec, room, indices, values, None if codec.values == F32 else residual)
 
     def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
-        room = self.room(codec, out.numel(), out.device, 1, workspace)
+        room = self.room(codec, out.numel(), out.device, workspace)
         *entries, blocks = (part[None] for part in wire.split(codec.part_bytes(out.numel())))
-        ((where, count),) = self._sound(codec, entries, room, workspace)
+        _, ((where, count),) = self._sound(codec, entries, out.numel(), workspace)
         target, inner = address(out, F32), inner_kernels(self.codecs, codec.inner, out.device)
         patching.add_to_values(where, count, 0, target, float(alpha))
         inner.decode_add(codec.inner, blocks[0], out, alpha, room.inner)
@@ -65,13 +63,12 @@ class Outliers(OutlierKernels, CpuKernels):
     def decode_mean(self, codec: Any, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
         *entries, blocks = wires
         numel, ranks, block = out.numel(), len(blocks), codec.inner.block_size
-        room = self.room(codec, numel, out.device, ranks, workspace)
-        lists = self._sound(codec, entries, room, workspace)
+        rows, lists = self._sound(codec, entries, numel, workspace)
         size = max(1, CHUNK // block) * block
         record, bounds = codec.inner.wire_bytes(block), range(0, numel, size)
         # Which of a rank's entries lie in which chunk.
         cuts = [
-            np.searchsorted(room.rows[r, 1 : 1 + count].numpy(), [*bounds, numel]).tolist()
+            np.searchsorted(rows[r, 1 : 1 + count].numpy(), [*bounds, numel]).tolist()
             for r, (_, count) in enumerate(lists)
         ]
         inner, pieces = inner_kernels(self.codecs, codec.inner, out.device), pieces_of(numel, len(bounds))
@@ -98,20 +95,21 @@ class Outliers(OutlierKernels, CpuKernels):
             own.status.zero_()
 
     def _sound(
-        self, codec: Any, wires: Sequence[Tensor], room: Room, workspace: Workspace
-    ) -> list[tuple[tuple[int, int], int]]:
-        """Where each rank's indices and values are, and how many, of the entries that count; the others are noted."""
+        self, codec: Any, wires: Sequence[Tensor], numel: int, workspace: Workspace
+    ) -> tuple[Tensor, list[tuple[tuple[int, int], int]]]:
+        """Each rank's indices, behind how many there were; and where its indices and values are, and how many, of the
+        entries that count; the others are noted."""
         indices, values = wires
-        rows, found = room.rows[: len(indices)], room.values[: len(indices)]
-        self.entries.unpack_indices(indices, 0, room.numel, rows[:, 0], rows[:, 1:])
+        rows, found = self.arrived(codec, numel, indices.device, len(indices), workspace)
+        self.entries.unpack_indices(indices, 0, numel, rows[:, 0], rows[:, 1:])
         self.entries.unpack_values(values, codec.values, found)
         lists = []
         for row, numbers in zip(rows, found, strict=True):
             where = address(row, I32), address(numbers, F32)
-            count, skipped, unsound = patching.keep_sound(*where, len(numbers), room.numel)
+            count, skipped, unsound = patching.keep_sound(*where, len(numbers), numel)
             note(workspace, [(skipped, unsound)])
             lists.append(((where[0] + 4, where[1]), count))
-        return lists
+        return rows, lists
 
     def _work(
         self, codec: Any, size: int, pieces: int, inner: Kernels, workspace: Workspace

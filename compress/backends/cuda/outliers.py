@@ -26,10 +26,9 @@ class Outliers(OutlierKernels):
             device_for(device).function(FILE, "outliers_put")
 
     def take_out(self, room: Room, x: Tensor | None, target: Tensor) -> None:
-        device, row, values = device_for(target.device), room.rows[0], room.values[0]
-        suffix = "f32" if x is None else SUFFIXES[x.dtype]
-        grid = grid_for(len(values), device)
-        device.function(FILE, f"outliers_take_{suffix}")(grid, THREADS, (row, values, x, target))
+        device, suffix = device_for(target.device), "f32" if x is None else SUFFIXES[x.dtype]
+        grid = grid_for(len(room.values), device)
+        device.function(FILE, f"outliers_take_{suffix}")(grid, THREADS, (room.row, room.values, x, target))
 
     def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
         parts = [part[None] for part in wire.split(codec.part_bytes(out.numel()))]
@@ -38,7 +37,7 @@ class Outliers(OutlierKernels):
     def decode_mean(self, codec: Any, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
         total, ranks = out, len(wires[0])
         if out.dtype != torch.float32:
-            room = self.room(codec, out.numel(), out.device, ranks, workspace)
+            room = self.room(codec, out.numel(), out.device, workspace)
             if room.rest is None:
                 room.rest = torch.empty(out.numel(), dtype=torch.float32, device=out.device)
             total = room.rest
@@ -52,8 +51,8 @@ class Outliers(OutlierKernels):
         """Rank after rank, out += alpha · decoded; `out` is float32."""
         indices, values, blocks = wires
         ranks, numel, k = len(indices), out.numel(), codec.k(out.numel())
-        room = self.room(codec, numel, out.device, ranks, workspace)
-        rows, found = room.rows[:ranks], room.values[:ranks]
+        room = self.room(codec, numel, out.device, workspace)
+        rows, found = self.arrived(codec, numel, out.device, ranks, workspace)
         self.entries.unpack_indices(indices, 0, numel, rows[:, 0], rows[:, 1:])
         self.entries.unpack_values(values, codec.values, found)
         topk: Any = self.codecs["topk"]
