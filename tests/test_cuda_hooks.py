@@ -119,10 +119,11 @@ def test_a_call_neither_allocates_nor_waits(codec: Codec) -> None:
     x, residual = torch.randn(numel, device="cuda"), torch.zeros(numel, device="cuda")
     wire = torch.zeros(codec.wire_bytes(numel), dtype=torch.uint8, device="cuda")
     rows, out = [part.repeat(4, 1) for part in wire.split(codec.part_bytes(numel))], torch.empty(numel, device="cuda")
-    workspace = codec.workspace(numel, "cuda")
+    workspace, sent = codec.workspace(numel, "cuda"), codec.with_feedback()
+    draw = new_draw(0, device="cuda") if sent.stochastic else None
 
     def call() -> None:
-        codec.with_feedback().encode_feedback(x, residual, wire, None, workspace)
+        sent.encode_feedback(x, residual, wire, draw, workspace)
         codec.decode_mean(rows, out, workspace)
 
     call()
