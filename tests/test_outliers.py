@@ -11,7 +11,6 @@ import torch
 from gradwire.compress import QSGD, Cast, Codec, OneBit, Outliers, Ternary, TernGrad, TopK, new_draw
 from gradwire.compress.backends import use_backend
 from gradwire.compress.backends.cpu import kernels as cpu_kernels
-from gradwire.compress.backends.cpu import outliers as cpu_outliers
 from gradwire.compress.backends.cpu import topk as cpu_topk
 from gradwire.compress.codec import DTYPES
 from gradwire.hooks.auto.planner import check_exchange, default_exchange
@@ -64,7 +63,7 @@ def test_the_wire_is_that_of_top_k_and_that_of_what_is_left(
     values=st.sampled_from(VALUES),
     density=st.sampled_from([0.001, 0.05, 1.0]),
     pieces=st.integers(1, 3),
-    inner=st.sampled_from([OneBit(block=256), Ternary(), QSGD(rounding="nearest")]),
+    inner=st.sampled_from([OneBit(block=256), Ternary(), QSGD(rounding="nearest"), Cast()]),
 )
 def test_a_prediction_never_changes_the_bytes(
     numel: int, kinds: list[str], dtype: torch.dtype, values: torch.dtype, density: float, pieces: int, inner: Any
@@ -72,22 +71,20 @@ def test_a_prediction_never_changes_the_bytes(
     """Of the threshold, with a residual that is only read by the selection; and however many threads share the work."""
     codec, sides = Outliers(inner, density, values), []
     with pytest.MonkeyPatch.context() as patch:
-        for module in (cpu_topk, cpu_outliers):
+        for module in (cpu_topk, cpu_kernels):
             patch.setattr(module, "pieces_of", lambda elements, count: min(pieces, count))
-        patch.setattr(cpu_outliers, "CHUNK", 512)
         for backend in ("reference", "cpu"):
             with use_backend(backend):
                 workspace, residual, wires = codec.workspace(numel), gradient("normal", numel, 9), []
                 for step, kind in enumerate(kinds):
                     wire = torch.zeros(codec.wire_bytes(numel), dtype=torch.uint8)
-                    with pytest.MonkeyPatch.context() as inside:  # not of decoding, which is in such a piece already
-                        inside.setattr(cpu_kernels, "pieces_of", lambda elements, count: min(pieces, count))
-                        codec.encode_feedback(gradient(kind, numel, step, dtype), residual, wire, None, workspace)
+                    codec.encode_feedback(gradient(kind, numel, step, dtype), residual, wire, None, workspace)
                     wires.append(wire)
-                mean = torch.empty(numel, dtype=dtype)
+                mean, total = torch.empty(numel, dtype=dtype), gradient("wide", numel, 5)
                 wires.append(hostile_wires(codec, numel, 1, numel)[0])
                 codec.decode_mean(parts_of(codec, torch.stack(wires), numel), mean, workspace)
-                sides.append((*wires[:-1], residual, mean, workspace.status))
+                codec.decode_add(wires[-1], total, -0.3, workspace)
+                sides.append((*wires[:-1], residual, mean, total, workspace.status))
     assert all(same(a, b) for a, b in zip(*sides, strict=True))
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +22,11 @@ def inner_kernels(kernels: Mapping[str, Kernels], inner: Any, device: torch.devi
     """Those of the backend, or the codec's own where the backend has none."""
     found: Kernels = kernels.get(inner.name) or inner.kernels(device)
     return found
+
+
+def parts_of(codec: Any, wire: Tensor, out: Tensor) -> list[Tensor]:
+    """The parts of one rank's wire, as those of all ranks come."""
+    return [part[None] for part in wire.split(codec.part_bytes(out.numel()))]
 
 
 @dataclass
@@ -53,6 +59,10 @@ class OutlierKernels(Kernels):
 
     def __init__(self, kernels: Mapping[str, Kernels], entries: EntryKernels) -> None:
         self.codecs, self.entries = kernels, entries
+
+    @abstractmethod
+    def add(self, codec: Any, wires: Sequence[Tensor], out: Tensor, alpha: float, workspace: Workspace) -> None:
+        """Rank after rank, out += alpha · decoded; `out` is float32."""
 
     @abstractmethod
     def take_out(self, room: Room, x: Tensor | None, target: Tensor) -> None:
@@ -124,6 +134,22 @@ class OutlierKernels(Kernels):
         inner = inner_kernels(self.codecs, codec.inner, grad.device)
         inner.encode_feedback(codec.inner, grad, residual, blocks, draw, room.inner)
         self._pack(codec, room, indices, values, residual)
+
+    def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
+        self.add(codec, parts_of(codec, wire, out), out, alpha, workspace)
+
+    def decode_mean(self, codec: Any, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
+        total, ranks = out, len(wires[0])
+        if out.dtype != torch.float32:
+            room = self.room(codec, out.numel(), out.device, workspace)
+            if room.rest is None:
+                room.rest = torch.empty(out.numel(), dtype=torch.float32, device=out.device)
+            total = room.rest
+        total.zero_()
+        self.add(codec, wires, total, 1.0, workspace)
+        total.mul_(float(np.float32(1) / np.float32(ranks)))
+        if total is not out:
+            out.copy_(total)
 
     def _pack(self, codec: Any, room: Room, indices: Tensor, values: Tensor, residual: Tensor | None) -> None:
         """What rounding leaves of the values goes to the residual, in the place of what the inner code left there."""

@@ -49,7 +49,18 @@ from .blocks import (
     widen,
     width,
 )
-from .patching import Hidden, first_from, forget, mark_until, unless_marked
+from .patching import (
+    Hidden,
+    Shown,
+    begin_showing,
+    first_from,
+    forget,
+    mark_until,
+    or_shown,
+    show,
+    shown_by,
+    unless_marked,
+)
 from .simd import (
     as_f32,
     as_i8,
@@ -171,16 +182,20 @@ def onebit_encode(
 
 
 @compiled
-def onebit_decode(out: Source, wires: Wires, span: Span, how: How, block: int, scratch: int) -> tuple[int, int]:
+def onebit_decode(
+    out: Source, wires: Wires, span: Span, how: How, block: int, shown: Shown, scratch: int
+) -> tuple[int, int]:
     kind, target = out
     address, pitch, ranks = wires
     numel, first, last = span
     alpha, add, scale = how
     times, factor = F32(alpha), F32(scale)
     unsound = 0
+    begin_showing(shown, ranks, first * block)
     for b in range(first, last):
         start = b * block
         n = min(block, numel - start)
+        show(shown, ranks, start, block, alpha)
         record = address + b * (8 + (block >> 3))
         for r in range(ranks):
             levels = record + r * pitch
@@ -194,7 +209,8 @@ def onebit_decode(out: Source, wires: Wires, span: Span, how: How, block: int, s
             for r in range(ranks):
                 source = record + r * pitch
                 negative, positive = times * get_f32(source), times * get_f32(source + 4)
-                v = v + select(mask_of(get_i64(source + 8 + (i >> 3))), splat_f32(negative), positive)
+                level = select(mask_of(get_i64(source + 8 + (i >> 3))), splat_f32(negative), positive)
+                v = v + or_shown(level, shown_by(shown, ranks, r, block), block, i)
             store(total + 4 * i, v * factor)
         if not direct:
             narrow(kind, total, target + start * width(kind), n, scratch + SPARE)
@@ -307,7 +323,7 @@ def qsgd_encode(
 
 @compiled
 def qsgd_decode(
-    out: Source, wires: Wires, span: Span, how: How, block: int, bits: int, scratch: int
+    out: Source, wires: Wires, span: Span, how: How, block: int, bits: int, shown: Shown, scratch: int
 ) -> tuple[int, int]:
     kind, target = out
     address, pitch, ranks = wires
@@ -318,12 +334,14 @@ def qsgd_decode(
     packed = codes + block
     size, times = 4 + (block >> 3) * bits, F32(alpha)
     skipped = unsound = 0
+    begin_showing(shown, ranks, first * block)
     for b in range(first, last):
         start = b * block
         n = min(block, numel - start)
+        show(shown, ranks, start, block, alpha)
         total = begin_sum(kind, target, start, n, block, add, scratch)
         for r in range(ranks):
-            record = address + r * pitch + b * size
+            record, marks = address + r * pitch + b * size, shown_by(shown, ranks, r, block)
             unit = get_f32(record)
             unsound += not np.isfinite(unit)
             unpack(record + 4, codes, block, bits, packed)
@@ -334,7 +352,8 @@ def qsgd_decode(
                 skipped += count_ones(bits_of(code == sign))
                 level = as_i8(code & s)
                 signed = select(code >= sign, 0 - level, level)
-                store(total + 4 * i, load_f32(total + 4 * i) + times * (to_f32(signed) * unit))
+                v = or_shown(times * (to_f32(signed) * unit), marks, block, i)
+                store(total + 4 * i, load_f32(total + 4 * i) + v)
         end_sum(kind, total, target, start, n, block, add, scale, scratch + SPARE)
     return skipped, unsound
 

@@ -17,7 +17,8 @@ from .. import Entering, Kernels, Narrow, Workspace, kept
 from ..addresses import address, rows_at
 from . import chunked, dense, narrow, ternary
 from .blocks import BFLOAT16, FLOAT16, FLOAT32, TILE, scratch_bytes
-from .patching import Hidden
+from .dense import How
+from .patching import Hidden, shown_bytes
 
 KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 #: Fewer elements than this are not worth another thread: to wake one takes some 0.1 ms.
@@ -95,8 +96,9 @@ Kernel = tuple[Callable, tuple]
 class Blocks(CpuKernels):
     """Codecs of one record a block; a subclass names its kernels and says what they need to know of the codec."""
 
-    #: Whether the kernel that encodes takes entries that it is to hide.
-    hides = False
+    #: Whether the kernel that encodes takes entries that it is to hide, and that which decodes takes those that count
+    #: in the place of what it decodes.
+    hides = shows = False
 
     def block(self, codec: Any) -> int:
         return int(codec.block)
@@ -136,10 +138,12 @@ class Blocks(CpuKernels):
         self._encode(codec, grad, address(residual, torch.float32), wire, draw, workspace)
 
     def encode_hiding(
-        self, codec: Any, grad: Tensor, residual: Tensor, wire: Tensor, hidden: Hidden, workspace: Workspace
+        self, codec: Any, x: Tensor, residual: Tensor | None, wire: Tensor, hidden: Hidden, workspace: Workspace
     ) -> None:
-        """`encode_feedback` as if grad + residual were 0 at the entries of `hidden`, where the residual then is."""
-        self._encode(codec, grad, address(residual, torch.float32), wire, None, workspace, hidden)
+        """`encode`, or `encode_feedback`, as if all that is encoded were 0 at the entries of `hidden`, where the
+        residual then is."""
+        kept = 0 if residual is None else address(residual, torch.float32)
+        self._encode(codec, x, kept, wire, None, workspace, hidden)
 
     def _encode(
         self,
@@ -233,16 +237,27 @@ class Blocks(CpuKernels):
     def decode_mean(self, codec: Any, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
         self._decode(codec, wires[0], out, (1.0, 0, inverse(wires[0].shape[0])), workspace)
 
-    def _decode(
-        self, codec: Any, wires: Tensor, out: Tensor, how: tuple[float, int, float], workspace: Workspace
+    def decode_showing(
+        self, codec: Any, wires: Tensor, out: Tensor, how: How, lists: np.ndarray, workspace: Workspace
     ) -> None:
+        """`decode_add` or `decode_mean` of wires, with the entries of `lists`, int64 [ranks, 3], each in the place of
+        what its rank's wire says there: where indices are, ascending, where values are, and how many."""
+        self._decode(codec, wires, out, how, workspace, lists.ctypes.data)
+
+    def _decode(self, codec: Any, wires: Tensor, out: Tensor, how: How, workspace: Workspace, lists: int = 0) -> None:
         kernel, rest = self.decode_block(codec)
-        numel, target = out.numel(), (KINDS[out.dtype], address(out))
-        sources = *rows_at(wires, torch.uint8), wires.shape[0]
+        numel, target, ranks = out.numel(), (KINDS[out.dtype], address(out)), wires.shape[0]
+        sources = *rows_at(wires, torch.uint8), ranks
         count, pieces, scratch, size = self._split(codec, numel, workspace)
+        room, each = 0, 0
+        if lists:
+            each = whole_lines(ranks * shown_bytes(self.block(codec)))
+            room = reserved(workspace, "shown", pieces * each)
 
         def job(first: int, last: int, piece: int) -> tuple[int, int]:
-            result: tuple[int, int] = kernel(target, sources, (numel, first, last), how, *rest, scratch + piece * size)
+            shown = ((lists, room + piece * each),) if self.shows else ()
+            span, own = (numel, first, last), scratch + piece * size
+            result: tuple[int, int] = kernel(target, sources, span, how, *rest, *shown, own)
             return result
 
         note(workspace, run(job, count, pieces))
@@ -257,7 +272,7 @@ def _draw(codec: Any, draw: Tensor | None) -> tuple[int, int, int, int]:
 
 
 class OneBit(Blocks):
-    hides = True
+    hides = shows = True
 
     def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
         return dense.onebit_encode, (codec.block, int(codec.scale == "sided"))
@@ -267,6 +282,8 @@ class OneBit(Blocks):
 
 
 class QSGD(Blocks):
+    shows = True
+
     def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
         return dense.qsgd_encode, (codec.block, codec.bits, int(codec.norm == "l2"), _draw(codec, draw))
 
@@ -275,6 +292,8 @@ class QSGD(Blocks):
 
 
 class TernGrad(Blocks):
+    shows = True
+
     def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
         return ternary.terngrad_encode, (codec.block, float(codec.clip), _draw(codec, draw))
 

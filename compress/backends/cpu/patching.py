@@ -1,4 +1,5 @@
-"""The numba kernels that take entries out of a vector, and put them in the place of what a code says there."""
+"""The numba kernels that take entries out of a vector, and put them in the place of what a code says there; and what
+kernels of a code need to do either themselves."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .blocks import F32, FLOAT32, INF_BITS, SPARE, ZERO, A, clear, widen, width
-from .simd import compiled, get_f32, get_i64, get_u32, inlined, mask_of, select, store
+from .simd import compiled, get_f32, get_i64, get_u32, inlined, load_f32, mask_of, select, store
 from .sparse import Entries, Source, int_at, key_at
 
 
@@ -77,10 +78,61 @@ def unless_marked(v: Any, marks: int, i: int) -> Any:
 
 @compiled
 def forget(hidden: Hidden, first: int, last: int, residual: int) -> None:
-    """residual = 0 for entries whose value is finite: they are sent as they are."""
-    for i in range(4 * first, 4 * last, 4):
+    """residual = 0, if there is one, for entries whose value is finite: they are sent as they are."""
+    for i in range(4 * first, 4 * last if residual else 0, 4):
         if key_at(hidden[1] + i) < INF_BITS:
             store(residual + 4 * int_at(hidden[0] + i), ZERO)
+
+
+Shown = tuple[int, int]  # where lists are, a `Hidden` for each rank, or 0 if there are none, and room for a block's
+
+
+def shown_bytes(block: int) -> int:
+    """What a rank takes of the room: which entry is next, marks, and values."""
+    return 8 + (block >> 3) + 4 * block
+
+
+@compiled
+def begin_showing(shown: Shown, ranks: int, start: int) -> None:
+    """From the entries on that lie at `start` or behind it."""
+    lists, room = shown
+    for r in range(ranks if lists else 0):
+        row = lists + 24 * r
+        store(room + 8 * r, np.int64(first_from((get_i64(row), get_i64(row + 8), get_i64(row + 16)), start)))
+
+
+@compiled
+def show(shown: Shown, ranks: int, start: int, block: int, alpha: float) -> None:
+    """To the room: for each rank which elements of a block are listed, and alpha · value there."""
+    lists, room = shown
+    for r in range(ranks if lists else 0):
+        row, marks = lists + 24 * r, shown_by(shown, ranks, r, block)
+        index, value, count = get_i64(row), get_i64(row + 8), get_i64(row + 16)
+        clear(marks, block >> 3)
+        entry: Any = get_i64(room + 8 * r)
+        while entry < count:
+            at = int_at(index + 4 * entry) - start
+            if at >= block:
+                break
+            word = marks + (at >> 6 << 3)
+            store(word, get_i64(word) | np.int64(1) << (at & 63))
+            store(marks + (block >> 3) + 4 * at, F32(alpha) * get_f32(value + 4 * entry))
+            entry += 1
+        store(room + 8 * r, entry)
+
+
+@inlined
+def shown_by(shown: Shown, ranks: int, r: int, block: int) -> Any:
+    """Where a rank's marks are, and its values behind them; 0 if nothing is shown."""
+    return shown[1] + 8 * ranks + r * ((block >> 3) + 4 * block) if shown[0] else 0
+
+
+@inlined
+def or_shown(v: Any, marks: int, block: int, i: int) -> Any:
+    """64 elements of a block, the first of them i, but what is listed where that is marked."""
+    if marks:
+        return select(mask_of(get_i64(marks + (i >> 3))), load_f32(marks + (block >> 3) + 4 * i), v)
+    return v
 
 
 @compiled
@@ -101,17 +153,17 @@ def keep_sound(row: int, value: int, k: int, numel: int) -> tuple[int, int, int]
 
 
 @compiled
-def add_to_values(entries: Entries, count: int, base: int, out: int, alpha: float) -> None:
-    """value = out[index - base] + alpha · value."""
+def add_to_values(entries: Entries, count: int, out: int, alpha: float) -> None:
+    """value = out[index] + alpha · value."""
     index, value = entries
     times = F32(alpha)
     for i in range(0, 4 * count, 4):
-        store(value + i, get_f32(out + 4 * (int_at(index + i) - base)) + times * get_f32(value + i))
+        store(value + i, get_f32(out + 4 * int_at(index + i)) + times * get_f32(value + i))
 
 
 @compiled
-def put(entries: Entries, count: int, base: int, out: int) -> None:
-    """out[index - base] = value."""
+def put(entries: Entries, count: int, out: int) -> None:
+    """out[index] = value."""
     index, value = entries
     for i in range(0, 4 * count, 4):
-        store(out + 4 * (int_at(index + i) - base), get_f32(value + i))
+        store(out + 4 * int_at(index + i), get_f32(value + i))

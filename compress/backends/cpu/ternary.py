@@ -38,7 +38,18 @@ from .blocks import (
     width,
 )
 from .dense import Draw, How, Source, Span, Wires
-from .patching import Hidden, first_from, forget, mark_until, unless_marked
+from .patching import (
+    Hidden,
+    Shown,
+    begin_showing,
+    first_from,
+    forget,
+    mark_until,
+    or_shown,
+    show,
+    shown_by,
+    unless_marked,
+)
 from .simd import (
     as_f32,
     as_i32,
@@ -291,19 +302,23 @@ def ternary_encode(x: Source, residual: int, wire: int, span: Span, block: int, 
 
 
 @compiled
-def ternary_decode(out: Source, wires: Wires, span: Span, how: How, block: int, scratch: int) -> tuple[int, int]:
+def ternary_decode(
+    out: Source, wires: Wires, span: Span, how: How, block: int, shown: Shown, scratch: int
+) -> tuple[int, int]:
     kind, target = out
     address, pitch, ranks = wires
     numel, first, last = span
     alpha, add, scale = how
     size, times = 4 + block // 5, F32(alpha)
     skipped = unsound = 0
+    begin_showing(shown, ranks, first * block)
     for b in range(first, last):
         start = b * block
         n = min(block, numel - start)
+        show(shown, ranks, start, block, alpha)
         total = begin_sum(kind, target, start, n, block, add, scratch)
         for r in range(ranks):
-            record = address + r * pitch + b * size
+            record, marks = address + r * pitch + b * size, shown_by(shown, ranks, r, block)
             level = get_f32(record)
             unsound += not np.isfinite(level)
             plus, minus, zero = times * level, times * -level, times * (ZERO * level)
@@ -318,6 +333,6 @@ def ternary_decode(out: Source, wires: Wires, span: Span, how: How, block: int, 
                     trit = to_u8(rest - third * 3)
                     rest = third
                     v = select(trit == 1, splat_f32(plus), select(trit == 2, splat_f32(minus), zero))
-                    store(total + 4 * i, load_f32(total + 4 * i) + v)
+                    store(total + 4 * i, load_f32(total + 4 * i) + or_shown(v, marks, block, i))
         end_sum(kind, total, target, start, n, block, add, scale, scratch + SPARE)
     return skipped, unsound

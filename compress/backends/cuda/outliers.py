@@ -30,25 +30,7 @@ class Outliers(OutlierKernels):
         grid = grid_for(len(room.values), device)
         device.function(FILE, f"outliers_take_{suffix}")(grid, THREADS, (room.row, room.values, x, target))
 
-    def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
-        parts = [part[None] for part in wire.split(codec.part_bytes(out.numel()))]
-        self._add(codec, parts, out, alpha, workspace)
-
-    def decode_mean(self, codec: Any, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
-        total, ranks = out, len(wires[0])
-        if out.dtype != torch.float32:
-            room = self.room(codec, out.numel(), out.device, workspace)
-            if room.rest is None:
-                room.rest = torch.empty(out.numel(), dtype=torch.float32, device=out.device)
-            total = room.rest
-        total.zero_()
-        self._add(codec, wires, total, 1.0, workspace)
-        total.mul_(float(np.float32(1) / np.float32(ranks)))
-        if total is not out:
-            out.copy_(total)
-
-    def _add(self, codec: Any, wires: Sequence[Tensor], out: Tensor, alpha: float, workspace: Workspace) -> None:
-        """Rank after rank, out += alpha · decoded; `out` is float32."""
+    def add(self, codec: Any, wires: Sequence[Tensor], out: Tensor, alpha: float, workspace: Workspace) -> None:
         indices, values, blocks = wires
         ranks, numel, k = len(indices), out.numel(), codec.k(out.numel())
         room = self.room(codec, numel, out.device, workspace)
