@@ -11,6 +11,7 @@ import torch
 from gradwire.compress import QSGD, Cast, Codec, OneBit, Outliers, Ternary, TernGrad, TopK, new_draw
 from gradwire.compress.backends import use_backend
 from gradwire.compress.backends.cpu import kernels as cpu_kernels
+from gradwire.compress.backends.cpu import outliers as cpu_outliers
 from gradwire.compress.backends.cpu import topk as cpu_topk
 from gradwire.compress.codec import DTYPES
 from gradwire.hooks.auto.planner import check_exchange, default_exchange
@@ -71,7 +72,7 @@ def test_a_prediction_never_changes_the_bytes(
     """Of the threshold, with a residual that is only read by the selection; and however many threads share the work."""
     codec, sides = Outliers(inner, density, values), []
     with pytest.MonkeyPatch.context() as patch:
-        for module in (cpu_topk, cpu_kernels):
+        for module in (cpu_topk, cpu_kernels, cpu_outliers):
             patch.setattr(module, "pieces_of", lambda elements, count: min(pieces, count))
         for backend in ("reference", "cpu"):
             with use_backend(backend):

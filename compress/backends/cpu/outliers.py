@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from ..outliers import OutlierKernels, Room, inner_kernels, parts_of
 from . import patching
 from .blocks import TILE, scratch_bytes
 from .dense import How
-from .kernels import KINDS, Blocks, CpuKernels, inverse, note, reserved, whole_lines
+from .kernels import KINDS, Blocks, CpuKernels, inverse, note, pieces_of, reserved, run, whole_lines
+from .topk import ENTRY_COST
 
 I32, F32 = torch.int32, torch.float32
 SCRATCH = whole_lines(scratch_bytes(TILE))
@@ -97,10 +99,12 @@ class Outliers(OutlierKernels, CpuKernels):
         rows, found = self.arrived(codec, numel, indices.device, len(indices), workspace)
         self.entries.unpack_indices(indices, 0, numel, rows[:, 0], rows[:, 1:])
         self.entries.unpack_values(values, codec.values, found)
-        lists = []
-        for row, numbers in zip(rows, found, strict=True):
-            where = address(row, I32), address(numbers, F32)
-            count, skipped, unsound = patching.keep_sound(*where, len(numbers), numel)
-            note(workspace, [(skipped, unsound)])
-            lists.append(((where[0] + 4, where[1]), count))
-        return lists
+        places = [(address(row, I32), address(numbers, F32)) for row, numbers in zip(rows, found, strict=True)]
+        k, ranks = found.shape[1], len(rows)
+
+        def job(first: int, last: int, piece: int) -> list[tuple[int, int, int]]:
+            return [patching.keep_sound(*where, k, numel) for where in places[first:last]]
+
+        kept = list(chain.from_iterable(run(job, ranks, pieces_of(ENTRY_COST * k * ranks, ranks))))
+        note(workspace, [(skipped, unsound) for _, skipped, unsound in kept])
+        return [((index + 4, value), count) for (index, value), (count, _, _) in zip(places, kept, strict=True)]
