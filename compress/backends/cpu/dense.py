@@ -191,7 +191,7 @@ def onebit_decode(
     alpha, add, scale = how
     times, factor = F32(alpha), F32(scale)
     unsound = 0
-    begin_showing(shown, ranks, first * block)
+    begin_showing(shown, ranks, first * block, block)
     for b in range(first, last):
         start = b * block
         n = min(block, numel - start)
@@ -210,7 +210,7 @@ def onebit_decode(
                 source = record + r * pitch
                 negative, positive = times * get_f32(source), times * get_f32(source + 4)
                 level = select(mask_of(get_i64(source + 8 + (i >> 3))), splat_f32(negative), positive)
-                v = v + or_shown(level, shown_by(shown, ranks, r, block), block, i)
+                v = v + or_shown(level, shown_by(shown, r, block), block, i)
             store(total + 4 * i, v * factor)
         if not direct:
             narrow(kind, total, target + start * width(kind), n, scratch + SPARE)
@@ -334,14 +334,14 @@ def qsgd_decode(
     packed = codes + block
     size, times = 4 + (block >> 3) * bits, F32(alpha)
     skipped = unsound = 0
-    begin_showing(shown, ranks, first * block)
+    begin_showing(shown, ranks, first * block, block)
     for b in range(first, last):
         start = b * block
         n = min(block, numel - start)
         show(shown, ranks, start, block, alpha)
         total = begin_sum(kind, target, start, n, block, add, scratch)
         for r in range(ranks):
-            record, marks = address + r * pitch + b * size, shown_by(shown, ranks, r, block)
+            record, marks = address + r * pitch + b * size, shown_by(shown, r, block)
             unit = get_f32(record)
             unsound += not np.isfinite(unit)
             unpack(record + 4, codes, block, bits, packed)

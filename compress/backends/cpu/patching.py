@@ -87,29 +87,38 @@ def forget(hidden: Hidden, first: int, last: int, residual: int) -> None:
 Shown = tuple[int, int]  # where lists are, a `Hidden` for each rank, or 0 if there are none, and room for a block's
 
 
+@compiled
 def shown_bytes(block: int) -> int:
     """What a rank takes of the room: which entry is next, marks, and values."""
     return 8 + (block >> 3) + 4 * block
 
 
+@inlined
+def shown_by(shown: Shown, r: int, block: int) -> Any:
+    """Where a rank's marks are, and its values behind them; 0 if nothing is shown."""
+    return shown[1] + r * shown_bytes(block) + 8 if shown[0] else 0
+
+
 @compiled
-def begin_showing(shown: Shown, ranks: int, start: int) -> None:
+def list_of(shown: Shown, r: int) -> Hidden:
+    row = shown[0] + 24 * r
+    return get_i64(row), get_i64(row + 8), get_i64(row + 16)
+
+
+@compiled
+def begin_showing(shown: Shown, ranks: int, start: int, block: int) -> None:
     """From the entries on that lie at `start` or behind it."""
-    lists, room = shown
-    for r in range(ranks if lists else 0):
-        row = lists + 24 * r
-        store(room + 8 * r, np.int64(first_from((get_i64(row), get_i64(row + 8), get_i64(row + 16)), start)))
+    for r in range(ranks if shown[0] else 0):
+        store(shown_by(shown, r, block) - 8, np.int64(first_from(list_of(shown, r), start)))
 
 
 @compiled
 def show(shown: Shown, ranks: int, start: int, block: int, alpha: float) -> None:
     """To the room: for each rank which elements of a block are listed, and alpha · value there."""
-    lists, room = shown
-    for r in range(ranks if lists else 0):
-        row, marks = lists + 24 * r, shown_by(shown, ranks, r, block)
-        index, value, count = get_i64(row), get_i64(row + 8), get_i64(row + 16)
+    for r in range(ranks if shown[0] else 0):
+        marks, (index, value, count) = shown_by(shown, r, block), list_of(shown, r)
         clear(marks, block >> 3)
-        entry: Any = get_i64(room + 8 * r)
+        entry: Any = get_i64(marks - 8)
         while entry < count:
             at = int_at(index + 4 * entry) - start
             if at >= block:
@@ -118,13 +127,7 @@ def show(shown: Shown, ranks: int, start: int, block: int, alpha: float) -> None
             store(word, get_i64(word) | np.int64(1) << (at & 63))
             store(marks + (block >> 3) + 4 * at, F32(alpha) * get_f32(value + 4 * entry))
             entry += 1
-        store(room + 8 * r, entry)
-
-
-@inlined
-def shown_by(shown: Shown, ranks: int, r: int, block: int) -> Any:
-    """Where a rank's marks are, and its values behind them; 0 if nothing is shown."""
-    return shown[1] + 8 * ranks + r * ((block >> 3) + 4 * block) if shown[0] else 0
+        store(marks - 8, np.int64(entry))
 
 
 @inlined

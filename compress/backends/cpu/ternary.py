@@ -311,14 +311,14 @@ def ternary_decode(
     alpha, add, scale = how
     size, times = 4 + block // 5, F32(alpha)
     skipped = unsound = 0
-    begin_showing(shown, ranks, first * block)
+    begin_showing(shown, ranks, first * block, block)
     for b in range(first, last):
         start = b * block
         n = min(block, numel - start)
         show(shown, ranks, start, block, alpha)
         total = begin_sum(kind, target, start, n, block, add, scratch)
         for r in range(ranks):
-            record, marks = address + r * pitch + b * size, shown_by(shown, ranks, r, block)
+            record, marks = address + r * pitch + b * size, shown_by(shown, r, block)
             level = get_f32(record)
             unsound += not np.isfinite(level)
             plus, minus, zero = times * level, times * -level, times * (ZERO * level)
