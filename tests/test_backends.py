@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gradwire.compress import CODECS, Cast, Codec, OneBit, RandomK, TopK, new_draw
+from gradwire.compress import CODECS, Cast, Codec, OneBit, RandomK, Threshold, TopK, new_draw
 from gradwire.compress.backends import (
     Kernels,
     Workspace,
@@ -253,16 +253,26 @@ def test_two_threads_at_once(codec: Codec) -> None:
         assert all(same(a, b) for got in results[which] for a, b in zip(got, expected[which], strict=True))
 
 
-@pytest.mark.parametrize("density", [0.001, 0.01, 0.3, 1.0])
+PREDICTING = [
+    *(TopK(density=density) for density in (0.001, 0.01, 0.3, 1.0)),
+    *(
+        Threshold(threshold, most)
+        for threshold, most in ((0.5, 0.01), (0.5, 1.0), (1e-30, 0.01), (2.5, 0.1), (1e30, 0.1))
+    ),
+]
+
+
+@pytest.mark.parametrize("codec", PREDICTING, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("pieces", [1, 3])
 def test_a_prediction_never_changes_the_bytes(
-    density: float, dtype: torch.dtype, pieces: int, monkeypatch: pytest.MonkeyPatch
+    codec: Codec, dtype: torch.dtype, pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TopK predicts a threshold: right, too high or too low, the k largest are the k largest."""
-    codec, numel = TopK(density=density), 20_000
+    """Of where the k-th largest lies: right, too high or too low, the k largest are the k largest."""
+    numel = 20_000
     monkeypatch.setattr(topk, "pieces_of", lambda elements, count: min(pieces, count))
-    kernels, specification = backend_kernels("cpu")["topk"], backend_kernels("reference")["topk"]
+    kernels: Any = backend_kernels("cpu")[codec.name]
+    specification, lowest = backend_kernels("reference")[codec.name], kernels.lowest(codec)
     workspace = kernels.workspace(codec, numel, torch.device("cpu"))
     residuals = [torch.zeros(numel), torch.zeros(numel)]
     wires = [torch.empty(codec.wire_bytes(numel), dtype=torch.uint8) for _ in range(2)]
@@ -285,7 +295,7 @@ def test_a_prediction_never_changes_the_bytes(
         kernels.encode_feedback(codec, grad, residuals[1], wires[1], None, workspace)
         assert same(*wires), (step, kind)
         assert same(*residuals), (step, kind)
-    for threshold in (1, 2, 0x3F800000, 0x40400000, 0x7F7FFFFF):
+    for threshold in {max(lowest, key) for key in (1, 2, 0x3F800000, 0x40400000, 0x7F7FFFFF)}:
         for kind in story:
             residuals[1].copy_(residuals[0])
             guess = topk.Estimate(threshold, threshold + 20_000 * (threshold % 3), threshold + 100_000)
@@ -371,7 +381,7 @@ def test_prepare_compiles_all_that_is_ever_run(codec: Codec, monkeypatch: pytest
             codec.decode_mean(parts_of(codec, torch.stack([wire, wire]), numel), x, workspace)
             if codec.name == "topk":
                 # A threshold that was predicted too high: a second pass.
-                monkeypatch.setattr(backend_kernels("cpu")["topk"], "_estimate", lambda *_: topk.Estimate(1 << 30))
+                monkeypatch.setattr(backend_kernels("cpu")["topk"], "_estimate", lambda *_: topk.Estimate(1 << 30, 1))
                 codec.encode_feedback(x, torch.zeros(numel), wire, draw, workspace)
                 exchange_entries(numel)
     assert compiled() == before

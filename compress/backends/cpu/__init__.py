@@ -8,14 +8,14 @@ and ranks.
 
 from __future__ import annotations
 
-from .. import Backend, Kernels, Selecting
+from .. import Backend, Kernels
 from ..drawn import DRAWN
 from .kernels import QSGD, Cast, ChunkedTopK, OneBit, Ternary, TernGrad
 from .low_rank import PowerSGD
 from .momentum import Momentum
 from .outliers import Outliers
 from .residuals import Narrow
-from .topk import Entries, TopK
+from .topk import Entries, Threshold, TopK
 from .tracking import Tracking
 from .vectors import Vectors
 
@@ -24,13 +24,13 @@ KERNELS: dict[str, Kernels] = {
     "qsgd": QSGD(),
     "terngrad": TernGrad(),
     "ternary": Ternary(),
-    "topk": (TOPK := TopK()),
+    "topk": TopK(),
+    "threshold": Threshold(),
     "random_k": DRAWN,
     "power_sgd": PowerSGD(),
     "chunked_topk": ChunkedTopK(),
     "cast": Cast(),
     "identity": Cast(),
 }
-KERNELS["threshold"] = Selecting(Entries(), TOPK)
 KERNELS["outliers"] = Outliers(KERNELS, Entries())
 BACKEND = Backend(KERNELS, Entries(), Tracking(), Momentum(), Narrow(), Vectors())

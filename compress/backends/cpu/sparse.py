@@ -242,9 +242,9 @@ def collect(
 
 @compiled
 def collect_again(
-    x: Source, residual: int, update: int, span: Span, k: int, count: int, spare: Entries, room: Room
+    x: Source, residual: int, update: int, span: Span, k: int, lowest: int, count: int, spare: Entries, room: Room
 ) -> tuple[int, int]:
-    """Once more, for all there is, after a threshold that was too high; `spare` has room for `count` entries."""
+    """Once more, from `lowest` on, after a threshold that was too high; `spare` has room for `count` entries."""
     index, value = room[0], room[1]
     kept_index, kept_value = spare
     kept = 0
@@ -252,7 +252,7 @@ def collect_again(
         # With every candidate put back, the residual holds a.
         kept = put_back(residual, index, value, count, kept_index, kept_value)
         x = (FLOAT32, 0)
-    result = collect(x, residual, update, span, k, 1, 1, room)
+    result = collect(x, residual, update, span, k, lowest, lowest, room)
     for i in range(0, 4 * kept, 4):
         store(residual + 4 * int_at(kept_index + i), get_i32(kept_value + i))
     return result

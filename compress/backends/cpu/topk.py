@@ -170,10 +170,10 @@ def _layout(numel: int, k: int) -> tuple[int, int, int]:
 @dataclass(frozen=True)
 class Estimate:
     """Keys predicted from a sample: every element from `threshold` on is a candidate, the k-th largest is about
-    `likely`, and hardly above `high`. The first two are 1 if there is no telling."""
+    `likely`, and hardly above `high`. The first two are the lowest that may be selected if there is no telling."""
 
-    threshold: int = 1
-    likely: int = 1
+    threshold: int
+    likely: int
     high: int = 1 << 31
 
 
@@ -191,7 +191,7 @@ class TopK(SparseKernels, CpuKernels):
             source, spare = (KINDS[x.dtype], address(x)), torch.zeros(2, dtype=F32)
             places = address(spare), address(spare) + 4
             (room,) = self._rooms(1, 1, workspace)
-            sparse.collect_again(source, address(residual, F32), 1, (1, 0, 1), 1, 0, places, room)
+            sparse.collect_again(source, address(residual, F32), 1, (1, 0, 1), 1, 1, 0, places, room)
 
     #: One run of 64 elements in 8 is sampled at most, and one in 128 at least. In between, some 64 of the k are seen.
     strides = 8, 128
@@ -251,13 +251,13 @@ class TopK(SparseKernels, CpuKernels):
         update: bool,
     ) -> None:
         """`encode_plain`; unless `update`, the residual is only read."""
-        numel, k = x.numel(), len(values)
+        numel, k, lowest = x.numel(), len(values), self.lowest(codec)
         rooms = self._rooms(k, numel, workspace)
         pieces, tiles = len(rooms), -(-numel // TILE)
         source = KINDS[x.dtype], address(x)
         kept = 0 if residual is None else address(residual, F32)
         indices, numbers = address(row[1:], I32), address(values, F32)
-        guess = self._estimate(source, kept, numel, k, rooms[0][4], workspace)
+        guess = self._estimate(source, kept, numel, k, lowest, rooms[0][4], workspace)
 
         def collect(first: int, last: int, piece: int) -> Any:
             span = numel, first, last
@@ -265,15 +265,15 @@ class TopK(SparseKernels, CpuKernels):
 
         found = run(collect, tiles, pieces)
         counts = [count for count, _ in found]
-        failed = sum(counts) < k and guess.threshold > 1
+        failed = sum(counts) < k and guess.threshold > lowest
         if failed:
             # The target, not written yet, has room for what this has to set aside.
             before = list(accumulate(counts, initial=0))
 
             def again(first: int, last: int, piece: int) -> Any:
                 spare = indices + 4 * before[piece], numbers + 4 * before[piece]
-                span = numel, first, last
-                return sparse.collect_again(source, kept, int(update), span, k, counts[piece], spare, rooms[piece])
+                what = source, kept, int(update), (numel, first, last), k, lowest
+                return sparse.collect_again(*what, counts[piece], spare, rooms[piece])
 
             found = run(again, tiles, pieces)
             counts = [count for count, _ in found]
@@ -293,25 +293,36 @@ class TopK(SparseKernels, CpuKernels):
         row[1 + places[-1] :].zero_()
         values[places[-1] :].zero_()
 
+    def lowest(self, codec: Any) -> int:
+        """The lowest key that may be selected: not that of zero."""
+        return 1
+
     def _stride(self, k: int) -> int:
         least, most = self.strides
         return max(least, min(k // 64, most))
 
     def _estimate(
-        self, source: tuple[int, int], residual: int, numel: int, k: int, scratch: int, workspace: Workspace
+        self,
+        source: tuple[int, int],
+        residual: int,
+        numel: int,
+        k: int,
+        lowest: int,
+        scratch: int,
+        workspace: Workspace,
     ) -> Estimate:
-        """Where the k-th largest key lies, by what is found among a sample's: so many as are expected of k, plus and
-        minus what chance may add and take."""
+        """Where the k-th largest key lies, from `lowest` on, by what is found among a sample's: so many as are expected
+        of k, plus and minus what chance may add and take."""
         memory, stride = workspace.buffers, self._stride(k)
         strata = numel // (64 * stride)
         expected = k * 64 * strata / numel
         spread = memory.get("spread", self.allowance) * math.sqrt(expected) + 2
         wanted = round(expected + spread)
         keys: np.ndarray = memory["sample"]
-        last = memory.get("threshold", 1)
+        last = memory.get("threshold", lowest)
         # First a little below the last threshold; where too few are found, farther down.
-        for lowest in dict.fromkeys((*(max(1, last - outlook) for outlook in self.outlooks), 1)):
-            count = sparse.sample(source, residual, (strata, stride), lowest, keys.ctypes.data, scratch)
+        for begin in dict.fromkeys((*(max(lowest, last - outlook) for outlook in self.outlooks), lowest)):
+            count = sparse.sample(source, residual, (strata, stride), begin, keys.ctypes.data, scratch)
             if count >= wanted:
                 ranks = wanted, max(1, round(expected)), max(1, round(expected - spread))
                 places = [count - rank for rank in ranks]
@@ -319,8 +330,8 @@ class TopK(SparseKernels, CpuKernels):
                 threshold, likely, high = keys[places].tolist()
                 memory["threshold"] = threshold
                 return Estimate(threshold, likely, high)
-        memory["threshold"] = 1
-        return Estimate()
+        memory["threshold"] = lowest
+        return Estimate(lowest, lowest)
 
     @staticmethod
     def _select(
@@ -382,3 +393,10 @@ class TopK(SparseKernels, CpuKernels):
             return result
 
         note(workspace, run(job, count, pieces))
+
+
+class Threshold(TopK):
+    """The largest of what exceeds the threshold, in the same pass: nothing below it becomes a candidate."""
+
+    def lowest(self, codec: Any) -> int:
+        return int(np.float32(codec.threshold).view(np.int32)) + 1
