@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gradwire.compress import CODECS, Cast, Codec, OneBit, RandomK, Threshold, TopK, new_draw
+from gradwire.compress import CODECS, Cast, Codec, OneBit, Threshold, TopK, new_draw
 from gradwire.compress.backends import (
     Kernels,
     Workspace,
@@ -18,7 +18,7 @@ from gradwire.compress.backends import (
     entries_for,
     reference,
 )
-from gradwire.compress.backends.cpu import chunked, dense, packing, patching, selecting, sparse, ternary, topk
+from gradwire.compress.backends.cpu import chunked, dense, drawn, packing, patching, selecting, sparse, ternary, topk
 from gradwire.compress.backends.cpu import kernels as cpu_kernels
 from gradwire.compress.backends.cpu.blocks import random_bits
 from gradwire.compress.backends.sparse import Pieces
@@ -44,8 +44,6 @@ from torch import Tensor
 quick = settings(max_examples=25, deadline=None)
 every_codec = pytest.mark.parametrize("codec", VARIANTS, ids=str)
 every_backend = pytest.mark.parametrize("backend", ALL_BACKENDS)
-#: Those that our threads run, and not torch's.
-THREADED = [codec for codec in CODECS if not isinstance(codec, RandomK)]
 other_backends = pytest.mark.parametrize("backend", OTHER_BACKENDS)
 
 
@@ -207,7 +205,7 @@ def outcome(codec: Codec, x: Tensor, wires: Tensor) -> tuple[Tensor, ...]:
     return wire, residual, out, workspace.status
 
 
-@pytest.mark.parametrize("codec", [*THREADED, OneBit(block=256), TopK(density=0.3)], ids=str)
+@pytest.mark.parametrize("codec", [*CODECS, OneBit(block=256), TopK(density=0.3)], ids=str)
 def test_threads_do_not_change_a_byte(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
     numel = 50_001
     x, wires = gradient("wide", numel, 3), hostile_wires(codec, numel, 4, 8)
@@ -364,7 +362,7 @@ def test_prepare_compiles_all_that_is_ever_run(codec: Codec, monkeypatch: pytest
     def compiled() -> int:
         return sum(
             len(function.signatures)
-            for module in (chunked, dense, packing, patching, selecting, sparse, ternary)
+            for module in (chunked, dense, drawn, packing, patching, selecting, sparse, ternary)
             for function in vars(module).values()
             if hasattr(function, "signatures")
         )

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 from gradwire.compress import Codec, RandomK, Threshold, TopK, new_draw
-from gradwire.compress.backends import reference
+from gradwire.compress.backends import reference, use_backend
+from gradwire.compress.backends.cpu import drawn as cpu_drawn
 from gradwire.compress.backends.drawn import philox, pick, words_of
+from gradwire.compress.codec import DTYPES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import decode, encode, gradient, same
+from strategies import KINDS, decode, encode, gradient, parts_of, same
 
 WORDS = st.integers(-(2**63), 2**63 - 1)
 
@@ -34,6 +36,38 @@ def test_whatever_the_words_are_entries_ascend_and_lie_inside(
     assert len(chosen) == k
     assert 0 <= int(chosen[0]) <= int(chosen[-1]) < numel
     assert bool((chosen.diff() > 0).all())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    draw=st.tuples(WORDS, st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1)),
+    numel=st.sampled_from([1, 63, 64, 65, 1000, 4097]),
+    share=st.sampled_from([0.001, 0.1, 0.37, 1.0]),
+    kinds=st.lists(st.sampled_from(tuple(KINDS)), min_size=1, max_size=3),
+    dtype=st.sampled_from(DTYPES),
+    pieces=st.integers(1, 3),
+)
+def test_the_processor_draws_and_sends_the_same(
+    draw: tuple[int, int, int], numel: int, share: float, kinds: list[str], dtype: torch.dtype, pieces: int
+) -> None:
+    """In one workspace: what was drawn for one step, or for another rank's words, is not taken for another's."""
+    codec, sides = RandomK(share), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_drawn, "pieces_of", lambda elements, count: min(pieces, count))
+        for backend in ("reference", "cpu"):
+            with use_backend(backend):
+                workspace, residual, wires = codec.workspace(numel), gradient("normal", numel, 9), []
+                for step, kind in enumerate(kinds):
+                    wire, plain = torch.zeros(2, codec.wire_bytes(numel), dtype=torch.uint8)
+                    x, now = gradient(kind, numel, step, dtype), new_draw(draw[0], draw[1] - step, draw[2])
+                    codec.encode(x, plain, now, workspace)
+                    codec.encode_feedback(x, residual, wire, now, workspace)
+                    wires += [wire, plain]
+                mean, total = torch.empty(numel, dtype=dtype), gradient("wide", numel, 5)
+                codec.decode_mean(parts_of(codec, torch.stack(wires), numel), mean, workspace)
+                codec.decode_add(wires[0], total, -0.3, workspace)
+                sides.append((*wires, residual, mean, total, workspace.status))
+    assert all(same(a, b) for a, b in zip(*sides, strict=True))
 
 
 def test_every_element_is_drawn_alike() -> None:

@@ -75,5 +75,5 @@ class DrawnKernels(Kernels):
             out.fill_(torch.nan)
 
 
-#: For backends without anything better, as ours are.
+#: For backends without anything better.
 DRAWN = DrawnKernels()

@@ -9,7 +9,7 @@ and ranks.
 from __future__ import annotations
 
 from .. import Backend, Kernels
-from ..drawn import DRAWN
+from .drawn import RandomK
 from .kernels import QSGD, Cast, ChunkedTopK, OneBit, Ternary, TernGrad
 from .low_rank import PowerSGD
 from .momentum import Momentum
@@ -26,7 +26,7 @@ KERNELS: dict[str, Kernels] = {
     "ternary": Ternary(),
     "topk": TopK(),
     "threshold": Threshold(),
-    "random_k": DRAWN,
+    "random_k": RandomK(),
     "power_sgd": PowerSGD(),
     "chunked_topk": ChunkedTopK(),
     "cast": Cast(),
