@@ -46,9 +46,10 @@ def test_whatever_the_words_are_entries_ascend_and_lie_inside(
     kinds=st.lists(st.sampled_from(tuple(KINDS)), min_size=1, max_size=3),
     dtype=st.sampled_from(DTYPES),
     pieces=st.integers(1, 3),
+    alike=st.booleans(),
 )
 def test_the_processor_draws_and_sends_the_same(
-    draw: tuple[int, int, int], numel: int, share: float, kinds: list[str], dtype: torch.dtype, pieces: int
+    draw: tuple[int, int, int], numel: int, share: float, kinds: list[str], dtype: torch.dtype, pieces: int, alike: bool
 ) -> None:
     """In one workspace: what was drawn for one step, or for another rank's words, is not taken for another's."""
     codec, sides = RandomK(share), []
@@ -59,7 +60,10 @@ def test_the_processor_draws_and_sends_the_same(
                 workspace, residual, wires = codec.workspace(numel), gradient("normal", numel, 9), []
                 for step, kind in enumerate(kinds):
                     wire, plain = torch.zeros(2, codec.wire_bytes(numel), dtype=torch.uint8)
-                    x, now = gradient(kind, numel, step, dtype), new_draw(draw[0], draw[1] - step, draw[2])
+                    x, now = (
+                        gradient(kind, numel, step, dtype),
+                        new_draw(draw[0], draw[1] - step * (not alike), draw[2]),
+                    )
                     codec.encode(x, plain, now, workspace)
                     codec.encode_feedback(x, residual, wire, now, workspace)
                     wires += [wire, plain]

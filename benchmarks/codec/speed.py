@@ -72,7 +72,7 @@ def _measure(
     residual, accumulated, out = torch.zeros(numel), torch.zeros(numel), torch.empty_like(gradients[0])
     wires = [torch.empty(ranks, size, dtype=torch.uint8) for size in sizes]
     for rank in range(ranks):
-        draw[2] = rank
+        draw[2] = rank << 33  # as in training: ranks share the lower half, by which `RandomK` draws
         codec.encode(gradients[rank % len(gradients)], wire, draw, plain)
         for rows, part in zip(wires, wire.split(sizes), strict=True):
             rows[rank] = part

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import Workspace
-from ..addresses import address
+from ..addresses import address, rows_at
 from ..base import divide
 from ..drawn import DrawnKernels, words_of
 from .blocks import (
@@ -26,10 +26,10 @@ from .blocks import (
     scratch_bytes,
     width,
 )
-from .kernels import KINDS, CpuKernels, pieces_of, reserved, run, whole_lines
+from .kernels import KINDS, CpuKernels, inverse, pieces_of, reserved, run, whole_lines
 from .patching import element
 from .simd import compiled, get_f32, store
-from .sparse import Source, int_at
+from .sparse import Rows, Source, int_at
 
 F32 = torch.float32
 Words = tuple[int, int, int]  # seed, step, bucket
@@ -100,6 +100,17 @@ def add_entries(values: int, indices: int, first: int, last: int, out: int, alph
         store(place, get_f32(place) + times * get_f32(values + i))
 
 
+@compiled
+def mean_entries(values: Rows, ranks: int, indices: int, first: int, last: int, out: int, scale: float) -> None:
+    """out = scale · the sum of the ranks' values, in rank order."""
+    factor = np.float32(scale)
+    for i in range(4 * first, 4 * last, 4):
+        total = ZERO
+        for r in range(ranks):
+            total = total + get_f32(values[0] + r * values[1] + i)
+        store(out + 4 * int_at(indices + i), total * factor)
+
+
 Job = Callable[[int, int, int], Any]  # of what from, until where, with which scratch
 
 
@@ -138,9 +149,18 @@ class RandomK(DrawnKernels, CpuKernels):
             if total.dtype != F32 or total.numel() != out.numel():
                 total = workspace.buffers["total"] = torch.empty(out.numel(), dtype=F32)
         total.zero_()
-        for words, values in zip(*wires, strict=True):
-            self._add(words.view(torch.int32), values.view(F32), total, 1.0, workspace)
-        divide(total, len(wires[0]), out)
+        words, values, ranks = wires[0].view(torch.int32), wires[1].view(F32), len(wires[0])
+        k = values.shape[1]
+        if bool((words == words[0]).all()) and all(all_finite(address(row, F32), k) for row in values):
+            over, indices = self._drawn(words[0], out.numel(), k, workspace)
+            what, target, scale = (rows_at(values, F32), ranks, indices), address(total, F32), inverse(ranks)
+            over(k, AT_ONCE, lambda first, last, _: mean_entries(*what, first, last, target, scale))
+            if total is not out:
+                out.copy_(total)
+        else:
+            for drawn, sent in zip(words, values, strict=True):
+                self._add(drawn, sent, total, 1.0, workspace)
+            divide(total, ranks, out)
 
     def _add(self, words: Tensor, sent: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
         k, values, target = len(sent), address(sent, F32), address(out, F32)
