@@ -422,7 +422,10 @@ class Machine:
                 self.violations.append(f"residuals of {', '.join(kept)}, though none should be kept")
         self.digests["parameters at the end"] = digest(self.parameters.values())
         self._end()
-        threads = [t.name for t in set(threading.enumerate()) - self.threads if t.name.startswith("gradwire")]
+        ours = [t for t in set(threading.enumerate()) - self.threads if t.name.startswith("gradwire")]
+        for thread in ours:  # which may have been the last to let go of what it ran, and ends by itself then
+            thread.join(5.0)
+        threads = [thread.name for thread in ours if thread.is_alive()]
         if threads:
             self.violations.append(f"threads left after close: {', '.join(threads)}")
 
