@@ -404,6 +404,11 @@ class Reducer:
         self.connection.pipeline.flush()
         self._learn()
 
+    def close(self) -> None:
+        """As `flush`; then its threads end. It is not used again."""
+        self.flush()
+        self.connection.pipeline.end()
+
     def settle(self) -> None:
         """As `flush`; raises what has failed."""
         self.connection.pipeline.wait()

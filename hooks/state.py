@@ -342,6 +342,8 @@ class State:
     def close(self) -> None:
         """Wait for what is queued, then give back the thread and the connections. The next use makes new ones."""
         self._idle()
+        if self._reducer is not None:
+            self._reducer.close()
         self._disconnect()
 
     def _disconnect(self) -> None:

@@ -422,10 +422,7 @@ class Machine:
                 self.violations.append(f"residuals of {', '.join(kept)}, though none should be kept")
         self.digests["parameters at the end"] = digest(self.parameters.values())
         self._end()
-        ours = [t for t in set(threading.enumerate()) - self.threads if t.name.startswith("gradwire")]
-        for thread in ours:  # which may have been the last to let go of what it ran, and ends by itself then
-            thread.join(5.0)
-        threads = [thread.name for thread in ours if thread.is_alive()]
+        threads = [t.name for t in set(threading.enumerate()) - self.threads if t.name.startswith("gradwire")]
         if threads:
             self.violations.append(f"threads left after close: {', '.join(threads)}")
 

@@ -10,11 +10,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from random import Random
+from typing import Any
 
 import pytest
 import torch
-from gradwire.hooks.comm.pipeline import Pipeline, Stages
+from gradwire.hooks.comm.pipeline import Pipeline, Stages, no_clock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -320,6 +322,50 @@ def test_the_threads_end_with_the_pipeline_and_holds_no_owner() -> None:
     assert all(not thread.name.startswith("mortal") for thread in threading.enumerate())
 
 
+class Late:
+    """An inbox that whoever puts something in leaves late, and with it what is put in."""
+
+    def __init__(self, inbox: Any) -> None:
+        self.get, self._inbox = inbox.get, inbox
+
+    def put(self, item: Any) -> None:
+        self._inbox.put(item)
+        if "-messages-" in threading.current_thread().name:
+            time.sleep(0.5)
+
+
+def alive(name: str) -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith(name)]
+
+
+@pytest.mark.parametrize("explicitly", [True, False])
+def test_a_thread_that_holds_the_last_reference_keeps_no_other_waiting(explicitly: bool) -> None:
+    """It would wait for the one that computes, which waits for it."""
+    name = f"held-{explicitly}"
+    pipeline = Pipeline(name)
+    pipeline._core.inbox = Late(pipeline._core.inbox)  # type: ignore[assignment]
+
+    def stages() -> Stages:
+        yield torch.futures.collect_all([])
+
+    def timed(phase: str, held: Pipeline = pipeline) -> AbstractContextManager[None]:
+        return no_clock(phase)
+
+    future = pipeline.start(stages(), torch.zeros(1), clock=timed)
+    future.wait()
+    assert alive(name)
+    if explicitly:
+        pipeline.idle()
+        pipeline.end()
+        assert not alive(name), "what it ran last is let go of first"
+    del pipeline, future, timed
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while alive(name) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not alive(name)
+
+
 def test_the_process_ends_in_order_while_the_last_job_holds_the_pipeline() -> None:
     """The main thread ends while the pipeline's lets go of what its job has held, for which it is inside torch."""
     script = """
@@ -328,7 +374,7 @@ def test_the_process_ends_in_order_while_the_last_job_holds_the_pipeline() -> No
 
         import torch
         import torch.distributed as dist
-        from gradwire.hooks.comm.pipeline import Pipeline, Stages
+        from gradwire.hooks.comm.pipeline import Pipeline, Stages, no_clock
 
         class Connections:
             def __del__(self) -> None:

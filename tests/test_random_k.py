@@ -74,6 +74,20 @@ def test_the_processor_draws_and_sends_the_same(
     assert all(same(a, b) for a, b in zip(*sides, strict=True))
 
 
+def test_the_processor_leaves_the_zeros_that_are_left() -> None:
+    """Of -0 the sign stays."""
+    sides = []
+    for backend in ("reference", "cpu"):
+        with use_backend(backend):
+            codec, x, residual = RandomK(0.5), torch.full((200,), -0.0), torch.full((200,), -0.0)
+            x[::3] = 1.5
+            wire = torch.zeros(codec.wire_bytes(200), dtype=torch.uint8)
+            codec.encode_feedback(x, residual, wire, new_draw(1), codec.workspace(200))
+            sides.append((wire, residual.view(torch.int32)))
+    assert all(same(a, b) for a, b in zip(*sides, strict=True))
+    assert {0, -(2**31)} <= set(sides[0][1].tolist())
+
+
 def test_every_element_is_drawn_alike() -> None:
     numel, draws, codec = 997, 3000, RandomK(0.05)
     counts = torch.zeros(numel)

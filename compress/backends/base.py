@@ -132,6 +132,11 @@ class Kernels(ABC):
         divide(total, wires[0].shape[0], out)
 
 
+def parts_of(codec: Any, wire: Tensor, numel: int) -> list[Tensor]:
+    """The parts of one rank's wire, as those of all ranks come: [1, bytes] each."""
+    return [part[None] for part in wire.split(codec.part_bytes(numel))]
+
+
 def divide(total: Tensor, world_size: int, out: Tensor) -> None:
     """`out` = total · (1 / world_size), the reciprocal in float32, cast once. `total` may be `out`, and is used up."""
     out.copy_(total.mul_(float(torch.tensor(1.0, dtype=torch.float32) / world_size)))

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .base import Kernels, Workspace
+from .base import Kernels, Workspace, parts_of
 from .sparse import EntryKernels
 
 #: Indices, behind how many are used; and values.
@@ -22,11 +22,6 @@ def inner_kernels(kernels: Mapping[str, Kernels], inner: Any, device: torch.devi
     """Those of the backend, or the codec's own where the backend has none."""
     found: Kernels = kernels.get(inner.name) or inner.kernels(device)
     return found
-
-
-def parts_of(codec: Any, wire: Tensor, out: Tensor) -> list[Tensor]:
-    """The parts of one rank's wire, as those of all ranks come."""
-    return [part[None] for part in wire.split(codec.part_bytes(out.numel()))]
 
 
 @dataclass
@@ -136,7 +131,7 @@ class OutlierKernels(Kernels):
         self._pack(codec, room, indices, values, residual)
 
     def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
-        self.add(codec, parts_of(codec, wire, out), out, alpha, workspace)
+        self.add(codec, parts_of(codec, wire, out.numel()), out, alpha, workspace)
 
     def decode_mean(self, codec: Any, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
         total, ranks = out, len(wires[0])

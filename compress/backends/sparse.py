@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..entries import index_bytes, value_bytes
-from .base import Kernels, Workspace, divide
+from .base import Kernels, Workspace, divide, parts_of
 
 
 @dataclass(frozen=True)
@@ -262,8 +262,7 @@ class SparseKernels(Kernels):
             self.entries.pack_values(plain, codec.value_dtype, values, row[1:], row[:1], residual)
 
     def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
-        parts = [part[None] for part in wire.split(codec.part_bytes(out.numel()))]
-        rows, values = self._plain(codec, parts, out.numel(), workspace)
+        rows, values = self._plain(codec, parts_of(codec, wire, out.numel()), out.numel(), workspace)
         self.add_plain(codec, rows[0], values[0], out, alpha, workspace)
 
     def decode_mean(self, codec: Any, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
@@ -271,8 +270,7 @@ class SparseKernels(Kernels):
         self.mean_plain(codec, rows, values, out, workspace)
 
     def entries_of(self, codec: Any, wire: Tensor, numel: int, workspace: Workspace) -> tuple[Tensor, Tensor, Tensor]:
-        parts = [part[None] for part in wire.split(codec.part_bytes(numel))]
-        rows, values = self._plain(codec, parts, numel, workspace)
+        rows, values = self._plain(codec, parts_of(codec, wire, numel), numel, workspace)
         return rows[0, 1:], values[0], rows[0, :1]
 
     def _plain(self, codec: Any, wires: Sequence[Tensor], numel: int, workspace: Workspace) -> tuple[Tensor, Tensor]:

@@ -40,7 +40,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from .group import Work
-from .threads import start_thread
+from .threads import start_thread, stop_thread
 
 #: What a unit of work yields: messages under way.
 Stages = Generator[Work, None, Any]
@@ -153,8 +153,7 @@ class Pipeline:
         self._device = device if device.type == "cuda" else None
         self._failure = failure = _Failure()
         self._core = core = _Core(failure, self._device, overlapped=threaded and self._device is None, name=name)
-        if threaded:
-            start_thread(name, core.compute, core.inbox, owner=self)
+        self._thread = start_thread(name, core.compute, core.inbox, owner=self) if threaded else None
 
     def start(
         self,
@@ -235,6 +234,11 @@ class Pipeline:
         """As `idle`; on a GPU until its kernels have ended too."""
         self.idle()
         self._core.synchronize()
+
+    def end(self) -> None:
+        """Have the threads end, which may still hold what they ran last, and wait for that; to be called once idle."""
+        if self._thread is not None:
+            stop_thread(self._core.inbox, self._thread)
 
 
 class _Failure:

@@ -28,13 +28,13 @@ def start_thread(
     thread.start()
     _threads[thread] = inbox
     if owner is not None and inbox is not None:
-        weakref.finalize(owner, _stop, inbox, thread).atexit = False  # `_stop_all` sees to it
+        weakref.finalize(owner, stop_thread, inbox, thread).atexit = False  # `_stop_all` sees to it
     return thread
 
 
-def _stop(inbox: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
+def stop_thread(inbox: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
     inbox.put(None)
-    if thread is not threading.current_thread():  # the last job may hold the last reference
+    if threading.current_thread() not in _threads:  # what one of ours ran may hold the last reference
         thread.join(STOP_SECONDS)
 
 

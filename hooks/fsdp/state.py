@@ -162,7 +162,7 @@ class FSDPState:
         raises from now on, as nothing would reduce its gradients among the replicas; call `compress_fsdp` again.
         """
         if self._reducer is not None:
-            self._reducer.flush()
+            self._reducer.close()
             self._reducer = None
             for shards in self._shards:
                 shards.detach(_closed)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from .. import Kernels, Workspace, kept
 from ..addresses import address
-from ..outliers import OutlierKernels, Room, inner_kernels, parts_of
+from ..base import parts_of
+from ..outliers import OutlierKernels, Room, inner_kernels
 from . import patching
 from .blocks import TILE, scratch_bytes
 from .dense import How
@@ -63,7 +64,7 @@ class Outliers(OutlierKernels, CpuKernels):
         return True
 
     def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
-        if not self._decode(codec, parts_of(codec, wire, out), out, (float(alpha), 1, 1.0), workspace):
+        if not self._decode(codec, parts_of(codec, wire, out.numel()), out, (float(alpha), 1, 1.0), workspace):
             super().decode_add(codec, wire, out, alpha, workspace)
 
     def decode_mean(self, codec: Any, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
