@@ -17,6 +17,7 @@ LATE = (
     "OMP_NUM_THREADS",
     "PYTHONUNBUFFERED",
     "PYTHONWARNINGS",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",  # lightning sets it when it is imported
     "TORCH_CPP_LOG_LEVEL",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 )
