@@ -78,6 +78,7 @@ KINDS: dict[str, object] = {
     "subnormal": _scaled(1e-44),
     "huge": _scaled(3e38),
     "largest": lambda x, rng: np.copysign(np.float32(3.4028234e38), x),
+    "spots": lambda x, rng: np.where(rng.random(len(x)) < 1e-3, x * np.float32(3e37), x),
     "wide": _wide,
     "ties": lambda x, rng: np.round(x),
     "zeros": lambda x, rng: np.copysign(np.float32(0), x),
@@ -85,7 +86,7 @@ KINDS: dict[str, object] = {
     "not finite": _with_nonfinite,
     "any bits": lambda x, rng: rng.integers(0, 1 << 32, len(x), dtype=np.uint32).view(np.float32).copy(),
 }
-FINITE = tuple(kind for kind in KINDS if kind not in ("huge", "largest", "not finite", "any bits"))
+FINITE = tuple(kind for kind in KINDS if kind not in ("huge", "largest", "spots", "not finite", "any bits"))
 
 #: Lengths around every boundary there is: a vector, a row of partial sums, blocks, the tiles of the CPU kernels.
 LENGTHS = (1, 2, 3, 63, 64, 65, 255, 256, 257, 511, 513, 1023, 1024, 1025, 1279, 1280, 1281, 2049, 4096, 4097, 6401)

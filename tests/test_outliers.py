@@ -64,12 +64,14 @@ def test_the_wire_is_that_of_top_k_and_that_of_what_is_left(
     values=st.sampled_from(VALUES),
     density=st.sampled_from([0.001, 0.05, 1.0]),
     pieces=st.integers(1, 3),
-    inner=st.sampled_from([OneBit(block=256), Ternary(), QSGD(rounding="nearest"), Cast()]),
+    inner=st.sampled_from(
+        [OneBit(), OneBit(block=256), OneBit(block=768), Ternary(), QSGD(rounding="nearest"), Cast()]
+    ),
 )
 def test_a_prediction_never_changes_the_bytes(
     numel: int, kinds: list[str], dtype: torch.dtype, values: torch.dtype, density: float, pieces: int, inner: Any
 ) -> None:
-    """Of the threshold, with a residual that is only read by the selection; and however many threads share the work."""
+    """Of the threshold, with a residual that the selection only reads, or turns into a sum; nor do threads."""
     codec, sides = Outliers(inner, density, values), []
     with pytest.MonkeyPatch.context() as patch:
         for module in (cpu_topk, cpu_kernels, cpu_outliers):
@@ -91,11 +93,11 @@ def test_a_prediction_never_changes_the_bytes(
 
 @pytest.mark.parametrize("threshold", [1, 0x3F800000, 0x40400000, 0x7F7FFFFF])
 def test_a_threshold_that_was_wrong_is_looked_past(threshold: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Too high: the gradient is read once more; too low: candidates do not fit. Neither touches the residual."""
+    """Too high: the sum is read once more; too low: candidates do not fit."""
     codec, numel = Outliers(OneBit()), 20_000
     guess = cpu_topk.Estimate(threshold, threshold + 20_000, threshold + 100_000)
     monkeypatch.setattr(cpu_topk.TopK, "_estimate", lambda *_: guess)
-    for kind in ("normal", "wide", "not finite", "any bits"):
+    for kind in ("normal", "wide", "spots", "not finite", "any bits"):
         grad, sides = gradient(kind, numel, 3), []
         for backend in ("reference", "cpu"):
             with use_backend(backend):

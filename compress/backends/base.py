@@ -42,13 +42,19 @@ class Entering:
     Attributes:
         numel: how many elements it has.
         into: lets the gradient enter, and writes what comes out to a tensor.
-        part: the same for a range of elements on the CPU: where element 0 would be written, the first, and the one
-            after the last. None: there is only the whole.
+        source: what kernels of the CPU can read in its place: a kind and an address (`cpu.sources`). None: there is
+            only the whole.
+        memory: what must not be freed before.
     """
 
     numel: int
     into: Callable[[Tensor], None]
-    part: Callable[[int, int, int], None] | None = None
+    source: tuple[int, int] | None = None
+    memory: Any = None
+
+
+def numel_of(x: Tensor | Entering) -> int:
+    return x.numel if isinstance(x, Entering) else x.numel()
 
 
 class Kernels(ABC):

@@ -63,10 +63,11 @@ class OutlierKernels(Kernels):
     def take_out(self, room: Room, x: Tensor | None, target: Tensor) -> None:
         """target[index] = -x[index], or zero without x, for the entries of `room` whose value is finite."""
 
-    def choose(self, codec: Any, x: Tensor, residual: Tensor | None, room: Room) -> None:
-        """Write the entries of x, or of x + residual, to `room`. Changes neither."""
+    def choose(self, codec: Any, x: Any, residual: Tensor | None, room: Room, *how: Any) -> None:
+        """Write the entries of x, or of x + residual, to `room`. Changes neither, unless `how` says so to the backend's
+        kernels."""
         topk: Any = self.codecs["topk"]
-        topk.choose(codec.selection, x, residual, room.row, room.values, room.selection, update=False)
+        topk.choose(codec.selection, x, residual, room.row, room.values, room.selection, False, *how)
 
     def workspace(self, codec: Any, numel: int, device: torch.device) -> Workspace:
         workspace = Workspace.on(device)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..entries import index_bytes, value_bytes
-from .base import Kernels, Workspace, divide, parts_of
+from .base import Kernels, Workspace, divide, numel_of, parts_of
 
 
 @dataclass(frozen=True)
@@ -233,25 +233,26 @@ class SparseKernels(Kernels):
         divide(total, len(rows), out)
 
     def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
-        self._encode_entries(codec, x, None, wire, draw, workspace)
+        self.encode_from(codec, x, None, wire, draw, workspace)
 
     def encode_feedback(
         self, codec: Any, grad: Tensor, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
     ) -> None:
-        self._encode_entries(codec, grad, residual, wire, draw, workspace)
+        self.encode_from(codec, grad, residual, wire, draw, workspace)
 
-    def _encode_entries(
+    def encode_from(
         self,
         codec: Any,
-        x: Tensor,
+        x: Any,
         residual: Tensor | None,
         wire: Tensor,
         draw: Tensor | None,
         workspace: Workspace,
     ) -> None:
-        numel = x.numel()
+        """`encode`, or `encode_feedback`, of anything that the backend's `encode_plain` reads."""
+        numel = numel_of(x)
         indices, values = wire.split(codec.part_bytes(numel))
-        room, values_room = self._room(codec, 1, numel, x.device, workspace)
+        room, values_room = self._room(codec, 1, numel, wire.device, workspace)
         packed_indices, packed_values = room.shape[1] > 0, values_room.shape[1] > 0
         row = room[0] if packed_indices else indices.view(torch.int32)
         plain = values_room[0] if packed_values else values.view(torch.float32)

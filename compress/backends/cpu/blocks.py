@@ -1,8 +1,9 @@
 """What the numba kernels of the CPU backend share: number formats, blocks in and out of cache, statistics, Philox.
 
 Every argument is an integer or a float: addresses come as integers, so a kernel is compiled once, for any dtype,
-alignment and pitch. `kind` says how elements are stored: `FLOAT32`, `FLOAT16` or `BFLOAT16`. A kernel's memory is
-`scratch`, `scratch_bytes(block)` long. A tail runs through it as a whole block, padded with zeros.
+alignment and pitch. `kind` says how elements are stored: `FLOAT32`, `FLOAT16` or `BFLOAT16`; of a source there
+are other kinds (`sources`). A kernel's memory is `scratch`, `scratch_bytes(block)` long. A tail runs
+through it as a whole block, padded with zeros.
 """
 
 from __future__ import annotations
@@ -11,8 +12,23 @@ from typing import Any
 
 import numpy as np
 
+from .formats import (
+    BFLOAT16,
+    F32,
+    FLOAT16,
+    FLOAT32,
+    INF_BITS,
+    LOW,
+    MAGNITUDE,
+    NAN,
+    ZERO,
+    from_bfloat,
+    from_half,
+    to_bfloat,
+    to_half,
+    width,
+)
 from .simd import (
-    as_f32,
     as_i32,
     compiled,
     float_of,
@@ -35,23 +51,9 @@ from .simd import (
     store,
     store_interleaved,
     to_f32,
-    to_i32,
-    to_u16,
     word_of,
 )
-
-FLOAT32, FLOAT16, BFLOAT16 = 0, 1, 2
-#: Elements that the sparse and the cast kernels take at once, in place of a block.
-TILE = 1024
-
-F32 = np.float32
-ZERO, ONE = F32(0), F32(1)
-TINY = F32(2.0**-149)
-NAN_BITS = np.int32(0x7FC00000)
-NAN = NAN_BITS.view(F32)
-INF_BITS = 0x7F800000
-MAGNITUDE = 0x7FFFFFFF
-LOW = 0xFFFFFFFF
+from .sources import SUMMED, enter, sum_at
 
 # Scratch: a vector's worth of bytes, two sets of 256 partial sums, a block of a, one of residuals, its random draws,
 # its codes, and its codes packed.
@@ -60,57 +62,6 @@ SPARE, SUMS, A = 0, 512, 512 + 2048
 
 def scratch_bytes(block: int) -> int:
     return A + block * (4 + 4 + 2 + 1 + 1) + 64
-
-
-# Numbers.
-
-
-@inlined
-def width(kind: int) -> int:
-    """Bytes an element."""
-    return 4 if kind == FLOAT32 else 2
-
-
-@inlined
-def from_half(word: Any) -> Any:
-    """float16 as float32, exactly, without arithmetic on subnormals, which some machines do slowly."""
-    w = to_i32(word)
-    magnitude = (w & 0x7FFF) << 13
-    exponent = magnitude & 0x0F800000
-    subnormal = as_f32(magnitude + (113 << 23)) - F32(2.0**-14)
-    value = select(exponent == 0, subnormal, as_f32(magnitude + (112 << 23)))
-    value = select(exponent == 0x0F800000, as_f32(magnitude | INF_BITS), value)
-    return as_f32(as_i32(value) | (w & 0x8000) << 16)
-
-
-@inlined
-def to_half(value: Any) -> Any:
-    """float32 as float16, to nearest even, NaN as 0x7E00."""
-    word = as_i32(value)
-    magnitude = word & MAGNITUDE
-    normal = (magnitude - (112 << 23) + 0xFFF + ((magnitude >> 13) & 1)) >> 13
-    subnormal = as_i32(as_f32(magnitude) + F32(0.5)) - 0x3F000000  # one half has its last place at 2^-24
-    half = select(magnitude < (113 << 23), subnormal, normal)
-    half = select(magnitude >= (143 << 23), 0x7C00, half) | ((word >> 16) & 0x8000)
-    return to_u16(select(magnitude > INF_BITS, 0x7E00, half))
-
-
-@inlined
-def from_bfloat(word: Any) -> Any:
-    return as_f32(to_i32(word) << 16)
-
-
-@inlined
-def to_bfloat(value: Any) -> Any:
-    """float32 as bfloat16, to nearest even, NaN as 0x7FC0."""
-    word = as_i32(value)
-    rounded = (word + 0x7FFF + ((word >> 16) & 1)) >> 16
-    return to_u16(select((word & MAGNITUDE) > INF_BITS, 0x7FC0, rounded))
-
-
-@inlined
-def finite(value: Any) -> Any:
-    return (as_i32(value) & MAGNITUDE) < INF_BITS
 
 
 # Blocks in and out.
@@ -201,11 +152,20 @@ def read_block(kind: int, x: int, residual: int, start: int, n: int, block: int,
         for i in range(0, 4 * block, 256):
             store(a + i, load_f32(source + i) + load_f32(old + i))
         return a
-    widen(kind, source, a, n, scratch + SPARE)
-    if residual:
-        old = residual + 4 * start
-        for i in range(0, 4 * n, 4):
-            store(a + i, get_f32(a + i) + get_f32(old + i))
+    if kind == SUMMED:
+        source = sum_at(x, residual, start)
+        if n == block:
+            return source
+        copy(a, source, 4 * n)
+        clear(a + 4 * n, 4 * (-n & 63))
+    elif kind > BFLOAT16:
+        enter(kind, x, residual, start, n, a, scratch + SPARE)
+    else:
+        widen(kind, source, a, n, scratch + SPARE)
+        if residual:
+            old = residual + 4 * start
+            for i in range(0, 4 * n, 4):
+                store(a + i, get_f32(a + i) + get_f32(old + i))
     padded = min((n + 63) & ~63, block)
     clear(a + 4 * padded, 4 * (block - padded))
     return a

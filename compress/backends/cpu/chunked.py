@@ -9,27 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from .blocks import (
-    F32,
-    FLOAT32,
-    INF_BITS,
-    MAGNITUDE,
-    NAN,
-    NAN_BITS,
-    SPARE,
-    SUMS,
-    ZERO,
-    A,
-    begin_sum,
-    clear,
-    copy,
-    end_sum,
-    fold_lanes,
-    largest_bits,
-    read_block,
-    width,
-)
+from .blocks import SPARE, SUMS, A, begin_sum, clear, copy, end_sum, fold_lanes, largest_bits, read_block
 from .dense import How, Source, Span, Wires, squeeze
+from .formats import F32, FLOAT32, INF_BITS, MAGNITUDE, NAN, NAN_BITS, SUMMABLE, ZERO
 from .packing import Layout, pack_bfloat, pack_floats, pack_indices, unpack_bfloat, unpack_indices
 from .selecting import choose, room_for
 from .simd import (
@@ -57,10 +39,8 @@ from .simd import (
     to_u16,
     to_u32,
 )
+from .sources import gradient_at
 from .sparse import int_at, key_at
-
-#: Keys below this one, 2^117, add up to a finite sum, however many are selected.
-SUMMABLE = (117 + 127) << 23
 
 Form = tuple[int, int, int, Layout]  # elements of a chunk, entries, bits of a value, how the indices are laid out
 HALF = F32(0.5)
@@ -235,7 +215,7 @@ def chunked_encode(x: Source, residual: int, wire: int, span: Span, form: Form, 
                 guess += largest - before
             before = largest
             following = start + chunk
-            ahead = source + width(kind) * following, residual + 4 * following if residual else 0
+            ahead = gradient_at(kind, source, following), residual + 4 * following if residual else 0
             count, guess = choose(a, chunk, k, largest, guess, index, value, ahead)
             if bits < 16:
                 low, high = fit(value, filled, count, bits, scratch + SUMS)

@@ -14,29 +14,15 @@ from typing import Any
 import numpy as np
 
 from .blocks import (
-    F32,
-    FLOAT16,
-    FLOAT32,
-    INF_BITS,
-    LOW,
-    MAGNITUDE,
-    NAN_BITS,
-    ONE,
     SPARE,
     SUMS,
-    TILE,
-    TINY,
-    ZERO,
     A,
     begin_sum,
     clear,
     copy,
     end_sum,
     fill_halves,
-    finite,
     fold_lanes,
-    from_bfloat,
-    from_half,
     largest_bits,
     narrow,
     power,
@@ -47,6 +33,20 @@ from .blocks import (
     sum_of_squares,
     uniform,
     widen,
+)
+from .formats import (
+    F32,
+    FLOAT32,
+    INF_BITS,
+    LOW,
+    MAGNITUDE,
+    NAN_BITS,
+    ONE,
+    TILE,
+    TINY,
+    ZERO,
+    finite,
+    load_as,
     width,
 )
 from .patching import (
@@ -76,7 +76,6 @@ from .simd import (
     inlined,
     load_f32,
     load_u8,
-    load_u16,
     load_u32x8,
     load_u64x8,
     mask_of,
@@ -382,16 +381,6 @@ def cast_encode(x: Source, residual: int, wire: int, span: Span, stored: int, sc
                 store(e + i, select(finite(d) & finite(v), v - d, load_f32(e + i)))
             if n < TILE:
                 copy(residual + 4 * start, e, 4 * n)
-
-
-@inlined
-def load_as(stored: int, address: int) -> Any:
-    """64 elements as float32."""
-    if stored == FLOAT32:
-        return load_f32(address)
-    if stored == FLOAT16:
-        return from_half(load_u16(address))
-    return from_bfloat(load_u16(address))
 
 
 @compiled

@@ -13,19 +13,8 @@ from .. import Workspace
 from ..addresses import address, rows_at
 from ..base import divide
 from ..drawn import DrawnKernels, words_of
-from .blocks import (
-    INF_BITS,
-    LOW,
-    TILE,
-    ZERO,
-    all_finite,
-    copy,
-    largest_bits,
-    random_bits,
-    read_block,
-    scratch_bytes,
-    width,
-)
+from .blocks import all_finite, copy, largest_bits, random_bits, read_block, scratch_bytes
+from .formats import INF_BITS, LOW, TILE, ZERO, width
 from .kernels import KINDS, CpuKernels, inverse, pieces_of, reserved, run, whole_lines
 from .patching import element
 from .simd import compiled, get_f32, store

@@ -16,8 +16,9 @@ from ...entries import index_layout
 from .. import Entering, Kernels, Narrow, Workspace, kept
 from ..addresses import address, rows_at
 from . import chunked, dense, narrow, ternary
-from .blocks import BFLOAT16, FLOAT16, FLOAT32, TILE, scratch_bytes
-from .dense import How
+from .blocks import scratch_bytes
+from .dense import How, Source
+from .formats import BFLOAT16, FLOAT16, FLOAT32, TILE
 from .patching import Hidden, shown_bytes
 
 KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
@@ -25,9 +26,6 @@ KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT1
 ELEMENTS_PER_THREAD = 1 << 20
 #: Elements of a residual that are float32 at a time where it is kept in fewer bytes: 128 KB.
 NARROW_ROOM = 1 << 15
-#: Elements that come out of a momentum at a time: 512 KB, which second-level caches hold, and long enough that to begin
-#: another range, some microseconds, does not show.
-ENTERING_ROOM = 1 << 17
 
 
 @cache
@@ -73,6 +71,14 @@ def note(workspace: Workspace, results: list[tuple[int, int]]) -> None:
     for skipped, unsound in results:
         status[0] += skipped
         status[1] += unsound
+
+
+def source_of(x: Tensor | Entering) -> Source:
+    """How elements are stored, or come about, and where."""
+    if isinstance(x, Entering):
+        assert x.source is not None
+        return x.source
+    return KINDS[x.dtype], address(x)
 
 
 def inverse(world_size: int) -> float:
@@ -130,25 +136,34 @@ class Blocks(CpuKernels):
         return count, pieces, known[2], known[3]
 
     def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
-        self._encode(codec, x, 0, wire, draw, workspace)
+        self._encode(codec, source_of(x), x.numel(), 0, wire, draw, workspace)
 
     def encode_feedback(
         self, codec: Any, grad: Tensor, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
     ) -> None:
-        self._encode(codec, grad, address(residual, torch.float32), wire, draw, workspace)
+        kept = address(residual, torch.float32)
+        self._encode(codec, source_of(grad), grad.numel(), kept, wire, draw, workspace)
 
     def encode_hiding(
-        self, codec: Any, x: Tensor, residual: Tensor | None, wire: Tensor, hidden: Hidden, workspace: Workspace
+        self,
+        codec: Any,
+        source: Source,
+        numel: int,
+        residual: Tensor | None,
+        wire: Tensor,
+        hidden: Hidden,
+        workspace: Workspace,
     ) -> None:
         """`encode`, or `encode_feedback`, as if all that is encoded were 0 at the entries of `hidden`, where the
         residual then is."""
         kept = 0 if residual is None else address(residual, torch.float32)
-        self._encode(codec, x, kept, wire, None, workspace, hidden)
+        self._encode(codec, source, numel, kept, wire, None, workspace, hidden)
 
     def _encode(
         self,
         codec: Any,
-        x: Tensor,
+        source: Source,
+        numel: int,
         residual: int,
         wire: Tensor,
         draw: Tensor | None,
@@ -156,7 +171,7 @@ class Blocks(CpuKernels):
         hidden: Hidden = NOTHING_HIDDEN,
     ) -> None:
         kernel, rest = self._encoder(codec, draw, hidden)
-        numel, source, target = x.numel(), (KINDS[x.dtype], address(x)), address(wire, torch.uint8)
+        target = address(wire, torch.uint8)
         count, pieces, scratch, size = self._split(codec, numel, workspace)
 
         def job(first: int, last: int, piece: int) -> None:
@@ -178,7 +193,7 @@ class Blocks(CpuKernels):
             return
         kernel, rest = self._encoder(codec, draw, NOTHING_HIDDEN)
         read, write = narrow.PASSES[residual.dtype]
-        source, target = (KINDS[grad.dtype], address(grad)), address(wire, torch.uint8)
+        source, target = source_of(grad), address(wire, torch.uint8)
         parts = narrow.places(*residual.parts)
 
         def visit(span: tuple[int, int], blocks: tuple[int, int, int], room: int, scratch: int) -> None:
@@ -192,19 +207,12 @@ class Blocks(CpuKernels):
     def encode_entering(
         self, codec: Any, entering: Entering, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
     ) -> None:
-        """What comes out of the momentum is written to a room for some blocks, and read there, in cache."""
-        if entering.part is None:
+        """In the same pass: the kernel reads what comes out of the momentum."""
+        if entering.source is None:
             super().encode_entering(codec, entering, residual, wire, draw, workspace)
-            return
-        kernel, rest = self._encoder(codec, draw, NOTHING_HIDDEN)
-        part, own, target = entering.part, address(residual, torch.float32), address(wire, torch.uint8)
-
-        def visit(span: tuple[int, int], blocks: tuple[int, int, int], room: int, scratch: int) -> None:
-            there = room - 4 * span[0]
-            part(there, *span)
-            kernel((FLOAT32, there), own, target, blocks, *rest, scratch)
-
-        self._in_a_room(codec, entering.numel, ENTERING_ROOM, 0, workspace, visit)
+        else:
+            kept = address(residual, torch.float32)
+            self._encode(codec, entering.source, entering.numel, kept, wire, draw, workspace)
 
     def _in_a_room(
         self,
@@ -246,7 +254,7 @@ class Blocks(CpuKernels):
 
     def _decode(self, codec: Any, wires: Tensor, out: Tensor, how: How, workspace: Workspace, lists: int = 0) -> None:
         kernel, rest = self.decode_block(codec)
-        numel, target, ranks = out.numel(), (KINDS[out.dtype], address(out)), wires.shape[0]
+        numel, target, ranks = out.numel(), source_of(out), wires.shape[0]
         sources = *rows_at(wires, torch.uint8), ranks
         count, pieces, scratch, size = self._split(codec, numel, workspace)
         room, each = 0, 0

@@ -10,7 +10,8 @@ from torch import Tensor, float32, int64
 
 from ..addresses import address
 from ..low_rank import LEAST, ROWS, RUN, LowRankKernels, Matrices
-from .blocks import F32, NAN, ZERO, all_finite, clear, finite, fold_lanes
+from .blocks import all_finite, clear, fold_lanes
+from .formats import F32, NAN, ZERO, finite
 from .kernels import CpuKernels, pieces_of, reserved, run
 from .simd import compiled, get_f32, get_f64, get_i64, inlined, load_f32, select, splat_f32, store
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .. import narrow
 from ..addresses import address
-from .blocks import BFLOAT16, F32, INF_BITS, MAGNITUDE, ZERO, clear, copy, to_bfloat, widen
+from .blocks import clear, copy, widen
+from .formats import BFLOAT16, F32, INF_BITS, MAGNITUDE, ZERO, to_bfloat
 from .simd import (
     as_f32,
     as_i32,

@@ -10,24 +10,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import Kernels, Workspace, kept
+from .. import Entering, Kernels, Workspace, kept
 from ..addresses import address
-from ..base import parts_of
+from ..base import numel_of, parts_of
 from ..outliers import OutlierKernels, Room, inner_kernels
 from . import patching
-from .blocks import TILE, scratch_bytes
+from .blocks import scratch_bytes
 from .dense import How
-from .kernels import KINDS, Blocks, CpuKernels, inverse, note, pieces_of, reserved, run, whole_lines
-from .topk import ENTRY_COST
+from .entries import ENTRY_COST
+from .formats import TILE
+from .kernels import KINDS, Blocks, CpuKernels, inverse, note, pieces_of, reserved, run, source_of, whole_lines
+from .sources import SUMMED
 
 I32, F32 = torch.int32, torch.float32
 SCRATCH = whole_lines(scratch_bytes(TILE))
 
 
+def sums(codec: Any, inner: Any) -> bool:
+    """Whether the inner code can read what `TopK` has summed up: a block must lie in one tile, since what is too large
+    stays as it was by tiles, and what is not finite by blocks."""
+    return isinstance(inner, Blocks) and inner.hides and TILE % inner.block(codec.inner) == 0
+
+
 class Outliers(OutlierKernels, CpuKernels):
-    """The gradient is passed twice: `TopK` reads it and the residual, and the inner code does what it always does, on a
-    residual that hides what is selected, or by a kernel that leaves it out itself. Decoding passes over the sum once,
-    if the kernel of the inner code takes what is selected too, else three times for each rank."""
+    """Two passes: `TopK` reads gradient and residual, and the inner code does what it always does, on a residual
+    that hides what is selected, or by a kernel that leaves it out itself. Where its blocks are parts of a tile, the
+    first pass leaves the sum of both in the residual, and the second has nothing else to read. Decoding passes over the
+    sum once, if the kernel of the inner code takes what is selected too, else three times for each rank."""
 
     def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
         with kept.task(type(codec).__name__):
@@ -49,19 +58,45 @@ class Outliers(OutlierKernels, CpuKernels):
         if not self._encode(codec, grad, residual, wire, workspace):
             super().encode_feedback(codec, grad, residual, wire, draw, workspace)
 
-    def _encode(self, codec: Any, x: Tensor, residual: Tensor | None, wire: Tensor, workspace: Workspace) -> bool:
+    def encode_entering(
+        self, codec: Any, entering: Entering, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
+    ) -> None:
+        inner = inner_kernels(self.codecs, codec.inner, residual.device)
+        if entering.source is None or not sums(codec, inner):
+            super().encode_entering(codec, entering, residual, wire, draw, workspace)
+        else:
+            self._encode(codec, entering, residual, wire, workspace)
+
+    def _encode(
+        self, codec: Any, x: Tensor | Entering, residual: Tensor | None, wire: Tensor, workspace: Workspace
+    ) -> bool:
         """Without copies, where the kernel of the inner code hides what is selected."""
-        inner = inner_kernels(self.codecs, codec.inner, x.device)
+        inner, numel = inner_kernels(self.codecs, codec.inner, wire.device), numel_of(x)
         if not (isinstance(inner, Blocks) and inner.hides):
             return False
-        room = self.room(codec, x.numel(), x.device, workspace)
-        indices, values, blocks = wire.split(codec.part_bytes(x.numel()))
-        self.choose(codec, x, residual, room)
+        room = self.room(codec, numel, wire.device, workspace)
+        indices, values, blocks = wire.split(codec.part_bytes(numel))
+        source = source_of(x)
+        summed = 0 if residual is None or not sums(codec, inner) else self._summed(room, workspace)
+        self.choose(codec, x, residual, room, summed)
+        if summed:
+            source = SUMMED, summed
         hidden = address(room.row[1:], I32), address(room.values, F32), int(room.row[0])
-        inner.encode_hiding(codec.inner, x, residual, blocks, hidden, room.inner)
+        inner.encode_hiding(codec.inner, source, numel, residual, blocks, hidden, room.inner)
         # Nothing is left of values that are sent as they are.
         self._pack(codec, room, indices, values, None if codec.values == F32 else residual)
         return True
+
+    @staticmethod
+    def _summed(room: Room, workspace: Workspace) -> int:
+        """The address of a record of `sources.SUMMED`. Its float32 are not touched, and so take no memory, unless a
+        gradient is too large."""
+        record: np.ndarray | None = workspace.buffers.get("summed")
+        if record is None or workspace.buffers["summed of"] != room.numel:
+            aside, flags = torch.empty(room.numel, dtype=F32), reserved(workspace, "flags", -(-room.numel // TILE))
+            record = np.array([address(aside, F32), flags], np.int64)
+            workspace.buffers |= {"summed": record, "summed of": room.numel, "aside": aside}
+        return int(record.ctypes.data)
 
     def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
         if not self._decode(codec, parts_of(codec, wire, out.numel()), out, (float(alpha), 1, 1.0), workspace):

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from ...entries import LARGEST_UNIT, VALUE_BLOCK
-from .blocks import F32, INF_BITS, LOW, MAGNITUDE, NAN_BITS, TINY, ZERO, clear, copy
+from .blocks import clear, copy
+from .formats import F32, INF_BITS, LOW, MAGNITUDE, NAN_BITS, TINY, ZERO
 from .simd import (
     compiled,
     get_f32,

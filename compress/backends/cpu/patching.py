@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from .blocks import F32, FLOAT32, INF_BITS, SPARE, ZERO, A, clear, widen, width
+from .blocks import SPARE, A, clear, widen
+from .formats import F32, FLOAT32, INF_BITS, ZERO, width
 from .simd import compiled, get_f32, get_i64, get_u32, inlined, load_f32, mask_of, select, store
 from .sparse import Entries, Source, int_at, key_at
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..addresses import address
 from ..narrow import NarrowKernels
-from .blocks import TILE
+from .formats import TILE
 from .kernels import pieces_of, run
 from .narrow import PASSES, SPARE, places
 

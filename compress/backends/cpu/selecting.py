@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from .blocks import MAGNITUDE, clear, read_ahead
+from .blocks import clear, read_ahead
+from .formats import MAGNITUDE
 from .simd import as_i32, bits_of, compiled, count_ones, get_f32, load_f32, lowest_bit, store
 from .sparse import int_at, key_at
 

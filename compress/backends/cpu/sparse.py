@@ -1,10 +1,8 @@
-"""The numba kernels of TopK: selection in one pass over the gradient, and sums of sparse wires.
+"""The numba kernels of TopK: selection among candidates, and sums of sparse wires.
 
-The pass collects candidates, every element at or above a threshold, and an exact selection looks at those alone.
-Threads share the tiles of a gradient: each collects from its own into a `Room` of its own, one finds the k-th largest
-of all candidates, and each sends its own. `Room` is memory: the indices and values of `capacity` candidates, in
-ascending order of index, a histogram of 2048 counts, and scratch for a tile. A *key* is a magnitude as an integer: the
-bits of the float without its sign.
+`collecting` finds the candidates. One thread finds the k-th largest of all of them, and each sends its own. `Room` is
+memory: the indices and values of `capacity` candidates, in ascending order of index, a histogram of 2048 counts, and
+scratch for a tile. A *key* is a magnitude as an integer: the bits of the float without its sign.
 """
 
 from __future__ import annotations
@@ -13,26 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from .blocks import (
-    F32,
-    FLOAT32,
-    INF_BITS,
-    LOW,
-    MAGNITUDE,
-    NAN_BITS,
-    SPARE,
-    SUMS,
-    TILE,
-    A,
-    clear,
-    copy,
-    end_sum,
-    finite,
-    read_ahead,
-    read_block,
-    residual_block,
-    width,
-)
+from .blocks import SPARE, A, clear, end_sum
+from .formats import F32, INF_BITS, MAGNITUDE, TILE
 from .simd import (
     as_i32,
     bits_of,
@@ -45,9 +25,7 @@ from .simd import (
     inlined,
     load_f32,
     lowest_bit,
-    select,
     store,
-    word_of,
 )
 
 Source = tuple[int, int]  # kind, address
@@ -55,12 +33,6 @@ Room = tuple[int, int, int, int, int]  # index, value, capacity, histogram, scra
 Rows = tuple[int, int]  # address, bytes from one rank's to the next
 Entries = tuple[int, int]  # where indices are, and where values are
 Span = tuple[int, int, int]  # elements, first tile, last tile
-
-#: How many sampled runs ahead to ask for what they hold, which lies too far apart for the hardware to foresee.
-RUNS_AHEAD = 8
-#: How many elements ahead a pass that only reads asks for. Mostly in the same page, which the hardware fetches by
-#: itself, and faster: what is farther ahead it would be asked for all the time.
-AHEAD = 384
 
 
 @inlined
@@ -72,190 +44,6 @@ def int_at(address: int) -> Any:
 @inlined
 def key_at(address: int) -> Any:
     return int_at(address) & MAGNITUDE
-
-
-@inlined
-def candidates(v: Any, threshold: int, masks: int, i: int) -> Any:
-    """Which of 64 elements from `i` on are at or above the threshold, as a word among the tile's masks. Returns that
-    word's own bit if there are any."""
-    bits = bits_of((as_i32(v) & MAGNITUDE) >= threshold)
-    store(masks + (i >> 3), bits)
-    return np.int64(bits != 0) << (i >> 6)
-
-
-@inlined
-def sampled_run(stratum: int, stride: int) -> Any:
-    """The first element of the run of 64 that stands for a stratum: any of its `stride` runs, since always the same
-    one would be the same columns of many a matrix. Multiplicative hashing (Knuth, The Art of Computer Programming,
-    volume 3, section 6.4)."""
-    mixed = ((stratum * 0x9E3779B1) & LOW) >> 8
-    return 64 * (stratum * stride + mixed % stride)
-
-
-@compiled
-def sample(x: Source, residual: int, strata: tuple[int, int], threshold: int, keys: int, scratch: int) -> int:
-    """The keys at or above `threshold` in one run of 64 elements of each stratum, of which there are so many, of so
-    many runs each, as if nothing were above infinity; returns how many. Changes nothing."""
-    kind, source = x
-    strata_count, stride = strata
-    count = 0
-    for stratum in range(strata_count):
-        later = sampled_run(stratum + RUNS_AHEAD, stride)
-        read_ahead(source + later * width(kind))
-        if residual:
-            read_ahead(residual + 4 * later)
-        a = read_block(kind, source, residual, sampled_run(stratum, stride), 64, 64, scratch)
-        bits = bits_of((as_i32(load_f32(a)) & MAGNITUDE) >= threshold)
-        while bits:
-            store(keys + 4 * count, np.int32(min(key_at(a + 4 * lowest_bit(bits)), INF_BITS)))
-            count += 1
-            bits &= bits - 1
-    return count
-
-
-@compiled
-def accumulate(
-    kind: int, x: int, residual: int, update: int, start: int, n: int, threshold: int, scratch: int
-) -> tuple[int, int, int]:
-    """Where a lies, a tile from `start` on, and where the residual does, which becomes a where that is finite. The
-    masks of the candidates are in scratch: a word for 64 elements; and which words are not 0 is returned too. If x is
-    0, the residual holds a already. Unless `update`, a and what there is of the residual are in scratch."""
-    a, masks, old = scratch + A, scratch + SUMS, residual + 4 * start
-    words: Any = 0
-    if x and residual and update and kind == FLOAT32 and n == TILE:
-        source, kept = x + 4 * start, 0
-        for i in range(0, TILE, 64):
-            e = load_f32(old + 4 * i)
-            v = load_f32(source + 4 * i) + e
-            words |= candidates(v, threshold, masks, i)
-            good = finite(v)
-            if bits_of(good) == -1:
-                store(old + 4 * i, v)
-            else:  # a and the residual differ: a in scratch then, all of it
-                store(old + 4 * i, select(good, v, e))
-                store(a + 4 * i, v)
-                kept |= 1 << (i >> 6)
-        if not kept:
-            return old, old, words
-        for i in range(0, TILE, 64):
-            if not (kept >> (i >> 6)) & 1:
-                store(a + 4 * i, load_f32(old + 4 * i))
-        return a, old, words
-    if x:
-        a = read_block(kind, x, residual, start, n, TILE, scratch)
-    else:
-        clear(a, 4 * TILE)
-        copy(a, old, 4 * n)
-    e_block = residual_block(residual if update else 0, start, n, TILE, scratch)
-    for i in range(0, TILE, 64):
-        v = load_f32(a + 4 * i)
-        words |= candidates(v, threshold, masks, i)
-        if residual and update:
-            store(e_block + 4 * i, select(finite(v), v, load_f32(e_block + 4 * i)))
-    return a, e_block, words
-
-
-@compiled
-def look_through(x: int, old: int, threshold: int, masks: int) -> Any:
-    """The masks of the candidates of x + old, a tile that is only read, as `accumulate` has them."""
-    words: Any = 0
-    for i in range(0, TILE, 64):
-        words |= candidates(load_f32(x + 4 * i) + load_f32(old + 4 * i), threshold, masks, i)
-        read_ahead(x + 4 * (i + AHEAD))
-        read_ahead(old + 4 * (i + AHEAD))
-    return words
-
-
-Tile = tuple[int, int, int]  # where a lies, what is to be added to it, or 0, and the residual to change, or 0
-
-
-@inlined
-def append(index: int, value: int, count: int, tile: Tile, start: int, j: int, likely: int) -> None:
-    a, old, e = tile
-    v = get_f32(a + 4 * j)
-    if old:
-        v = v + get_f32(old + 4 * j)
-    word = word_of(v)
-    key = np.int64(word) & MAGNITUDE
-    store(index + 4 * count, np.int32(start + j))
-    store(value + 4 * count, NAN_BITS if key > INF_BITS else word)
-    if e:
-        store(e + 4 * j, np.int32(0) if likely <= key < INF_BITS else get_i32(e + 4 * j))
-
-
-@compiled
-def gather(index: int, value: int, count: int, tile: Tile, start: int, likely: int, masks: int, words: int) -> int:
-    """Append a tile's candidates. The residual becomes 0 where the key is `likely` or more, which most likely is sent:
-    to mend the others later, one by one and far apart, is less work.
-
-    A word has one or two candidates as a rule: those take no branch, which would be mispredicted, but an entry that is
-    none is written over by the next."""
-    rest: Any = words
-    while rest:
-        i = lowest_bit(rest) << 6
-        rest &= rest - 1
-        bits = get_i64(masks + (i >> 3))
-        for _ in range(2):
-            append(index, value, count, tile, start, i + lowest_bit(bits | (-1 << 63)), likely)
-            count += bits != 0
-            bits &= bits - 1
-        while bits:
-            append(index, value, count, tile, start, i + lowest_bit(bits), likely)
-            count += 1
-            bits &= bits - 1
-    return count
-
-
-@compiled
-def collect(
-    x: Source, residual: int, update: int, span: Span, k: int, threshold: int, likely: int, room: Room
-) -> tuple[int, int]:
-    """One pass: every element whose key is `threshold` or more becomes a candidate. Returns how many there are, and
-    from which key on they are 0 in the residual, unless that is only read: if not `update`.
-
-    When the candidates no longer fit, all but the k largest go, and from then on only what is above them is collected:
-    among equals the earlier stay. So the k largest are always found, if there are k at or above the first threshold.
-    """
-    kind, source = x
-    numel, first, last = span
-    index, value, capacity, histogram, scratch = room
-    masks, count = scratch + SUMS, 0
-    for start in range(first * TILE, min(last * TILE, numel), TILE):
-        n = min(TILE, numel - start)
-        if count + TILE > capacity:
-            store(scratch, np.int64(value))
-            store(scratch + 8, np.int64(count))
-            key, ties = kth_largest(scratch, 1, k, histogram)
-            count = keep(index, value, count, key, ties, likely, residual if update else 0, (index, value))
-            threshold, likely = key + 1, 0  # those kept are 0 in the residual, whatever their key
-        if residual and not update and kind == FLOAT32 and n == TILE:
-            tile = source + 4 * start, residual + 4 * start, 0
-            words = look_through(tile[0], tile[1], threshold, masks)
-        else:
-            a, e, words = accumulate(kind, source, residual, update, start, n, threshold, scratch)
-            tile = a, 0, e
-        count = gather(index, value, count, tile, start, max(threshold, likely), masks, words)
-        if residual and update and n < TILE:
-            copy(residual + 4 * start, tile[2], 4 * n)
-    return count, likely
-
-
-@compiled
-def collect_again(
-    x: Source, residual: int, update: int, span: Span, k: int, lowest: int, count: int, spare: Entries, room: Room
-) -> tuple[int, int]:
-    """Once more, from `lowest` on, after a threshold that was too high; `spare` has room for `count` entries."""
-    index, value = room[0], room[1]
-    kept_index, kept_value = spare
-    kept = 0
-    if residual and update:
-        # With every candidate put back, the residual holds a.
-        kept = put_back(residual, index, value, count, kept_index, kept_value)
-        x = (FLOAT32, 0)
-    result = collect(x, residual, update, span, k, lowest, lowest, room)
-    for i in range(0, 4 * kept, 4):
-        store(residual + 4 * int_at(kept_index + i), get_i32(kept_value + i))
-    return result
 
 
 @compiled

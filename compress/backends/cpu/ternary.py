@@ -10,16 +10,8 @@ from typing import Any
 import numpy as np
 
 from .blocks import (
-    F32,
-    FLOAT32,
-    INF_BITS,
-    MAGNITUDE,
-    NAN_BITS,
-    ONE,
     SPARE,
     SUMS,
-    TINY,
-    ZERO,
     A,
     begin_sum,
     clear,
@@ -35,9 +27,9 @@ from .blocks import (
     residual_block,
     sum_of_squares,
     uniform,
-    width,
 )
 from .dense import Draw, How, Source, Span, Wires
+from .formats import F32, FLOAT32, INF_BITS, MAGNITUDE, NAN_BITS, ONE, TINY, ZERO, width
 from .patching import (
     Hidden,
     Shown,
@@ -77,6 +69,7 @@ from .simd import (
     to_u8,
     to_u16,
 )
+from .sources import gradient_at, momentum_at
 
 
 @compiled
@@ -135,7 +128,7 @@ def terngrad_encode(
 
 
 Three = tuple[Any, Any, Any]
-Ahead = tuple[int, int]  # where elements of a later block lie, and their residual
+Ahead = tuple[int, int, int]  # where elements of a later block lie, and what else is to be fetched
 
 HALF, SLACK = F32(0.5), F32(2.0**-13)
 LLOYD_STEPS = 2
@@ -242,8 +235,8 @@ def best_level(a: int, total: Any, largest: int, n: int, block: int, sums: int, 
         if (beyond * p) * (limit * p) * (limit / (limit - third)) < best * HALF:
             break
         threshold = third + third
-    for _ in range(LLOYD_STEPS):
-        level = mean_above(a, level * HALF, block, ahead[1])
+    for step in range(LLOYD_STEPS):
+        level = mean_above(a, level * HALF, block, ahead[2] if step else ahead[1])
     return level
 
 
@@ -291,8 +284,9 @@ def ternary_encode(x: Source, residual: int, wire: int, span: Span, block: int, 
             forget(hidden, entry, after, residual)
             continue  # the block keeps its residual
         later = start + 2 * block
-        x_ahead = source + width(kind) * later
-        ahead = x_ahead, residual + 4 * later if residual else x_ahead
+        x_ahead, momentum = gradient_at(kind, source, later), momentum_at(kind, source, later)
+        kept = residual + 4 * later if residual else x_ahead
+        ahead = x_ahead, kept, momentum if momentum else kept
         level = best_level(a, total, largest, n, block, sums, ahead)
         store(record, level)
         e = residual_block(residual, start, n, block, scratch)

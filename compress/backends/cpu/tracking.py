@@ -1,9 +1,9 @@
-"""The passes of `compress.tracking` over CPU tensors: as written there, each reading and writing everything once."""
+"""The passes of `compress.tracking` over CPU tensors: as written there, each reading and writing everything once; and
+how gradients enter a momentum, which `compress.momentum` needs too."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,28 +11,10 @@ from torch import Tensor, float32
 
 from ..addresses import address
 from ..base import Entering, TrackingKernels
-from .blocks import F32, INF_BITS, MAGNITUDE, NAN, TILE
-from .kernels import pieces_of, run
+from .formats import INF_BITS, MAGNITUDE, NAN, TILE
+from .kernels import KINDS, pieces_of, run
 from .simd import as_i32, bits_of, compiled, get_f32, load_f32, select, store
-
-
-@compiled
-def _change(grad: int, momentum: int, out: int, rate: float, first: int, last: int) -> None:
-    """out = the change of momentum by rate · (grad - momentum); what is not finite does not enter the momentum."""
-    share, i = F32(rate), 4 * first
-    while i + 256 <= 4 * last:
-        m = load_f32(momentum + i)
-        new = m + (load_f32(grad + i) - m) * share
-        store(out + i, new - m)
-        store(momentum + i, select((as_i32(new) & MAGNITUDE) < INF_BITS, new, m))
-        i += 256
-    while i < 4 * last:
-        old = get_f32(momentum + i)
-        now = old + (get_f32(grad + i) - old) * share
-        store(out + i, now - old)
-        if np.isfinite(now):
-            store(momentum + i, now)
-        i += 4
+from .sources import ENTER_SPARE, TRACKED, enter_into
 
 
 @compiled
@@ -67,23 +49,28 @@ class Tracking(TrackingKernels):
         self.changing(grad, momentum, share).into(out)
 
     def changing(self, grad: Tensor, momentum: Tensor, share: float) -> Entering:
-        return entering(_change, grad.float(), momentum, share)
+        return entering(TRACKED, grad, momentum, share)
 
     def follow(self, estimate: Tensor, mean: Tensor) -> bool:
         where = address(estimate, float32), address(mean, float32)
         return not any(over_tiles(mean.numel(), lambda first, last: _follow(*where, first, last)))
 
 
-def entering(kernel: Callable, grad: Tensor, momentum: Tensor, factor: float) -> Entering:
-    """By the passes of a kernel, over float32 tensors."""
-
-    def part(out: int, first: int, last: int) -> None:
-        kernel(address(grad, float32), address(momentum, float32), out, factor, first, last)
+def entering(kind: int, grad: Tensor, momentum: Tensor, factor: float) -> Entering:
+    """What comes out of a momentum, of a kind that `sources` has."""
+    source = grad if grad.dtype in KINDS else grad.float()
+    bits = np.float32(factor).view(np.int32)
+    record = np.array([KINDS[source.dtype], address(source), address(momentum, float32), bits], np.int64)
+    where = record.ctypes.data
 
     def into(out: Tensor) -> None:
-        over_tiles(out.numel(), partial(part, address(out, float32)))
+        def job(first: int, last: int) -> None:
+            spare = np.empty(ENTER_SPARE + 256, np.uint8)
+            enter_into(kind, where, address(out, float32), first, last, spare.ctypes.data)
 
-    return Entering(grad.numel(), into, part)
+        over_tiles(out.numel(), job)
+
+    return Entering(grad.numel(), into, (kind, where), (record, source, momentum))
 
 
 def over_tiles(numel: int, job: Callable[[int, int], Any]) -> list[Any]:
