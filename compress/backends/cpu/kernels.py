@@ -195,14 +195,22 @@ class Blocks(CpuKernels):
         read, write = narrow.PASSES[residual.dtype]
         source, target = source_of(grad), address(wire, torch.uint8)
         parts = narrow.places(*residual.parts)
+        count, pieces, scratch, size = self._split(codec, numel, workspace)
+        at_once = max(1, NARROW_ROOM // block)
+        room_bytes = whole_lines(4 * min(at_once, count) * block + narrow.SPARE)
+        rooms = reserved(workspace, "room", pieces * room_bytes)
 
-        def visit(span: tuple[int, int], blocks: tuple[int, int, int], room: int, scratch: int) -> None:
-            there = room + narrow.SPARE - 4 * span[0]
-            read(there, *parts, span, room)
-            kernel(source, there, target, blocks, *rest, scratch)
-            write(there, *parts, span, room)
+        def job(first: int, last: int, piece: int) -> None:
+            room = rooms + piece * room_bytes
+            for begin in range(first, last, at_once):
+                end = min(begin + at_once, last)
+                span = begin * block, min(end * block, numel)
+                there = room + narrow.SPARE - 4 * span[0]
+                read(there, *parts, span, room)
+                kernel(source, there, target, (numel, begin, end), *rest, scratch + piece * size)
+                write(there, *parts, span, room)
 
-        self._in_a_room(codec, numel, NARROW_ROOM, narrow.SPARE, workspace, visit)
+        run(job, count, pieces)
 
     def encode_entering(
         self, codec: Any, entering: Entering, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
@@ -213,31 +221,6 @@ class Blocks(CpuKernels):
         else:
             kept = address(residual, torch.float32)
             self._encode(codec, entering.source, entering.numel, kept, wire, draw, workspace)
-
-    def _in_a_room(
-        self,
-        codec: Any,
-        numel: int,
-        elements: int,
-        spare: int,
-        workspace: Workspace,
-        visit: Callable[[tuple[int, int], tuple[int, int, int], int, int], None],
-    ) -> None:
-        """As many blocks at a time as have `elements`: `visit` is given them as elements and as blocks, a room that has
-        4 bytes for each of the elements behind `spare`, and scratch."""
-        block = self.block(codec)
-        count, pieces, scratch, size = self._split(codec, numel, workspace)
-        at_once = max(1, elements // block)
-        room_bytes = whole_lines(4 * min(at_once, count) * block + spare)
-        rooms = reserved(workspace, "room", pieces * room_bytes)
-
-        def job(first: int, last: int, piece: int) -> None:
-            for begin in range(first, last, at_once):
-                end = min(begin + at_once, last)
-                span = begin * block, min(end * block, numel)
-                visit(span, (numel, begin, end), rooms + piece * room_bytes, scratch + piece * size)
-
-        run(job, count, pieces)
 
     def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
         self._decode(codec, wire[None], out, (float(alpha), 1, 1.0), workspace)
