@@ -219,8 +219,8 @@ class Codec(ABC):
         """`encode_feedback` of what comes out of a momentum that a gradient enters, in the same pass where the backend
         can. Other arguments and errors as there, the residual float32."""
         self._check_gradient(residual, "residual", (torch.float32,))
-        if residual.numel() != entering.numel:
-            raise ValueError(f"residual has {residual.numel()} elements, grad {entering.numel}: they must match")
+        if residual.numel() != entering.numel():
+            raise ValueError(f"residual has {residual.numel()} elements, grad {entering.numel()}: they must match")
         self._check_wire(wire, residual)
         self._check_draw(draw)
         self._kernels(workspace, residual).encode_entering(self, entering, residual, wire, draw, workspace)

@@ -40,21 +40,20 @@ class Entering:
     """What a codec reads in the place of a gradient that enters a momentum on the way: float32, and made once.
 
     Attributes:
-        numel: how many elements it has.
+        elements: how many it has.
         into: lets the gradient enter, and writes what comes out to a tensor.
         source: what kernels of the CPU can read in its place: a kind and an address (`cpu.sources`). None: there is
             only the whole.
         memory: what must not be freed before.
     """
 
-    numel: int
+    elements: int
     into: Callable[[Tensor], None]
     source: tuple[int, int] | None = None
     memory: Any = None
 
-
-def numel_of(x: Tensor | Entering) -> int:
-    return x.numel if isinstance(x, Entering) else x.numel()
+    def numel(self) -> int:
+        return self.elements
 
 
 class Kernels(ABC):
@@ -114,7 +113,7 @@ class Kernels(ABC):
     ) -> None:
         """`encode_feedback` of what comes out of a momentum that a gradient enters."""
         out: Tensor | None = workspace.buffers.get("entering")
-        if out is None or out.numel() != entering.numel:
+        if out is None or out.numel() != entering.numel():
             out = workspace.buffers["entering"] = torch.empty_like(residual)
         entering.into(out)
         self.encode_feedback(codec, out, residual, wire, draw, workspace)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..entries import index_bytes, value_bytes
-from .base import Kernels, Workspace, divide, numel_of, parts_of
+from .base import Kernels, Workspace, divide, parts_of
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ class SparseKernels(Kernels):
         workspace: Workspace,
     ) -> None:
         """`encode`, or `encode_feedback`, of anything that the backend's `encode_plain` reads."""
-        numel = numel_of(x)
+        numel = x.numel()
         indices, values = wire.split(codec.part_bytes(numel))
         room, values_room = self._room(codec, 1, numel, wire.device, workspace)
         packed_indices, packed_values = room.shape[1] > 0, values_room.shape[1] > 0

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from .. import Backend, Kernels
 from .drawn import RandomK
-from .entries import Entries
 from .kernels import QSGD, Cast, ChunkedTopK, OneBit, Ternary, TernGrad
 from .low_rank import PowerSGD
 from .momentum import Momentum
 from .outliers import Outliers
 from .residuals import Narrow
-from .topk import Threshold, TopK
+from .topk import Entries, Threshold, TopK
 from .tracking import Tracking
 from .vectors import Vectors
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from .blocks import SPARE, SUMS, A, begin_sum, clear, copy, end_sum, fold_lanes, largest_bits, read_block
 from .dense import How, Source, Span, Wires, squeeze
-from .formats import F32, FLOAT32, INF_BITS, MAGNITUDE, NAN, NAN_BITS, SUMMABLE, ZERO
+from .formats import F32, FLOAT32, INF_BITS, MAGNITUDE, NAN, NAN_BITS, SUMMABLE, ZERO, int_at, key_at
 from .packing import Layout, pack_bfloat, pack_floats, pack_indices, unpack_bfloat, unpack_indices
 from .selecting import choose, room_for
 from .simd import (
@@ -40,7 +40,6 @@ from .simd import (
     to_u32,
 )
 from .sources import gradient_at
-from .sparse import int_at, key_at
 
 Form = tuple[int, int, int, Layout]  # elements of a chunk, entries, bits of a value, how the indices are laid out
 HALF = F32(0.5)

@@ -14,11 +14,12 @@ from ..addresses import address, rows_at
 from ..base import divide
 from ..drawn import DrawnKernels, words_of
 from .blocks import all_finite, copy, largest_bits, random_bits, read_block, scratch_bytes
-from .formats import INF_BITS, LOW, TILE, ZERO, width
+from .formats import INF_BITS, LOW, TILE, ZERO, int_at, width
 from .kernels import KINDS, CpuKernels, inverse, pieces_of, reserved, run, whole_lines
+from .packing import Rows
 from .patching import element
 from .simd import compiled, get_f32, store
-from .sparse import Rows, Source, int_at
+from .sparse import Source
 
 F32 = torch.float32
 Words = tuple[int, int, int]  # seed, step, bucket

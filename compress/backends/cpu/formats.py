@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .simd import as_f32, as_i32, inlined, load_f32, load_u16, select, to_i32, to_u16
+from .simd import as_f32, as_i32, get_u32, inlined, load_f32, load_u16, select, to_i32, to_u16
 
 FLOAT32, FLOAT16, BFLOAT16 = 0, 1, 2
 #: Elements that the sparse and the cast kernels take at once, in place of a block.
@@ -80,3 +80,14 @@ def load_as(stored: int, address: int) -> Any:
     if stored == FLOAT16:
         return from_half(load_u16(address))
     return from_bfloat(load_u16(address))
+
+
+@inlined
+def int_at(address: int) -> Any:
+    """An unsigned 32-bit number, for arithmetic."""
+    return np.int64(get_u32(address))
+
+
+@inlined
+def key_at(address: int) -> Any:
+    return int_at(address) & MAGNITUDE

@@ -220,7 +220,7 @@ class Blocks(CpuKernels):
             super().encode_entering(codec, entering, residual, wire, draw, workspace)
         else:
             kept = address(residual, torch.float32)
-            self._encode(codec, entering.source, entering.numel, kept, wire, draw, workspace)
+            self._encode(codec, entering.source, entering.numel(), kept, wire, draw, workspace)
 
     def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
         self._decode(codec, wire[None], out, (float(alpha), 1, 1.0), workspace)

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from .. import Entering, Kernels, Workspace, kept
 from ..addresses import address
-from ..base import numel_of, parts_of
+from ..base import parts_of
 from ..outliers import OutlierKernels, Room, inner_kernels
 from . import patching
 from .blocks import scratch_bytes
 from .dense import How
-from .entries import ENTRY_COST
 from .formats import TILE
 from .kernels import KINDS, Blocks, CpuKernels, inverse, note, pieces_of, reserved, run, source_of, whole_lines
 from .sources import SUMMED
+from .topk import ENTRY_COST
 
 I32, F32 = torch.int32, torch.float32
 SCRATCH = whole_lines(scratch_bytes(TILE))
@@ -71,7 +71,7 @@ class Outliers(OutlierKernels, CpuKernels):
         self, codec: Any, x: Tensor | Entering, residual: Tensor | None, wire: Tensor, workspace: Workspace
     ) -> bool:
         """Without copies, where the kernel of the inner code hides what is selected."""
-        inner, numel = inner_kernels(self.codecs, codec.inner, wire.device), numel_of(x)
+        inner, numel = inner_kernels(self.codecs, codec.inner, wire.device), x.numel()
         if not (isinstance(inner, Blocks) and inner.hides):
             return False
         room = self.room(codec, numel, wire.device, workspace)

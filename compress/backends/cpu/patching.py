@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from .blocks import SPARE, A, clear, widen
-from .formats import F32, FLOAT32, INF_BITS, ZERO, width
+from .formats import F32, FLOAT32, INF_BITS, ZERO, int_at, key_at, width
 from .simd import compiled, get_f32, get_i64, get_u32, inlined, load_f32, mask_of, select, store
-from .sparse import Entries, Source, int_at, key_at
+from .sparse import Entries, Source
 
 
 @inlined

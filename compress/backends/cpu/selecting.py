@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from .blocks import clear, read_ahead
-from .formats import MAGNITUDE
+from .formats import MAGNITUDE, int_at, key_at
 from .simd import as_i32, bits_of, compiled, count_ones, get_f32, load_f32, lowest_bit, store
-from .sparse import int_at, key_at
 
 #: How far from the last chunk's threshold to look first, in keys: a sixteenth of a binade.
 OUTLOOK = 1 << 19

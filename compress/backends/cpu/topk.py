@@ -1,4 +1,4 @@
-"""TopK on the CPU."""
+"""TopK and lists of entries on the CPU."""
 
 from __future__ import annotations
 
@@ -12,20 +12,161 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...entries import index_layout
 from .. import Entering, Workspace, kept
 from ..addresses import address, rows_at
-from ..base import numel_of
-from ..sparse import SparseKernels
-from . import collecting, sparse
+from ..sparse import EntryKernels, Pieces, SparseKernels, typed_rows
+from . import packing, sparse
 from .blocks import scratch_bytes
-from .entries import ENTRY_COST, Entries
 from .formats import BFLOAT16, TILE
 from .kernels import KINDS, CpuKernels, inverse, note, pieces_of, reserved, run, source_of, whole_lines
 from .sources import PEEK
 
-I32, F32 = torch.int32, torch.float32
+I32, F32, BYTES = torch.int32, torch.float32, torch.uint8
 #: Of one piece.
 SCRATCH = whole_lines(scratch_bytes(TILE))
+#: How many elements are about as much work as an entry that is unpacked.
+ENTRY_COST = 8
+
+PACK = {
+    torch.float32: packing.pack_floats,
+    torch.bfloat16: packing.pack_bfloat,
+    torch.int8: packing.pack_bytes,
+}
+VALUE_KINDS = {
+    torch.float32: packing.FLOAT32_VALUES,
+    torch.bfloat16: packing.BFLOAT16_VALUES,
+    torch.int8: packing.INT8_VALUES,
+}
+
+
+class Entries(EntryKernels):
+    def prepare(self, device: torch.device) -> None:
+        indices, (values, residual) = torch.zeros(1, dtype=I32), torch.zeros(2, 1, dtype=F32)
+        pieces, wire = Pieces([1], [0], [1]), torch.zeros(64, dtype=torch.uint8)
+        counts = torch.zeros(1, dtype=torch.int32)
+        self.pack_indices(indices, None, 0, 1, wire)
+        self.unpack_indices(wire[None], 0, 1, counts, indices[None])
+        self.pack_index_pieces(indices, pieces, wire)
+        self.unpack_index_pieces(wire, pieces, indices)
+        for dtype in VALUE_KINDS:
+            self.pack_values(values, dtype, wire, indices, None, residual)
+            self.pack_value_pieces(values, pieces, dtype, wire, indices, residual)
+            self.unpack_value_pieces(wire, pieces, dtype, values)
+            if dtype != torch.float32:
+                self.unpack_values(wire[None], dtype, values[None])
+        self.put_back((indices, values), indices, residual)
+        self.merge(indices, values, [0, 1], 0, 1, torch.zeros_like(indices), torch.zeros_like(values))
+
+    def pack_indices(self, indices: Tensor, count: Tensor | None, base: int, numel: int, wire: Tensor) -> None:
+        used = len(indices) if count is None else int(count)
+        layout = _layout(numel, len(indices))
+        packing.pack_indices(address(indices, I32), used, base, layout, address(wire, BYTES))
+
+    def unpack_indices(self, wires: Tensor, base: int, numel: int, counts: Tensor | None, indices: Tensor) -> None:
+        k = indices.shape[1]
+        layout = _layout(numel, k)
+        (wire, pitch), (index, row) = rows_at(wires, BYTES), rows_at(indices, I32)
+
+        def job(first: int, last: int, piece: int) -> None:
+            for i in range(first, last):
+                found = packing.unpack_indices(wire + i * pitch, base, numel, layout, k, index + i * row)
+                if counts is not None:
+                    counts[i] = found
+
+        run(job, len(wires), pieces_of(ENTRY_COST * k * len(wires), len(wires)))
+
+    def pack_values(
+        self,
+        values: Tensor,
+        dtype: torch.dtype,
+        wire: Tensor,
+        indices: Tensor | None = None,
+        count: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> None:
+        pack = PACK[dtype]
+        used = len(values) if count is None else int(count)
+        rest = (0, 0, 0)
+        if residual is not None and indices is not None:
+            rest = address(indices, I32), used, address(residual, F32)
+        pack(address(values, F32), len(values), address(wire, BYTES), *rest)
+
+    def unpack_values(self, wires: Tensor, dtype: torch.dtype, values: Tensor) -> None:
+        if dtype == torch.float32:
+            values.copy_(typed_rows(wires, dtype))
+            return
+        unpack = packing.unpack_bfloat if dtype == torch.bfloat16 else packing.unpack_bytes
+        for wire, row in zip(wires, values, strict=True):
+            unpack(address(wire, BYTES), len(row), address(row, F32))
+
+    def pack_index_pieces(self, indices: Tensor, pieces: Pieces, wire: Tensor) -> None:
+        table = _table(pieces, pieces.index_sizes())
+        packing.pack_index_pieces(table.ctypes.data, len(table), address(indices, I32), address(wire, BYTES))
+
+    def unpack_index_pieces(self, wire: Tensor, pieces: Pieces, indices: Tensor) -> None:
+        table = _table(pieces, pieces.index_sizes())
+        packing.unpack_index_pieces(table.ctypes.data, len(table), address(wire, BYTES), address(indices, I32))
+
+    def pack_value_pieces(
+        self,
+        values: Tensor,
+        pieces: Pieces,
+        dtype: torch.dtype,
+        wire: Tensor,
+        indices: Tensor,
+        residual: Tensor | None = None,
+    ) -> None:
+        table = _table(pieces, pieces.value_sizes(dtype))
+        rest = address(indices, I32), 0 if residual is None else address(residual, F32)
+        where = table.ctypes.data, len(table), address(values, F32), address(wire, BYTES)
+        packing.pack_value_pieces(VALUE_KINDS[dtype], *where, *rest)
+
+    def unpack_value_pieces(self, wire: Tensor, pieces: Pieces, dtype: torch.dtype, values: Tensor) -> None:
+        table = _table(pieces, pieces.value_sizes(dtype))
+        where = table.ctypes.data, len(table), address(wire, BYTES), address(values, F32)
+        packing.unpack_value_pieces(VALUE_KINDS[dtype], *where)
+
+    def put_back(self, entries: tuple[Tensor, Tensor], kept: Tensor, residual: Tensor) -> None:
+        indices, values = entries
+        where = address(indices, I32), address(values, F32), len(indices)
+        packing.put_back(*where, address(kept, I32), len(kept), address(residual, F32))
+
+    def merge(
+        self,
+        indices: Tensor,
+        values: Tensor,
+        offsets: Sequence[int],
+        start: int,
+        stop: int,
+        out_indices: Tensor,
+        out_values: Tensor,
+    ) -> tuple[int, int]:
+        lists = len(offsets) - 1
+        bounds = np.asarray(offsets, np.int64)
+        cursors = np.empty(2 * lists, np.int64)
+        scratch = np.empty(packing.MERGE_SCRATCH, np.uint8)
+        result: tuple[int, int] = packing.merge(
+            address(indices, I32),
+            address(values, F32),
+            bounds.ctypes.data,
+            lists,
+            (start, stop),
+            address(out_indices, I32),
+            address(out_values, F32),
+            cursors.ctypes.data,
+            scratch.ctypes.data,
+        )
+        return result
+
+
+def _table(pieces: Pieces, sizes: Sequence[int]) -> np.ndarray:
+    return np.array([pieces.counts, pieces.bases, pieces.ranges, sizes], np.int64).T.copy()
+
+
+def _layout(numel: int, k: int) -> tuple[int, int, int]:
+    layout = index_layout(numel, k)
+    return layout.low_bits, layout.upper_words, layout.low_words
 
 
 @dataclass(frozen=True)
@@ -52,8 +193,8 @@ class TopK(SparseKernels, CpuKernels):
             source, spare = (KINDS[x.dtype], address(x)), torch.zeros(2, dtype=F32)
             places = address(spare), address(spare) + 4
             (room,) = self._rooms(1, 1, workspace)
-            take = collecting.TAKE, 0
-            collecting.collect_again(source, address(residual, F32), take, (1, 0, 1), 1, 1, 0, places, room)
+            take = sparse.TAKE, 0
+            sparse.collect_again(source, address(residual, F32), take, (1, 0, 1), 1, 1, 0, places, room)
 
     #: One run of 64 elements in 8 is sampled at most, and one in 128 at least. In between, some 64 of the k are seen.
     strides = 8, 128
@@ -74,7 +215,7 @@ class TopK(SparseKernels, CpuKernels):
         """For each piece, memory to select in: it may come to hold all that is sent."""
         tiles = -(-numel // TILE)
         pieces = pieces_of(numel, tiles)
-        capacity = min(k + 3 * k // pieces, -(-tiles // pieces) * TILE) + collecting.BATCH * TILE
+        capacity = min(k + 3 * k // pieces, -(-tiles // pieces) * TILE) + sparse.BATCH * TILE
         # Past the last entry, 64 are read and one is written before it is known that it was the last.
         list_size, histogram_size = 4 * (capacity + 64), 4 << 11
         size = 2 * list_size + histogram_size + SCRATCH
@@ -124,9 +265,9 @@ class TopK(SparseKernels, CpuKernels):
     ) -> None:
         """`encode_plain`; unless `update`, the residual is only read, or, with a record of `sources.SUMMED`, becomes
         the sum of both."""
-        change = (collecting.SUM, sums) if sums else (collecting.TAKE if update else collecting.READ, 0)
+        change = (sparse.SUM, sums) if sums else (sparse.TAKE if update else sparse.READ, 0)
         k, lowest = len(values), self.lowest(codec)
-        source, numel = source_of(x), numel_of(x)
+        source, numel = source_of(x), x.numel()
         rooms = self._rooms(k, numel, workspace)
         pieces, tiles = len(rooms), -(-numel // TILE)
         kept = 0 if residual is None else address(residual, F32)
@@ -135,7 +276,7 @@ class TopK(SparseKernels, CpuKernels):
 
         def collect(first: int, last: int, piece: int) -> Any:
             span = numel, first, last
-            return collecting.collect(source, kept, change, span, k, guess.threshold, guess.likely, rooms[piece])
+            return sparse.collect(source, kept, change, span, k, guess.threshold, guess.likely, rooms[piece])
 
         found = run(collect, tiles, pieces)
         counts = [count for count, _ in found]
@@ -147,7 +288,7 @@ class TopK(SparseKernels, CpuKernels):
             def again(first: int, last: int, piece: int) -> Any:
                 spare = indices + 4 * before[piece], numbers + 4 * before[piece]
                 what = source, kept, change, (numel, first, last), k, lowest
-                return collecting.collect_again(*what, counts[piece], spare, rooms[piece])
+                return sparse.collect_again(*what, counts[piece], spare, rooms[piece])
 
             found = run(again, tiles, pieces)
             counts = [count for count, _ in found]
@@ -198,7 +339,7 @@ class TopK(SparseKernels, CpuKernels):
         last = memory.get("threshold", lowest)
         # First a little below the last threshold; where too few are found, farther down.
         for begin in dict.fromkeys((*(max(lowest, last - outlook) for outlook in self.outlooks), lowest)):
-            count = collecting.sample(source, residual, (strata, stride), begin, keys.ctypes.data, scratch)
+            count = sparse.sample(source, residual, (strata, stride), begin, keys.ctypes.data, scratch)
             if count >= wanted:
                 ranks = wanted, max(1, round(expected)), max(1, round(expected - spread))
                 places = [count - rank for rank in ranks]
@@ -251,7 +392,7 @@ class TopK(SparseKernels, CpuKernels):
     ) -> None:
         k, numel = len(values), out.numel()
         where = address(row, I32), address(values, F32), address(out, F32)
-        note(workspace, [sparse.topk_add(*where, numel, k, float(alpha))])
+        note(workspace, [packing.topk_add(*where, numel, k, float(alpha))])
 
     def mean_plain(self, codec: Any, rows: Tensor, values: Tensor, out: Tensor, workspace: Workspace) -> None:
         numel, ranks = out.numel(), len(rows)
@@ -265,7 +406,7 @@ class TopK(SparseKernels, CpuKernels):
 
         def job(first: int, last: int, piece: int) -> tuple[int, int]:
             memory = cursors + piece * ranks * 16, scratch + piece * SCRATCH
-            result: tuple[int, int] = sparse.topk_mean(target, *lists, ranks, (numel, first, last), k, scale, *memory)
+            result: tuple[int, int] = packing.topk_mean(target, *lists, ranks, (numel, first, last), k, scale, *memory)
             return result
 
         note(workspace, run(job, count, pieces))
