@@ -48,8 +48,8 @@ RUNS_AHEAD = 8
 #: each that is guessed wrong also stops the fetching of what comes next.
 BATCH = 16
 MASKS = TILE // 64 * 8
-#: How many elements ahead a pass that only reads asks for. Mostly in the same page, which the hardware fetches by
-#: itself, and faster: what is farther ahead it would be asked for all the time.
+#: How many elements ahead a pass asks for. Mostly in the same page, which the hardware fetches by itself, and faster:
+#: what is farther ahead it would be asked for all the time.
 AHEAD = 384
 
 
