@@ -478,7 +478,8 @@ def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, framewo
 
     [name] = [name for name, module in gradwire.trainers._MODULES.items() if module == framework]
     monkeypatch.delitem(sys.modules, f"gradwire.trainers.{framework}", raising=False)
-    monkeypatch.setitem(sys.modules, framework, None)
+    for module in {framework, *(module for module in sys.modules if module.split(".")[0] == framework)}:
+        monkeypatch.setitem(sys.modules, module, None)  # an earlier test may have imported some
     with pytest.raises(ModuleNotFoundError, match=rf"{name} needs {framework}: pip install 'gradwire\[{framework}\]'"):
         getattr(gradwire.trainers, name)
 
