@@ -227,6 +227,26 @@ def test_deferred_units_need_no_thread() -> None:
     assert set(threading.enumerate()) == before
 
 
+def test_threads_that_took_over_later_stages_leave_first_ones_to_another() -> None:
+    pipeline, seen = Pipeline("test"), list[str]()
+    before = set(threading.enumerate())
+    pipeline.defer(True)
+    for name in "ab":
+        bells = [Bell(), Bell()]
+        pipeline.start(stages(name, bells, seen), torch.ones(1))
+        for bell in bells:
+            bell.rung.set()
+    pipeline.wait()  # the first stages on this thread, the second ones on others
+    pipeline.defer(False)
+    bell = Bell()
+    future = pipeline.start(stages("c", [bell], seen), torch.ones(1))
+    bell.rung.set()
+    assert pipeline.idle(5.0)
+    assert future.done()
+    pipeline.end()
+    assert set(threading.enumerate()) <= before
+
+
 def test_no_deferred_unit_waits_for_what_another_waits_for() -> None:
     """As above: what other ranks tell of one may hang on what this one tells of another."""
     pipeline, seen = Pipeline("test"), list[str]()

@@ -268,9 +268,9 @@ class _Core:
     inbox: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
     first: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
     later: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
-    #: Threads that wait, the first of them for what is in `first`.
-    waiting: list[threading.Thread] = field(default_factory=list)
-    #: What the others wait for, or have waited for and not been asked about.
+    #: Threads that wait for what is in `first`, one at most, and for what is in `later`.
+    waiting: tuple[list[threading.Thread], list[threading.Thread]] = field(default_factory=lambda: ([], []))
+    #: What the latter wait for, or have waited for and not been asked about.
     waits: int = 0
     under_way: dict[_Unit, None] = field(default_factory=dict)
     #: What has not begun.
@@ -353,15 +353,13 @@ class _Core:
         if self.deferred:
             self.pending.append((unit, work))
             return
-        if unit.stage == 1:
-            inbox, wanted = self.first, not self.waiting
-        else:
-            self.waits += 1
-            inbox, wanted = self.later, self.waits >= len(self.waiting)
-        if wanted:
-            name = f"{self.name}-messages-{len(self.waiting)}"
+        begins = unit.stage == 1
+        self.waits += not begins
+        inbox, threads = (self.first, self.waiting[0]) if begins else (self.later, self.waiting[1])
+        if len(threads) < (1 if begins else self.waits):
+            name = f"{self.name}-messages-{sum(map(len, self.waiting))}"
             try:
-                self.waiting.append(start_thread(name, partial(self.wait, inbox), None))
+                threads.append(start_thread(name, partial(self.wait, inbox), None))
             except RuntimeError as error:  # with fewer threads than waits ranks might wait in a circle
                 del self.under_way[unit]
                 self.failure.left.append(work)
@@ -370,10 +368,12 @@ class _Core:
         inbox.put((unit, work))
 
     def _end(self) -> None:
-        for number in range(len(self.waiting)):
-            (self.later if number else self.first).put(None)
-        for thread in self.waiting if self.failure.text is None else ():  # else it may wait for what never comes
-            thread.join()
+        for inbox, threads in zip((self.first, self.later), self.waiting, strict=True):
+            for _ in threads:
+                inbox.put(None)
+        if self.failure.text is None:  # else one may wait for what never comes
+            for thread in (*self.waiting[0], *self.waiting[1]):
+                thread.join()
 
     def _run(self, barrier: _Barrier) -> None:
         if self.streams is not None:
