@@ -1,9 +1,9 @@
-"""What the numba kernels of the CPU backend share: number formats, blocks in and out of cache, statistics, Philox.
+"""What the numba kernels of the CPU backend share: blocks in and out of cache, statistics, Philox.
 
 Every argument is an integer or a float: addresses come as integers, so a kernel is compiled once, for any dtype,
-alignment and pitch. `kind` says how elements are stored: `FLOAT32`, `FLOAT16` or `BFLOAT16`; of a source there
-are other kinds (`sources`). A kernel's memory is `scratch`, `scratch_bytes(block)` long. A tail runs
-through it as a whole block, padded with zeros.
+alignment and pitch. `kind` says how elements are stored: `FLOAT32`, `FLOAT16` or `BFLOAT16` (`formats`); a source may
+be of other kinds too (`sources`). A kernel's memory is `scratch`, `scratch_bytes(block)` long. A tail runs through it
+as a whole block, padded with zeros.
 """
 
 from __future__ import annotations
