@@ -343,7 +343,7 @@ def test_the_threads_end_with_the_pipeline_and_holds_no_owner() -> None:
 
 
 class Late:
-    """An inbox that whoever puts something in leaves late, and with it what is put in."""
+    """An inbox that a thread leaves late after putting something in, and only then lets go of that."""
 
     def __init__(self, inbox: Any) -> None:
         self.get, self._inbox = inbox.get, inbox
@@ -394,7 +394,7 @@ def test_the_process_ends_in_order_while_the_last_job_holds_the_pipeline() -> No
 
         import torch
         import torch.distributed as dist
-        from gradwire.hooks.comm.pipeline import Pipeline, Stages, no_clock
+        from gradwire.hooks.comm.pipeline import Pipeline, Stages
 
         class Connections:
             def __del__(self) -> None:

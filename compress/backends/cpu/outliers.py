@@ -76,11 +76,9 @@ class Outliers(OutlierKernels, CpuKernels):
             return False
         room = self.room(codec, numel, wire.device, workspace)
         indices, values, blocks = wire.split(codec.part_bytes(numel))
-        source = source_of(x)
         summed = 0 if residual is None or not sums(codec, inner) else self._summed(room, workspace)
         self.choose(codec, x, residual, room, summed)
-        if summed:
-            source = SUMMED, summed
+        source = (SUMMED, summed) if summed else source_of(x)
         hidden = address(room.row[1:], I32), address(room.values, F32), int(room.row[0])
         inner.encode_hiding(codec.inner, source, numel, residual, blocks, hidden, room.inner)
         # Nothing is left of values that are sent as they are.
@@ -91,11 +89,11 @@ class Outliers(OutlierKernels, CpuKernels):
     def _summed(room: Room, workspace: Workspace) -> int:
         """The address of a record of `sources.SUMMED`. Its float32 are not touched, and so take no memory, unless a
         gradient is too large."""
-        record: np.ndarray | None = workspace.buffers.get("summed")
-        if record is None or workspace.buffers["summed of"] != room.numel:
+        aside, record = workspace.buffers.get("summed", (None, None))
+        if aside is None or aside.numel() != room.numel:
             aside, flags = torch.empty(room.numel, dtype=F32), reserved(workspace, "flags", -(-room.numel // TILE))
             record = np.array([address(aside, F32), flags], np.int64)
-            workspace.buffers |= {"summed": record, "summed of": room.numel, "aside": aside}
+            workspace.buffers["summed"] = aside, record
         return int(record.ctypes.data)
 
     def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
