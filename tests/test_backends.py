@@ -41,7 +41,7 @@ from strategies import (
 )
 from torch import Tensor
 
-quick = settings(max_examples=25, deadline=None)
+quick = settings(max_examples=16, deadline=None)
 every_codec = pytest.mark.parametrize("codec", VARIANTS, ids=str)
 every_backend = pytest.mark.parametrize("backend", ALL_BACKENDS)
 other_backends = pytest.mark.parametrize("backend", OTHER_BACKENDS)

@@ -50,7 +50,7 @@ from strategies import (
 from torch import Tensor
 
 # The fixture below is the same for every example.
-quick = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(max_examples=14, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 every_codec = pytest.mark.parametrize("codec", VARIANTS, ids=str)
 default_codecs = pytest.mark.parametrize("codec", CODECS, ids=str)
 stochastic_codecs = pytest.mark.parametrize(

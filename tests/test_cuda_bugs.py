@@ -559,9 +559,9 @@ def test_a_share_that_is_late_is_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    # g++ compiles the kernels for each: a third of them in `make test`.
+    # g++ compiles the kernels for each: a quarter of them in `make test`.
     "bug",
-    [pytest.param(bug, marks=() if n % 3 == 0 else pytest.mark.slow) for n, bug in enumerate(BUGS)],
+    [pytest.param(bug, marks=() if n % 4 == 0 else pytest.mark.slow) for n, bug in enumerate(BUGS)],
     ids=[bug.name for bug in BUGS],
 )
 def test_a_bug_is_found(bug: Bug, tmp_path: Path) -> None:

@@ -233,7 +233,7 @@ def test_residuals_are_put_back_where_a_step_is_skipped_and_nowhere_else(ranks: 
 
 @pytest.mark.parametrize("number", range(2))
 def test_drawn_scripts(ranks: Ranks, number: int) -> None:
-    draw(ranks, number, examples=60)
+    draw(ranks, number, examples=40)
 
 
 @pytest.mark.slow

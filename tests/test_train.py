@@ -175,7 +175,7 @@ def test_a_small_run_of_the_real_thing(tmp_path: Path) -> None:
     command += ["--longer", "local=2"]
     runs = tmp_path / "runs.jsonl"
     command += ["--json", str(file), "--plot", str(picture), "--runs", str(runs)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     assert "NOT SHAPED" in done.stdout
     document = json.loads(file.read_text())
