@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -74,7 +75,8 @@ class Connection:
             self.control = Group.of_words(ranks, words_only=not blocking or given is not None)
             error = None if problem is None else {"error": f"{type(problem).__name__}: {problem}"}
             whose = "none" if given is None else "one of its own"
-            sides = self.control.objects(error or {**description, "process_group": whose})
+            says = {**description, "process_group": whose}
+            sides = self.control.objects(error or {"says": says, "shares": blocking and bool(_users_of(given))})
         except RuntimeError as failure:
             raise RuntimeError(
                 f"gradwire could not reach all ranks within {HANDSHAKE_TIMEOUT.total_seconds():.0f} s: every rank must "
@@ -82,17 +84,21 @@ class Connection:
             ) from failure
         if problem is not None:
             raise problem
-        handshake.compare(sides, CONSTRUCT.format(owner))
+        handshake.compare([side.get("says", side) for side in sides], CONSTRUCT.format(owner))
+        self.control.follow_timeout(model_group)  # before its channels are made, which have its timeout
         # NCCL's collectives order themselves on streams, so the model's own group serves; Gloo needs one apart.
-        # Several states may use one group: each has a channel of it.
-        self.group = (self.control if blocking and given is None else Group(carrier)).channel("state")
-        self.control.follow_timeout(model_group)
+        # Several states may use one group: each has a channel of it. Its collectives are the first one's: Gloo counts
+        # them, and two pipelines would begin them in an order of their own on each rank.
+        group = self.control if blocking and given is None else Group(carrier)
+        group.shared = any(side["shares"] for side in sides)
+        self.group = group.channel("state")
+        _users_of(given).add(self)
         nodes = make_topology(topology, ranks, self.group, carrier, blocking)
         for part in (nodes.inside, nodes.between):
             if part is not None and blocking:
                 part.follow_timeout(model_group)
         # Where the user has named a group, nothing goes elsewhere.
-        self.dense_group = Group(carrier) if straight else None
+        self.dense_group = Group(carrier) if straight and not group.shared else None
         self.planner = Planner(nodes, device, fallback, inline=not blocking)
         if probes:
             self.planner.calibrate()
@@ -198,6 +204,14 @@ class Connection:
     def averaged(self, numbers: list[float]) -> list[float]:
         """The ranks' mean of each number, the same on all. A collective."""
         return probe.averaged(self.control, torch.device("cpu"), numbers)
+
+
+#: What uses a process group that a user has named.
+_users: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Connection]] = weakref.WeakKeyDictionary()
+
+
+def _users_of(given: dist.ProcessGroup | None) -> weakref.WeakSet[Connection]:
+    return weakref.WeakSet() if given is None else _users.setdefault(given, weakref.WeakSet())
 
 
 def _digest(text: str) -> int:

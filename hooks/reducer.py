@@ -178,6 +178,21 @@ class Unit:
         self.plan = self.choice = None
 
 
+class Held(torch.futures.Future[Tensor]):
+    """Of a unit that waits for the norm of all gradients: a hook that waited for it would never give the others."""
+
+    held = True
+
+    def wait(self) -> Tensor:
+        if self.held:
+            raise RuntimeError(
+                "gradwire: clip scales all gradients by their norm, so that no mean is there before the last bucket "
+                "has been given to the hook: return the future, or what its then() gives, instead of waiting for it, "
+                "or leave clip out"
+            )
+        return super().wait()
+
+
 @dataclass(eq=False)
 class Counts:
     """What a step's exchanges have counted, on its way to the host: rows of two, `Exchange.counts` of each unit, and
@@ -363,11 +378,12 @@ class Reducer:
 
     def reduce(self, step: Step, unit: Unit | Rows, buffer: Tensor) -> torch.futures.Future[Tensor]:
         """Replace a unit's gradients by their mean; the future gets `buffer`."""
-        future = self.connection.pipeline.new_future()
+        clips = self._feedback.strategy.largest_norm is not None and isinstance(unit, Unit)
+        future = self.connection.pipeline.new_future(Held if clips else torch.futures.Future)
         if isinstance(unit, Rows):
             stages = self._reduce_rows(step, unit, buffer)
             return self.connection.pipeline.start(stages, buffer, self._clock(unit), future)
-        if self._feedback.strategy.largest_norm is None:
+        if not isinstance(future, Held):
             self._start(step, unit, buffer, future)
         else:
             step.held.append((unit, buffer, future))
@@ -378,6 +394,8 @@ class Reducer:
         return future
 
     def _start(self, step: Step, unit: Unit, buffer: Tensor, future: torch.futures.Future[Tensor]) -> None:
+        if isinstance(future, Held):
+            future.held = False
         self.connection.pipeline.start(self._reduce(step, unit, buffer), buffer, self._clock(unit), future)
 
     def end(self, step: Step) -> None:

@@ -18,7 +18,7 @@ from ranks import Pool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
-from training import Ledger, batch, convnet, pretend, train, waiting, wrap
+from training import Ledger, batch, convnet, digest, pretend, train, waiting, wrap
 
 Ranks = Callable[[int], Pool]
 
@@ -145,6 +145,20 @@ def waited_for_in_the_hook(rank: int) -> tuple[list[float], list[bool]]:
     return norms, deferred.steps
 
 
+def waits_too_early(rank: int) -> str:
+    strategy = Tracking(clip=1.0)
+    ddp, state, _ = waiting(convnet(), OneBit(), exchange="gather", fallback=None, error_feedback=strategy)
+    with pytest.raises(RuntimeError) as raised:
+        train(rank, ddp, range(2))  # one bucket holds them all at first
+    state.close()
+    return str(raised.value)
+
+
+def test_a_hook_that_waits_for_a_mean_that_needs_all_gradients_is_told(ranks: Ranks) -> None:
+    for text in ranks(2).run(waits_too_early, within=60.0):
+        assert "no mean is there before the last bucket" in text
+
+
 def test_a_hook_may_wait_for_the_mean(ranks: Ranks) -> None:
     first, second = ranks(2).run(waited_for_in_the_hook)
     assert first == second
@@ -190,6 +204,48 @@ def wrapped_again(rank: int) -> list[list[bool]]:
 
 def test_the_next_model_may_be_a_static_graph(ranks: Ranks) -> None:
     assert ranks(2).run(wrapped_again) == [[[False, True, True], [False, False, False]]] * 2
+
+
+def two_models(rank: int, codec: Codec, exchange: str) -> tuple[list[str], list[bool]]:
+    """Two models in one backward pass, which ranks go through in another order."""
+    models = [wrap(convnet(), codec, exchange=exchange) for _ in range(2)]
+    digests = []
+    with Counted() as deferred:
+        for step in range(4):
+            for ddp, _ in models:
+                ddp.zero_grad()
+            losses = [ddp(batch(rank, step, ddp.module)).square().mean() for ddp, _ in models[:: 1 - 2 * rank]]
+            sum(losses[1:], losses[0]).backward()
+            digests += [digest([p.grad for p in ddp.parameters()]) for ddp, _ in models]
+    for _, state in models:
+        state.close()
+    return digests, deferred.steps
+
+
+@pytest.mark.parametrize(("codec", "exchange"), WAYS, ids=str)
+def test_ranks_may_use_two_models_in_another_order(ranks: Ranks, codec: Codec, exchange: str) -> None:
+    first, second = ranks(2).run(two_models, codec, exchange, within=60.0)
+    assert first[0] == second[0]
+    assert any(first[1])
+
+
+def asked_within_backward(rank: int) -> list[str]:
+    """Rank 1 looks at the state, and so waits for what has been submitted, in the middle of a backward pass."""
+    model = convnet()
+    ddp, state = wrap(model, TopK(0.05), exchange="split")
+    digests = train(rank, ddp, range(2))
+    if rank == 1:
+        handle = next(model.parameters()).register_hook(lambda _: [state.statistics(), None][1])
+    digests += train(rank, ddp, range(2, 4))
+    if rank == 1:
+        handle.remove()
+    state.close()
+    return digests
+
+
+def test_one_rank_may_wait_within_backward(ranks: Ranks) -> None:
+    first, second = ranks(2).run(asked_within_backward, within=60.0)
+    assert first == second
 
 
 def watched(rank: int, how: str) -> list[bool]:

@@ -23,7 +23,7 @@ from gradwire.hooks.comm.group import DIRECT_RANKS, Group
 from gradwire.hooks.comm.handshake import compare
 from ranks import Pool
 from torch import Tensor
-from training import Ledger, perceptron, train, wrap
+from training import Ledger, batch, perceptron, train, wrap
 
 Ranks = Callable[[int], Pool]
 SOON = timedelta(seconds=20)
@@ -390,6 +390,42 @@ def test_states_that_only_talk_share_a_connection(ranks: Ranks, given: bool) -> 
         assert first > 0
         assert second == (0 if given else first)
         assert left <= 0
+
+
+def dense_beside_each_other(rank: int, scales: bool) -> tuple[float, list[tuple[bool, bool]]]:
+    """Two models in one backward pass, in a group that their states share: the largest error of a mean, and of each
+    state whether it knows that the group is shared, and whether it has steps of nothing but collectives."""
+    group, mean = dist.new_group([0, 1]), Group.mean
+    scaler = {"grad_scaler": torch.amp.GradScaler("cpu", init_scale=1.0)} if scales else {}
+    pairs = [wrap(perceptron(), OneBit(), exchange="dense", process_group=group, **scaler) for _ in range(2)]
+    connections = [state._reducer.connection for _, state in pairs if state._reducer is not None]
+    error = 0.0
+
+    def alone(group: Group, tensor: Tensor) -> Any:
+        assert not group.shared, "a collective beside the other state's"
+        return mean(group, tensor)
+
+    with patch.object(Group, "mean", alone):
+        for step in range(4):
+            losses = [(1 + n) * ddp(batch(rank, step, ddp.module)).square().mean() for n, (ddp, _) in enumerate(pairs)]
+            parameters = [p for ddp, _ in pairs for p in ddp.parameters()]
+            wanted = torch.autograd.grad(losses[0] + losses[1], parameters, retain_graph=True)
+            (losses[0] + losses[1]).backward()
+            for parameter, grad in zip(parameters, wanted, strict=True):
+                dist.all_reduce(grad)
+                assert parameter.grad is not None
+                error = max(error, float((parameter.grad - grad / 2).norm() / grad.norm()))
+                parameter.grad = None
+    for _, state in pairs:
+        state.close()
+    return error, [(connection.group.shared, connection.dense_group is not None) for connection in connections]
+
+
+@pytest.mark.parametrize("scales", [False, True], ids=["straight", "scaled"])
+def test_states_that_share_a_group_begin_no_collectives_beside_each_other(ranks: Ranks, scales: bool) -> None:
+    for error, known in ranks(2).run(dense_beside_each_other, scales):
+        assert error < 1e-5
+        assert known == [(False, not scales), (True, False)]
 
 
 def given_here(rank: int) -> str:

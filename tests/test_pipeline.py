@@ -269,6 +269,94 @@ def test_no_deferred_unit_waits_for_what_another_waits_for() -> None:
     assert futures["a"].done()
 
 
+def test_no_deferred_unit_waits_while_what_was_resumed_may_keep_others_waiting() -> None:
+    """Another rank may begin the second unit only when it has heard of the first one's second stage."""
+    pipeline, seen = Pipeline("test"), list[str]()
+    pipeline.defer(True)
+    bells = {"a": [Bell(), Bell()], "b": [Bell()]}
+    futures = {name: pipeline.start(stages(name, bells[name], seen), torch.ones(1)) for name in "ab"}
+    waiting = threading.Thread(target=pipeline.wait)
+    waiting.start()
+    for bell in bells["a"]:
+        bell.rung.set()
+    assert until(futures["a"].done)
+    bells["b"][0].rung.set()
+    waiting.join(10)
+    assert futures["b"].done()
+
+
+def test_where_another_begins_threads_go_on_with_both() -> None:
+    """Ranks may wait for the two in another order."""
+    pipelines, seen = [Pipeline("one"), Pipeline("other")], list[str]()
+    bells = [Bell(), Bell()], [Bell(), Bell()]
+    futures = []
+    for number, pipeline in enumerate(pipelines):
+        pipeline.defer(True)
+        futures.append(pipeline.start(stages(str(number), list(bells[number]), seen), torch.ones(1)))
+    for bell in (*bells[0], *bells[1]):
+        bell.rung.set()
+    assert until(lambda: all(future.done() for future in futures)), "nobody has waited"
+    for pipeline in pipelines:  # one after the other, each has its work where it is submitted
+        pipeline.defer(True)
+        pipeline.start(stages("alone", [bells[0][0]], seen), torch.ones(1))
+        pipeline.wait()
+        assert pipeline._core.deferred
+
+
+class Disturbed(Bell):
+    """Something under way, which a signal's handler does not let a thread wait for the first time."""
+
+    def __init__(self, raised: BaseException) -> None:
+        super().__init__()
+        self.raised: BaseException | None = raised
+
+    def wait(self) -> None:
+        super().wait()
+        raised, self.raised = self.raised, None
+        if raised is not None:
+            raise raised
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt(), OSError("an alarm")], ids=["interrupt", "alarm"])
+@pytest.mark.parametrize("then", ["waits", "leaves it"])
+def test_what_a_signal_s_handler_raises_is_not_taken_for_a_failure(raised: BaseException, then: str) -> None:
+    pipeline, seen = Pipeline("test"), list[str]()
+    pipeline.defer(True)
+    bells = [Disturbed(raised), Bell()]
+    future = pipeline.start(stages("a", list(bells), seen), torch.ones(1))
+    for bell in bells:
+        bell.rung.set()
+    with pytest.raises(type(raised)):
+        pipeline.wait()
+    if then == "waits":
+        pipeline.wait()
+    else:
+        pipeline.idle(10.0)
+    assert future.done()
+    assert seen == ["a0", "a1", "a ends"]
+    pipeline.check()
+
+
+def test_what_it_raises_while_a_stage_runs_is_one() -> None:
+    def interrupted() -> Stages:
+        raise KeyboardInterrupt
+        yield
+
+    pipeline, seen = Pipeline("test"), list[str]()
+    pipeline.defer(True)
+    bell = Bell()
+    future = pipeline.start(stages("a", [bell], seen), torch.ones(1))
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.start(interrupted(), torch.ones(1))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="gradwire stopped after an earlier error: KeyboardInterrupt"):
+            pipeline.wait()
+    with pytest.raises(RuntimeError, match="KeyboardInterrupt"):
+        future.wait()
+    pipeline.end()
+    bell.rung.set()
+
+
 def test_who_waits_for_a_while_leaves_what_was_deferred_to_threads() -> None:
     pipeline, seen = Pipeline("test"), list[str]()
     pipeline.defer(True)

@@ -449,6 +449,26 @@ def handshake_within(seconds: float) -> None:
     group.HANDSHAKE_TIMEOUT = connection.HANDSHAKE_TIMEOUT = timedelta(seconds=seconds)
 
 
+def late_within_a_step(rank: int) -> tuple[list[str], Any]:
+    """Rank 1 takes longer between two buckets than ranks wait for each other when they meet."""
+    with patch("gradwire.hooks.comm.group.HANDSHAKE_TIMEOUT", timedelta(seconds=1)):
+        ddp, state = wrap(perceptron(), OneBit(), exchange="gather")
+    digests = train(rank, ddp, range(2))
+    handle = next(ddp.module.parameters()).register_hook(lambda grad: time.sleep(2 * rank))
+    digests += train(rank, ddp, range(2, 3))
+    handle.remove()
+    assert state._reducer is not None
+    patience = state._reducer.connection.group.timeout
+    state.close()
+    return digests, patience
+
+
+def test_a_rank_may_be_late_within_a_step_for_as_long_as_the_model_s_group_allows(ranks: Ranks) -> None:
+    (first, patience), (second, _) = ranks(2).run(late_within_a_step)
+    assert first == second
+    assert patience > timedelta(seconds=2)
+
+
 def only_here(rank: int, case: str) -> tuple[str, float]:
     """Rank 0 alone is wrong, or alone in a collective."""
     handshake_within(5)

@@ -60,8 +60,8 @@ class Dissemination:
         """Return when every row is there; at once, from the second time on."""
         if self._done:
             return
-        for step, coming in enumerate(self._coming):
-            coming.wait()
+        for step in range(max(0, len(self._going) - 1), len(self._coming)):  # from where it was left
+            self._coming[step].wait()
             if step + 1 < len(self._steps):
                 self._going.append(self._pass_on(step + 1))
         for going in self._going:

@@ -52,12 +52,15 @@ class Messages:
     """
 
     def __init__(self, works: Iterable[tuple[int, dist.Work]], group: Group, timeout: timedelta | None) -> None:
-        self._works, self._group, self._timeout = list(works), group, timeout
+        self._works, self._group, self._timeout = deque(works), group, timeout
 
     def wait(self) -> None:
-        works, self._works = self._works, []
-        for peer, work in works:
-            self._group.reaching(peer, work.wait, *(() if self._timeout is None else (self._timeout,)))
+        """May be called again, also where a signal's handler has raised in between."""
+        while self._works:
+            peer, work = self._works[0]
+            if not work.is_completed():  # which says whether somebody has waited for it
+                self._group.reaching(peer, work.wait, *(() if self._timeout is None else (self._timeout,)))
+            self._works.popleft()
 
 
 class Together:
@@ -118,7 +121,8 @@ class Port:
             for source, (part, target) in enumerate(zip(place, self._received, strict=True)):
                 if source != self._group.rank:
                     target.copy_(part)
-        self._free.append(place)
+        if not any(free is place for free in self._free):
+            self._free.append(place)
 
 
 class _Arriving:
@@ -130,9 +134,9 @@ class _Arriving:
 
     def wait(self) -> None:
         self._messages.wait()
-        place, self._place = self._place, None
-        if place is not None:
-            self._port.arrived(place)
+        if self._place is not None:
+            self._port.arrived(self._place)
+            self._place = None
 
 
 class Collective:
@@ -184,6 +188,8 @@ class Group:
         self._ranks = ranks
         #: Of single messages, where it is not what the group was made with.
         self.timeout: timedelta | None = None
+        #: Whether another than its owner may have collectives of this process group under way, so that it may not.
+        self.shared = False
         self._tag = 0
         self._averages: bool | None = None
         self._channels = _channels.setdefault(process_group, Counter())

@@ -14,8 +14,9 @@ for that units follow each other in the order of submission on all ranks.
 
 To wake those threads takes longer than what a small model has to compute, so that its steps can be *deferred*: the
 thread that submits a unit begins it, and the one that waits for all of them waits for what they have put under way at
-first, in the order of submission, and resumes them. What several put under way later must not queue there either, and
-is left to the threads.
+first, in the order of submission, and resumes them. What is put under way later while others still wait must not queue
+there either: then threads take over. And so they do where another pipeline begins a step meanwhile, as ranks may come
+to wait for the two in another order. One pipeline at most has deferred work, and only on that are ranks made to wait.
 
 On a GPU the stages' kernels run on streams of the pipeline's own, beside backward's: what is encoded on one, the rest
 on another. NCCL's collectives do not block the host, so there nothing needs a thread: units are launched to their end
@@ -28,6 +29,7 @@ import os
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -54,6 +56,9 @@ _adding = threading.Lock()
 RANGE = "gradwire:{phase} bucket {bucket}"
 #: What Nsight, and other tools that look at NVTX's ranges, set for the programs that they start.
 NVTX_TOOLS = ("NSYS_PROFILING_SESSION_ID", "NVTX_INJECTION64_PATH")
+#: Whose work may be deferred; one at most has any.
+_deferring: weakref.WeakSet[_Core] = weakref.WeakSet()
+_choosing = threading.Lock()
 #: What everything is told after one unit has failed.
 STOPPED = "gradwire stopped after an earlier error"
 
@@ -177,9 +182,9 @@ class Pipeline:
         self._put(_Barrier(job, future, self._ready()))
         return future
 
-    def new_future(self) -> torch.futures.Future[Any]:
+    def new_future(self, kind: type[torch.futures.Future[Any]] = torch.futures.Future) -> torch.futures.Future[Any]:
         """For the result of something that is submitted later."""
-        return torch.futures.Future(devices=None if self._device is None else [self._device])
+        return kind(devices=None if self._device is None else [self._device])
 
     def _ready(self) -> torch.cuda.Event | None:
         """When what the current stream holds now has run."""
@@ -195,8 +200,16 @@ class Pipeline:
     def defer(self, deferred: bool) -> None:
         """From now on begin what is submitted where it is submitted, and go on with it in `wait`, `idle` or `flush`; or
         have threads do both. Only they complete futures then: nobody may wait for one before. Call it while nothing is
-        under way."""
-        self._core.deferred = deferred and self._core.overlapped
+        under way. Where something of another pipeline is that was deferred, threads do both for the two of them."""
+        core = self._core
+        with _choosing:
+            for other in set(_deferring) - {core}:
+                if other.pending:
+                    other.inbox.put(threading.Event())
+                    deferred = False
+            core.deferred = deferred and core.overlapped
+            if core.deferred:
+                _deferring.add(core)
 
     @property
     def failed(self) -> bool:
@@ -223,11 +236,12 @@ class Pipeline:
 
     def idle(self, seconds: float | None = None) -> bool:
         """Wait until all that was submitted so far has ended, well or not; False if that takes longer."""
-        if not self.threaded or (seconds is None and self._core.finish_here()):
+        core = self._core
+        if not self.threaded or (seconds is None and core.finish_here()):
             return True
         # Else threads do it, of what was deferred too: here one could wait for longer.
         done = threading.Event()
-        self._core.inbox.put(done)
+        core.inbox.put(done)
         return done.wait(seconds)
 
     def flush(self) -> None:
@@ -289,7 +303,7 @@ class _Core:
     def compute(self) -> None:
         if self.device is not None:
             torch.cuda.set_device(self.device)  # a new thread begins at device 0
-        while self.begin():
+        while self.begin_next():
             item = self.inbox.get()
             if isinstance(item, _Arrived):
                 self.waits -= item.unit.stage > 1
@@ -299,6 +313,11 @@ class _Core:
                 self.submitted.append(item)
             del item  # it holds its owner; waiting for the next one must not keep that alive
         self._end()
+
+    def begin_next(self) -> bool:
+        """`begin`, which another thread may not do meanwhile, as it may from when it is told that all has ended."""
+        with self.lock:
+            return self.begin()
 
     def begin(self) -> bool:
         """Begin what can begin; False: it was all there will be."""
@@ -397,15 +416,17 @@ class _Core:
         except StopIteration:
             del self.under_way[unit]
             unit.future.set_result(unit.result)
-        except Exception as failed:
+        except BaseException as failed:
             del self.under_way[unit]
             self._fail(failed, unit.future)
+            if not isinstance(failed, Exception):  # on a user's thread, of a signal's handler
+                raise
         return None
 
-    def _fail(self, error: Exception, future: torch.futures.Future[Any]) -> None:
-        failure = self.failure
-        failure.text, failure.unseen = str(error), error
-        future.set_exception(error)
+    def _fail(self, error: BaseException, future: torch.futures.Future[Any]) -> None:
+        failure, told = self.failure, isinstance(error, Exception)
+        failure.text, failure.unseen = str(error) if told else repr(error), error if told else None
+        future.set_exception(error if told else failure.follow_up())
         for unit in self.under_way:
             unit.stages.close()
             unit.future.set_exception(failure.follow_up())
@@ -438,14 +459,15 @@ class _Core:
         if self.deferred:
             with self.lock:
                 while self.pending:
-                    unit, work = self.pending[0]
-                    if unit.stage > 1 and len(self.under_way) > 1:
+                    if len(self.under_way) > 1 and any(unit.stage > 1 for unit, _ in self.pending):
                         return False
-                    self.pending.popleft()
+                    unit, work = self.pending[0]
+                    error = self._wait(unit, work, RuntimeError) if self.failure.text is None else None
+                    self.pending.popleft()  # not before: what a signal's handler raises leaves it to threads
                     if self.failure.text is not None:
                         self.failure.left.append(work)
                     else:
-                        self.resume(unit, self._wait(unit, work))
+                        self.resume(unit, error)
                     del unit, work
                     self.begin()
                 return self.deferred
@@ -463,10 +485,11 @@ class _Core:
             del item, unit, work
 
     @staticmethod
-    def _wait(unit: _Unit, work: Work) -> Exception | None:
+    def _wait(unit: _Unit, work: Work, expected: type[Exception] = Exception) -> Exception | None:
+        """What has gone wrong, if it is expected: on a user's thread another may be what a signal's handler raises."""
         try:
             with unit.clock("exchange"):
                 work.wait()
-        except Exception as error:
+        except expected as error:
             return error
         return None

@@ -86,6 +86,9 @@ class _Message:
         self._mesh, self._work = mesh, work
         mesh.under_way.add(work)
 
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
     def wait(self, *timeout: timedelta) -> None:
         try:
             self._work.wait(*timeout)

@@ -27,6 +27,7 @@ class Dense(Exchange):
     def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
         super().__init__(codec, numel, extra, device, group)
         self.memory: Tensor | None = None  # where the sum cannot be made in place
+        self.pieces: Tensor | None = None
         self.counted = torch.zeros(2, dtype=torch.int64, device=device)
         self.not_finite = self.counted[1]
         self.settled = False
@@ -55,7 +56,11 @@ class Dense(Exchange):
             total = self.memory
             total[: self.numel].copy_(x.grad)
             total[self.numel :].copy_(x.extra)
-        yield self.group.mean(total)  # as `Straight.reduce` does: to the same bits
+        if self.group.shared:
+            yield from self.group.sum(total, self._room())
+            total.mul_(1.0 / self.world_size)
+        else:
+            yield self.group.mean(total)  # as `Straight.reduce` does: to the same bits
         finite = all_finite(total)
         self.not_finite.add_(~finite)
         if not total.is_cuda:
@@ -63,6 +68,12 @@ class Dense(Exchange):
         if total is not x.out:
             x.out.copy_(total[: self.numel])
             x.extra.copy_(total[self.numel :])
+
+    def _room(self) -> Tensor:
+        """For a sum by messages."""
+        if self.pieces is None:
+            self.pieces = torch.zeros(self.numel + self.extra + self.world_size, device=self.device)
+        return self.pieces
 
     def counts(self) -> list[Tensor]:
         return [self.counted]
