@@ -182,6 +182,11 @@ def grouped(rank: int) -> None:
     mixed = hvd.grouped_allreduce(tensors, op=hvd.Sum, name="mixed")
     equal(mixed[2], [n * (n + 1) // 2])
     assert mixed[2].dtype == torch.int64
+    doubles = [torch.zeros(0, dtype=torch.float64), torch.full((2,), rank + 1.0, dtype=torch.float64)]
+    empty, floats, wide = hvd.grouped_allreduce([doubles[0], tensors[0], doubles[1]], op=hvd.Sum, name="one is empty")
+    equal(empty, [])
+    equal(floats, torch.full((3,), n * scale))
+    equal(wide, torch.full((2,), n * scale))
     halves = hvd.grouped_allreduce([t + 2.0**-12 for t in tensors[:1]], compression=hvd.Compression.fp16)
     equal(halves[0], torch.full((3,), scale))
     equal(hvd.synchronize(hvd.grouped_allreduce_async(tensors[:2], op=hvd.Max))[0], torch.full((3,), float(n)))
