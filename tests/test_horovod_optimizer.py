@@ -224,6 +224,33 @@ def test_a_process_set_averages_among_its_members(ranks: Ranks, world: int) -> N
     ranks(world).run(in_sets)
 
 
+def in_a_set_that_is_gone(rank: int) -> None:
+    hvd.init()
+    even = hvd.ProcessSet([0])
+    models = [model_of() for _ in range(2)]
+    optimizers = [sgd(model, process_set=even, op=op) for model, op in zip(models, (hvd.Sum, hvd.Adasum), strict=True)]
+
+    def refused() -> None:
+        for model, optimizer in zip(models, optimizers, strict=True):
+            before = weights(model)
+            assert "not registered" in raised(ValueError, partial(train, model, optimizer, rank, range(1)))
+            assert "add_process_set" in raised(ValueError, optimizer.step)
+            assert torch.equal(weights(model), before)
+
+    refused()
+    hvd.add_process_set(even)
+    pair = copy.deepcopy((models[0], optimizers[0]))
+    train(*pair, rank, range(2))
+    train(models[0], optimizers[0], rank, range(2))
+    assert torch.equal(weights(pair[0]), weights(models[0]))
+    hvd.remove_process_set(even)
+    refused()
+
+
+def test_a_process_set_that_is_not_registered_is_refused(ranks: Ranks) -> None:
+    ranks(2).run(in_a_set_that_is_gone)
+
+
 def sparse(rank: int) -> None:
     hvd.init()
     n = hvd.size()

@@ -49,7 +49,7 @@ def DistributedOptimizer(
         num_groups: deprecated: `groups`.
         groups: lists of parameters whose gradients travel together; or into how many lists to divide them.
         sparse_as_dense: make sparse gradients dense; otherwise the ranks' rows are gathered.
-        process_set: the ranks that take part; others step alone.
+        process_set: the ranks that take part; others step alone. It must be registered before training begins.
 
     Warns where optimizer and codec are known not to go together.
 
@@ -266,7 +266,7 @@ class _Distributed(torch.optim.Optimizer):
 
     def _adasum_step(self, step: Callable[[], Any]) -> Any:
         options = self._reducer.options
-        if not options.process_set.included():
+        if not self._reducer.takes_part():
             return step()
         named = [(name, p) for name, p in _named(self) if p.requires_grad]
         before = [p.detach().clone() for _, p in named]

@@ -100,6 +100,20 @@ class GradientReducer:
             if p.requires_grad:
                 self._add_unit([p])
 
+    def takes_part(self) -> bool:
+        """Whether this rank is in the optimizer's process set.
+
+        Raises:
+            ValueError: the set is not registered, and nobody knows.
+        """
+        members = self.options.process_set
+        if (included := members.included()) is None:
+            raise ValueError(
+                f"{members} of this DistributedOptimizer is not registered, or not any more: pass it to "
+                "add_process_set() on every rank, or make the optimizer again, with one that is"
+            )
+        return included
+
     def set_passes(self, passes: int) -> None:
         """Backward passes before the gradients are reduced."""
         self.options.backward_passes_per_step = passes
@@ -122,7 +136,7 @@ class GradientReducer:
 
     def synchronize(self) -> None:
         """Wait until every gradient is reduced. Parameters without one get zeros, which take part. A collective."""
-        if self.options.process_set.included():
+        if self.takes_part():
             self._begin()
             self._settle_sparse()
             for unit in self._units:
@@ -142,7 +156,7 @@ class GradientReducer:
         """As `synchronize`, but not again where no rank has been through backward since: that would change a sum."""
         members = self.options.process_set
         # This rank may have had none of these parameters in its graph, where others wait for it.
-        if not (self.by_hand and members.included()) or any(allgather_object(self.started, process_set=members)):
+        if not (self.by_hand and self.takes_part()) or any(allgather_object(self.started, process_set=members)):
             self.synchronize()
 
     def use_scaler(self, scaler: torch.amp.GradScaler) -> None:
@@ -160,7 +174,7 @@ class GradientReducer:
     # -- as backward goes on -----------------------------------------------------------------------------------------
 
     def _hook(self, p: Tensor) -> None:
-        if not self.options.process_set.included():
+        if not self.takes_part():
             return
         if self._delay[p] <= 0:
             raise AssertionError(
