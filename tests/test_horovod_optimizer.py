@@ -489,6 +489,28 @@ def test_groups_added_later_are_reduced(ranks: Ranks) -> None:
     ranks(2).run(more_parameters)
 
 
+def unfrozen(rank: int) -> None:
+    hvd.init()
+    p, q = (parameter(2) for _ in range(2))
+    plain = torch.optim.SGD([p.requires_grad_(False)], lr=1.0)
+    optimizer = hvd.DistributedOptimizer(plain, [("p", p)])
+    optimizer.add_param_group({"params": [q.requires_grad_(False)]})
+    for each in (p, q):
+        optimizer.step()
+        (each.requires_grad_(True).sum() * rank).backward()
+        assert "required none" in raised(ValueError, optimizer.step)
+        optimizer.zero_grad()
+    equal(torch.cat([p, q]), [0.0] * 4)
+    again = hvd.DistributedOptimizer(plain)
+    ((p.sum() + q.sum()) * rank).backward()
+    again.step()
+    equal(torch.cat([p, q]), [-(hvd.size() - 1) / 2] * 4)
+
+
+def test_a_parameter_that_is_unfrozen_later_is_refused(ranks: Ranks) -> None:
+    ranks(2).run(unfrozen)
+
+
 def synchronized_by_hand(rank: int) -> None:
     hvd.init()
     n = hvd.size()

@@ -34,7 +34,8 @@ def DistributedOptimizer(
     """An optimizer like `optimizer`, over the same parameters and state, that steps with the average gradient.
 
     It is an instance of the optimizer's class. Gradients are reduced as backward makes them; `step` waits for them,
-    and those of parameters that had none on this rank count as zeros.
+    and those of parameters that had none on this rank count as zeros. Parameters that require a gradient only later on
+    need a new one, of the same optimizer: `step` says so.
 
     Args:
         optimizer: any but LBFGS. Its state and its `param_groups` are shared, so that schedulers made for it go on.

@@ -90,6 +90,8 @@ class GradientReducer:
             self._add_units(chosen, joined=True)
         rest = [p for _, p in named if p.requires_grad and p not in grouped]
         self._add_units(rest, joined=codec is not None and not options.only_sparse)
+        #: Parameters that required no gradient: nobody hears of one that comes all the same.
+        self._frozen = [p for _, p in named if not p.requires_grad]
         self._several = any(len(unit.parameters) > 1 for unit in self._units)
         self._settled_at: object = None
 
@@ -99,6 +101,8 @@ class GradientReducer:
         for _, p in named:
             if p.requires_grad:
                 self._add_unit([p])
+            else:
+                self._frozen.append(p)
 
     def takes_part(self) -> bool:
         """Whether this rank is in the optimizer's process set.
@@ -135,7 +139,11 @@ class GradientReducer:
                 unit.pending.settle(WAIT_SECONDS)
 
     def synchronize(self) -> None:
-        """Wait until every gradient is reduced. Parameters without one get zeros, which take part. A collective."""
+        """Wait until every gradient is reduced. Parameters without one get zeros, which take part. A collective.
+
+        Raises:
+            ValueError: a parameter has a gradient, and required none before.
+        """
         if self.takes_part():
             self._begin()
             self._settle_sparse()
@@ -150,6 +158,7 @@ class GradientReducer:
             if self.state is not None and self.loss_scale.skips and not self._are_finite():
                 # The scaler will skip the step, with all that was synchronized since the last one.
                 self.state.settle(applied=False)
+            self._check_frozen()  # now that no rank waits for this one
         self.synchronized = True
 
     def synchronize_once(self) -> None:
@@ -196,6 +205,15 @@ class GradientReducer:
                 if self.loss_scale.skips and self.loss_scale.updated():
                     self.state.settle(applied=True)  # or put back already
                 self.state.follow_scale(self.loss_scale.read() or 1.0)
+
+    def _check_frozen(self) -> None:
+        for p in self._frozen:
+            if p.grad is not None:
+                raise ValueError(
+                    f"{self.names[p]} has a gradient, which no other rank has heard of, and required none when "
+                    "DistributedOptimizer was made: let it require one before, or make DistributedOptimizer again, of "
+                    "the optimizer that it was made of"
+                )
 
     def _are_finite(self) -> bool:
         """Whether the reduced gradients are: what the scaler goes by, and the same on all ranks. Waits for the device,
