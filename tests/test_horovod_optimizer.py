@@ -160,9 +160,14 @@ def accumulated(rank: int) -> None:
     loss_of(model, rank, 0).backward()
     # Fewer passes than announced: step reduces what there is.
     optimizer.step()
-    optimizer.set_backward_passes_per_step(3)
     optimizer.zero_grad()
     loss_of(model, rank, 0).backward()
+    optimizer.set_backward_passes_per_step(3)  # too late for this step, whose gradients are on their way
+    assert "backward_passes_per_step" in raised(AssertionError, lambda: loss_of(model, rank, 0).backward())
+    optimizer.synchronize()
+    optimizer.zero_grad()
+    for part in range(3):
+        loss_of(model, rank, part).backward()
     optimizer.step()
     identical(model)
 

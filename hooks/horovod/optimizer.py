@@ -195,7 +195,7 @@ class _Distributed(torch.optim.Optimizer):
         return self._reducer.options.backward_passes_per_step
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Sum so many gradients before a reduction, from the next step on."""
+        """Sum so many gradients before a reduction, from the next step on: not in one that backward has begun."""
         _check_passes(passes)
         self._reducer.set_passes(passes)
 

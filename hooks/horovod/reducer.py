@@ -119,9 +119,10 @@ class GradientReducer:
         return included
 
     def set_passes(self, passes: int) -> None:
-        """Backward passes before the gradients are reduced."""
+        """Backward passes before the gradients are reduced; of those of a step that has begun, after it."""
         self.options.backward_passes_per_step = passes
-        self._delay = dict.fromkeys(self._delay, passes)
+        if not self.started:
+            self._delay = dict.fromkeys(self._delay, passes)
 
     def reset(self) -> None:
         """Forget what is under way."""
