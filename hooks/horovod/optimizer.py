@@ -320,10 +320,12 @@ class _Distributed(torch.optim.Optimizer):
 
     def consolidated_state_dict(self) -> dict[str, Any]:
         """As `state_dict`, with the mean over the ranks of what compression has left out: it loads on any number of
-        ranks, and nothing is lost. A collective of the process set."""
+        ranks, and nothing is lost. A collective of the process set; other ranks have left nothing out."""
         state = self.state_dict()
         own = state.get(ENTRY)
-        if own is not None:
+        if own is None:
+            return state
+        if self._reducer.takes_part():
             process_set = self._reducer.options.process_set
             residuals = own["residuals"]
             # Not every rank need have some: a checkpoint may have been loaded on some ranks only.
@@ -338,7 +340,7 @@ class _Distributed(torch.optim.Optimizer):
                 key = key_of("residual", name, process_set)
                 operation = allreduce_operation(key, [residuals[name]], Average, 1.0, 1.0)
                 residuals[name] = world().engine.submit(operation).wait()[0]
-            own["rank"] = own["world_size"] = -1
+        own["rank"] = own["world_size"] = -1
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
