@@ -764,6 +764,24 @@ def loaded_in_part(rank: int) -> None:
     assert "0.bias, of shape [7], and here it has [40]" in raised(ValueError, lambda: other.load_state_dict(saved))
 
 
+def refused_as_a_whole(rank: int) -> None:
+    hvd.init()
+    model = model_of()
+    optimizer = sgd(model, compression=TopK(0.05))
+    train(model, optimizer, rank, range(1))
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["lr"] = 7.0
+    named = [(f"net.{name}", p) for name, p in model.named_parameters()]
+    renamed = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), named, TopK(0.05))
+    for other in (renamed, sgd(model, compression=OneBit())):
+        raised(ValueError, partial(other.load_state_dict, saved))
+        assert (other.param_groups[0]["lr"], len(other.state)) == (0.1, 0)
+
+
+def test_a_checkpoint_that_is_refused_changes_nothing(ranks: Ranks) -> None:
+    ranks(2).run(refused_as_a_whole)
+
+
 def test_residuals_that_not_all_ranks_have_or_that_fit_no_parameter(ranks: Ranks) -> None:
     ranks(2).run(loaded_in_part, within=20.0)
 

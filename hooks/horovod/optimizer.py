@@ -347,19 +347,22 @@ class _Distributed(torch.optim.Optimizer):
         """Go on from a checkpoint, of this class or of the plain optimizer. What was under way is forgotten.
 
         Residuals of another rank are left out, with a warning; consolidated ones load everywhere.
+
+        Raises:
+            ValueError: it has residuals of another compression, or of other parameters. Nothing has changed then.
         """
+        own = self._checked(state_dict.get(ENTRY))
         self._reducer.reset()
         super().load_state_dict({key: value for key, value in state_dict.items() if key != ENTRY})
         self._share()
         if self._reducer.state is not None:
-            self._load_residuals(state_dict.get(ENTRY))
+            self._load_residuals(own)
 
-    def _load_residuals(self, own: dict[str, Any] | None) -> None:
+    def _checked(self, own: dict[str, Any] | None) -> dict[str, Any] | None:
+        """What this rank's compression can go on from."""
         state, here = self._reducer.state, world()
-        assert state is not None
-        if own is None:
-            state.reset()
-            return
+        if state is None or own is None:
+            return None
         if not state.compression.goes_on_from(own["compression"]):
             raise ValueError(f"the checkpoint was compressed by {own['compression']}, not by {state.compression}")
         if own["rank"] not in (-1, here.rank) or own["world_size"] not in (-1, here.size):
@@ -369,9 +372,17 @@ class _Distributed(torch.optim.Optimizer):
                 "optimizer.consolidated_state_dict()",
                 stacklevel=3,
             )
-            own = {**own, "residuals": {}}
+            return {**own, "residuals": {}}
         check_residuals(own["residuals"], {name: tuple(p.shape) for name, p in _named(self)})
-        state.load_state_dict(own)
+        return own
+
+    def _load_residuals(self, own: dict[str, Any] | None) -> None:
+        state = self._reducer.state
+        assert state is not None
+        if own is None:
+            state.reset()
+        else:
+            state.load_state_dict(own)
 
     def _shared_compression(self) -> dict[str, Any] | None:
         """What `broadcast_optimizer_state` hands to the other ranks of this rank's compression: counters, but residuals
