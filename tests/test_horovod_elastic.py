@@ -175,6 +175,24 @@ def test_commits_are_kept_in_memory_and_on_disk(ranks: Ranks, world: int, tmp_pa
     ranks(world).run(committed, str(tmp_path))
 
 
+def committed_in_a_set(rank: int) -> None:
+    hvd.init()
+    members = hvd.add_process_set([0])
+    model = nn.Linear(3, 2)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(plain, compression=TopK(0.3), process_set=members)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    hvd.elastic.TorchState(model, optimizer).commit()
+    saved = optimizer.consolidated_state_dict()["gradwire"]
+    assert (saved["rank"], bool(saved["residuals"])) == (-1, rank == 0)
+    hvd.remove_process_set(members)
+
+
+def test_ranks_outside_of_the_optimizers_process_set_commit_too(ranks: Ranks) -> None:
+    ranks(2).run(committed_in_a_set)
+
+
 # -- processes that end, well or not -----------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import resource
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import gradwire.hooks.horovod as hvd
 import pytest
 import torch
 from gradwire import QSGD, TopK
+from gradwire.hooks.horovod import basics
 from ranks import Pool
 from torch import Tensor
 
@@ -182,6 +184,11 @@ def grouped(rank: int) -> None:
     mixed = hvd.grouped_allreduce(tensors, op=hvd.Sum, name="mixed")
     equal(mixed[2], [n * (n + 1) // 2])
     assert mixed[2].dtype == torch.int64
+    doubles = [torch.zeros(0, dtype=torch.float64), torch.full((2,), rank + 1.0, dtype=torch.float64)]
+    empty, floats, wide = hvd.grouped_allreduce([doubles[0], tensors[0], doubles[1]], op=hvd.Sum, name="one is empty")
+    equal(empty, [])
+    equal(floats, torch.full((3,), n * scale))
+    equal(wide, torch.full((2,), n * scale))
     halves = hvd.grouped_allreduce([t + 2.0**-12 for t in tensors[:1]], compression=hvd.Compression.fp16)
     equal(halves[0], torch.full((3,), scale))
     equal(hvd.synchronize(hvd.grouped_allreduce_async(tensors[:2], op=hvd.Max))[0], torch.full((3,), float(n)))
@@ -467,6 +474,23 @@ def subsets(rank: int) -> None:
 @WORLDS
 def test_process_sets(ranks: Ranks, world: int) -> None:
     ranks(world).run(subsets)
+
+
+def removed_at_once(rank: int) -> None:
+    hvd.init()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:  # its connection to itself, which another thread reads, may be slow
+            connection = basics.world().engine._connection
+            send = connection.send
+            patch.setattr(connection, "send", lambda message: threading.Timer(0.3, send, [message]).start())
+        alone = hvd.add_process_set([0])
+        if rank == 0:
+            hvd.allreduce(torch.ones(3000), process_set=alone)
+        assert hvd.remove_process_set(alone)
+
+
+def test_a_process_set_can_be_removed_once_its_operations_have_ended(ranks: Ranks) -> None:
+    ranks(2).run(removed_at_once)
 
 
 # -- join --------------------------------------------------------------------------------------------------------------

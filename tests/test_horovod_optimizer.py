@@ -160,9 +160,14 @@ def accumulated(rank: int) -> None:
     loss_of(model, rank, 0).backward()
     # Fewer passes than announced: step reduces what there is.
     optimizer.step()
-    optimizer.set_backward_passes_per_step(3)
     optimizer.zero_grad()
     loss_of(model, rank, 0).backward()
+    optimizer.set_backward_passes_per_step(3)  # too late for this step, whose gradients are on their way
+    assert "backward_passes_per_step" in raised(AssertionError, lambda: loss_of(model, rank, 0).backward())
+    optimizer.synchronize()
+    optimizer.zero_grad()
+    for part in range(3):
+        loss_of(model, rank, part).backward()
     optimizer.step()
     identical(model)
 
@@ -222,6 +227,33 @@ def in_sets(rank: int) -> None:
 @WORLDS
 def test_a_process_set_averages_among_its_members(ranks: Ranks, world: int) -> None:
     ranks(world).run(in_sets)
+
+
+def in_a_set_that_is_gone(rank: int) -> None:
+    hvd.init()
+    even = hvd.ProcessSet([0])
+    models = [model_of() for _ in range(2)]
+    optimizers = [sgd(model, process_set=even, op=op) for model, op in zip(models, (hvd.Sum, hvd.Adasum), strict=True)]
+
+    def refused() -> None:
+        for model, optimizer in zip(models, optimizers, strict=True):
+            before = weights(model)
+            assert "not registered" in raised(ValueError, partial(train, model, optimizer, rank, range(1)))
+            assert "add_process_set" in raised(ValueError, optimizer.step)
+            assert torch.equal(weights(model), before)
+
+    refused()
+    hvd.add_process_set(even)
+    pair = copy.deepcopy((models[0], optimizers[0]))
+    train(*pair, rank, range(2))
+    train(models[0], optimizers[0], rank, range(2))
+    assert torch.equal(weights(pair[0]), weights(models[0]))
+    hvd.remove_process_set(even)
+    refused()
+
+
+def test_a_process_set_that_is_not_registered_is_refused(ranks: Ranks) -> None:
+    ranks(2).run(in_a_set_that_is_gone)
 
 
 def sparse(rank: int) -> None:
@@ -460,6 +492,28 @@ def more_parameters(rank: int) -> None:
 
 def test_groups_added_later_are_reduced(ranks: Ranks) -> None:
     ranks(2).run(more_parameters)
+
+
+def unfrozen(rank: int) -> None:
+    hvd.init()
+    p, q = (parameter(2) for _ in range(2))
+    plain = torch.optim.SGD([p.requires_grad_(False)], lr=1.0)
+    optimizer = hvd.DistributedOptimizer(plain, [("p", p)])
+    optimizer.add_param_group({"params": [q.requires_grad_(False)]})
+    for each in (p, q):
+        optimizer.step()
+        (each.requires_grad_(True).sum() * rank).backward()
+        assert "required none" in raised(ValueError, optimizer.step)
+        optimizer.zero_grad()
+    equal(torch.cat([p, q]), [0.0] * 4)
+    again = hvd.DistributedOptimizer(plain)
+    ((p.sum() + q.sum()) * rank).backward()
+    again.step()
+    equal(torch.cat([p, q]), [-(hvd.size() - 1) / 2] * 4)
+
+
+def test_a_parameter_that_is_unfrozen_later_is_refused(ranks: Ranks) -> None:
+    ranks(2).run(unfrozen)
 
 
 def synchronized_by_hand(rank: int) -> None:
@@ -708,6 +762,24 @@ def loaded_in_part(rank: int) -> None:
     assert "net.0.weight" in raised(ValueError, lambda: renamed.load_state_dict(saved))
     saved["gradwire"]["residuals"]["0.bias"] = torch.zeros(7)
     assert "0.bias, of shape [7], and here it has [40]" in raised(ValueError, lambda: other.load_state_dict(saved))
+
+
+def refused_as_a_whole(rank: int) -> None:
+    hvd.init()
+    model = model_of()
+    optimizer = sgd(model, compression=TopK(0.05))
+    train(model, optimizer, rank, range(1))
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["lr"] = 7.0
+    named = [(f"net.{name}", p) for name, p in model.named_parameters()]
+    renamed = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), named, TopK(0.05))
+    for other in (renamed, sgd(model, compression=OneBit())):
+        raised(ValueError, partial(other.load_state_dict, saved))
+        assert (other.param_groups[0]["lr"], len(other.state)) == (0.1, 0)
+
+
+def test_a_checkpoint_that_is_refused_changes_nothing(ranks: Ranks) -> None:
+    ranks(2).run(refused_as_a_whole)
 
 
 def test_residuals_that_not_all_ranks_have_or_that_fit_no_parameter(ranks: Ranks) -> None:

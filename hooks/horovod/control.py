@@ -270,7 +270,7 @@ class Coordinator:
                 self.desk.hear(peer.rank, message)
 
     def ask(self, request: dict[str, Any]) -> None:
-        """From rank 0 itself: announce an operation. For any thread, as are the next two."""
+        """From rank 0 itself: announce an operation. For any thread, as are the next three."""
         self._put(partial(self.desk.hear, 0, request))
 
     def take_over(self, left: list[tuple[int, dict[str, Any] | None]], agreed: int | None) -> None:
@@ -281,6 +281,10 @@ class Coordinator:
         """A rank has announced a key with its payload, which others may have announced without."""
         if key in self.desk.negotiator:
             self._put(partial(self.desk.collect, key))
+
+    def done(self, set_id: int) -> None:
+        """Rank 0 has carried out a decision for this process set."""
+        self._put(partial(self.desk.negotiator.done, set_id))
 
     def _put(self, action: Callable[[], None]) -> None:
         self._inbox.put(action)

@@ -305,7 +305,10 @@ class Engine:
                 results = [operations[0].run(channel, message["ops"][0]["info"])]
         # Before the script hears of it: it may remove the process set next, in which nothing must be under way.
         if message.get("acknowledge"):
-            self._connection.send({"done": message["set"]})
+            if self._coordinator is not None:  # by the way that rank 0's requests take, which would overtake it
+                self._coordinator.done(message["set"])
+            else:
+                self._connection.send({"done": message["set"]})
         if "epoch" in message:
             self.agreement.done(message["epoch"])
         for operation, result in zip(operations, results, strict=True):

@@ -130,7 +130,7 @@ class AllReduce(Scaled):
     def parcel(self, rank: int) -> bytes | None:
         if not self.small:
             return None
-        parts = [t.flatten() for t in self.tensors]
+        parts = [t.flatten() for t in self.tensors if t.numel()]  # as in `run_fused`, whose order of dtypes counts
         buffers = [torch.cat([p for p in parts if p.dtype == dtype]) for dtype in dict.fromkeys(p.dtype for p in parts)]
         for buffer in buffers:
             scale(buffer, self.prescale)

@@ -34,7 +34,8 @@ def DistributedOptimizer(
     """An optimizer like `optimizer`, over the same parameters and state, that steps with the average gradient.
 
     It is an instance of the optimizer's class. Gradients are reduced as backward makes them; `step` waits for them,
-    and those of parameters that had none on this rank count as zeros.
+    and those of parameters that had none on this rank count as zeros. Parameters that require a gradient only later on
+    need a new one, of the same optimizer: `step` says so.
 
     Args:
         optimizer: any but LBFGS. Its state and its `param_groups` are shared, so that schedulers made for it go on.
@@ -49,7 +50,7 @@ def DistributedOptimizer(
         num_groups: deprecated: `groups`.
         groups: lists of parameters whose gradients travel together; or into how many lists to divide them.
         sparse_as_dense: make sparse gradients dense; otherwise the ranks' rows are gathered.
-        process_set: the ranks that take part; others step alone.
+        process_set: the ranks that take part; others step alone. It must be registered before training begins.
 
     Warns where optimizer and codec are known not to go together.
 
@@ -194,7 +195,7 @@ class _Distributed(torch.optim.Optimizer):
         return self._reducer.options.backward_passes_per_step
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Sum so many gradients before a reduction, from the next step on."""
+        """Sum so many gradients before a reduction, from the next step on: not in one that backward has begun."""
         _check_passes(passes)
         self._reducer.set_passes(passes)
 
@@ -266,7 +267,7 @@ class _Distributed(torch.optim.Optimizer):
 
     def _adasum_step(self, step: Callable[[], Any]) -> Any:
         options = self._reducer.options
-        if not options.process_set.included():
+        if not self._reducer.takes_part():
             return step()
         named = [(name, p) for name, p in _named(self) if p.requires_grad]
         before = [p.detach().clone() for _, p in named]
@@ -319,10 +320,12 @@ class _Distributed(torch.optim.Optimizer):
 
     def consolidated_state_dict(self) -> dict[str, Any]:
         """As `state_dict`, with the mean over the ranks of what compression has left out: it loads on any number of
-        ranks, and nothing is lost. A collective of the process set."""
+        ranks, and nothing is lost. A collective of the process set; other ranks have left nothing out."""
         state = self.state_dict()
         own = state.get(ENTRY)
-        if own is not None:
+        if own is None:
+            return state
+        if self._reducer.takes_part():
             process_set = self._reducer.options.process_set
             residuals = own["residuals"]
             # Not every rank need have some: a checkpoint may have been loaded on some ranks only.
@@ -337,26 +340,29 @@ class _Distributed(torch.optim.Optimizer):
                 key = key_of("residual", name, process_set)
                 operation = allreduce_operation(key, [residuals[name]], Average, 1.0, 1.0)
                 residuals[name] = world().engine.submit(operation).wait()[0]
-            own["rank"] = own["world_size"] = -1
+        own["rank"] = own["world_size"] = -1
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a checkpoint, of this class or of the plain optimizer. What was under way is forgotten.
 
         Residuals of another rank are left out, with a warning; consolidated ones load everywhere.
+
+        Raises:
+            ValueError: it has residuals of another compression, or of other parameters. Nothing has changed then.
         """
+        own = self._checked(state_dict.get(ENTRY))
         self._reducer.reset()
         super().load_state_dict({key: value for key, value in state_dict.items() if key != ENTRY})
         self._share()
         if self._reducer.state is not None:
-            self._load_residuals(state_dict.get(ENTRY))
+            self._load_residuals(own)
 
-    def _load_residuals(self, own: dict[str, Any] | None) -> None:
+    def _checked(self, own: dict[str, Any] | None) -> dict[str, Any] | None:
+        """What this rank's compression can go on from."""
         state, here = self._reducer.state, world()
-        assert state is not None
-        if own is None:
-            state.reset()
-            return
+        if state is None or own is None:
+            return None
         if not state.compression.goes_on_from(own["compression"]):
             raise ValueError(f"the checkpoint was compressed by {own['compression']}, not by {state.compression}")
         if own["rank"] not in (-1, here.rank) or own["world_size"] not in (-1, here.size):
@@ -366,9 +372,17 @@ class _Distributed(torch.optim.Optimizer):
                 "optimizer.consolidated_state_dict()",
                 stacklevel=3,
             )
-            own = {**own, "residuals": {}}
+            return {**own, "residuals": {}}
         check_residuals(own["residuals"], {name: tuple(p.shape) for name, p in _named(self)})
-        state.load_state_dict(own)
+        return own
+
+    def _load_residuals(self, own: dict[str, Any] | None) -> None:
+        state = self._reducer.state
+        assert state is not None
+        if own is None:
+            state.reset()
+        else:
+            state.load_state_dict(own)
 
     def _shared_compression(self) -> dict[str, Any] | None:
         """What `broadcast_optimizer_state` hands to the other ranks of this rank's compression: counters, but residuals

@@ -54,6 +54,9 @@ class ProcessSet:
     def __getstate__(self) -> dict[str, Any]:
         return {"_ranks": self._ranks, "_place": None}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ProcessSet:
+        return self  # in this process it stands for the same ranks, which have registered this one
+
     def __repr__(self) -> str:
         ranks = "all" if self._ranks is None else self._ranks
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={ranks})"

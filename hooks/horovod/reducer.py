@@ -90,6 +90,8 @@ class GradientReducer:
             self._add_units(chosen, joined=True)
         rest = [p for _, p in named if p.requires_grad and p not in grouped]
         self._add_units(rest, joined=codec is not None and not options.only_sparse)
+        #: Parameters that required no gradient: nobody hears of one that comes all the same.
+        self._frozen = [p for _, p in named if not p.requires_grad]
         self._several = any(len(unit.parameters) > 1 for unit in self._units)
         self._settled_at: object = None
 
@@ -99,11 +101,28 @@ class GradientReducer:
         for _, p in named:
             if p.requires_grad:
                 self._add_unit([p])
+            else:
+                self._frozen.append(p)
+
+    def takes_part(self) -> bool:
+        """Whether this rank is in the optimizer's process set.
+
+        Raises:
+            ValueError: the set is not registered, and nobody knows.
+        """
+        members = self.options.process_set
+        if (included := members.included()) is None:
+            raise ValueError(
+                f"{members} of this DistributedOptimizer is not registered, or not any more: pass it to "
+                "add_process_set() on every rank, or make the optimizer again, with one that is"
+            )
+        return included
 
     def set_passes(self, passes: int) -> None:
-        """Backward passes before the gradients are reduced."""
+        """Backward passes before the gradients are reduced; of those of a step that has begun, after it."""
         self.options.backward_passes_per_step = passes
-        self._delay = dict.fromkeys(self._delay, passes)
+        if not self.started:
+            self._delay = dict.fromkeys(self._delay, passes)
 
     def reset(self) -> None:
         """Forget what is under way."""
@@ -121,8 +140,12 @@ class GradientReducer:
                 unit.pending.settle(WAIT_SECONDS)
 
     def synchronize(self) -> None:
-        """Wait until every gradient is reduced. Parameters without one get zeros, which take part. A collective."""
-        if self.options.process_set.included():
+        """Wait until every gradient is reduced. Parameters without one get zeros, which take part. A collective.
+
+        Raises:
+            ValueError: a parameter has a gradient, and required none before.
+        """
+        if self.takes_part():
             self._begin()
             self._settle_sparse()
             for unit in self._units:
@@ -136,13 +159,14 @@ class GradientReducer:
             if self.state is not None and self.loss_scale.skips and not self._are_finite():
                 # The scaler will skip the step, with all that was synchronized since the last one.
                 self.state.settle(applied=False)
+            self._check_frozen()  # now that no rank waits for this one
         self.synchronized = True
 
     def synchronize_once(self) -> None:
         """As `synchronize`, but not again where no rank has been through backward since: that would change a sum."""
         members = self.options.process_set
         # This rank may have had none of these parameters in its graph, where others wait for it.
-        if not (self.by_hand and members.included()) or any(allgather_object(self.started, process_set=members)):
+        if not (self.by_hand and self.takes_part()) or any(allgather_object(self.started, process_set=members)):
             self.synchronize()
 
     def use_scaler(self, scaler: torch.amp.GradScaler) -> None:
@@ -160,7 +184,7 @@ class GradientReducer:
     # -- as backward goes on -----------------------------------------------------------------------------------------
 
     def _hook(self, p: Tensor) -> None:
-        if not self.options.process_set.included():
+        if not self.takes_part():
             return
         if self._delay[p] <= 0:
             raise AssertionError(
@@ -182,6 +206,15 @@ class GradientReducer:
                 if self.loss_scale.skips and self.loss_scale.updated():
                     self.state.settle(applied=True)  # or put back already
                 self.state.follow_scale(self.loss_scale.read() or 1.0)
+
+    def _check_frozen(self) -> None:
+        for p in self._frozen:
+            if p.grad is not None:
+                raise ValueError(
+                    f"{self.names[p]} has a gradient, which no other rank has heard of, and required none when "
+                    "DistributedOptimizer was made: let it require one before, or make DistributedOptimizer again, of "
+                    "the optimizer that it was made of"
+                )
 
     def _are_finite(self) -> bool:
         """Whether the reduced gradients are: what the scaler goes by, and the same on all ranks. Waits for the device,
