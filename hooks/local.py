@@ -215,10 +215,10 @@ class LocalUpdates:
         reducer = self._running()
         connection = reducer.connection
         reducer.settle()
+        if self._under_way is not None:  # first, as others may have in a step: what is not finite is a collective
+            self._apply()
         connection.agree("synchronise()", self._rounds, patience=None)
         moved = any(connection.control.objects(self._moved))
-        if self._under_way is not None:
-            self._apply()
         self._count = 0
         if moved:
             self._exchange_all()

@@ -610,6 +610,28 @@ def test_what_is_not_finite_on_one_rank_is_refused_on_all(
         assert end == results[0][2]
 
 
+def not_finite_and_uneven(rank: int) -> str:
+    """What is sent after the third step is applied in rank 0's fifth, and in rank 1's synchronise()."""
+    model, optimizer = plain()
+    updates = LocalUpdates(model, optimizer, OneBit(), every=3, delay=2)
+    message = ""
+    try:
+        for step in train(rank, model, optimizer, range(5 - rank)):
+            if step == 2 and rank == 1:
+                model.get_parameter("2.weight").data.fill_(float("nan"))
+            updates.step()
+        updates.synchronise()
+    except RuntimeError as error:
+        message = str(error)
+    updates.close()
+    return message
+
+
+def test_what_is_not_finite_is_refused_where_one_rank_synchronises_earlier(ranks: Ranks) -> None:
+    for message in ranks(2).run(not_finite_and_uneven, within=25):
+        assert "round 0 is not finite: rank 1 has NaN or infinity in" in message
+
+
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 STREAMING: dict[str, Any] = {"every": 4, "fragments": 2, "delay": 1, "outer_lr": 0.7, "outer_momentum": 0.9}
