@@ -259,6 +259,8 @@ class LocalUpdates:
     def _send(self, parts: list[GlobalParameters], carry: bool) -> None:
         """Begin to exchange how far this rank's parameters have moved."""
         reducer = self._running()
+        if self._under_way is not None:  # of a checkpoint with another schedule
+            self._apply(self._schedule.blend)
         step = reducer.begin(self._rounds, self._options.choice(self._rounds))
         self._rounds += 1
         reducer.greet(step, parts[0].unit, 0, None)

@@ -690,6 +690,34 @@ def test_resuming_is_bit_identical(
         assert straight == through
 
 
+def under_another_schedule(rank: int, carry: bool) -> list[Tensor]:
+    """The global parameters after a checkpoint with means under way has gone on under several schedules."""
+    ends, saved = [], None
+    for schedule in ({"every": 4, "delay": 3}, {"every": 2, "delay": 1}, {"every": 2}, {"every": 4, "after": 9}):
+        model, optimizer = plain()
+        more = {"carry": carry and "delay" in schedule} | schedule
+        updates = LocalUpdates(model, optimizer, Identity(), **more)
+        if saved is None:
+            for _ in train(rank, model, optimizer, range(5)):
+                updates.step()
+            saved = through_a_file([model.state_dict(), updates.state_dict()])
+        model.load_state_dict(saved[0])
+        updates.load_state_dict(saved[1])
+        for _ in range(4):
+            updates.step()
+        updates.synchronise()
+        ends.append(nn.utils.parameters_to_vector(globals_of(updates).values()))
+        updates.close()
+    return ends
+
+
+@pytest.mark.parametrize("carry", [False, True])
+def test_what_is_under_way_in_a_checkpoint_arrives_under_any_schedule(ranks: Ranks, carry: bool) -> None:
+    for same, *others in ranks(2).run(under_another_schedule, carry):
+        for other in others:
+            torch.testing.assert_close(other, same, atol=1e-7, rtol=0)
+
+
 def save_consolidated(rank: int) -> Any:
     model, optimizer = plain()
     updates = LocalUpdates(model, optimizer, TopK(0.05), **STREAMING)
