@@ -866,6 +866,43 @@ def test_what_is_wrong_on_one_rank_is_refused_on_all(ranks: Ranks, options: dict
     assert text.removeprefix("rank 1: ValueError: ") in second
 
 
+def unfrozen(rank: int, culprits: list[int], by_step: bool) -> Any:
+    """What is raised where these ranks train a parameter that they did not, and what else they trained before and
+    after."""
+    model, optimizer = plain()
+    late = model.get_parameter("2.weight").requires_grad_(False)
+    others = [p for p in model.parameters() if p is not late]
+    updates = LocalUpdates(model, optimizer, Identity(), every=2)
+    late.requires_grad_(rank in culprits)
+    message = before = ""
+    try:
+        for step in train(rank, model, optimizer, range(2)):
+            before = digest(others)
+            if step == 0 or by_step:
+                updates.step()
+        updates.synchronise()
+    except (ValueError, RuntimeError) as error:
+        message = f"{type(error).__name__}: {error}"
+    after = digest(others)
+    late.requires_grad_(False)
+    if len(culprits) == 2:
+        updates.synchronise()
+    updates.close()
+    return message, before == after, digest(others)
+
+
+@pytest.mark.parametrize("by_step", [True, False])
+@pytest.mark.parametrize("culprits", [[0, 1], [1]])
+def test_a_parameter_that_is_unfrozen_later_is_refused(ranks: Ranks, culprits: list[int], by_step: bool) -> None:
+    """On every rank, before anything is exchanged; without it training can go on."""
+    found = ranks(2).run(unfrozen, culprits, by_step, within=25)
+    for rank, (message, same, _) in enumerate(found):
+        assert "parameter '2.weight' requires gradients, and is none of those" in message
+        assert rank not in culprits or message.startswith("ValueError: gradwire")
+        assert same
+    assert culprits == [1] or found[0][2] == found[1][2]
+
+
 def different_starts(rank: int) -> Any:
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 2).requires_grad_(False))
