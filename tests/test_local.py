@@ -695,7 +695,7 @@ def under_another_schedule(rank: int, carry: bool) -> list[Tensor]:
     ends, saved = [], None
     for schedule in ({"every": 4, "delay": 3}, {"every": 2, "delay": 1}, {"every": 2}, {"every": 4, "after": 9}):
         model, optimizer = plain()
-        more = {"carry": carry and "delay" in schedule} | schedule
+        more: dict[str, Any] = {"carry": carry and "delay" in schedule} | schedule
         updates = LocalUpdates(model, optimizer, Identity(), **more)
         if saved is None:
             for _ in train(rank, model, optimizer, range(5)):
