@@ -62,6 +62,11 @@ class PowerSGD(Codec):
     def __post_init__(self) -> None:
         if isinstance(self.rank, bool) or not isinstance(self.rank, int) or not 1 <= self.rank <= MOST_RANK:
             raise ValueError(f"rank={self.rank!r}: expected a whole number from 1 to {MOST_RANK}")
+        if not isinstance(self.shapes, tuple) or not all(map(_is_shape, self.shapes)):
+            raise ValueError(
+                f"shapes={self.shapes!r}: expected rows and columns of each matrix in a tuple, as ((64, 32), (10, 0)); "
+                "the exchanges fill it in, so leave it out"
+            )
 
     def __str__(self) -> str:
         return f"PowerSGD(rank={self.rank})"
@@ -102,6 +107,13 @@ class PowerSGD(Codec):
             Field("right", "<f4", right, "Q of each matrix, column by column"),
         )
         return (Part("factors", fields, 1),)
+
+
+def _is_shape(value: object) -> bool:
+    """Whether it is rows and columns, either of which may be 0. A codec must be hashable."""
+    if not isinstance(value, tuple) or len(value) != 2:
+        return False
+    return all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in value)
 
 
 def _shape(slot: Slot) -> tuple[int, int]:
