@@ -32,9 +32,11 @@ class PowerSGD(Codec):
         P = orthonormal columns of M·S;  Q = Mᵀ·P
 
     The exchange `factors`, made for it, averages M·S and then Mᵀ·P over the ranks, so that all is as if one rank had
-    compressed the mean gradient, whatever their number; and S is Q of the step before, each column of length 1. By
-    `gather` each rank sends factors of its own, and S is drawn anew for every encoding, alike on all ranks: numbers in
-    (-1, 1), (u + 1/2) / 2^15 - 1 with u being Philox's 16 bits (`new_draw`; of the stream the low 32 bits).
+    compressed the mean gradient, whatever their number; and S is Q of the step before, each column of length 1. That is
+    in no checkpoint: after one is loaded it is drawn anew, alike on all ranks, so a resumed run has other bits than one
+    that went on, though nothing is lost. By `gather` each rank sends factors of its own, and S is drawn anew for every
+    encoding, alike on all ranks: numbers in (-1, 1), (u + 1/2) / 2^15 - 1 with u being Philox's 16 bits (`new_draw`; of
+    the stream the low 32 bits).
 
     The matrices are the model's: of each parameter the dimension that is outermost in memory, by all others. What that
     makes no smaller travels as it is, such as biases. Where shapes are not known, as on a bare tensor, the elements are

@@ -673,6 +673,7 @@ def resumed(rank: int, codec: Codec, exchange: Any, options: dict[str, Any], sav
         (OneBit(), "two_pass", {"every": 3}, 4),
         (TopK(0.1), "split", {"every": 3, "outer_momentum": 0.5, "bucket_cap_mb": 0.002}, 5),
         (QSGD(bits=4), "gather", STREAMING, 6),
+        (PowerSGD(rank=1), "gather", {"every": 3}, 5),
         (TopK(0.1), "gather", STREAMING | {"blend": 0.5}, 7),
         (TopK(0.1), "gather", STREAMING | {"carry": True, "error_feedback": Residual(dtype=torch.bfloat16)}, 7),
         (OneBit(), "two_pass", {"every": 5, "delay": 3, "carry": True, "bucket_cap_mb": 0.002}, 6),
@@ -688,6 +689,32 @@ def test_resuming_is_bit_identical(
 ) -> None:
     for straight, through in ranks(2).run(resumed, codec, exchange, options, save_at):
         assert straight == through
+
+
+def resumed_by_factors(rank: int) -> Any:
+    """What ranks hold at the end, and how far off the law is, where others go on from a checkpoint."""
+    model, optimizer = plain(0.5)
+    updates = LocalUpdates(model, optimizer, PowerSGD(rank=1), every=2)
+    ledger = Ledger(model, updates)
+    for step in train(rank, model, optimizer, range(10)):
+        if step % 2:
+            ledger.expect()
+        updates.step()
+        if step == 5:
+            saved = through_a_file(updates.state_dict())
+            assert any(bool(x.any()) for x in residuals_of(saved).values())
+            updates.close()
+            ledger.updates = updates = LocalUpdates(model, optimizer, PowerSGD(rank=1), every=2)
+            updates.load_state_dict(saved)
+    found = digest(model.parameters()), ledger.error()
+    updates.close()
+    return found
+
+
+def test_resuming_by_factors_loses_nothing_though_they_are_drawn_anew(ranks: Ranks) -> None:
+    same, errors = zip(*ranks(3).run(resumed_by_factors), strict=True)
+    assert len(set(same)) == 1
+    assert max(errors) < 2e-6
 
 
 def under_another_schedule(rank: int, carry: bool) -> list[Tensor]:
