@@ -57,7 +57,8 @@ class ChunkedTopK(BlockCodec):
         most = min(self.chunk, MOST_ENTRIES)
         if isinstance(self.k, bool) or not isinstance(self.k, int) or not 1 <= self.k <= most:
             raise ValueError(f"k={self.k!r}: expected a whole number of entries from 1 to {most} in a chunk")
-        if isinstance(self.values, bool) or self.values not in VALUE_BITS:
+        known = isinstance(self.values, int | torch.dtype) and not isinstance(self.values, bool)
+        if not known or self.values not in VALUE_BITS:
             raise ValueError(f"values={self.values!r}: expected one of {', '.join(map(str, VALUE_BITS))}")
 
     @property

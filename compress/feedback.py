@@ -425,10 +425,16 @@ def check_clip(clip: float | None) -> None:
         raise ValueError(f"clip={clip!r}: expected a positive number, the largest norm, or None")
 
 
+def betas_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The β of an optimizer's group of parameters, if it has several; of optimizers that are not torch's too."""
+    betas = group.get("betas")
+    return tuple(betas) if isinstance(betas, tuple | list) else ()
+
+
 def _momentum_of(group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The options of a group of parameters by which one of torch's optimizers has a momentum."""
-    momentum, betas = group.get("momentum"), group.get("betas")
+    momentum, betas = group.get("momentum"), betas_of(group)
     if momentum:
         yield "momentum", momentum
-    if betas is not None and betas[0]:
-        yield "betas", tuple(betas)
+    if betas and betas[0]:
+        yield "betas", betas

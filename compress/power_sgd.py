@@ -32,9 +32,11 @@ class PowerSGD(Codec):
         P = orthonormal columns of M·S;  Q = Mᵀ·P
 
     The exchange `factors`, made for it, averages M·S and then Mᵀ·P over the ranks, so that all is as if one rank had
-    compressed the mean gradient, whatever their number; and S is Q of the step before, each column of length 1. By
-    `gather` each rank sends factors of its own, and S is drawn anew for every encoding, alike on all ranks: numbers in
-    (-1, 1), (u + 1/2) / 2^15 - 1 with u being Philox's 16 bits (`new_draw`; of the stream the low 32 bits).
+    compressed the mean gradient, whatever their number; and S is Q of the step before, each column of length 1. That is
+    in no checkpoint: after one is loaded it is drawn anew, alike on all ranks, so a resumed run has other bits than one
+    that went on, though nothing is lost. By `gather` each rank sends factors of its own, and S is drawn anew for every
+    encoding, alike on all ranks: numbers in (-1, 1), (u + 1/2) / 2^15 - 1 with u being Philox's 16 bits (`new_draw`; of
+    the stream the low 32 bits).
 
     The matrices are the model's: of each parameter the dimension that is outermost in memory, by all others. What that
     makes no smaller travels as it is, such as biases. Where shapes are not known, as on a bare tensor, the elements are
@@ -62,6 +64,11 @@ class PowerSGD(Codec):
     def __post_init__(self) -> None:
         if isinstance(self.rank, bool) or not isinstance(self.rank, int) or not 1 <= self.rank <= MOST_RANK:
             raise ValueError(f"rank={self.rank!r}: expected a whole number from 1 to {MOST_RANK}")
+        if not isinstance(self.shapes, tuple) or not all(map(_is_shape, self.shapes)):
+            raise ValueError(
+                f"shapes={self.shapes!r}: expected rows and columns of each matrix in a tuple, as ((64, 32), (10, 0)); "
+                "the exchanges fill it in, so leave it out"
+            )
 
     def __str__(self) -> str:
         return f"PowerSGD(rank={self.rank})"
@@ -102,6 +109,13 @@ class PowerSGD(Codec):
             Field("right", "<f4", right, "Q of each matrix, column by column"),
         )
         return (Part("factors", fields, 1),)
+
+
+def _is_shape(value: object) -> bool:
+    """Whether it is rows and columns, either of which may be 0. A codec must be hashable."""
+    if not isinstance(value, tuple) or len(value) != 2:
+        return False
+    return all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in value)
 
 
 def _shape(slot: Slot) -> tuple[int, int]:

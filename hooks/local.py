@@ -24,7 +24,7 @@ from .local_options import LocalExchange, LocalOptions
 from .options import Exclude, check_dtypes, check_whole, excluded_names
 from .outer import TOGETHER, GlobalParameters, Outer, UnderWay, check_saved, fragments_of, together
 from .reducer import Reducer
-from .replicas import start_alike, trainable
+from .replicas import named_trainable, start_alike, trainable
 from .schedule import Rounds, Schedule
 from .statistics import Statistics
 
@@ -60,7 +60,7 @@ class LocalUpdates:
 
     Args:
         model: each rank's own, not in DDP; float32, float16 or bfloat16, on one device. Parameters that do not require
-            gradients are equal at the start, and then left alone.
+            gradients are equal at the start, and then left alone; one that requires them later on is refused.
         optimizer: of some or all of its parameters; any of torch's.
         codec: what compresses Δ, or a function of the round (counted from 0) that returns one, equal on all ranks.
         every: H, local steps from one exchange to the next, of each parameter.
@@ -125,7 +125,7 @@ class LocalUpdates:
         how: dict[str, Any] = {"world_size": dist.get_world_size(self._group), "mean": mean, "clip": clip}
         self._options = LocalOptions(codec, exchange, error_feedback, fallback=None, topology=None, seed=seed, **how)
         self._outer = Outer(outer_lr, outer_momentum, nesterov)
-        self._optimizer = optimizer
+        self._model, self._optimizer = model, optimizer
         self._schedule = Schedule(every, after, fragments, delay, blend, carry)
         self._parameters: dict[str, nn.Parameter] = {}
         self._rounds = self._steps = self._count = 0
@@ -198,7 +198,8 @@ class LocalUpdates:
             RuntimeError: the mean of a round is not finite, on every rank alike: then θ0, momentum and residuals are as
                 they were before the round, and the model is untouched, but that with `carry` it has gone on from θ0; or
                 another rank has failed or is gone.
-            ValueError: another rank means something else; on every rank alike.
+            ValueError: another rank means something else; on every rank alike. Or the model has parameters to train
+                that it had not: local progress is as it was.
         """
         if self._handle is not None:
             raise RuntimeError("inside `with` the optimizer's steps are counted by themselves: leave out step()")
@@ -215,10 +216,10 @@ class LocalUpdates:
         reducer = self._running()
         connection = reducer.connection
         reducer.settle()
+        if self._under_way is not None:  # first, as others may have in a step: what is not finite is a collective
+            self._apply()
         connection.agree("synchronise()", self._rounds, patience=None)
         moved = any(connection.control.objects(self._moved))
-        if self._under_way is not None:
-            self._apply()
         self._count = 0
         if moved:
             self._exchange_all()
@@ -259,6 +260,9 @@ class LocalUpdates:
     def _send(self, parts: list[GlobalParameters], carry: bool) -> None:
         """Begin to exchange how far this rank's parameters have moved."""
         reducer = self._running()
+        if self._under_way is not None:  # of a checkpoint with another schedule
+            self._apply(self._schedule.blend)
+        self._check_trained(reducer.connection)
         step = reducer.begin(self._rounds, self._options.choice(self._rounds))
         self._rounds += 1
         reducer.greet(step, parts[0].unit, 0, None)
@@ -389,6 +393,21 @@ class LocalUpdates:
         }
 
     # -- what must be right ------------------------------------------------------------------------------------------
+
+    def _check_trained(self, connection: Connection) -> None:
+        """Raises ValueError where a parameter is trained that nobody exchanges; ranks in a round hear of it."""
+        known = {id(p) for p in self._parameters.values()}
+        name = next((name for name, p in named_trainable(self._model) if id(p) not in known), None)
+        if name is None:
+            return
+        problem = (
+            f"parameter {name!r} requires gradients, and is none of those that did when {OWNER} was made, which are "
+            "exchanged: unfreeze it before; or let it require none, synchronise(), unfreeze it, and make another "
+            f"{OWNER}"
+        )
+        connection.pipeline.wait()
+        connection.refuse(problem)
+        raise ValueError(f"gradwire: {problem}")
 
     def _check(self) -> None:
         self._schedule.check()

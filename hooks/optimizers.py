@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..compress import QSGD, Cast, ChunkedTopK, Codec, OneBit, Outliers, Residual, Ternary, TernGrad, TopK
 from ..compress.chunked import MOST_ENTRIES
-from ..compress.feedback import Feedback
+from ..compress.feedback import Feedback, betas_of
 from .options import Options
 
 #: See docs/benchmarks.md, "The same model at the end".
@@ -196,7 +196,7 @@ def concern(optimizer: torch.optim.Optimizer, codec: Codec, feedback: bool) -> s
 
 def _too_much_momentum(optimizer: torch.optim.Optimizer, codec: Codec) -> str | None:
     """What is known of β1 beside a residual that keeps most of a gradient back."""
-    pairs = [group["betas"] for group in optimizer.param_groups if len(group.get("betas", ())) == 2]
+    pairs = [betas for group in optimizer.param_groups if len(betas := betas_of(group)) == 2]
     first, second = max(pairs, default=(0.0, 0.0))
     if not is_adaptive(optimizer) or first <= MOST_MOMENTUM:
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -156,7 +156,8 @@ def excluded_names(exclude: Exclude | None, parameters: Mapping[str, nn.Paramete
         return frozenset()
     if callable(exclude):
         return frozenset(name for name, parameter in parameters.items() if exclude(name, parameter))
-    if isinstance(exclude, str) or not all(isinstance(pattern, str) for pattern in exclude):
+    names = isinstance(exclude, Collection) and not isinstance(exclude, str)
+    if not names or not all(isinstance(pattern, str) for pattern in exclude):
         raise TypeError(
             f"exclude={exclude!r}: expected names such as ['*.bias'], or a predicate (name, parameter) -> bool"
         )

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .comm.group import Group
+
+
+def named_trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The model's parameters that require gradients and have elements, with their names."""
+    for name, p in model.named_parameters():
+        if p.requires_grad and p.numel():
+            yield name.replace("_orig_mod.", ""), p
 
 
 def trainable(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
@@ -26,8 +33,7 @@ def trainable(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, n
             "model is wrapped in DistributedDataParallel, which averages gradients at every step: hand LocalUpdates "
             "the module inside, model.module, and train that"
         )
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.numel()]
-    parameters = {name.replace("_orig_mod.", ""): p for name, p in trained}
+    parameters = dict(named_trainable(model))
     if not parameters:
         raise ValueError("model has no parameters that require gradients: there is nothing to synchronise")
     own = {id(p) for p in model.parameters()}

@@ -604,6 +604,7 @@ def test_codes_outside_their_table_are_counted(device: torch.device) -> None:
         (lambda: ChunkedTopK(chunk=1 << 17), "chunk=131072"),
         (lambda: ChunkedTopK(values=3), "values=3"),
         (lambda: ChunkedTopK(values=True), "values=True"),
+        (lambda: ChunkedTopK(values=[]), "values=[]: expected one of"),  # type: ignore[arg-type]
         (lambda: ChunkedTopK(values=torch.float16), "values=torch.float16"),
         (lambda: Threshold(-1.0), "threshold=-1.0: expected a number from 0"),
         (lambda: Threshold(math.nan), "threshold=nan"),

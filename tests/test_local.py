@@ -610,6 +610,28 @@ def test_what_is_not_finite_on_one_rank_is_refused_on_all(
         assert end == results[0][2]
 
 
+def not_finite_and_uneven(rank: int) -> str:
+    """What is sent after the third step is applied in rank 0's fifth, and in rank 1's synchronise()."""
+    model, optimizer = plain()
+    updates = LocalUpdates(model, optimizer, OneBit(), every=3, delay=2)
+    message = ""
+    try:
+        for step in train(rank, model, optimizer, range(5 - rank)):
+            if step == 2 and rank == 1:
+                model.get_parameter("2.weight").data.fill_(float("nan"))
+            updates.step()
+        updates.synchronise()
+    except RuntimeError as error:
+        message = str(error)
+    updates.close()
+    return message
+
+
+def test_what_is_not_finite_is_refused_where_one_rank_synchronises_earlier(ranks: Ranks) -> None:
+    for message in ranks(2).run(not_finite_and_uneven, within=25):
+        assert "round 0 is not finite: rank 1 has NaN or infinity in" in message
+
+
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 STREAMING: dict[str, Any] = {"every": 4, "fragments": 2, "delay": 1, "outer_lr": 0.7, "outer_momentum": 0.9}
@@ -651,6 +673,7 @@ def resumed(rank: int, codec: Codec, exchange: Any, options: dict[str, Any], sav
         (OneBit(), "two_pass", {"every": 3}, 4),
         (TopK(0.1), "split", {"every": 3, "outer_momentum": 0.5, "bucket_cap_mb": 0.002}, 5),
         (QSGD(bits=4), "gather", STREAMING, 6),
+        (PowerSGD(rank=1), "gather", {"every": 3}, 5),
         (TopK(0.1), "gather", STREAMING | {"blend": 0.5}, 7),
         (TopK(0.1), "gather", STREAMING | {"carry": True, "error_feedback": Residual(dtype=torch.bfloat16)}, 7),
         (OneBit(), "two_pass", {"every": 5, "delay": 3, "carry": True, "bucket_cap_mb": 0.002}, 6),
@@ -666,6 +689,60 @@ def test_resuming_is_bit_identical(
 ) -> None:
     for straight, through in ranks(2).run(resumed, codec, exchange, options, save_at):
         assert straight == through
+
+
+def resumed_by_factors(rank: int) -> Any:
+    """What ranks hold at the end, and how far off the law is, where others go on from a checkpoint."""
+    model, optimizer = plain(0.5)
+    updates = LocalUpdates(model, optimizer, PowerSGD(rank=1), every=2)
+    ledger = Ledger(model, updates)
+    for step in train(rank, model, optimizer, range(10)):
+        if step % 2:
+            ledger.expect()
+        updates.step()
+        if step == 5:
+            saved = through_a_file(updates.state_dict())
+            assert any(bool(x.any()) for x in residuals_of(saved).values())
+            updates.close()
+            ledger.updates = updates = LocalUpdates(model, optimizer, PowerSGD(rank=1), every=2)
+            updates.load_state_dict(saved)
+    found = digest(model.parameters()), ledger.error()
+    updates.close()
+    return found
+
+
+def test_resuming_by_factors_loses_nothing_though_they_are_drawn_anew(ranks: Ranks) -> None:
+    same, errors = zip(*ranks(3).run(resumed_by_factors), strict=True)
+    assert len(set(same)) == 1
+    assert max(errors) < 2e-6
+
+
+def under_another_schedule(rank: int, carry: bool) -> list[Tensor]:
+    """The global parameters after a checkpoint with means under way has gone on under several schedules."""
+    ends, saved = [], None
+    for schedule in ({"every": 4, "delay": 3}, {"every": 2, "delay": 1}, {"every": 2}, {"every": 4, "after": 9}):
+        model, optimizer = plain()
+        more: dict[str, Any] = {"carry": carry and "delay" in schedule} | schedule
+        updates = LocalUpdates(model, optimizer, Identity(), **more)
+        if saved is None:
+            for _ in train(rank, model, optimizer, range(5)):
+                updates.step()
+            saved = through_a_file([model.state_dict(), updates.state_dict()])
+        model.load_state_dict(saved[0])
+        updates.load_state_dict(saved[1])
+        for _ in range(4):
+            updates.step()
+        updates.synchronise()
+        ends.append(nn.utils.parameters_to_vector(globals_of(updates).values()))
+        updates.close()
+    return ends
+
+
+@pytest.mark.parametrize("carry", [False, True])
+def test_what_is_under_way_in_a_checkpoint_arrives_under_any_schedule(ranks: Ranks, carry: bool) -> None:
+    for same, *others in ranks(2).run(under_another_schedule, carry):
+        for other in others:
+            torch.testing.assert_close(other, same, atol=1e-7, rtol=0)
 
 
 def save_consolidated(rank: int) -> Any:
@@ -814,6 +891,43 @@ def test_what_is_wrong_on_one_rank_is_refused_on_all(ranks: Ranks, options: dict
     first, second = ranks(2).run(refused, options, 1)
     assert text in first
     assert text.removeprefix("rank 1: ValueError: ") in second
+
+
+def unfrozen(rank: int, culprits: list[int], by_step: bool) -> Any:
+    """What is raised where these ranks train a parameter that they did not, and what else they trained before and
+    after."""
+    model, optimizer = plain()
+    late = model.get_parameter("2.weight").requires_grad_(False)
+    others = [p for p in model.parameters() if p is not late]
+    updates = LocalUpdates(model, optimizer, Identity(), every=2)
+    late.requires_grad_(rank in culprits)
+    message = before = ""
+    try:
+        for step in train(rank, model, optimizer, range(2)):
+            before = digest(others)
+            if step == 0 or by_step:
+                updates.step()
+        updates.synchronise()
+    except (ValueError, RuntimeError) as error:
+        message = f"{type(error).__name__}: {error}"
+    after = digest(others)
+    late.requires_grad_(False)
+    if len(culprits) == 2:
+        updates.synchronise()
+    updates.close()
+    return message, before == after, digest(others)
+
+
+@pytest.mark.parametrize("by_step", [True, False])
+@pytest.mark.parametrize("culprits", [[0, 1], [1]])
+def test_a_parameter_that_is_unfrozen_later_is_refused(ranks: Ranks, culprits: list[int], by_step: bool) -> None:
+    """On every rank, before anything is exchanged; without it training can go on."""
+    found = ranks(2).run(unfrozen, culprits, by_step, within=25)
+    for rank, (message, same, _) in enumerate(found):
+        assert "parameter '2.weight' requires gradients, and is none of those" in message
+        assert rank not in culprits or message.startswith("ValueError: gradwire")
+        assert same
+    assert culprits == [1] or found[0][2] == found[1][2]
 
 
 def different_starts(rank: int) -> Any:

@@ -156,6 +156,24 @@ def test_who_is_warned_of(codec: Codec) -> None:
             assert ("betas=(0.5, 0.999) (gradwire.recommend)" if few else f"{call} (gradwire.recommend)") in text
 
 
+class AdaOther(torch.optim.Optimizer):
+    """Somebody else's, whose "betas" may be anything."""
+
+    def __init__(self, betas: Any) -> None:
+        super().__init__([nn.Parameter(torch.ones(3))], {"lr": 0.1, "betas": betas})
+
+
+@pytest.mark.parametrize("betas", [None, 0.9, (), (0.9,), [0.9, 0.99], (0.9, 0.99, 0.999)], ids=str)
+def test_any_optimizer_can_be_looked_at(betas: Any) -> None:
+    optimizer = AdaOther(betas)
+    assert bool(concern(optimizer, TopK(0.1), True)) == (betas == [0.9, 0.99])
+    if isinstance(betas, tuple | list) and betas:
+        with pytest.raises(ValueError, match="AdaOther has betas="):
+            Tracking().check_optimizer(optimizer)
+    else:
+        Tracking().check_optimizer(optimizer)
+
+
 def _refused(rank: int, strategy: Feedback) -> list[str]:
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(40, 3))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -102,6 +103,9 @@ def test_what_cannot_be_meant() -> None:
     for rank in (0, 65, 1.5, True):
         with pytest.raises(ValueError, match=f"rank={rank}: expected a whole number from 1 to 64"):
             PowerSGD(rank=rank)  # type: ignore[arg-type]
+    for shapes in (5, [(30, 40)], ((30,),), ((30, 40.0),), ([30, 40],), (30, 40)):
+        with pytest.raises(ValueError, match=rf"shapes={re.escape(str(shapes))}: expected rows and columns"):
+            PowerSGD(shapes=shapes)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"shapes \(\(30, 40\),\) have 1200 elements, not 1201"):
         PowerSGD(shapes=((30, 40),)).workspace(1201)
     with pytest.raises(ValueError, match=r"averages factors of matrices, and TopK.* has none: use one of 'gather'"):

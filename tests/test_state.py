@@ -57,6 +57,7 @@ def refusals(rank: int) -> dict[str, str]:
         "scaler": message(lambda: CompressState(ddp, OneBit(), grad_scaler=True)),  # type: ignore[arg-type]
         "exclude": message(lambda: CompressState(ddp, OneBit(), exclude=["bias"])),
         "excludes": message(lambda: CompressState(ddp, OneBit(), exclude="*.bias")),
+        "number": message(lambda: CompressState(ddp, OneBit(), exclude=5)),  # type: ignore[arg-type]
         "predicate": message(lambda: CompressState(ddp, OneBit(), exclude=lambda name, p: 1 / 0 > 1)),
         "schedule": message(lambda: CompressState(ddp, lambda step: 0.01)),  # type: ignore[arg-type, return-value]
         "exchange": message(lambda: CompressState(ddp, OneBit(), exchange="ring")),  # type: ignore[arg-type]
@@ -92,6 +93,7 @@ def test_bad_arguments_are_named_with_a_remedy(ranks: Ranks) -> None:
         "scaler": ("TypeError", "grad_scaler=True", "GradScaler"),
         "exclude": ("ValueError", "'bias'", "'0.weight'", "'*.bias'"),
         "excludes": ("TypeError", "'*.bias'", "['*.bias']"),
+        "number": ("TypeError", "exclude=5", "['*.bias']"),
         "predicate": ("ZeroDivisionError",),
         "schedule": ("TypeError", "step 0", "0.01"),
         "exchange": ("ValueError", "'ring'", "'two_pass'"),

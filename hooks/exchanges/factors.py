@@ -22,7 +22,8 @@ class Factors(Exchange):
 
         P = orthonormal columns of mean(M_i·S);  Q_i = M_iᵀ·P;  mean = P·mean(Q_i)ᵀ;  residual = M_i - P·Q_iᵀ
 
-    and S = mean(Q_i) of the step before, columns of length 1; at first, or when the bucket is another one, it is drawn.
+    and S = mean(Q_i) of the step before, columns of length 1; at first, when the bucket is another one, or after a
+    checkpoint, which does not have it, it is drawn.
     Both means are made in rank order, of float32 numbers: from their owners above two ranks, 8·f·(P-1)/P bytes received
     for f of them. The gradient's own memory holds M_i meanwhile. The paper keeps M_i less the mean; what ranks keep
     differs by that, their mean does not.
