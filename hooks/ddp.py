@@ -72,7 +72,8 @@ class CompressState(State):
             to be in one optimizer's hands.
         process_group: used for the exchanges and nothing else. By default a Gloo group of the model's ranks is made,
             and dense buckets go in the model's own, as without a hook; for a model on GPUs whose own group is NCCL's,
-            that one serves. What the host has to know goes in a Gloo group in any case.
+            that one serves. What the host has to know goes in a Gloo group in any case. Several states may be given
+            one: over Gloo the first alone makes collectives in it, dense means of the others go by messages.
         seed: of stochastic rounding.
 
     Raises:

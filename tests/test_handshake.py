@@ -396,8 +396,10 @@ def dense_beside_each_other(rank: int, scales: bool) -> tuple[float, list[tuple[
     """Two models in one backward pass, in a group that their states share: the largest error of a mean, and of each
     state whether it knows that the group is shared, and whether it has steps of nothing but collectives."""
     group, mean = dist.new_group([0, 1]), Group.mean
-    scaler = {"grad_scaler": torch.amp.GradScaler("cpu", init_scale=1.0)} if scales else {}
-    pairs = [wrap(perceptron(), OneBit(), exchange="dense", process_group=group, **scaler) for _ in range(2)]
+    options: dict[str, Any] = {"exchange": "dense", "process_group": group}
+    if scales:
+        options["grad_scaler"] = torch.amp.GradScaler("cpu", init_scale=1.0)
+    pairs = [wrap(perceptron(), OneBit(), **options) for _ in range(2)]
     connections = [state._reducer.connection for _, state in pairs if state._reducer is not None]
     error = 0.0
 

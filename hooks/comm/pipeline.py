@@ -424,9 +424,13 @@ class _Core:
         return None
 
     def _fail(self, error: BaseException, future: torch.futures.Future[Any]) -> None:
-        failure, told = self.failure, isinstance(error, Exception)
-        failure.text, failure.unseen = str(error) if told else repr(error), error if told else None
-        future.set_exception(error if told else failure.follow_up())
+        failure = self.failure
+        if isinstance(error, Exception):
+            failure.text, failure.unseen = str(error), error
+            future.set_exception(error)
+        else:  # it is told where it was raised
+            failure.text = repr(error)
+            future.set_exception(failure.follow_up())
         for unit in self.under_way:
             unit.stages.close()
             unit.future.set_exception(failure.follow_up())

@@ -46,6 +46,10 @@ class Sent:
         if self.error is not None or not self.gone.is_set():
             raise RuntimeError(self.error or "the message was not taken in time")
 
+    def is_completed(self) -> bool:
+        """Whether there is nothing to wait for."""
+        return self.gone.is_set() and self.error is None
+
 
 class Received:
     """A message that is asked for."""
@@ -53,6 +57,7 @@ class Received:
     def __init__(self, mesh: Mesh, place: Place, tensor: Tensor) -> None:
         self._mesh, self._place, self._tensor = mesh, place, tensor
         self._number = mesh.expect(place)
+        self._there = False
 
     def wait(self, timeout: Any = None) -> None:
         """Until it is in the tensor."""
@@ -61,6 +66,11 @@ class Received:
         if len(data) != memory.numel():
             raise RuntimeError(f"rank {self._place[0]} sent {len(data)} bytes, not {memory.numel()}")
         memory.copy_(torch.frombuffer(data, dtype=torch.uint8))
+        self._there = True
+
+    def is_completed(self) -> bool:
+        """Whether it has been waited for."""
+        return self._there
 
 
 class Mesh:

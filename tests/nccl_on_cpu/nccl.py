@@ -284,8 +284,13 @@ class Message:
 
     def __init__(self, there: Callable[[], bool], take: Callable[[], None], words: Words) -> None:
         self.there, self.take, self.words = there, take, words
+        self.taken = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self.words.wait_until(self.there, "a message")
         self.take()
+        self.taken = True
         return True
+
+    def is_completed(self) -> bool:
+        return self.taken
