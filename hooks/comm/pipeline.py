@@ -236,12 +236,11 @@ class Pipeline:
 
     def idle(self, seconds: float | None = None) -> bool:
         """Wait until all that was submitted so far has ended, well or not; False if that takes longer."""
-        core = self._core
-        if not self.threaded or (seconds is None and core.finish_here()):
+        if not self.threaded or (seconds is None and self._core.finish_here()):
             return True
         # Else threads do it, of what was deferred too: here one could wait for longer.
         done = threading.Event()
-        core.inbox.put(done)
+        self._core.inbox.put(done)
         return done.wait(seconds)
 
     def flush(self) -> None:
