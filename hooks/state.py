@@ -241,8 +241,9 @@ class State:
         `torch.distributed.checkpoint` save them all.
 
         Residuals that an owner keeps for all ranks are folded into its own, here and in the running state, so that
-        going on and loading give the same; but for `"factors"`, which then begins anew with what it approximates
-        gradients from (`PowerSGD`). Parameters that may have a residual, but have none yet, have zeros.
+        going on and loading give the same, if DDP has the same buckets: in its first step it has others, and so have
+        codes of blocks. But for `"factors"`, which then begins anew with what it approximates gradients from
+        (`PowerSGD`). Parameters that may have a residual, but have none yet, have zeros.
 
         Raises:
             RuntimeError: the state has no model yet, and nothing was loaded into it.

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from random import Random
+from typing import cast
 from unittest.mock import patch
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from gradwire.hooks.comm import group as group_module
 from gradwire.hooks.comm import meeting
-from gradwire.hooks.comm.group import Group, Port
+from gradwire.hooks.comm.group import Group, Messages, Port
 from gradwire.hooks.comm.pipeline import drive
 from ranks import Pool
 
@@ -160,6 +161,31 @@ def crossed(rank: int, seed: int) -> bool:
 def test_channels_do_not_mix(ranks: Ranks, world_size: int, seed: int) -> None:
     """Even those of the same name, made one after the other."""
     assert all(ranks(world_size).run(crossed, seed))
+
+
+class Disturbed:
+    """One message; what a signal's handler raises comes out of waiting for it, when it has arrived."""
+
+    def __init__(self, raised: BaseException | None) -> None:
+        self.raised, self.waited = raised, 0
+
+    def is_completed(self) -> bool:
+        return self.waited > 0
+
+    def wait(self) -> None:
+        self.waited += 1
+        if self.raised is not None:
+            raise self.raised
+
+
+def test_messages_are_waited_for_once_though_a_signal_comes_between() -> None:
+    works = [Disturbed(None), Disturbed(KeyboardInterrupt()), Disturbed(None)]
+    waiting = Messages([(peer, cast(dist.Work, work)) for peer, work in enumerate(works)], Group(Silent()), None)
+    with pytest.raises(KeyboardInterrupt):
+        waiting.wait()
+    waiting.wait()
+    waiting.wait()
+    assert [work.waited for work in works] == [1, 1, 1]
 
 
 class Silent:
