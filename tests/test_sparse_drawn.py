@@ -296,7 +296,7 @@ def law(ranks: Ranks, sequence: list[Call]) -> None:
 drawn = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 
-@settings(drawn, max_examples=20)
+@settings(drawn, max_examples=14)
 @given(sequence=sequences)
 def test_any_calls(ranks: Ranks, sequence: list[Call]) -> None:
     law(ranks, sequence)

@@ -181,6 +181,9 @@ class Group:
     `Work.wait` blocks the thread on Gloo; on NCCL it only makes the current stream wait.
     """
 
+    #: Whether another than its owner may have collectives of the process group under way, so that it may not.
+    shared = False
+
     def __init__(self, process_group: Any, ranks: Sequence[int] | None = None) -> None:
         self._group = process_group
         self.rank: int = process_group.rank()
@@ -188,8 +191,6 @@ class Group:
         self._ranks = ranks
         #: Of single messages, where it is not what the group was made with.
         self.timeout: timedelta | None = None
-        #: Whether another than its owner may have collectives of this process group under way, so that it may not.
-        self.shared = False
         self._tag = 0
         self._averages: bool | None = None
         self._channels = _channels.setdefault(process_group, Counter())
