@@ -61,9 +61,7 @@ def parameters_of(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
     them."""
     ignored, names = model.parameters_to_ignore, {id(p): name for name, p in module_of(model).named_parameters()}
     named = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored]
-    return {clean_name(names.get(id(p), name)): p for name, p in named}
-
-
-def clean_name(name: str) -> str:
-    """A parameter's name without what DDP and torch.compile put in front."""
-    return name.replace("_orig_mod.", "").removeprefix("module.")
+    # Without what torch.compile and other wrappers put in front, unless a name then means two of them.
+    full = {names.get(id(p), name).replace("_orig_mod.", ""): p for name, p in named}
+    short = {name.removeprefix("module."): p for name, p in full.items()}
+    return short if len(short) == len(full) else full

@@ -396,6 +396,8 @@ class State:
 
     def _idle(self) -> None:
         """Wait for what is queued, and for what follows from it."""
+        if self._straight is not None:  # DDP has futures of its sums that are done already
+            self._straight.end()
         self._flush()
         if self._reducer is not None and self._delivery.pending:
             self._delivery.settle(self._reducer.connection.pipeline)

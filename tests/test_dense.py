@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from gradwire import Codec, Identity, OneBit, TopK
 from gradwire.hooks import reducer
 from gradwire.hooks.straight import Straight
@@ -165,6 +166,36 @@ class Late:
 
         future = self._pool.submit(begin)
         return SimpleNamespace(wait=lambda timeout=None: future.result())
+
+
+def meanwhile(rank: int, call: str) -> list[float]:
+    """How far gradients are off, where a state is told something between two buckets, of which the first is long."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in ((16, 16), (16, 1024), (1024, 4096))))
+    ddp, state = wrap(model, Identity(), exchange="dense")
+    saved: dict[str, Any] = {}
+    calls = {"close": state.close, "load": lambda: state.load_state_dict(saved)}
+    off = []
+    for step in range(4):
+        saved.update(state.state_dict())
+        loss = ddp(torch.full((4, 16), 1.0 + rank + step)).square().mean()
+        wanted = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        handle = model[0].weight.register_hook(lambda grad, step=step: calls[call]() if step == 2 else None)
+        ddp.zero_grad()
+        loss.backward()
+        handle.remove()
+        for p, grad in zip(model.parameters(), wanted, strict=True):
+            dist.all_reduce(grad)
+            assert p.grad is not None
+            off.append(float((p.grad - grad / 2).norm() / grad.norm()))
+    state.close()
+    return off
+
+
+@pytest.mark.parametrize("call", ["close", "load"])
+def test_a_state_may_be_told_something_while_sums_are_under_way(ranks: Ranks, call: str) -> None:
+    for off in ranks(2).run(meanwhile, call, within=60.0):
+        assert max(off) < 1e-5
 
 
 def raised_in_the_middle(rank: int) -> tuple[bool, int, float]:

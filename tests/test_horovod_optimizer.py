@@ -516,6 +516,26 @@ def test_a_parameter_that_is_unfrozen_later_is_refused(ranks: Ranks) -> None:
     ranks(2).run(unfrozen)
 
 
+def frozen_with_a_gradient(rank: int) -> None:
+    """A layer is frozen after some steps; zeros of its gradient are left."""
+    hvd.init()
+    model = model_of()
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    for frozen in (False, True):
+        first = next(model.parameters()).requires_grad_(not frozen)
+        optimizer = hvd.DistributedOptimizer(base, model.named_parameters())
+        before = first.detach().clone()
+        for step in range(2):
+            optimizer.zero_grad(set_to_none=False)
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+        assert torch.equal(before, first) == frozen
+
+
+def test_a_frozen_parameter_may_have_a_gradient_left(ranks: Ranks) -> None:
+    ranks(2).run(frozen_with_a_gradient)
+
+
 def synchronized_by_hand(rank: int) -> None:
     hvd.init()
     n = hvd.size()

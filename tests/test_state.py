@@ -451,6 +451,33 @@ def handshake_within(seconds: float) -> None:
     group.HANDSHAKE_TIMEOUT = connection.HANDSHAKE_TIMEOUT = timedelta(seconds=seconds)
 
 
+class Scaled(nn.Module):
+    """A wrapper with a parameter of the same name as one inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module, self.bias = nn.Linear(8, 8), nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.module(x) + self.bias
+
+
+def of_one_name(rank: int) -> tuple[list[str], list[str]]:
+    torch.manual_seed(0)
+    ddp, state = wrap(Scaled(), OneBit(), exchange="gather")
+    for step in range(2):
+        ddp(torch.full((4, 8), 1.0 + rank + step)).square().mean().backward()
+    names = sorted(residuals_of(state.state_dict()))
+    state.close()
+    return names, [digest([p.grad for p in ddp.parameters()])]
+
+
+def test_a_child_may_be_called_module(ranks: Ranks) -> None:
+    first, second = ranks(2).run(of_one_name)
+    assert first == second
+    assert first[0] == ["bias", "module.bias", "module.weight"]
+
+
 def late_within_a_step(rank: int) -> tuple[list[str], Any]:
     """Rank 1 takes longer between two buckets than ranks wait for each other when they meet."""
     with patch("gradwire.hooks.comm.group.HANDSHAKE_TIMEOUT", timedelta(seconds=1)):

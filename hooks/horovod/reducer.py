@@ -209,7 +209,7 @@ class GradientReducer:
 
     def _check_frozen(self) -> None:
         for p in self._frozen:
-            if p.grad is not None:
+            if p.grad is not None and p.requires_grad:  # one of before it was frozen may be left
                 raise ValueError(
                     f"{self.names[p]} has a gradient, which no other rank has heard of, and required none when "
                     "DistributedOptimizer was made: let it require one before, or make DistributedOptimizer again, of "
