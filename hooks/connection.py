@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -47,6 +47,9 @@ class Connection:
         RuntimeError: a rank did not arrive.
         ValueError: the ranks disagree, or one cannot start; on every rank alike.
     """
+
+    #: Of backward passes that have raised within a step: which, and how far each had come.
+    _raised = ""
 
     def __init__(
         self,
@@ -139,8 +142,15 @@ class Connection:
             patience: how long the others may take to tell, where that is not the group's timeout.
         """
         self._words.timeout, usual = patience or self._words.timeout, self._words.timeout
-        self._announce(step, choice.digest, saves, drift, *(() if scaling is None else scaling.words()))
+        digest = choice.digest ^ (_digest(self._raised) if self._raised else 0)
+        self._announce(step, digest, saves, drift, *(() if scaling is None else scaling.words()))
         self._words.timeout = usual
+
+    def raised(self, step: int, names: Iterable[str]) -> None:
+        """A backward pass has raised before its step was whole, after the gradients of these. Ranks must have sent the
+        same of it: what one has not, another would take from the next step. So ranks compare it."""
+        before = f", and before that {_digest(self._raised):x}" if self._raised else ""
+        self._raised = f"step {step} after {sorted(names)}{before}"
 
     def post(self) -> None:
         """Between two steps: be ready for what the others will tell."""
@@ -152,7 +162,7 @@ class Connection:
         Raises:
             ValueError: they are at another step, or mean something else; on every rank alike.
         """
-        means = {"error_feedback": choice.feedback, "way": choice.way}
+        means = {"error_feedback": choice.feedback, "way": choice.way, "what raised before": self._raised or "nothing"}
         self._compare("a training step", {"codec": str(choice.codec), "exchange": choice.exchange, **means})
 
     def scaling(self) -> Scaling | None:

@@ -279,6 +279,8 @@ class CompressState(State):
         """The backward pass has raised."""
         if step is self._open:
             self._open, self._straight, self._step = None, None, step.number + 1
+            if self._reducer is not None:
+                self._reducer.connection.raised(step.number, step.names)
         if self._reducer is not None:
             self._delivery.throw_away(step, self._reducer.connection.pipeline)
 

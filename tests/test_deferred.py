@@ -296,6 +296,31 @@ def test_a_pass_that_raises_leaves_nothing_under_way(ranks: Ranks) -> None:
     assert rest == 0
 
 
+def raised_elsewhere(rank: int) -> str:
+    """A backward pass raises after other buckets on rank 1 than on rank 0: what they say in the next one."""
+    model = convnet()
+    ddp, state = wrap(model, TopK(0.05), exchange="gather")
+    train(rank, ddp, range(3))
+    assert state.step == 3
+
+    def fail(grad: torch.Tensor) -> None:
+        raise ValueError("in backward")
+
+    handle = list(model.parameters())[0 if rank else 4].register_hook(fail)
+    with pytest.raises(ValueError, match="in backward"):
+        train(rank, ddp, range(3, 4))
+    handle.remove()
+    ddp.reducer._reset_state()
+    with pytest.raises(RuntimeError) as raised:
+        train(rank, ddp, range(4, 5))
+    return str(raised.value)
+
+
+def test_ranks_that_have_not_raised_alike_say_so(ranks: Ranks) -> None:
+    for text in ranks(2).run(raised_elsewhere, within=60.0):
+        assert "ranks disagree on what raised before: rank 0 has" in text, text
+
+
 def elsewhere(rank: int) -> str:
     """What a rank says in a small step if rank 1 is in another one."""
     ddp, state = wrap(convnet(), TopK(0.05), exchange="gather")

@@ -220,7 +220,7 @@ class FSDPState:
         self._step += 1
         self._reducer.end(step)
         pipeline, submitted = self._reducer.connection.pipeline, self._submitted
-        used = repr(sorted((part.shards.index, sorted(part.names)) for part in submitted))
+        used = repr((step.number, sorted((part.shards.index, sorted(part.names)) for part in submitted)))
         self._uses.tell(used)
         try:
             if pipeline.threaded and not self._uses.agree():
@@ -255,6 +255,8 @@ class FSDPState:
         """The pass has raised, here or on the pipeline: no mean of it is applied."""
         if step is self._open:
             self._open, self._step = None, step.number + 1
+            if self._reducer is not None:
+                self._reducer.connection.raised(step.number, step.names)
         for part in self._submitted:
             part.shards.held = frozenset()
         self._submitted.clear()
