@@ -10,8 +10,8 @@ import contextlib
 import copy
 import faulthandler
 import io
+import itertools
 import pickle
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -43,7 +43,6 @@ class Machine:
         self.rank, self.configuration = rank, configuration
         #: What residuals round off here, as it happens; and what ranks that are gone have.
         self.rounded_off, self.rounded_before = rounded_off, 0.0
-        self.threads = set(threading.enumerate())  # of states that other tests have left
         self.violations: list[str] = []
         self.digests: dict[str, str] = {}
         self.statistics: dict[str, Any] = {}
@@ -121,7 +120,14 @@ class Machine:
             self.statistics[self.at] = {
                 key: getattr(counted, key) for key in ("steps", "elements", "nonfinite_steps", "decisions")
             }
+            reducer = self.state._reducer
             self.state.close()
+            # Of this state alone: one that was dropped, here or by an earlier test, ends its own when it is collected.
+            if reducer is not None:
+                pipeline = reducer.connection.pipeline
+                threads = [pipeline._thread, *itertools.chain(*pipeline._core.waiting)]
+                if left := [thread.name for thread in threads if thread is not None and thread.is_alive()]:
+                    self.violations.append(f"threads left after close: {', '.join(left)}")
 
     # -- events --------------------------------------------------------------------------------------------------------
 
@@ -422,9 +428,6 @@ class Machine:
                 self.violations.append(f"residuals of {', '.join(kept)}, though none should be kept")
         self.digests["parameters at the end"] = digest(self.parameters.values())
         self._end()
-        threads = [t.name for t in set(threading.enumerate()) - self.threads if t.name.startswith("gradwire")]
-        if threads:
-            self.violations.append(f"threads left after close: {', '.join(threads)}")
 
     def _in_gradients(self, beta: float, residuals: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """With `Momentum`, of every parameter: what was applied and what waits in units of the gradients, each of which
