@@ -120,14 +120,16 @@ class Machine:
             self.statistics[self.at] = {
                 key: getattr(counted, key) for key in ("steps", "elements", "nonfinite_steps", "decisions")
             }
-            reducer = self.state._reducer
-            self.state.close()
-            # Of this state alone: one that was dropped, here or by an earlier test, ends its own when it is collected.
-            if reducer is not None:
-                pipeline = reducer.connection.pipeline
-                threads = [pipeline._thread, *itertools.chain(*pipeline._core.waiting)]
-                if left := [thread.name for thread in threads if thread is not None and thread.is_alive()]:
-                    self.violations.append(f"threads left after close: {', '.join(left)}")
+            self._close()
+
+    def _close(self) -> None:
+        reducer = self.state._reducer
+        self.state.close()
+        if reducer is not None:  # those of states that earlier tests have dropped may begin and end meanwhile
+            pipeline = reducer.connection.pipeline
+            threads = [pipeline._thread, *itertools.chain(*pipeline._core.waiting)]
+            if left := [thread.name for thread in threads if thread is not None and thread.is_alive()]:
+                self.violations.append(f"threads left after close: {', '.join(left)}")
 
     # -- events --------------------------------------------------------------------------------------------------------
 
@@ -305,7 +307,7 @@ class Machine:
 
     def close(self, event: Close) -> None:
         if self.state is not None:
-            self.state.close()
+            self._close()
 
     def resume(self, event: Resume) -> None:
         saved = self._saved(event.consolidated)

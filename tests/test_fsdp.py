@@ -256,6 +256,40 @@ def test_mistakes_are_named_on_every_rank(ranks: Ranks) -> None:
             assert re.search(SAYS[name], text, re.DOTALL), (name, text)
 
 
+def raised_elsewhere(rank: int, everywhere: bool) -> str:
+    """A backward pass raises after other modules on rank 1 than on rank 0, or on rank 0 alone: what ranks say then, or
+    in the next one."""
+    shard, replicate = (mesh_of((2, 1))[name] for name in ("shard", "replicate"))
+    model = small(shard)
+    state = compress_fsdp(model, OneBit(), mesh=replicate, exchange="gather")
+
+    def fail(grad: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+    def breaks(module: nn.Module, given: Any, out: torch.Tensor) -> None:
+        out.register_hook(fail)
+
+    model(torch.ones(2, 8)).sum().backward()
+    model.zero_grad()
+    if rank == 0 or everywhere:
+        handle = model[0 if rank else 1].register_forward_hook(breaks)
+        with pytest.raises(ZeroDivisionError):
+            model(torch.ones(2, 8)).sum().backward()
+        handle.remove()
+        model.reset_iter_state()
+        model.zero_grad()
+    text = told(lambda: [model(torch.ones(2, 8)).sum().backward() for _ in range(2)])
+    state.close()
+    return text
+
+
+@pytest.mark.parametrize("everywhere", [True, False], ids=["differently", "alone"])
+def test_replicas_that_have_not_raised_alike_say_so(ranks: Ranks, everywhere: bool) -> None:
+    wanted = "ranks disagree on what raised before" if everywhere else "not all replicas had gradients of the same"
+    for text in ranks(2).run(raised_elsewhere, everywhere, within=60.0):
+        assert wanted in text, text
+
+
 def direct_or_not(rank: int) -> None:
     shard, replicate = (mesh_of((1, 3))[name] for name in ("shard", "replicate"))
     model = small(shard)

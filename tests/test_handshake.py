@@ -392,9 +392,10 @@ def test_states_that_only_talk_share_a_connection(ranks: Ranks, given: bool) -> 
         assert left <= 0
 
 
-def dense_beside_each_other(rank: int, scales: bool) -> tuple[float, list[tuple[bool, bool]]]:
+def dense_beside_each_other(rank: int, scales: bool) -> tuple[float, list[tuple[bool, bool, bool]]]:
     """Two models in one backward pass, in a group that their states share: the largest error of a mean, and of each
-    state whether it knows that the group is shared, and whether it has steps of nothing but collectives."""
+    state whether it knows that the group is shared, whether it has steps of nothing but collectives, and whether it
+    measures the network again when a rank says that it has changed."""
     group, mean = dist.new_group([0, 1]), Group.mean
     options: dict[str, Any] = {"exchange": "dense", "process_group": group}
     if scales:
@@ -418,16 +419,21 @@ def dense_beside_each_other(rank: int, scales: bool) -> tuple[float, list[tuple[
                 assert parameter.grad is not None
                 error = max(error, float((parameter.grad - grad / 2).norm() / grad.norm()))
                 parameter.grad = None
-    for _, state in pairs:
+    known = []
+    for (_, state), connection in zip(pairs, connections, strict=True):
+        choice = state._options.choice(4)
+        connection.announce(4, choice, 0, rank == 0, None)
+        connection.compare(choice)
+        known.append((connection.group.shared, connection.dense_group is not None, connection.drifted))
         state.close()
-    return error, [(connection.group.shared, connection.dense_group is not None) for connection in connections]
+    return error, known
 
 
 @pytest.mark.parametrize("scales", [False, True], ids=["straight", "scaled"])
 def test_states_that_share_a_group_begin_no_collectives_beside_each_other(ranks: Ranks, scales: bool) -> None:
     for error, known in ranks(2).run(dense_beside_each_other, scales):
         assert error < 1e-5
-        assert known == [(False, not scales), (True, False)]
+        assert known == [(False, not scales, True), (True, False, False)]
 
 
 def given_here(rank: int) -> str:
