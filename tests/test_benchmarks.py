@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -261,10 +262,32 @@ def test_paired_in_miniature(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "gradwire, OneBit(block=1024) by dense" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["rounds", "models", "steps"])
-def test_nothing_cannot_be_compared(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["paired", f"--{name}", "0"]) == 2
-    assert f"--{name} 0: expected at least 1" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "line",
+    [
+        "paired --rounds 0",
+        "paired --models 0",
+        "paired --steps 0",
+        "paired --world 1",
+        "step --rounds 0",
+        "step --warmup -1",
+        "exchange --steps 0",
+        "exchange --numel 7",
+        "hsdp --rounds 0",
+        "profile --steps 0",
+        "allreduce --repeats 0",
+        "allreduce --world 4 1",
+        "train --timed 0",
+        "train --steps 0",
+        "learn runs.jsonl --jobs 0",
+        "codecs --quality-numel 0",
+        "host --calls 0",
+    ],
+)
+def test_nothing_cannot_be_measured(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    option = line[line.index("--") :].split()[0]
+    assert cli.main(line.split()) == 2
+    assert re.search(rf"{option} \S.*: expected at least \d\n", capsys.readouterr().err)
 
 
 def test_steps_are_compared_within_a_round_with_the_faster_reference() -> None:

@@ -27,6 +27,7 @@ from torch import Tensor
 from ...compress import CODECS, Codec, TopK
 from ..common import report
 from ..common.arms import label
+from ..common.counts import expect_at_least
 from ..common.progress import Progress
 from . import inputs
 from .baselines import pytorch_baselines
@@ -81,10 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """`gradwire-bench codecs`."""
-    for name, least in {"ranks": 1, "repeats": 1, "quality_numel": 1, "seeds": 2, "numel": 1, "threads": 1}.items():
-        value = getattr(options, name)
-        if min(value if isinstance(value, list) else [value]) < least:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: expected at least {least}")
+    expect_at_least(options, ranks=1, repeats=1, warmup=0, quality_numel=1, seeds=2, numel=1, threads=1)
     arguments = {name: value for name, value in vars(options).items() if name not in ("command", "json", "plot")}
     with torch_threads(max(options.threads)):
         result = report.document("codecs", {**arguments, "captured": options.captured and str(options.captured)})

@@ -30,6 +30,7 @@ from ...compress.backends.cuda.device import DEVICES, THREADS, Argument, Device,
 from ...hooks.comm.group import Collective, Group
 from ...hooks.ddp import CompressState, compress_hook
 from ..common import report
+from ..common.counts import expect_at_least
 
 CPU = torch.device("cpu")
 CODECS: tuple[Codec, ...] = (
@@ -219,8 +220,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """`gradwire-bench host`."""
-    if options.calls < 1:
-        raise ValueError(f"--calls {options.calls}: expected 1 or more")
+    expect_at_least(options, calls=1)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -30,6 +30,7 @@ from ...compress.feedback import plain
 from ...hooks.comm.entries import fill
 from ...hooks.comm.pipeline import drive
 from ..common import report
+from ..common.counts import expect_at_least
 from . import flags, links, simulation
 from .proof import caption, received_bytes
 
@@ -58,6 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    """`gradwire-bench allreduce`."""
+    expect_at_least(options, world=2, numel=1, repeats=1)
     rates, distance = flags.network_of(options)
     rate = rates[options.rate]
     for name, values in (("density", options.density), ("overlap", options.overlap)):

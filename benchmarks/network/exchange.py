@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ..common import report
 from ..common.arms import ARMS, BASELINE, FLOOR, in_turns, slowest
+from ..common.counts import expect_at_least
 from . import flags, links
 from .proof import caption, sent_bytes
 
@@ -56,8 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """`gradwire-bench exchange`."""
-    if options.numel < PIECES:
-        raise ValueError(f"--numel {options.numel}: expected at least {PIECES}")
+    expect_at_least(options, world=2, numel=PIECES, rounds=1, steps=1, warmup=0)
     rates, distance = flags.network_of(options)
     # The tax needs the floor, and ratios their base.
     arms = list(dict.fromkeys([FLOOR, BASELINE, *options.arms]))

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ... import Codec, OneBit, TopK, compress_fsdp
 from ..common import report
 from ..common.arms import in_turns, label, slowest
+from ..common.counts import expect_at_least
 from ..common.models import perceptron
 from . import flags, links
 from .proof import caption, sent_bytes
@@ -78,6 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """`gradwire-bench hsdp`."""
+    expect_at_least(options, steps=1, rounds=1, warmup=0, width=1, layers=1, batch=1)
     rate = flags.parse_rate(options.rate)
     arms = list(dict.fromkeys([FLOOR, HSDP, *options.arms]))
     names = ("steps", "rounds", "warmup", "width", "layers", "batch")

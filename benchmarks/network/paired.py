@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from ..common import arms as common
 from ..common import report
 from ..common.arms import Arm, Installed
+from ..common.counts import expect_at_least
 from ..common.models import perceptron
 from ..training import tasks, train
 from . import flags, links
@@ -67,9 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """`gradwire-bench paired`."""
-    for name in ("rounds", "models", "steps"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name} {getattr(options, name)}: expected at least 1")
+    expect_at_least(options, world=2, rounds=1, models=1, steps=1, warmup=0, width=1, layers=1, batch=1)
     rates, distance = flags.network_of(options)
     names = ("task", "rounds", "models", "steps", "warmup", "width", "layers", "batch", "bucket_mb")
     arguments = {name: getattr(options, name) for name in names}

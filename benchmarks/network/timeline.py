@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, recor
 
 from ..common import report
 from ..common.arms import ARMS
+from ..common.counts import expect_at_least
 from ..common.models import perceptron
 from . import flags, links
 from .proof import caption
@@ -67,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """`gradwire-bench profile`."""
+    expect_at_least(options, world=2, steps=1, warmup=0, width=1, layers=1, batch=1)
     rates, distance = flags.network_of(options)
     rate = rates[options.rate]
     arguments = {n: getattr(options, n) for n in ("arm", "density", "steps", "warmup", "width", "layers", "batch")}

@@ -26,6 +26,7 @@ from ...compress import QSGD, Tracking
 from ...compress.layout import Layout, Slot, end_to_end
 from ...hooks.outer import layout_of as in_order
 from ..common import report
+from ..common.counts import expect_at_least
 from ..common.language_model import update
 from ..common.progress import Progress
 from ..common.virtual import VirtualRanks
@@ -56,9 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """`gradwire-bench learn`."""
-    for name, least in (("world", 2), ("steps", 1), ("seeds", 1), ("jobs", 1)):
-        if getattr(options, name) < least:
-            raise ValueError(f"--{name} {getattr(options, name)}: expected at least {least}")
+    expect_at_least(options, world=2, steps=1, seeds=1, jobs=1)
     task = task_of(options.task, options.optimizer, options.batch, options.steps)
     task.share(options.world)
     arms = list(dict.fromkeys([FLOAT32, *options.arms]))

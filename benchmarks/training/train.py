@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from ..common import report
 from ..common.arms import BASELINE, DENSE, FLOOR, Arm, Installed, average, in_turns, slowest
+from ..common.counts import expect_at_least
 from ..common.progress import Progress
 from ..network import flags, links
 from ..network.step import OPENING
@@ -88,12 +89,8 @@ def longer(text: str) -> tuple[str, float]:
 
 def run(options: argparse.Namespace) -> int:
     """`gradwire-bench train`."""
-    for name in ("seeds", "readings", "timed"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name} {getattr(options, name)}: expected at least 1")
-    steps = TASKS[options.task].steps if options.steps is None else options.steps
-    if steps < 1:
-        raise ValueError(f"--steps {steps}: expected at least 1")
+    steps = options.steps = TASKS[options.task].steps if options.steps is None else options.steps
+    expect_at_least(options, world=2, seeds=1, readings=1, timed=1, warmup=0, steps=1)
     task = resolve(options.task, options.optimizer, steps)
     for world_size in options.world:
         task.share(world_size)
