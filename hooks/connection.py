@@ -48,8 +48,8 @@ class Connection:
         ValueError: the ranks disagree, or one cannot start; on every rank alike.
     """
 
-    #: Of backward passes that have raised within a step: which, and how far each had come.
-    _raised = ""
+    #: Backward passes that have raised within a step: which, and how far each had come.
+    past = ""
 
     def __init__(
         self,
@@ -128,6 +128,7 @@ class Connection:
         self,
         step: int,
         choice: Choice,
+        past: str,
         saves: int,
         drift: bool,
         scaling: Scaling | None,
@@ -136,33 +137,34 @@ class Connection:
         """Begin to tell the other ranks what comes next here. From host to host, so that no GPU is waited for.
 
         Args:
+            past: as it was when the step began: this one may have raised meanwhile.
             saves: how often this rank has saved its part of the state.
             drift: whether this rank sees that the network has changed.
             scaling: what the loss scaler has done, as far as this rank knows.
             patience: how long the others may take to tell, where that is not the group's timeout.
         """
         self._words.timeout, usual = patience or self._words.timeout, self._words.timeout
-        digest = choice.digest ^ (_digest(self._raised) if self._raised else 0)
+        digest = choice.digest ^ (_digest(past) if past else 0)
         self._announce(step, digest, saves, drift, *(() if scaling is None else scaling.words()))
         self._words.timeout = usual
 
     def raised(self, step: int, names: Iterable[str]) -> None:
         """A backward pass has raised before its step was whole, after the gradients of these. Ranks must have sent the
         same of it: what one has not, another would take from the next step. So ranks compare it."""
-        before = f", and before that {_digest(self._raised):x}" if self._raised else ""
-        self._raised = f"step {step} after {sorted(names)}{before}"
+        before = f", and before that {_digest(self.past):x}" if self.past else ""
+        self.past = f"step {step} after {sorted(names)}{before}"
 
     def post(self) -> None:
         """Between two steps: be ready for what the others will tell."""
         self._port.post()
 
-    def compare(self, choice: Choice) -> None:
-        """Wait for what the others have announced.
+    def compare(self, choice: Choice, past: str) -> None:
+        """Wait for what the others have announced, as this rank has.
 
         Raises:
             ValueError: they are at another step, or mean something else; on every rank alike.
         """
-        means = {"error_feedback": choice.feedback, "way": choice.way, "what raised before": self._raised or "nothing"}
+        means = {"error_feedback": choice.feedback, "way": choice.way, "what raised before": past or "nothing"}
         self._compare("a training step", {"codec": str(choice.codec), "exchange": choice.exchange, **means})
 
     def scaling(self) -> Scaling | None:

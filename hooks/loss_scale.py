@@ -99,7 +99,7 @@ class LossScale:
 class Told(Protocol):
     """Where the other ranks say what their scalers have done."""
 
-    def compare(self, choice: Any) -> None: ...
+    def compare(self, choice: Any, past: str) -> None: ...
     def scaling(self) -> Scaling | None: ...
 
 
@@ -138,14 +138,14 @@ class Tracker:
 
         Args:
             others: who have announced the same.
-            step: with `own` and `choice`.
+            step: with `own`, `choice` and `past`.
             scaling: as this rank knows it.
         """
         if not self.skips:
             return False
         astray, self.astray = self.asks(step), not step.own
         if astray:
-            others.compare(step.choice)
+            others.compare(step.choice, step.past)
             scaling = others.scaling() or scaling
         if scaling is None:
             return astray

@@ -243,6 +243,8 @@ class Step:
     choice: Choice
     names: set[str] = field(default_factory=set)
     reduced: list[tuple[Unit, Tensor]] = field(default_factory=list)
+    #: What raised before, as `Connection` has it.
+    past: str = ""
     #: Sparse gradients reduced so far.
     rows: list[Rows] = field(default_factory=list)
     #: Units that wait for the norm of all gradients, and the norms of theirs.
@@ -341,7 +343,8 @@ class Reducer:
         """A step begins; `greet` must follow."""
         self._await_last()
         self._all_dense = None
-        self._last = Step(number, self.tuner.follow(choice), began=time.perf_counter())
+        past = self.connection.past
+        self._last = Step(number, self.tuner.follow(choice), past=past, began=time.perf_counter())
         return self._last
 
     def _await_last(self) -> None:
@@ -448,7 +451,7 @@ class Reducer:
             self._announce(step, saves, scaling)
             if not self._tracker.follow(self.connection, step, scaling):
                 yield self.connection.announced
-                self.connection.compare(step.choice)
+                self.connection.compare(step.choice, step.past)
             if not self.connection.planner.knows(step.choice):
                 # Measuring takes all ranks, which now are known to mean this codec.
                 self.connection.planner.learn(step.choice, max(1, min(unit.numel, self._numel)))
@@ -458,7 +461,8 @@ class Reducer:
     def _announce(self, step: Step, saves: int, scaling: Scaling | None) -> None:
         # Ranks that go straight on tell nothing: if some of them still do, waiting for them must end.
         patience, self._was_straight = HANDSHAKE_TIMEOUT if self._was_straight else None, False
-        self.connection.announce(step.number, step.choice, saves, self.tuner.changed, scaling, patience)
+        changed = self.tuner.changed
+        self.connection.announce(step.number, step.choice, step.past, saves, changed, scaling, patience)
 
     def _reduce(self, step: Step, unit: Unit, buffer: Tensor) -> Stages:
         """One unit's way to its mean."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -14,6 +15,7 @@ from gradwire.hooks import reducer
 from gradwire.hooks.auto import probe
 from gradwire.hooks.backward import AtEnd
 from gradwire.hooks.comm.pipeline import Pipeline
+from gradwire.hooks.connection import Connection
 from ranks import Pool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -319,6 +321,44 @@ def raised_elsewhere(rank: int) -> str:
 def test_ranks_that_have_not_raised_alike_say_so(ranks: Ranks) -> None:
     for text in ranks(2).run(raised_elsewhere, within=60.0):
         assert "ranks disagree on what raised before: rank 0 has" in text, text
+
+
+def raised_late(rank: int) -> list[str]:
+    """A backward pass raises on every rank, on rank 0 before the pipeline has told the others of its step."""
+    model = convnet()
+    ddp, state = wrap(model, TopK(0.05), exchange="gather")
+    train(rank, ddp, range(3))
+    announce, raised, said, gone = Connection.announce, Connection.raised, threading.Event(), threading.Event()
+
+    def late(connection: Connection, *words: Any) -> None:
+        assert rank or gone.wait(20)
+        announce(connection, *words)
+        said.set()
+
+    def noted(connection: Connection, *words: Any) -> None:
+        raised(connection, *words)
+        gone.set()
+
+    def fail(grad: torch.Tensor) -> None:
+        assert rank == 0 or said.wait(20)
+        raise ValueError("in backward")
+
+    handle = next(model.parameters()).register_hook(fail)
+    assert state._reducer is not None
+    state._reducer._small = False
+    with patch.object(Connection, "announce", late), patch.object(Connection, "raised", noted):
+        with pytest.raises(ValueError, match="in backward"):
+            train(rank, ddp, range(3, 4))
+        handle.remove()
+        ddp.reducer._reset_state()
+        digests = train(rank, ddp, range(4, 6))
+    state.close()
+    return digests
+
+
+def test_a_pass_that_raises_is_told_of_from_the_next_step_on(ranks: Ranks) -> None:
+    first, second = ranks(2).run(raised_late, within=60.0)
+    assert first == second
 
 
 def elsewhere(rank: int) -> str:

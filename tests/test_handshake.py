@@ -422,8 +422,8 @@ def dense_beside_each_other(rank: int, scales: bool) -> tuple[float, list[tuple[
     known = []
     for (_, state), connection in zip(pairs, connections, strict=True):
         choice = state._options.choice(4)
-        connection.announce(4, choice, 0, rank == 0, None)
-        connection.compare(choice)
+        connection.announce(4, choice, "", 0, rank == 0, None)
+        connection.compare(choice, "")
         known.append((connection.group.shared, connection.dense_group is not None, connection.drifted))
         state.close()
     return error, known

@@ -260,8 +260,8 @@ def compared_late(rank: int) -> list[str]:
         time.sleep(0.2 * rank)
         announce(self, *arguments)
 
-    def noted(self: Connection, choice: Any) -> None:
-        compare(self, choice)
+    def noted(self: Connection, *arguments: Any) -> None:
+        compare(self, *arguments)
         seen.append("compared")
 
     def begun(self: Gather, *arguments: Any) -> Any:
