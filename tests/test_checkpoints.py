@@ -208,7 +208,7 @@ def test_what_is_excluded_since_does_not_keep_its_residual_unsaid(ranks: Ranks, 
 # -- a model that has changed since ------------------------------------------------------------------------------------
 
 
-def changed_later(rank: int, under: Callable[..., tuple[nn.Module, Any]]) -> tuple[list[str], list[str], list[set[str]]]:
+def changed_later(rank: int, under: Callable[..., tuple[nn.Module, Any]]) -> Any:
     """A layer frozen, or all of one size less."""
     model, state = under()
     for step in range(2):

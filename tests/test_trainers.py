@@ -413,6 +413,52 @@ def test_lightnings_slot_and_fabric(two: Pool, tmp_path: Path) -> None:
     assert "has a communication hook already, compress_hook" in text
 
 
+# -- checkpoints that have crossed a run without compression -----------------------------------------------------------
+
+
+def crossed(rank: int, folder: str) -> tuple[bool, bool, list[str]]:
+    """A run on one rank between two others, which has no DDP model; and one that knew nothing of gradwire."""
+    import warnings
+
+    import torch.distributed as dist
+    from gradwire import CompressState, TopK
+    from gradwire.trainers import LightningCallback
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    def callback() -> LightningCallback:
+        return LightningCallback(CompressState(TopK(0.1), fallback=None, exchange="gather"))
+
+    def fit(steps: int, *callbacks: LightningCallback, **options: str) -> Trainer:
+        trainer = Trainer(
+            accelerator="cpu", devices=2, strategy="ddp", max_steps=steps, callbacks=[*callbacks], logger=False,
+            enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        )  # fmt: skip
+        trainer.fit(BoringModel(), **options)
+        return trainer
+
+    with surroundings(rank, folder):
+        first, idle = callback(), callback()
+        nothing = idle.state_dict() == {}
+        fit(2, first)
+        saved = first.state_dict()
+        idle.load_state_dict(saved)
+        fit(1).save_checkpoint("without.ckpt")
+        dist.barrier()
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            fit(2, callback(), ckpt_path="without.ckpt")
+    return nothing, idle.state_dict() == saved, [str(w.message) for w in seen if "gradwire" in str(w.message)]
+
+
+@needs("lightning")
+def test_lightning_keeps_what_it_does_not_use_and_says_what_is_not_there(two: Pool, tmp_path: Path) -> None:
+    for nothing, kept, [told] in two.run(crossed, str(tmp_path)):
+        assert nothing
+        assert kept, "forgotten on one rank"
+        assert "has nothing of gradwire's: it goes on without what compression had left out" in told
+
+
 # -- examples ----------------------------------------------------------------------------------------------------------
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "trainers"
