@@ -12,7 +12,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsdp_drawn import mesh_of
-from gradwire import QSGD, CompressState, Identity, LocalUpdates, OneBit, TopK, compress_fsdp
+from gradwire import (
+    QSGD,
+    CompressState,
+    Identity,
+    LocalUpdates,
+    Momentum,
+    OneBit,
+    Residual,
+    TopK,
+    Tracking,
+    compress_fsdp,
+)
 from ranks import Pool
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -248,3 +259,36 @@ def test_what_is_frozen_or_gone_since_can_be_dropped(ranks: Ranks, under: Callab
         assert "2.weight" in kept[0] & kept[1]
         assert not {"0.weight", "0.bias"} & kept[0]
         assert not {"4.weight", "4.bias"} & kept[1]
+
+
+def of_another_strategy(rank: int, under: Callable[..., tuple[nn.Module, Any]]) -> Any:
+    """From one that keeps more to one that keeps less, and back."""
+    told: list[str] = []
+    narrow, momentum = Residual(dtype=torch.bfloat16), Momentum(clip=None)
+    for before, after in ((Tracking(), narrow), (Tracking(), momentum), (True, Tracking())):
+        model, state = under(error_feedback=before)
+        for step in range(2):
+            model(batch(rank, step, model)).square().mean().backward()
+        saved = state.state_dict()
+        state.close()
+        model, fresh = under(error_feedback=after)
+        with pytest.raises(ValueError, match=r"strict=False\) begins without what was kept"):
+            fresh.load_state_dict(saved)
+        assert fresh.step == 0
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            fresh.load_state_dict(saved, strict=False)
+        told += [str(warning.message) for warning in seen]
+        assert not any(x.any() for x in residuals_of(fresh.state_dict()).values())
+        model(batch(rank, 2, model)).square().mean().backward()
+        assert fresh.step == 3
+        fresh.close()
+    return told
+
+
+@pytest.mark.parametrize("under", [under_ddp, under_fsdp])
+def test_a_checkpoint_of_another_strategy_can_be_dropped(ranks: Ranks, under: Callable[..., Any]) -> None:
+    for less, other, more in ranks(2).run(of_another_strategy, under):
+        assert less.startswith("the checkpoint has estimate and momentum of parameters, which this state does not keep")
+        assert other.startswith("the checkpoint has estimate of parameters, which this state does not keep")
+        assert more.startswith("the checkpoint has no estimate and no momentum of parameters")
