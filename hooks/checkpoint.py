@@ -72,7 +72,8 @@ def read(
         expected: what this state would export.
         key: this rank's.
         parameters: the model's, by name.
-        strict: whether to refuse a checkpoint that has no residuals for this rank; else start with none, and warn.
+        strict: whether to refuse a checkpoint that has no residuals for this rank, or some of parameters that the model
+            has not, or has frozen; else go on without these, and warn.
         owner: whose checkpoints these are, for messages.
         idle: why nothing that is kept of a parameter would ever be sent, by name: a checkpoint that has something is
             refused if `strict`, else that is dropped, with a warning.
@@ -108,17 +109,36 @@ def read(
             raise ValueError(f"{text}; load_state_dict(..., strict=False) goes on without residuals")
         _warn(f"{text}; this rank goes on without residuals")
         vectors = {}
-    for name, residual in (item for found in vectors.values() for item in found.items()):
-        parameter = parameters.get(name)
-        if parameter is None or parameter.shape != residual.shape:
-            mine = "no such parameter" if parameter is None else f"shape {tuple(parameter.shape)}"
-            raise ValueError(
-                f"the checkpoint is of another model: it has {name!r} of shape {tuple(residual.shape)}, "
-                f"this model {mine}"
-            )
+    vectors = _of_this_model(vectors, parameters, strict)
     # A checkpoint has zeros where nothing was kept.
     kept = {v: {name: x for name, x in found.items() if bool(x.any())} for v, found in vectors.items()}
+    more = sorted(v for v in kept.keys() - expected.get("vectors", {}).keys() - {RESIDUAL} if kept[v])
+    if more:  # their residual need not be one of gradients
+        text = f"the checkpoint has {' and '.join(more)} of parameters, which this state does not keep"
+        if strict:
+            raise ValueError(f"{text}; load_state_dict(..., strict=False) begins without what was kept")
+        _warn(f"{text}; it begins without what was kept")
+        kept = {}
     return saved, _without(kept, idle or {}, strict)
+
+
+def _of_this_model(
+    vectors: dict[str, Mapping[str, Tensor]], parameters: Mapping[str, Tensor], strict: bool
+) -> dict[str, Mapping[str, Tensor]]:
+    """Less what is of parameters that the model has not, has frozen, or has in another shape, if not `strict`."""
+    foreign: dict[str, str] = {}
+    for name, x in (item for found in vectors.values() for item in found.items()):
+        mine = parameters.get(name)
+        if mine is None or mine.shape != x.shape:
+            has = "no such parameter that requires gradients" if mine is None else f"shape {tuple(mine.shape)}"
+            foreign.setdefault(name, f"it has {name!r} of shape {tuple(x.shape)}, this model {has}")
+    if not foreign:
+        return vectors
+    text = f"the checkpoint is of another model: {min(foreign.items())[1]}"
+    if strict:
+        raise ValueError(f"{text}; load_state_dict(..., strict=False) goes on without what was kept of such")
+    _warn(f"{text}; what was kept of {len(foreign)} such is dropped")
+    return {vector: {n: x for n, x in found.items() if n not in foreign} for vector, found in vectors.items()}
 
 
 def _without(

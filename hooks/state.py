@@ -280,7 +280,8 @@ class State:
         Args:
             state_dict: from `state_dict` on this rank of as many, or from `consolidated_state_dict`.
             strict: with False, a checkpoint that has no residuals for this rank, or some for what is an embedding with
-                sparse gradients now, loads too, with a warning: what compression had left out there is then lost.
+                sparse gradients now, excluded, frozen, of another shape or gone, loads too, with a warning: what
+                compression had left out there is then lost.
 
         Raises:
             ValueError: it is of another format, rank, world size, codec or model. Nothing has changed then.

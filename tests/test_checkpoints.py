@@ -12,7 +12,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsdp_drawn import mesh_of
-from gradwire import QSGD, CompressState, Identity, LocalUpdates, OneBit, TopK, compress_fsdp
+from gradwire import (
+    QSGD,
+    CompressState,
+    Identity,
+    LocalUpdates,
+    Momentum,
+    OneBit,
+    Residual,
+    TopK,
+    Tracking,
+    compress_fsdp,
+)
 from ranks import Pool
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -150,13 +161,13 @@ def test_checkpoints_of_version_0_1_load(ranks: Ranks) -> None:
 # -- residuals that nothing would send any more ------------------------------------------------------------------------
 
 
-def under_ddp(**options: Any) -> tuple[nn.Module, Any]:
-    return wrap(perceptron(), TopK(0.05), exchange="gather", **options)
+def under_ddp(make: Callable[[], nn.Module] = perceptron, **options: Any) -> tuple[nn.Module, Any]:
+    return wrap(make(), TopK(0.05), exchange="gather", **options)
 
 
-def under_fsdp(**options: Any) -> tuple[nn.Module, Any]:
+def under_fsdp(make: Callable[[], nn.Module] = perceptron, **options: Any) -> tuple[nn.Module, Any]:
     shard = mesh_of((2, 1))["shard"]
-    model: Any = perceptron()
+    model: Any = make()
     for layer in model:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=shard)
@@ -203,3 +214,81 @@ def test_what_is_excluded_since_does_not_keep_its_residual_unsaid(ranks: Ranks, 
         assert unchanged
         assert "0.weight" in kept
         assert "2.weight" not in kept
+
+
+# -- a model that has changed since ------------------------------------------------------------------------------------
+
+
+def changed_later(rank: int, under: Callable[..., tuple[nn.Module, Any]]) -> Any:
+    """A layer frozen, or all of one size less."""
+    model, state = under()
+    for step in range(2):
+        model(batch(rank, step, model)).square().mean().backward()
+    saved = state.state_dict()
+    state.close()
+    refused, told, kept = [], [], []
+
+    def frozen() -> nn.Module:
+        made = perceptron()
+        made.get_submodule("0").requires_grad_(False)
+        return made
+
+    for make in (frozen, lambda: perceptron(layers=2)):
+        model, fresh = under(make)
+        with pytest.raises(ValueError) as caught:
+            fresh.load_state_dict(saved)
+        refused.append(str(caught.value))
+        assert fresh.step == 0
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            fresh.load_state_dict(saved, strict=False)
+        told += [str(warning.message) for warning in seen]
+        kept.append({name for name, x in residuals_of(fresh.state_dict()).items() if bool(x.any())})
+        model(batch(rank, 2, model)).square().mean().backward()
+        assert fresh.step == 3
+        fresh.close()
+    return refused, told, kept
+
+
+@pytest.mark.parametrize("under", [under_ddp, under_fsdp])
+def test_what_is_frozen_or_gone_since_can_be_dropped(ranks: Ranks, under: Callable[..., Any]) -> None:
+    for refused, told, kept in ranks(2).run(changed_later, under):
+        assert all("strict=False" in text for text in refused)
+        assert "it has '0.bias' of shape (64,), this model no such parameter that requires gradients" in refused[0]
+        assert [text.split("; ")[-1] for text in told] == ["what was kept of 2 such is dropped"] * 2
+        assert "2.weight" in kept[0] & kept[1]
+        assert not {"0.weight", "0.bias"} & kept[0]
+        assert not {"4.weight", "4.bias"} & kept[1]
+
+
+def of_another_strategy(rank: int, under: Callable[..., tuple[nn.Module, Any]]) -> Any:
+    """From one that keeps more to one that keeps less, and back."""
+    told: list[str] = []
+    narrow, momentum = Residual(dtype=torch.bfloat16), Momentum(clip=None)
+    for before, after in ((Tracking(), narrow), (Tracking(), momentum), (True, Tracking())):
+        model, state = under(error_feedback=before)
+        for step in range(2):
+            model(batch(rank, step, model)).square().mean().backward()
+        saved = state.state_dict()
+        state.close()
+        model, fresh = under(error_feedback=after)
+        with pytest.raises(ValueError, match=r"strict=False\) begins without what was kept"):
+            fresh.load_state_dict(saved)
+        assert fresh.step == 0
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            fresh.load_state_dict(saved, strict=False)
+        told += [str(warning.message) for warning in seen]
+        assert not any(x.any() for x in residuals_of(fresh.state_dict()).values())
+        model(batch(rank, 2, model)).square().mean().backward()
+        assert fresh.step == 3
+        fresh.close()
+    return told
+
+
+@pytest.mark.parametrize("under", [under_ddp, under_fsdp])
+def test_a_checkpoint_of_another_strategy_can_be_dropped(ranks: Ranks, under: Callable[..., Any]) -> None:
+    for less, other, more in ranks(2).run(of_another_strategy, under):
+        assert less.startswith("the checkpoint has estimate and momentum of parameters, which this state does not keep")
+        assert other.startswith("the checkpoint has estimate of parameters, which this state does not keep")
+        assert more.startswith("the checkpoint has no estimate and no momentum of parameters")

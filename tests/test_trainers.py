@@ -413,6 +413,107 @@ def test_lightnings_slot_and_fabric(two: Pool, tmp_path: Path) -> None:
     assert "has a communication hook already, compress_hook" in text
 
 
+# -- checkpoints that have crossed a run without compression -----------------------------------------------------------
+
+
+def crossed(rank: int, folder: str) -> tuple[bool, bool, list[str]]:
+    """A run on one rank between two others, which has no DDP model; and one that knew nothing of gradwire."""
+    import warnings
+
+    import torch.distributed as dist
+    from gradwire import CompressState, TopK
+    from gradwire.trainers import LightningCallback
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    def callback() -> LightningCallback:
+        return LightningCallback(CompressState(TopK(0.1), fallback=None, exchange="gather"))
+
+    def fit(steps: int, *callbacks: LightningCallback, **options: Any) -> Trainer:
+        trainer = Trainer(
+            accelerator="cpu", devices=2, strategy="ddp", max_steps=steps, callbacks=[*callbacks], logger=False,
+            enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        )  # fmt: skip
+        trainer.fit(BoringModel(), **options)
+        return trainer
+
+    with surroundings(rank, folder):
+        first, idle = callback(), callback()
+        nothing = idle.state_dict() == {}
+        fit(2, first)
+        saved = first.state_dict()
+        idle.load_state_dict(saved)
+        fit(1).save_checkpoint("without.ckpt")
+        dist.barrier()
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            fit(2, callback(), ckpt_path="without.ckpt")
+    return nothing, idle.state_dict() == saved, [str(w.message) for w in seen if "gradwire" in str(w.message)]
+
+
+@needs("lightning")
+def test_lightning_keeps_what_it_does_not_use_and_says_what_is_not_there(two: Pool, tmp_path: Path) -> None:
+    for nothing, kept, [told] in two.run(crossed, str(tmp_path)):
+        assert nothing
+        assert kept, "forgotten on one rank"
+        assert "has nothing of gradwire's: it goes on without what compression had left out" in told
+
+
+def searched(rank: int, folder: str) -> Any:
+    """Two trials of a hyperparameter search, alike; the second's model is a new one."""
+    import torch
+    import torch.distributed as dist
+    from gradwire import CompressState, TopK
+    from gradwire.trainers import TransformersCallback
+    from training import digest, residuals_of
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    class Searching(Trainer):
+        """As `hyperparameter_search` has it, whose backends are not installed."""
+
+        number = 0
+
+        def _hp_search_setup(self, trial: Any) -> None:
+            self._trial: Any = self.number
+            self.create_accelerator_and_postprocess()
+
+        def _get_output_dir(self, trial: Any) -> str:
+            return f"{self.args.output_dir}/run-{trial}"
+
+    def make() -> GPT2LMHeadModel:
+        config = GPT2Config(
+            vocab_size=50, n_positions=8, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
+        )
+        return GPT2LMHeadModel(config)
+
+    with surroundings(rank, folder):
+        begin_accelerate()
+        rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(50, (32, 8))]
+        args = TrainingArguments(
+            "out", max_steps=3, per_device_train_batch_size=4, save_steps=2, use_cpu=True, report_to=[],
+            disable_tqdm=True, ddp_find_unused_parameters=False, dataloader_pin_memory=False,
+        )  # fmt: skip
+        trainer = Searching(args=args, train_dataset=rows, model_init=make)
+        state = CompressState(TopK(0.1), exchange="gather", fallback=None)
+        trainer.add_callback(TransformersCallback(trainer, state))
+        ends = []
+        for trainer.number in range(2):
+            trainer.train()
+            assert trainer.model is not None
+            ends.append(
+                (state.step, digest(trainer.model.parameters()), digest(residuals_of(state.state_dict()).values()))
+            )
+        dist.barrier()
+        return ends, sorted(str(path) for path in Path().rglob("gradwire_0*"))
+
+
+@needs("accelerate", "transformers")
+def test_trials_of_a_search_have_nothing_of_each_other(two: Pool, tmp_path: Path) -> None:
+    for (first, second), files in two.run(searched, str(tmp_path)):
+        assert first == second
+        assert files == [f"out/run-{trial}/checkpoint-{step}/gradwire_0_of_2.pt" for trial in (0, 1) for step in (2, 3)]
+
+
 # -- examples ----------------------------------------------------------------------------------------------------------
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "trainers"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -19,7 +20,8 @@ class LightningCallback(Callback):
 
     A checkpoint has the mean of what all ranks keep (`consolidated_state_dict`): it is as large as the model in
     float32, loads on any number of ranks, and nothing is lost. To make it is a collective, as Lightning's
-    `save_checkpoint` is. Where the Trainer has one process, nothing is done. The GradScaler of "16-mixed" is followed.
+    `save_checkpoint` is. Where the Trainer has one process, nothing is done, and what a checkpoint has brought goes as
+    it is into the next. The GradScaler of "16-mixed" is followed.
 
     Args:
         state: from `CompressState(codec)`.
@@ -48,7 +50,19 @@ class LightningCallback(Callback):
         register_hook(model, self.state, getattr(trainer.precision_plugin, "scaler", None))
 
     def state_dict(self) -> dict[str, Any]:
-        return self.state.consolidated_state_dict() if self.state.bound else {}
+        if self.state.bound:
+            return self.state.consolidated_state_dict()
+        try:
+            return self.state.state_dict()  # what was loaded, as long as it has no model
+        except RuntimeError:
+            return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.state.load_state_dict(state_dict)  # before there is a model: Lightning restores callbacks first
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self.state_key not in checkpoint["callbacks"] and checkpoint["global_step"] > 0 and trainer.world_size > 1:
+            warnings.warn(
+                "the checkpoint has nothing of gradwire's: it goes on without what compression had left out",
+                stacklevel=2,
+            )

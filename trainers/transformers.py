@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ..hooks import CompressState
+from ..hooks.checkpoint import MEAN
 from . import files
 from .registering import register_hook
 
@@ -25,6 +28,9 @@ class TransformersCallback(TrainerCallback):
     log is the one that the Trainer has resumed with. Name any other place in `resume_from`. On another number of ranks,
     each gets the mean of what all kept.
 
+    Where `train` begins with another model than it had the last time, as `model_init` makes one for each trial of a
+    `hyperparameter_search`, nothing is kept of the former, and steps are counted anew.
+
     Args:
         trainer: the one that it is added to.
         state: from `CompressState(codec)`.
@@ -36,6 +42,7 @@ class TransformersCallback(TrainerCallback):
 
     def __init__(self, trainer: Trainer, state: CompressState, resume_from: str | Path | None = None) -> None:
         self.trainer, self.state, self.resume_from = trainer, state, resume_from
+        self._trained: weakref.ref[nn.Module] | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -43,13 +50,24 @@ class TransformersCallback(TrainerCallback):
         model = self.trainer.model_wrapped
         if args.world_size == 1 and not isinstance(model, DistributedDataParallel):
             return
+        trained: Any = self.trainer.model
+        if self._trained is not None and self._trained() is not trained:
+            self._begin_anew()
+        self._trained = weakref.ref(trained)
         if state.global_step > 0:
             self._resume(args, state)
         register_hook(model, self.state, self.trainer.accelerator.scaler)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.state.bound and not args.save_only_model:
-            files.save(self.state, _folder(args, state))
+            files.save(self.state, self._folder(args, state))
+
+    def _begin_anew(self) -> None:
+        saved = self.state.state_dict()
+        nothing: dict[str, Any] = {"step": 0, "residuals": {MEAN: {}}}
+        if "vectors" in saved:
+            nothing["vectors"] = {vector: {MEAN: {}} for vector in saved["vectors"]}
+        self.state.load_state_dict({**saved, **nothing})
 
     def _resume(self, args: TrainingArguments, state: TrainerState) -> None:
         for folder in self._candidates(args, state):
@@ -68,10 +86,12 @@ class TransformersCallback(TrainerCallback):
             yield Path(self.resume_from)
         if isinstance(args.resume_from_checkpoint, str):
             yield Path(args.resume_from_checkpoint)
-        yield _folder(args, state)
+        yield self._folder(args, state)
 
-
-def _folder(args: TrainingArguments, state: TrainerState) -> Path:
-    """Where the Trainer saves this step."""
-    assert args.output_dir is not None
-    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+    def _folder(self, args: TrainingArguments, state: TrainerState) -> Path:
+        """Where the Trainer saves this step: trials of a hyperparameter search have folders of their own."""
+        trainer: Any = self.trainer
+        trial = getattr(trainer, "_trial", None)
+        assert args.output_dir is not None
+        run = Path(args.output_dir) if trial is None else Path(trainer._get_output_dir(trial))
+        return run / f"checkpoint-{state.global_step}"

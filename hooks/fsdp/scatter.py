@@ -204,7 +204,7 @@ class ScatterState:
 
         Args:
             state_dict: this state's own, filled by `torch.distributed.checkpoint.load`; or one of as many ranks.
-            strict: with False, a checkpoint without what this state keeps loads too, with a warning.
+            strict: with False, a checkpoint without what this state keeps, or with more, loads too, with a warning.
 
         Raises:
             ValueError: it is of another format, codec or model. Nothing has changed then.
