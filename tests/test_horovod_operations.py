@@ -493,6 +493,38 @@ def test_a_process_set_can_be_removed_once_its_operations_have_ended(ranks: Rank
     ranks(2).run(removed_at_once)
 
 
+def removed_while_its_last_parcel_is_on_its_way(rank: int) -> None:
+    hvd.init()
+    members = hvd.add_process_set([1, 2])
+    mesh = basics.world().engine._mesh
+    send, late = mesh.send, []
+
+    def slow(target: int, text: dict[str, Any], data: Any = b"") -> Any:
+        if rank != 2 or target != 0 or not data:
+            return send(target, text, data)
+        late.append(threading.Timer(0.3, send, [target, text, bytes(data)]))
+        return late[-1].start()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mesh, "send", slow)  # rank 0 hears of the operation after its members have ended it
+        if rank:
+            equal(hvd.allreduce(torch.ones(2), op=hvd.Sum, process_set=members), [2.0, 2.0])
+        assert hvd.remove_process_set(members)
+        for timer in late:
+            timer.join()
+    again = hvd.add_process_set([1, 2])
+    handle = hvd.allreduce_async(torch.ones(2), name="half", process_set=again) if rank == 1 else None
+    assert "operations under way" in raised(hvd.HorovodInternalError, partial(hvd.remove_process_set, again))
+    if rank == 2:
+        handle = hvd.allreduce_async(torch.ones(2), name="half", process_set=again)
+    hvd.synchronize(handle)
+    assert hvd.remove_process_set(again)
+
+
+def test_rank_0_need_not_have_heard_of_an_operation_that_has_ended(ranks: Ranks) -> None:
+    ranks(3).run(removed_while_its_last_parcel_is_on_its_way)
+
+
 # -- join --------------------------------------------------------------------------------------------------------------
 
 

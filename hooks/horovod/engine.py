@@ -133,7 +133,8 @@ class Engine:
             )
         self.agreement = Agreement(self._mesh, size, fusion_bytes, sinks)
         if self._coordinator is not None:
-            self._coordinator.desk.own, negotiator.busy = self.agreement, self.agreement.busy
+            self._coordinator.desk.own = self.agreement
+            negotiator.busy, negotiator.behind = self.agreement.busy, self.agreement.behind
         hello = {"rank": rank, "host": host_identity(), "place": self._mesh.place}
         self._connection: Connection
         self._connection, answer = connect(store, hello, START_SECONDS)
