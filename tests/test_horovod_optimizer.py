@@ -494,6 +494,32 @@ def test_groups_added_later_are_reduced(ranks: Ranks) -> None:
     ranks(2).run(more_parameters)
 
 
+def through_the_original(rank: int) -> None:
+    hvd.init()
+    for options in ({}, {"compression": hvd.Compression.fp16}, {"op": hvd.Adasum}):
+        p, q, r = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+        base = torch.optim.SGD([p], lr=1.0)
+        optimizer = hvd.DistributedOptimizer(base, **options)
+        base.add_param_group({"params": [q], "lr": 2.0})
+        base.add_param_group({"params": [r]})
+        for _ in range(2):
+            ((p.sum() + q.sum() + r.sum()) * (rank + 1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for tensor, rate in ((p, 1.0), (q, 2.0), (r, 1.0)):
+            equal(tensor, torch.full((2,), -rate * (hvd.size() + 1.0)))
+        saved = base.state_dict()
+        saved["param_groups"][0]["lr"] = 0.25
+        base.load_state_dict(saved)
+        assert optimizer.param_groups[0]["lr"] == 0.25
+        assert optimizer.state is base.state
+        assert "param_groups" not in optimizer.__dict__
+
+
+def test_what_the_original_is_told_counts(ranks: Ranks) -> None:
+    ranks(2).run(through_the_original)
+
+
 def unfrozen(rank: int) -> None:
     hvd.init()
     p, q = (parameter(2) for _ in range(2))
