@@ -21,6 +21,7 @@ from .submission import (
     check,
     first,
     key_of,
+    memory,
     overlaps,
     submit,
     synchronize,
@@ -58,7 +59,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
             )
     handles = []
     for name, tensor in named:
-        place = [tensor.detach()]
+        place = [memory(tensor)]
         key = key_of("broadcast", name and f"parameter.{name}", global_process_set)
         handles.append(submit(Broadcast(*key, place, root_rank, place)))
     for handle in handles:

@@ -163,7 +163,17 @@ def check(tensor: Any, kind: str, dtypes: Sequence[torch.dtype] | None = None, c
 def elements(tensor: Tensor) -> Tensor:
     """What an operation sends: the tensor without its history, and what it is a conjugate or negative view of made so
     in memory."""
-    return tensor.detach().resolve_conj().resolve_neg()
+    return memory(tensor.detach().resolve_conj().resolve_neg())
+
+
+def memory(tensor: Tensor) -> Tensor:
+    """The tensor without its history, as one that the engine's threads may write to: to what has been made in
+    torch.inference_mode nobody may outside of it, and that mode is a thread's own."""
+    with torch.inference_mode(False):
+        if not tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
+            return tensor.detach()
+        place = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return place.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def allreduce_operation(
@@ -243,7 +253,7 @@ def broadcast_operation(key: tuple[str, int], tensor: Tensor, output: Tensor, ro
     check(tensor, "broadcast")
     if root not in ps.ranks:
         raise ValueError(f"root_rank={root!r}: expected a global rank among {ps.ranks}")
-    return Broadcast(*key, [elements(tensor)], root, [output.detach()])
+    return Broadcast(*key, [elements(tensor)], root, [memory(output)])
 
 
 def alltoall_operation(key: tuple[str, int], tensor: Tensor, splits: Any, size: int) -> AllToAll:
