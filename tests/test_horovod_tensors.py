@@ -258,3 +258,23 @@ def inferred(rank: int) -> None:
 
 def test_what_was_made_in_inference_mode_is_taken(ranks: Ranks) -> None:
     ranks(2).run(inferred)
+
+
+def on_another_default_device(rank: int) -> None:
+    hvd.init()
+    n = hvd.size()
+    x = torch.ones(rank, 2, requires_grad=True)
+    torch.set_default_device("meta")
+    try:
+        assert hvd.broadcast_object("x" * (rank + 1)) == "x"
+        assert hvd.allgather_object(rank) == list(range(n))
+        gathered = hvd.allgather(x)
+        gathered.sum().backward()
+    finally:
+        torch.set_default_device(None)
+    assert gathered.shape == (n * (n - 1) // 2, 2)
+    equal(x.grad, torch.ones(rank, 2))
+
+
+def test_the_default_device_is_nothing_to_the_operations(ranks: Ranks) -> None:
+    ranks(2).run(on_another_default_device)

@@ -81,12 +81,12 @@ def broadcast_object(
         On the root `obj` itself, elsewhere a copy.
     """
     is_root = world().rank == root_rank
-    data = _to_bytes(obj) if is_root else torch.empty(0, dtype=torch.uint8)
-    length = torch.tensor([data.numel()])
+    data = _to_bytes(obj) if is_root else torch.empty(0, dtype=torch.uint8, device="cpu")
+    length = torch.tensor([data.numel()], device="cpu")
     base = name and f"object.{name}"
     _broadcast(length, root_rank, base and f"{base}.size", process_set)
     if not is_root:
-        data = torch.empty(int(length), dtype=torch.uint8)
+        data = torch.empty(int(length), dtype=torch.uint8, device="cpu")
     _broadcast(data, root_rank, base, process_set)
     return obj if is_root else _from_bytes(data)
 
@@ -101,7 +101,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     data = _to_bytes(obj)
     base = name and f"object.{name}"
     sizes_key = key_of("allgather", base and f"{base}.size", process_set)
-    sizes = synchronize(submit(allgather_operation(sizes_key, [torch.tensor([data.numel()])]), first))
+    sizes = synchronize(submit(allgather_operation(sizes_key, [torch.tensor([data.numel()], device="cpu")]), first))
     joined = synchronize(submit(allgather_operation(key_of("allgather", base, process_set), [data]), first))
     return [_from_bytes(part) for part in joined.split(sizes.tolist())]
 
