@@ -966,3 +966,40 @@ def broadcasts(rank: int) -> None:
 @WORLDS
 def test_broadcasts_of_models_optimizers_and_objects(ranks: Ranks, world: int) -> None:
     ranks(world).run(broadcasts)
+
+
+class Wide(torch.optim.Optimizer):
+    """Momentum in float32, whatever the parameters are."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            momentum = self.state[p].setdefault("momentum", torch.zeros_like(p, dtype=torch.float32))
+            p.sub_(momentum.mul_(0.9).add_(p.grad))
+
+
+def unusual_states(rank: int) -> None:
+    hvd.init()
+    p = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    embedding = nn.Embedding(5, 2, sparse=True)
+    wide, sparse = Wide([p]), torch.optim.SGD(embedding.parameters(), lr=1.0, momentum=0.9)
+    if rank == 0:
+        for gradient in (0.1, 0.3):
+            p.grad = torch.full_like(p, gradient)
+            wide.step()
+        embedding(torch.tensor([3])).sum().backward()
+        sparse.step()
+    for optimizer in (wide, sparse, hvd.DistributedOptimizer(wide)):
+        hvd.broadcast_optimizer_state(optimizer, 0)
+    momentum = wide.state[p]["momentum"]
+    assert momentum.dtype == torch.float32
+    equal(momentum, hvd.broadcast(momentum, 0))
+    buffer = sparse.state[embedding.weight]["momentum_buffer"].to_dense()
+    equal(buffer[3], [1.0, 1.0])
+
+
+def test_a_state_arrives_as_it_is_on_the_root(ranks: Ranks) -> None:
+    ranks(2).run(unusual_states)

@@ -170,9 +170,20 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         compression = state.pop("gradwire", None)
         # The wrapped class's own method: a DistributedOptimizer's would drop this rank's residuals.
         torch.optim.Optimizer.load_state_dict(optimizer, state)
+        _undo_casts(optimizer, state)
         follow = getattr(optimizer, "_follow_broadcast", None)
         if follow is not None:
             follow(compression)
+
+
+def _undo_casts(optimizer: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
+    """Loading casts a state to the dtype of its parameter, where the root's may have another, such as float32."""
+    for theirs, group in zip(loaded["param_groups"], optimizer.param_groups, strict=True):
+        for number, p in zip(theirs["params"], group["params"], strict=True):
+            for name, value in loaded["state"].get(number, {}).items():
+                have = optimizer.state[p][name]
+                if isinstance(value, Tensor) and value.dtype != have.dtype:
+                    optimizer.state[p][name] = value.to(have.device)
 
 
 class _Placeholder:
@@ -191,7 +202,7 @@ def _outline(optimizer: torch.optim.Optimizer, tensors: list[Tensor]) -> dict[st
     state["param_groups"] = copy.deepcopy(state["param_groups"])
 
     def replace(value: Any) -> Any:
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and value.layout == torch.strided:  # others, as of sparse gradients, go as objects
             tensors.append(value.detach())
             return _Placeholder(len(tensors) - 1)
         return _mapped(value, replace)
