@@ -775,6 +775,23 @@ def test_the_timeline_is_a_chrome_trace(ranks: Ranks, tmp_path: Path) -> None:
     assert json.loads(Path(f"{path}.second").read_text()) == []
 
 
+def stopped_meanwhile(rank: int, path: str) -> None:
+    hvd.init()
+    hvd.start_timeline(path, mark_cycles=True)
+    timeline = basics.world().engine.timeline
+    if timeline is not None:
+        mark = timeline.mark
+        timeline.mark = lambda name: (mark(name), hvd.stop_timeline())  # type: ignore[assignment, func-returns-value]
+    equal(hvd.allreduce(torch.ones(3000)), torch.ones(3000))
+    equal(hvd.allreduce(torch.ones(3000)), torch.ones(3000))
+
+
+def test_a_timeline_may_be_stopped_while_operations_run(ranks: Ranks, tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    ranks(2).run(stopped_meanwhile, str(path))
+    assert json.loads(path.read_text("utf-8"))
+
+
 def traced_later(rank: int, folder: str) -> None:
     hvd.shutdown()
     with pytest.MonkeyPatch.context() as patch:

@@ -177,8 +177,8 @@ class Engine:
                     "synchronize the first one, or pass another name"
                 )
             self._pending[operation.key] = pending
-        if self.timeline is not None:
-            pending.submitted = self.timeline.now()
+        if (timeline := self.timeline) is not None:  # which another thread may stop
+            pending.submitted = timeline.now()
         self.agreement.submit(operation.request(), members, payload)
         return pending
 
@@ -317,10 +317,10 @@ class Engine:
 
     def _begin(self) -> float:
         """When what was decided begins, for the timeline."""
-        if self.timeline is None:
+        if (timeline := self.timeline) is None:
             return 0.0
-        self.timeline.mark("CYCLE_START")
-        return self.timeline.now()
+        timeline.mark("CYCLE_START")
+        return timeline.now()
 
     def _device_of(self, ops: Sequence[dict[str, Any]], pending: Sequence[Pending | None]) -> torch.device:
         """Where this rank's part takes place. What threads make without being told goes to the first GPU."""
