@@ -693,6 +693,23 @@ def test_wrong_arguments_are_refused_at_the_call(ranks: Ranks, world: int) -> No
     ranks(world).run(refusals)
 
 
+def refused_on_one_rank(rank: int) -> None:
+    hvd.init()
+    for numel in (2, 60):
+        x = torch.full((numel, numel), float(rank))
+        for operation in (hvd.allreduce_, hvd.allgather, hvd.reducescatter):
+            if rank:
+                assert "contiguous" in raised(ValueError, partial(operation, x[:, ::2]))
+            equal(
+                operation(x[:, ::2].contiguous())[0],
+                torch.full((numel // 2,), 0.0 if operation is hvd.allgather else 0.5),
+            )
+
+
+def test_what_a_rank_was_refused_is_not_counted(ranks: Ranks) -> None:
+    ranks(2).run(refused_on_one_rank, within=20)
+
+
 def disagreements(rank: int) -> dict[str, str]:
     hvd.init()
     odd = rank == hvd.size() - 1
