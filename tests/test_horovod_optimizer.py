@@ -346,6 +346,41 @@ def test_a_gradient_that_becomes_sparse_is_reduced_all_the_same(ranks: Ranks, op
     ranks(2).run(sparse_too_late, options)
 
 
+def sparse_once(rank: int) -> None:
+    hvd.init()
+    for compression in (hvd.Compression.none, hvd.Compression.fp16):
+        embedding = nn.Embedding(4, 2, sparse=True)
+        nn.init.zeros_(embedding.weight)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(embedding.parameters(), lr=1.0), compression=compression)
+        embedding(torch.tensor([rank])).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 0:
+            (embedding.weight.sum() * 2).backward()
+        optimizer.step()
+        equal(embedding.weight, torch.tensor([-1.5, -1.5, -1.0, -1.0]).view(4, 1).expand(4, 2))
+
+
+def test_a_gradient_may_be_dense_after_it_was_sparse(ranks: Ranks) -> None:
+    ranks(2).run(sparse_once)
+
+
+def dropped(rank: int) -> None:
+    hvd.init()
+    model = model_of()
+    optimizer = sgd(model)
+    loss_of(model, rank, 0).backward()
+    model.zero_grad()
+    with pytest.raises(AssertionError, match=r"0\.weight has lost its gradient .* as by model\.zero_grad"):
+        optimizer.step()
+    train(model, optimizer, rank, range(2))
+    identical(model)
+
+
+def test_a_gradient_that_was_dropped_on_its_way_is_named(ranks: Ranks) -> None:
+    ranks(2).run(dropped)
+
+
 def rounded(rank: int) -> None:
     hvd.init()
     for compression, exact in ((hvd.Compression.fp16, 2.0**-12), (hvd.Compression.bf16, 2.0**-9)):
