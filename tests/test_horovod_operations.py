@@ -18,6 +18,7 @@ import pytest
 import torch
 from gradwire import QSGD, TopK
 from gradwire.hooks.horovod import basics
+from gradwire.hooks.horovod.submission import allreduce_operation, key_of
 from ranks import Pool
 from torch import Tensor
 
@@ -523,6 +524,27 @@ def removed_while_its_last_parcel_is_on_its_way(rank: int) -> None:
 
 def test_rank_0_need_not_have_heard_of_an_operation_that_has_ended(ranks: Ranks) -> None:
     ranks(3).run(removed_while_its_last_parcel_is_on_its_way)
+
+
+def used_by_another_thread(rank: int) -> None:
+    hvd.init()
+    members, engine = hvd.add_process_set([0, 1]), basics.world().engine
+    set_id = members.process_set_id or 0
+    known = engine._members.get(set_id, ())
+    looked = [key_of("allreduce", f"late{numel}", members) for numel in (5, 5000)] if rank == 1 else []
+    assert hvd.remove_process_set(members)
+    for key, numel in zip(looked, (5, 5000), strict=False):
+        operation = allreduce_operation(key, [torch.ones(numel)], hvd.Sum, 1.0, 1.0)
+        assert "has been removed" in raised(ValueError, partial(engine.submit, operation))
+        if numel == 5000:  # and where the other thread had come further
+            engine._members[set_id] = known
+            assert "was removed" in raised(hvd.HorovodInternalError, engine.submit(operation).wait)
+            del engine._members[set_id]
+    equal(hvd.allreduce(torch.ones(3000)), torch.ones(3000))
+
+
+def test_a_thread_that_uses_a_process_set_while_it_is_removed_is_told(ranks: Ranks) -> None:
+    ranks(3).run(used_by_another_thread, within=20)
 
 
 # -- join --------------------------------------------------------------------------------------------------------------

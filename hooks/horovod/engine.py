@@ -167,7 +167,9 @@ class Engine:
         if operation.device.type == "cuda":
             self.device = operation.device
         pending = Pending(operation)
-        members, payload = self._members.get(operation.set_id, ()), operation.parcel(self.rank) if alone else None
+        members, payload = self._members.get(operation.set_id), operation.parcel(self.rank) if alone else None
+        if members is None:  # another thread has removed it since this one looked
+            raise ValueError(f"{operation.key}: process set {operation.set_id} has been removed")
         with self._lock:
             if self._stopped is not None:
                 raise HorovodInternalError(self._stopped)

@@ -90,7 +90,7 @@ class Negotiator:
         key, set_id = request["key"], request["set"]
         if rank not in self.sets.get(set_id, ()):
             message = f"rank {rank} is not in process set {set_id}, or that was removed"
-            self._urgent.append(Decision((rank,), {"do": "fail", "key": key, "message": message}))
+            self._urgent.append(Decision((rank,), {"do": "fail", "key": key, "message": message, "parcels": []}))
             return
         pending = self._pending.setdefault(key, _Pending(set_id, time.monotonic()))
         pending.requests[rank] = request
