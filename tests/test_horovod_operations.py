@@ -18,6 +18,7 @@ import pytest
 import torch
 from gradwire import QSGD, TopK
 from gradwire.hooks.horovod import basics
+from gradwire.hooks.horovod.submission import allreduce_operation, key_of
 from ranks import Pool
 from torch import Tensor
 
@@ -493,6 +494,59 @@ def test_a_process_set_can_be_removed_once_its_operations_have_ended(ranks: Rank
     ranks(2).run(removed_at_once)
 
 
+def removed_while_its_last_parcel_is_on_its_way(rank: int) -> None:
+    hvd.init()
+    members = hvd.add_process_set([1, 2])
+    mesh = basics.world().engine._mesh
+    send, late = mesh.send, []
+
+    def slow(target: int, text: dict[str, Any], data: Any = b"") -> Any:
+        if rank != 2 or target != 0 or not data:
+            return send(target, text, data)
+        late.append(threading.Timer(0.3, send, [target, text, bytes(data)]))
+        return late[-1].start()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mesh, "send", slow)  # rank 0 hears of the operation after its members have ended it
+        if rank:
+            equal(hvd.allreduce(torch.ones(2), op=hvd.Sum, process_set=members), [2.0, 2.0])
+        assert hvd.remove_process_set(members)
+        for timer in late:
+            timer.join()
+    again = hvd.add_process_set([1, 2])
+    handle = hvd.allreduce_async(torch.ones(2), name="half", process_set=again) if rank == 1 else None
+    assert "operations under way" in raised(hvd.HorovodInternalError, partial(hvd.remove_process_set, again))
+    if rank == 2:
+        handle = hvd.allreduce_async(torch.ones(2), name="half", process_set=again)
+    hvd.synchronize(handle)
+    assert hvd.remove_process_set(again)
+
+
+def test_rank_0_need_not_have_heard_of_an_operation_that_has_ended(ranks: Ranks) -> None:
+    ranks(3).run(removed_while_its_last_parcel_is_on_its_way)
+
+
+def used_by_another_thread(rank: int) -> None:
+    hvd.init()
+    members, engine = hvd.add_process_set([0, 1]), basics.world().engine
+    set_id = members.process_set_id or 0
+    known = engine._members.get(set_id, ())
+    looked = [key_of("allreduce", f"late{numel}", members) for numel in (5, 5000)] if rank == 1 else []
+    assert hvd.remove_process_set(members)
+    for key, numel in zip(looked, (5, 5000), strict=False):
+        operation = allreduce_operation(key, [torch.ones(numel)], hvd.Sum, 1.0, 1.0)
+        assert "has been removed" in raised(ValueError, partial(engine.submit, operation))
+        if numel == 5000:  # and where the other thread had come further
+            engine._members[set_id] = known
+            assert "was removed" in raised(hvd.HorovodInternalError, engine.submit(operation).wait)
+            del engine._members[set_id]
+    equal(hvd.allreduce(torch.ones(3000)), torch.ones(3000))
+
+
+def test_a_thread_that_uses_a_process_set_while_it_is_removed_is_told(ranks: Ranks) -> None:
+    ranks(3).run(used_by_another_thread, within=20)
+
+
 # -- join --------------------------------------------------------------------------------------------------------------
 
 
@@ -661,6 +715,23 @@ def test_wrong_arguments_are_refused_at_the_call(ranks: Ranks, world: int) -> No
     ranks(world).run(refusals)
 
 
+def refused_on_one_rank(rank: int) -> None:
+    hvd.init()
+    for numel in (2, 60):
+        x = torch.full((numel, numel), float(rank))
+        for operation in (hvd.allreduce_, hvd.allgather, hvd.reducescatter):
+            if rank:
+                assert "contiguous" in raised(ValueError, partial(operation, x[:, ::2]))
+            equal(
+                operation(x[:, ::2].contiguous())[0],
+                torch.full((numel // 2,), 0.0 if operation is hvd.allgather else 0.5),
+            )
+
+
+def test_what_a_rank_was_refused_is_not_counted(ranks: Ranks) -> None:
+    ranks(2).run(refused_on_one_rank, within=20)
+
+
 def disagreements(rank: int) -> dict[str, str]:
     hvd.init()
     odd = rank == hvd.size() - 1
@@ -741,6 +812,23 @@ def test_the_timeline_is_a_chrome_trace(ranks: Ranks, tmp_path: Path) -> None:
     assert ("allgather.rows", "ALLGATHER") in named
     assert any(event["name"] == "CYCLE_START" for event in events)
     assert json.loads(Path(f"{path}.second").read_text()) == []
+
+
+def stopped_meanwhile(rank: int, path: str) -> None:
+    hvd.init()
+    hvd.start_timeline(path, mark_cycles=True)
+    timeline = basics.world().engine.timeline
+    if timeline is not None:
+        mark = timeline.mark
+        timeline.mark = lambda name: (mark(name), hvd.stop_timeline())  # type: ignore[assignment, func-returns-value]
+    equal(hvd.allreduce(torch.ones(3000)), torch.ones(3000))
+    equal(hvd.allreduce(torch.ones(3000)), torch.ones(3000))
+
+
+def test_a_timeline_may_be_stopped_while_operations_run(ranks: Ranks, tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    ranks(2).run(stopped_meanwhile, str(path))
+    assert json.loads(path.read_text("utf-8"))
 
 
 def traced_later(rank: int, folder: str) -> None:

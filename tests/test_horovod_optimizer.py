@@ -346,6 +346,41 @@ def test_a_gradient_that_becomes_sparse_is_reduced_all_the_same(ranks: Ranks, op
     ranks(2).run(sparse_too_late, options)
 
 
+def sparse_once(rank: int) -> None:
+    hvd.init()
+    for compression in (hvd.Compression.none, hvd.Compression.fp16):
+        embedding = nn.Embedding(4, 2, sparse=True)
+        nn.init.zeros_(embedding.weight)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(embedding.parameters(), lr=1.0), compression=compression)
+        embedding(torch.tensor([rank])).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 0:
+            (embedding.weight.sum() * 2).backward()
+        optimizer.step()
+        equal(embedding.weight, torch.tensor([-1.5, -1.5, -1.0, -1.0]).view(4, 1).expand(4, 2))
+
+
+def test_a_gradient_may_be_dense_after_it_was_sparse(ranks: Ranks) -> None:
+    ranks(2).run(sparse_once)
+
+
+def dropped(rank: int) -> None:
+    hvd.init()
+    model = model_of()
+    optimizer = sgd(model)
+    loss_of(model, rank, 0).backward()
+    model.zero_grad()
+    with pytest.raises(AssertionError, match=r"0\.weight has lost its gradient .* as by model\.zero_grad"):
+        optimizer.step()
+    train(model, optimizer, rank, range(2))
+    identical(model)
+
+
+def test_a_gradient_that_was_dropped_on_its_way_is_named(ranks: Ranks) -> None:
+    ranks(2).run(dropped)
+
+
 def rounded(rank: int) -> None:
     hvd.init()
     for compression, exact in ((hvd.Compression.fp16, 2.0**-12), (hvd.Compression.bf16, 2.0**-9)):
@@ -492,6 +527,32 @@ def more_parameters(rank: int) -> None:
 
 def test_groups_added_later_are_reduced(ranks: Ranks) -> None:
     ranks(2).run(more_parameters)
+
+
+def through_the_original(rank: int) -> None:
+    hvd.init()
+    for options in ({}, {"compression": hvd.Compression.fp16}, {"op": hvd.Adasum}):
+        p, q, r = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+        base = torch.optim.SGD([p], lr=1.0)
+        optimizer = hvd.DistributedOptimizer(base, **options)
+        base.add_param_group({"params": [q], "lr": 2.0})
+        base.add_param_group({"params": [r]})
+        for _ in range(2):
+            ((p.sum() + q.sum() + r.sum()) * (rank + 1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for tensor, rate in ((p, 1.0), (q, 2.0), (r, 1.0)):
+            equal(tensor, torch.full((2,), -rate * (hvd.size() + 1.0)))
+        saved = base.state_dict()
+        saved["param_groups"][0]["lr"] = 0.25
+        base.load_state_dict(saved)
+        assert optimizer.param_groups[0]["lr"] == 0.25
+        assert optimizer.state is base.state
+        assert "param_groups" not in optimizer.__dict__
+
+
+def test_what_the_original_is_told_counts(ranks: Ranks) -> None:
+    ranks(2).run(through_the_original)
 
 
 def unfrozen(rank: int) -> None:
@@ -940,3 +1001,40 @@ def broadcasts(rank: int) -> None:
 @WORLDS
 def test_broadcasts_of_models_optimizers_and_objects(ranks: Ranks, world: int) -> None:
     ranks(world).run(broadcasts)
+
+
+class Wide(torch.optim.Optimizer):
+    """Momentum in float32, whatever the parameters are."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            momentum = self.state[p].setdefault("momentum", torch.zeros_like(p, dtype=torch.float32))
+            p.sub_(momentum.mul_(0.9).add_(p.grad))
+
+
+def unusual_states(rank: int) -> None:
+    hvd.init()
+    p = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    embedding = nn.Embedding(5, 2, sparse=True)
+    wide, sparse = Wide([p]), torch.optim.SGD(embedding.parameters(), lr=1.0, momentum=0.9)
+    if rank == 0:
+        for gradient in (0.1, 0.3):
+            p.grad = torch.full_like(p, gradient)
+            wide.step()
+        embedding(torch.tensor([3])).sum().backward()
+        sparse.step()
+    for optimizer in (wide, sparse, hvd.DistributedOptimizer(wide)):
+        hvd.broadcast_optimizer_state(optimizer, 0)
+    momentum = wide.state[p]["momentum"]
+    assert momentum.dtype == torch.float32
+    equal(momentum, hvd.broadcast(momentum, 0))
+    buffer = sparse.state[embedding.weight]["momentum_buffer"].to_dense()
+    equal(buffer[3], [1.0, 1.0])
+
+
+def test_a_state_arrives_as_it_is_on_the_root(ranks: Ranks) -> None:
+    ranks(2).run(unusual_states)

@@ -231,3 +231,50 @@ def odd_gradients(rank: int) -> None:
 
 def test_gradients_that_are_expanded_or_have_a_graph(ranks: Ranks) -> None:
     ranks(2).run(odd_gradients)
+
+
+def inferred(rank: int) -> None:
+    hvd.init()
+    n = hvd.size()
+    with torch.inference_mode():
+        for numel in (6, 6000):  # with the announcement, and on the engine's own thread
+            x = torch.full((numel,), rank + 1.0)
+            mean = torch.full((numel,), (n + 1) / 2)
+            equal(hvd.allreduce(x), mean)
+            equal(hvd.broadcast(x, n - 1), torch.full((numel,), float(n)))
+            equal(hvd.allgather(x)[-numel:], torch.full((numel,), float(n)))
+            equal(hvd.alltoall(x)[: numel // n], torch.ones(numel // n))
+            equal(hvd.reducescatter(x), mean[: numel // n])
+            assert hvd.broadcast_object("x" * numel, 1) == "x" * numel
+            equal(hvd.allreduce_(x[1:-1]), mean[1:-1])
+            hvd.grouped_allreduce_([x, y := torch.full((2, 3), float(rank))], op=hvd.Max)
+            equal(
+                torch.cat([x, y.view(-1)]), torch.cat([torch.tensor([n]), mean[1:-1], torch.tensor([n] + [n - 1] * 6)])
+            )
+            hvd.broadcast_(x.fill_(rank), 1)
+            hvd.broadcast_parameters({"y": y.fill_(rank)}, 1)
+            equal(torch.cat([x, y.view(-1)]), torch.ones(numel + 6))
+
+
+def test_what_was_made_in_inference_mode_is_taken(ranks: Ranks) -> None:
+    ranks(2).run(inferred)
+
+
+def on_another_default_device(rank: int) -> None:
+    hvd.init()
+    n = hvd.size()
+    x = torch.ones(rank, 2, requires_grad=True)
+    torch.set_default_device("meta")
+    try:
+        assert hvd.broadcast_object("x" * (rank + 1)) == "x"
+        assert hvd.allgather_object(rank) == list(range(n))
+        gathered = hvd.allgather(x)
+        gathered.sum().backward()
+    finally:
+        torch.set_default_device(None)
+    assert gathered.shape == (n * (n - 1) // 2, 2)
+    equal(x.grad, torch.ones(rank, 2))
+
+
+def test_the_default_device_is_nothing_to_the_operations(ranks: Ranks) -> None:
+    ranks(2).run(on_another_default_device)

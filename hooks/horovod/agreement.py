@@ -145,6 +145,11 @@ class Agreement:
         with self._lock:
             return self._parcels.busy(set_id)
 
+    def behind(self, rank: int, announced: int) -> bool:
+        """Whether a rank has announced more with its payload than has come here."""
+        with self._lock:
+            return self._parcels.heard[rank] < announced
+
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _announce(self, request: Request, members: Sequence[int], payload: bytes) -> None:

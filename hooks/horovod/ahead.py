@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .negotiation import AHEAD, Overdue, Ready, Request, agree, request_bytes
+from .negotiation import AHEAD, REMOVE, Overdue, Ready, Request, agree, request_bytes
 
 #: Kinds that change what the ranks agree by: the coordinator's business.
-COORDINATED = ("join", "process_set.add", "process_set.remove")
+COORDINATED = ("join", "process_set.add", REMOVE)
 #: Seconds after which entries that only some ranks have made go to the coordinator, which can run others meanwhile.
 PATIENCE = 1.0
 

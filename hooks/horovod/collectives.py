@@ -169,7 +169,9 @@ class OpenedParcels:
     def _next(self, rank: int, size: int, dtype: torch.dtype) -> Tensor:
         """The next `size` bytes of a rank's payload."""
         part, self._rest[rank] = self._rest[rank][:size], self._rest[rank][size:]
-        return torch.frombuffer(bytearray(part or bytes(size)), dtype=dtype) if size else torch.empty(0, dtype=dtype)
+        if not size:
+            return torch.empty(0, dtype=dtype, device="cpu")
+        return torch.frombuffer(bytearray(part or bytes(size)), dtype=dtype)
 
 
 def is_plain(tensor: Tensor) -> bool:

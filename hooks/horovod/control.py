@@ -28,7 +28,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .desk import Desk
-from .negotiation import Negotiator
+from .negotiation import REMOVE, Negotiator
 
 log = logging.getLogger("gradwire.horovod")
 
@@ -279,7 +279,7 @@ class Coordinator:
 
     def look_at(self, key: str) -> None:
         """A rank has announced a key with its payload, which others may have announced without."""
-        if key in self.desk.negotiator:
+        if key in self.desk.negotiator or REMOVE in self.desk.negotiator:
             self._put(partial(self.desk.collect, key))
 
     def done(self, set_id: int) -> None:

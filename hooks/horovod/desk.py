@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from .negotiation import Decision, Negotiator, Overdue, Request
+from .negotiation import REMOVE, Decision, Negotiator, Overdue, Request
 
 #: The most decisions after which ranks try to do without, when they could not before.
 RAREST = 1024
@@ -67,6 +67,7 @@ class Desk:
 
     def collect(self, key: str) -> None:
         """Ranks may have announced a key with its payload of which others have announced no more than the key."""
+        self.negotiator.look_again(REMOVE)
         ranks = self.negotiator.waiting(key)
         for rank, request in self.own.surrender(key, ranks) if ranks else ():
             self.negotiator.announce(rank, {**request, "parcel": True})

@@ -133,7 +133,8 @@ class Engine:
             )
         self.agreement = Agreement(self._mesh, size, fusion_bytes, sinks)
         if self._coordinator is not None:
-            self._coordinator.desk.own, negotiator.busy = self.agreement, self.agreement.busy
+            self._coordinator.desk.own = self.agreement
+            negotiator.busy, negotiator.behind = self.agreement.busy, self.agreement.behind
         hello = {"rank": rank, "host": host_identity(), "place": self._mesh.place}
         self._connection: Connection
         self._connection, answer = connect(store, hello, START_SECONDS)
@@ -166,7 +167,9 @@ class Engine:
         if operation.device.type == "cuda":
             self.device = operation.device
         pending = Pending(operation)
-        members, payload = self._members.get(operation.set_id, ()), operation.parcel(self.rank) if alone else None
+        members, payload = self._members.get(operation.set_id), operation.parcel(self.rank) if alone else None
+        if members is None:  # another thread has removed it since this one looked
+            raise ValueError(f"{operation.key}: process set {operation.set_id} has been removed")
         with self._lock:
             if self._stopped is not None:
                 raise HorovodInternalError(self._stopped)
@@ -176,8 +179,8 @@ class Engine:
                     "synchronize the first one, or pass another name"
                 )
             self._pending[operation.key] = pending
-        if self.timeline is not None:
-            pending.submitted = self.timeline.now()
+        if (timeline := self.timeline) is not None:  # which another thread may stop
+            pending.submitted = timeline.now()
         self.agreement.submit(operation.request(), members, payload)
         return pending
 
@@ -316,10 +319,10 @@ class Engine:
 
     def _begin(self) -> float:
         """When what was decided begins, for the timeline."""
-        if self.timeline is None:
+        if (timeline := self.timeline) is None:
             return 0.0
-        self.timeline.mark("CYCLE_START")
-        return self.timeline.now()
+        timeline.mark("CYCLE_START")
+        return timeline.now()
 
     def _device_of(self, ops: Sequence[dict[str, Any]], pending: Sequence[Pending | None]) -> torch.device:
         """Where this rank's part takes place. What threads make without being told goes to the first GPU."""

@@ -21,6 +21,7 @@ from .submission import (
     check,
     first,
     key_of,
+    memory,
     overlaps,
     submit,
     synchronize,
@@ -58,7 +59,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
             )
     handles = []
     for name, tensor in named:
-        place = [tensor.detach()]
+        place = [memory(tensor)]
         key = key_of("broadcast", name and f"parameter.{name}", global_process_set)
         handles.append(submit(Broadcast(*key, place, root_rank, place)))
     for handle in handles:
@@ -80,12 +81,12 @@ def broadcast_object(
         On the root `obj` itself, elsewhere a copy.
     """
     is_root = world().rank == root_rank
-    data = _to_bytes(obj) if is_root else torch.empty(0, dtype=torch.uint8)
-    length = torch.tensor([data.numel()])
+    data = _to_bytes(obj) if is_root else torch.empty(0, dtype=torch.uint8, device="cpu")
+    length = torch.tensor([data.numel()], device="cpu")
     base = name and f"object.{name}"
     _broadcast(length, root_rank, base and f"{base}.size", process_set)
     if not is_root:
-        data = torch.empty(int(length), dtype=torch.uint8)
+        data = torch.empty(int(length), dtype=torch.uint8, device="cpu")
     _broadcast(data, root_rank, base, process_set)
     return obj if is_root else _from_bytes(data)
 
@@ -100,7 +101,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     data = _to_bytes(obj)
     base = name and f"object.{name}"
     sizes_key = key_of("allgather", base and f"{base}.size", process_set)
-    sizes = synchronize(submit(allgather_operation(sizes_key, [torch.tensor([data.numel()])]), first))
+    sizes = synchronize(submit(allgather_operation(sizes_key, [torch.tensor([data.numel()], device="cpu")]), first))
     joined = synchronize(submit(allgather_operation(key_of("allgather", base, process_set), [data]), first))
     return [_from_bytes(part) for part in joined.split(sizes.tolist())]
 
@@ -169,9 +170,20 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         compression = state.pop("gradwire", None)
         # The wrapped class's own method: a DistributedOptimizer's would drop this rank's residuals.
         torch.optim.Optimizer.load_state_dict(optimizer, state)
+        _undo_casts(optimizer, state)
         follow = getattr(optimizer, "_follow_broadcast", None)
         if follow is not None:
             follow(compression)
+
+
+def _undo_casts(optimizer: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
+    """Loading casts a state to the dtype of its parameter, where the root's may have another, such as float32."""
+    for theirs, group in zip(loaded["param_groups"], optimizer.param_groups, strict=True):
+        for number, p in zip(theirs["params"], group["params"], strict=True):
+            for name, value in loaded["state"].get(number, {}).items():
+                have = optimizer.state[p][name]
+                if isinstance(value, Tensor) and value.dtype != have.dtype:
+                    optimizer.state[p][name] = value.to(have.device)
 
 
 class _Placeholder:
@@ -190,7 +202,7 @@ def _outline(optimizer: torch.optim.Optimizer, tensors: list[Tensor]) -> dict[st
     state["param_groups"] = copy.deepcopy(state["param_groups"])
 
     def replace(value: Any) -> Any:
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and value.layout == torch.strided:  # others, as of sparse gradients, go as objects
             tensors.append(value.detach())
             return _Placeholder(len(tensors) - 1)
         return _mapped(value, replace)

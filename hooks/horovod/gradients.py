@@ -70,7 +70,8 @@ class AllGatherFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         name, ps, kind = ctx.arguments
-        counts = _now(allgather_operation(key_of(f"{kind}.rows", name, ps), [torch.tensor([ctx.rows])]))[0]
+        rows = torch.tensor([ctx.rows], device="cpu")
+        counts = _now(allgather_operation(key_of(f"{kind}.rows", name, ps), [rows]))[0]
         starts = counts[: ps.rank()].sum(0).tolist()
         key = key_of(f"{kind}.gradient", name, ps)
         mean = _now(allreduce_operation(key, [g.contiguous() for g in gradients], Average, 1.0, 1.0))

@@ -65,6 +65,7 @@ from .submission import (
     broadcast_operation,
     first,
     key_of,
+    memory,
     poll,
     reducescatter_operation,
     reduction,
@@ -197,7 +198,7 @@ def _compress(tensors: Sequence[Tensor], compression: Any) -> tuple[list[Tensor]
 
 
 def _detached(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor.detach() for tensor in tensors if isinstance(tensor, Tensor)]
+    return [memory(tensor) for tensor in tensors if isinstance(tensor, Tensor)]
 
 
 # -- allgather, broadcast, alltoall ------------------------------------------------------------------------------------

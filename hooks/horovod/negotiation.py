@@ -30,6 +30,8 @@ Ready = tuple[Request, dict[str, Any]]
 #: What some ranks wait for: key, who waits, who is missing, for how many seconds.
 Overdue = tuple[str, list[int], list[int], float]
 
+#: What gives up a process set: its kind, and its key.
+REMOVE = "process_set.remove"
 #: Kinds whose tensors may differ in their first dimension.
 UNEVEN = ("allgather", "alltoall")
 #: Kinds in which ranks that have joined can take part: with zeros, or with no rows.
@@ -70,6 +72,8 @@ class Negotiator:
         self.size, self.fusion_bytes = size, fusion_bytes
         #: Whether operations of a process set are under way that nobody has announced here.
         self.busy: Callable[[int], bool] = lambda set_id: False
+        #: Whether a rank has announced fewer than so many of these here: the rest is on its way.
+        self.behind: Callable[[int, int], bool] = lambda rank, announced: False
         self.sets: dict[int, tuple[int, ...]] = {0: tuple(range(size))}
         self._next_set = 1
         self._pending: dict[str, _Pending] = {}
@@ -86,7 +90,7 @@ class Negotiator:
         key, set_id = request["key"], request["set"]
         if rank not in self.sets.get(set_id, ()):
             message = f"rank {rank} is not in process set {set_id}, or that was removed"
-            self._urgent.append(Decision((rank,), {"do": "fail", "key": key, "message": message}))
+            self._urgent.append(Decision((rank,), {"do": "fail", "key": key, "message": message, "parcels": []}))
             return
         pending = self._pending.setdefault(key, _Pending(set_id, time.monotonic()))
         pending.requests[rank] = request
@@ -120,6 +124,11 @@ class Negotiator:
         pending = self._pending.get(key)
         return {} if pending is None else {rank: request.get("after", 0) for rank, request in pending.requests.items()}
 
+    def look_again(self, key: str) -> None:
+        """What was on its way when the last rank announced a key may have come."""
+        if key in self._pending:
+            self._settle(key)
+
     def pending(self) -> list[str]:
         """What ranks wait for."""
         return list(self._pending)
@@ -148,6 +157,8 @@ class Negotiator:
         members = self.sets[pending.set_id]
         if any(rank not in pending.requests and rank not in self._joined for rank in members):
             return
+        if key == REMOVE and any(self.behind(rank, after) for rank, after in self.waiting(key).items()):
+            return  # what is on its way may be the end of an operation of the set
         del self._pending[key]
         (reference, info), problem = agree(pending.requests, members)
         if problem is None:
@@ -172,7 +183,7 @@ class Negotiator:
             reference["id"] = self._next_set
             self.sets[self._next_set] = ranks
             self._next_set += 1
-        elif reference["kind"] == "process_set.remove":
+        elif reference["kind"] == REMOVE:
             set_id = reference["same"]["id"]
             waiting = any(pending.set_id == set_id for pending in self._pending.values())
             if self.busy(set_id) or waiting or self._ready.get(set_id) or self._running.get(set_id):

@@ -311,7 +311,7 @@ class AllToAll(Operation):
     def run(self, channel: Channel, info: dict[str, Any]) -> tuple[Tensor, Tensor]:
         received = [splits[channel.rank] for splits in info["splits"]]
         result = channel.all_to_all(self.tensors[0], self.splits, received)
-        return result, torch.tensor(received, dtype=torch.int32)
+        return result, torch.tensor(received, dtype=torch.int32, device="cpu")
 
 
 class ReduceScatter(Scaled):

@@ -23,6 +23,8 @@ from .submission import allreduce_operation, key_of, reduction
 
 #: Where a state_dict has the residuals.
 ENTRY = "gradwire"
+#: What is the wrapped optimizer's own, which may put others in their place, as loading does.
+_SHARED = ("state", "param_groups")
 
 
 def DistributedOptimizer(
@@ -153,7 +155,7 @@ def _wrap(optimizer: torch.optim.Optimizer, names: list[str], options: Options) 
     kind = type(base.__name__, (_Distributed, base), {"__module__": base.__module__, "__doc__": base.__doc__})
     new: Any = object.__new__(kind)
     # Everything is shared but what a scheduler has put over the old one's step.
-    new.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
+    new.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key not in ("step", *_SHARED)})
     new._wrapped = optimizer
     new._names = names
     new._should_synchronize, new._warned = True, False
@@ -162,6 +164,7 @@ def _wrap(optimizer: torch.optim.Optimizer, names: list[str], options: Options) 
 
 
 def _named(optimizer: Any) -> list[tuple[str, Tensor]]:
+    optimizer._take_in()
     return list(zip(optimizer._names, _parameters(optimizer), strict=True))
 
 
@@ -190,6 +193,33 @@ class _Distributed(torch.optim.Optimizer):
     _warned: bool
 
     @property
+    def state(self) -> Any:
+        """The wrapped optimizer's."""
+        return self._wrapped.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._wrapped.state = state
+
+    @property
+    def param_groups(self) -> Any:
+        """The wrapped optimizer's."""
+        return self._wrapped.param_groups
+
+    @param_groups.setter
+    def param_groups(self, param_groups: Any) -> None:
+        self._wrapped.param_groups = param_groups
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """What loading ends with."""
+        for name in _SHARED:
+            if name in state:
+                setattr(self, name, state[name])
+        super().__setstate__(state)
+        for name in _SHARED:
+            self.__dict__.pop(name, None)
+
+    @property
     def backward_passes_per_step(self) -> int:
         """How many gradients are summed before a reduction."""
         return self._reducer.options.backward_passes_per_step
@@ -212,6 +242,7 @@ class _Distributed(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Wait until all gradients are reduced, for clipping or unscaling; then step inside `skip_synchronize()`. A
         collective: each call reduces what the gradients are then."""
+        self._take_in()
         self._reducer.synchronize()
         self._reducer.by_hand = True
 
@@ -232,6 +263,7 @@ class _Distributed(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's step with the reduced gradients. With a closure, those that it makes are reduced."""
+        self._take_in()
         reducer = self._reducer
         # A scheduler that was made for the wrapped optimizer asks it whether it has stepped.
         self._wrapped._opt_called = True  # type: ignore[attr-defined]
@@ -299,12 +331,15 @@ class _Distributed(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the optimizer's; the new gradients are reduced one by one, with Adasum too."""
         super().add_param_group(param_group)
-        new = _parameters(self)[len(self._names) :]
-        group = len(self.param_groups) - 1
-        names = [f"noname.{group}.{i}" for i in range(len(new))]
-        self._names = self._names + names
-        if not _is_adasum(self._reducer.options):
-            self._reducer.add(list(zip(names, new, strict=True)))
+        self._take_in()
+
+    def _take_in(self) -> None:
+        """Reduce the gradients of groups that were added here, or to the wrapped optimizer."""
+        if sum(len(group["params"]) for group in self.param_groups) > len(self._names):
+            new = _names(self, None)[len(self._names) :]
+            self._names = [*self._names, *(name for name, _ in new)]
+            if not _is_adasum(self._reducer.options):
+                self._reducer.add(new)
 
     # -- what survives -----------------------------------------------------------------------------------------------
 
@@ -355,7 +390,6 @@ class _Distributed(torch.optim.Optimizer):
         own = self._checked(state_dict.get(ENTRY))
         self._reducer.reset()
         super().load_state_dict({key: value for key, value in state_dict.items() if key != ENTRY})
-        self._share()
         if self._reducer.state is not None:
             self._load_residuals(own)
 
@@ -398,7 +432,6 @@ class _Distributed(torch.optim.Optimizer):
         return own
 
     def _follow_broadcast(self, own: dict[str, Any] | None) -> None:
-        self._share()
         state = self._reducer.state
         if state is not None and own is not None:
             if own["residuals"] is None:
@@ -406,15 +439,12 @@ class _Distributed(torch.optim.Optimizer):
                 own["residuals"] = state.feedback.by_name()
             state.load_state_dict(own)
 
-    def _share(self) -> None:
-        """Loading has replaced these; a scheduler of the wrapped optimizer must still reach them."""
-        self._wrapped.state, self._wrapped.param_groups = self.state, self.param_groups
-
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        self._take_in()
         reducer = self._reducer
         residuals = None
         if reducer.state is not None:
             reducer.wait()
             residuals = reducer.state.state_dict(-1, -1)
-        arguments = (type(self._wrapped), self.__getstate__(), self._names, reducer.options, residuals)
+        arguments = (type(self._wrapped), self._wrapped.__getstate__(), self._names, reducer.options, residuals)
         return _restore, arguments

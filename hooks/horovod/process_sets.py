@@ -9,6 +9,7 @@ from . import basics
 from .basics import World, world
 from .collectives import Channel
 from .engine import Engine
+from .negotiation import REMOVE
 from .operations import Operation
 
 
@@ -85,7 +86,7 @@ class _Change(Operation):
     """Every rank makes a process set, or gives one up, at the same place in the order of operations."""
 
     def __init__(self, engine: Engine, same: dict[str, Any]) -> None:
-        self.kind = "process_set.add" if "ranks" in same else "process_set.remove"  # type: ignore[misc]
+        self.kind = "process_set.add" if "ranks" in same else REMOVE  # type: ignore[misc]
         super().__init__(self.kind, 0)
         self._engine, self._same = engine, same
 

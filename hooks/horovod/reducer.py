@@ -346,8 +346,15 @@ class GradientReducer:
                 self._sparse[p] = result.sparse_dim()
                 p.grad = result
                 continue
+            if p.grad is None:
+                raise AssertionError(
+                    f"{self.names[p]} has lost its gradient between loss.backward() and optimizer.step() or "
+                    "optimizer.synchronize(), as by model.zero_grad(): other ranks go on with their mean. Drop "
+                    "gradients after the step"
+                )
+            if p.grad.is_sparse and self.state is None:  # nothing was here, and the others' is dense: what is theirs
+                context = self.options.compression.compress(torch.zeros_like(p))[1]
             dense = result if self.state is not None else self.options.compression.decompress(result, context)
-            assert p.grad is not None
             if p.grad.is_sparse:
                 p.grad = dense
             elif dense.data_ptr() != p.grad.data_ptr() or dense.dtype != p.grad.dtype:

@@ -46,6 +46,8 @@ _numbers = itertools.count()
 
 def submit(operation: Operation, finish: Callable[[Any], Any] = lambda result: result) -> int:
     """Start an operation; `finish` makes of its result what `synchronize` returns."""
+    if isinstance(operation.key, Unnumbered):
+        operation.key = operation.key.numbered(world().next_name)
     pending = world().engine.submit(operation)
     handle = next(_numbers)
     _handles[handle] = (pending, finish)
@@ -82,6 +84,27 @@ def first(results: Sequence[Any]) -> Any:
     return results[0]
 
 
+class Unnumbered(str):
+    """The key of a nameless operation, which is numbered when it is submitted: of one that is refused on a rank the
+    others have counted nothing."""
+
+    _place: tuple[str, int]
+
+    def __new__(cls, kind: str, set_id: int) -> Unnumbered:
+        new = super().__new__(cls, _key(kind, "noname", set_id))
+        new._place = kind, set_id
+        return new
+
+    def numbered(self, next_name: Callable[[str, int], str]) -> str:
+        """With the number that comes next."""
+        kind, set_id = self._place
+        return _key(kind, next_name(kind, set_id), set_id)
+
+
+def _key(kind: str, name: str, set_id: int) -> str:
+    return f"{kind}.{name}" + (f" in process set {set_id}" if set_id else "")
+
+
 def key_of(kind: str, name: str | None, process_set: ProcessSet) -> tuple[str, int]:
     """What the ranks call an operation, and its process set's id. Nameless ones are numbered, by kind and set.
 
@@ -93,9 +116,7 @@ def key_of(kind: str, name: str | None, process_set: ProcessSet) -> tuple[str, i
         raise ValueError(f"{process_set} is not registered: pass it to add_process_set() on every rank first")
     if not process_set.included():
         raise ValueError(f"rank {here.rank} is not in {process_set}: call {kind} on ranks {process_set.ranks} only")
-    if name is None:
-        name = here.next_name(kind, set_id)
-    return f"{kind}.{name}" + (f" in process set {set_id}" if set_id else ""), set_id
+    return Unnumbered(kind, set_id) if name is None else _key(kind, name, set_id), set_id
 
 
 def reduction(op: int | None, average: bool | None) -> int:
@@ -163,7 +184,17 @@ def check(tensor: Any, kind: str, dtypes: Sequence[torch.dtype] | None = None, c
 def elements(tensor: Tensor) -> Tensor:
     """What an operation sends: the tensor without its history, and what it is a conjugate or negative view of made so
     in memory."""
-    return tensor.detach().resolve_conj().resolve_neg()
+    return memory(tensor.detach().resolve_conj().resolve_neg())
+
+
+def memory(tensor: Tensor) -> Tensor:
+    """The tensor without its history, as one that the engine's threads may write to: to what has been made in
+    torch.inference_mode nobody may outside of it, and that mode is a thread's own."""
+    with torch.inference_mode(False):
+        if not tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
+            return tensor.detach()
+        place = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return place.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def allreduce_operation(
@@ -243,7 +274,7 @@ def broadcast_operation(key: tuple[str, int], tensor: Tensor, output: Tensor, ro
     check(tensor, "broadcast")
     if root not in ps.ranks:
         raise ValueError(f"root_rank={root!r}: expected a global rank among {ps.ranks}")
-    return Broadcast(*key, [elements(tensor)], root, [output.detach()])
+    return Broadcast(*key, [elements(tensor)], root, [memory(output)])
 
 
 def alltoall_operation(key: tuple[str, int], tensor: Tensor, splits: Any, size: int) -> AllToAll:
