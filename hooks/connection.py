@@ -20,6 +20,7 @@ from .comm.topology import make_topology
 from .loss_scale import Scaling
 
 CONSTRUCT = "Construct {} with equal arguments and models on every rank"
+RAISED, LOADED = "what raised before", "how many checkpoints were loaded"
 
 
 class Connection:
@@ -48,8 +49,10 @@ class Connection:
         ValueError: the ranks disagree, or one cannot start; on every rank alike.
     """
 
-    #: Backward passes that have raised within a step: which, and how far each had come.
-    past = ""
+    #: What ranks must have done alike before a step: which backward passes have raised within one, and how far each had
+    #: come, and how many checkpoints were loaded. Steps keep it, so it is replaced and never changed.
+    past: Mapping[str, str] = {RAISED: "nothing", LOADED: "none"}
+    _loads = 0
 
     def __init__(
         self,
@@ -79,7 +82,8 @@ class Connection:
             error = None if problem is None else {"error": f"{type(problem).__name__}: {problem}"}
             whose = "none" if given is None else "one of its own"
             says = {**description, "process_group": whose}
-            sides = self.control.objects(error or {"says": says, "shares": blocking and bool(_users_of(given))})
+            shares = blocking and given is not None and (given is model_group or bool(_users_of(given)))
+            sides = self.control.objects(error or {"says": says, "shares": shares})
         except RuntimeError as failure:
             raise RuntimeError(
                 f"gradwire could not reach all ranks within {HANDSHAKE_TIMEOUT.total_seconds():.0f} s: every rank must "
@@ -90,8 +94,8 @@ class Connection:
         handshake.compare([side.get("says", side) for side in sides], CONSTRUCT.format(owner))
         self.control.follow_timeout(model_group)  # before its channels are made, which have its timeout
         # NCCL's collectives order themselves on streams, so the model's own group serves; Gloo needs one apart.
-        # Several states may use one group: each has a channel of it. Its collectives are the first one's: Gloo counts
-        # them, and two pipelines would begin them in an order of their own on each rank.
+        # Several states may use one group: each has a channel of it. Its collectives are the first one's, or in the
+        # model's own DDP's: Gloo counts them, and two threads would begin them in an order of their own on each rank.
         group = self.control if blocking and given is None else Group(carrier)
         group.shared = any(side["shares"] for side in sides)
         self.group = group.channel("state")
@@ -128,7 +132,7 @@ class Connection:
         self,
         step: int,
         choice: Choice,
-        past: str,
+        past: Mapping[str, str],
         saves: int,
         drift: bool,
         scaling: Scaling | None,
@@ -144,27 +148,33 @@ class Connection:
             patience: how long the others may take to tell, where that is not the group's timeout.
         """
         self._words.timeout, usual = patience or self._words.timeout, self._words.timeout
-        digest = choice.digest ^ (_digest(past) if past else 0)
+        digest = choice.digest ^ (_digest(repr(sorted(past.items()))) if past is not Connection.past else 0)
         self._announce(step, digest, saves, drift, *(() if scaling is None else scaling.words()))
         self._words.timeout = usual
 
     def raised(self, step: int, names: Iterable[str]) -> None:
         """A backward pass has raised before its step was whole, after the gradients of these. Ranks must have sent the
         same of it: what one has not, another would take from the next step. So ranks compare it."""
-        before = f", and before that {_digest(self.past):x}" if self.past else ""
-        self.past = f"step {step} after {sorted(names)}{before}"
+        before = "" if self.past[RAISED] == "nothing" else f", and before that {_digest(self.past[RAISED]):x}"
+        self.past = {**self.past, RAISED: f"step {step} after {sorted(names)}{before}"}
+
+    def loaded(self, seed: int) -> None:
+        """A checkpoint has been loaded: exchanges are made again, on channels of their own, and draw by this seed. What
+        one rank sends on a new channel, another would wait for on the old one, so ranks compare it."""
+        self._loads += 1
+        self.past = {**self.past, LOADED: f"{self._loads}, the last one of seed {seed}"}
 
     def post(self) -> None:
         """Between two steps: be ready for what the others will tell."""
         self._port.post()
 
-    def compare(self, choice: Choice, past: str) -> None:
+    def compare(self, choice: Choice, past: Mapping[str, str]) -> None:
         """Wait for what the others have announced, as this rank has.
 
         Raises:
             ValueError: they are at another step, or mean something else; on every rank alike.
         """
-        means = {"error_feedback": choice.feedback, "way": choice.way, "what raised before": past or "nothing"}
+        means = {"error_feedback": choice.feedback, "way": choice.way, **past}
         self._compare("a training step", {"codec": str(choice.codec), "exchange": choice.exchange, **means})
 
     def scaling(self) -> Scaling | None:

@@ -73,7 +73,8 @@ class CompressState(State):
         process_group: used for the exchanges and nothing else. By default a Gloo group of the model's ranks is made,
             and dense buckets go in the model's own, as without a hook; for a model on GPUs whose own group is NCCL's,
             that one serves. What the host has to know goes in a Gloo group in any case. Several states may be given
-            one: over Gloo the first alone makes collectives in it, dense means of the others go by messages.
+            one: over Gloo the first alone makes collectives in it, dense means of the others go by messages; in the
+            model's own group, where DDP makes collectives meanwhile, all do.
         seed: of stochastic rounding.
 
     Raises:
@@ -215,17 +216,23 @@ class CompressState(State):
         """The backward pass has raised in a step that goes without the pipeline."""
         straight, self._straight = self._straight, None
         if straight is not None:
+            sums = len(straight.under_way)
             straight.drop()
+            if self._reducer is not None:
+                self._reducer.raised(self._step, sums)
 
     def _end_straight(self) -> None:
         """DDP is about to look at the means of a step that went without the pipeline."""
         try:
             if self._straight is not None:
                 self._straight.end()
-        except Exception:
+        except Exception as error:
             model = self._ddp()
             if model is not None:
                 model.reducer._reset_state()
+            if type(error) is RuntimeError:  # the backend's, which says little
+                text = "gradwire: a rank does not answer in a dense step; what it said last may say why"
+                raise RuntimeError(f"{text}. {error}") from error
             raise
 
     def _begin(self, reducer: Reducer) -> Step:

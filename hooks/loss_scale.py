@@ -7,7 +7,7 @@ has then not been delivered: `backward()` may run several times before one `scal
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -99,7 +99,7 @@ class LossScale:
 class Told(Protocol):
     """Where the other ranks say what their scalers have done."""
 
-    def compare(self, choice: Any, past: str) -> None: ...
+    def compare(self, choice: Any, past: Mapping[str, str]) -> None: ...
     def scaling(self) -> Scaling | None: ...
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -77,6 +77,9 @@ class Unit:
         self.plan: Plan | None = None
         self.clock: Clock | None = None
         self.exchange: Exchange
+        #: What has served before, until ranks are known to have replaced it alike: a rank that has not sends to it, and
+        #: a message for memory that is gone would stop those behind it, which say so.
+        self.replaced: Exchange | None = None
         self.operands: Operands
         #: What is kept of it, and as of which version of the feedback; None where nothing is, or that is not known.
         self.kept: Kept | None = None
@@ -117,6 +120,7 @@ class Unit:
         if self.plan != plan:
             numel, extra = layout_numel(self.layout), self.extra.numel()
             exchange = planner.make(plan, f"{self.index} {numel} {extra} {plan}", self.layout, extra, self.device)
+            self.replaced = getattr(self, "exchange", None)
             self.use(exchange, seed, planner.topology.all.rank)
             self.plan = plan
 
@@ -241,10 +245,10 @@ class Step:
 
     number: int
     choice: Choice
+    #: What ranks must have done alike before it began, as `Connection` has it.
+    past: Mapping[str, str]
     names: set[str] = field(default_factory=set)
     reduced: list[tuple[Unit, Tensor]] = field(default_factory=list)
-    #: What raised before, as `Connection` has it.
-    past: str = ""
     #: Sparse gradients reduced so far.
     rows: list[Rows] = field(default_factory=list)
     #: Units that wait for the norm of all gradients, and the norms of theirs.
@@ -311,7 +315,8 @@ class Reducer:
         self._dense_units: list[Unit] = []
         #: What has served the last steps without the pipeline, if they went so.
         self._straight: Straight | None = None
-        self._was_straight = False
+        #: Whether that was given up before its end, which other ranks may not have done.
+        self._left_early = False
         #: What the last step has counted, until the host learns of it: on a GPU a step later.
         self._counts: Counts | None = None
         #: Memory on the host for that.
@@ -326,7 +331,7 @@ class Reducer:
             number, choice: of the next step.
             until, device, seen: of `Straight`; the step in which ranks look whether all is well comes first.
         """
-        self._await_last()
+        self._await_last(number)
         group = self.connection.dense_group
         if number % LOOK_EVERY == 0 or self._all_dense is None or group is None:
             return None
@@ -339,21 +344,26 @@ class Reducer:
         self._straight = Straight(group, device, until, seen, self._statistics)
         return self._straight
 
+    def raised(self, number: int, sums: int) -> None:
+        """A backward pass has raised in a step that went straight, after so many sums: what one rank has not begun, the
+        others would make of the next step's. So that goes the usual way, in which ranks compare."""
+        self._all_dense = None
+        self.connection.raised(number, [f"bucket {place}" for place in range(sums)])
+
     def begin(self, number: int, choice: Choice) -> Step:
         """A step begins; `greet` must follow."""
-        self._await_last()
+        self._await_last(number)
         self._all_dense = None
-        past = self.connection.past
-        self._last = Step(number, self.tuner.follow(choice), past=past, began=time.perf_counter())
+        self._last = Step(number, self.tuner.follow(choice), self.connection.past, began=time.perf_counter())
         return self._last
 
-    def _await_last(self) -> None:
+    def _await_last(self, number: int) -> None:
         """What a step is depends on how the last one ended; outside of backward nobody has waited for that yet."""
         if self._ended is not self._last:
             self.connection.pipeline.idle()
         straight, self._straight = self._straight, None
         if straight is not None:
-            self._was_straight = True
+            self._left_early = number != straight.until
             self.tuner.went_straight(straight.steps, straight.spans)
 
     def greet(self, step: Step, unit: Unit | Rows, saves: int, scaling: Scaling | None, at_end: bool = False) -> None:
@@ -438,6 +448,7 @@ class Reducer:
     def forget(self, seed: int, units: Iterable[Unit | Rows]) -> None:
         """Residuals have been loaded: draws and decisions of all units begin again."""
         self.seed, self._clean, self._all_dense = seed, False, None
+        self.connection.loaded(seed)
         for unit in units:
             unit.forget()
 
@@ -445,10 +456,14 @@ class Reducer:
 
     def _greet(self, step: Step, unit: Unit | Rows, saves: int, scaling: Scaling | None) -> Stages:
         """Compare, while the first units may be under way already: what ranks mean differently has no tag in common."""
+        left_early, self._left_early = self._left_early, False
         try:
             if self._skips:
                 self._learn()
-            self._announce(step, saves, scaling)
+            # Ranks that go straight on tell nothing: if some of them still do, waiting for them must end.
+            patience = HANDSHAKE_TIMEOUT if left_early else None
+            changed = self.tuner.changed
+            self.connection.announce(step.number, step.choice, step.past, saves, changed, scaling, patience)
             if not self._tracker.follow(self.connection, step, scaling):
                 yield self.connection.announced
                 self.connection.compare(step.choice, step.past)
@@ -456,13 +471,9 @@ class Reducer:
                 # Measuring takes all ranks, which now are known to mean this codec.
                 self.connection.planner.learn(step.choice, max(1, min(unit.numel, self._numel)))
         except Exception as error:
+            if left_early and not isinstance(error, ValueError) and self.connection.dense_group is not None:
+                self.connection.dense_group.cut()  # or they would wait there for this rank
             raise self._failure(error, step, f"bucket {unit.index}", step.choice.exchange) from error
-
-    def _announce(self, step: Step, saves: int, scaling: Scaling | None) -> None:
-        # Ranks that go straight on tell nothing: if some of them still do, waiting for them must end.
-        patience, self._was_straight = HANDSHAKE_TIMEOUT if self._was_straight else None, False
-        changed = self.tuner.changed
-        self.connection.announce(step.number, step.choice, step.past, saves, changed, scaling, patience)
 
     def _reduce(self, step: Step, unit: Unit, buffer: Tensor) -> Stages:
         """One unit's way to its mean."""
@@ -539,6 +550,8 @@ class Reducer:
             else:
                 self._learn()
             self._statistics.steps += 1
+            for unit in units:
+                unit.replaced = None
             self.connection.post()
             span, served = time.perf_counter() - step.began, partial(self._served, step)
             if self.tuner.ended(span, served, self.connection.drifted):

@@ -121,7 +121,7 @@ class State:
 
     @property
     def deciding(self) -> bool:
-        """Whether "auto" still tries which is faster, to compress or not: over Gloo it does for some twenty steps."""
+        """Whether "auto" still tries which is faster, to compress or not: over Gloo it does for dozens of steps."""
         self._flush()
         return self._reducer is not None and self._reducer.tuner.deciding
 

@@ -234,6 +234,63 @@ def test_a_pass_that_raises_leaves_no_sum_under_way(ranks: Ranks) -> None:
         assert error < 1e-5
 
 
+def raised_elsewhere(rank: int, other: int | None) -> tuple[str, float]:
+    """A backward pass raises after other sums on rank 1 than on rank 0, where it may not raise at all."""
+    model = perceptron()
+    ddp, _ = wrap(model, OneBit(), exchange="dense", ddp={"bucket_cap_mb": 0.005})
+    train(rank, ddp, range(4))
+
+    def fail(grad: torch.Tensor) -> None:
+        raise ValueError("in backward")
+
+    parameters, start = list(model.parameters()), time.monotonic()
+    short = patch("gradwire.hooks.straight.RAISED_TIMEOUT", timedelta(seconds=0.2))
+    with short, patch.object(reducer, "HANDSHAKE_TIMEOUT", timedelta(seconds=1)):
+        place = 0 if rank else other
+        if place is not None:
+            handle = parameters[place].register_hook(fail)
+            with pytest.raises(ValueError, match="in backward"):
+                train(rank, ddp, range(4, 5))
+            handle.remove()
+            ddp.reducer._reset_state()
+        with pytest.raises(RuntimeError) as raised:
+            train(rank, ddp, range(5, 6))
+    return str(raised.value), time.monotonic() - start
+
+
+@pytest.mark.parametrize("other", [2, None])
+def test_ranks_that_have_not_raised_alike_hear_of_it(other: int | None) -> None:
+    pool = Pool(2, timedelta(seconds=20))
+    try:
+        results = pool.run(raised_elsewhere, other, within=40)
+    finally:
+        pool.close()
+    for text, seconds in results:
+        assert seconds < 15
+        if other is None:
+            assert "what it said last may say why" in text
+        else:
+            assert "ranks disagree on what raised before: rank 0 has step 4 after ['bucket 0']" in text
+
+
+def later(rank: int) -> str:
+    """Rank 1 comes late, for its own reasons, to the step in which ranks look whether all is well, and to the first one
+    after warm-up."""
+    ddp, state = wrap(perceptron(), OneBit(), exchange="gather", warmup_steps=6)
+    with patch.object(reducer, "LOOK_EVERY", 4), patch.object(reducer, "HANDSHAKE_TIMEOUT", timedelta(seconds=0.2)):
+        for step in range(8):
+            if rank and step in (4, 6):
+                time.sleep(0.6)
+            train(rank, ddp, range(step, step + 1))
+    state.close()
+    return digest(ddp.module.parameters())
+
+
+def test_a_rank_may_come_late_to_the_step_in_which_ranks_look(ranks: Ranks) -> None:
+    first, second = ranks(2).run(later)
+    assert first == second
+
+
 def there_and_back(rank: int) -> Any:
     """Compressed, dense, compressed, dense: all that was held back arrives."""
 

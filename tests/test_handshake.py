@@ -6,6 +6,7 @@ import gc
 import math
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from gradwire.hooks.comm.group import DIRECT_RANKS, Group
 from gradwire.hooks.comm.handshake import compare
 from ranks import Pool
 from torch import Tensor
-from training import Ledger, batch, perceptron, train, wrap
+from training import Ledger, batch, digest, perceptron, train, wrap
 
 Ranks = Callable[[int], Pool]
 SOON = timedelta(seconds=20)
@@ -422,8 +423,8 @@ def dense_beside_each_other(rank: int, scales: bool) -> tuple[float, list[tuple[
     known = []
     for (_, state), connection in zip(pairs, connections, strict=True):
         choice = state._options.choice(4)
-        connection.announce(4, choice, "", 0, rank == 0, None)
-        connection.compare(choice, "")
+        connection.announce(4, choice, connection.past, 0, rank == 0, None)
+        connection.compare(choice, connection.past)
         known.append((connection.group.shared, connection.dense_group is not None, connection.drifted))
         state.close()
     return error, known
@@ -434,6 +435,35 @@ def test_states_that_share_a_group_begin_no_collectives_beside_each_other(ranks:
     for error, known in ranks(2).run(dense_beside_each_other, scales):
         assert error < 1e-5
         assert known == [(False, not scales, True), (True, False, False)]
+
+
+def in_the_models_own(rank: int) -> str:
+    """DDP counts in its group who uses what while means of gradients are under way, which takes a while on rank 1."""
+    model = perceptron()
+    options: dict[str, Any] = {"grad_scaler": torch.amp.GradScaler("cpu", init_scale=1.0), "exchange": "dense"}
+    ddp, state = wrap(model, OneBit(), **options, process_group=dist.group.WORLD, ddp={"find_unused_parameters": True})
+    mean = Group.mean
+
+    def late(group: Group, tensor: Tensor) -> Any:
+        time.sleep(0.02 * rank)
+        return mean(group, tensor)
+
+    with patch.object(Group, "mean", late):
+        for step in range(4):
+            loss = ddp(batch(rank, step, model)).square().mean()
+            wanted = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+            ddp.zero_grad()
+            loss.backward()
+            for parameter, grad in zip(model.parameters(), wanted, strict=True):
+                dist.all_reduce(grad)
+                torch.testing.assert_close(parameter.grad, grad / 2)
+    state.close()
+    return digest(p.grad for p in model.parameters())
+
+
+def test_the_models_own_group_may_be_given(ranks: Ranks) -> None:
+    first, second = ranks(2).run(in_the_models_own, within=40)
+    assert first == second
 
 
 def given_here(rank: int) -> str:

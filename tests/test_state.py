@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import time
@@ -186,21 +187,25 @@ def test_ranks_that_disagree_all_say_so(ranks: Ranks, case: str, words: tuple[st
             assert word in text
 
 
-def diverging_schedule(rank: int, codec: Codec) -> tuple[str, list[str]]:
+def diverging_schedule(rank: int, codec: Codec, exchange: str) -> tuple[str, list[str]]:
     """The ranks' schedules part at step 4, where the wires have other sizes, or one rank's are dense."""
-    ddp, state = wrap(perceptron(), lambda step: codec if step < 4 or rank == 0 else OneBit())
+    ddp, state = wrap(perceptron(), lambda step: codec if step < 4 or rank == 0 else OneBit(), exchange=exchange)
     train(rank, ddp, range(4))
+    # What has been replaced goes before what is sent to it arrives.
+    next(ddp.parameters()).register_hook(lambda grad: [None, gc.collect()][0])
     first = message(lambda: train(rank, ddp, range(4, 5)))
     again = message(lambda: train(rank, ddp, range(5, 6)))
     residuals = residuals_of(state.state_dict())
     return first, [again, str(all(bool(t.isfinite().all()) for t in residuals.values()))]
 
 
-@pytest.mark.parametrize("codec", [TopK(0.5), Identity()], ids=str)
-def test_schedules_that_part_stop_every_rank_and_name_both_sides(codec: Codec) -> None:
+@pytest.mark.parametrize(
+    ("codec", "exchange"), [(TopK(0.5), "auto"), (Identity(), "auto"), (OneBit(block=256), "two_pass")], ids=str
+)
+def test_schedules_that_part_stop_every_rank_and_name_both_sides(codec: Codec, exchange: str) -> None:
     pool = Pool(2)
     try:
-        for first, (again, finite) in pool.run(diverging_schedule, codec):
+        for first, (again, finite) in pool.run(diverging_schedule, codec, exchange, within=20):
             assert f"ranks disagree on codec: rank 0 has {codec}, rank 1 has OneBit" in first
             assert "stopped after an earlier error" in again
             assert finite == "True"
@@ -519,7 +524,12 @@ def only_here(rank: int, case: str) -> tuple[str, float]:
         train(rank, ddp, range(2))
         if case == "loaded" and rank == 0:
             state.load_state_dict({**state.state_dict(), "step": 1})
-        if case == "step" and rank:
+        if case.startswith("loaded again"):
+            saved = state.state_dict()
+            if rank == 0 or "seed" in case:
+                state.load_state_dict({**saved, "seed": rank})
+            text = message(lambda: train(rank, ddp, range(2, 3)))
+        elif case == "step" and rank:
             text = message(lambda: train(rank, ddp, range(2, 3)))
         elif case == "absent" and rank:
             text = "absent"
@@ -535,6 +545,8 @@ def only_here(rank: int, case: str) -> tuple[str, float]:
         ("group", ("process_group has the ranks [0], not those of the model's group, [0, 1]",)),
         ("hook", ("rank 1", "register_comm_hook(state, compress_hook) on every rank")),
         ("loaded", ("ranks disagree on step: rank 0 has 1, rank 1 has 2",)),
+        ("loaded again", ("ranks disagree on how many checkpoints were loaded: rank 0 has 1", "rank 1 has none")),
+        ("loaded again, another seed", ("rank 0 has 1, the last one of seed 0, rank 1 has 1, the last one of seed 1",)),
         ("step", ("rank 0 has consolidated_state_dict(), rank 1 has a training step",)),
         ("absent", ("not every rank called consolidated_state_dict()",)),
     ],

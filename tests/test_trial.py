@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
 import torch
-from gradwire import CompressState, OneBit, compress_hook
+from gradwire import Codec, CompressState, OneBit, TopK, compress_hook
 from gradwire.hooks.auto import cost, drift, probe, trial
 from gradwire.hooks.auto.drift import WINDOW, Drift
-from gradwire.hooks.auto.planner import HALF_PRECISION
+from gradwire.hooks.auto.planner import HALF_PRECISION, Choice, Planner
 from gradwire.hooks.auto.trial import (
     COMPRESSED,
     FALLBACK,
@@ -27,6 +28,7 @@ from gradwire.hooks.auto.trial import (
     Trial,
     typical,
 )
+from gradwire.hooks.auto.tuner import Tuner
 from gradwire.hooks.connection import Connection
 from gradwire.hooks.exchanges import Dense, Gather
 from gradwire.hooks.straight import Straight
@@ -289,6 +291,24 @@ def test_a_network_that_has_changed_is_tried_again(ranks: Ranks, slow_on: int) -
     assert all(decision.startswith("gather of OneBit") for decision in before)
     assert all(decision.startswith("dense of OneBit") for decision in after)
     assert error < 1e-5
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [lambda step: TopK(0.1 * 0.999**step), lambda step: [TopK(0.1), OneBit()][step % 2]],
+    ids=["a little in every step", "to and fro"],
+)
+def test_a_codec_may_change_faster_than_a_trial_lasts(codec: Callable[[int], Codec]) -> None:
+    rivals = SimpleNamespace(undecided=lambda choice: True, rivals=lambda *_: (COMPRESSED, {FALLBACK: 0.0}))
+    tuner, ways = Tuner(cast(Planner, rivals), True, lambda numbers: numbers), []
+    for step in range(2 * MOST + 10):
+        choice = tuner.follow(Choice(codec(step), "auto", True))
+        assert choice.codec == codec(step)
+        ways.append(choice.way)
+        tuner.ended(0.1 if choice.way == FALLBACK else 1.0, list, False)
+    assert set(ways) == {PLANNED, FALLBACK}
+    assert set(ways[-10:]) == {FALLBACK}
+    assert not tuner.deciding
 
 
 def joined(rank: int) -> Any:

@@ -25,6 +25,9 @@ class Tuner:
         self._asked: Choice | None = None  # the step's choice, as the user wants it
         self._current: Choice  # and as a trial of it does
         self._trial: Trial | None = None
+        # Of all choices since the network was measured, those that are much alike being one: a schedule may come back
+        # to each, or change a little in every step.
+        self._trials: dict[Choice, Trial] = {}
         self._drift = Drift()
 
     @property
@@ -41,7 +44,8 @@ class Tuner:
         """What a step of this choice is, as a trial wants it."""
         if choice != self._asked:
             self._asked = self._current = choice
-            self._trial = Trial() if self._timed and self._planner.undecided(choice) else None
+            tried = self._timed and self._planner.undecided(choice)
+            self._trial = self._trials.setdefault(_alike(choice), Trial()) if tried else None
         if self._trial is not None and self._trial.way != self._current.way:
             self._current = replace(choice, way=self._trial.way)
         return self._current
@@ -86,12 +90,18 @@ class Tuner:
                 return False
             self._planner.recalibrate()
             self._trial = Trial()
+            self._trials = {_alike(asked): self._trial}
         self._drift.restart()
         return True
 
     def __str__(self) -> str:
         """What the last trial found, for people; nothing where there is none."""
         return "" if self._trial is None else str(self._trial)
+
+
+def _alike(choice: Choice) -> Choice:
+    """What stands for choices of which the same is to be expected."""
+    return replace(choice, codec=choice.codec.timed_as)
 
 
 def _nobody() -> tuple[str, dict[str, float]]:
