@@ -170,3 +170,38 @@ def loaded_here_only(rank: int) -> None:
 
 def test_one_rank_may_load_a_checkpoint(ranks: Ranks) -> None:
     ranks(3).run(loaded_here_only, within=20.0)
+
+
+def in_several_sets(rank: int) -> dict[str, float]:
+    """Every rank has two optimizers, and no two ranks the same two; rank 2 joins while rank 0 goes on with the one that
+    they share. What is missing of the gradients, relative."""
+    hvd.init()
+    compression = hvd.Compression.codec(OneBit(), error_feedback=True, exchange="two_pass")
+    sets = {pair: hvd.add_process_set(pair) for pair in ((0, 1), (0, 2), (1, 2))}
+    made: dict[tuple[int, int], tuple[Tensor, Any]] = {}
+    for pair, members in sets.items():
+        if rank in pair:
+            p = nn.Parameter(torch.zeros(NUMEL))
+            base = torch.optim.SGD([p], lr=0.1)
+            made[pair] = p, hvd.DistributedOptimizer(base, [("p", p)], compression, process_set=members)
+    wholes = {pair: applied(*made[pair], rank + sum(pair), range(3)) for pair in made}
+    if rank == 0:
+        wholes[0, 2] += applied(*made[0, 2], rank + 2, range(3, 9))
+    hvd.join()
+    missing = {}
+    for pair, (_, optimizer) in made.items():
+        left = optimizer.state_dict()["gradwire"]["residuals"]["p"].double()
+        expected = torch.zeros(NUMEL, dtype=torch.float64)
+        for step in range(9 if rank == 0 and pair == (0, 2) else 3):
+            expected += gradient(rank + sum(pair), step)
+        difference = hvd.allreduce(expected - left, process_set=sets[pair])
+        whole = hvd.broadcast(wholes[pair], pair[0], process_set=sets[pair])
+        missing[str(pair)] = float((whole - difference).norm() / difference.norm())
+    for members in sets.values():
+        hvd.remove_process_set(members)
+    return missing
+
+
+def test_a_rank_that_joins_stands_in_with_the_optimizer_of_the_process_set(ranks: Ranks) -> None:
+    for missing in ranks(3).run(in_several_sets):
+        assert max(missing.values()) < 1e-5, missing

@@ -163,7 +163,7 @@ class Engine:
             HorovodInternalError: the engine has stopped.
         """
         if isinstance(operation, CompressedReduce):
-            operation.label = self.states.label(operation.state)
+            operation.label = self.states.label(operation.state, operation.set_id)
         if operation.device.type == "cuda":
             self.device = operation.device
         pending = Pending(operation)

@@ -385,7 +385,7 @@ def stand_in(reference: Request, states: States, device: torch.device) -> Operat
     scales = (OP_NAMES.index(same["op"]), same["prescale factor"], same["postscale factor"])
     if kind == "exchange":
         own = reference["own"]
-        state = states.find(same["compression"], own["label"])
+        state = states.find(same["compression"], reference["set"], own["label"])
         state.follow_outcomes(own["outcomes"])
         state.follow_scale(own["scale"])
         return CompressedReduce(*place, tensors, *scales, state=state, names=own["names"], keep=own["keep"])

@@ -71,7 +71,7 @@ class GradientReducer:
         self.options = options
         self.names = {p: name for name, p in named}
         codec = codec_of(options.compression)
-        self.state = None if codec is None else state_of_optimizer(codec)
+        self.state = None if codec is None else state_of_optimizer(codec, options.process_set)
         self.loss_scale = LossScale(None)
         #: Whether backward has been here since the last synchronization, and whether that was the last thing.
         self.started = self.synchronized = False

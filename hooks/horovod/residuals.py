@@ -9,7 +9,7 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from ..comm.pipeline import drive
 from ..exchanges import EXCHANGES
 from ..reducer import Unit
 from .collectives import Channel
+
+if TYPE_CHECKING:
+    from .process_sets import ProcessSet
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,8 @@ class CompressionState:
         self.outcomes = [0, 0]
         #: Whether the residuals are the mean over all ranks, just loaded.
         self.consolidated = False
+        #: The process set of the optimizer that made it.
+        self.process_set: ProcessSet | None = None
 
     def check_shapes(self, name: str, shapes: Sequence[Sequence[int]]) -> None:
         """Raises ValueError if tensors whose first is called `name` have had other shapes, in which residuals are."""
@@ -221,21 +226,29 @@ _of_optimizers: weakref.WeakValueDictionary[int, CompressionState] = weakref.Wea
 _made = itertools.count()
 
 
-def state_of_optimizer(compression: CodecCompression) -> CompressionState:
+def state_of_optimizer(compression: CodecCompression, process_set: ProcessSet) -> CompressionState:
     """A new state for an optimizer."""
     state = _of_optimizers[next(_made)] = CompressionState(compression)
+    state.process_set = process_set
     return state
 
 
-def _made_by_optimizers(key: str) -> list[CompressionState]:
-    """Those alive of the compression whose text is `key`, in their order."""
-    return [state for _, state in sorted(_of_optimizers.items()) if repr(state.compression) == key]
+def _made_by_optimizers(key: str, set_id: int) -> list[CompressionState]:
+    """Those alive of the compression whose text is `key` and of this process set, in their order."""
+    return [
+        state
+        for _, state in sorted(_of_optimizers.items())
+        if repr(state.compression) == key
+        and state.process_set is not None
+        and state.process_set.process_set_id == set_id
+    ]
 
 
 class States:
     """The states of one engine, under labels that are equal on all ranks: that of the operations that are compressed by
-    name, and those of optimizers, numbered in the order of their first use. A rank that has joined finds by them what
-    stands in for the gradients that it has no more: zeros, and its residuals, which others may depend on.
+    name, and those of optimizers, numbered in each process set in the order of their first use. A rank that has joined
+    finds by them what stands in for the gradients that it has no more: zeros, and its residuals, which others may
+    depend on.
     """
 
     #: Optimizers whose state is kept although nobody else does: until it joins, a script may have dropped them.
@@ -244,9 +257,11 @@ class States:
     def __init__(self) -> None:
         self._compressions: dict[str, CodecCompression] = {}
         self._by_name: dict[str, CompressionState] = {}
-        self._used: weakref.WeakValueDictionary[tuple[str, int], CompressionState] = weakref.WeakValueDictionary()
-        self._labels: weakref.WeakKeyDictionary[CompressionState, int] = weakref.WeakKeyDictionary()
-        self._counts: Counter[str] = Counter()
+        # By text, process set and number.
+        self._used: weakref.WeakValueDictionary[tuple[str, int, int], CompressionState] = weakref.WeakValueDictionary()
+        #: Process set and number.
+        self._labels: weakref.WeakKeyDictionary[CompressionState, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self._counts: Counter[tuple[str, int]] = Counter()
         self._recent: deque[CompressionState] = deque(maxlen=self.KEPT)
 
     def __iter__(self) -> Iterator[CompressionState]:
@@ -258,27 +273,29 @@ class States:
         self._compressions[key] = compression
         return self._by_name.setdefault(key, CompressionState(compression))
 
-    def label(self, state: CompressionState) -> int | None:
-        """The optimizer's number; None: it is used by name."""
+    def label(self, state: CompressionState, set_id: int) -> int | None:
+        """The optimizer's number in this process set; None: it is used by name."""
         key = repr(state.compression)
         if self._by_name.get(key) is state:
             return None
         self._compressions[key] = state.compression
-        number = self._labels.get(state)
-        if number is None:
-            number = self._counts[key]
-            self._use(key, number, state)
+        known, number = self._labels.get(state, (None, 0))
+        if known != set_id:
+            number = self._counts[key, set_id]
+            self._use(key, set_id, number, state)
         if state not in self._recent:
             self._recent.append(state)
         return number
 
-    def find(self, key: str, label: int | None) -> CompressionState:
-        """What other ranks call by this label, of the compression whose text is `key`.
+    def find(self, key: str, set_id: int, label: int | None) -> CompressionState:
+        """What other ranks of a process set call by this label, of the compression whose text is `key`.
 
         Raises:
             RuntimeError: this rank knows of no such compression.
         """
-        compression = self._compressions.get(key) or next((s.compression for s in _made_by_optimizers(key)), None)
+        compression = self._compressions.get(key) or next(
+            (s.compression for s in _made_by_optimizers(key, set_id)), None
+        )
         if compression is None:
             raise RuntimeError(
                 f"other ranks go on with {key}, which this rank did not know before it joined: make the "
@@ -286,14 +303,14 @@ class States:
             )
         if label is None:
             return self.by_name(compression)
-        state = self._used.get((key, label))
+        state = self._used.get((key, set_id, label))
         if state is None:
             # The state of an optimizer that is gone must not be taken for the one that the others have used first: its
             # residuals would be sent. Many are in a cycle of references, with a scheduler for instance, until this.
             gc.collect()
-            unused = [s for s in _made_by_optimizers(key) if s not in self._labels]
+            unused = [s for s in _made_by_optimizers(key, set_id) if s not in self._labels]
             state = unused[0] if unused else CompressionState(compression)
-            self._use(key, label, state)
+            self._use(key, set_id, label, state)
             self._recent.append(state)
         return state
 
@@ -304,22 +321,22 @@ class States:
             state.disconnect()
         self._recent.clear()
 
-    def outcomes(self) -> list[tuple[str, int, list[int]]]:
+    def outcomes(self) -> list[tuple[str, int, int, list[int]]]:
         """What has become of the optimizers' steps, by their labels."""
-        return [(key, number, list(state.outcomes)) for (key, number), state in sorted(self._used.items())]
+        return [(*label, list(state.outcomes)) for label, state in sorted(self._used.items(), key=lambda item: item[0])]
 
-    def follow_outcomes(self, told: Iterable[tuple[str, int, list[int]]]) -> None:
+    def follow_outcomes(self, told: Iterable[tuple[str, int, int, list[int]]]) -> None:
         """As `outcomes` was on the rank that has made the most steps."""
-        for key, number, outcomes in told:
-            state = self._used.get((key, number))
+        for key, set_id, number, outcomes in told:
+            state = self._used.get((key, set_id, number))
             if state is not None:
                 state.follow_outcomes(outcomes)
 
-    def _use(self, key: str, number: int, state: CompressionState) -> None:
-        self._used[key, number] = state
-        self._labels[state] = number
+    def _use(self, key: str, set_id: int, number: int, state: CompressionState) -> None:
+        self._used[key, set_id, number] = state
+        self._labels[state] = set_id, number
         state.outcomes = [0, 0]
-        self._counts[key] = max(self._counts[key], number + 1)
+        self._counts[key, set_id] = max(self._counts[key, set_id], number + 1)
 
 
 def check_residuals(residuals: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
