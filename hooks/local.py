@@ -24,7 +24,7 @@ from .local_options import LocalExchange, LocalOptions
 from .options import Exclude, check_dtypes, check_whole, excluded_names
 from .outer import TOGETHER, GlobalParameters, Outer, UnderWay, check_saved, fragments_of, together
 from .reducer import Reducer
-from .replicas import named_trainable, start_alike, trainable
+from .replicas import check_writable, named_trainable, start_alike, trainable
 from .schedule import Rounds, Schedule
 from .statistics import Statistics
 
@@ -415,6 +415,7 @@ class LocalUpdates:
         self._options.check(dist.get_world_size(self._group))
         check_dtypes(self._parameters)
         check_whole(self._parameters, "LocalUpdates")
+        check_writable(self._model)
 
     def _description(self, model: nn.Module, bucket_cap_mb: float) -> dict[str, Any]:
         held = dict[str, Tensor](model.named_parameters()) | dict(model.named_buffers())

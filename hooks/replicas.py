@@ -49,12 +49,30 @@ def trainable(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, n
     return parameters
 
 
+def check_writable(model: nn.Module) -> None:
+    """Raises ValueError for what `start_alike` could not change in place."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        sizes = zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout == torch.strided else ()
+        if tensor.layout != torch.strided:
+            fault, remedy = f"has the layout {tensor.layout}", "to_dense()"
+        elif any(size > 1 and stride == 0 for size, stride in sizes):
+            fault, remedy = "has elements that lie at one address", "clone()"
+        elif tensor.is_inference():
+            fault, remedy = "was made in inference mode", "clone() outside of it"
+        else:
+            continue
+        raise ValueError(
+            f"{name!r} {fault}, so it cannot be given the first rank's values: let the model have its {remedy}, or "
+            "keep it as an attribute that is no buffer"
+        )
+
+
 @torch.no_grad()
 def start_alike(group: Group, device: torch.device, tensors: Iterable[Tensor]) -> None:
     """Let every rank have what the first one has: as bytes, so that nothing is rounded."""
     for tensor in tensors if group.size > 1 else ():
         if tensor.numel():
-            own = tensor.detach().contiguous().view(-1).view(torch.uint8).to(device)
+            own = tensor.detach().resolve_conj().contiguous().view(-1).view(torch.uint8).to(device)
             sent = own.clone() if group.rank == 0 else torch.zeros_like(own)
             group.all_reduce(sent).wait()
             tensor.copy_(sent.view(tensor.dtype).view(tensor.shape))

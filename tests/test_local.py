@@ -826,6 +826,19 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(ranks: Ra
 # -- wrong use --------------------------------------------------------------------------------------------------------
 
 
+def inferred() -> Tensor:
+    with torch.inference_mode():
+        return torch.ones(3, 3)
+
+
+BUFFERS: dict[str, Callable[[], Tensor]] = {
+    "sound": lambda: torch.ones(3, 3),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "expanded": lambda: torch.ones(1, 3).expand(3, 3),
+    "inferred": inferred,
+}
+
+
 def refused(rank: int, options: dict[str, Any], culprit: int | None) -> str:
     """What is raised where a rank, or all of them, pass these."""
     mine = options if culprit in (None, rank) else {}
@@ -839,7 +852,9 @@ def refused(rank: int, options: dict[str, Any], culprit: int | None) -> str:
         model.get_submodule("2").double()
     if mine.get("parameters") == "other":
         model.register_buffer("more", torch.zeros(3 + rank))
-    rest = {key: value for key, value in mine.items() if key not in ("model", "optimizer", "parameters")}
+    if options.get("buffer"):
+        model.register_buffer("adjacent", BUFFERS[mine.get("buffer", "sound")]())
+    rest = {key: value for key, value in mine.items() if key not in ("model", "optimizer", "parameters", "buffer")}
     with pytest.raises((ValueError, TypeError)) as raised:
         LocalUpdates(model, optimizer, rest.pop("codec", TopK(0.1)), **{"every": 4, **rest})
     return str(raised.value)
@@ -868,6 +883,9 @@ def refused(rank: int, options: dict[str, Any], culprit: int | None) -> str:
         ({"optimizer": "another's"}, "1 parameters that are not the model's, the first of shape (7,)"),
         ({"parameters": "frozen"}, "no parameters that require gradients"),
         ({"parameters": "double"}, "is torch.float64: gradwire compresses"),
+        ({"buffer": "sparse"}, "'adjacent' has the layout torch.sparse_coo, so it cannot be given the first rank's"),
+        ({"buffer": "expanded"}, "'adjacent' has elements that lie at one address"),
+        ({"buffer": "inferred"}, "'adjacent' was made in inference mode"),
     ],
     ids=str,
 )
@@ -884,6 +902,7 @@ def test_wrong_use_is_refused(ranks: Ranks, options: dict[str, Any], text: str) 
         ({"every": 8}, "ranks disagree on schedule: rank 0 has Schedule(every=4"),
         ({"parameters": "other"}, "ranks disagree on what the model holds"),
         ({"codec": OneBit()}, "ranks disagree on codec"),
+        ({"buffer": "inferred"}, "rank 1: ValueError: 'adjacent' was made in inference mode"),
     ],
     ids=str,
 )
