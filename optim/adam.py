@@ -121,7 +121,8 @@ class OneBitAdam(ExchangingOptimizer):
     def _scratch(self, numel: int, device: torch.device) -> Tensor:
         """Memory that buckets share, one after the other."""
         if self._update is None or len(self._update) < numel:
-            self._update = torch.empty(max(bucket.unit.numel for bucket in self._buckets), device=device)
+            longest = max(bucket.unit.numel for bucket in self._buckets)
+            self._update = torch.empty(longest, dtype=torch.float32, device=device)
         return self._update[:numel]
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:

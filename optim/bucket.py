@@ -34,7 +34,7 @@ class Bucket:
         numel = sum(p.numel() for p in self.parameters)
         self.flat = {name: torch.zeros(numel, dtype=dtype, device=device) for name, dtype in state.items()}
         self.views = {name: self.parts(flat) for name, flat in self.flat.items()}
-        self.exchanged = torch.zeros(numel, device=device)
+        self.exchanged = torch.zeros(numel, dtype=torch.float32, device=device)
         self.exchanged_views = self.parts(self.exchanged)
         self.unit = Unit(index, list[Tensor](self.parameters), self._layout, frozenset(), self.exchanged)
 

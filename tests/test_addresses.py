@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -136,6 +137,35 @@ def probed(rank: int) -> float:
 
 def test_a_probe_does_not_depend_on_the_default_dtype(ranks: Callable[[int], Pool]) -> None:
     assert min(ranks(2).run(probed)) > 0
+
+
+#: What has the default dtype unless another is given.
+MAKERS = {"empty", "eye", "full", "linspace", "ones", "rand", "randn", "scalar_tensor", "zeros"}
+
+
+def made_by_default(source: str) -> list[str]:
+    """Calls that make a tensor of the default dtype, but for those of no element, and without memory."""
+    found = []
+    for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
+        text, words = ast.unparse(call), {word.arg for word in call.keywords}
+        makes = ast.unparse(call.func) in {f"torch.{name}" for name in MAKERS} or re.match(
+            r"torch\.tensor\(\d*\.", text
+        )
+        if makes and "dtype" not in words and not re.match(r"torch\.empty\(0\b|.*device='meta'\)$", text):
+            found.append(text)
+    return found
+
+
+def test_nothing_is_made_of_the_default_dtype() -> None:
+    root = Path(backends.__file__).parents[2]
+    folders = ("compress", "hooks", "optim")
+    sources = {path: path.read_text("utf-8") for folder in folders for path in (root / folder).rglob("*.py")}
+    assert len(sources) > 100
+    assert not {str(path): found for path, source in sources.items() if (found := made_by_default(source))}
+    assert made_by_default("torch.zeros(3); torch.empty(0); torch.tensor(1.0)") == [
+        "torch.zeros(3)",
+        "torch.tensor(1.0)",
+    ]
 
 
 def test_nothing_else_takes_an_address() -> None:

@@ -638,6 +638,32 @@ def poisoned(rank: int, make: str) -> str:
     return digest(made)
 
 
+def with_another_default(rank: int, name: str) -> list[str]:
+    """What parameters become where torch makes tensors of another dtype, as scripts that train in bfloat16 say."""
+    found, (make, options) = [], MAKERS[name]
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        made = parameters()
+        gradients = [[p.grad for p in made] for _ in walk(rank, made, range(5))]
+        torch.set_default_dtype(dtype)
+        try:
+            optimizer = make(made, **options)
+            for grads in gradients:
+                for p, grad in zip(made, grads, strict=True):
+                    p.grad = grad
+                optimizer.step()
+            optimizer.close()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        found.append(digest(made))
+    return found
+
+
+@pytest.mark.parametrize("name", ["onebit", "mean"])
+def test_the_default_dtype_does_not_matter(ranks: Ranks, name: str) -> None:
+    for found in ranks(3).run(with_another_default, name):
+        assert len(set(found)) == 1
+
+
 @pytest.mark.parametrize("make", ["adam", "lion"])
 def test_what_is_not_finite_stays_visible(ranks: Ranks, make: str) -> None:
     assert len(set(ranks(3).run(poisoned, make))) == 1

@@ -152,7 +152,7 @@ class VectorKernels:
 
     def prepare(self, device: torch.device) -> None:
         """Compile all of this for tensors on `device`, so that no later call has to."""
-        one, two, three = torch.zeros(3, 1, device=device)
+        one, two, three = torch.zeros(3, 1, dtype=torch.float32, device=device)
         self.all_finite(one)
         self.difference(one, two, three, False)
         self.descend(one, two, three, False)

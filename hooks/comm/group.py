@@ -386,7 +386,7 @@ class Group:
         for peer in range(self.size if known else 0):
             if peer != self.rank:
                 with contextlib.suppress(RuntimeError):
-                    gloo.recv([torch.zeros(1)], peer, NEVER_SENT).wait(timedelta(milliseconds=1))
+                    gloo.recv([torch.zeros(1, dtype=torch.uint8)], peer, NEVER_SENT).wait(timedelta(milliseconds=1))
 
     def all_reduce(self, tensor: Tensor) -> dist.Work:
         """Start: `tensor` = sum over the ranks, in the backend's order."""

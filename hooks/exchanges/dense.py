@@ -72,7 +72,8 @@ class Dense(Exchange):
     def _room(self) -> Tensor:
         """For a sum by messages."""
         if self.pieces is None:
-            self.pieces = torch.zeros(self.numel + self.extra + self.world_size, device=self.device)
+            size = self.numel + self.extra + self.world_size
+            self.pieces = torch.zeros(size, dtype=torch.float32, device=self.device)
         return self.pieces
 
     def counts(self) -> list[Tensor]:

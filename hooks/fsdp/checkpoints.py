@@ -33,7 +33,9 @@ def means(connection: Connection, vectors: Vectors, groups: Iterable[Shards], ke
     """
     shards_of = {name: shards for shards in groups for name in shards.parameters}
     padded = {  # what `checkpoint.means` makes zeros like
-        name: torch.empty((), device=shards.group.device).expand(shards.parameters[name].padded_sharded_param_size)
+        name: torch.empty((), dtype=torch.float32, device=shards.group.device).expand(
+            shards.parameters[name].padded_sharded_param_size
+        )
         for name, shards in shards_of.items()
     }
     found: Vectors = {}
@@ -42,10 +44,11 @@ def means(connection: Connection, vectors: Vectors, groups: Iterable[Shards], ke
         for name in padded:
             if name in keeps:
                 shards = shards_of[name]
-                shape, device = shards.parameters[name].sharded_size, shards.group.device
-                part = (
-                    shards.local(name, kept[name]).contiguous() if name in kept else torch.zeros(shape, device=device)
-                )
+                if name in kept:
+                    part = shards.local(name, kept[name]).contiguous()
+                else:
+                    size = shards.parameters[name].sharded_size
+                    part = torch.zeros(size, dtype=torch.float32, device=shards.group.device)
                 found[vector][name] = as_sharded(part, shards.parameters[name].sharded_param)
     return found
 

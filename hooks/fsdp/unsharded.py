@@ -154,7 +154,7 @@ class Unsharded:
             kept: here, [P, *shard]; None: nothing.
         """
         device, shape = self.shards.group.device, tuple(self.shards.parameters[name].padded_sharded_param_size)
-        rows = torch.zeros(self.ranks, *shape, device=device) if kept is None else kept.to(device)
+        rows = torch.zeros(self.ranks, *shape, dtype=torch.float32, device=device) if kept is None else kept.to(device)
         arrived = torch.zeros_like(rows)
         self.group.all_to_all(arrived, rows).wait()
         return arrived.sum(0).mul_(self.contribution)

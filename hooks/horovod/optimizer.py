@@ -372,7 +372,7 @@ class _Distributed(torch.optim.Optimizer):
             devices = {name: p.device for name, p in _named(self)}
             for name, shape in sorted(every.items()):
                 if name not in residuals:
-                    residuals[name] = torch.zeros(shape, device=devices.get(name))
+                    residuals[name] = torch.zeros(shape, dtype=torch.float32, device=devices.get(name))
                 key = key_of("residual", name, process_set)
                 operation = allreduce_operation(key, [residuals[name]], Average, 1.0, 1.0)
                 residuals[name] = world().engine.submit(operation).wait()[0]
