@@ -94,7 +94,7 @@ class LayoutMemory(Kept):
         if self.keeps:
             empty = ~self.held[RESIDUAL].any()
             if empty.is_cuda:
-                known = torch.empty((), dtype=torch.bool, pin_memory=True)
+                known = torch.empty((), dtype=torch.bool, pin_memory=True, device="cpu")
                 known.copy_(empty, non_blocking=True)
                 self._emptied = known, torch.cuda.current_stream(empty.device).record_event()
             else:

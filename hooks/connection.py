@@ -118,7 +118,8 @@ class Connection:
 
     def _words_from(self, control: Group) -> None:
         """Where ranks tell each other what comes next, and the memory for it."""
-        self._mine, self._all = torch.zeros(6, dtype=torch.int64), torch.zeros(control.size, 6, dtype=torch.int64)
+        self._mine = torch.zeros(6, dtype=torch.int64, device="cpu")
+        self._all = torch.zeros(control.size, 6, dtype=torch.int64, device="cpu")
         self._said = self._mine.numpy()  # the same memory: writing there takes less than a tensor to copy from
         self._words = control.channel("steps")
         self._port = self._words.small_gather_port(self._all, self._mine)

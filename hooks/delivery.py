@@ -90,7 +90,7 @@ class Delivery:
         for layout, slot, mean, _ in self._returned(step):
             if names is None or slot.name in names:
                 self._feedback.give_back(layout, slot, mean)
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
 
     def _keep_unused(self, step: Step, names: set[str]) -> Tensor:
         for layout, slot, mean, buffer in self._returned(step):
@@ -101,7 +101,7 @@ class Delivery:
                     if grad is not None and step.factor is not None:
                         grad = grad * step.factor
                     self._feedback.give_back(layout, slot, mean, grad)
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
 
     def _returned(self, step: Step) -> Iterator[tuple[Layout, Slot, Tensor, Tensor]]:
         """Each parameter of which something is kept: its layout, its place there, the flat mean in that layout, and

@@ -90,7 +90,7 @@ class Unit:
         self.counting: Reading | None = None
         self.device = like.device
         #: The result of what has none.
-        self.nothing = torch.empty(0)
+        self.nothing = torch.empty(0, device="cpu")
         #: Whether the last mean was not finite, as DDP gets it, so alike on all ranks; where that is asked for.
         self.overflow: Tensor | None = None
 
@@ -221,7 +221,7 @@ class Counts:
         overflows = [unit.overflow.long() for unit in units if unit.overflow is not None]
         if overflows:
             rows.append(torch.stack(overflows).sum().expand(2))
-        numbers = torch.stack(rows) if rows else torch.zeros(0, 2, dtype=torch.int64)
+        numbers = torch.stack(rows) if rows else torch.zeros(0, 2, dtype=torch.int64, device="cpu")
         finite = all(gradient.finite for gradient in step.rows)
         seen = [(unit.seen, len(found)) for unit, found in zip(units, counts, strict=True)]
         return cls(step, finite, seen, Reading(numbers, memory))

@@ -64,7 +64,7 @@ class Rows:
         self.clock: Clock | None = None
         self.finite, self.algorithm = True, ""
         #: The result of what has none.
-        self.nothing = torch.empty(0)
+        self.nothing = torch.empty(0, device="cpu")
 
     def serves(self, parameters: list[Tensor], like: Tensor) -> bool:
         """Whether DDP's bucket of these parameters still is this one."""

@@ -131,7 +131,8 @@ def nobody(step: int, ranks: int, majority: bool) -> float:
     """The outcome where no rank has an opinion: what the odd one of an odd number of ranks votes, and its share."""
     if ranks % 2 == 0:
         return 0.0
-    return _odd_one(step, ranks) * (1.0 if majority else float(torch.tensor(1.0, dtype=torch.float32) / ranks))
+    share = torch.tensor(1.0, dtype=torch.float32, device="cpu") / ranks
+    return _odd_one(step, ranks) * (1.0 if majority else float(share))
 
 
 def _odd_one(step: int, ranks: int) -> float:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from gradwire import LocalUpdates, OneBit, TopK, sparse_all_reduce
 from gradwire.compress import CODECS, Codec, backends, new_draw
 from gradwire.compress.backends import entries_for, use_backend
 from gradwire.compress.backends.addresses import address, rows_at
@@ -18,9 +19,11 @@ from gradwire.compress.backends.sparse import EntryKernels, Pieces, whole_rows
 from gradwire.compress.entries import index_bytes
 from gradwire.hooks.auto import probe
 from gradwire.hooks.comm.group import Group
+from gradwire.optim import DistributedLion
 from ranks import Pool
 from strategies import VARIANTS
 from torch import Tensor
+from training import batch, digest, perceptron, wrap
 
 K = 8
 REFUSED = r"without gaps|have gaps"
@@ -139,33 +142,69 @@ def test_a_probe_does_not_depend_on_the_default_dtype(ranks: Callable[[int], Poo
     assert min(ranks(2).run(probed)) > 0
 
 
-#: What has the default dtype unless another is given.
-MAKERS = {"empty", "eye", "full", "linspace", "ones", "rand", "randn", "scalar_tensor", "zeros"}
+#: What is on the default device unless another is given, and of the default dtype but for those behind.
+MAKERS = {"empty", "eye", "full", "linspace", "ones", "rand", "randn", "scalar_tensor", "zeros", "arange", "tensor"}
+WITH_INTEGERS = ("torch.arange", "torch.tensor")
 
 
 def made_by_default(source: str) -> list[str]:
-    """Calls that make a tensor of the default dtype, but for those of no element, and without memory."""
+    """Calls that make a tensor of the default dtype, or on the default device."""
     found = []
     for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
-        text, words = ast.unparse(call), {word.arg for word in call.keywords}
-        makes = ast.unparse(call.func) in {f"torch.{name}" for name in MAKERS} or re.match(
-            r"torch\.tensor\(\d*\.", text
-        )
-        if makes and "dtype" not in words and not re.match(r"torch\.empty\(0\b|.*device='meta'\)$", text):
+        if not isinstance(call.func, ast.Attribute) or call.func.attr not in MAKERS:
+            continue
+        name, text, words = ast.unparse(call.func), ast.unparse(call), {word.arg for word in call.keywords}
+        if name != f"torch.{call.func.attr}":
+            continue
+        any_dtype = re.match(r"torch\.empty\(0\b|.*device='meta'\)$", text)
+        typed = "dtype" in words or any_dtype or (name in WITH_INTEGERS and not re.match(r"torch\.\w+\(\d*\.", text))
+        if not typed or "device" not in words:
             found.append(text)
     return found
 
 
-def test_nothing_is_made_of_the_default_dtype() -> None:
+def test_nothing_is_made_of_the_default_dtype_or_on_the_default_device() -> None:
     root = Path(backends.__file__).parents[2]
-    folders = ("compress", "hooks", "optim")
+    folders = ("compress", "hooks", "optim", "trainers")
     sources = {path: path.read_text("utf-8") for folder in folders for path in (root / folder).rglob("*.py")}
     assert len(sources) > 100
     assert not {str(path): found for path, source in sources.items() if (found := made_by_default(source))}
-    assert made_by_default("torch.zeros(3); torch.empty(0); torch.tensor(1.0)") == [
-        "torch.zeros(3)",
-        "torch.tensor(1.0)",
-    ]
+    bad = ["torch.zeros(3, device='cpu')", "torch.tensor(1.0, device='cpu')", "torch.empty(0)", "torch.tensor([n])"]
+    assert made_by_default("; ".join(bad)) == bad
+
+
+def by_default_elsewhere(rank: int, device: str | None) -> list[str]:
+    """What a state, periodic updates, an optimizer and a sparse sum give where torch makes tensors on this device."""
+    models = [perceptron() for _ in range(3)]
+    batches = [batch(rank, step, models[0]) for step in range(4)]
+    indices, values = torch.arange(0, 50, 3 + rank), torch.arange(0.0, 50.0, 3 + rank)
+    torch.set_default_device(device)
+    try:
+        ddp, state = wrap(models[0], TopK(0.1), exchange="split")
+        optimizer = torch.optim.SGD(models[1].parameters(), lr=0.1)
+        updates = LocalUpdates(models[1], optimizer, OneBit(), every=2, exchange="two_pass")
+        lion = DistributedLion(models[2].parameters())
+        for x in batches:
+            for model in (ddp, *models[1:]):
+                model(x).square().mean().backward()
+            optimizer.step()
+            updates.step()
+            lion.step()
+        found = [p.grad for p in models[0].parameters() if p.grad is not None]
+        found += [p.detach() for model in models[1:] for p in model.parameters()]
+        found += sparse_all_reduce(indices, values, 50, algorithm="split")
+        for each in (state, updates, lion):
+            each.load_state_dict(each.consolidated_state_dict())
+            each.close()
+    finally:
+        torch.set_default_device(None)
+    return [digest([x]) for x in found]
+
+
+def test_the_default_device_does_not_matter(ranks: Callable[[int], Pool]) -> None:
+    """ "meta" in the place of "cuda": where anything would read it, it raises, or the process ends."""
+    usual = ranks(2).run(by_default_elsewhere, None)
+    assert ranks(2).run(by_default_elsewhere, "meta") == usual
 
 
 def test_nothing_else_takes_an_address() -> None:

@@ -144,7 +144,7 @@ def parts_of(codec: Any, wire: Tensor, numel: int) -> list[Tensor]:
 
 def divide(total: Tensor, world_size: int, out: Tensor) -> None:
     """`out` = total · (1 / world_size), the reciprocal in float32, cast once. `total` may be `out`, and is used up."""
-    out.copy_(total.mul_(float(torch.tensor(1.0, dtype=torch.float32) / world_size)))
+    out.copy_(total.mul_(float(torch.tensor(1.0, dtype=torch.float32, device="cpu") / world_size)))
 
 
 class VectorKernels:

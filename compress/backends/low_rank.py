@@ -67,7 +67,7 @@ class Matrices:
         ]
         last = [numel, 0, 0, lefts[-1], rights[-1], lines[-1], strips[-1], tiles[-1]]
         # From pinned memory the host does not wait for the copy.
-        host = torch.tensor([*rows, last], dtype=torch.int64, pin_memory=device.type == "cuda")
+        host = torch.tensor([*rows, last], dtype=torch.int64, pin_memory=device.type == "cuda", device="cpu")
         table = torch.empty(host.shape, dtype=torch.int64, device=device).copy_(host, non_blocking=True)
         fields = wholes[-1], lefts[-1], rights[-1]
         return Matrices(rank, rows, table, *fields, lines[-1], strips[-1], tiles[-1], Workspace.on(device))

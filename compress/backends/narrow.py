@@ -25,9 +25,9 @@ from torch import Tensor
 BLOCK = 256
 #: The largest number that is kept: bfloat16's largest.
 MOST_BITS = 0x7F7F0000
-MOST = float(torch.tensor(MOST_BITS, dtype=torch.int32).view(torch.float32))
+MOST = float(torch.tensor(MOST_BITS, dtype=torch.int32, device="cpu").view(torch.float32))
 #: What one of the 127 codes on a side is of the largest: the float32 nearest to 1/127.
-SHARE = float(torch.tensor(1.0 / 127.0, dtype=torch.float32))
+SHARE = float(torch.tensor(1.0 / 127.0, dtype=torch.float32, device="cpu"))
 #: Of a step's 32 bits the lowest, which are zero.
 STEP_BITS = 0xFF
 LEAST_STEP = 2.0**-126
@@ -80,7 +80,7 @@ class Rooms:
             return torch.empty(numel, dtype=torch.float32, device=device)
         fitting = [room for room in self._free if len(room) >= numel]
         if not fitting:
-            return torch.empty(numel, dtype=torch.float32)
+            return torch.empty(numel, dtype=torch.float32, device="cpu")
         room = min(fitting, key=len)
         self._free = [other for other in self._free if other is not room]
         return room[:numel]

@@ -314,7 +314,7 @@ class Entries(EntryKernels):
         if residual is not None:
             assert indices is not None
             used = k if count is None else int(count)
-            decoded = torch.zeros(1, k, dtype=torch.float32)
+            decoded = torch.zeros(1, k, dtype=torch.float32, device="cpu")
             self.unpack_values(wire[None], dtype, decoded)
             finite = np.isfinite(v[:used])
             at = indices[:used].numpy().view(np.uint32)[finite]
@@ -401,14 +401,15 @@ class ChunkedTopK(Kernels):
             largest_first = np.argsort(~key, kind="stable")  # stable: ties go to the lower index
             chosen = np.sort(largest_first[: min(codec.k, np.count_nonzero(key))])
             levels, packed, rest = self.split(codec, record)
-            values = torch.zeros(codec.k, dtype=torch.float32)
+            values = torch.zeros(codec.k, dtype=torch.float32, device="cpu")
             values[: len(chosen)] = torch.from_numpy(chunk[chosen])
             fitted = self.levels(codec, np.abs(chunk[chosen]))
             if not (np.isfinite(chunk).all() and np.isfinite(fitted).all()):
                 fitted[:] = NAN
                 values.zero_()[0] = torch.nan
             elif len(chosen):
-                indices, count = torch.zeros(codec.k, dtype=torch.int32), torch.tensor([len(chosen)])
+                indices = torch.zeros(codec.k, dtype=torch.int32, device="cpu")
+                count = torch.tensor([len(chosen)], device="cpu")
                 indices[: len(chosen)] = torch.from_numpy(chosen)
                 self.entries.pack_indices(indices, count, 0, codec.chunk, packed)
             if not codec.level_bytes:
@@ -473,7 +474,8 @@ class ChunkedTopK(Kernels):
                 workspace.status[1] += 1
                 chunk[:] = NAN
                 continue
-            count, indices = torch.zeros(1, dtype=torch.int32), torch.zeros(1, codec.k, dtype=torch.int32)
+            count = torch.zeros(1, dtype=torch.int32, device="cpu")
+            indices = torch.zeros(1, codec.k, dtype=torch.int32, device="cpu")
             self.entries.unpack_indices(packed[None], 0, codec.chunk, count, indices)
             index = indices[0, : min(int(count), codec.k)].numpy().astype(np.int64) & 0xFFFFFFFF
             in_range = index < len(chunk)
@@ -486,7 +488,7 @@ class ChunkedTopK(Kernels):
     def values(self, codec: Any, levels: Tensor, rest: Tensor) -> np.ndarray | None:
         """What a record's k values stand for; None where it says that its chunk is not finite."""
         if not codec.level_bytes:
-            values = torch.zeros(1, codec.k, dtype=torch.float32)
+            values = torch.zeros(1, codec.k, dtype=torch.float32, device="cpu")
             self.entries.unpack_values(rest[None], codec.values, values)
             return values[0].numpy() if bool(values.isfinite().all()) else None
         pair, top = levels.numpy().view(F32), (1 << codec.bits - 1) - 1
@@ -511,7 +513,8 @@ class Outliers(Kernels):
     def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
         numel, k = x.numel(), codec.k(x.numel())
         indices, values, blocks = wire.split(codec.part_bytes(numel))
-        row, found = torch.zeros(1 + k, dtype=torch.int32), torch.zeros(k, dtype=torch.float32)
+        row = torch.zeros(1 + k, dtype=torch.int32, device="cpu")
+        found = torch.zeros(k, dtype=torch.float32, device="cpu")
         TopK().encode_plain(codec.selection, x, None, row, found, None, workspace)
         self.entries.pack_indices(row[1:], row[:1], 0, numel, indices)
         self.entries.pack_values(found, codec.values, values)
@@ -522,7 +525,8 @@ class Outliers(Kernels):
     def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
         numel, k = out.numel(), codec.k(out.numel())
         indices, values, blocks = wire.split(codec.part_bytes(numel))
-        row, found = torch.zeros(1 + k, dtype=torch.int32), torch.zeros(k, dtype=torch.float32)
+        row = torch.zeros(1 + k, dtype=torch.int32, device="cpu")
+        found = torch.zeros(k, dtype=torch.float32, device="cpu")
         self.entries.unpack_indices(indices[None], 0, numel, row[None, 0], row[None, 1:])
         self.entries.unpack_values(values[None], codec.values, found[None])
         index, value = TopK.sound(codec, row, found, out, workspace)

@@ -190,7 +190,7 @@ def codec_speed(
     n = max(1, min(numel, most))
     workspace = codec.workspace(n, device)
     generator = torch.Generator().manual_seed(0)
-    grad = torch.randn(n, dtype=torch.float32, generator=generator).to(device)
+    grad = torch.randn(n, dtype=torch.float32, generator=generator, device="cpu").to(device)
     residual, out = torch.zeros_like(grad), torch.empty_like(grad)
     wire = torch.zeros(codec.wire_bytes(n), dtype=torch.uint8, device=device)
     one = [part[None] for part in wire.split(codec.part_bytes(n))]
@@ -257,7 +257,7 @@ def agreed(group: Group, device: torch.device, seconds: list[float]) -> list[flo
 
 def _everyone(group: Group, device: torch.device, seconds: list[float]) -> torch.Tensor:
     """Every rank's, on every rank: float64 [P, …]."""
-    mine = torch.tensor(seconds, dtype=torch.float64).to(device)
+    mine = torch.tensor(seconds, dtype=torch.float64, device="cpu").to(device)
     rows = torch.zeros(group.size, len(seconds), dtype=torch.float64, device=device)
     group.all_gather(rows, mine).wait()
     return rows

@@ -180,7 +180,7 @@ class Carrier:
         padded.values[: len(entries)] = entries.values
         padded.values[len(entries) :] = 0
         index_row = self.room("index row", index_bytes(self.numel, k))
-        count = torch.tensor([len(entries)], dtype=torch.int32).to(self.device)
+        count = torch.tensor([len(entries)], dtype=torch.int32, device="cpu").to(self.device)
         self.kernels.pack_indices(padded.indices, count, 0, self.numel, index_row)
         moving = [self.all_gather(index_row)]
         if with_values:
@@ -232,7 +232,7 @@ class Carrier:
         """
         ranges = [b - a for a, b in pairwise(bounds)]
         start, span = bounds[self.rank], ranges[self.rank]
-        edges = torch.tensor(bounds[1:-1], dtype=torch.int32).to(self.device)
+        edges = torch.tensor(bounds[1:-1], dtype=torch.int32, device="cpu").to(self.device)
         cuts = [0, *torch.searchsorted(entries.indices, edges).tolist(), len(entries)]
         sent = Pieces([b - a for a, b in pairwise(cuts)], bounds[:-1], ranges)
         counts = yield from self._exchange_counts(sent.counts)
@@ -328,7 +328,7 @@ class Carrier:
 
     def all_counts(self, count: int) -> Stages:
         """What every rank passes, in rank order: list[int]."""
-        rows, work = self.all_gather(torch.tensor([count], dtype=torch.int32).to(self.device))
+        rows, work = self.all_gather(torch.tensor([count], dtype=torch.int32, device="cpu").to(self.device))
         yield work
         counts: list[int] = rows.view(-1).tolist()
         return counts
@@ -349,7 +349,7 @@ class Carrier:
         return room.values[:found]
 
     def _exchange_counts(self, counts: Sequence[int]) -> Stages:
-        mine = torch.tensor(counts, dtype=torch.int32).to(self.device)
+        mine = torch.tensor(counts, dtype=torch.int32, device="cpu").to(self.device)
         theirs = torch.empty_like(mine)
         yield self.group.all_to_all(theirs, mine)
         others = 4 * (self.world_size - 1)

@@ -386,7 +386,8 @@ class Group:
         for peer in range(self.size if known else 0):
             if peer != self.rank:
                 with contextlib.suppress(RuntimeError):
-                    gloo.recv([torch.zeros(1, dtype=torch.uint8)], peer, NEVER_SENT).wait(timedelta(milliseconds=1))
+                    never = torch.zeros(1, dtype=torch.uint8, device="cpu")
+                    gloo.recv([never], peer, NEVER_SENT).wait(timedelta(milliseconds=1))
 
     def all_reduce(self, tensor: Tensor) -> dist.Work:
         """Start: `tensor` = sum over the ranks, in the backend's order."""
@@ -465,7 +466,7 @@ class Group:
         """
         text = json.dumps(value).encode()
         digest = hashlib.blake2b(text, digest_size=16).digest()
-        said = torch.tensor([len(text), *struct.unpack("<2q", digest)]).to(device)
+        said = torch.tensor([len(text), *struct.unpack("<2q", digest)], device="cpu").to(device)
         rows = self.gathered(self.size, len(said), dtype=torch.int64, device=device)
         self.small_all_gather(rows, said).wait()
         told = [tuple(row) for row in rows.tolist()]

@@ -18,7 +18,7 @@ class Reading:
         self.memory, self._copied = numbers, None
         if numbers.is_cuda:
             if memory is None or memory.shape != numbers.shape or memory.dtype != numbers.dtype:
-                memory = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+                memory = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True, device="cpu")
             self.memory = memory
             memory.copy_(numbers, non_blocking=True)
             self._copied = torch.cuda.current_stream(numbers.device).record_event()

@@ -50,7 +50,7 @@ class ReduceScatter(Exchange):
         # Rows have draws of their own, or elements in the same place of two of them would share their noise.
         self.draws = torch.zeros(ranks, 3, dtype=torch.int64, device=device)
         self.streams = torch.zeros_like(self.draws)
-        self.streams[:, 2] = torch.arange(ranks)
+        self.streams[:, 2] = torch.arange(ranks, device="cpu")
         self._kept, self._kept_rows = NOTHING, [NOTHING] * ranks
         self._said = ""
 

@@ -79,7 +79,7 @@ class Selected(Exchange):
         """Bring this rank's entries together with the others', to means, which the stages return; sum `extra`."""
 
     def union_of(self, out: Tensor) -> Tensor | None:
-        return torch.tensor(self.union_size)
+        return torch.tensor(self.union_size, device="cpu")
 
     def counts(self) -> list[Tensor]:
         return [self.counted]

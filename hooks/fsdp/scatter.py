@@ -254,7 +254,7 @@ class _Unequal:
 
     def __init__(self, device: torch.device) -> None:
         self._seen = torch.zeros((), dtype=torch.bool, device=device)
-        self._known = torch.zeros((), dtype=torch.bool, pin_memory=device.type == "cuda")
+        self._known = torch.zeros((), dtype=torch.bool, pin_memory=device.type == "cuda", device="cpu")
         self._copied: torch.cuda.Event | None = None
 
     def look(self, unequal: Tensor) -> None:

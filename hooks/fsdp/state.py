@@ -49,7 +49,8 @@ class _Uses:
     """
 
     def __init__(self, group: Group) -> None:
-        self._mine, self._all = torch.zeros(1, dtype=torch.int64), torch.zeros(group.size, 1, dtype=torch.int64)
+        self._mine = torch.zeros(1, dtype=torch.int64, device="cpu")
+        self._all = torch.zeros(group.size, 1, dtype=torch.int64, device="cpu")
         self._port = group.small_gather_port(self._all, self._mine)
         self._under_way: Work | None = None
 

@@ -73,7 +73,7 @@ class Offer:
             ]
             return cls(at, _plain(values), facts, None, moves, meets)
         except Exception as problem:  # whatever it is, the others wait for this rank
-            nothing = torch.zeros(0, dtype=torch.int32)
+            nothing = torch.zeros(0, dtype=torch.int32, device="cpu")
             return cls(nothing, nothing.float(), [0] * len(FACTS), problem, CPU, meets)
 
 
@@ -188,7 +188,7 @@ def compare(offer: Offer, group: Group) -> Sides:
     sketch = windows_of(indices, numel, max(16, WINDOWS // group.size))
     samples = range_samples(indices, numel, group.rank, group.size)
     known = sound and probe.known(group, offer.moves)
-    facts = torch.tensor([int(sound), int(known), len(indices), *offer.facts])
+    facts = torch.tensor([int(sound), int(known), len(indices), *offer.facts], device="cpu")
     # Words of 64 bits first, so that they lie at multiples of 8 bytes.
     row = torch.cat([x.view(torch.int32).to(offer.meets) for x in (facts, sketch, samples)])
     rows = group.gathered(group.size, len(row), dtype=torch.int32, device=offer.meets)

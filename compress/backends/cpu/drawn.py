@@ -137,7 +137,7 @@ class RandomK(DrawnKernels, CpuKernels):
         if out.dtype != F32:
             total = workspace.buffers.get("total", out)
             if total.dtype != F32 or total.numel() != out.numel():
-                total = workspace.buffers["total"] = torch.empty(out.numel(), dtype=F32)
+                total = workspace.buffers["total"] = torch.empty(out.numel(), dtype=F32, device="cpu")
         total.zero_()
         words, values, ranks = wires[0].view(torch.int32), wires[1].view(F32), len(wires[0])
         k = values.shape[1]

@@ -91,7 +91,8 @@ class Outliers(OutlierKernels, CpuKernels):
         gradient is too large."""
         aside, record = workspace.buffers.get("summed", (None, None))
         if aside is None or aside.numel() != room.numel:
-            aside, flags = torch.empty(room.numel, dtype=F32), reserved(workspace, "flags", -(-room.numel // TILE))
+            aside = torch.empty(room.numel, dtype=F32, device="cpu")
+            flags = reserved(workspace, "flags", -(-room.numel // TILE))
             record = np.array([address(aside, F32), flags], np.int64)
             workspace.buffers["summed"] = aside, record
         return int(record.ctypes.data)

@@ -42,9 +42,10 @@ VALUE_KINDS = {
 
 class Entries(EntryKernels):
     def prepare(self, device: torch.device) -> None:
-        indices, (values, residual) = torch.zeros(1, dtype=I32), torch.zeros(2, 1, dtype=F32)
-        pieces, wire = Pieces([1], [0], [1]), torch.zeros(64, dtype=torch.uint8)
-        counts = torch.zeros(1, dtype=torch.int32)
+        indices = torch.zeros(1, dtype=I32, device="cpu")
+        values, residual = torch.zeros(2, 1, dtype=F32, device="cpu")
+        pieces, wire = Pieces([1], [0], [1]), torch.zeros(64, dtype=torch.uint8, device="cpu")
+        counts = torch.zeros(1, dtype=torch.int32, device="cpu")
         self.pack_indices(indices, None, 0, 1, wire)
         self.unpack_indices(wire[None], 0, 1, counts, indices[None])
         self.pack_index_pieces(indices, pieces, wire)
@@ -189,8 +190,8 @@ class TopK(SparseKernels, CpuKernels):
             super().prepare(codec, dtype, device)
             self.entries.prepare(device)  # exchanges pack and merge entries even where the codec does not
             # A second pass is rare.
-            (x, residual), workspace = torch.ones(2, 1, dtype=F32), Workspace.on(device)
-            source, spare = (KINDS[x.dtype], address(x)), torch.zeros(2, dtype=F32)
+            (x, residual), workspace = torch.ones(2, 1, dtype=F32, device="cpu"), Workspace.on(device)
+            source, spare = (KINDS[x.dtype], address(x)), torch.zeros(2, dtype=F32, device="cpu")
             places = address(spare), address(spare) + 4
             (room,) = self._rooms(1, 1, workspace)
             take = sparse.TAKE, 0

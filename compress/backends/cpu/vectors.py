@@ -53,7 +53,9 @@ class Vectors(VectorKernels):
         if not _lies_flat(x):
             return super().all_finite(x)
         at = address(x, float32)
-        return torch.tensor(all(over_tiles(x.numel(), lambda first, last: all_finite(at + 4 * first, last - first))))
+        return torch.tensor(
+            all(over_tiles(x.numel(), lambda first, last: all_finite(at + 4 * first, last - first))), device="cpu"
+        )
 
     def difference(self, agreed: Tensor, own: Tensor, out: Tensor, restart: bool) -> None:
         if not _lies_flat(agreed, own, out):
