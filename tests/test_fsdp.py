@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+import time
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -31,6 +32,7 @@ from gradwire import (
     Tracking,
     compress_fsdp,
 )
+from gradwire.hooks.connection import Connection
 from gradwire.hooks.exchanges import possible
 from gradwire.hooks.fsdp.shards import check_group, fsdp_modules, post_divide
 from hypothesis import strategies as st
@@ -288,6 +290,43 @@ def test_replicas_that_have_not_raised_alike_say_so(ranks: Ranks, everywhere: bo
     wanted = "ranks disagree on what raised before" if everywhere else "not all replicas had gradients of the same"
     for text in ranks(2).run(raised_elsewhere, everywhere, within=60.0):
         assert wanted in text, text
+
+
+def raised_alike(rank: int) -> int:
+    """All ranks raise after the same module: rank 0 before its pipeline tells of the step, rank 1 when it has heard."""
+    shard, replicate = (mesh_of((2, 1))[name] for name in ("shard", "replicate"))
+    model = small(shard)
+    state = compress_fsdp(model, OneBit(), mesh=replicate, exchange="gather")
+    announce = Connection.announce
+
+    def late(connection: Connection, *args: Any) -> None:
+        time.sleep(0.1 * (1 - rank))
+        announce(connection, *args)
+
+    def fail(grad: torch.Tensor) -> None:
+        time.sleep(0.4 * rank)
+        raise ZeroDivisionError
+
+    def breaks(module: nn.Module, given: Any, out: torch.Tensor) -> None:
+        if state.step in (1, 2):
+            out.register_hook(fail)
+
+    model[1].register_forward_hook(breaks)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Connection, "announce", late)
+        for step in range(4):
+            try:
+                model(torch.ones(2, 8)).sum().backward()
+                assert step in (0, 3)
+            except ZeroDivisionError:
+                model.reset_iter_state()
+            model.zero_grad()
+    state.close()
+    return state.step
+
+
+def test_replicas_that_have_raised_alike_go_on(ranks: Ranks) -> None:
+    assert ranks(2).run(raised_alike, within=60.0) == [4, 4]
 
 
 def direct_or_not(rank: int) -> None:
