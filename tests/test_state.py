@@ -274,6 +274,26 @@ def late(rank: int) -> str:
     return message(lambda: CompressState(ddp, OneBit()))
 
 
+def alone_first(rank: int) -> list[str]:
+    """Rank 0 constructs its state alone, and then with the other one."""
+    ddp, found = ddp_of(perceptron()), []
+    with patch("gradwire.hooks.comm.group.HANDSHAKE_TIMEOUT", timedelta(seconds=1)):
+        if rank == 0:
+            found.append(message(lambda: CompressState(ddp, OneBit(), exchange="gather")))
+        dist.barrier()
+    return [*found, message(lambda: CompressState(ddp, OneBit(), exchange="gather"))]
+
+
+def test_ranks_meet_where_one_has_waited_in_vain_before() -> None:
+    pool = Pool(2)
+    try:
+        (alone, *first), second = pool.run(alone_first, within=30)
+    finally:
+        pool.close()
+    assert "every rank must construct CompressState" in alone
+    assert first == second == ["nothing was raised"]
+
+
 def test_a_rank_that_never_constructs_its_state() -> None:
     pool = Pool(2)
     try:

@@ -241,7 +241,8 @@ class Group:
         the process, the next one goes on where it stopped.
         """
         members, rank = tuple(ranks), dist.get_rank()
-        return cls(connect(meeting_place(members, rank), members, rank, HANDSHAKE_TIMEOUT), members)
+        with meeting_place(members, rank) as store:
+            return cls(connect(store, members, rank, HANDSHAKE_TIMEOUT), members)
 
     @classmethod
     def of_words(cls, ranks: list[int], words_only: bool) -> Group:
@@ -249,11 +250,11 @@ class Group:
         (`words_only`), groups of the same ranks share their connections (`shared`).
         """
         members, rank = tuple(ranks), dist.get_rank()
-        store = meeting_place(members, rank)
-        make = partial(connect, store, members, rank, HANDSHAKE_TIMEOUT)
         world = dist.group.WORLD
         place = members.index(rank)
-        return cls(shared.carrier(world, members, place, store, HANDSHAKE_TIMEOUT, words_only, make), members)
+        with meeting_place(members, rank) as store:
+            make = partial(connect, store, members, rank, HANDSHAKE_TIMEOUT)
+            return cls(shared.carrier(world, members, place, store, HANDSHAKE_TIMEOUT, words_only, make), members)
 
     @staticmethod
     def blocks(process_group: Any, device: torch.device) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -11,13 +12,25 @@ import torch.distributed as dist
 #: How often ranks try to connect, and how long one that has failed waits to hear whether the others are there.
 ATTEMPTS, VERDICT_TIMEOUT = 3, timedelta(seconds=10)
 READY = b"ready"
+#: What a place has where a rank has given up to wait for the others.
+LEFT = "left"
 
 
-def meeting_place(members: Sequence[int], rank: int) -> dist.Store:
-    """Where these ranks meet, and never met before."""
+@contextlib.contextmanager
+def meeting_place(members: Sequence[int], rank: int) -> Iterator[dist.Store]:
+    """Where these ranks meet, and never met before. Ranks count their meetings by themselves: where they do not come
+    together the place is left, for those who come late too, or their numbers would differ for good."""
     name = hashlib.blake2b("-".join(map(str, members)).encode(), digest_size=16).hexdigest()
     store = dist.PrefixStore(f"gradwire/{name}", dist.distributed_c10d._get_default_store())
-    return dist.PrefixStore(str(store.add(f"made by {rank}", 1)), store)
+    place = None
+    while place is None or place.check([LEFT]):
+        place = dist.PrefixStore(str(store.add(f"made by {rank}", 1)), store)
+    try:
+        yield place
+    except RuntimeError:
+        with contextlib.suppress(RuntimeError):  # the store may be what has failed
+            place.set(LEFT, LEFT)
+        raise
 
 
 def connect(store: dist.Store, members: Sequence[int], rank: int, timeout: timedelta) -> dist.ProcessGroupGloo:
