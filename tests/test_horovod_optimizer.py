@@ -1038,3 +1038,27 @@ def unusual_states(rank: int) -> None:
 
 def test_a_state_arrives_as_it_is_on_the_root(ranks: Ranks) -> None:
     ranks(2).run(unusual_states)
+
+
+def in_another_order(rank: int) -> None:
+    hvd.init()
+    codec = hvd.Compression.codec(QSGD(bits=8), error_feedback=False)
+    for options in ({}, {"op": hvd.Adasum}, {"compression": codec}, {"groups": 1}):
+        parameters = {name: nn.Parameter(torch.zeros(2)) for name in "abcd"}
+        named = [(name, parameters[name]) for name in ("acbd" if rank else "abcd")]
+        base = torch.optim.SGD([p for _, p in named], lr=1.0)
+        optimizer: Any = hvd.DistributedOptimizer(base, named, **options)  # type: ignore[arg-type]
+        for gradient, p in enumerate(parameters.values(), 1):
+            p.grad = torch.full((2,), float(gradient))
+        if len(options) and "op" not in options:
+            message = raised(ValueError, optimizer.step)
+            assert "ranks 0 and 1" in message
+            assert ("c and b have one place" if "compression" in options else "b and c have one place") in message
+        else:
+            optimizer.step()
+            for gradient, p in enumerate(parameters.values(), 1):
+                equal(p, torch.full((2,), -float(gradient)))
+
+
+def test_parameters_in_another_order_are_not_mixed_up(ranks: Ranks) -> None:
+    ranks(2).run(in_another_order)

@@ -301,7 +301,8 @@ class _Distributed(torch.optim.Optimizer):
         options = self._reducer.options
         if not self._reducer.takes_part():
             return step()
-        named = [(name, p) for name, p in _named(self) if p.requires_grad]
+        # By name: the ranks' optimizers may have them in another order.
+        named = sorted(((name, p) for name, p in _named(self) if p.requires_grad), key=lambda pair: pair[0])
         before = [p.detach().clone() for _, p in named]
         result = step()
         with torch.no_grad():

@@ -265,15 +265,22 @@ class GradientReducer:
 
     def _settle_sparse(self) -> None:
         """Before the first reduction of units of several, and again where a rank may have missed that: sparse gradients
-        on any rank get units of their own. A collective."""
+        on any rank get units of their own. A collective.
+
+        Raises:
+            ValueError: the ranks' units are not of the same parameters in the same order.
+        """
         if self._settled:
             return
-        self._settled_at = world().meeting
         mine = {self.names[p]: dimensions for p, dimensions in self._sparse.items()}
         mine |= {self.names[p]: grad.sparse_dim() for p in self._delay if (grad := self._sparse_grad(p)) is not None}
+        units = [[self.names[p] for p in unit.parameters] for unit in self._units if len(unit.parameters) > 1]
+        every = allgather_object((world().rank, mine, units), process_set=self.options.process_set)
+        _check_alike([(rank, theirs) for rank, _, theirs in every])
         found: dict[str, int] = {}
-        for names in allgather_object(mine, process_set=self.options.process_set):
+        for _, names, _ in every:
             found.update(names)
+        self._settled_at = world().meeting
         self._sparse.update({p: found[self.names[p]] for p in self._delay if self.names[p] in found})
         for unit in list(self._units):
             alone = {p for p in unit.parameters if self.names[p] in found}
@@ -371,6 +378,22 @@ def _weak(reducer: GradientReducer) -> Callable[[Tensor], None]:
             found._hook(p)
 
     return hook
+
+
+def _check_alike(every: Sequence[tuple[int, list[list[str]]]]) -> None:
+    """Raises ValueError unless all ranks' units of several are the same, by name: in a unit places count."""
+    (first, units), *others = every
+    for rank, theirs in others:
+        if theirs != units:
+            pairs = zip(
+                (name for unit in units for name in unit), (name for unit in theirs for name in unit), strict=False
+            )
+            what = next((f": {a} and {b} have one place" for a, b in pairs if a != b), "")
+            raise ValueError(
+                f"ranks {first} and {rank} do not have their parameters in one order, or in one way of grouping{what}. "
+                "What is reduced together is told apart by order: make model, optimizer and groups alike everywhere; "
+                "that of a set differs from process to process"
+            )
 
 
 def _bytes(p: Tensor) -> int:
