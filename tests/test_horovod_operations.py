@@ -661,6 +661,7 @@ def refusals(rank: int) -> None:
         equal(hvd.allreduce(one, True), one)
     assert [w.category for w in caught] == [DeprecationWarning] * 2
     assert "op=9" in raised(ValueError, lambda: hvd.allreduce(one, op=9))
+    assert "process_set=[0]: expected" in raised(ValueError, lambda: hvd.allreduce(one, process_set=[0]))  # type: ignore[arg-type]
     assert "contiguous" in raised(ValueError, lambda: hvd.allreduce(torch.ones(2, 3).t()))
     assert "complex64" in raised(ValueError, lambda: hvd.allreduce(one + 0j))
     assert "bool" in raised(ValueError, lambda: hvd.allreduce(one > 0))

@@ -664,6 +664,7 @@ def refusals(rank: int) -> None:
     assert "0.weight" in refused(plain, [*named, named[0]])
     assert "(3,)" in refused(plain, named[:-1])
     assert "tuples" in refused(plain, list(model.parameters()))
+    assert "process_set=[0]: expected" in refused(plain, named, process_set=[0])
     for passes in (0, -1, 1.5):
         assert f"={passes}" in refused(plain, named, backward_passes_per_step=passes)
     assert "predivide" in refused(plain, named, op=hvd.Sum, gradient_predivide_factor=2.0)
@@ -969,6 +970,8 @@ def broadcasts(rank: int) -> None:
     hvd.broadcast_parameters(loose, root_rank=1)
     equal(loose[0], [1.0, 1.0])
     assert "float" in raised(ValueError, lambda: hvd.broadcast_parameters(1.0, 0))
+    for module in (channels, nn.Sequential(channels)):
+        assert type(module).__name__ in raised(ValueError, partial(hvd.broadcast_parameters, module, 0))
     assert "root_rank=99" in raised(ValueError, lambda: hvd.broadcast_parameters(loose, 99))
 
     for kind in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad):

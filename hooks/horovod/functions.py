@@ -40,7 +40,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     """
     if isinstance(params, Mapping):
         pairs: list[tuple[str | None, Any]] = sorted(params.items())
-    elif isinstance(params, Iterable) and not isinstance(params, Tensor | str):
+    elif isinstance(params, Iterable) and not isinstance(params, Tensor | str | nn.Module):  # some iterate over modules
         pairs = [p if isinstance(p, tuple) else (None, p) for p in params]
     else:
         raise ValueError(

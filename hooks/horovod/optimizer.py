@@ -67,6 +67,8 @@ def DistributedOptimizer(
             "torch.optim.LBFGS evaluates its closure several times in a step, on gradients of one rank: use another "
             "optimizer"
         )
+    if not isinstance(process_set, ProcessSet):
+        raise ValueError(f"process_set={process_set!r}: expected what add_process_set() returns")
     op = reduction(op, None)
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average: leave it at 1.0")

@@ -111,6 +111,8 @@ def key_of(kind: str, name: str | None, process_set: ProcessSet) -> tuple[str, i
     Raises:
         ValueError: this process is not in the process set, or that is not registered.
     """
+    if not isinstance(process_set, ProcessSet):
+        raise ValueError(f"process_set={process_set!r}: expected what add_process_set() returns")
     here, set_id = world(), process_set.process_set_id
     if set_id is None:
         raise ValueError(f"{process_set} is not registered: pass it to add_process_set() on every rank first")
