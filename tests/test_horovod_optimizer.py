@@ -972,6 +972,7 @@ def broadcasts(rank: int) -> None:
     assert "float" in raised(ValueError, lambda: hvd.broadcast_parameters(1.0, 0))
     for module in (channels, nn.Sequential(channels)):
         assert type(module).__name__ in raised(ValueError, partial(hvd.broadcast_parameters, module, 0))
+        assert type(module).__name__ in raised(ValueError, partial(hvd.broadcast_optimizer_state, module, 0))
     assert "root_rank=99" in raised(ValueError, lambda: hvd.broadcast_parameters(loose, 99))
 
     for kind in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad):

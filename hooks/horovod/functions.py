@@ -139,6 +139,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         ValueError: the optimizer is LBFGS, whose state is tied to one process, or the ranks' optimizers differ in their
             numbers of parameters.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):  # the root alone would find out
+        raise ValueError(f"broadcast_optimizer_state takes a torch.optim.Optimizer, not a {type(optimizer).__name__}")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state: it belongs to the closure of one process")
     is_root = world().rank == root_rank
