@@ -114,7 +114,8 @@ def read(
     kept = {v: {name: x for name, x in found.items() if bool(x.any())} for v, found in vectors.items()}
     more = sorted(v for v in kept.keys() - expected.get("vectors", {}).keys() - {RESIDUAL} if kept[v])
     if more:  # their residual need not be one of gradients
-        text = f"the checkpoint has {' and '.join(more)} of parameters, which this state does not keep"
+        keeps = " and ".join(sorted({RESIDUAL, *expected.get("vectors", {})}))
+        text = f"the checkpoint has {' and '.join(more)} of parameters, and this state keeps {keeps} alone"
         if strict:
             raise ValueError(f"{text}; load_state_dict(..., strict=False) begins without what was kept")
         _warn(f"{text}; it begins without what was kept")

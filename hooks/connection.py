@@ -20,7 +20,7 @@ from .comm.topology import make_topology
 from .loss_scale import Scaling
 
 CONSTRUCT = "Construct {} with equal arguments and models on every rank"
-RAISED, LOADED = "what raised before", "how many checkpoints were loaded"
+RAISED, LOADED = "what raised before", "loaded checkpoints"
 
 
 class Connection:
@@ -50,9 +50,11 @@ class Connection:
     """
 
     #: What ranks must have done alike before a step: which backward passes have raised within one, and how far each had
-    #: come, and how many checkpoints were loaded. Steps keep it, so it is replaced and never changed.
-    past: Mapping[str, str] = {RAISED: "nothing", LOADED: "none"}
+    #: come, and before how many a checkpoint was loaded. Steps keep it, so it is replaced and never changed.
+    _past: Mapping[str, str] = {RAISED: "nothing", LOADED: "none"}
+    #: Steps that a load came before, and the seed of what has been loaded since the last one.
     _loads = 0
+    _seed: int | None = None
 
     def __init__(
         self,
@@ -142,28 +144,35 @@ class Connection:
         """Begin to tell the other ranks what comes next here. From host to host, so that no GPU is waited for.
 
         Args:
-            past: as it was when the step began: this one may have raised meanwhile.
+            past: as it was when the step began, which may have raised meanwhile.
             saves: how often this rank has saved its part of the state.
             drift: whether this rank sees that the network has changed.
             scaling: what the loss scaler has done, as far as this rank knows.
             patience: how long the others may take to tell, where that is not the group's timeout.
         """
         self._words.timeout, usual = patience or self._words.timeout, self._words.timeout
-        digest = choice.digest ^ (_digest(repr(sorted(past.items()))) if past is not Connection.past else 0)
+        digest = choice.digest ^ (_digest(repr(sorted(past.items()))) if past is not Connection._past else 0)
         self._announce(step, digest, saves, drift, *(() if scaling is None else scaling.words()))
         self._words.timeout = usual
 
     def raised(self, step: int, names: Iterable[str]) -> None:
         """A backward pass has raised before its step was whole, after the gradients of these. Ranks must have sent the
         same of it: what one has not, another would take from the next step. So ranks compare it."""
-        before = "" if self.past[RAISED] == "nothing" else f", and before that {_digest(self.past[RAISED]):x}"
-        self.past = {**self.past, RAISED: f"step {step} after {sorted(names)}{before}"}
+        before = "" if self._past[RAISED] == "nothing" else f", and before that {_digest(self._past[RAISED]):x}"
+        self._past = {**self._past, RAISED: f"step {step} after {sorted(names)}{before}"}
 
     def loaded(self, seed: int) -> None:
-        """A checkpoint has been loaded: exchanges are made again, on channels of their own, and draw by this seed. What
-        one rank sends on a new channel, another would wait for on the old one, so ranks compare it."""
-        self._loads += 1
-        self.past = {**self.past, LOADED: f"{self._loads}, the last one of seed {seed}"}
+        """A checkpoint has been loaded: the next step makes exchanges again, on channels of their own, that draw by this
+        seed. What one rank sends on a new channel, another would wait for on the old one, so ranks compare it."""
+        self._seed = seed
+
+    def past(self) -> Mapping[str, str]:
+        """What ranks must have done alike before the step that begins now: for `announce` and `compare`."""
+        if self._seed is not None:
+            self._loads += 1
+            self._past = {**self._past, LOADED: f"{self._loads}, the last one of seed {self._seed}"}
+            self._seed = None
+        return self._past
 
     def post(self) -> None:
         """Between two steps: be ready for what the others will tell."""

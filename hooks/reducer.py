@@ -354,7 +354,7 @@ class Reducer:
         """A step begins; `greet` must follow."""
         self._await_last(number)
         self._all_dense = None
-        self._last = Step(number, self.tuner.follow(choice), self.connection.past, began=time.perf_counter())
+        self._last = Step(number, self.tuner.follow(choice), self.connection.past(), began=time.perf_counter())
         return self._last
 
     def _await_last(self, number: int) -> None:

@@ -423,8 +423,9 @@ def dense_beside_each_other(rank: int, scales: bool) -> tuple[float, list[tuple[
     known = []
     for (_, state), connection in zip(pairs, connections, strict=True):
         choice = state._options.choice(4)
-        connection.announce(4, choice, connection.past, 0, rank == 0, None)
-        connection.compare(choice, connection.past)
+        past = connection.past()
+        connection.announce(4, choice, past, 0, rank == 0, None)
+        connection.compare(choice, past)
         known.append((connection.group.shared, connection.dense_group is not None, connection.drifted))
         state.close()
     return error, known

@@ -970,6 +970,7 @@ def broadcasts(rank: int) -> None:
     hvd.broadcast_parameters(loose, root_rank=1)
     equal(loose[0], [1.0, 1.0])
     assert "float" in raised(ValueError, lambda: hvd.broadcast_parameters(1.0, 0))
+    module: Any
     for module in (channels, nn.Sequential(channels)):
         assert type(module).__name__ in raised(ValueError, partial(hvd.broadcast_parameters, module, 0))
         assert type(module).__name__ in raised(ValueError, partial(hvd.broadcast_optimizer_state, module, 0))
@@ -1051,7 +1052,7 @@ def in_another_order(rank: int) -> None:
         parameters = {name: nn.Parameter(torch.zeros(2)) for name in "abcd"}
         named = [(name, parameters[name]) for name in ("acbd" if rank else "abcd")]
         base = torch.optim.SGD([p for _, p in named], lr=1.0)
-        optimizer: Any = hvd.DistributedOptimizer(base, named, **options)  # type: ignore[arg-type]
+        optimizer: Any = hvd.DistributedOptimizer(base, named, **options)
         for gradient, p in enumerate(parameters.values(), 1):
             p.grad = torch.full((2,), float(gradient))
         if len(options) and "op" not in options:

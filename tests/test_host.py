@@ -94,4 +94,4 @@ def test_the_table_in_miniature(
 
 def test_no_calls_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["host", "--calls", "0"]) == 2
-    assert "--calls 0: expected 1 or more" in capsys.readouterr().err
+    assert "--calls 0: expected at least 1" in capsys.readouterr().err

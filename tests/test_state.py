@@ -565,7 +565,10 @@ def only_here(rank: int, case: str) -> tuple[str, float]:
         ("group", ("process_group has the ranks [0], not those of the model's group, [0, 1]",)),
         ("hook", ("rank 1", "register_comm_hook(state, compress_hook) on every rank")),
         ("loaded", ("ranks disagree on step: rank 0 has 1, rank 1 has 2",)),
-        ("loaded again", ("ranks disagree on how many checkpoints were loaded: rank 0 has 1", "rank 1 has none")),
+        (
+            "loaded again",
+            ("ranks disagree on loaded checkpoints: rank 0 has 1", "rank 1 has none"),
+        ),
         ("loaded again, another seed", ("rank 0 has 1, the last one of seed 0, rank 1 has 1, the last one of seed 1",)),
         ("step", ("rank 0 has consolidated_state_dict(), rank 1 has a training step",)),
         ("absent", ("not every rank called consolidated_state_dict()",)),

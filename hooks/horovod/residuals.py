@@ -9,7 +9,7 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,8 +24,12 @@ from ..exchanges import EXCHANGES
 from ..reducer import Unit
 from .collectives import Channel
 
-if TYPE_CHECKING:
-    from .process_sets import ProcessSet
+
+class Numbered(Protocol):
+    """A process set."""
+
+    @property
+    def process_set_id(self) -> int | None: ...
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,7 @@ class CompressionState:
         #: Whether the residuals are the mean over all ranks, just loaded.
         self.consolidated = False
         #: The process set of the optimizer that made it.
-        self.process_set: ProcessSet | None = None
+        self.process_set: Numbered | None = None
 
     def check_shapes(self, name: str, shapes: Sequence[Sequence[int]]) -> None:
         """Raises ValueError if tensors whose first is called `name` have had other shapes, in which residuals are."""
@@ -226,7 +230,7 @@ _of_optimizers: weakref.WeakValueDictionary[int, CompressionState] = weakref.Wea
 _made = itertools.count()
 
 
-def state_of_optimizer(compression: CodecCompression, process_set: ProcessSet) -> CompressionState:
+def state_of_optimizer(compression: CodecCompression, process_set: Numbered) -> CompressionState:
     """A new state for an optimizer."""
     state = _of_optimizers[next(_made)] = CompressionState(compression)
     state.process_set = process_set
