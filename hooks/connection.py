@@ -162,8 +162,8 @@ class Connection:
         self._past = {**self._past, RAISED: f"step {step} after {sorted(names)}{before}"}
 
     def loaded(self, seed: int) -> None:
-        """A checkpoint has been loaded: the next step makes exchanges again, on channels of their own, that draw by this
-        seed. What one rank sends on a new channel, another would wait for on the old one, so ranks compare it."""
+        """A checkpoint has been loaded: the next step makes exchanges again, on channels of their own, with draws of
+        this seed. What one rank sends on a new channel, another would wait for on the old one, so ranks compare it."""
         self._seed = seed
 
     def past(self) -> Mapping[str, str]:
