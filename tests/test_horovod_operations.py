@@ -784,6 +784,23 @@ def test_ranks_that_disagree_hear_of_it_on_every_rank(ranks: Ranks, world: int) 
     assert all(found == results[0] for found in results)
 
 
+def without_bytes(rank: int) -> None:
+    hvd.init()
+    for call in (
+        lambda: hvd.broadcast_object(threading.Lock() if rank == 1 else "read by nobody", 1),
+        lambda: hvd.allgather_object(threading.Lock() if rank == 1 else rank),
+    ):
+        message = raised(ValueError, call)
+        assert "rank 1: TypeError: cannot pickle '_thread.lock'" in message
+        assert "rank 0" not in message
+    assert hvd.broadcast_object(rank, 1) == 1
+    assert hvd.allgather_object(rank) == [0, 1]
+
+
+def test_an_object_that_cannot_be_sent_is_named_on_every_rank(ranks: Ranks) -> None:
+    ranks(2).run(without_bytes, within=20)
+
+
 # -- the timeline ------------------------------------------------------------------------------------------------------
 
 
