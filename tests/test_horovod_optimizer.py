@@ -671,6 +671,9 @@ def refusals(rank: int) -> None:
     for groups in (-1, "two", [named[0][1]], [[torch.ones(1)]], [[named[0][1]], [named[0][1]]], [["a"]]):
         assert "groups" in refused(plain, named, groups=groups)
     assert "LBFGS" in refused(torch.optim.LBFGS(model.parameters()))
+    for factor in ("2", None, [2.0], 0.0, float("nan")):
+        assert f"divide_factor={factor!r}: expected" in refused(plain, named, gradient_predivide_factor=factor)
+    assert "not a Sequential" in refused(model)
     assert "already" in refused(hvd.DistributedOptimizer(plain, named))
     assert "fp32" in refused(plain, named, compression="fp32")
     assert "Adasum" in refused(plain, named, compression=OneBit(), op=hvd.Adasum)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import basics
+from .arithmetic import integers
 from .basics import World, world
 from .collectives import Channel
 from .engine import Engine
@@ -23,9 +24,10 @@ class ProcessSet:
     def __init__(self, ranks: Any) -> None:
         if hasattr(ranks, "allgather"):
             ranks = ranks.allgather(world().rank)
-        self._ranks: list[int] | None = sorted(int(rank) for rank in ranks)
+        expected = "one or more distinct ranks, or an mpi4py communicator"
+        self._ranks: list[int] | None = sorted(integers("ranks", ranks, expected))
         if len(set(self._ranks)) != len(self._ranks) or not self._ranks or self._ranks[0] < 0:
-            raise ValueError(f"ranks={list(ranks)}: expected one or more distinct ranks")
+            raise ValueError(f"ranks={self._ranks}: expected {expected}")
         self._place: tuple[World, int] | None = None
 
     @property
@@ -138,6 +140,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     Returns:
         Whether there was something to remove: not for the global one, or one that is not registered.
     """
+    if not isinstance(process_set, ProcessSet):
+        raise ValueError(f"process_set={process_set!r}: expected what add_process_set() returns")
     set_id = process_set.process_set_id
     if not set_id:
         return False
