@@ -117,20 +117,28 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         ValueError: there is one of the same ranks, or a rank does not exist.
         HorovodInternalError: the ranks passed different ones.
     """
+    process_set, here = _checked(process_set), world()
+    set_id = here.engine.submit(_Change(here.engine, {"ranks": process_set.ranks})).wait()
+    process_set._place = (here, set_id)
+    _registered[set_id] = process_set
+    return process_set
+
+
+def _checked(process_set: ProcessSet | Sequence[int], others: Sequence[ProcessSet] = ()) -> ProcessSet:
+    """Raises ValueError unless it can be added after `others`."""
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
-    here = world()
-    if process_set.ranks[-1] >= here.size:
-        raise ValueError(f"{process_set.ranks}: expected ranks below size() = {here.size}")
+    size = world().size
+    if process_set.ranks[-1] >= size:
+        raise ValueError(f"{process_set.ranks}: expected ranks below size() = {size}")
+    if any(other.ranks == process_set.ranks for other in others):
+        raise ValueError(f"process_sets has ranks {process_set.ranks} twice: pass each process set once")
     for known in [global_process_set, *_registered.values()]:
         if known.process_set_id is not None and known.ranks == process_set.ranks:
             raise ValueError(
                 f"a process set of ranks {process_set.ranks} exists already, with id {known.process_set_id}: use it, "
                 "or remove it first"
             )
-    set_id = here.engine.submit(_Change(here.engine, {"ranks": process_set.ranks})).wait()
-    process_set._place = (here, set_id)
-    _registered[set_id] = process_set
     return process_set
 
 
@@ -159,7 +167,10 @@ def process_set_ids() -> list[int]:
 
 def _register(process_sets: Sequence[Any]) -> None:
     _registered.clear()
-    for process_set in process_sets:
+    checked: list[ProcessSet] = []
+    for process_set in process_sets:  # all, before the first: ranks leave then before any message
+        checked.append(_checked(process_set, checked))
+    for process_set in checked:
         add_process_set(process_set)
 
 
