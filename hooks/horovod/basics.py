@@ -219,7 +219,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
         mark_cycles: also mark every decision of what runs next.
 
     Raises:
-        ValueError: one is being written already.
+        ValueError: one is being written already; on rank 0, which knows. So does what the system says of the file.
     """
     engine = world().engine
     if engine.timeline is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import copy
 import io
 import pickle
 from collections.abc import Iterable, Mapping
@@ -233,7 +232,6 @@ def _outline(optimizer: torch.optim.Optimizer, tensors: list[Tensor]) -> dict[st
     shared = getattr(optimizer, "_shared_compression", None)
     if shared is not None:
         state["gradwire"] = shared()
-    state["param_groups"] = copy.deepcopy(state["param_groups"])
 
     def replace(value: Any) -> Any:
         if isinstance(value, Tensor) and value.layout == torch.strided:  # others, as of sparse gradients, go as objects
