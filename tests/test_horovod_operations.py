@@ -695,7 +695,20 @@ def refusals(rank: int) -> None:
     assert "int64" in raised(ValueError, lambda: hvd.alltoall(rows, torch.ones(n, dtype=torch.int64)))
     for wrong in ([1] * (n - 1), [2] * n, [n + 1, -1] + [0] * (n - 2)):
         assert "splits=" in raised(ValueError, partial(hvd.alltoall, rows, wrong))
+    for strange in (3, [1.9, 0.1] + [1] * (n - 2), ["1"] * n, "1" * n, [None] * n, [math.inf] * n):
+        assert f"splits={strange!r}: expected {n} whole" in raised(ValueError, partial(hvd.alltoall, rows, strange))
+    equal(hvd.alltoall(rows, (n / n for _ in range(n)))[0], rows)
     assert f"{n + 1} rows" in raised(ValueError, lambda: hvd.alltoall(torch.ones(n + 1)))
+    for operation in (hvd.allreduce, hvd.allreduce_async_, hvd.grouped_allreduce, hvd.reducescatter):
+        for factor in (None, "2", [2], one):
+            given = [one] if operation is hvd.grouped_allreduce else one
+            for which in ("prescale_factor", "postscale_factor"):
+                message = raised(ValueError, partial(operation, given, **{which: factor}))  # type: ignore[arg-type]
+                assert f"{which}={factor!r}: expected a number" in message
+    for none in ([0], None):
+        assert f"process_set={none}" in raised(ValueError, partial(hvd.remove_process_set, none))  # type: ignore[arg-type]
+    for nobody in (3, None, ["a"], [0.5], "01", [0, 0], [-1], []):
+        assert "ranks=" in raised(ValueError, partial(hvd.add_process_set, nobody))  # type: ignore[arg-type]
     hvd.barrier()
     handle = hvd.allreduce_async(one, name="twice") if rank else -1
     if rank:
@@ -782,6 +795,23 @@ def test_ranks_that_disagree_hear_of_it_on_every_rank(ranks: Ranks, world: int) 
         for case, expected in words.items():
             assert all(word in found[case] for word in (*expected, f"rank {world - 1}")), f"{case}: {found[case]}"
     assert all(found == results[0] for found in results)
+
+
+def without_bytes(rank: int) -> None:
+    hvd.init()
+    for call in (
+        lambda: hvd.broadcast_object(threading.Lock() if rank == 1 else "read by nobody", 1),
+        lambda: hvd.allgather_object(threading.Lock() if rank == 1 else rank),
+    ):
+        message = raised(ValueError, call)
+        assert "rank 1: TypeError: cannot pickle '_thread.lock'" in message
+        assert "rank 0" not in message
+    assert hvd.broadcast_object(rank, 1) == 1
+    assert hvd.allgather_object(rank) == [0, 1]
+
+
+def test_an_object_that_cannot_be_sent_is_named_on_every_rank(ranks: Ranks) -> None:
+    ranks(2).run(without_bytes, within=20)
 
 
 # -- the timeline ------------------------------------------------------------------------------------------------------

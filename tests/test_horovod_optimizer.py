@@ -6,6 +6,7 @@ import copy
 import io
 import itertools
 import pickle
+import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -671,6 +672,9 @@ def refusals(rank: int) -> None:
     for groups in (-1, "two", [named[0][1]], [[torch.ones(1)]], [[named[0][1]], [named[0][1]]], [["a"]]):
         assert "groups" in refused(plain, named, groups=groups)
     assert "LBFGS" in refused(torch.optim.LBFGS(model.parameters()))
+    for factor in ("2", None, [2.0], 0.0, float("nan")):
+        assert f"divide_factor={factor!r}: expected" in refused(plain, named, gradient_predivide_factor=factor)
+    assert "not a Sequential" in refused(model)
     assert "already" in refused(hvd.DistributedOptimizer(plain, named))
     assert "fp32" in refused(plain, named, compression="fp32")
     assert "Adasum" in refused(plain, named, compression=OneBit(), op=hvd.Adasum)
@@ -993,6 +997,8 @@ def broadcasts(rank: int) -> None:
                 assert value is None or torch.equal(states[0][index][name], value)
     few = torch.optim.SGD(list(model.parameters())[: 6 if rank else 5], lr=0.1)
     assert "alike" in raised(ValueError, lambda: hvd.broadcast_optimizer_state(few, root_rank=0))
+    few.param_groups[0]["lock"] = threading.Lock()
+    assert "rank 1: TypeError: cannot pickle" in raised(ValueError, lambda: hvd.broadcast_optimizer_state(few, 1))
 
     sent = {"epoch": 7, "list": [1, "two", torch.ones(2)], "rank": root}
     got = hvd.broadcast_object(sent if rank == root else None, root_rank=root, name="state")

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +280,17 @@ def communicators(rank: int) -> None:
     else:
         assert "comm=[3, 1]" in raised(ValueError, lambda: hvd.init([3, 1]))
     assert "dynamic" in raised(ValueError, lambda: hvd.init(process_sets="static"))
+    refused: list[tuple[Any, str]] = [
+        ([hvd.ProcessSet([1, 2]), [3], [2, 1]], "ranks [1, 2] twice"),
+        ([[1, 2], [0, 1, 2, 3]], "exists already, with id 0"),
+        ([[1, 2], [9]], "[9]: expected ranks below size() = 4"),
+        ([1, 2], "ranks=1: expected"),
+        (5, "process_sets=5: expected a list"),
+        (hvd.ProcessSet([1]), "ranks=[1]): expected a list"),
+    ]
+    for sets, message in refused:
+        assert message in raised(ValueError, partial(hvd.init, process_sets=sets))
+        assert not hvd.is_initialized()
     torch.distributed.barrier()
     for _ in range(2):  # and again
         hvd.init(process_sets="dynamic")

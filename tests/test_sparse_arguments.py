@@ -66,6 +66,10 @@ FAULTS: dict[str, tuple[Callable[[], dict[str, Any]], list[str]]] = {
     "out": (lambda: {"out": torch.zeros(9)}, ["rank 1: out must be", "(10,)", "(9,)"]),
     "out of another type": (lambda: {"out": "here"}, ["rank 1: out must be", "a str"]),
     "out of one address": (lambda: {"out": torch.zeros(1).expand(10)}, ["rank 1", "at one address", "clone()"]),
+    "out of rows that overlap": (
+        lambda: {"values": torch.ones(3, 2), "out": torch.zeros(11).unfold(0, 2, 1)},
+        ["rank 1: rows of out overlap", "strides of (1, 1)", "clone()"],
+    ),
     "out elsewhere": (lambda: {"out": torch.zeros(10, device="meta")}, ["rank 1: out must be", "on meta"]),
     "sparse out": (lambda: {"out": sparse_vector(10)}, ["rank 1: out must be", "torch.sparse_coo"]),
     "out of inference mode": (lambda: {"out": inference()}, ["rank 1: out cannot be written to", "InferenceMode"]),

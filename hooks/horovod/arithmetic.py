@@ -1,4 +1,4 @@
-"""Numbers of tensors: shares, factors, and sums over ranks."""
+"""Numbers: those that a script gives, and of tensors shares, factors, and sums over ranks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+
+def number(name: str, value: Any) -> float:
+    """A number that a script gives as the argument `name`; ValueError if it is none."""
+    try:
+        if not isinstance(value, (str, bytes)):  # which float() would read
+            return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    raise ValueError(f"{name}={value!r}: expected a number")
+
+
+def integers(name: str, values: Any, expected: str) -> list[int]:
+    """Whole numbers that a script gives as the argument `name`; ValueError if they are none: nothing is rounded."""
+    try:
+        given = list(values)
+        whole = [int(value) for value in given]
+        if not any(isinstance(one, (str, bytes)) or one != i for one, i in zip(given, whole, strict=True)):
+            return whole
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        pass
+    raise ValueError(f"{name}={values!r}: expected {expected}")
 
 
 def shares(rows: int, size: int) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,14 +82,18 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
             can always be added.
 
     Raises:
-        ValueError: `comm` leaves this rank out, or the environment makes no sense.
+        ValueError: `comm` leaves this rank out, a process set cannot be, or the environment makes no sense. Horovod is
+            then not initialised.
         RuntimeError: the ranks did not find each other.
     """
     global _world, _owner  # noqa: PLW0603
     if _world is not None:
         return
-    if process_sets is not None and process_sets != "dynamic" and isinstance(process_sets, str):
-        raise ValueError(f'process_sets={process_sets!r}: expected a list of ProcessSet, or "dynamic"')
+    sets: tuple[Any, ...] = ()
+    if process_sets is not None and not (isinstance(process_sets, str) and process_sets == "dynamic"):
+        if isinstance(process_sets, str) or not isinstance(process_sets, Iterable):
+            raise ValueError(f'process_sets={process_sets!r}: expected a list of ProcessSet, or "dynamic"')
+        sets = tuple(process_sets)
     where, place, store = _meet(comm)
     if comm is not None and not hasattr(comm, "Get_rank"):
         place, name = _among(place, list(comm))
@@ -113,11 +117,15 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     if _owner is None:
         atexit.register(_at_exit)
     _owner = os.getpid()
-    # "DYNAMIC" is no file: `start_timeline` will say which, and when.
-    if os.environ.get("HOROVOD_TIMELINE", "DYNAMIC") not in ("", "DYNAMIC"):
-        start_timeline(os.environ["HOROVOD_TIMELINE"], os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES") == "1")
-    for follow_up in started:
-        follow_up(() if process_sets is None or isinstance(process_sets, str) else tuple(process_sets))
+    try:
+        # "DYNAMIC" is no file: `start_timeline` will say which, and when.
+        if os.environ.get("HOROVOD_TIMELINE", "DYNAMIC") not in ("", "DYNAMIC"):
+            start_timeline(os.environ["HOROVOD_TIMELINE"], os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES") == "1")
+        for follow_up in started:
+            follow_up(sets)
+    except BaseException:  # the next `init` would do nothing, and say nothing of what is missing
+        shutdown()
+        raise
 
 
 def _first(told: int | None, counted: int) -> int:
@@ -211,7 +219,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
         mark_cycles: also mark every decision of what runs next.
 
     Raises:
-        ValueError: one is being written already.
+        ValueError: one is being written already; on rank 0, which knows. So does what the system says of the file.
     """
     engine = world().engine
     if engine.timeline is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import copy
 import io
 import pickle
 from collections.abc import Iterable, Mapping
@@ -79,15 +78,19 @@ def broadcast_object(
 
     Returns:
         On the root `obj` itself, elsewhere a copy.
+
+    Raises:
+        ValueError: the root's cannot be pickled; on every rank.
     """
     is_root = world().rank == root_rank
-    data = _to_bytes(obj) if is_root else torch.empty(0, dtype=torch.uint8, device="cpu")
-    length = torch.tensor([data.numel()], device="cpu")
+    length, data, problem = _packed(obj if is_root else None)
     base = name and f"object.{name}"
     _broadcast(length, root_rank, base and f"{base}.size", process_set)
     if not is_root:
-        data = torch.empty(int(length), dtype=torch.uint8, device="cpu")
+        data = torch.empty(abs(int(length)), dtype=torch.uint8, device="cpu")
     _broadcast(data, root_rank, base, process_set)
+    if length < 0:
+        raise _not_packed("broadcast_object", {root_rank: _from_bytes(data)}, problem)
     return obj if is_root else _from_bytes(data)
 
 
@@ -97,13 +100,41 @@ def _broadcast(tensor: Tensor, root: int, name: str | None, process_set: Process
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """What `obj` is on each rank of the set, in their order: anything that pickle, or torch.save, can carry."""
-    data = _to_bytes(obj)
+    """What `obj` is on each rank of the set, in their order: anything that pickle, or torch.save, can carry.
+
+    Raises:
+        ValueError: some rank's cannot be pickled; on every rank.
+    """
+    length, data, problem = _packed(obj)
     base = name and f"object.{name}"
     sizes_key = key_of("allgather", base and f"{base}.size", process_set)
-    sizes = synchronize(submit(allgather_operation(sizes_key, [torch.tensor([data.numel()], device="cpu")]), first))
+    sizes = synchronize(submit(allgather_operation(sizes_key, [length]), first))
     joined = synchronize(submit(allgather_operation(key_of("allgather", base, process_set), [data]), first))
-    return [_from_bytes(part) for part in joined.split(sizes.tolist())]
+    found = [_from_bytes(part) for part in joined.split(sizes.abs().tolist())]
+    told = {rank: one for rank, size, one in zip(process_set.ranks, sizes.tolist(), found, strict=True) if size < 0}
+    if told:
+        raise _not_packed("allgather_object", told, problem)
+    return found
+
+
+def _packed(obj: Any) -> tuple[Tensor, Tensor, Exception | None]:
+    """How long its bytes are, these, and None; or, where it has none, what is wrong with it in its place, under a
+    length below 0: the other ranks wait for a message."""
+    problem = None
+    try:
+        data = _to_bytes(obj)
+    except Exception as error:  # whatever the object's own methods raise
+        problem, data = error, _to_bytes(f"{type(error).__name__}: {error}")
+    return torch.tensor([data.numel() if problem is None else -data.numel()], device="cpu"), data, problem
+
+
+def _not_packed(kind: str, told: dict[int, str], problem: Exception | None) -> ValueError:
+    error = ValueError(
+        f"{kind} sends what pickle, or torch.save, can carry, and not what there is on "
+        + "; ".join(f"rank {rank}: {text}" for rank, text in told.items())
+    )
+    error.__cause__ = problem
+    return error
 
 
 def _to_bytes(obj: Any) -> Tensor:
@@ -201,7 +232,6 @@ def _outline(optimizer: torch.optim.Optimizer, tensors: list[Tensor]) -> dict[st
     shared = getattr(optimizer, "_shared_compression", None)
     if shared is not None:
         state["gradwire"] = shared()
-    state["param_groups"] = copy.deepcopy(state["param_groups"])
 
     def replace(value: Any) -> Any:
         if isinstance(value, Tensor) and value.layout == torch.strided:  # others, as of sparse gradients, go as objects

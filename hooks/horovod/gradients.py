@@ -119,8 +119,9 @@ class ReduceScatterFunction(torch.autograd.Function):
         ctx: Any, name: str | None, op: int, prescale: float, postscale: float, ps: ProcessSet, kind: str,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        ctx.arguments = (name, op, prescale * postscale, ps, kind)
-        return tuple(_now(reducescatter_operation(key_of(kind, name, ps), tensors, op, prescale, postscale)))
+        operation = reducescatter_operation(key_of(kind, name, ps), tensors, op, prescale, postscale)
+        ctx.arguments = (name, op, operation.prescale * operation.postscale, ps, kind)
+        return tuple(_now(operation))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:

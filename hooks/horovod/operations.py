@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .adasum import adasum
-from .arithmetic import divide, reduce_rows, scale, shares
+from .arithmetic import divide, number, reduce_rows, scale, shares
 from .collectives import Channel, OpenedParcels, as_bytes, flat_memory, is_plain
 from .negotiation import Request
 from .residuals import CompressionState, States, layout_of
@@ -101,8 +101,8 @@ class Scaled(Operation):
         outputs: Sequence[Tensor] | None = None, fill: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(key, set_id, tensors, fill)
-        self.op, self.prescale, self.postscale = op, float(prescale), float(postscale)
-        self.outputs = outputs
+        self.op, self.outputs = op, outputs
+        self.prescale, self.postscale = number("prescale_factor", prescale), number("postscale_factor", postscale)
 
     def same(self) -> dict[str, Any]:
         scales = {"prescale factor": self.prescale, "postscale factor": self.postscale}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..optimizers import concern
+from .arithmetic import number
 from .basics import world
 from .compression import Compression, codec_of
 from .functions import allgather_object
@@ -67,9 +68,12 @@ def DistributedOptimizer(
             "torch.optim.LBFGS evaluates its closure several times in a step, on gradients of one rank: use another "
             "optimizer"
         )
+    if not hasattr(optimizer, "param_groups"):  # what wraps an optimizer has them too
+        raise ValueError(f"DistributedOptimizer takes a torch.optim.Optimizer, not a {type(optimizer).__name__}")
     if not isinstance(process_set, ProcessSet):
         raise ValueError(f"process_set={process_set!r}: expected what add_process_set() returns")
     op = reduction(op, None)
+    gradient_predivide_factor = number("gradient_predivide_factor", gradient_predivide_factor)
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average: leave it at 1.0")
     if not gradient_predivide_factor > 0:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import basics
+from .arithmetic import integers
 from .basics import World, world
 from .collectives import Channel
 from .engine import Engine
@@ -23,9 +24,10 @@ class ProcessSet:
     def __init__(self, ranks: Any) -> None:
         if hasattr(ranks, "allgather"):
             ranks = ranks.allgather(world().rank)
-        self._ranks: list[int] | None = sorted(int(rank) for rank in ranks)
+        expected = "one or more distinct ranks, or an mpi4py communicator"
+        self._ranks: list[int] | None = sorted(integers("ranks", ranks, expected))
         if len(set(self._ranks)) != len(self._ranks) or not self._ranks or self._ranks[0] < 0:
-            raise ValueError(f"ranks={list(ranks)}: expected one or more distinct ranks")
+            raise ValueError(f"ranks={self._ranks}: expected {expected}")
         self._place: tuple[World, int] | None = None
 
     @property
@@ -115,20 +117,28 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         ValueError: there is one of the same ranks, or a rank does not exist.
         HorovodInternalError: the ranks passed different ones.
     """
+    process_set, here = _checked(process_set), world()
+    set_id = here.engine.submit(_Change(here.engine, {"ranks": process_set.ranks})).wait()
+    process_set._place = (here, set_id)
+    _registered[set_id] = process_set
+    return process_set
+
+
+def _checked(process_set: ProcessSet | Sequence[int], others: Sequence[ProcessSet] = ()) -> ProcessSet:
+    """Raises ValueError unless it can be added after `others`."""
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
-    here = world()
-    if process_set.ranks[-1] >= here.size:
-        raise ValueError(f"{process_set.ranks}: expected ranks below size() = {here.size}")
+    size = world().size
+    if process_set.ranks[-1] >= size:
+        raise ValueError(f"{process_set.ranks}: expected ranks below size() = {size}")
+    if any(other.ranks == process_set.ranks for other in others):
+        raise ValueError(f"process_sets has ranks {process_set.ranks} twice: pass each process set once")
     for known in [global_process_set, *_registered.values()]:
         if known.process_set_id is not None and known.ranks == process_set.ranks:
             raise ValueError(
                 f"a process set of ranks {process_set.ranks} exists already, with id {known.process_set_id}: use it, "
                 "or remove it first"
             )
-    set_id = here.engine.submit(_Change(here.engine, {"ranks": process_set.ranks})).wait()
-    process_set._place = (here, set_id)
-    _registered[set_id] = process_set
     return process_set
 
 
@@ -138,6 +148,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     Returns:
         Whether there was something to remove: not for the global one, or one that is not registered.
     """
+    if not isinstance(process_set, ProcessSet):
+        raise ValueError(f"process_set={process_set!r}: expected what add_process_set() returns")
     set_id = process_set.process_set_id
     if not set_id:
         return False
@@ -155,7 +167,10 @@ def process_set_ids() -> list[int]:
 
 def _register(process_sets: Sequence[Any]) -> None:
     _registered.clear()
-    for process_set in process_sets:
+    checked: list[ProcessSet] = []
+    for process_set in process_sets:  # all, before the first: ranks leave then before any message
+        checked.append(_checked(process_set, checked))
+    for process_set in checked:
         add_process_set(process_set)
 
 

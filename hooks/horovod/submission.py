@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .arithmetic import integers
 from .basics import world
 from .engine import Pending
 from .operations import (
@@ -292,10 +293,11 @@ def alltoall_operation(key: tuple[str, int], tensor: Tensor, splits: Any, size: 
         if splits.dtype != torch.int32 or splits.dim() != 1:
             raise ValueError(f"splits is {splits.dtype} with {splits.dim()} dimensions: expected int32 with one")
         splits = splits.tolist()
-    splits = [int(count) for count in splits]
-    if len(splits) != size or min(splits) < 0 or sum(splits) != len(tensor):
-        raise ValueError(f"splits={splits}: expected {size} numbers, none negative, that add up to {len(tensor)} rows")
-    return AllToAll(*key, elements(tensor), splits)
+    expected = f"{size} whole numbers, none negative, that add up to {len(tensor)} rows"
+    counts = integers("splits", splits, expected)
+    if len(counts) != size or min(counts) < 0 or sum(counts) != len(tensor):
+        raise ValueError(f"splits={counts}: expected {expected}")
+    return AllToAll(*key, elements(tensor), counts)
 
 
 def reducescatter_operation(

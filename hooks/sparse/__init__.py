@@ -98,8 +98,8 @@ def sparse_all_reduce(
         op: "mean" or "sum".
         algorithm: "gather", "union", "split", "dense", or "auto": the fastest by `hooks.auto.cost`, which probes a
             group the first time it meets it (a second or two).
-        out: float32, float16 or bfloat16 [N] or [N, n], of any stride but 0, on the device of `values`: filled with the
-            result, zero where no rank has an entry.
+        out: float32, float16 or bfloat16 [N] or [N, n], of any strides by which no two elements lie at one address, on
+            the device of `values`: filled with the result, zero where no rank has an entry.
 
     Returns:
         The union's indices, ascending, in the dtype of `indices`, and the sums or means there, in that of `values`;

@@ -5,6 +5,7 @@ for this one.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -122,6 +123,13 @@ def _check_out(out: Any, values: Tensor, numel: int) -> None:
         raise ValueError(f"out must be a tensor of shape {shape} on {values.device}, like values; got {_what(out)}")
     if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
         raise ValueError("all elements of out lie at one address: give it memory of its own, as out.clone() has")
+    if out.dim() == 2 and min(out.shape) > 1:
+        # Where a step down meets steps across: at the least common multiple of both.
+        both = math.gcd(*out.stride())
+        if out.stride(1) // both < out.shape[0] and out.stride(0) // both < out.shape[1]:
+            raise ValueError(
+                f"rows of out overlap, by strides of {out.stride()}: give it memory of its own, as out.clone() has"
+            )
     try:
         with torch.no_grad():
             out[:0].zero_()
