@@ -343,7 +343,10 @@ class State:
     # -- other ranks -------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Wait for what is queued, then give back the thread and the connections. The next use makes new ones."""
+        """Wait for what is queued, then give back the thread and the connections. The next use makes new ones, for
+        which all ranks meet: every rank must close after the same step, or those that go on wait for the group's
+        timeout.
+        """
         self._idle()
         if self._reducer is not None:
             self._reducer.close()

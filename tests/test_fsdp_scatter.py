@@ -161,6 +161,16 @@ def mistakes(rank: int) -> dict[str, str]:
 
     model = small(flat)
     state = compress_fsdp(model, OneBit())
+    if rank:
+        state.load_state_dict({**saved, "step": 0})
+    found["loaded"] = told(lambda: model(x).sum().backward())
+    model = small(flat)
+    state = compress_fsdp(model, lambda step: TopK(0.5 - 0.25 * rank * step))
+    model(x).sum().backward()
+    found["schedule"] = told(lambda: model(x).sum().backward())
+
+    model = small(flat)
+    state = compress_fsdp(model, OneBit())
     if rank:  # as if this rank had another parameter without gradient
         part = state._parts[0].shards
         part.group.post_backward = lambda *unused, go=part.group.post_backward: _without_bias(part, go, unused)
@@ -185,6 +195,8 @@ SAYS = {
     "replicas": r"has a compressed reduce-scatter: close\(\)",
     "codec": "the checkpoint has codec TopK",
     "excluded": "has a residual of '0.weight', which is excluded now",
+    "loaded": "ranks disagree on loaded checkpoints: rank 0 has none, rank 1 has 1",
+    "schedule": r"ranks disagree on codec: rank 0 has TopK\(density=0.5.* rank 1 has TopK\(density=0.25",
     "unequal": "the ranks reduced gradients of different parameters",
 }
 

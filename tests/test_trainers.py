@@ -459,6 +459,80 @@ def test_lightning_keeps_what_it_does_not_use_and_says_what_is_not_there(two: Po
         assert "has nothing of gradwire's: it goes on without what compression had left out" in told
 
 
+def frozen(rank: int, folder: str) -> list[str]:
+    """What each of the three says when a layer has been frozen since the checkpoint, strictly and not."""
+    import warnings
+
+    import torch
+    from accelerate import Accelerator
+    from gradwire import CompressState, TopK
+    from gradwire.trainers import (
+        LightningCallback,
+        TransformersCallback,
+        files,
+        register_hook,
+        register_with_accelerator,
+    )
+    from torch.nn.parallel import DistributedDataParallel
+    from training import batch, perceptron
+    from transformers import TrainerState
+
+    def make() -> CompressState:
+        return CompressState(TopK(0.05), exchange="gather", fallback=None)
+
+    model = perceptron()
+    with surroundings(rank, folder):
+        begin_accelerate()
+        accelerator = Accelerator(cpu=True)
+        ddp, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        trained = make()
+        register_with_accelerator(accelerator, ddp, trained)
+        accelerator.backward(ddp(batch(rank, 0, model)).square().mean())
+        accelerator.save_state("whole")
+        files.save(trained, "whole")
+        whole = trained.consolidated_state_dict()
+        if rank == 0:
+            TrainerState().save_to_json("whole/trainer_state.json")
+        torch.distributed.barrier()
+        next(iter(model.parameters())).requires_grad_(False)
+        found = []
+        for strict in (True, False):
+
+            def by_lightning(strict: bool = strict) -> None:
+                callback = LightningCallback(make(), strict=strict)
+                callback.load_state_dict(whole)
+                register_hook(DistributedDataParallel(model), callback.state)
+
+            def by_accelerate(strict: bool = strict) -> None:
+                begin_accelerate()
+                accelerator = Accelerator(cpu=True)
+                again, _ = accelerator.prepare(model, optimizer)
+                register_with_accelerator(accelerator, again, make(), strict=strict)
+                accelerator.load_state("whole")
+
+            def by_transformers(strict: bool = strict) -> None:
+                callback = TransformersCallback(None, make(), "whole", strict=strict)  # type: ignore[arg-type]
+                callback._resume(types.SimpleNamespace(resume_from_checkpoint=None), TrainerState())  # type: ignore[arg-type]
+                register_hook(DistributedDataParallel(model), callback.state)
+
+            for load in (by_lightning, by_accelerate, by_transformers):
+                with warnings.catch_warnings(record=True) as seen:
+                    warnings.simplefilter("always")
+                    try:
+                        load()
+                        found.append(next(str(w.message) for w in seen if "is dropped" in str(w.message)))
+                    except ValueError as error:
+                        found.append(str(error))
+        return found
+
+
+@needs("lightning", "accelerate", "transformers")
+def test_what_was_kept_of_a_layer_that_is_frozen_now_can_be_dropped(two: Pool, tmp_path: Path) -> None:
+    for found in two.run(frozen, str(tmp_path)):
+        assert all("the checkpoint is of another model" in text for text in found)
+        assert ["is dropped" in text for text in found] == [False] * 3 + [True] * 3
+
+
 def searched(rank: int, folder: str) -> Any:
     """Two trials of a hyperparameter search, alike; the second's model is a new one."""
     import torch

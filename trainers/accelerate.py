@@ -17,7 +17,9 @@ from .registering import register_hook
 _states: WeakKeyDictionary[Accelerator, list[CompressState]] = WeakKeyDictionary()
 
 
-def register_with_accelerator(accelerator: Accelerator, model: nn.Module, state: CompressState) -> None:
+def register_with_accelerator(
+    accelerator: Accelerator, model: nn.Module, state: CompressState, *, strict: bool = True
+) -> None:
     """Compress the gradients of a prepared model. `accelerator.save_state` then writes what each rank keeps to a file
     of its own, and `load_state` reads it; on another number of ranks, each gets the mean of what all kept. With one
     process nothing is done. A collective.
@@ -27,6 +29,8 @@ def register_with_accelerator(accelerator: Accelerator, model: nn.Module, state:
             followed.
         model: what `prepare` returned.
         state: from `CompressState(codec)`.
+        strict: with False, `load_state` takes files too that have residuals for what is frozen, excluded, of another
+            shape or gone now, or none, with a warning: `CompressState.load_state_dict`'s.
 
     Raises:
         TypeError: `prepare` made no `DistributedDataParallel` of it.
@@ -45,7 +49,7 @@ def register_with_accelerator(accelerator: Accelerator, model: nn.Module, state:
         files.save(state, folder, name)
 
     def load(models: Sequence[nn.Module], folder: str) -> None:
-        files.load(state, folder, name)
+        files.load(state, folder, name, strict)
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)

@@ -34,9 +34,12 @@ def save(state: CompressState, folder: str | Path, name: str = "gradwire") -> Pa
     return path
 
 
-def load(state: CompressState, folder: str | Path, name: str = "gradwire") -> bool:
+def load(state: CompressState, folder: str | Path, name: str = "gradwire", strict: bool = True) -> bool:
     """Go on from what `save` wrote. On another number of ranks, each gets the mean of what all kept, so that nothing is
     lost.
+
+    Args:
+        strict: `CompressState.load_state_dict`'s.
 
     Returns:
         Whether there was anything; else this warns.
@@ -51,7 +54,8 @@ def load(state: CompressState, folder: str | Path, name: str = "gradwire") -> bo
             f"{folder} has no file of gradwire's: it goes on without what compression had left out", stacklevel=2
         )
         return False
-    state.load_state_dict(_together([torch.load(file, map_location="cpu", weights_only=True) for file in files]))
+    whole = _together([torch.load(file, map_location="cpu", weights_only=True) for file in files])
+    state.load_state_dict(whole, strict=strict)
     return True
 
 

@@ -25,14 +25,16 @@ class LightningCallback(Callback):
 
     Args:
         state: from `CompressState(codec)`.
+        strict: with False, a checkpoint loads too that has residuals for what is frozen, excluded, of another shape or
+            gone now, or none, with a warning: `CompressState.load_state_dict`'s.
 
     Raises:
         TypeError: in `fit`, the strategy does not wrap the model in DDP.
         RuntimeError: in `fit`, the model has another hook.
     """
 
-    def __init__(self, state: CompressState) -> None:
-        self.state = state
+    def __init__(self, state: CompressState, *, strict: bool = True) -> None:
+        self.state, self.strict = state, strict
 
     @property
     def state_key(self) -> str:
@@ -58,7 +60,8 @@ class LightningCallback(Callback):
             return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.state.load_state_dict(state_dict)  # before there is a model: Lightning restores callbacks first
+        # Before there is a model: Lightning restores callbacks first.
+        self.state.load_state_dict(state_dict, self.strict)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if self.state_key not in checkpoint["callbacks"] and checkpoint["global_step"] > 0 and trainer.world_size > 1:

@@ -35,13 +35,17 @@ class TransformersCallback(TrainerCallback):
         trainer: the one that it is added to.
         state: from `CompressState(codec)`.
         resume_from: the folder that is handed to `train(resume_from_checkpoint=…)`, where it is no other.
+        strict: with False, a checkpoint loads too that has residuals for what is frozen, excluded, of another shape or
+            gone now, or none, with a warning: `CompressState.load_state_dict`'s.
 
     Raises:
         TypeError: in `train`, the Trainer has not made a `DistributedDataParallel` of the model.
     """
 
-    def __init__(self, trainer: Trainer, state: CompressState, resume_from: str | Path | None = None) -> None:
-        self.trainer, self.state, self.resume_from = trainer, state, resume_from
+    def __init__(
+        self, trainer: Trainer, state: CompressState, resume_from: str | Path | None = None, *, strict: bool = True
+    ) -> None:
+        self.trainer, self.state, self.resume_from, self.strict = trainer, state, resume_from, strict
         self._trained: weakref.ref[nn.Module] | None = None
 
     def on_train_begin(
@@ -73,7 +77,7 @@ class TransformersCallback(TrainerCallback):
         for folder in self._candidates(args, state):
             saved = folder / TRAINER_STATE_NAME
             if saved.is_file() and TrainerState.load_from_json(str(saved)).log_history == state.log_history:
-                files.load(self.state, folder)
+                files.load(self.state, folder, strict=self.strict)
                 return
         warnings.warn(
             f"the Trainer has resumed at step {state.global_step}, and gradwire does not find from where: name the "

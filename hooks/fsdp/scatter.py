@@ -151,15 +151,27 @@ class ScatterState:
         outside = False
         if self._open is None:
             self._unequal.check()
+            self._greet()
             self._open = {}
             outside = not AtEnd(self._ended, self._raised).queue()
         self._open[part.shards.index] = part  # of a module that is used twice in a pass, the last
         return outside
 
+    def _greet(self) -> None:
+        """Compare with the other ranks what the pass is to be, before anything is sent that they would not expect."""
+        choice, past = self._options.choice(self._step), self._connection.past()
+        try:
+            with self._connection.group.failing_together():
+                self._connection.announce(self._step, choice, past, 0, False, None)
+                self._connection.compare(choice, past)
+        except Exception as error:
+            raise RuntimeError(f"gradwire: {error} [step {self._step}, {choice.codec}]") from error
+
     def _ended(self) -> None:
         if self._open is None:
             return
         self._open = None
+        self._connection.post()
         self._step += 1
         self._statistics.steps += 1
         bad = self._status()[1]
@@ -200,7 +212,7 @@ class ScatterState:
         return checkpoint.export(checkpoint.MEAN, {RESIDUAL: found}, **self._facts())
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Go on from a checkpoint. Every rank must load one of the same step.
+        """Go on from a checkpoint. Every rank must load one of the same step; the next step compares them.
 
         Args:
             state_dict: this state's own, filled by `torch.distributed.checkpoint.load`; or one of as many ranks.
@@ -218,6 +230,7 @@ class ScatterState:
         rows = {name: parts[name].from_owed(x) for name, x in vectors.get(RESIDUAL, {}).items()}
         self._feedback.load({RESIDUAL: rows})
         self._step, self._options.seed = saved["step"], saved["seed"]
+        self._connection.loaded(self._options.seed)
 
     def _facts(self) -> dict[str, Any]:
         return {"codec": self._options.codec_text, "step": self._step, "seed": self._options.seed}
