@@ -90,7 +90,7 @@ def broadcast_object(
         data = torch.empty(abs(int(length)), dtype=torch.uint8, device="cpu")
     _broadcast(data, root_rank, base, process_set)
     if length < 0:
-        raise _not_packed("broadcast_object", {root_rank: _from_bytes(data)}, problem)
+        raise _not_packed("broadcast_object", [_from_bytes(data)], problem)
     return obj if is_root else _from_bytes(data)
 
 
@@ -100,7 +100,8 @@ def _broadcast(tensor: Tensor, root: int, name: str | None, process_set: Process
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """What `obj` is on each rank of the set, in their order: anything that pickle, or torch.save, can carry.
+    """What `obj` is on each rank of the set that has not joined, in their order: anything that pickle, or torch.save,
+    can carry.
 
     Raises:
         ValueError: some rank's cannot be pickled; on every rank.
@@ -111,27 +112,28 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     sizes = synchronize(submit(allgather_operation(sizes_key, [length]), first))
     joined = synchronize(submit(allgather_operation(key_of("allgather", base, process_set), [data]), first))
     found = [_from_bytes(part) for part in joined.split(sizes.abs().tolist())]
-    told = {rank: one for rank, size, one in zip(process_set.ranks, sizes.tolist(), found, strict=True) if size < 0}
+    told = [one for size, one in zip(sizes.tolist(), found, strict=True) if size < 0]
     if told:
         raise _not_packed("allgather_object", told, problem)
     return found
 
 
 def _packed(obj: Any) -> tuple[Tensor, Tensor, Exception | None]:
-    """How long its bytes are, these, and None; or, where it has none, what is wrong with it in its place, under a
-    length below 0: the other ranks wait for a message."""
+    """How long its bytes are, these, and None; or, where it has none, who says what is wrong with it in its place,
+    under a length below 0: the other ranks wait for a message."""
     problem = None
     try:
         data = _to_bytes(obj)
     except Exception as error:  # whatever the object's own methods raise
-        problem, data = error, _to_bytes(f"{type(error).__name__}: {error}")
+        # With the rank: where some have joined, there are fewer messages than ranks.
+        problem, data = error, _to_bytes(f"rank {world().rank}: {type(error).__name__}: {error}")
     return torch.tensor([data.numel() if problem is None else -data.numel()], device="cpu"), data, problem
 
 
-def _not_packed(kind: str, told: dict[int, str], problem: Exception | None) -> ValueError:
+def _not_packed(kind: str, told: list[str], problem: Exception | None) -> ValueError:
     error = ValueError(
         f"{kind} sends what pickle, or torch.save, can carry, and not what there is on "
-        + "; ".join(f"rank {rank}: {text}" for rank, text in told.items())
+        + "; ".join(told)
     )
     error.__cause__ = problem
     return error
