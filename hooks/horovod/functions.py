@@ -132,8 +132,7 @@ def _packed(obj: Any) -> tuple[Tensor, Tensor, Exception | None]:
 
 def _not_packed(kind: str, told: list[str], problem: Exception | None) -> ValueError:
     error = ValueError(
-        f"{kind} sends what pickle, or torch.save, can carry, and not what there is on "
-        + "; ".join(told)
+        f"{kind} sends what pickle, or torch.save, can carry, and not what there is on " + "; ".join(told)
     )
     error.__cause__ = problem
     return error
