@@ -10,13 +10,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from gradwire import Codec, OneBit, TopK
 from gradwire.hooks import Statistics, reducer
 from gradwire.hooks.comm import pipeline
@@ -30,8 +31,11 @@ Ranks = Callable[[int], Pool]
 RECIPE = Path(__file__).parents[1] / "docs" / "profiling.md"
 RANGE = re.compile(r"gradwire:(\w+) bucket (\d+)")
 STEPS = 3
-#: By how much the second rank is late in every step; the first one waits for it in its exchange.
-LATE = 0.05
+#: Numbers the runs of a process, alike on all ranks.
+RUNS = count()
+#: By how much the second rank is late in every step, from when the first one has nearly done its backward pass, however
+#: busy the machine is; the first one waits for it in its exchange.
+LATE = 0.1
 
 
 def every_thread() -> profile:
@@ -47,10 +51,17 @@ def profiled_steps(rank: int, codec: Codec, exchange: str, small: bool) -> dict[
 
 def _profiled_steps(rank: int, codec: Codec, exchange: str) -> dict[str, Any]:
     model, state = wrap(convnet(), codec, exchange=exchange)
+    store, run = dist.distributed_c10d._get_default_store(), next(RUNS)
+    if rank == 0:
+        first, *_ = model.parameters()  # whose gradient comes last
+        first.register_hook(lambda grad: store.add(f"profiled {run}", 1) and None)
 
     def step(number: int) -> None:
         loss = model(batch(rank, number, model.module)).square().mean()
-        time.sleep(LATE * rank)
+        if rank:
+            while store.add(f"profiled {run}", 0) <= number:
+                time.sleep(0.001)
+            time.sleep(LATE)
         loss.backward()
 
     for number in range(2):  # after the first one DDP rebuilds its buckets
