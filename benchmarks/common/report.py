@@ -36,6 +36,16 @@ def environment() -> dict[str, Any]:
     }
 
 
+#: What says of a run where and how it was made, among `environment()`.
+STAMP = ("date", "cpu", "cores", "threads", "python", "torch", "numpy", "numba", "gradwire", "revision")
+
+
+def stamp() -> dict[str, Any]:
+    """Of a run that is kept for later tables, which may be written on another machine."""
+    facts = environment()
+    return {name: facts[name] for name in STAMP}
+
+
 def describe(facts: Mapping[str, Any]) -> str:
     """`environment()` in one line, for a table's caption."""
     versions = ", ".join(f"{name} {facts[name]}" for name in ("torch", "numba", "numpy", "gradwire"))

@@ -12,7 +12,7 @@ from ..common import report
 from ..common.arms import BASELINE, COMPRESSED, DENSE, FLOOR, HALF, WHOLE
 from ..network import flags
 from ..network.proof import caption
-from .search import loss_of
+from .search import loss_of, origin
 from .tasks import ARMS
 
 #: PyTorch's own ways that need no tuning; a codec pays where it beats the faster of them.
@@ -188,7 +188,7 @@ def learning_table(result: Mapping[str, Any], world: Mapping[str, Any]) -> repor
     run = f"{task['optimizer']}, {task['steps']} steps, {seeds} seed(s)"
     title = f"Learning: {task['title']}, {world['world']} ranks, {run}"
     notes = [
-        report.describe(result["environment"]),
+        origin(result, world["runs"]),
         f"target: within {task['margin']:.0%} of where float32 ends with the same seed; in brackets: 95 % interval of "
         "the mean over seeds (Student's t)",
         f"{task['steps'] / result['steps_per_epoch']:.2g} epochs; one recipe for all arms, "
