@@ -286,6 +286,21 @@ def test_one_seed_has_no_interval_and_one_rate_no_search() -> None:
     assert several[1].columns == ["", "0.1", "0.2"]
 
 
+def test_a_best_rate_at_an_end_is_told() -> None:
+    def said(**losses: dict[float, float]) -> str:
+        runs = [
+            {"arm": arm, "learning_rate": rate, "seed": 0, "loss": loss}
+            for arm, tried in losses.items()
+            for rate, loss in tried.items()
+        ]
+        return learn.search({"runs": runs}).caption
+
+    inside, low, high = ({0.1: a, 0.2: b, 0.4: c} for a, b, c in ((2.0, 1.0, 2.0), (1.0, 2.0, 3.0), (3.0, 2.0, 1.0)))
+    assert "end" not in said(float32=inside, topk1=inside).partition("\n")[2]
+    assert said(float32=inside, topk1=low).endswith(f"at an end of what was tried here: {learn.WAYS['topk1'].title}")
+    assert said(float32=high, topk1=low).endswith("at an end of what was tried here: all")
+
+
 def test_one_rank_has_nobody_to_tell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["learn", str(tmp_path / "runs.jsonl"), "--world", "1"]) == 2
     assert "--world 1: expected at least 2" in capsys.readouterr().err

@@ -291,7 +291,15 @@ def search(result: Mapping[str, Any]) -> report.Table:
         for arm in dict.fromkeys(arm for arm, _ in first)
     ]
     columns = ["", *(f"{rate:g}" for rate in rates)]
-    return report.Table("By learning rate, first seed", columns, rows, "validation loss; other seeds train at the best")
+    caption = "validation loss; other seeds train at the best"
+    arms, ends = list(dict.fromkeys(arm for arm, _ in first)), []
+    for arm in arms:
+        tried = {rate: loss for (other, rate), loss in first.items() if other == arm}
+        if len(tried) > 1 and min(tried, key=tried.__getitem__) in (min(tried), max(tried)):
+            ends.append(WAYS[arm].title)
+    if ends:
+        caption += f"\nbest at an end of what was tried here: {'all' if len(ends) == len(arms) else '; '.join(ends)}"
+    return report.Table("By learning rate, first seed", columns, rows, caption)
 
 
 COLOURS = {

@@ -234,6 +234,7 @@ def train(task: Task, arm: Arm, seed: int, readings: int) -> dict[str, Any]:
         "loss": finite(reading["loss"]),
         "parameters": sum(p.numel() for p in model.parameters()),
         "bits_per_element": installed.bits_per_element(),
+        "share_of_bytes": installed.share_of_bytes(),
         "seconds": time.monotonic() - start,
         "curve": curve,
     }
