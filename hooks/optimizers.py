@@ -28,13 +28,16 @@ CHUNKED = (
 )
 OUTLIERS = (
     "the largest elements as they are, of the others their signs, the rest in a residual: under SGD outliers decide, "
-    "and nothing of so few bytes has ended nearer to float32"
+    "and so a small model has ended as near to float32 as by any code of so few bytes. On a larger one, where this has "
+    "not been tried, TernGrad() came to float32's loss"
 )
 LOCAL = (
     "every rank steps by itself, and every few steps all exchange how far their parameters have come, the largest of "
     "every chunk in two bits each: of the ways of so few bytes the one with which models have ended nearest to "
     "float32, with a β1 of 0.8 and at twice its learning rate. delay=1, carry=True hides a distance"
 )
+#: In fewer bytes than models have been trained with.
+UNTRIED = ". So few bytes have not been tried"
 SPARSE = (
     "the largest elements of all in 8 bits each, the rest in a residual, which arrives late: expect a worse model "
     "after a short run, and search the learning rate again"
@@ -119,7 +122,8 @@ def recommend(
             return _recommendation(_chunked(times), Residual(), CHUNKED, LESS_MOMENTUM)
         every = math.ceil(STEPS_APART * max(times / MOST_TIMES_LOCAL, 1.0))
         codec = _chunked(times / every)
-        return Recommendation(codec, Residual(), every * _ratio(codec), LOCAL, every, MOST_MOMENTUM)
+        why = LOCAL + (UNTRIED if times > MOST_TIMES_LOCAL else "")
+        return Recommendation(codec, Residual(), every * _ratio(codec), why, every, MOST_MOMENTUM)
     if times <= _ratio(Outliers(OneBit())):
         return _recommendation(Outliers(OneBit()), Residual(), OUTLIERS)
     return _recommendation(_top(times), Residual(), SPARSE)

@@ -212,6 +212,7 @@ def test_advice_follows_the_network() -> None:
     slow = advice.recommend(list(steps(here(), 1e8).values()))
     assert slow.startswith("Compress: with gradwire, TopK(density=0.001)")
     assert "CompressState(model, TopK(density=0.001))" in slow
+    assert "gradwire.recommend for codecs" in slow
     rows: list[dict[str, Any]] = [
         {"what": "plain", "codec": None, "step_s": 2.0, "received_bytes": 4},
         {"what": "half", "codec": None, "step_s": 1.0, "received_bytes": 2},

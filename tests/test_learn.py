@@ -28,6 +28,7 @@ from gradwire import (
     Tracking,
 )
 from gradwire.benchmarks import cli
+from gradwire.benchmarks.common import report
 from gradwire.benchmarks.common.virtual import VirtualRanks
 from gradwire.benchmarks.training import apart, inside, learn, search
 from gradwire.compress import Feedback
@@ -182,6 +183,11 @@ def test_runs_are_made_once_and_compared_at_their_best(tmp_path: Path, capsys: p
     first = file.read_text()
     runs = [json.loads(line) for line in first.splitlines()]
     assert len(runs) == 9, "three arms: two rates with the first seed, the second seed at the best"
+    assert {run["made"]["cpu"] for run in runs} == {report.cpu_model()}
+    assert {run["source"] for run in runs} == {"scikit-learn's digits"}
+    document = json.loads((tmp_path / "loss.json").read_text())
+    assert document["arguments"]["learning_rates"] == [1e-3, 1e-2]
+    assert search.origin(document, document["runs"]) in learn.tables(document)[0].caption
     assert plot.stat().st_size > 10_000
     assert cli.main(arguments) == 0
     assert file.read_text() == first, "nothing is made again"
@@ -193,6 +199,27 @@ def test_runs_are_made_once_and_compared_at_their_best(tmp_path: Path, capsys: p
         tried = {r["learning_rate"]: r["loss"] for r in runs if r["arm"] == one.arm and r["seed"] == 0}
         assert one.learning_rate == min(tried, key=tried.__getitem__)
         assert one.losses[0] == tried[one.learning_rate]
+
+
+def test_runs_say_where_they_were_made(tmp_path: Path) -> None:
+    """A table of kept runs must not name the machine that writes it, nor compare runs on other data."""
+    file, common = tmp_path / "runs.jsonl", {"task": "digits", "source": "these"}
+    made = search.Runs(str(file), common, ["float32"], 1, None)
+    for rate in (0.1, 0.2, 0.4):
+        made.add({"arm": "float32", "seed": 0, "learning_rate": rate, "loss": rate, "share_of_bytes": 1.0})
+    runs = [json.loads(line) for line in file.read_text().splitlines()]
+    assert search.origin({"runs_say_where": True}, runs) == report.describe(runs[-1]["made"])
+    runs[0]["made"] |= {"cpu": "Abacus", "date": "1642-01-01T00:00:00+00:00"}
+    del runs[1]["made"]
+    runs[2]["source"] = "others"
+    file.write_text("".join(f"{json.dumps(run)}\n" for run in runs))
+    kept = search.Runs(str(file), common, ["float32"], 1, None)
+    assert [run["learning_rate"] for run in kept] == [0.1, 0.2], "not what was trained on other data"
+    first, second = search.origin({"runs_say_where": True}, kept).splitlines()
+    assert first.startswith("1 of 2 runs: Abacus, ")
+    assert first.endswith(", 1642-01-01T00:00:00+00:00")
+    assert second == "1 of 2 runs do not say where they were made"
+    assert not search.origin({"runs_say_where": True}, kept[1:]).count("Abacus")
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -257,6 +284,21 @@ def test_one_seed_has_no_interval_and_one_rate_no_search() -> None:
     assert len(several) == 2
     assert all(row[-1].endswith("[+0.0, +0.0]") for row in several[0].rows)
     assert several[1].columns == ["", "0.1", "0.2"]
+
+
+def test_a_best_rate_at_an_end_is_told() -> None:
+    def said(**losses: dict[float, float]) -> str:
+        runs = [
+            {"arm": arm, "learning_rate": rate, "seed": 0, "loss": loss}
+            for arm, tried in losses.items()
+            for rate, loss in tried.items()
+        ]
+        return learn.search({"runs": runs}).caption
+
+    inside, low, high = ({0.1: a, 0.2: b, 0.4: c} for a, b, c in ((2.0, 1.0, 2.0), (1.0, 2.0, 3.0), (3.0, 2.0, 1.0)))
+    assert "end" not in said(float32=inside, topk1=inside).partition("\n")[2]
+    assert said(float32=inside, topk1=low).endswith(f"at an end of what was tried here: {learn.WAYS['topk1'].title}")
+    assert said(float32=high, topk1=low).endswith("at an end of what was tried here: all")
 
 
 def test_one_rank_has_nobody_to_tell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,7 @@ from gradwire import (
 )
 from gradwire.compress import Feedback
 from gradwire.hooks import optimizers
-from gradwire.hooks.optimizers import concern, expect_optimizer, is_adaptive
+from gradwire.hooks.optimizers import UNTRIED, concern, expect_optimizer, is_adaptive
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Pool
@@ -104,6 +104,7 @@ def test_a_recommendation_can_be_read_and_pasted() -> None:
     assert rare.call == f"LocalUpdates(model, optimizer, {rare.codec}, {how})"
     assert rare.momentum == 0.8
     assert recommend("adamw", ratio=2000).every == 8
+    assert [UNTRIED in recommend("adamw", ratio=ratio).why for ratio in (500, 1000, 2000)] == [False, False, True]
 
 
 def test_what_is_recommended_can_be_made(ranks: Ranks) -> None:

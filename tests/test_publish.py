@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gradwire.benchmarks import publish
+from gradwire.benchmarks.common import report
 from gradwire.benchmarks.common.report import Table
 from gradwire.benchmarks.publish import PAGE, ROOT, SET, Publication
+from gradwire.benchmarks.training import learn
 
 
 def test_the_page_says_what_was_measured() -> None:
@@ -27,6 +31,94 @@ def test_a_wrong_figure_is_found() -> None:
     assert publish.filled(wrong) == text
     with pytest.raises(ValueError, match=f"no place for {SET[0].name}"):
         publish.filled(text.replace(f"<!-- {SET[0].name}:end -->", ""))
+
+
+def result(name: str) -> Any:
+    return json.loads((ROOT / publish.RESULTS / f"{name}.json").read_text())
+
+
+def times_faster() -> dict[str, list[str]]:
+    """The cells of the README's first table, by the names of its rows: at 100 Mbit/s, 1 Gbit/s and 10 Gbit/s."""
+
+    def shown(ratio: float) -> str:
+        return f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}"
+
+    def step(name: str, arm: str) -> str:
+        seconds = {row["arm"]: row["step_s"] for row in result(name)["arms"]}
+        return shown(seconds["fp16"] / seconds[arm])
+
+    rates = [{row["arm"]: row for row in rate["arms"]} for rate in result("exchange")["rates"][:3]]
+    gradient = {arm: [shown(rate[arm]["times_faster_above_floor"]) for rate in rates] for arm in ("onebit", "topk")}
+    return {
+        "one gradient of 25.6 M elements[^1], `OneBit`": gradient["onebit"],
+        "the same, `TopK` of 0.1 %": gradient["topk"],
+        "a DDP step of 25 M parameters, `OneBit`": ["", step("step", "onebit"), ""],
+        "a DDP step over 25 ms of distance[^2], `OneBit`": [
+            step("step-far-slow", "onebit-gather"),
+            step("step-far", "onebit-gather"),
+            "",
+        ],
+        "the same, `TopK` of 1 %": [step("step-far-slow", "topk-gather"), step("step-far", "topk-gather"), ""],
+    }
+
+
+def times_sooner() -> tuple[dict[str, list[str]], list[str]]:
+    """The cells of its second table, and what the rows have at 10 Gbit/s beside float32 without a hook."""
+    (near,), (far,) = result("train-large")["worlds"], result("train-far")["worlds"]
+    rows, beside = {}, []
+    names = {
+        "[`LocalUpdates`](docs/periodic.md) every tenth step, ternary": "local",
+        "`TernGrad()`": "terngrad",
+        "`TopK` of 8 %, int8": "topk8",
+        "PyTorch's PowerSGD hook": "powersgd",
+    }
+    for title, arm in names.items():
+        learned = near["learning"][arm]
+        change = {side: 100 * share for side, share in learned["change"].items()}
+        interval = f"{change['mean']:.1f} % [{change['low']:+.1f}, {change['high']:+.1f}]".replace("-0.0 %", "0.0 %")
+        gains = [world["joined"]["100mbit"][arm]["speedup"]["mean"] for world in (near, far)]
+        fast = [near["joined"][rate][arm]["speedup"]["mean"] for rate in ("1gbit", "10gbit")]
+        fewer = f"{32 / learned['bits_per_element']:.0f}"
+        rows[title] = [fewer, interval, *(f"{gain:.1f}" for gain in gains), *(f"{gain:.2f}" for gain in fast)]
+        beside.append(f"{fast[1] / near['joined']['10gbit']['fp32']['speedup']['mean']:.2f}")
+    return rows, beside
+
+
+def test_the_readme_says_what_was_measured() -> None:
+    text = (ROOT / "README.md").read_text()
+    cells = {line.split(" | ")[0].removeprefix("| "): line.split("|")[2:-1] for line in text.splitlines()}
+    second, beside = times_sooner()
+    for title, expected in (times_faster() | second).items():
+        assert [cell.strip() for cell in cells[title]] == expected, title
+    assert f"beside it the rows have {', '.join(beside[:-1])} and {beside[-1]}." in text
+
+
+def ended(name: str, arm: str) -> str:
+    """How far above float32 an arm has ended, as the pages say it: "1.0 % below", and its interval."""
+    found = {one.arm: one for one in learn.best(result(name)["runs"])}
+    pairs = zip(found[arm].losses, found["float32"].losses, strict=True)
+    off = report.interval([100 * (mine / dense - 1) for mine, dense in pairs])
+    side = f"{abs(off['mean']):.1f} % {'below' if off['mean'] < 0 else 'above'}"
+    return side if len(found[arm].losses) < 2 else f"{side} [{off['low']:+.1f}, {off['high']:+.1f}]"
+
+
+def said(text: str) -> str:
+    """A page as one line, without the words between a figure and its interval."""
+    return re.sub(r" (float32|it) (\[)", r" \2", " ".join(text.split()))
+
+
+def test_pages_say_how_models_ended() -> None:
+    readme, choose = (said((ROOT / name).read_text()) for name in ("README.md", "docs/choose.md"))
+    long, wide = ended("learn-long", "chunked25-b5"), ended("learn-long", "wide0.7-b5")
+    assert f"{long} with 21 times fewer bytes, and {wide} with 207 times" in readme
+    assert f"{ended('learn-long', 'float32-b8').partition(' [')[0]} float32 with the usual 0.9" in readme
+    late = {arm: ended("learn-large-sgd", arm) for arm in ("local10-ternary", "terngrad")}
+    assert f"`LocalUpdates` ends {late['local10-ternary']} float32 and `TernGrad` {late['terngrad'][:5]}" in readme
+    side, _, interval = long.partition(" [")
+    assert f"ended {side} float32 with 21 times fewer bytes [{interval}" in choose
+    for arm, times in (("chunked25-b5", 21), ("wide1.5-b5", 103), ("wide0.7-b5", 207)):
+        side, _, interval = ended("learn-adamw", arm).partition(" [")
+        assert f"{side} with {times} times [{interval}" in choose
 
 
 def test_published_figures_name_the_machine_and_the_command() -> None:

@@ -6,6 +6,7 @@ import copy
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from gradwire.benchmarks.common import report
 from gradwire.benchmarks.training import summary
 from gradwire.benchmarks.training.tasks import ARMS, DIGITS, SMALL, TASKS, Task
 from gradwire.benchmarks.training.train import by_length
+from ranks import Pool
+
+Ranks = Callable[[int], Pool]
 
 
 @pytest.mark.parametrize("task", [DIGITS, SMALL], ids=lambda task: task.name)
@@ -234,6 +238,35 @@ def test_a_longer_run_is_of_an_arm_that_runs(capsys: pytest.CaptureFixture[str])
 def test_what_a_round_takes_is_told_from_steps_without_one() -> None:
     timings = {"none": {"times_s": [3.0]}, "local": {"times_s": [2.5, 2.0, 4.0], "alone_s": [2.0, 1.0, 2.0]}}
     assert summary.communication("local", timings) == pytest.approx(0.2)
+
+
+def test_fewer_bytes_are_those_that_arrive() -> None:
+    """By `gather` on four ranks each receives three wires, where a float32 ring brings one and a half gradients."""
+    run = {"bits_per_element": 16.0}
+    assert summary.times_fewer([run], world=2) == "2.0"
+    assert summary.times_fewer([run], world=4) == "", "not told by what is sent"
+    assert summary.times_fewer([run | {"share_of_bytes": 1.0}], world=4) == "1.0"
+
+
+def gathered(rank: int) -> dict[str, tuple[float, float]]:
+    found = {}
+    for name in ("fp16", "bf16", "local"):
+        installed = ARMS[name].install(torch.nn.Linear(64, 64, bias=False), exchange="gather")
+        optimizer = installed.optimizer(torch.optim.SGD(installed.module.parameters(), lr=0.1))
+        for _ in range(10):
+            installed.model(torch.ones(64)).sum().backward()
+            optimizer.step()
+        found[name] = installed.bits_per_element(), installed.share_of_bytes()
+        installed.close()
+    return found
+
+
+def test_what_arrives_is_counted(ranks: Ranks) -> None:
+    found = ranks(4).run(gathered)[0]
+    assert found["fp16"] == (16.0, 0.5)
+    assert found["bf16"] == pytest.approx((16.0, 1.0)), "three of half a gradient"
+    bits, share = found["local"]
+    assert share == pytest.approx(bits / 32, rel=0.02), "to owners and back"
 
 
 def test_arms_are_told_apart() -> None:

@@ -57,8 +57,10 @@ def recommend(rows: Sequence[Mapping[str, Any]]) -> str:
         return text
     return (
         f"Compress: with {codec['what']} a step takes {codec['step_s'] * 1e3:.3g} ms instead of "
-        f"{best['step_s'] * 1e3:.3g} with {best['what']}, {gain:.2f} times as fast. See first whether your model "
-        f"learns as well.\n    model.register_comm_hook(CompressState(model, {codec['codec']}), compress_hook)"
+        f"{best['step_s'] * 1e3:.3g} with {best['what']}, {gain:.2f} times as fast. That is about time "
+        "alone: see first whether your model learns as well, and ask gradwire.recommend for codecs with which "
+        "models have ended best under your optimizer."
+        f"\n    model.register_comm_hook(CompressState(model, {codec['codec']}), compress_hook)"
     )
 
 

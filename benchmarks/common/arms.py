@@ -213,6 +213,16 @@ class Installed:
             return 32 * after / before if before else 32.0
         return self.arm.bits
 
+    def share_of_bytes(self) -> float:
+        """What a rank has received so far, of what a float32 ring all-reduce brings it: by `gather` as much as the
+        other ranks have sent, so that it is not `bits_per_element` of 32 on more than two."""
+        done = self.statistics()
+        if done is None:
+            return self.bits_per_element() / 32
+        ranks = dist.get_world_size()
+        ring = 2 * (ranks - 1) / ranks * done.dense_bytes
+        return done.transfer_bytes / ring / (self.arm.every or 1)
+
     def sends(self) -> str:
         """What travels: `WHOLE` or `HALF`, where "auto" has decided for it in every bucket, else `COMPRESSED`."""
         done = self.statistics()

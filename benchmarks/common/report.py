@@ -36,6 +36,16 @@ def environment() -> dict[str, Any]:
     }
 
 
+#: What says of a run where and how it was made, among `environment()`.
+STAMP = ("date", "cpu", "cores", "threads", "python", "torch", "numpy", "numba", "gradwire", "revision")
+
+
+def stamp() -> dict[str, Any]:
+    """Of a run that is kept for later tables, which may be written on another machine."""
+    facts = environment()
+    return {name: facts[name] for name in STAMP}
+
+
 def describe(facts: Mapping[str, Any]) -> str:
     """`environment()` in one line, for a table's caption."""
     versions = ", ".join(f"{name} {facts[name]}" for name in ("torch", "numba", "numpy", "gradwire"))
@@ -94,14 +104,21 @@ def interval(values: Sequence[float], confidence: float = 0.95) -> dict[str, flo
     return {"mean": mean, "low": mean - reach, "high": mean + reach}
 
 
-def median_interval(values: Sequence[float], confidence: float = 0.95) -> dict[str, float]:
+def median_interval(
+    values: Sequence[float], confidence: float = 0.95, independent: int | None = None
+) -> dict[str, float]:
     """Median, and the limits of its confidence interval by order statistics, which holds whatever the values'
-    distribution; of fewer than six, all of them lie inside. Needs SciPy."""
+    distribution; of fewer than six, all of them lie inside. Needs SciPy.
+
+    Args:
+        independent: how many of the values are, where each of as many draws has given several: limits are those of so
+            many values, at the same shares of all, which is on the safe side. None: all are.
+    """
     from scipy.stats import binom
 
-    ordered, count = sorted(values), len(values)
-    reach = max(0, int(binom.ppf((1 - confidence) / 2, count, 0.5)) - 1)
-    return {"median": median(ordered), "low": ordered[reach], "high": ordered[count - 1 - reach]}
+    ordered, count = sorted(values), independent or len(values)
+    reach = max(0, int(binom.ppf((1 - confidence) / 2, count, 0.5)) - 1) * len(values) // count
+    return {"median": median(ordered), "low": ordered[reach], "high": ordered[len(values) - 1 - reach]}
 
 
 def document(benchmark: str, arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,9 @@ All arms live in the same processes, each with models of its own that begin alik
 order that is drawn again in each round, as is which of the models: where one lies in memory makes a percent. What the
 machine does meanwhile hits a round's arms alike, so each round gives a ratio to the reference; of these the median
 counts, with the 95 % interval of order statistics, which assumes nothing of how they are distributed. The reference
-takes part twice, and its mean counts: those two rows say how far equal arms are apart here. Steps of a turn follow each
+takes part twice, and a round's turn is compared with each of the two, not with their mean: turns are late now and then
+and never early, so a mean of two is late more often than one, and every other arm would look faster than it is. Its own
+two turns are compared with each other: those rows say how far equal arms are apart here. Steps of a turn follow each
 other without a barrier, as in training.
 
     gradwire-bench paired                                              # linear layers, what hooks cost
@@ -182,8 +184,8 @@ def measure(
 
 
 def summarize(ranks: Sequence[Mapping[str, Any]], references: Sequence[str]) -> list[dict[str, Any]]:
-    """One row for each arm, first the reference: its median seconds, and its ratios, by round, to the mean of
-    the reference's two turns.
+    """One row for each arm, in the order in which they are given: its median seconds, and its ratios, by round, to one
+    turn of the reference and then to the other. The reference's own turns have one each, to the other.
 
     Args:
         ranks: for each rank, for each arm: `wall` and `cpu` seconds of a step in each round, and what each of its
@@ -196,14 +198,15 @@ def summarize(ranks: Sequence[Mapping[str, Any]], references: Sequence[str]) -> 
         for name in ranks[0]
     }
     reference = min(references, key=lambda name: report.median(seconds[name]["wall"]))
+    twice = (reference, f"{reference} {AGAIN}")
     rows: list[dict[str, Any]] = []
     for name, mine in seconds.items():
         row: dict[str, Any] = {"arm": name, "reference": reference, "sends": ranks[0][name]["sends"]}
         for kind in SECONDS:
-            twice = zip(seconds[reference][kind], seconds[f"{reference} {AGAIN}"][kind], strict=True)
-            ratios = [a / fmean(b) for a, b in zip(mine[kind], twice, strict=True)]
+            others = [seconds[other][kind] for other in twice if other != name]
+            ratios = [a / b for other in others for a, b in zip(mine[kind], other, strict=True)]
             row[f"{kind}_s"] = report.median(mine[kind])
-            row[f"{kind}_ratio"] = report.median_interval(ratios)
+            row[f"{kind}_ratio"] = report.median_interval(ratios, independent=len(mine[kind]))
             row[f"{kind}_ratios"] = ratios
         rows.append(row)
     return rows

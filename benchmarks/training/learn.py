@@ -32,7 +32,7 @@ from ..common.progress import Progress
 from ..common.virtual import VirtualRanks
 from .apart import Apart
 from .inside import Inside
-from .search import Runs, best_rate, finite, loss_of, still_needed
+from .search import Runs, best_rate, finite, loss_of, origin, still_needed
 from .tasks import TASKS, Batch, Task
 from .ways import FLOAT32, WAYS, Way
 
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     arms = list(dict.fromkeys([FLOAT32, *options.arms]))
     common = {name: getattr(options, name) for name in ("task", "optimizer", "world", "batch", "steps")}
     rates = options.learning_rates
-    known = Runs(options.file, common, arms, options.seeds, rates)
+    known = Runs(options.file, common | {"source": task.source}, arms, options.seeds, rates)
     begin = options.begin or task.learning_rates[task.optimizer]
     with Progress("learn", 0) as progress, ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
         while missing := list(still_needed(known, arms, rates, begin, options.seeds)):
@@ -73,9 +73,11 @@ def run(options: argparse.Namespace) -> int:
                 done = future.result()
                 known.add(done)
                 progress.advance(1, f"{done['arm']} at {done['learning_rate']:g}: {loss_of(done):.3f}")
-    result = report.document("learn", {**common, "arms": arms, "seeds": options.seeds})
+    result = report.document(
+        "learn", {**common, "arms": arms, "seeds": options.seeds, "learning_rates": rates, "begin": begin}
+    )
     known.sort(key=lambda run: (arms.index(run["arm"]), run["learning_rate"], run["seed"]))
-    result |= {"task": task.describe(), "runs": known}
+    result |= {"task": task.describe(), "runs_say_where": True, "runs": known}
     report.deliver(result, tables(result), options, plot)
     return 0
 
@@ -276,7 +278,7 @@ def table(result: Mapping[str, Any]) -> report.Table:
         caption += "; where parameters are exchanged, and in 1-bit Adam and Lion, each rank clips its own gradient"
     if any(WAYS[one.arm].has_momentum for one in found):
         caption += "; with Tracking and Momentum there is no momentum in the optimizer"
-    caption += "\n" + report.describe(result["environment"])
+    caption += "\n" + origin(result, result["runs"])
     return report.Table(title, columns, rows, caption)
 
 
@@ -289,7 +291,15 @@ def search(result: Mapping[str, Any]) -> report.Table:
         for arm in dict.fromkeys(arm for arm, _ in first)
     ]
     columns = ["", *(f"{rate:g}" for rate in rates)]
-    return report.Table("By learning rate, first seed", columns, rows, "validation loss; other seeds train at the best")
+    caption = "validation loss; other seeds train at the best"
+    arms, ends = list(dict.fromkeys(arm for arm, _ in first)), []
+    for arm in arms:
+        tried = {rate: loss for (other, rate), loss in first.items() if other == arm}
+        if len(tried) > 1 and min(tried, key=tried.__getitem__) in (min(tried), max(tried)):
+            ends.append(WAYS[arm].title)
+    if ends:
+        caption += f"\nbest at an end of what was tried here: {'all' if len(ends) == len(arms) else '; '.join(ends)}"
+    return report.Table("By learning rate, first seed", columns, rows, caption)
 
 
 COLOURS = {

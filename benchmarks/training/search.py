@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from ..common import report
 
 #: A search goes no further than this from where it begins.
 FURTHEST = 16
 
 
 class Runs(list[dict[str, Any]]):
-    """Runs that have been made, in this process or before it.
+    """Runs that have been made, in this process or before it. Each says where ("made").
 
     Args:
         file: where all are kept; None: nowhere. Its folder is made.
-        common: what all have in common; others in the file are left alone.
+        common: what all have in common, the data among it; others in the file are left alone.
         arms, seeds: which count.
         rates: learning rates that count; None: all.
     """
@@ -30,7 +33,7 @@ class Runs(list[dict[str, Any]]):
         seeds: int,
         rates: Sequence[float] | None,
     ) -> None:
-        self._file = None if file is None else Path(file)
+        self._file, self._common = None if file is None else Path(file), common
         if self._file is None:
             return
         self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -39,12 +42,33 @@ class Runs(list[dict[str, Any]]):
             if common.items() <= run.items() and run["arm"] in arms and counts:
                 self.append(run)
 
-    def add(self, run: dict[str, Any]) -> None:
-        """One more: kept at once."""
+    def add(self, run: Mapping[str, Any]) -> None:
+        """One more, with what all have in common: kept at once."""
+        run = {**self._common, **run, "made": report.stamp()}
         self.append(run)
         if self._file is not None:
             with self._file.open("a") as lines:
                 lines.write(json.dumps(run, allow_nan=False) + "\n")
+
+
+def origin(result: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> str:
+    """Where the runs of a table were made, for its caption: a line for each machine and its versions.
+
+    Args:
+        result: the document that they are in. Those from before runs said so name the machine that wrote the table.
+    """
+    made = [run["made"] for run in runs if "made" in run]
+    if not made and not result.get("runs_say_where"):
+        return report.describe(result["environment"])
+    latest = {tuple(one[name] for name in report.STAMP[1:-1]): one for one in sorted(made, key=lambda one: one["date"])}
+    counts = Counter(tuple(one[name] for name in report.STAMP[1:-1]) for one in made)
+    lines = [
+        (f"{counts[machine]} of {len(runs)} runs: " if len(runs) > counts[machine] else "") + report.describe(one)
+        for machine, one in latest.items()
+    ]
+    if len(made) < len(runs):
+        lines.append(f"{len(runs) - len(made)} of {len(runs)} runs do not say where they were made")
+    return "\n".join(lines)
 
 
 def finite(value: float) -> float | None:

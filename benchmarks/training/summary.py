@@ -12,7 +12,7 @@ from ..common import report
 from ..common.arms import BASELINE, COMPRESSED, DENSE, FLOOR, HALF, WHOLE
 from ..network import flags
 from ..network.proof import caption
-from .search import loss_of
+from .search import loss_of, origin
 from .tasks import ARMS
 
 #: PyTorch's own ways that need no tuning; a codec pays where it beats the faster of them.
@@ -167,7 +167,8 @@ def learning_table(result: Mapping[str, Any], world: Mapping[str, Any]) -> repor
     columns += ["accuracy"] * accurate + ["steps to target"]
     searched = result["arguments"].get("search", False)
     longer = bool(result["arguments"].get("longer"))
-    lengths = {name: runs[0]["curve"][-1]["step"] for name, runs in by_arm(world["runs"]).items()}
+    runs = by_arm(world["runs"])
+    lengths = {name: mine[0]["curve"][-1]["step"] for name, mine in runs.items()}
     columns[1:1] = ["rate"] * searched + ["steps"] * longer
     rows = []
     for name, row in world["learning"].items():
@@ -178,7 +179,7 @@ def learning_table(result: Mapping[str, Any], world: Mapping[str, Any]) -> repor
                 *([f"{world['learning_rates'][name]:g}"] if searched else []),
                 *([str(lengths[name])] if longer else []),
                 f"{row['bits_per_element']:.3g}",
-                f"{32 / row['bits_per_element']:.1f}",
+                times_fewer(runs[name], world["world"]),
                 "not finite" if loss is None else f"{loss['mean']:.3f}",
                 "" if change is None or name == DENSE else percent(change, seeds),
                 *([f"{fmean(row['accuracy']):.1%}"] if accurate else []),
@@ -188,7 +189,7 @@ def learning_table(result: Mapping[str, Any], world: Mapping[str, Any]) -> repor
     run = f"{task['optimizer']}, {task['steps']} steps, {seeds} seed(s)"
     title = f"Learning: {task['title']}, {world['world']} ranks, {run}"
     notes = [
-        report.describe(result["environment"]),
+        origin(result, world["runs"]),
         f"target: within {task['margin']:.0%} of where float32 ends with the same seed; in brackets: 95 % interval of "
         "the mean over seeds (Student's t)",
         f"{task['steps'] / result['steps_per_epoch']:.2g} epochs; one recipe for all arms, "
@@ -198,7 +199,16 @@ def learning_table(result: Mapping[str, Any], world: Mapping[str, Any]) -> repor
             else "its learning rate found for float32"
         ),
     ]
+    if world["world"] > 2:
+        notes.append("bits: sent once; times fewer: bytes that a rank receives, against a float32 ring")
     return report.Table(title, columns, rows, "\n".join(notes))
+
+
+def times_fewer(runs: Sequence[Mapping[str, Any]], world: int) -> str:
+    """How many times fewer bytes a rank receives than by a float32 ring; nothing where nobody has counted."""
+    # Between two ranks as many as it sends, which is all that older runs say.
+    shares = [run.get("share_of_bytes", run["bits_per_element"] / 32 if world == 2 else None) for run in runs]
+    return "" if None in shares else f"{1 / fmean(shares):.1f}"
 
 
 def percent(interval: Mapping[str, float], seeds: int) -> str:

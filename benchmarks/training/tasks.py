@@ -63,6 +63,11 @@ class Task(ABC):
     optimizer: str = "sgd"
     clip: float = 1.0
 
+    @property
+    @abstractmethod
+    def source(self) -> str:
+        """What tells its data from others': losses on different data do not compare."""
+
     @abstractmethod
     def model(self) -> nn.Module:
         """A new model, from torch's global generator."""
@@ -127,6 +132,10 @@ class Text(Task):
     def corpus(self) -> Corpus:
         return standard_library()
 
+    @property
+    def source(self) -> str:
+        return f"standard library {self.corpus.digest}"
+
     def model(self) -> nn.Module:
         return LanguageModel(self.width, self.layers, self.heads, self.context)
 
@@ -154,6 +163,10 @@ class Digits(Task):
     one in five is kept for validation."""
 
     loss_unit = "nats"
+
+    @property
+    def source(self) -> str:
+        return "scikit-learn's digits"
 
     @cached_property
     def data(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -108,7 +108,7 @@ def run(options: argparse.Namespace) -> int:
     arguments["longer"] = dict(options.longer)
     result = report.document("train", arguments)
     result["environment"]["threads"] = 1
-    result |= {"task": task.describe(), "steps_per_epoch": task.steps_per_epoch, "worlds": []}
+    result |= {"task": task.describe(), "steps_per_epoch": task.steps_per_epoch, "runs_say_where": True, "worlds": []}
     for world_size in options.world:
         result["worlds"].append(measure_world(task, world_size, arms, rates, distance, options))
     summary.join(result)
@@ -133,14 +133,14 @@ def measure_world(
     runs: list[dict[str, Any]] = []
     with Progress(f"{task.name}, {world_size} ranks", 0) as progress:
         for steps, alike in by_length(task.steps, learners, dict(options.longer)).items():
-            how = {**common, "steps": steps, "world": world_size, "readings": options.readings}
+            how = {**common, "steps": steps, "world": world_size, "readings": options.readings, "source": task.source}
             made = Runs(options.runs, how, alike, options.seeds, rates_tried)
             while jobs := list(still_needed(made, alike, rates_tried, begin, options.seeds)):
                 progress.more(len(jobs) * steps)
                 for job in jobs:
                     one = {**common, **job, "steps": steps, "readings": options.readings}
                     learned = links.Loopback(world_size).run(learn, one, options.timeout, follow=follower(progress))
-                    made.add({**how, **learned[0]})
+                    made.add(learned[0])
             runs += made
     found = {arm: best_rate(runs, arm) for arm in learners}
     chosen = [run for run in runs if run["learning_rate"] == found[run["arm"]]]
@@ -234,6 +234,7 @@ def train(task: Task, arm: Arm, seed: int, readings: int) -> dict[str, Any]:
         "loss": finite(reading["loss"]),
         "parameters": sum(p.numel() for p in model.parameters()),
         "bits_per_element": installed.bits_per_element(),
+        "share_of_bytes": installed.share_of_bytes(),
         "seconds": time.monotonic() - start,
         "curve": curve,
     }
