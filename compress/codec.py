@@ -27,11 +27,12 @@ What every codec promises, and the contract tests hold it to:
 - **Fused equals composed.** `encode_feedback` and `decode_mean` equal what `encode` and `decode_add` give when put
   together, bit for bit (`backends.Kernels`).
 
-To add a codec, write a frozen dataclass that derives from `BlockCodec` (equal records: `name` and `fields`), from
-`SparseCodec` (entries: `name`, `k` and `select`) or, for anything else, from `Codec` (`name` and `parts`). Unless the
-backends have kernels under that name, or it is sparse, its `kernels` method returns your own `Kernels`. One that needs
-the shapes of parameters learns them by `of_layout`, and one that an exchange was made for names that (`exchange`). To
-have it in the contract tests, the benchmarks and the command line, add an example of it to `compress.CODECS`.
+To add a codec, write a frozen dataclass that derives from `BlockCodec` (equal records: `name`, `block_size` and
+`fields`), from `SparseCodec` (entries: `name`, `k` and `select`) or, for anything else, from `Codec` (`name` and
+`parts`). Unless the backends have kernels under that name, or it is sparse, its `kernels` method returns your own
+`Kernels`. One that needs the shapes of parameters learns them by `of_layout`, and one that an exchange was made for
+names that (`exchange`). To have it in the contract tests, the benchmarks and the command line, add an example of it to
+`compress.CODECS`.
 """
 
 from __future__ import annotations
@@ -305,7 +306,8 @@ class BlockCodec(Codec):
 
     @property
     @abstractmethod
-    def block_size(self) -> int: ...
+    def block_size(self) -> int:
+        """Elements of a block."""
 
     @abstractmethod
     def fields(self) -> tuple:

@@ -85,9 +85,13 @@ def read(
     missing = expected.keys() - saved.keys() - {"vectors"}
     if missing:
         raise ValueError(f"this is not a checkpoint of {owner}: it lacks {', '.join(sorted(missing))}")
-    for fact in ("format", "codec"):
+    remedies = {
+        "format": "load it with the version of gradwire that saved it",
+        "codec": f"make this one with the checkpoint's codec, or begin without the checkpoint of {owner}",
+    }
+    for fact, remedy in remedies.items():
         if saved[fact] != expected[fact]:
-            raise ValueError(f"the checkpoint has {fact} {saved[fact]}, this state {expected[fact]}")
+            raise ValueError(f"the checkpoint has {fact} {saved[fact]}, this state {expected[fact]}: {remedy}")
     by_rank = {RESIDUAL: saved["residuals"], **saved.get("vectors", {})}
     vectors = {vector: found.get(key, _mean_of_all(found)) for vector, found in by_rank.items()}
     absent = sorted(expected.get("vectors", {}).keys() - vectors.keys())

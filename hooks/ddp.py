@@ -335,8 +335,13 @@ def compress_hook(state: CompressState, bucket: dist.GradBucket) -> torch.future
 
     Raises:
         RuntimeError: compression or a peer has failed; later buckets raise it, or else the end of the backward pass.
-        TypeError: this is no bucket of DDP's own reducer.
+        TypeError: `state` is no CompressState, or this is no bucket of DDP's own reducer.
     """
+    if not isinstance(state, CompressState):
+        raise TypeError(
+            f"compress_hook got a state that is a {type(state).__name__}, expected a CompressState: register it with "
+            "model.register_comm_hook(CompressState(model, TopK(density=0.01)), compress_hook)"
+        )
     if not isinstance(bucket, dist.GradBucket):
         raise TypeError(
             f"compress_hook got a {type(bucket).__name__}, expected DDP's GradBucket: under torch.compile set "

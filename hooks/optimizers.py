@@ -8,7 +8,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -22,25 +22,26 @@ from .options import Options
 
 #: See docs/benchmarks.md, "The same model at the end".
 CHUNKED = (
-    "the largest of every chunk in two bits each, with levels of its own, the rest in a residual: of the codes of so "
-    "few bytes the one with which models under adaptive optimizers have ended nearest to float32. What is kept back "
-    "arrives late, which is a momentum too: give the optimizer a β1 of 0.5, as with 0.9 they end clearly worse"
+    "sends the largest elements of each chunk, in two bits each and with the chunk's own levels, and keeps the rest in "
+    "a residual. Of all codecs this small, models under adaptive optimizers have ended closest to float32 with it. "
+    "What the residual holds back arrives late, which acts as momentum: give the optimizer a β1 of 0.5, as models end "
+    "clearly worse with 0.9"
 )
 OUTLIERS = (
-    "the largest elements as they are, of the others their signs, the rest in a residual: under SGD outliers decide, "
-    "and so a small model has ended as near to float32 as by any code of so few bytes. On a larger one, where this has "
-    "not been tried, TernGrad() came to float32's loss"
+    "sends the largest elements exactly and the signs of the others, and keeps the rest in a residual. Under SGD the "
+    "outliers decide, and a small model has ended as close to float32 with it as with any codec this small. On a larger "
+    "one, where it has not been tried, TernGrad() reached float32's loss"
 )
 LOCAL = (
-    "every rank steps by itself, and every few steps all exchange how far their parameters have come, the largest of "
-    "every chunk in two bits each: of the ways of so few bytes the one with which models have ended nearest to "
-    "float32, with a β1 of 0.8 and at twice its learning rate. delay=1, carry=True hides a distance"
+    "lets every rank step by itself, and every few steps exchanges how far the parameters have come: the largest "
+    "elements of each chunk, in two bits each. Of all ways this small, models have ended closest to float32 with it, "
+    "given a β1 of 0.8 and twice float32's learning rate. delay=1, carry=True hides the latency of a distance"
 )
 #: In fewer bytes than models have been trained with.
 UNTRIED = ". So few bytes have not been tried"
 SPARSE = (
-    "the largest elements of all in 8 bits each, the rest in a residual, which arrives late: expect a worse model "
-    "after a short run, and search the learning rate again"
+    "sends the largest elements in 8 bits each, and keeps the rest in a residual, which arrives late: expect a worse "
+    "model after a short run, and tune the learning rate again"
 )
 #: β1 of Adam and its kin beside a residual that keeps most of a gradient back.
 LESS_MOMENTUM = 0.5
@@ -79,9 +80,9 @@ class Recommendation:
     def call(self) -> str:
         """What to write."""
         if self.every == 1:
-            return f"CompressState(model, {self.codec}, error_feedback={self.feedback})"
-        how = f"every={self.every}, exchange='gather', error_feedback={self.feedback}"
-        return f"LocalUpdates(model, optimizer, {self.codec}, {how})"
+            return f"CompressState(model, {_written(self.codec)}, error_feedback={_written(self.feedback)})"
+        how = f"every={self.every}, exchange='gather', error_feedback={_written(self.feedback)}"
+        return f"LocalUpdates(model, optimizer, {_written(self.codec)}, {how})"
 
     def __str__(self) -> str:
         return f"{self.call}: {self.why}"
@@ -114,9 +115,9 @@ def recommend(
         raise ValueError(f"{name}={asked!r}: expected from 2 to 2000 times fewer bytes than float32, 16 to 0.016 bits")
     adaptive = is_adaptive(optimizer)
     if times <= 2.0:
-        return _recommendation(Cast(torch.float16), True, "half the bytes; what rounding leaves out is kept")
+        return _recommendation(Cast(torch.float16), True, "halves the bytes, and keeps what rounding leaves out")
     if times <= _ratio(QSGD()):
-        return _recommendation(QSGD(), False, "4 bits, unbiased: nothing is kept, and nothing arrives late")
+        return _recommendation(QSGD(), False, "4 bits an element, unbiased: nothing is kept, and nothing arrives late")
     if adaptive:
         if times <= MOST_TIMES:
             return _recommendation(_chunked(times), Residual(), CHUNKED, LESS_MOMENTUM)
@@ -127,6 +128,16 @@ def recommend(
     if times <= _ratio(Outliers(OneBit())):
         return _recommendation(Outliers(OneBit()), Residual(), OUTLIERS)
     return _recommendation(_top(times), Residual(), SPARSE)
+
+
+def _written(value: Any) -> str:
+    """As somebody would write it: without the arguments that are what they are by default."""
+    if not is_dataclass(value):
+        return repr(value)
+    given = [(field.name, getattr(value, field.name)) for field in fields(value)]
+    default = {field.name: field.default for field in fields(value)}
+    arguments = (f"{name}={_written(x)}" for name, x in given if x != default[name])
+    return f"{type(value).__name__}({', '.join(arguments)})"
 
 
 def _recommendation(codec: Codec, feedback: Feedback | bool, why: str, momentum: float | None = None) -> Recommendation:
@@ -212,9 +223,11 @@ def _too_much_momentum(optimizer: torch.optim.Optimizer, codec: Codec) -> str | 
 
 
 def _instead(optimizer: torch.optim.Optimizer, codec: Codec) -> str:
+    """The arguments alone: this may be for `CompressState`, `compress_fsdp` or Horovod's `Compression.codec`."""
     other = recommend(optimizer, ratio=_ratio(codec))
     momentum = "" if other.momentum is None else f" and with a β1 of {other.momentum:g}"
-    return f"For as few bytes{momentum}: {other.call} (gradwire.recommend)"
+    instead = f"{_written(other.codec)}, error_feedback={_written(other.feedback)}"
+    return f"For as few bytes{momentum} take {instead} (gradwire.recommend)"
 
 
 def judge(options: Options, optimizer: torch.optim.Optimizer) -> None:

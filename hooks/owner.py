@@ -20,10 +20,14 @@ def ddp_of(model: Any) -> DistributedDataParallel:
         inner = getattr(inner, attribute, inner)
     if isinstance(inner, DistributedDataParallel):
         return inner
-    raise TypeError(
-        f"model is a {type(model).__name__}, expected DistributedDataParallel: wrap the model in it first "
-        "(FSDP2 reduces its gradients by itself: for replicas of shards call gradwire.compress_fsdp)"
-    )
+    if isinstance(model, nn.Module):
+        remedy = (
+            "wrap the model in it first "
+            "(FSDP2 reduces its gradients by itself: for replicas of shards call gradwire.compress_fsdp)"
+        )
+    else:
+        remedy = "the model is the first argument, as in CompressState(model, TopK(density=0.01))"
+    raise TypeError(f"model is a {type(model).__name__}, expected DistributedDataParallel: {remedy}")
 
 
 def find_owner(state: object, parameter: Tensor) -> DistributedDataParallel | None:

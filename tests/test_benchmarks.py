@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import json
 import math
 import random
@@ -23,8 +24,10 @@ from gradwire.benchmarks.codec import baselines, inputs, quality, speed
 from gradwire.benchmarks.common import report
 from gradwire.benchmarks.common.arms import ARMS
 from gradwire.benchmarks.network import allreduce, exchange, hsdp, links, paired, step, timeline
+from gradwire.benchmarks.training import learn
 from gradwire.compress import CODECS, QSGD, Cast, ChunkedTopK, Codec, OneBit, Ternary, TernGrad, TopK
 from gradwire.compress.backends import use_backend
+from matplotlib.text import Text
 
 
 def check_document(document: dict[str, Any], benchmark: str, threads: int = 1) -> None:
@@ -564,3 +567,27 @@ def test_without_extras_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert cli.main(["codecs"]) == 2
     assert "pip install 'gradwire[bench]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["learn-digits", "learn-sgd", "profiling"])
+def test_labels_do_not_cover_each_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+    monkeypatch.setattr(report, "save", lambda figure, path, dpi: drawn.append(figure))
+    draw = timeline.plot if name == "profiling" else learn.plot
+    draw(json.loads((publish.RESULTS / f"{name}.json").read_text("utf-8")), Path("nowhere.png"))  # type: ignore[arg-type]
+    drawn[0].draw_without_rendering()
+    texts = [text for axes in drawn[0].axes for text in axes.texts if text.get_text()]
+    boxes = [(text.get_text(), Text.get_window_extent(text)) for text in texts]  # without their arrows
+    assert len(boxes) > 3
+    for (one, box), (other, beside) in itertools.combinations(boxes, 2):
+        assert not box.overlaps(beside), (one, other)
+
+
+@pytest.mark.parametrize("command", ["step", "exchange", "hsdp", "paired", "train", "learn"])
+def test_the_help_says_what_each_arm_is(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    said = capsys.readouterr().out
+    assert "--arms ARM [ARM ...]" in said
+    assert re.search(r"\narms:\n(  [\w.-]+ +\S.+\n)+$", said)
+    assert re.search(r"^  onebit +(gradwire, )?OneBit\(block=\d+\)", said, re.MULTILINE)

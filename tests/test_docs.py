@@ -45,7 +45,7 @@ SNIPPETS_BY_PAGE = {page: [b for b in blocks(page) if b.language == "python" and
 #: What the examples of a page print, on the first rank.
 PRINTED = {
     "trainers.md": "train_runtime",
-    "choose.md": r"CompressState\(model, ChunkedTopK\(.*\), error_feedback=Residual\(.*\)\): ",
+    "choose.md": r"CompressState\(model, ChunkedTopK\(.*\), error_feedback=Residual\(\)\): ",
     "ddp.md": r"20 steps, \d+ bytes sent where float32 has \d+",
     "periodic.md": r"[45] rounds, \d+ bytes sent in 100 steps",
 }
@@ -232,7 +232,10 @@ def check_command(words: list[str]) -> None:
         parser = argparse.ArgumentParser()
         parser.add_argument("install", choices=["install"])
         forms = ["", *(f"[{extra}]" for extra in extras)]
-        parser.add_argument("what", choices=[f"{what}{form}" for what in (".", "gradwire") for form in forms])
+        parser.add_argument(
+            "what", choices=["torch", *(f"{what}{form}" for what in (".", "gradwire") for form in forms)]
+        )
+        parser.add_argument("--index-url")
         parser.add_argument("--extra-index-url")
         parse(parser.parse_args, arguments)
     elif name == "python":

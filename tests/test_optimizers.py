@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -95,16 +96,21 @@ def test_a_wish_that_cannot_be_met_is_refused(options: dict[str, Any], error: ty
 
 def test_a_recommendation_can_be_read_and_pasted() -> None:
     found = recommend("adamw", ratio=20)
-    assert str(found).startswith(f"CompressState(model, {found.codec}, error_feedback={found.feedback}): ")
+    assert str(found).startswith("CompressState(model, ChunkedTopK(k=1024), error_feedback=Residual()): ")
     assert len(found.why) > 40
     assert found.momentum == 0.5
     assert recommend("sgd", ratio=20).momentum is None
     rare = recommend("adamw", ratio=500)
-    how = f"every=4, exchange='gather', error_feedback={rare.feedback}"
-    assert rare.call == f"LocalUpdates(model, optimizer, {rare.codec}, {how})"
+    assert isinstance(rare.codec, ChunkedTopK)
+    how = "every=4, exchange='gather', error_feedback=Residual()"
+    assert rare.call == f"LocalUpdates(model, optimizer, ChunkedTopK(k={rare.codec.k}, chunk=32768), {how})"
     assert rare.momentum == 0.8
     assert recommend("adamw", ratio=2000).every == 8
     assert [UNTRIED in recommend("adamw", ratio=ratio).why for ratio in (500, 1000, 2000)] == [False, False, True]
+    names = vars(gradwire) | {"torch": torch, "model": None, "CompressState": lambda _, *made, **kept: (*made, kept)}
+    for optimizer, ratio in itertools.product(("sgd", "adamw"), (2, 4, 20, 30, 200)):
+        found = recommend(optimizer, ratio=ratio)
+        assert eval(found.call, names) == (found.codec, {"error_feedback": found.feedback})
 
 
 def test_what_is_recommended_can_be_made(ranks: Ranks) -> None:
@@ -154,7 +160,10 @@ def test_who_is_warned_of(codec: Codec) -> None:
             assert str(codec) in text
             assert type(optimizer).__name__ in text
             call = recommend(optimizer, ratio=4e6 / codec.wire_bytes(10**6)).call
-            assert ("betas=(0.5, 0.999) (gradwire.recommend)" if few else f"{call} (gradwire.recommend)") in text
+            instead = call.removeprefix("CompressState(model, ").removesuffix(")")
+            assert (
+                "betas=(0.5, 0.999) (gradwire.recommend)" if few else f"take {instead} (gradwire.recommend)"
+            ) in text
 
 
 class AdaOther(torch.optim.Optimizer):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import test_allreduce
@@ -121,6 +122,29 @@ class NeitherSelects(AboveMean):
     select = SparseCodec.select
 
 
+@dataclass(frozen=True)
+class SelectsWrongly(AboveMean):
+    chosen: tuple[int, ...] = ()
+
+    def select(self, x: torch.Tensor, draw: torch.Tensor | None) -> torch.Tensor:
+        return torch.tensor(self.chosen)
+
+
+@pytest.mark.parametrize("chosen", [(3, 2), (2, 2), (-1, 3), (3, 40)], ids=str)
+def test_what_a_codec_from_outside_selects_is_looked_at(chosen: tuple[int, ...]) -> None:
+    """Otherwise it would be lost, or read and written outside of the gradient."""
+    codec = SelectsWrongly(most=0.1, chosen=chosen)
+    with pytest.raises(ValueError, match=r"SelectsWrongly.* selected .* of 40 elements: expected ascending indices"):
+        encode(codec, torch.randn(40))
+    with pytest.raises(ValueError, match=r"selected torch.int64 \[2\] of 10 elements: .* no more than its k\(10\) = 1"):
+        encode(codec, torch.randn(10))
+
+
+def test_a_mask_is_not_indices() -> None:
+    with pytest.raises(ValueError, match=r"selected torch.bool \[2\] of 40 elements: expected indices"):
+        encode(SelectsWrongly(chosen=(True, False)), torch.randn(40))
+
+
 def test_a_sparse_codec_that_selects_nothing_says_so() -> None:
     with pytest.raises(NotImplementedError, match="NeitherSelects has neither `select` nor kernels"):
         encode(NeitherSelects(), torch.ones(100))
@@ -184,6 +208,16 @@ def test_a_backend_is_loaded_once_and_its_name_is_its_own(
 def test_a_strategy_from_outside_keeps_its_law_whatever_happens(strategy: Feedback, codec: Codec) -> None:
     strategy.check(codec)
     test_feedback.hold(strategy, codec, unapplied=isinstance(strategy, Velocity))
+
+
+@dataclass(frozen=True)
+class KeepsNoResidual(Smoothed):
+    vectors: ClassVar[tuple[str, ...]] = ("smooth",)
+
+
+def test_a_strategy_keeps_a_residual() -> None:
+    with pytest.raises(ValueError, match=r"KeepsNoResidual.* keeps smooth: its `vectors` must have 'residual' too"):
+        CompressState(TopK(0.1), error_feedback=KeepsNoResidual())
 
 
 def test_a_strategy_says_which_codecs_it_cannot_serve() -> None:

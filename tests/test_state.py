@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from gradwire import QSGD, Codec, CompressState, Identity, OneBit, TernGrad, TopK, Tracking, compress_hook
 from gradwire.compress.wire import WIRE_VERSION
+from gradwire.hooks import owner
 from gradwire.hooks.options import Options
 from ranks import Pool
 from torch import nn
@@ -621,7 +622,23 @@ def test_errors_arrive_as_they_are_with_their_cause(ranks: Ranks) -> None:
 
 def test_other_callers_than_ddps_reducer_are_refused() -> None:
     with pytest.raises(TypeError, match="got a tuple, expected DDP's GradBucket"):
-        compress_hook(None, (torch.zeros(1), nn.Parameter(torch.zeros(1))))  # type: ignore[arg-type]
+        compress_hook(CompressState(OneBit()), (torch.zeros(1), nn.Parameter(torch.zeros(1))))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("state", [None, OneBit(), nn.Linear(1, 1)], ids=lambda state: type(state).__name__)
+def test_a_hook_is_registered_with_a_compress_state(state: object) -> None:
+    text = rf"a state that is a {type(state).__name__}, expected a CompressState: .*register_comm_hook\(CompressState\("
+    with pytest.raises(TypeError, match=text):
+        compress_hook(state, None)  # type: ignore[arg-type]
+
+
+def test_the_model_comes_first() -> None:
+    with pytest.raises(
+        TypeError, match=r"model is a OneBit, .*: the model is the first argument, as in CompressState\("
+    ):
+        owner.ddp_of(OneBit())
+    with pytest.raises(TypeError, match=r"model is a Linear, .*: wrap the model in it first"):
+        owner.ddp_of(nn.Linear(1, 1))
 
 
 def described(rank: int) -> str:

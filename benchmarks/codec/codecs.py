@@ -232,6 +232,7 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
     figure, grid = report.subplots(lines, columns, figsize=size, sharex=True, sharey=True, squeeze=False)
     for spare in grid.flat[len(panels) :]:
         spare.set_visible(False)
+    most = max(row["ratio_to_add"][name] for row in result["codecs"] for name in COLOURS)
     for axes, (condition, rows) in zip(grid.flat, panels.items(), strict=False):
         backend, dtype, numel, gradients, threads = condition
         for place, (name, colour) in enumerate(COLOURS.items()):
@@ -249,13 +250,12 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
             fontsize=9,
         )
         axes.set_xscale("log")  # what runs in torch takes some ten times what kernels take
-        axes.xaxis.set_major_formatter("{x:g}")
+        axes.set_xticks(at := [0.5, 1, 2, 5, 10, 20, 50, 100], [f"{x:g}" for x in at])
         axes.tick_params(which="minor", labelbottom=False)
         axes.set_xlabel("time, in units of torch.add(grad, residual, out=residual)", fontsize=9)
         axes.grid(axis="x", alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.margins(x=0.12)
-        axes.set_xlim(left=0.4)
+        axes.set_xlim(0.4, 1.4 * most)
     figure.suptitle("What codecs cost beside the least that error feedback must do: shorter is faster")
     grid[0][0].invert_yaxis()
     handles, labels = grid[0][0].get_legend_handles_labels()

@@ -345,7 +345,7 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
             if row == len(worlds) - 1:
                 panel.set_xlabel("density")
             if column == 0:
-                panel.set_ylabel("ms")
+                panel.set_ylabel("ms a call")
     with contextlib.suppress(IndexError):
         figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside right center")
     arguments = result["arguments"]

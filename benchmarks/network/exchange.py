@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ..common import report
 from ..common.arms import ARMS, BASELINE, FLOOR, in_turns, slowest
+from ..common.choices import add_arms
 from ..common.counts import expect_at_least
 from . import flags, links
 from .proof import caption, sent_bytes
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_distance(parser)
     parser.add_argument("--world", type=int, default=2, help="ranks (default: %(default)s)")
     parser.add_argument("--numel", type=int, default=25_600_000, help="of the gradient (default: %(default)s)")
-    parser.add_argument("--arms", nargs="+", choices=CHOICES, default=DEFAULT_ARMS, help="what to compare")
+    add_arms(parser, {name: ARMS[name].title for name in CHOICES}, DEFAULT_ARMS)
     parser.add_argument("--density", type=float, default=0.001, help="of the topk arm (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="each runs every arm once (default: %(default)s)")
     parser.add_argument(
@@ -216,8 +217,11 @@ def rate_table(result: Mapping[str, Any], found: Mapping[str, Any]) -> report.Ta
 
 
 def plot(result: Mapping[str, Any], path: Path) -> None:
-    """Time above the floor against the links' rate."""
+    """Time above the floor against the links' rate. Needs matplotlib."""
+    from matplotlib import patheffects
+
     figure, axes = report.subplots(figsize=(9, 5.5))
+    outline = [patheffects.withStroke(linewidth=3, foreground="white")]
     shaped = sorted((f for f in result["rates"] if f["bits_per_s"]), key=lambda found: float(found["bits_per_s"]))
     rates = [found["bits_per_s"] / 1e6 for found in shaped]
     for name in (name for name in result["arguments"]["arms"] if name != FLOOR):
@@ -232,16 +236,19 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
             if name in ("onebit", "topk") and ratio is not None:
                 marked = {r["arm"]: r["above_floor_s"] for r in other["arms"] if r["arm"] in ("onebit", "topk")}
                 above = row["above_floor_s"] == max(marked.values())
+                last = rate == rates[-1]  # on its right there are no lines
                 axes.annotate(
-                    f"{ratio:.0f} x" if ratio >= 10 else f"{ratio:.1f} x",
+                    f"{ratio:.0f} x" if ratio >= 100 else f"{ratio:.1f} x",
                     (rate, spent),
-                    (0, 9 if above else -18),
+                    (9, -4) if last else (0, 9 if above else -18),
                     textcoords="offset points",
-                    ha="center",
+                    ha="left" if last else "center",
                     color=arm.colour,
                     weight="bold",
+                    path_effects=outline,
                 )
-    axes.set(xscale="log", yscale="log", xlabel="each rank's link, Mbit/s", ylabel="ms above the floor")
+    axes.set(xscale="log", yscale="log", xlabel="each rank's link, Mbit/s")
+    axes.set_ylabel("ms, less those of a step without communication")
     slow = [found["rate"] for found in shaped if not found["proof"]["reached"]]
     axes.set_xticks(
         rates, [f"{rate:g}" + "\n(not reached)" * (f["rate"] in slow) for rate, f in zip(rates, shaped, strict=True)]

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ... import Codec, OneBit, TopK, compress_fsdp
 from ..common import report
 from ..common.arms import in_turns, label, slowest
+from ..common.choices import add_arms
 from ..common.counts import expect_at_least
 from ..common.models import perceptron
 from . import flags, links
@@ -66,7 +67,7 @@ def title(name: str) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate", default="1gbit", help="of each node's link, such as 100mbit; none: unshaped loopback")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="what to compare")
+    add_arms(parser, {name: title(name) for name in ARMS})
     parser.add_argument("--steps", type=int, default=4, help="timed in each round (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="each runs every arm once (default: %(default)s)")
     parser.add_argument("--warmup", type=int, default=2, help="untimed steps of each arm first (default: %(default)s)")

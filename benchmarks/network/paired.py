@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from ..common import arms as common
 from ..common import report
 from ..common.arms import Arm, Installed
+from ..common.choices import add_arms
 from ..common.counts import expect_at_least
 from ..common.models import perceptron
 from ..training import tasks, train
@@ -52,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rates", nargs="+", default=["none"], help="of the links; none: loopback (default)")
     flags.add_distance(parser)
     parser.add_argument("--world", type=int, default=2, help="ranks (default: %(default)s)")
-    parser.add_argument("--arms", nargs="+", choices=common.ARMS, default=["python", "dense"], help="what to compare")
+    add_arms(parser, {name: arm.title for name, arm in common.ARMS.items()}, ["python", "dense"])
     parser.add_argument(
         "--reference", nargs="+", choices=common.ARMS, default=["builtin"], help="with it, or the fastest of several"
     )

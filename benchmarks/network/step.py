@@ -28,6 +28,7 @@ import torch.nn.functional as F
 
 from ..common import report
 from ..common.arms import ARMS, BASELINE, FLOOR, Floor, average, in_turns, slowest
+from ..common.choices import add_arms
 from ..common.counts import expect_at_least
 from ..common.models import perceptron
 from . import flags, links
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate", default="1gbit", help="of each rank's link, such as 100mbit; none: unshaped loopback")
     flags.add_distance(parser)
     parser.add_argument("--world", type=int, default=2, help="ranks (default: %(default)s)")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(DEFAULT_ARMS), help="what to compare")
+    add_arms(parser, {name: arm.title for name, arm in ARMS.items()}, DEFAULT_ARMS)
     parser.add_argument("--density", type=float, default=0.01, help="of the topk arm (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=6, help="timed in each round (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="each runs every arm once (default: %(default)s)")

@@ -198,7 +198,7 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
         if span["what"] in PHASES:
             time_of[span["bucket"]] = time_of.get(span["bucket"], 0.0) + span["end"] - span["start"]
     chosen = max(time_of, key=lambda bucket: time_of[bucket])
-    figure, (whole, part) = report.subplots(2, 1, figsize=(11.5, 5.6), height_ratios=(5, 3))
+    figure, (whole, part) = report.subplots(2, 1, figsize=(11.5, 5.6), height_ratios=(5, 3.5))
     draw_step(whole, spans, chosen)
     draw_bucket(part, [span for span in spans if span["bucket"] == chosen], chosen)
     took = f"{result['drawn']['seconds'] * 1e3:.0f} ms"
@@ -242,6 +242,7 @@ def draw_bucket(axes: Any, spans: Sequence[Span], bucket: int) -> None:
     ready, *phases = spans
     queued = {"what": "queued", "start": ready["start"], "end": phases[0]["start"]}
     begin, end = queued["start"], phases[-1]["end"]
+    taken: list[float] = []  # up to where each line of labels above the bar is
     for span in (queued, *phases):
         bar(axes, 0, span, edgecolor="black", linewidth=0.8)
         length, middle = span["end"] - span["start"], (span["start"] + span["end"]) / 2
@@ -250,8 +251,12 @@ def draw_bucket(axes: Any, spans: Sequence[Span], bucket: int) -> None:
         else:
             line = {"arrowstyle": "-", "color": "#777777"}
             text = f"{span['what']} {length:.1f} ms"
-            axes.annotate(text, (middle, 0.3), (middle, 0.45), ha="center", fontsize=9, arrowprops=line)
-    axes.set(yticks=[0], yticklabels=[f"bucket {bucket}"], ylim=(-0.4, 0.7))
+            half = 0.0041 * len(text) * (end - begin)
+            free = (n for n, right in enumerate(taken) if right < middle - half)
+            level = next(free, len(taken))
+            taken[level : level + 1] = [middle + half]
+            axes.annotate(text, (middle, 0.3), (middle, 0.45 + 0.2 * level), ha="center", fontsize=9, arrowprops=line)
+    axes.set(yticks=[0], yticklabels=[f"bucket {bucket}"], ylim=(-0.4, 0.5 + 0.2 * max(len(taken), 1)))
     axes.set_xlim(begin - 0.04 * (end - begin), end + 0.01 * (end - begin))
     axes.set_xlabel("ms since the step began")
     finish(axes)

@@ -26,6 +26,7 @@ from ...compress import QSGD, Tracking
 from ...compress.layout import Layout, Slot, end_to_end
 from ...hooks.outer import layout_of as in_order
 from ..common import report
+from ..common.choices import add_arms
 from ..common.counts import expect_at_least
 from ..common.language_model import update
 from ..common.progress import Progress
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=16, help="samples of all ranks in a step (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=1500, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw", help="default: %(default)s")
-    parser.add_argument("--arms", nargs="+", choices=WAYS, default=list(WAYS), help="what to compare (default: all)")
+    add_arms(parser, {name: way.title for name, way in WAYS.items()})
     parser.add_argument(
         "--learning-rates", type=float, nargs="+", help="try these and no others; by default each arm searches its own"
     )
@@ -328,8 +329,8 @@ def plot(result: Mapping[str, Any], path: str) -> None:
             fmt="o",
             color=COLOURS[WAYS[one.arm].kind],
         )
-        axes.annotate(one.arm, (one.times_fewer, one.loss), (5, 5), textcoords="offset points", fontsize=8)
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("times fewer bytes than float32")
     axes.set_ylabel(f"validation loss, {result['task']['loss_unit']}")
     kinds = {WAYS[one.arm].kind for one in found}
@@ -338,4 +339,12 @@ def plot(result: Mapping[str, Any], path: str) -> None:
             axes.plot([], [], "o", color=colour, label=kind)
     axes.legend(title="what is exchanged", frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
+    beside = {"textcoords": "offset points", "fontsize": 8}
+    labels = [axes.annotate(one.arm, (one.times_fewer, one.loss), (5, 5), **beside) for one in found]
+    figure.draw_without_rendering()  # where they lie is known from here on
+    for n, label in enumerate(labels):
+        for place in ((5, 5), (5, -11), (5, 17), (5, -23)):  # the first where none of those before is
+            label.set_position(place)
+            if not any(label.get_window_extent().overlaps(other.get_window_extent()) for other in labels[:n]):
+                break
     report.save(figure, path, dpi=150)

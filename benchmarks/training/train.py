@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from ..common import report
 from ..common.arms import BASELINE, DENSE, FLOOR, Arm, Installed, average, in_turns, slowest
+from ..common.choices import add_arms
 from ..common.counts import expect_at_least
 from ..common.progress import Progress
 from ..network import flags, links
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rates", nargs="+", default=["100mbit", "1gbit", "10gbit", "none"], help="of the links; none: loopback"
     )
     flags.add_distance(parser)
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="what to compare (default: all)")
+    add_arms(parser, {name: arm.title for name, arm in ARMS.items()})
     parser.add_argument("--seeds", type=int, default=3, help="train with seeds 0 to N-1 (default: %(default)s)")
     parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd", help="default: %(default)s")
     parser.add_argument("--search", action="store_true", help="find every arm's own learning rate, with the first seed")

@@ -324,6 +324,7 @@ class Selecting(SparseKernels):
     ) -> None:
         x = x.float()
         chosen = codec.select(x, draw)
+        _check_selected(codec, chosen, len(x))
         count = len(chosen)
         row.zero_()
         values.zero_()
@@ -344,6 +345,26 @@ class Selecting(SparseKernels):
 
     def mean_plain(self, codec: Any, rows: Tensor, values: Tensor, out: Tensor, workspace: Workspace) -> None:
         self._sums.mean_plain(codec, rows, values, out, workspace)
+
+
+def _check_selected(codec: Any, chosen: Tensor, numel: int) -> None:
+    """Raises ValueError where `select` breaks its contract: what it selects would be lost, or lie outside of `x`.
+
+    On other devices than CPUs the order is taken for granted, as the host would have to wait for it.
+    """
+    most = codec.k(numel)
+    if chosen.dtype not in (torch.int64, torch.int32) or chosen.ndim != 1 or len(chosen) > most:
+        raise ValueError(
+            f"{codec} selected {chosen.dtype} {list(chosen.shape)} of {numel} elements: expected indices, int64, flat, "
+            f"and no more than its k({numel}) = {most}"
+        )
+    if chosen.device.type != "cpu" or not len(chosen):
+        return
+    if chosen[0] < 0 or chosen[-1] >= numel or not bool((chosen[1:] > chosen[:-1]).all()):
+        raise ValueError(
+            f"{codec} selected {chosen[:3].tolist()} … {chosen[-3:].tolist()} of {numel} elements: expected ascending "
+            f"indices, each once, from 0 to {numel - 1}; sort() them"
+        )
 
 
 def typed_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:

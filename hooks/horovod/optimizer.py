@@ -389,7 +389,8 @@ class _Distributed(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a checkpoint, of this class or of the plain optimizer. What was under way is forgotten.
 
-        Residuals of another rank are left out, with a warning; consolidated ones load everywhere.
+        Residuals of another rank are left out, with a warning, and all of them where this optimizer does not compress;
+        consolidated ones load everywhere.
 
         Raises:
             ValueError: it has residuals of another compression, or of other parameters. Nothing has changed then.
@@ -403,10 +404,19 @@ class _Distributed(torch.optim.Optimizer):
     def _checked(self, own: dict[str, Any] | None) -> dict[str, Any] | None:
         """What this rank's compression can go on from."""
         state, here = self._reducer.state, world()
+        if state is None and own is not None and own["residuals"]:
+            warnings.warn(
+                f"what {own['compression']} had left out is in the checkpoint and is dropped, as this optimizer does "
+                "not compress: pass compression= as it was to go on with it",
+                stacklevel=3,
+            )
         if state is None or own is None:
             return None
         if not state.compression.goes_on_from(own["compression"]):
-            raise ValueError(f"the checkpoint was compressed by {own['compression']}, not by {state.compression}")
+            raise ValueError(
+                f"the checkpoint was compressed by {own['compression']}, not by {state.compression}: pass compression= "
+                "as it was when the checkpoint was saved"
+            )
         if own["rank"] not in (-1, here.rank) or own["world_size"] not in (-1, here.size):
             warnings.warn(
                 f"what compression had left out on rank {own['rank']} of {own['world_size']} does not belong to rank "
