@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import itertools
+import random
+import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -205,3 +208,93 @@ def in_several_sets(rank: int) -> dict[str, float]:
 def test_a_rank_that_joins_stands_in_with_the_optimizer_of_the_process_set(ranks: Ranks) -> None:
     for missing in ranks(3).run(in_several_sets):
         assert max(missing.values()) < 1e-5, missing
+
+
+def gathered(rank: int) -> None:
+    """Rank 0 has no batch, and in the second round only the forward half of one."""
+    hvd.init()
+    for late in (False, True):
+        mine = torch.ones(rank + 1, 2, requires_grad=True)
+        if rank or late:
+            whole = hvd.allgather(mine)
+        if rank:
+            rows = torch.arange(float(len(whole)))
+            (whole * rows.unsqueeze(1)).sum().backward()
+            start = sum(r + 1 for r in range(0 if late else 1, rank))
+            own = rows[start : start + rank + 1].unsqueeze(1).expand(-1, 2)
+            assert mine.grad is not None
+            assert torch.allclose(mine.grad, own * (hvd.size() - 1) / hvd.size())
+        hvd.join()
+
+
+def test_a_gradient_of_gathered_rows_is_that_of_ones_own(ranks: Ranks) -> None:
+    ranks(3).run(gathered, within=20.0)
+
+
+def consolidated_meanwhile(rank: int, exchange: str) -> float:
+    """A checkpoint for all ranks, written while rank 0 has joined. What it lacks of the gradients, relative."""
+    hvd.init()
+    p = nn.Parameter(torch.zeros(NUMEL))
+    compression = hvd.Compression.codec(TopK(0.05), error_feedback=True, exchange=exchange)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=0.1), [("p", p)], compression)
+    whole, missing = applied(p, optimizer, rank, range(6 if rank else 3)), 0.0
+    if rank:
+        left = optimizer.consolidated_state_dict()["gradwire"]["residuals"]["p"]
+        batches = [(r, step) for r in range(hvd.size()) for step in range(6 if r else 3)]
+        gradients = torch.stack([gradient(*batch).double() for batch in batches]).sum(0) / hvd.size()
+        missing = float((whole + left - gradients).norm() / whole.norm())
+    hvd.join()
+    return missing
+
+
+@pytest.mark.parametrize("exchange", ["gather", "split"])
+def test_a_checkpoint_has_what_joined_ranks_have_left_out(ranks: Ranks, exchange: str) -> None:
+    assert max(ranks(3).run(consolidated_meanwhile, exchange)) < 1e-5
+
+
+def in_threads(rank: int) -> None:
+    """Each thread has an optimizer, and these come to their steps in another order on each rank."""
+    hvd.init()
+    found: dict[int, list[nn.Parameter]] = {}
+    problems: list[BaseException] = []
+
+    def train(number: int) -> None:
+        draw = random.Random(10 * rank + number)
+        try:
+            for round in range(5):
+                parameters = [nn.Parameter(torch.zeros(NUMEL)) for _ in range(2)]
+                named = [(f"{number}.{round}.{i}", p) for i, p in enumerate(parameters)]
+                base = torch.optim.SGD(parameters, lr=0.1)
+                optimizer = hvd.DistributedOptimizer(base, named, hvd.Compression.topk(density=0.1))
+                for step in range(3):
+                    time.sleep(0.002 * draw.random())
+                    optimizer.zero_grad()
+                    torch.stack([(p * gradient(rank, step + number)).sum() for p in parameters]).sum().backward()
+                    optimizer.synchronize()
+                    if step == 2:
+                        optimizer.consolidated_state_dict()
+                        with optimizer.skip_synchronize():
+                            optimizer.step()
+                    else:
+                        parameters[0].sum().backward()
+                        optimizer.step()
+                found[number] = parameters
+        except BaseException as problem:
+            problems.append(problem)
+            hvd.shutdown()
+
+    threads = [threading.Thread(target=train, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if problems:
+        raise problems[0]
+    for number in range(3):
+        for p in found[number]:
+            mine, other = hvd.allgather_object(p.detach())
+            assert torch.equal(mine, other)
+
+
+def test_threads_have_optimizers_of_their_own(ranks: Ranks) -> None:
+    ranks(2).run(in_threads, within=30.0)

@@ -647,6 +647,32 @@ def test_autograd_goes_through(ranks: Ranks, world: int) -> None:
     ranks(world).run(gradients, within=20.0)
 
 
+def gradients_of_gradients(rank: int) -> None:
+    """What a penalty on the gradient of the sum of cubes does."""
+    hvd.init()
+    n = hvd.size()
+    mean = (n + 1) / 2
+    cases: list[tuple[Callable[[Tensor], Tensor], float]] = [
+        (hvd.allreduce, 6 * mean),
+        (lambda x: hvd.allreduce(x, op=hvd.Sum, name="twice"), 6 * n * n * n * mean),
+        (hvd.allgather, 6 * (rank + 1) / n),
+        (lambda x: hvd.broadcast(x, 1), 12 / n if rank == 1 else 0.0),
+        (hvd.alltoall, 6.0 * (rank + 1)),
+        (lambda x: hvd.alltoall(x, [1] * n)[0], 6.0 * (rank + 1)),
+        (hvd.reducescatter, 6 * mean),
+    ]
+    for operation, expected in cases:
+        x = torch.full((n,), rank + 1.0, requires_grad=True)
+        (first,) = torch.autograd.grad(operation(x).pow(3).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), x)
+        assert torch.allclose(second, torch.full((n,), expected))
+
+
+@WORLDS
+def test_autograd_goes_through_gradients(ranks: Ranks, world: int) -> None:
+    ranks(world).run(gradients_of_gradients, within=20.0)
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 

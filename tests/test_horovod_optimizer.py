@@ -806,15 +806,17 @@ def consolidated(rank: int) -> None:
     own = optimizer.state_dict()["gradwire"]["residuals"]
     mean = {name: hvd.allreduce(residual) for name, residual in own.items()}
     saved = optimizer.consolidated_state_dict()
-    for name, residual in saved["gradwire"]["residuals"].items():
-        equal(residual, mean[name])
+    residuals = saved["gradwire"]["residuals"]
+    assert residuals.keys() == mean.keys()
+    for name, residual in residuals.items():
+        close(residual, mean[name])  # up to the order of sums
     # As in a Horovod script: rank 0 alone loads, then broadcasts.
     other = sgd(model, compression=TopK(0.05))
     if rank == 0:
         other.load_state_dict(saved)
     hvd.broadcast_optimizer_state(other, root_rank=0)
     loaded = other.state_dict()["gradwire"]
-    for name, residual in mean.items():
+    for name, residual in hvd.broadcast_object(residuals).items():
         equal(loaded["residuals"][name], residual)
     assert loaded["steps"] == saved["gradwire"]["steps"]
     # Somebody else's residuals stay out.
@@ -828,6 +830,35 @@ def consolidated(rank: int) -> None:
     assert "0.05" in raised(ValueError, lambda: wrong.load_state_dict(saved))
     train(model, other, rank, range(2))
     identical(model)
+
+
+def loaded_by_the_root(rank: int) -> list[str]:
+    """As Horovod's examples do: one rank's own checkpoint, handed to all."""
+    hvd.init()
+    model = model_of()
+    optimizer = sgd(model, compression=TopK(0.05))
+    train(model, optimizer, rank, range(3))
+    other = sgd(model, compression=TopK(0.05))
+    said = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        hvd.broadcast_optimizer_state(other, root_rank=0)  # nobody has trained it
+        assert not caught
+        if rank == 0:
+            other.load_state_dict(optimizer.state_dict())
+        for _ in range(2):  # the second time these ranks have made a step since
+            hvd.broadcast_optimizer_state(other, root_rank=0)
+            said.append(str(caught.pop().message) if caught else "")
+            train(model, other, rank, range(1))
+    return said
+
+
+def test_what_a_roots_own_checkpoint_lacks_is_told_to_the_others(ranks: Ranks) -> None:
+    root, *others = ranks(3).run(loaded_by_the_root)
+    assert root == ["", ""]
+    for rank, (first, second) in enumerate(others, 1):
+        assert f"left out on rank {rank}" in first
+        assert not second
 
 
 def loaded_in_part(rank: int) -> None:

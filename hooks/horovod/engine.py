@@ -31,7 +31,7 @@ from .errors import HorovodInternalError
 from .launch import START_SECONDS
 from .mesh import Mesh
 from .negotiation import Negotiator
-from .operations import AllReduce, CompressedReduce, Operation, run_fused, stand_in
+from .operations import AllReduce, CompressedReduce, Operation, ResidualMean, run_fused, stand_in
 from .residuals import States
 from .timeline import Timeline
 
@@ -162,7 +162,7 @@ class Engine:
             ValueError: one of this key has not ended yet.
             HorovodInternalError: the engine has stopped.
         """
-        if isinstance(operation, CompressedReduce):
+        if isinstance(operation, CompressedReduce | ResidualMean):
             operation.label = self.states.label(operation.state, operation.set_id)
         if operation.device.type == "cuda":
             self.device = operation.device

@@ -2,11 +2,13 @@
 
 The gradients are Horovod's, whose convention is that the loss is the mean of the ranks' losses: that of an allreduce is
 an allreduce with the same op; those of allgather and broadcast are averaged over the ranks; that of a summing
-reducescatter is an allgather times the number of ranks. Every rank must go back as well: its gradient is an operation.
+reducescatter is an allgather times the number of ranks. Every rank must go back as well: its gradient is an operation,
+through which autograd can go back in turn, as for a penalty on gradients.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -54,28 +56,32 @@ class AllReduceFunction(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         name, op, prescale, postscale, ps, kind = ctx.arguments
         _differentiable(op)
-        key = key_of(kind, _backward_name(name), ps)
         dense = [gradient.contiguous() for gradient in gradients]
-        reduced = _now(allreduce_operation(key, dense, op, prescale, postscale))
+        reduced = AllReduceFunction.apply(_backward_name(name), op, prescale, postscale, ps, None, kind, *dense)
         return (None,) * 7 + tuple(reduced)
+
+
+def _mean(name: str | None, ps: ProcessSet, kind: str, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    dense = [gradient.contiguous() for gradient in gradients]
+    mean: tuple[Tensor, ...] = AllReduceFunction.apply(name, Average, 1.0, 1.0, ps, None, f"{kind}.gradient", *dense)
+    return mean
 
 
 class AllGatherFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, name: str | None, ps: ProcessSet, kind: str, *tensors: Tensor) -> tuple[Tensor, ...]:
         operation = allgather_operation(key_of(kind, name, ps), tensors)
-        ctx.arguments, ctx.rows = (name, ps, kind), [len(tensor) for tensor in tensors]
-        return tuple(_now(operation))
+        results = tuple(_now(operation))
+        # Where this rank's begin, which others may have joined before: these had no rows.
+        starts = [sum(rows[: ps.rank()]) for rows in operation.rows]
+        ctx.arguments, ctx.own = (name, ps, kind), [(a, len(t)) for a, t in zip(starts, tensors, strict=True)]
+        return results
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         name, ps, kind = ctx.arguments
-        rows = torch.tensor([ctx.rows], device="cpu")
-        counts = _now(allgather_operation(key_of(f"{kind}.rows", name, ps), [rows]))[0]
-        starts = counts[: ps.rank()].sum(0).tolist()
-        key = key_of(f"{kind}.gradient", name, ps)
-        mean = _now(allreduce_operation(key, [g.contiguous() for g in gradients], Average, 1.0, 1.0))
-        own = (g.narrow(0, start, rows) for g, start, rows in zip(mean, starts, ctx.rows, strict=True))
+        mean = _mean(name, ps, kind, gradients)
+        own = (g.narrow(0, start, rows) for g, (start, rows) in zip(mean, ctx.own, strict=True))
         return (None, None, None, *own)
 
 
@@ -90,27 +96,27 @@ class BroadcastFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         root, name, ps = ctx.arguments
-        key = key_of("broadcast.gradient", name, ps)
-        (mean,) = _now(allreduce_operation(key, [gradients[0].contiguous()], Average, 1.0, 1.0))
-        # Only the root's tensor had any influence.
-        return (mean if ps.ranks[ps.rank() or 0] == root else torch.zeros_like(mean)), None, None, None
+        (mean,) = _mean(name, ps, "broadcast", gradients)
+        # Only the root's tensor had any influence. Zeros have the mean's history: every rank goes back through it.
+        is_root = ps.ranks[ps.rank() or 0] == root
+        return mean if is_root else mean.masked_fill(torch.ones_like(mean, dtype=torch.bool), 0.0), None, None, None
 
 
 class AllToAllFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, splits: Any, name: str | None, ps: ProcessSet) -> tuple[Tensor, Tensor]:
-        operation = alltoall_operation(key_of("alltoall", name, ps), tensor, splits, ps.size() or 0)
+    def forward(
+        ctx: Any, tensor: Tensor, splits: Any, name: str | None, ps: ProcessSet, kind: str
+    ) -> tuple[Tensor, Tensor]:
+        operation = alltoall_operation(key_of(kind, name, ps), tensor, splits, ps.size() or 0)
         result, received = _now(operation)
-        ctx.arguments, ctx.received = (name, ps), received.tolist()
+        ctx.arguments, ctx.received = (name, ps, f"{kind}.gradient"), received.tolist()
         ctx.mark_non_differentiable(received)
         return result, received
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        name, ps = ctx.arguments
-        key = key_of("alltoall.gradient", name, ps)
-        operation = alltoall_operation(key, gradients[0].contiguous(), ctx.received, ps.size() or 0)
-        return _now(operation)[0], None, None, None
+        sent, _ = AllToAllFunction.apply(gradients[0].contiguous(), ctx.received, *ctx.arguments)
+        return sent, None, None, None, None
 
 
 class ReduceScatterFunction(torch.autograd.Function):
@@ -127,7 +133,7 @@ class ReduceScatterFunction(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         name, op, factor, ps, kind = ctx.arguments
         _differentiable(op)
-        key = key_of(f"{kind}.gradient", name, ps)
         factor *= (ps.size() or 1) if op == Sum else 1
-        gathered = _now(allgather_operation(key, [(g * factor).contiguous() for g in gradients]))
+        scaled = [(g * factor).contiguous() for g in gradients]
+        gathered = AllGatherFunction.apply(name, ps, f"{kind}.gradient", *scaled)
         return (None,) * 6 + tuple(gathered)

@@ -273,7 +273,7 @@ def alltoall(
     Returns:
         The rows from all ranks, in their order; with `splits`, also how many came from each, int32.
     """
-    result, received = AllToAllFunction.apply(tensor, splits, name, process_set)
+    result, received = AllToAllFunction.apply(tensor, splits, name, process_set, "alltoall")
     return result if splits is None else (result, received)
 
 

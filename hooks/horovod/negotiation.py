@@ -34,8 +34,8 @@ Overdue = tuple[str, list[int], list[int], float]
 REMOVE = "process_set.remove"
 #: Kinds whose tensors may differ in their first dimension.
 UNEVEN = ("allgather", "alltoall")
-#: Kinds in which ranks that have joined can take part: with zeros, or with no rows.
-JOINABLE = ("allreduce", "adasum", "exchange", "allgather")
+#: Kinds in which ranks that have joined can take part: with zeros, with no rows, or with what they have left out.
+JOINABLE = ("allreduce", "adasum", "exchange", "allgather", "residual")
 
 ITEM_BYTES = {"float64": 8, "int64": 8, "complex64": 8, "complex128": 16, "float32": 4, "int32": 4}
 #: How many decisions a process set may have under way before fused ones wait: the next one is formed while these run,

@@ -210,9 +210,7 @@ class CompressedReduce(Scaled):
         return {
             "names": self.names,
             "keep": self.keep,
-            "label": self.label,
-            "scale": self.state.scale,
-            "outcomes": list(self.state.outcomes),
+            **own_of(self.state, self.label),
             "restart": self.state.is_new(self.names[0]),
         }
 
@@ -232,15 +230,53 @@ class CompressedReduce(Scaled):
         return results
 
 
+class ResidualMean(AllReduce):
+    """The mean of what the ranks have left out of one tensor, with that of ranks that have joined.
+
+    Args:
+        residual: this rank's, float32.
+        state: which keeps it.
+        name: of the tensor.
+    """
+
+    kind = "residual"
+
+    def __init__(self, key: str, set_id: int, residual: Tensor, state: CompressionState, name: str) -> None:
+        super().__init__(key, set_id, [residual], Average, 1.0, 1.0)
+        self.state, self.name = state, name
+        self.label: int | None = None
+
+    def same(self) -> dict[str, Any]:
+        return {**super().same(), "compression": repr(self.state.compression)}
+
+    def own(self) -> dict[str, Any]:
+        return {"name": self.name, **own_of(self.state, self.label)}
+
+    def fuse(self) -> None:
+        return None
+
+    def parcel(self, rank: int) -> None:
+        return None  # a rank that has joined sends none, and counts as zeros
+
+
+def own_of(state: CompressionState, label: int | None) -> dict[str, Any]:
+    """What a rank that has joined needs to find its own part of a state, and to follow what became of that."""
+    return {"label": label, "scale": state.scale, "outcomes": list(state.outcomes)}
+
+
 class AllGather(Operation):
     """The ranks' tensors along the first dimension. With `sparse`, of a sparse tensor's indices and values.
 
     Args:
         sparse: shape of the sparse tensor whose transposed indices and values `tensors` are.
         average: whether a sparse result is divided by the number of ranks.
+
+    Attributes:
+        rows: once it has run, of each tensor: how many rows every rank of the set had, 0 where it has joined.
     """
 
     kind = "allgather"
+    rows: Sequence[Sequence[int]]
 
     def __init__(
         self, key: str, set_id: int, tensors: Sequence[Tensor], sparse: Sequence[int] | None = None,
@@ -258,7 +294,8 @@ class AllGather(Operation):
         return b"".join(map(bytes_of, self.tensors)) if self.small and self.sparse is None else None
 
     def run(self, channel: Channel | OpenedParcels, info: dict[str, Any]) -> list[Tensor]:
-        gathered = [channel.all_gather(t, rows) for t, rows in zip(self.tensors, info["rows"], strict=True)]
+        self.rows = info["rows"]
+        gathered = [channel.all_gather(t, rows) for t, rows in zip(self.tensors, self.rows, strict=True)]
         if self.sparse is None:
             return gathered
         indices, values = gathered
@@ -383,10 +420,13 @@ def stand_in(reference: Request, states: States, device: torch.device) -> Operat
         empty = [t.new_empty((0, *t.shape[1:])) for t in tensors]
         return AllGather(*place, empty, same.get("sparse shape"), same.get("average", False))
     scales = (OP_NAMES.index(same["op"]), same["prescale factor"], same["postscale factor"])
-    if kind == "exchange":
+    if kind in ("exchange", "residual"):
         own = reference["own"]
         state = states.find(same["compression"], reference["set"], own["label"])
         state.follow_outcomes(own["outcomes"])
         state.follow_scale(own["scale"])
+        if kind == "residual":
+            residual = state.feedback.by_name().get(own["name"])
+            return ResidualMean(*place, tensors[0] if residual is None else residual, state, own["name"])
         return CompressedReduce(*place, tensors, *scales, state=state, names=own["names"], keep=own["keep"])
     return {"allreduce": AllReduce, "adasum": AdasumReduce}[kind](*place, tensors, *scales)

@@ -16,7 +16,7 @@ from .arithmetic import number
 from .basics import world
 from .compression import Compression, codec_of
 from .functions import allgather_object
-from .operations import Adasum, Average
+from .operations import Adasum, Average, ResidualMean
 from .process_sets import ProcessSet, global_process_set
 from .reducer import GradientReducer, Options
 from .residuals import check_residuals
@@ -364,24 +364,26 @@ class _Distributed(torch.optim.Optimizer):
     def consolidated_state_dict(self) -> dict[str, Any]:
         """As `state_dict`, with the mean over the ranks of what compression has left out: it loads on any number of
         ranks, and nothing is lost. A collective of the process set; other ranks have left nothing out."""
-        state = self.state_dict()
-        own = state.get(ENTRY)
-        if own is None:
+        state, compression = self.state_dict(), self._reducer.state
+        if compression is None:
             return state
+        own = state[ENTRY]
         if self._reducer.takes_part():
             process_set = self._reducer.options.process_set
             residuals = own["residuals"]
             # Not every rank need have some: a checkpoint may have been loaded on some ranks only.
             shapes = {name: tuple(residual.shape) for name, residual in residuals.items()}
             every = {
-                name: shape for found in allgather_object(shapes, None, process_set) for name, shape in found.items()
+                name: shape
+                for found in allgather_object(shapes, self._reducer.talk, process_set)
+                for name, shape in found.items()
             }
             devices = {name: p.device for name, p in _named(self)}
             for name, shape in sorted(every.items()):
                 if name not in residuals:
                     residuals[name] = torch.zeros(shape, dtype=torch.float32, device=devices.get(name))
                 key = key_of("residual", name, process_set)
-                operation = allreduce_operation(key, [residuals[name]], Average, 1.0, 1.0)
+                operation = ResidualMean(*key, residuals[name], compression, name)
                 residuals[name] = world().engine.submit(operation).wait()[0]
         own["rank"] = own["world_size"] = -1
         return state
@@ -450,11 +452,20 @@ class _Distributed(torch.optim.Optimizer):
 
     def _follow_broadcast(self, own: dict[str, Any] | None) -> None:
         state = self._reducer.state
-        if state is not None and own is not None:
-            if own["residuals"] is None:
-                state.follow_scale(own["scale"] or 1.0)
-                own["residuals"] = state.feedback.by_name()
-            state.load_state_dict(own)
+        if state is None or own is None:
+            return
+        if own["residuals"] is None:
+            is_fresh = state.compression.keeps and not state.feedback
+            if own["steps"] and is_fresh and self._reducer.options.process_set.included():
+                warnings.warn(
+                    f"rank {own['rank']} has trained before, and has nothing of what compression had left out on rank "
+                    f"{world().rank}, which goes on without: save optimizer.consolidated_state_dict(), made on every "
+                    "rank, for one to load; or optimizer.state_dict() on every rank",
+                    stacklevel=3,
+                )
+            state.follow_scale(own["scale"] or 1.0)
+            own["residuals"] = state.feedback.by_name()
+        state.load_state_dict(own)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         self._take_in()

@@ -7,6 +7,7 @@ run, for its choice and its residuals depend on them: about 25 MB of parameters,
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -104,6 +105,13 @@ class GradientReducer:
             else:
                 self._frozen.append(p)
 
+    @property
+    def talk(self) -> str | None:
+        """The name of what ranks tell each other of these parameters. None in the main thread, where numbers tell such
+        operations apart, even of ranks whose parameters have other names; several threads would mix these up."""
+        main = threading.current_thread() is threading.main_thread()
+        return None if main else f"optimizer of {min(self.names.values(), default='')}"
+
     def takes_part(self) -> bool:
         """Whether this rank is in the optimizer's process set.
 
@@ -166,7 +174,7 @@ class GradientReducer:
         """As `synchronize`, but not again where no rank has been through backward since: that would change a sum."""
         members = self.options.process_set
         # This rank may have had none of these parameters in its graph, where others wait for it.
-        if not (self.by_hand and self.takes_part()) or any(allgather_object(self.started, process_set=members)):
+        if not (self.by_hand and self.takes_part()) or any(allgather_object(self.started, self.talk, members)):
             self.synchronize()
 
     def use_scaler(self, scaler: torch.amp.GradScaler) -> None:
@@ -275,7 +283,7 @@ class GradientReducer:
         mine = {self.names[p]: dimensions for p, dimensions in self._sparse.items()}
         mine |= {self.names[p]: grad.sparse_dim() for p in self._delay if (grad := self._sparse_grad(p)) is not None}
         units = [[self.names[p] for p in unit.parameters] for unit in self._units if len(unit.parameters) > 1]
-        every = allgather_object((world().rank, mine, units), process_set=self.options.process_set)
+        every = allgather_object((world().rank, mine, units), self.talk, self.options.process_set)
         _check_alike([(rank, theirs) for rank, _, theirs in every])
         found: dict[str, int] = {}
         for _, names, _ in every:

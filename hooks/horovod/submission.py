@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
+import threading
 import warnings
 from collections.abc import Callable, Sequence
-from copy import copy
 from typing import Any
 
 import torch
@@ -42,16 +41,19 @@ FLOATING = SUMMABLE[4:]
 COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
 
 _handles: dict[int, tuple[Pending, Callable[[Any], Any]]] = {}
-_numbers = itertools.count()
+_numbering = threading.Lock()
+_next_handle = 0
 
 
 def submit(operation: Operation, finish: Callable[[Any], Any] = lambda result: result) -> int:
     """Start an operation; `finish` makes of its result what `synchronize` returns."""
+    global _next_handle
     if isinstance(operation.key, Unnumbered):
         operation.key = operation.key.numbered(world().next_name)
     pending = world().engine.submit(operation)
-    handle = next(_numbers)
-    _handles[handle] = (pending, finish)
+    with _numbering:
+        handle, _next_handle = _next_handle, _next_handle + 1
+        _handles[handle] = (pending, finish)
     return handle
 
 
@@ -62,7 +64,7 @@ def poll(handle: int) -> bool:
         ValueError: no operation has had this handle.
     """
     if handle not in _handles:
-        if isinstance(handle, int) and 0 <= handle < next(copy(_numbers)):
+        if isinstance(handle, int) and 0 <= handle < _next_handle:
             return True
         raise ValueError(f"handle={handle!r}: expected what an asynchronous operation returned")
     return _handles[handle][0].poll()
