@@ -29,8 +29,8 @@ CHUNKED = (
 )
 OUTLIERS = (
     "sends the largest elements exactly and the signs of the others, and keeps the rest in a residual. Under SGD the "
-    "outliers decide, and a small model has ended as close to float32 with it as with any codec this small. On a larger "
-    "one, where it has not been tried, TernGrad() reached float32's loss"
+    "outliers decide, and a small model has ended as close to float32 with it as with any codec this small. On a "
+    "larger one, where it has not been tried, TernGrad() reached float32's loss"
 )
 LOCAL = (
     "lets every rank step by itself, and every few steps exchanges how far the parameters have come: the largest "

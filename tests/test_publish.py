@@ -90,7 +90,7 @@ def test_the_readme_says_what_was_measured() -> None:
     second, beside = times_sooner()
     for title, expected in (times_faster() | second).items():
         assert [cell.strip() for cell in cells[title]] == expected, title
-    assert f"beside it the rows have {', '.join(beside[:-1])} and {beside[-1]}." in text
+    assert f"compared with it the rows have {', '.join(beside[:-1])} and {beside[-1]}." in text
 
 
 def ended(name: str, arm: str) -> str:
@@ -104,14 +104,15 @@ def ended(name: str, arm: str) -> str:
 
 def said(text: str) -> str:
     """A page as one line, without the words between a figure and its interval."""
-    return re.sub(r" (float32|it) (\[)", r" \2", " ".join(text.split()))
+    return re.sub(r" (float32's loss|float32|it) (\[)", r" \2", " ".join(text.split()))
 
 
 def test_pages_say_how_models_ended() -> None:
     readme, choose = (said((ROOT / name).read_text()) for name in ("README.md", "docs/choose.md"))
     long, wide = ended("learn-long", "chunked25-b5"), ended("learn-long", "wide0.7-b5")
     assert f"{long} with 21 times fewer bytes, and {wide} with 207 times" in readme
-    assert f"{ended('learn-long', 'float32-b8').partition(' [')[0]} float32 with the usual 0.9" in readme
+    less = ended("learn-long", "float32-b8").partition(" [")[0].replace("below", "lower").replace("above", "higher")
+    assert f"Float32 itself ends {less} with a β1 of 0.8 than with the usual 0.9" in readme
     late = {arm: ended("learn-large-sgd", arm) for arm in ("local10-ternary", "terngrad")}
     assert f"`LocalUpdates` ends {late['local10-ternary']} float32 and `TernGrad` {late['terngrad'][:5]}" in readme
     side, _, interval = long.partition(" [")
