@@ -588,6 +588,48 @@ def test_trials_of_a_search_have_nothing_of_each_other(two: Pool, tmp_path: Path
         assert files == [f"out/run-{trial}/checkpoint-{step}/gradwire_0_of_2.pt" for trial in (0, 1) for step in (2, 3)]
 
 
+def resumed_elsewhere(rank: int, folder: str) -> list[bool]:
+    """A run goes on from a checkpoint in another folder: where another run has one of the same step, and where there is
+    none. Whether it ends where it would have."""
+    import torch
+    import torch.distributed as dist
+    from gradwire import CompressState, TopK
+    from gradwire.trainers import TransformersCallback
+    from training import digest
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+
+    def trained(output: str, seed: int, **options: Any) -> str:
+        begin_accelerate()
+        set_seed(seed)
+        rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(50, (32, 8))]
+        config = GPT2Config(
+            vocab_size=50, n_positions=8, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
+        )
+        args = TrainingArguments(
+            output, max_steps=4, per_device_train_batch_size=4, save_steps=2, use_cpu=True, report_to=[],
+            disable_tqdm=True, ddp_find_unused_parameters=False, dataloader_pin_memory=False,
+        )  # fmt: skip
+        trainer = Trainer(GPT2LMHeadModel(config), args, train_dataset=rows)
+        state = CompressState(TopK(0.1), exchange="gather", fallback=None)
+        trainer.add_callback(TransformersCallback(trainer, state))
+        trainer.train(**options)
+        dist.barrier()
+        assert trainer.model is not None
+        return digest(trainer.model.parameters())
+
+    with surroundings(rank, folder):
+        whole = trained("first", seed=1)
+        trained("second", seed=2)
+        checkpoint = {"resume_from_checkpoint": "first/checkpoint-2"}
+        return [trained(output, seed=1, **checkpoint) == whole for output in ("second", "third")]
+
+
+@needs("accelerate", "transformers")
+def test_a_resumed_run_takes_the_checkpoint_that_it_was_given(two: Pool, tmp_path: Path) -> None:
+    for same_again in two.run(resumed_elsewhere, str(tmp_path)):
+        assert same_again == [True, True]
+
+
 # -- examples ----------------------------------------------------------------------------------------------------------
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "trainers"

@@ -23,10 +23,10 @@ class TransformersCallback(TrainerCallback):
     """Compresses the gradients of `Trainer.train`, and has what each rank keeps in the Trainer's checkpoints, in a file
     of its own, as their random states are. With one process nothing is done.
 
-    The Trainer tells callbacks that it has resumed, but not from where. The folder is taken from
+    The Trainer tells callbacks that it has resumed, but not from where: it is seen from which folder it loads its
+    optimizer. Of a Trainer that does so in another way, the folder is taken from `resume_from`, from
     `TrainingArguments.resume_from_checkpoint`, or is the checkpoint of that step in `output_dir`; it counts only if its
-    log is the one that the Trainer has resumed with. Name any other place in `resume_from`. On another number of ranks,
-    each gets the mean of what all kept.
+    log is the one that the Trainer has resumed with. On another number of ranks, each gets the mean of what all kept.
 
     Where `train` begins with another model than it had the last time, as `model_init` makes one for each trial of a
     `hyperparameter_search`, nothing is kept of the former, and steps are counted anew.
@@ -34,7 +34,7 @@ class TransformersCallback(TrainerCallback):
     Args:
         trainer: the one that it is added to.
         state: from `CompressState(codec)`.
-        resume_from: the folder that is handed to `train(resume_from_checkpoint=…)`, where it is no other.
+        resume_from: the folder that is handed to `train(resume_from_checkpoint=…)`, where that is not seen.
         strict: with False, a checkpoint loads too that has residuals for what is frozen, excluded, of another shape or
             gone now, or none, with a warning: `CompressState.load_state_dict`'s.
 
@@ -47,6 +47,16 @@ class TransformersCallback(TrainerCallback):
     ) -> None:
         self.trainer, self.state, self.resume_from, self.strict = trainer, state, resume_from, strict
         self._trained: weakref.ref[nn.Module] | None = None
+        #: Where the Trainer has loaded its optimizer from, when it began to train.
+        self._loaded: str | Path | None = None
+        load: Any = getattr(trainer, "_load_optimizer_and_scheduler", None)
+        if load is not None:
+
+            def seen(checkpoint: str | Path | None) -> None:
+                self._loaded = checkpoint
+                load(checkpoint)
+
+            trainer._load_optimizer_and_scheduler = seen  # type: ignore[method-assign]
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -74,6 +84,9 @@ class TransformersCallback(TrainerCallback):
         self.state.load_state_dict({**saved, **nothing})
 
     def _resume(self, args: TrainingArguments, state: TrainerState) -> None:
+        if self._loaded is not None:
+            files.load(self.state, self._loaded, strict=self.strict)
+            return
         for folder in self._candidates(args, state):
             saved = folder / TRAINER_STATE_NAME
             if saved.is_file() and TrainerState.load_from_json(str(saved)).log_history == state.log_history:
