@@ -299,7 +299,7 @@ def test_steps_are_compared_within_a_round_with_the_faster_reference() -> None:
     """What slows a whole round down is in no ratio, and the reference takes part twice."""
     rounds = [1.0, 9.0, 2.0, 3.0, 1.0, 5.0, 4.0, 2.0]
     seconds = {"fp32": 3.0, "fp16": 2.0, "auto": 2.2, "fp32 again": 3.0, "fp16 again": 2.0}
-    rank = {
+    rank: dict[str, dict[str, Any]] = {
         name: {"wall": [s * r for r in rounds], "cpu": [s * s * r for r in rounds], "sends": ["compressed"]}
         for name, s in seconds.items()
     }
