@@ -59,6 +59,8 @@ def run(options: argparse.Namespace) -> int:
     """`gradwire-bench exchange`."""
     expect_at_least(options, world=2, numel=PIECES, rounds=1, steps=1, warmup=0)
     rates, distance = flags.network_of(options)
+    if options.plot and not any(rates.values()):
+        raise ValueError(f"--plot {options.plot}: it draws times against the links' rates, and --rates none has none")
     # The tax needs the floor, and ratios their base.
     arms = list(dict.fromkeys([FLOOR, BASELINE, *options.arms]))
     arguments = {"arms": arms, **{name: getattr(options, name) for name in ("numel", "density", "rounds", "steps")}}
