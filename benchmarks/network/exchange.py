@@ -254,5 +254,5 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9)
     what = f"{result['arguments']['numel'] / 1e6:g} M float32 between {result['arguments']['world']} ranks"
-    axes.set_title(f"One gradient, {what}; x: times faster than PyTorch's fp16 hook", fontsize=11)
+    axes.set_title(f"One gradient, {what}; x: times faster than PyTorch's fp16 hook, less floor", fontsize=11)
     report.save(figure, path, dpi=140)
