@@ -295,6 +295,11 @@ def test_nothing_cannot_be_measured(line: str, capsys: pytest.CaptureFixture[str
     assert re.search(rf"{option} \S.*: expected at least \d\n", capsys.readouterr().err)
 
 
+def test_a_picture_over_rates_needs_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["exchange", "--rates", "none", "--numel", "8", "--rounds", "1", "--plot", "exchange.png"]) == 2
+    assert "--plot exchange.png: it draws times against the links' rates" in capsys.readouterr().err
+
+
 def test_steps_are_compared_within_a_round_with_the_faster_reference() -> None:
     """What slows a whole round down is in no ratio, and the reference takes part twice."""
     rounds = [1.0, 9.0, 2.0, 3.0, 1.0, 5.0, 4.0, 2.0]
@@ -316,7 +321,7 @@ def test_an_arm_that_is_like_the_reference_is_as_fast() -> None:
     """Turns that are late now and then: the mean of two is late more often, but is not what is compared with."""
     drawn, count = random.Random(0), 600
     names = ("fp16", "fp16 again", *(f"equal{i}" for i in range(20)))
-    rank = {name: {"sends": [], "cpu": [1.0] * count} for name in names}
+    rank: dict[str, dict[str, Any]] = {name: {"sends": [], "cpu": [1.0] * count} for name in names}
     for sides in rank.values():
         sides["wall"] = [drawn.gauss(1.0, 0.05) + drawn.expovariate(4.0) * (drawn.random() < 0.3) for _ in range(count)]
     found = [row["wall_ratio"] for row in paired.summarize([rank], ["fp16"]) if row["arm"].startswith("equal")]

@@ -60,6 +60,8 @@ def run(options: argparse.Namespace) -> int:
     """`gradwire-bench exchange`."""
     expect_at_least(options, world=2, numel=PIECES, rounds=1, steps=1, warmup=0)
     rates, distance = flags.network_of(options)
+    if options.plot and not any(rates.values()):
+        raise ValueError(f"--plot {options.plot}: it draws times against the links' rates, and --rates none has none")
     # The tax needs the floor, and ratios their base.
     arms = list(dict.fromkeys([FLOOR, BASELINE, *options.arms]))
     arguments = {"arms": arms, **{name: getattr(options, name) for name in ("numel", "density", "rounds", "steps")}}
@@ -259,5 +261,5 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9)
     what = f"{result['arguments']['numel'] / 1e6:g} M float32 between {result['arguments']['world']} ranks"
-    axes.set_title(f"One gradient, {what}; x: times faster than PyTorch's fp16 hook", fontsize=11)
+    axes.set_title(f"One gradient, {what}; x: times faster than PyTorch's fp16 hook, less floor", fontsize=11)
     report.save(figure, path, dpi=140)
