@@ -576,10 +576,10 @@ def test_without_extras_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 @pytest.mark.parametrize("name", ["learn-digits", "learn-sgd", "profiling"])
 def test_labels_do_not_cover_each_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = []
+    drawn: list[Any] = []
     monkeypatch.setattr(report, "save", lambda figure, path, dpi: drawn.append(figure))
-    draw = timeline.plot if name == "profiling" else learn.plot
-    draw(json.loads((publish.RESULTS / f"{name}.json").read_text("utf-8")), Path("nowhere.png"))  # type: ignore[arg-type]
+    draw: Any = timeline.plot if name == "profiling" else learn.plot
+    draw(json.loads((publish.RESULTS / f"{name}.json").read_text("utf-8")), Path("nowhere.png"))
     drawn[0].draw_without_rendering()
     texts = [text for axes in drawn[0].axes for text in axes.texts if text.get_text()]
     boxes = [(text.get_text(), Text.get_window_extent(text)) for text in texts]  # without their arrows

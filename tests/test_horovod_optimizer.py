@@ -761,6 +761,29 @@ def test_a_checkpoint_loads_into_residuals_of_another_dtype(ranks: Ranks) -> Non
     ranks(2).run(loaded_by_another_dtype)
 
 
+def loaded_without_compression(rank: int) -> list[str]:
+    hvd.init()
+    model = model_of()
+    optimizer = sgd(model, compression=hvd.Compression.topk(0.1))
+    train(model, optimizer, rank, range(2))
+    saved = optimizer.state_dict()
+    other = sgd(model_of(), compression=hvd.Compression.onebit())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sgd(model_of()).load_state_dict(saved)
+        sgd(model_of()).load_state_dict(sgd(model_of()).state_dict())
+    return [raised(ValueError, lambda: other.load_state_dict(saved)), *(str(warning.message) for warning in caught)]
+
+
+def test_a_checkpoint_of_another_compression_says_what_to_do(ranks: Ranks) -> None:
+    for refused, *warned in ranks(2).run(loaded_without_compression):
+        assert "not by CodecCompression(codec=OneBit" in refused
+        assert "pass compression= as it was when" in refused
+        (dropped,) = warned
+        assert dropped.startswith("what CodecCompression(codec=TopK(")
+        assert "is dropped, as this optimizer does not compress" in dropped
+
+
 def resumed(rank: int, codec: Codec, feedback: bool | str | Residual) -> None:
     hvd.init()
     compression = hvd.Compression.codec(codec, error_feedback=feedback)

@@ -107,7 +107,8 @@ def test_a_recommendation_can_be_read_and_pasted() -> None:
     assert rare.momentum == 0.8
     assert recommend("adamw", ratio=2000).every == 8
     assert [UNTRIED in recommend("adamw", ratio=ratio).why for ratio in (500, 1000, 2000)] == [False, False, True]
-    names = vars(gradwire) | {"torch": torch, "model": None, "CompressState": lambda _, *made, **kept: (*made, kept)}
+    names: dict[str, Any] = {**vars(gradwire), "torch": torch, "model": None}
+    names["CompressState"] = lambda _, *made, **kept: (*made, kept)
     for optimizer, ratio in itertools.product(("sgd", "adamw"), (2, 4, 20, 30, 200)):
         found = recommend(optimizer, ratio=ratio)
         assert eval(found.call, names) == (found.codec, {"error_feedback": found.feedback})
