@@ -35,7 +35,7 @@ class Alarm(OSError):
 @contextlib.contextmanager
 def disturbed(owner: Any, name: str, raised: BaseException) -> Iterator[None]:
     """This way of waiting is left once, by what a handler raises; and that is what the block raises."""
-    wait, left = getattr(owner, name), []
+    wait, left = getattr(owner, name), list[bool]()
 
     def leaves(*given: Any) -> Any:
         if not left and getattr(given[0], "_under_way", wait) is not None:
@@ -121,7 +121,8 @@ def test_ddp_goes_on(ranks: Ranks, way: str, raised: BaseException) -> None:
 
 
 def sharded(rank: int, way: str, raised: BaseException | None) -> list[str]:
-    mesh, owner, name = mesh_of((2, 1)), *((Pipeline, "wait") if way == "means" else (_Uses, "agree"))
+    mesh = mesh_of((2, 1))
+    left: tuple[Any, str] = (Pipeline, "wait") if way == "means" else (_Uses, "agree")
     model: Any = perceptron()
     fully_shard(model[0], mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])
@@ -130,7 +131,7 @@ def sharded(rank: int, way: str, raised: BaseException | None) -> list[str]:
     for step in range(STEPS):
         model.zero_grad()
         stops = raised is not None and rank == 0 and step == AT
-        with disturbed(owner, name, raised) if raised and stops else contextlib.nullcontext():
+        with disturbed(*left, raised) if raised and stops else contextlib.nullcontext():
             loss = model(batch(rank, step, model)).square().mean()
             loss.backward()
         grads: list[Any] = [p.grad for p in model.parameters()]
