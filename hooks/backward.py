@@ -47,6 +47,34 @@ class AtEnd:
             self._raised()
 
 
+def waited(wait: Callable[[], object], failed: Callable[[BaseException], bool]) -> BaseException | None:
+    """Wait for what ranks make together: a rank that leaves it there parts from the others. What a signal's handler
+    raises meanwhile is returned, to be raised when that has been put to use; a second one comes out at once.
+
+    Args:
+        wait: may be called again; raises what has failed.
+        failed: whether that is what it has raised.
+    """
+    try:
+        wait()
+    except BaseException as error:
+        if failed(error):
+            raise
+        wait()
+        return error
+    return None
+
+
+def raise_at_end(error: BaseException) -> None:
+    """Raise it when the backward pass that runs now has ended, after what is queued by now; at once where none runs."""
+
+    def tell() -> None:
+        raise error
+
+    if not at_end(tell):
+        raise error
+
+
 def at_end(callback: Callable[[], None]) -> bool:
     """Have autograd call `callback` when the backward pass that runs now has ended, after those queued before. Returns
     False where none runs on this thread."""

@@ -18,7 +18,7 @@ from ..compress.codec import Codec
 from ..compress.feedback import Feedback
 from ..compress.layout import Slot
 from .auto.planner import Fallback
-from .backward import AtEnd, at_end, current_pass, undisturbed
+from .backward import AtEnd, at_end, current_pass, raise_at_end, undisturbed, waited
 from .delivery import Delivery
 from .loss_scale import LossScale
 from .options import ExchangeName, Exclude, Options
@@ -223,9 +223,11 @@ class CompressState(State):
 
     def _end_straight(self) -> None:
         """DDP is about to look at the means of a step that went without the pipeline."""
+        straight = self._straight
+        if straight is None:
+            return
         try:
-            if self._straight is not None:
-                self._straight.end()
+            interruption = waited(straight.end, lambda error: type(error) is RuntimeError)
         except Exception as error:
             model = self._ddp()
             if model is not None:
@@ -234,6 +236,8 @@ class CompressState(State):
                 text = "gradwire: a rank does not answer in a dense step; what it said last may say why"
                 raise RuntimeError(f"{text}. {error}") from error
             raise
+        if interruption is not None:
+            raise_at_end(interruption)
 
     def _begin(self, reducer: Reducer) -> Step:
         self._delivery.settle(reducer.connection.pipeline)
@@ -271,7 +275,7 @@ class CompressState(State):
             return
         pipeline = reducer.connection.pipeline
         try:
-            pipeline.wait()
+            interruption = waited(pipeline.wait, lambda _: pipeline.failed)
         except Exception:
             self._throw_away(step)
             if model is not None:  # else DDP would complain of this pass at the next one, and of nothing else
@@ -281,6 +285,8 @@ class CompressState(State):
             self._delivery.look(model)
         self._delivery.expect(step)
         at_end(partial(self._delivery.settle, pipeline))
+        if interruption is not None:  # DDP has to take the means first, as the other ranks' does
+            raise_at_end(interruption)
 
     def _throw_away(self, step: Step) -> None:
         """The backward pass has raised."""

@@ -17,6 +17,7 @@ from ..compress.codec import Codec
 from ..compress.feedback import Feedback
 from ..compress.memory import Memory
 from . import checkpoint
+from .backward import waited
 from .comm import handshake
 from .connection import Connection
 from .exchanges import all_finite
@@ -131,6 +132,8 @@ class LocalUpdates:
         self._rounds = self._steps = self._count = 0
         self._moved = False  # whether ranks may have different parameters
         self._under_way: UnderWay | None = None
+        #: What a signal's handler has raised while this rank waited, until its step is whole.
+        self._interruption: BaseException | None = None
         self._handle: Any = None
         self._statistics = Statistics()
         fragments_in: list[list[dict[str, nn.Parameter]]] = []
@@ -223,6 +226,7 @@ class LocalUpdates:
         self._count = 0
         if moved:
             self._exchange_all()
+        self._raise_interruption()
 
     def rewind(self) -> None:
         """Put the global parameters back into the model: this rank forgets what it has trained since the last round."""
@@ -236,6 +240,15 @@ class LocalUpdates:
         self._reducer = None
 
     def _counted(self) -> None:
+        self._count_step()
+        self._raise_interruption()
+
+    def _raise_interruption(self) -> None:
+        interruption, self._interruption = self._interruption, None
+        if interruption is not None:
+            raise interruption
+
+    def _count_step(self) -> None:
         self._running()
         schedule, self._moved = self._schedule, True
         self._steps += 1
@@ -287,7 +300,8 @@ class LocalUpdates:
     def _arrived(self) -> UnderWay:
         """What is under way, when it has arrived."""
         assert self._under_way is not None
-        self._running().connection.pipeline.wait()
+        pipeline = self._running().connection.pipeline
+        self._interruption = waited(pipeline.wait, lambda _: pipeline.failed) or self._interruption
         for future in self._under_way.futures:  # on a GPU, what comes next on this stream waits for it
             future.wait()
         return self._under_way

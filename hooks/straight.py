@@ -83,13 +83,17 @@ class Straight:
 
     def end(self) -> None:
         """All of a backward pass has been given to `reduce`: wait for the means, before DDP looks."""
-        under_way, self.under_way = self.under_way, []
-        numel = 0
-        for future in under_way:
-            future.work.wait()
-            numel += future.numel
-            if self._fresh and not future.done():
-                future.set_result(future.buffer)
+        under_way, numel = self.under_way, 0
+        try:
+            for future in under_way:
+                future.work.wait()
+                numel += future.numel
+                if self._fresh and not future.done():
+                    future.set_result(future.buffer)
+        except RuntimeError:
+            self.under_way = []
+            raise
+        self.under_way = []  # not before: after what a signal's handler has raised the rest is waited for, too
         if under_way:
             self.spans.append(time.perf_counter() - self._began)
         statistics, ranks = self._statistics, self._ranks

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .. import __version__
 from ..compress.memory import Memory
 from ..hooks import checkpoint
+from ..hooks.backward import waited
 from ..hooks.comm import handshake
 from ..hooks.connection import Connection
 from ..hooks.loss_scale import LossScale, Tracker
@@ -177,13 +178,17 @@ class ExchangingOptimizer(torch.optim.Optimizer):
             sent.append(self._encoded(bucket))
             futures.append(reducer.reduce(step, bucket.unit, sent[-1]))
         reducer.end(step)
-        reducer.connection.pipeline.wait()  # for all: an error leaves every parameter as it was
+        pipeline = reducer.connection.pipeline
+        # For all: an error leaves every parameter as it was.
+        interruption = waited(pipeline.wait, lambda _: pipeline.failed)
         for future in futures:
             future.wait()
         step.reduced.clear()
         for bucket, mean in zip(self._buckets, sent, strict=True):
             self._decoded(bucket, self.param_groups[bucket.group], mean)
         self._steps += 1
+        if interruption is not None:
+            raise interruption
         return loss
 
     @abstractmethod

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ... import __version__
 from ...compress.memory import Memory
 from .. import checkpoint
-from ..backward import AtEnd
+from ..backward import AtEnd, raise_at_end, waited
 from ..comm import handshake
 from ..comm.group import Group, Work
 from ..comm.pipeline import Pipeline
@@ -62,9 +62,13 @@ class _Uses:
 
     def agree(self) -> bool:
         """Whether what was told last is the same everywhere; waits for the others, once."""
-        under_way, self._under_way = self._under_way, None
-        if under_way is not None:
-            under_way.wait()
+        if self._under_way is not None:
+            try:
+                self._under_way.wait()
+            except RuntimeError:
+                self._under_way = None
+                raise
+            self._under_way = None  # not before: a signal's handler may raise meanwhile
             self._port.post()
         return bool((self._all == self._mine).all())
 
@@ -223,6 +227,12 @@ class FSDPState:
         pipeline, submitted = self._reducer.connection.pipeline, self._submitted
         used = repr((step.number, sorted((part.shards.index, sorted(part.names)) for part in submitted)))
         self._uses.tell(used)
+        interruption = waited(partial(self._agree, step, pipeline), lambda error: isinstance(error, RuntimeError))
+        self._deliver(step, pipeline, interruption)
+
+    def _agree(self, step: Step, pipeline: Pipeline) -> None:
+        """Raises RuntimeError where not all replicas have submitted the same, on all of them."""
+        assert self._reducer is not None
         try:
             if pipeline.threaded and not self._uses.agree():
                 raise RuntimeError(UNEQUAL)
@@ -230,12 +240,11 @@ class FSDPState:
             self._reducer.connection.group.cut()  # some wait for what never comes
             self._throw_away(step)
             raise
-        self._deliver(step, pipeline)
 
-    def _deliver(self, step: Step, pipeline: Pipeline) -> None:
-        """Wait for the means, and add them where FSDP would have."""
+    def _deliver(self, step: Step, pipeline: Pipeline, interruption: BaseException | None) -> None:
+        """Wait for the means, and add them where FSDP would have; then raise what a signal's handler has raised."""
         try:
-            pipeline.wait()
+            interruption = waited(pipeline.wait, lambda _: pipeline.failed) or interruption
         except Exception:
             self._throw_away(step)
             raise
@@ -251,6 +260,8 @@ class FSDPState:
             # No replica has a gradient of these, and no optimizer sees their mean, which is of residuals alone.
             pipeline.submit(partial(self._delivery.keep, step, unused)).wait()
         step.reduced.clear()  # else FSDP's gradients would live as long as the step
+        if interruption is not None:
+            raise_at_end(interruption)
 
     def _throw_away(self, step: Step) -> None:
         """The pass has raised, here or on the pipeline: no mean of it is applied."""

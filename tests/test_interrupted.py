@@ -1,0 +1,187 @@
+"""What a signal's handler raises on one rank while ranks exchange something: it reaches the caller, and nothing else
+is as it would not have been."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from fsdp_drawn import mesh_of
+from gradwire import Identity, LocalUpdates, TopK, compress_fsdp
+from gradwire.hooks import reducer
+from gradwire.hooks.comm.pipeline import Pipeline
+from gradwire.hooks.fsdp.state import _Uses
+from gradwire.hooks.straight import Straight, Sum
+from gradwire.optim import OneBitAdam
+from ranks import Pool
+from torch.distributed.fsdp import fully_shard
+from training import batch, digest, perceptron, train, wrap
+
+Ranks = Callable[[int], Pool]
+STEPS, AT = 5, 2
+
+
+class Stopped(BaseException):
+    """What the handler raises."""
+
+
+class Alarm(OSError):
+    """The same, as an ordinary exception."""
+
+
+@contextlib.contextmanager
+def disturbed(owner: Any, name: str, raised: BaseException) -> Iterator[None]:
+    """This way of waiting is left once, by what a handler raises; and that is what the block raises."""
+    wait, left = getattr(owner, name), list[bool]()
+
+    def leaves(*given: Any) -> Any:
+        if not left and getattr(given[0], "_under_way", wait) is not None:
+            left.append(True)
+            raise raised
+        return wait(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, leaves)
+        with pytest.raises(type(raised)):
+            yield
+    assert left
+
+
+class Disturbed:
+    """A sum under way, of which nobody waits for the end the first time."""
+
+    def __init__(self, work: Any, raised: BaseException) -> None:
+        self.work, self.raised = work, [raised]
+
+    def wait(self) -> None:
+        if self.raised:
+            raise self.raised.pop()
+        self.work.wait()
+
+
+@contextlib.contextmanager
+def disturbed_sum(raised: BaseException) -> Iterator[None]:
+    """The same, of the first of the sums of a step in which all is dense."""
+    begin, sums = Straight.reduce, list[Sum]()
+
+    def reduce(straight: Straight, buffer: torch.Tensor) -> Any:
+        future: Any = begin(straight, buffer)
+        sums.append(future)
+        if len(sums) == 1:
+            future.work = Disturbed(future.work, raised)
+        return future
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Straight, "reduce", reduce)
+        with pytest.raises(type(raised)):
+            yield
+    assert len(sums) > 1
+
+
+def data_parallel(rank: int, way: str, raised: BaseException | None) -> list[str]:
+    codec, exchange = (Identity(), "dense") if way == "straight" else (TopK(0.1), "gather")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reducer, "SMALL_NUMEL", -1 if way == "threads" else reducer.SMALL_NUMEL)
+        ddp, state = wrap(perceptron(), codec, exchange=exchange)
+        digests = train(rank, ddp, range(AT))
+        if raised is not None and rank == 0:
+            ddp.zero_grad()
+            with disturbed_sum(raised) if way == "straight" else disturbed(Pipeline, "wait", raised):
+                ddp(batch(rank, AT, ddp.module)).square().mean().backward()
+            digests.append(digest(p.grad for p in ddp.parameters()))
+            with torch.no_grad():
+                for p in ddp.parameters():
+                    p -= 0.01 * p.grad
+        else:
+            digests += train(rank, ddp, range(AT, AT + 1))
+        digests += train(rank, ddp, range(AT + 1, STEPS))
+        kept = state.consolidated_state_dict()["residuals"]["mean"]
+        state.close()
+    return [*digests, digest(kept[name] for name in sorted(kept))]
+
+
+def both(rank: int, play: Callable[..., list[str]], way: str, raised: BaseException) -> tuple[list[str], list[str]]:
+    """What a training comes to that is left alone, and one that is not."""
+    return play(rank, way, None), play(rank, way, raised)
+
+
+def by_ddp(rank: int, way: str, raised: BaseException) -> Any:
+    return both(rank, data_parallel, way, raised)
+
+
+@pytest.mark.parametrize("raised", [Stopped(), Alarm()], ids=["interrupt", "alarm"])
+@pytest.mark.parametrize("way", ["deferred", "threads", "straight"])
+def test_ddp_goes_on(ranks: Ranks, way: str, raised: BaseException) -> None:
+    (alone, stopped), other = ranks(2).run(by_ddp, way, raised)
+    assert alone == stopped
+    assert other == (alone, stopped)
+
+
+def sharded(rank: int, way: str, raised: BaseException | None) -> list[str]:
+    mesh = mesh_of((2, 1))
+    left: tuple[Any, str] = (Pipeline, "wait") if way == "means" else (_Uses, "agree")
+    model: Any = perceptron()
+    fully_shard(model[0], mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    state = compress_fsdp(model, TopK(0.1), mesh=mesh["replicate"], exchange="gather", fallback=None)
+    digests = []
+    for step in range(STEPS):
+        model.zero_grad()
+        stops = raised is not None and rank == 0 and step == AT
+        with disturbed(*left, raised) if raised and stops else contextlib.nullcontext():
+            loss = model(batch(rank, step, model)).square().mean()
+            loss.backward()
+        grads: list[Any] = [p.grad for p in model.parameters()]
+        digests.append(digest(grad.to_local() for grad in grads))
+    [kept] = state.state_dict()["residuals"].values()
+    state.close()
+    return [*digests, digest(kept[name].to_local() for name in sorted(kept))]
+
+
+def by_fsdp(rank: int, way: str, raised: BaseException) -> Any:
+    return both(rank, sharded, way, raised)
+
+
+@pytest.mark.parametrize("way", ["means", "uses"])
+def test_fsdp_goes_on(ranks: Ranks, way: str) -> None:
+    (alone, stopped), other = ranks(2).run(by_fsdp, way, Stopped())
+    assert alone == stopped
+    assert other == (alone, stopped)
+
+
+def by_itself(rank: int, way: str, raised: BaseException | None) -> list[str]:
+    model = perceptron()
+    if way == "adam":
+        made: Any = OneBitAdam(model.parameters(), lr=0.01, warmup_steps=1)
+        step, optimizer = made.step, made
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        how: dict[str, Any] = {"delay": 1, "carry": True} if way == "delay" else {}
+        made = LocalUpdates(model, optimizer, TopK(0.1), every=2, fragments=2 if way == "fragments" else 1, **how)
+        step = made.step
+    for number in range(6):
+        optimizer.zero_grad()
+        model(batch(rank, number, model)).square().mean().backward()
+        if way != "adam":
+            optimizer.step()
+        stops = raised is not None and rank == 0 and number == 3 + (way == "delay")
+        with disturbed(Pipeline, "wait", raised) if raised and stops else contextlib.nullcontext():
+            step()
+    if way != "adam":
+        made.synchronise()
+    made.close()
+    return [digest(model.parameters())]
+
+
+def by_rounds(rank: int, way: str, raised: BaseException) -> Any:
+    return both(rank, by_itself, way, raised)
+
+
+@pytest.mark.parametrize("way", ["adam", "rounds", "fragments", "delay"])
+def test_what_exchanges_something_else_goes_on(ranks: Ranks, way: str) -> None:
+    (alone, stopped), other = ranks(2).run(by_rounds, way, Stopped())
+    assert alone == stopped
+    assert other == (alone, stopped)
