@@ -295,6 +295,12 @@ def test_nothing_cannot_be_measured(line: str, capsys: pytest.CaptureFixture[str
     assert re.search(rf"{option} \S.*: expected at least \d\n", capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("command", ["step", "exchange"])
+def test_a_density_is_refused_before_there_are_links(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([command, "--density", "2"]) == 2
+    assert capsys.readouterr().err.startswith("gradwire-bench: density=2.0: expected a number in (0.0, 1.0]")
+
+
 def test_a_picture_over_rates_needs_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["exchange", "--rates", "none", "--numel", "8", "--rounds", "1", "--plot", "exchange.png"]) == 2
     assert "--plot exchange.png: it draws times against the links' rates" in capsys.readouterr().err

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...compress import TopK
 from ..common import report
 from ..common.arms import ARMS, BASELINE, FLOOR, in_turns, slowest
 from ..common.choices import add_arms
@@ -59,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """`gradwire-bench exchange`."""
     expect_at_least(options, world=2, numel=PIECES, rounds=1, steps=1, warmup=0)
+    TopK(density=options.density)  # refuses what is none, before there are links
     rates, distance = flags.network_of(options)
     if options.plot and not any(rates.values()):
         raise ValueError(f"--plot {options.plot}: it draws times against the links' rates, and --rates none has none")

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from ...compress import TopK
 from ..common import report
 from ..common.arms import ARMS, BASELINE, FLOOR, Floor, average, in_turns, slowest
 from ..common.choices import add_arms
@@ -59,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """`gradwire-bench step`."""
     expect_at_least(options, world=2, steps=1, rounds=1, warmup=0, width=1, layers=1, batch=1)
+    TopK(density=options.density)  # refuses what is none, before there are links
     rates, distance = flags.network_of(options)
     rate = rates[options.rate]
     arms = list(dict.fromkeys([FLOOR, *options.arms]))  # the tax needs the floor
