@@ -52,13 +52,20 @@ def describe(facts: Mapping[str, Any]) -> str:
     return f"{facts['cpu']}, {facts['threads']} of {facts['cores']} cores, {versions}, {facts['date']}"
 
 
+#: What the kernel says of a processor besides its name, and our word for it.
+CPU_KIND = {"cpu family": "family", "model": "model"}
+
+
 def cpu_model() -> str:
-    """The processor's name, as the kernel gives it."""
+    """The processor's name, as the kernel gives it, and its family and model, which tell apart what virtual machines
+    call alike."""
     info = Path("/proc/cpuinfo")
     if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+        first, *_ = info.read_text().split("\n\n")
+        facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
+        if "model name" in facts:
+            kind = ", ".join(f"{word} {facts[name]}" for name, word in CPU_KIND.items() if name in facts)
+            return f"{facts['model name']} ({kind})" if kind else facts["model name"]
     return platform.processor() or platform.machine()
 
 
