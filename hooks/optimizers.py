@@ -125,9 +125,11 @@ def recommend(
         codec = _chunked(times / every)
         why = LOCAL + (UNTRIED if times > MOST_TIMES_LOCAL else "")
         return Recommendation(codec, Residual(), every * _ratio(codec), why, every, MOST_MOMENTUM)
+    name = _name_of(optimizer)
+    other = "" if name.lower() == "sgd" else f". Nothing has been measured with {name}: this is what serves SGD"
     if times <= _ratio(Outliers(OneBit())):
-        return _recommendation(Outliers(OneBit()), Residual(), OUTLIERS)
-    return _recommendation(_top(times), Residual(), SPARSE)
+        return _recommendation(Outliers(OneBit()), Residual(), OUTLIERS + other)
+    return _recommendation(_top(times), Residual(), SPARSE + other)
 
 
 def _written(value: Any) -> str:
@@ -175,15 +177,17 @@ def is_adaptive(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] |
     Raises:
         TypeError: it is neither an optimizer nor the class or name of one.
     """
+    return any(part in _name_of(optimizer).lower() for part in ("ada", "rmsprop", "lamb", "rprop"))
+
+
+def _name_of(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | str) -> str:
     if isinstance(optimizer, str):
-        name = optimizer
-    elif isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
-        name = optimizer.__name__
-    elif isinstance(optimizer, torch.optim.Optimizer):
-        name = type(optimizer).__name__
-    else:
-        raise TypeError(f"optimizer={optimizer!r}: expected a torch optimizer, its class, or its name")
-    return any(part in name.lower() for part in ("ada", "rmsprop", "lamb", "rprop"))
+        return optimizer
+    if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
+        return optimizer.__name__
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return type(optimizer).__name__
+    raise TypeError(f"optimizer={optimizer!r}: expected a torch optimizer, its class, or its name")
 
 
 def concern(optimizer: torch.optim.Optimizer, codec: Codec, feedback: bool) -> str | None:
