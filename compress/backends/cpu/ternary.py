@@ -18,7 +18,6 @@ from .blocks import (
     copy,
     end_sum,
     fill_halves,
-    fold_lanes,
     largest_bits,
     power,
     random_bits,
@@ -128,7 +127,8 @@ def terngrad_encode(
 
 
 Three = tuple[Any, Any, Any]
-Ahead = tuple[int, int, int]  # where elements of a later block lie, and what else is to be fetched
+Counts = tuple[int, int, int]
+Ahead = tuple[int, int, int]  # where elements of the next block lie, in the order in which to ask for them
 
 HALF, SLACK = F32(0.5), F32(2.0**-13)
 LLOYD_STEPS = 2
@@ -173,23 +173,33 @@ def add_above(v: Any, threshold: Any, total: Any, count: int) -> tuple[Any, int]
     return select(far, total + v, total), count + count_ones(np.int64(bits_of_16(far)))
 
 
+@inlined
+def add_column(address: int, thresholds: Three, totals: Three, counts: Counts) -> tuple[Three, Counts]:
+    v = as_f32(as_i32(load_f32x16(address)) & MAGNITUDE)
+    t0, n0 = add_above(v, thresholds[0], totals[0], counts[0])
+    t1, n1 = add_above(v, thresholds[1], totals[1], counts[1])
+    t2, n2 = add_above(v, thresholds[2], totals[2], counts[2])
+    return (t0, t1, t2), (n0, n1, n2)
+
+
 @compiled
-def sums_above(a: int, thresholds: Three, block: int, sums: int, ahead: int) -> tuple[Three, tuple[int, int, int]]:
+def sums_above(a: int, thresholds: Three, block: int, sums: int, ahead: int) -> tuple[Three, Counts]:
     """The canonical sums of the magnitudes above each of three thresholds, and how many there are. Meanwhile it asks
     for as much memory from `ahead` on."""
-    n0 = n1 = n2 = 0
-    for lane in range(0, 1024, 64):
-        t0 = t1 = t2 = splat_f32x16(ZERO)
+    n, nothing = (0, 0, 0), splat_f32x16(ZERO)
+    for lane in range(0, 256, 64):
+        t = u = v = w = (nothing, nothing, nothing)
         for i in range(lane, 4 * block, 1024):
-            v = as_f32(as_i32(load_f32x16(a + i)) & MAGNITUDE)
-            t0, n0 = add_above(v, thresholds[0], t0, n0)
-            t1, n1 = add_above(v, thresholds[1], t1, n1)
-            t2, n2 = add_above(v, thresholds[2], t2, n2)
-            prefetch(ahead + i)
-        store(sums + lane, t0)
-        store(sums + 1024 + lane, t1)
-        store(sums + 2048 + lane, t2)
-    return (fold_lanes(sums), fold_lanes(sums + 1024), fold_lanes(sums + 2048)), (n0, n1, n2)
+            t, n = add_column(a + i, thresholds, t, n)
+            u, n = add_column(a + i + 256, thresholds, u, n)
+            v, n = add_column(a + i + 512, thresholds, v, n)
+            w, n = add_column(a + i + 768, thresholds, w, n)
+            for line in range(0, 1024, 256):
+                prefetch(ahead + i + line)
+        store(sums + lane, (t[0] + v[0]) + (u[0] + w[0]))
+        store(sums + 256 + lane, (t[1] + v[1]) + (u[1] + w[1]))
+        store(sums + 512 + lane, (t[2] + v[2]) + (u[2] + w[2]))
+    return (fold_sum(load_f32(sums)), fold_sum(load_f32(sums + 256)), fold_sum(load_f32(sums + 512))), n
 
 
 @inlined
@@ -263,7 +273,7 @@ def ternary_encode(x: Source, residual: int, wire: int, span: Span, block: int, 
     numel, first, last = span
     size, sums = 4 + block // 5, scratch + A + 8 * block
     after = first_from(hidden, first * block)
-    marks = sums + 3072 if hidden[2] else 0
+    marks = sums + 768 if hidden[2] else 0
     for b in range(first, last):
         start = b * block
         n = min(block, numel - start)
@@ -283,10 +293,11 @@ def ternary_encode(x: Source, residual: int, wire: int, span: Span, block: int, 
             clear(record + 4, size - 4)
             forget(hidden, entry, after, residual)
             continue  # the block keeps its residual
-        later = start + 2 * block
+        # No farther ahead: the caches' own prefetchers are at work in between. And what is also written to goes first.
+        later = start + block
         x_ahead, momentum = gradient_at(kind, source, later), momentum_at(kind, source, later)
         kept = residual + 4 * later if residual else x_ahead
-        ahead = x_ahead, kept, momentum if momentum else kept
+        ahead = (momentum, kept, x_ahead) if momentum else (kept, x_ahead, x_ahead)
         level = best_level(a, total, largest, n, block, sums, ahead)
         store(record, level)
         e = residual_block(residual, start, n, block, scratch)
