@@ -7,7 +7,7 @@ user does, from the registry that pip is set up for, and runs `.ci/smoke.py` fro
 sdist. With --extras it installs nothing, and asks pip whether the extras for GPUs fit each torch, by the CUDA that it
 brings:
 
-    python .ci/matrix.py --extras --torch 2.6 2.7 2.8 2.9 2.10 2.11 2.12 2.13
+    python .ci/matrix.py --extras --torch 2.6 2.7 2.8 2.9 2.10 2.11 2.12 2.13 2.14
 
 What cannot be had is skipped, with the reason; the exit status is 1 where something failed, or nothing ran.
 Needs nothing but a Python. An environment with PyTorch for CUDA takes 6 GB, and is removed before the next one.

@@ -14,6 +14,8 @@ from typing import Any
 EARLY = ("GLIBC_", "KMP_", "LD_", "MALLOC_", "MKL_", "NUMBA_", "OMP_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH_")
 #: Those among them that a forked process takes over, or that change nothing but what is logged.
 LATE = (
+    "KMP_DUPLICATE_LIB_OK",  # scikit-learn sets both when it is imported
+    "KMP_INIT_AT_FORK",
     "OMP_NUM_THREADS",
     "PYTHONUNBUFFERED",
     "PYTHONWARNINGS",

@@ -40,6 +40,12 @@ def test_other_settings_get_a_python_of_their_own() -> None:
     assert run("-c", SAYS, env={**os.environ, "MALLOC_ARENA_MAX": "1"}).stdout == "False\n"
 
 
+def test_what_imports_set_needs_no_python_of_its_own() -> None:
+    """Else each process after a test that has imported scikit-learn would start as slowly as without a server."""
+    sets = {"KMP_DUPLICATE_LIB_OK": "True", "KMP_INIT_AT_FORK": "FALSE"}
+    assert run("-c", SAYS, env={**os.environ, **sets}).stdout == "True\n"
+
+
 def test_a_script_sees_what_python_would_show_it(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("""
