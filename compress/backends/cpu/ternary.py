@@ -127,10 +127,12 @@ def terngrad_encode(
 
 
 Three = tuple[Any, Any, Any]
-Counts = tuple[int, int, int]
+Four = tuple[Any, Any, Any, Any]
 Ahead = tuple[int, int, int]  # where elements of the next block lie, in the order in which to ask for them
 
-HALF, SLACK = F32(0.5), F32(2.0**-13)
+HALF, SLACK = F32(0.5), F32(1.0 - 2.0**-13)
+#: The largest magnitude above which no square is subnormal of what is above 4 means of up to 2^22 magnitudes.
+SQUARABLE = F32(2.0**-40)
 LLOYD_STEPS = 2
 
 
@@ -174,32 +176,35 @@ def add_above(v: Any, threshold: Any, total: Any, count: int) -> tuple[Any, int]
 
 
 @inlined
-def add_column(address: int, thresholds: Three, totals: Three, counts: Counts) -> tuple[Three, Counts]:
+def add_column(address: int, thresholds: Four, totals: Three, counts: Three, squares: Any) -> tuple[Three, Three, Any]:
     v = as_f32(as_i32(load_f32x16(address)) & MAGNITUDE)
     t0, n0 = add_above(v, thresholds[0], totals[0], counts[0])
     t1, n1 = add_above(v, thresholds[1], totals[1], counts[1])
     t2, n2 = add_above(v, thresholds[2], totals[2], counts[2])
-    return (t0, t1, t2), (n0, n1, n2)
+    return (t0, t1, t2), (n0, n1, n2), select(v > thresholds[3], squares + v * v, squares)
 
 
 @compiled
-def sums_above(a: int, thresholds: Three, block: int, sums: int, ahead: int) -> tuple[Three, Counts]:
-    """The canonical sums of the magnitudes above each of three thresholds, and how many there are. Meanwhile it asks
-    for as much memory from `ahead` on."""
+def sums_above(a: int, thresholds: Four, block: int, sums: int, ahead: int) -> tuple[Three, Three, Any]:
+    """The canonical sums of the magnitudes above each of the first three thresholds, and how many these are; and the
+    sum of the squares of those above the fourth. Meanwhile it asks for as much memory from `ahead` on."""
     n, nothing = (0, 0, 0), splat_f32x16(ZERO)
     for lane in range(0, 256, 64):
         t = u = v = w = (nothing, nothing, nothing)
+        even = odd = nothing
         for i in range(lane, 4 * block, 1024):
-            t, n = add_column(a + i, thresholds, t, n)
-            u, n = add_column(a + i + 256, thresholds, u, n)
-            v, n = add_column(a + i + 512, thresholds, v, n)
-            w, n = add_column(a + i + 768, thresholds, w, n)
+            t, n, even = add_column(a + i, thresholds, t, n, even)
+            u, n, odd = add_column(a + i + 256, thresholds, u, n, odd)
+            v, n, even = add_column(a + i + 512, thresholds, v, n, even)
+            w, n, odd = add_column(a + i + 768, thresholds, w, n, odd)
             for line in range(0, 1024, 256):
                 prefetch(ahead + i + line)
         store(sums + lane, (t[0] + v[0]) + (u[0] + w[0]))
         store(sums + 256 + lane, (t[1] + v[1]) + (u[1] + w[1]))
         store(sums + 512 + lane, (t[2] + v[2]) + (u[2] + w[2]))
-    return (fold_sum(load_f32(sums)), fold_sum(load_f32(sums + 256)), fold_sum(load_f32(sums + 512))), n
+        store(sums + 768 + lane, even + odd)
+    totals = fold_sum(load_f32(sums)), fold_sum(load_f32(sums + 256)), fold_sum(load_f32(sums + 512))
+    return totals, n, fold_sum(load_f32(sums + 768))
 
 
 @inlined
@@ -232,19 +237,18 @@ def best_level(a: int, total: Any, largest: int, n: int, block: int, sums: int, 
     while threshold < limit:
         second = max(threshold + threshold, TINY)
         third = second + second
-        totals, counts = sums_above(a, (threshold, second, third), block, sums, ahead[0])
+        fourth = third + third
+        totals, counts, squares = sums_above(a, (threshold, second, third, fourth), block, sums, ahead[0])
         for kept, count in zip(totals, counts):  # noqa: B905 (numba's has no `strict`)
             mean = kept / F32(max(count, 1))
             gain = (kept * p) * (mean * p)
             if gain > best:
                 level, best = mean, gain
-        # What lies above `third` exceeds it by `beyond` in all. So the m above a higher threshold, twice that or more,
-        # add up to at most `beyond` + m · third, and to at most m · limit: their (sum)² / m is at most `beyond` ·
-        # limit² / (limit - third). Rounding changes the sum by less than its slack, and what follows by less than half.
-        beyond = totals[2] - F32(counts[2]) * third + totals[2] * SLACK
-        if (beyond * p) * (limit * p) * (limit / (limit - third)) < best * HALF:
+        # What lies above a later threshold lies above `fourth`, and m numbers whose squares add up to q add up to
+        # sqrt(m · q) at most (Cauchy and Schwarz): no (sum)² / m is above q. Rounding changes less than the slack.
+        if limit > SQUARABLE and (squares * p) * p < best * SLACK:
             break
-        threshold = third + third
+        threshold = fourth
     for step in range(LLOYD_STEPS):
         level = mean_above(a, level * HALF, block, ahead[2] if step else ahead[1])
     return level
@@ -273,7 +277,7 @@ def ternary_encode(x: Source, residual: int, wire: int, span: Span, block: int, 
     numel, first, last = span
     size, sums = 4 + block // 5, scratch + A + 8 * block
     after = first_from(hidden, first * block)
-    marks = sums + 768 if hidden[2] else 0
+    marks = sums + 1024 if hidden[2] else 0
     for b in range(first, last):
         start = b * block
         n = min(block, numel - start)
