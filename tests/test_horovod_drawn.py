@@ -176,6 +176,10 @@ FAILED: dict[str, tuple[Configuration, list[Event]]] = {
     ),
     "a joined rank that has met the others again": (Configuration(), [Restart(), Join((0, 1))]),
     "a joined rank without a first step": (Configuration(), [Join((0, 1)), Step()]),
+    "a joined rank that has not heard of a sparse gradient": (
+        Configuration(parameters=(Parameter((300,)), SPARSE)),
+        [Join((0, 1)), Step()],
+    ),
     "a rank without a gradient in the second of two reductions": (
         Configuration(parameters=(Parameter((300,), "once"),)),
         [Step(2), Step(2), Step(2)],

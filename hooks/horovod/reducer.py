@@ -93,7 +93,9 @@ class GradientReducer:
         self._add_units(rest, joined=codec is not None and not options.only_sparse)
         #: Parameters that required no gradient: nobody hears of one that comes all the same.
         self._frozen = [p for _, p in named if not p.requires_grad]
-        self._several = any(len(unit.parameters) > 1 for unit in self._units)
+        #: What is to be reduced together, by name, before any of it is known to be sparse: a rank that has joined may
+        #: not hear of that before the others.
+        self._together = [[self.names[p] for p in unit.parameters] for unit in self._units if len(unit.parameters) > 1]
         self._settled_at: object = None
 
     def add(self, named: Sequence[tuple[str, Tensor]]) -> None:
@@ -269,7 +271,7 @@ class GradientReducer:
     @property
     def _settled(self) -> bool:
         """Whether this rank and all others know which gradients are sparse: units of several must not hold any."""
-        return not self._several or self._settled_at is world().meeting
+        return not self._together or self._settled_at is world().meeting
 
     def _settle_sparse(self) -> None:
         """Before the first reduction of units of several, and again where a rank may have missed that: sparse gradients
@@ -282,8 +284,7 @@ class GradientReducer:
             return
         mine = {self.names[p]: dimensions for p, dimensions in self._sparse.items()}
         mine |= {self.names[p]: grad.sparse_dim() for p in self._delay if (grad := self._sparse_grad(p)) is not None}
-        units = [[self.names[p] for p in unit.parameters] for unit in self._units if len(unit.parameters) > 1]
-        every = allgather_object((world().rank, mine, units), self.talk, self.options.process_set)
+        every = allgather_object((world().rank, mine, self._together), self.talk, self.options.process_set)
         _check_alike([(rank, theirs) for rank, _, theirs in every])
         found: dict[str, int] = {}
         for _, names, _ in every:
