@@ -379,12 +379,13 @@ class _Distributed(torch.optim.Optimizer):
                 for name, shape in found.items()
             }
             devices = {name: p.device for name, p in _named(self)}
+            pending = {}  # all under way before the first is waited for
             for name, shape in sorted(every.items()):
                 if name not in residuals:
                     residuals[name] = torch.zeros(shape, dtype=torch.float32, device=devices.get(name))
                 key = key_of("residual", name, process_set)
-                operation = ResidualMean(*key, residuals[name], compression, name)
-                residuals[name] = world().engine.submit(operation).wait()[0]
+                pending[name] = world().engine.submit(ResidualMean(*key, residuals[name], compression, name))
+            residuals.update({name: operation.wait()[0] for name, operation in pending.items()})
         own["rank"] = own["world_size"] = -1
         return state
 

@@ -130,8 +130,10 @@ Three = tuple[Any, Any, Any]
 Four = tuple[Any, Any, Any, Any]
 Ahead = tuple[int, int, int]  # where elements of the next block lie, in the order in which to ask for them
 
-HALF, SLACK = F32(0.5), F32(1.0 - 2.0**-13)
-#: The largest magnitude above which no square is subnormal of what is above 4 means of up to 2^22 magnitudes.
+HALF = F32(0.5)
+#: Rounding changes sums of up to 2^22 magnitudes, and of their squares, by less.
+SLACK = F32(1.0 - 2.0**-5)
+#: The largest magnitude above which no square is subnormal of what is above 4 means of as many.
 SQUARABLE = F32(2.0**-40)
 LLOYD_STEPS = 2
 
@@ -245,7 +247,7 @@ def best_level(a: int, total: Any, largest: int, n: int, block: int, sums: int, 
             if gain > best:
                 level, best = mean, gain
         # What lies above a later threshold lies above `fourth`, and m numbers whose squares add up to q add up to
-        # sqrt(m · q) at most (Cauchy and Schwarz): no (sum)² / m is above q. Rounding changes less than the slack.
+        # sqrt(m · q) at most (Cauchy and Schwarz): no (sum)² / m is above q, but for rounding.
         if limit > SQUARABLE and (squares * p) * p < best * SLACK:
             break
         threshold = fourth
