@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -16,7 +16,7 @@ from ..compress.layout import Layout, Packing, end_to_end, layout_numel, runs_be
 from ..compress.memory import Memory
 from .auto.planner import REVIEW_EVERY, Choice, Plan, Planner
 from .auto.tuner import Tuner
-from .comm.group import HANDSHAKE_TIMEOUT
+from .comm.group import HANDSHAKE_TIMEOUT, Collective, Port
 from .comm.pipeline import Clock, Stages, clock, drive
 from .comm.reading import Reading
 from .connection import Connection
@@ -94,6 +94,11 @@ class Unit:
         #: Whether the last mean was not finite, as DDP gets it, so alike on all ranks; where that is asked for.
         self.overflow: Tensor | None = None
 
+    @property
+    def ports(self) -> Sequence[Port | Collective]:
+        """Messages to announce between two steps."""
+        return self.exchange.ports
+
     def serves(self, parameters: list[Tensor], like: Tensor) -> bool:
         """Whether DDP's bucket of these parameters still is this one; after a rebuild it may not be."""
         return (
@@ -144,7 +149,7 @@ class Unit:
             self.extra.copy_(feedback.take(self.beside, self.extra))
         yield from self.exchange.reduce(operands)
         operands.grad = operands.out = self.extra  # holds nothing between steps
-        for port in self.exchange.ports:  # between two steps: announce the next one's messages
+        for port in self.exchange.ports:
             port.post()
         if self.kept is not None:
             self.kept.deliver(grad)
@@ -355,6 +360,7 @@ class Reducer:
         self._await_last(number)
         self._all_dense = None
         self._last = Step(number, self.tuner.follow(choice), self.connection.past(), began=time.perf_counter())
+        self.connection.begin(self._last)
         return self._last
 
     def _await_last(self, number: int) -> None:
@@ -552,7 +558,11 @@ class Reducer:
             self._statistics.steps += 1
             for unit in units:
                 unit.replaced = None
+            parts: list[Unit | Rows] = [*units, *step.rows]
+            for port in [port for part in parts for port in part.ports]:
+                port.post()
             self.connection.post()
+            self.connection.end(step)
             span, served = time.perf_counter() - step.began, partial(self._served, step)
             if self.tuner.ended(span, served, self.connection.drifted):
                 for unit in units:

@@ -6,14 +6,14 @@ of sparse ones the rows travel that there are, exactly, by `hooks.sparse`. Nothi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from .auto.cost import Calibration, Shape, expected_union
 from .comm.entries import Carrier, Entries, bounds_of, range_samples
-from .comm.group import Group
+from .comm.group import Collective, Group, Port
 from .comm.pipeline import Clock, Stages
 from .exchanges import all_finite
 from .sparse import choose, total
@@ -60,7 +60,7 @@ class Rows:
         )
         self._every = torch.zeros(group.size, len(self._samples), dtype=torch.int32, device=parameter.device)
         apart = group.channel("samples") if group.named else group
-        self._port = apart.gather_port(self._every, self._samples)
+        self.ports: Sequence[Port | Collective] = (apart.gather_port(self._every, self._samples),)
         self.clock: Clock | None = None
         self.finite, self.algorithm = True, ""
         #: The result of what has none.
@@ -86,7 +86,7 @@ class Rows:
             )
         entries = Entries(own.indices()[0].int(), own.values())
         self._samples.copy_(range_samples(entries.indices, carrier.numel, carrier.rank, carrier.world_size))
-        yield self._port.start()
+        yield self.ports[0].start()
         k = int(self._every[:, 0].max())
         self.algorithm = self._choose(k, network)
         bounds = bounds_of(self._every, carrier.numel) if self.algorithm == "split" else []
@@ -95,7 +95,6 @@ class Rows:
             indices, values = torch.arange(carrier.numel, device=self.device), mean
         else:
             indices, values = mean.indices.long(), mean.values
-        self._port.post()
         values = values.to(grad.dtype, copy=True)  # the next step works in the same memory
         self.finite = bool(all_finite(values))  # in float16 a mean may be infinite that was not before
         grad.copy_(

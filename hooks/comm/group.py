@@ -7,6 +7,7 @@ import copy
 import hashlib
 import json
 import struct
+import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from . import shared
 from .dissemination import Dissemination
+from .linger import linger, linger_with
 from .meeting import connect, meeting_place
 
 #: How long ranks wait for each other when a state is made.
@@ -36,6 +38,8 @@ NEVER_SENT = 0x7FFFFFFF
 _groups: weakref.WeakSet[Group] = weakref.WeakSet()
 #: The tags that channels of a process group have had.
 _channels: weakref.WeakKeyDictionary[Any, Counter[int]] = weakref.WeakKeyDictionary()
+#: What is in flight on the connections of a process group.
+_traffic: weakref.WeakKeyDictionary[Any, Traffic] = weakref.WeakKeyDictionary()
 
 
 class Work(Protocol):
@@ -74,6 +78,47 @@ class Together:
             work.wait()
 
 
+class Traffic:
+    """What others still owe this rank on one set of connections, and the ports to announce once that has arrived.
+
+    A rank may close its connections as soon as it has its own means, while its last messages are on their way. Whatever
+    another rank writes to it after that makes TCP reset the connection and drop them. Nobody waits for an announcement,
+    so the closing rank has not seen that it is still to come: it must not go out before everything has arrived.
+    """
+
+    def __init__(self) -> None:
+        #: Whether a step has begun and not ended.
+        self.unfinished = False
+        #: Held where a port's announcements change: the thread that announces need not be the one that uses the port.
+        self.lock = threading.RLock()
+        self._steps: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._due: weakref.WeakSet[Port] = weakref.WeakSet()
+
+    def begin(self, step: Any) -> None:
+        """From now on messages of `step` are in flight, until `end` or until it is collected."""
+        with self.lock:
+            self._steps.add(step)
+            self.unfinished = True
+
+    def end(self, step: Any) -> None:
+        """All messages of `step` have arrived."""
+        with self.lock:
+            self._steps.discard(step)
+            self.unfinished = bool(self._steps)
+            self._announce()
+
+    def post(self, port: Port) -> None:
+        """Announce the port's next messages, now or when everything in flight has arrived."""
+        with self.lock:
+            self._due.add(port)
+            self._announce()
+
+    def _announce(self) -> None:
+        if not self._steps:
+            while self._due:
+                self._due.pop().announce()
+
+
 class Port:
     """Messages between all ranks whose sizes never change, time after time: one stage of an exchange.
 
@@ -97,9 +142,15 @@ class Port:
         self._posted: deque[tuple[Sequence[Tensor], list[tuple[int, dist.Work]]]] = deque()
 
     def post(self) -> None:
-        """Announce the next messages. With one ahead, nothing may read what the last ones brought any more."""
+        """Announce the next messages, once nothing is in flight on these connections. With one ahead, nothing may read
+        what the last ones brought any more."""
+        if self._group.named:
+            self._group.traffic.post(self)
+
+    def announce(self) -> None:
+        """Announce the next messages now; `Traffic` calls it."""
         with contextlib.suppress(RuntimeError):  # a rank that has gone, maybe as all is done; `start` would say so
-            while self._group.named and self._free:
+            while self._free:
                 self._post()
 
     def _post(self) -> None:
@@ -110,9 +161,10 @@ class Port:
         """Send; the messages of the other ranks, of as many starts, arrive meanwhile. Wait for them before the next."""
         if not self._group.named:
             return self._group._pairwise(self._received, self._sent)
-        if not self._posted:
-            self._post()
-        place, works = self._posted.popleft()
+        with self._group.traffic.lock:
+            if not self._posted:
+                self._post()
+            place, works = self._posted.popleft()
         return _Arriving(self, place, self._group._send(self._received, self._sent, works))
 
     def arrived(self, place: Sequence[Tensor]) -> None:
@@ -121,8 +173,9 @@ class Port:
             for source, (part, target) in enumerate(zip(place, self._received, strict=True)):
                 if source != self._group.rank:
                     target.copy_(part)
-        if not any(free is place for free in self._free):
-            self._free.append(place)
+        with self._group.traffic.lock:
+            if not any(free is place for free in self._free):
+                self._free.append(place)
 
 
 class _Arriving:
@@ -194,6 +247,7 @@ class Group:
         self._tag = 0
         self._averages: bool | None = None
         self._channels = _channels.setdefault(process_group, Counter())
+        self.traffic = _traffic.setdefault(getattr(process_group, "connections", process_group), Traffic())
         _groups.add(self)
 
     @property
@@ -374,12 +428,17 @@ class Group:
             self.cut()
             raise
 
+    def hold_unfinished(self, owner: object) -> None:
+        """When `owner` is collected in the middle of a step, let what it has sent arrive before connections close."""
+        weakref.finalize(owner, _linger_unfinished, self.traffic, self._group).atexit = False
+
     def cut(self) -> None:
         """End every wait for another rank by an error, here and there, where Gloo carries the group.
 
         Nothing else in Gloo does that from outside of the wait: a message that does not come in time makes it close all
-        connections of a group.
+        connections of a group. What this rank has sent before arrives first.
         """
+        linger()
         gloo = self._group
         with contextlib.suppress(RuntimeError, AttributeError):
             gloo = gloo if isinstance(gloo, dist.ProcessGroupGloo) else gloo._get_backend(torch.device("cpu"))
@@ -488,6 +547,11 @@ def _averaging(options: Any) -> Any:
     """Options of a collective that makes means."""
     options.reduceOp = dist.ReduceOp.AVG
     return options
+
+
+def _linger_unfinished(traffic: Traffic, process_group: Any) -> None:
+    if traffic.unfinished:
+        linger_with(process_group)
 
 
 def cut_all() -> None:

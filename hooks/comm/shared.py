@@ -55,6 +55,11 @@ class Range:
     def __init__(self, mesh: Mesh, first: int) -> None:
         self._mesh, self._first = mesh, first
 
+    @property
+    def connections(self) -> Mesh:
+        """What is common to all ranges."""
+        return self._mesh
+
     def rank(self) -> int:
         return int(self._mesh.gloo.rank())
 

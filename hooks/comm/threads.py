@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .group import cut_all
+from .linger import linger
 
 #: The threads that run, and what tells them to end, None in a queue; without one another thread does. None is held
 #: longer than it runs.
@@ -43,7 +44,9 @@ def _stop_all() -> None:
     """Let all threads end.
 
     A pipeline may be gone by now and its threads not: where the last job holds the last reference, nobody has waited.
-    And a unit may wait for a rank that does not come, as the main thread has raised something, here or there.
+    And a unit may wait for a rank that does not come, as the main thread has raised something, here or there. Last,
+    what has been sent is let arrive: a process may end within a step, or be the last one of its network, as in a
+    container.
     """
     threads = list(_threads.items())
     for _, inbox in threads:
@@ -55,3 +58,4 @@ def _stop_all() -> None:
             thread.join(max(0.0, deadline - time.monotonic()))
         if any(thread.is_alive() for thread, _ in threads):
             cut_all()
+    linger()

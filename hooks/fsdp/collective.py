@@ -137,6 +137,7 @@ class _Handle:
         self._lane, self._output, self._times = lane, output, times
         lane.draw[1] += 1
         operands = Operands(input.view(-1), output.view(-1), lane.nothing, NOTHING, (), lane.draw, lane.draw)
+        lane.exchange.group.traffic.begin(self)
         self._stages = lane.exchange.reduce(operands)
         with torch.no_grad():
             self._work: Work | None = next(self._stages)
@@ -152,4 +153,5 @@ class _Handle:
             if self._times != 1.0:
                 self._output.mul_(self._times)
         self._lane.exchange.port.post()
+        self._lane.exchange.group.traffic.end(self)
         self._lane.handle = None

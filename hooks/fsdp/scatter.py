@@ -153,6 +153,7 @@ class ScatterState:
             self._unequal.check()
             self._greet()
             self._open = {}
+            self._connection.begin(self)
             outside = not AtEnd(self._ended, self._raised).queue()
         self._open[part.shards.index] = part  # of a module that is used twice in a pass, the last
         return outside
@@ -172,6 +173,7 @@ class ScatterState:
             return
         self._open = None
         self._connection.post()
+        self._connection.end(self)
         self._step += 1
         self._statistics.steps += 1
         bad = self._status()[1]
