@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from random import Random
-from typing import cast
+from types import FrameType
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -15,8 +17,12 @@ import torch
 import torch.distributed as dist
 from gradwire.hooks.comm import group as group_module
 from gradwire.hooks.comm import meeting
+from gradwire.hooks.comm.channels import Channels
 from gradwire.hooks.comm.group import Group, Messages, Port
 from gradwire.hooks.comm.pipeline import drive
+from gradwire.hooks.comm.shared import TAGS, Mesh
+from hypothesis import given
+from hypothesis import strategies as st
 from ranks import Pool
 
 Ranks = Callable[[int], Pool]
@@ -208,6 +214,77 @@ def test_each_process_group_is_cut_once_whatever_its_channels(monkeypatch: pytes
     group_module.cut_all()
     assert sorted(map(id, cuts)) == sorted(map(id, carriers))
     assert len(kept) == 6
+
+
+def lines_of(call: Callable[[], object]) -> int:
+    """How many lines of Python a call runs."""
+    lines, before = 0, sys.gettrace()
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return lines
+
+
+def test_a_channel_takes_no_longer_for_those_that_have_been() -> None:
+    """A schedule that alternates between two codecs makes one of a name for every change."""
+    group = Group(Silent())
+    first = lines_of(lambda: group.channel("bucket 0 TopK"))
+    kept = [group.channel("bucket 0 TopK") for _ in range(2000)]
+    assert lines_of(lambda: group.channel("bucket 0 TopK")) <= first + 10
+    assert len({channel._tag for channel in kept}) == len(kept)
+
+
+@given(orders=st.lists(st.permutations(["a", "a", "a", "b", "b", "c"]), min_size=2, max_size=2))
+def test_a_channel_s_tag_follows_from_its_name_and_how_many_there_have_been(orders: list[list[str]]) -> None:
+    tags = []
+    for order in orders:
+        group, made = Group(Silent()), dict[str, list[int]]()
+        for name in order:
+            made.setdefault(name, []).append(group.channel(name).channel("inside")._tag)
+        tags.append(made)
+    assert tags[0] == tags[1]
+
+
+@given(names=st.lists(st.integers(0, 9).map(str), max_size=30))
+def test_names_of_one_tag_are_told_apart_alike_on_every_rank(names: list[str]) -> None:
+    """Of so few tags most are taken when they are first tried."""
+    ranks = [[channels.tag(name) for name in names] for channels in (Channels(32), Channels(32))]
+    assert ranks[0] == ranks[1]
+    assert len(set(ranks[0])) == len(names)
+    assert all(0 < tag < 32 for tag in ranks[0])
+
+
+class Noted(Silent):
+    """Notes the tags of what is sent."""
+
+    def __init__(self) -> None:
+        self.tags: list[int] = []
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Noted:
+        self.tags.append(tag)
+        return self
+
+    recv = send
+
+
+def test_channels_of_shared_connections_have_tags_of_their_own() -> None:
+    """Where a state has 2^24 of them, names may differ by no more than what lies beyond."""
+    gloo = Noted()
+    words, rows = Group(Mesh(gloo).range()), torch.zeros(2, 1)
+    for name in range(10_000):
+        words.channel(str(name)).all_gather(rows, rows[0])
+    words.all_gather(rows, rows[0])
+    assert gloo.tags[::2] == gloo.tags[1::2]  # one is received, and one sent
+    assert len(set(gloo.tags)) == 10_001
+    assert max(gloo.tags) < TAGS
 
 
 def announced_twice(rank: int) -> list[int]:

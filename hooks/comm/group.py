@@ -9,7 +9,7 @@ import json
 import struct
 import threading
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import shared
+from .channels import Channels
 from .dissemination import Dissemination
 from .linger import linger, linger_with
 from .meeting import connect, meeting_place
@@ -36,8 +37,8 @@ NAMED = 1 << 30
 NEVER_SENT = 0x7FFFFFFF
 
 _groups: weakref.WeakSet[Group] = weakref.WeakSet()
-#: The tags that channels of a process group have had.
-_channels: weakref.WeakKeyDictionary[Any, Counter[int]] = weakref.WeakKeyDictionary()
+#: The channels that a process group has had.
+_channels: weakref.WeakKeyDictionary[Any, Channels] = weakref.WeakKeyDictionary()
 #: What is in flight on the connections of a process group.
 _traffic: weakref.WeakKeyDictionary[Any, Traffic] = weakref.WeakKeyDictionary()
 
@@ -246,7 +247,8 @@ class Group:
         self.timeout: timedelta | None = None
         self._tag = 0
         self._averages: bool | None = None
-        self._channels = _channels.setdefault(process_group, Counter())
+        tags = getattr(process_group, "tags", NEVER_SENT - NAMED)
+        self._channels = _channels.setdefault(process_group, Channels(tags))
         self.traffic = _traffic.setdefault(getattr(process_group, "connections", process_group), Traffic())
         _groups.add(self)
 
@@ -261,14 +263,8 @@ class Group:
 
         Of its collectives those of CPU tensors may run beside others, in any order, `all_reduce` excepted.
         """
-        name = f"{self._tag}/{name}"
-        digest = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big")
-        tag = digest % (NEVER_SENT - NAMED)
-        while self._channels[tag]:  # another name's, or an earlier one of this name: messages for that may be left
-            tag = (tag + 1) % (NEVER_SENT - NAMED)
-        self._channels[tag] += 1
         twin = copy.copy(self)
-        twin._tag = NAMED + tag
+        twin._tag = NAMED + self._channels.tag(f"{self._tag}/{name}")
         _groups.add(twin)  # it may outlive the one that it was made of
         return twin
 
