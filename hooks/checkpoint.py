@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compress.feedback import RESIDUAL, Feedback
+from .comm.pieces import all_reduce
 from .connection import Connection
 
 FORMAT = 2
@@ -189,22 +190,24 @@ def means(
     connection: Connection, vectors: Mapping[str, Mapping[str, Tensor]], parameters: Mapping[str, Tensor]
 ) -> dict[str, dict[str, Tensor]]:
     """The mean over the ranks of what each keeps of the parameters, by vector and name. A collective."""
+    told = connection.control.objects({vector: sorted(mine) for vector, mine in vectors.items()})
     found: dict[str, dict[str, Tensor]] = {}
     for vector, mine in vectors.items():
-        found[vector] = {}
-        for name in sorted({name for names in connection.control.objects(sorted(mine)) for name in names}):
-            parameter = parameters[name]
-            mean = mine.get(name, torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device))
-            connection.group.all_reduce(mean).wait()
-            found[vector][name] = mean.div_(connection.group.size)
+        names = sorted({name for each in told for name in each[vector]})
+        found[vector] = {name: mine[name] if name in mine else _zeros(parameters[name]) for name in names}
+    every = [mean for means in found.values() for mean in means.values()]
+    if every:
+        all_reduce(connection.group, next(iter(parameters.values())).device, every)
+    for mean in every:
+        mean.div_(connection.group.size)
     return found
 
 
 def filled(residuals: dict[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """Residuals with zeros for the parameters that have none: `torch.distributed.checkpoint` fills what it is shown."""
-    zeros = {
-        name: torch.zeros(p.shape, dtype=torch.float32, device=p.device)
-        for name, p in parameters.items()
-        if name not in residuals
-    }
+    zeros = {name: _zeros(p) for name, p in parameters.items() if name not in residuals}
     return {**residuals, **zeros}
+
+
+def _zeros(parameter: Tensor) -> Tensor:
+    return torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)

@@ -19,13 +19,14 @@ from ..compress.memory import Memory
 from . import checkpoint
 from .backward import waited
 from .comm import handshake
+from .comm.pieces import broadcast
 from .connection import Connection
 from .exchanges import all_finite
 from .local_options import LocalExchange, LocalOptions
 from .options import Exclude, check_dtypes, check_whole, excluded_names
 from .outer import TOGETHER, GlobalParameters, Outer, UnderWay, check_saved, fragments_of, together
 from .reducer import Reducer
-from .replicas import check_writable, named_trainable, start_alike, trainable
+from .replicas import check_writable, named_trainable, trainable
 from .schedule import Rounds, Schedule
 from .statistics import Statistics
 
@@ -158,7 +159,7 @@ class LocalUpdates:
         self._reducer: Reducer | None = Reducer(
             connection, self._feedback, tracker, self._statistics, seed, clean=False, numel=numel
         )
-        start_alike(connection.group, place, [*model.parameters(), *model.buffers()])
+        broadcast(connection.group, place, [*model.parameters(), *model.buffers()])
         strategy, index = self._feedback.strategy, count()
         moved = torch.device(place if device is None else device), self._outer
         self._fragments = [

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-
-from .comm.group import Group
 
 
 def named_trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -50,7 +48,7 @@ def trainable(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, n
 
 
 def check_writable(model: nn.Module) -> None:
-    """Raises ValueError for what `start_alike` could not change in place."""
+    """Raises ValueError for what `comm.pieces.broadcast` could not change in place."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         sizes = zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout == torch.strided else ()
         if tensor.layout != torch.strided:
@@ -65,14 +63,3 @@ def check_writable(model: nn.Module) -> None:
             f"{name!r} {fault}, so it cannot be given the first rank's values: let the model have its {remedy}, or "
             "keep it as an attribute that is no buffer"
         )
-
-
-@torch.no_grad()
-def start_alike(group: Group, device: torch.device, tensors: Iterable[Tensor]) -> None:
-    """Let every rank have what the first one has: as bytes, so that nothing is rounded."""
-    for tensor in tensors if group.size > 1 else ():
-        if tensor.numel():
-            own = tensor.detach().resolve_conj().contiguous().view(-1).view(torch.uint8).to(device)
-            sent = own.clone() if group.rank == 0 else torch.zeros_like(own)
-            group.all_reduce(sent).wait()
-            tensor.copy_(sent.view(tensor.dtype).view(tensor.shape))

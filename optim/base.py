@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -15,13 +15,12 @@ from .. import __version__
 from ..compress.memory import Memory
 from ..hooks import checkpoint
 from ..hooks.backward import waited
-from ..hooks.comm import handshake
+from ..hooks.comm import handshake, pieces
 from ..hooks.connection import Connection
 from ..hooks.loss_scale import LossScale, Tracker
 from ..hooks.options import Options, check_dtypes, check_whole
 from ..hooks.outer import fragments_of
 from ..hooks.reducer import Reducer
-from ..hooks.replicas import start_alike
 from ..hooks.statistics import Statistics
 from .bucket import Bucket
 from .replicated import Replicas
@@ -246,13 +245,12 @@ class ExchangingOptimizer(torch.optim.Optimizer):
         self._feedback.fold()
         saved = super().state_dict()
         state = saved["state"] = {index: dict(found) for index, found in saved["state"].items()}
-        for bucket in self._buckets:
-            for name in sorted(self.own):
-                mean = bucket.flat[name].clone()
-                connection.group.all_reduce(mean).wait()
-                mean.div_(connection.group.size)
-                for index, part in zip(bucket.names, bucket.parts(mean), strict=True):
-                    state[int(index)][name] = part
+        own = [(bucket, name, bucket.flat[name].clone()) for bucket in self._buckets for name in sorted(self.own)]
+        pieces.all_reduce(connection.group, self._buckets[0].exchanged.device, [mean for *_, mean in own])
+        for bucket, name, mean in own:
+            mean.div_(connection.group.size)
+            for index, part in zip(bucket.names, bucket.parts(mean), strict=True):
+                state[int(index)][name] = part
         means = checkpoint.means(connection, self._feedback.everything(), self._named())
         return self._export(saved, checkpoint.MEAN, means)
 
@@ -327,12 +325,13 @@ class ExchangingOptimizer(torch.optim.Optimizer):
                 made.append(Bucket(len(self._buckets) + len(made), number, part, self.kept))
         return made
 
-    def _begin(self, buckets: Iterable[Bucket]) -> None:
+    def _begin(self, buckets: list[Bucket]) -> None:
         """All ranks have made these buckets: take them in, with the same parameters."""
+        self._buckets += buckets
+        begun = [p for bucket in buckets for p in bucket.parameters]
+        self._trained |= {id(p) for p in begun}
+        pieces.broadcast(self._running().connection.group, self._buckets[0].exchanged.device, begun)
         for bucket in buckets:
-            self._buckets.append(bucket)
-            self._trained |= {id(p) for p in bucket.parameters}
-            start_alike(self._running().connection.group, bucket.exchanged.device, bucket.parameters)
             self._show(bucket)
         self._replicas = None
 

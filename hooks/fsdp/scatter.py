@@ -18,6 +18,7 @@ from ...compress.memory import Memory
 from .. import checkpoint
 from ..backward import AtEnd
 from ..comm import handshake
+from ..comm.pieces import Started, overlap
 from ..comm.pipeline import clock
 from ..connection import Connection
 from ..optimizers import expect_optimizer, judge
@@ -207,10 +208,17 @@ class ScatterState:
         self._connection.agree("state_dict()", self._step)
         mine = self._feedback.by_name()
         found: dict[str, Tensor] = {}
-        for part in self._parts if self._options.may_keep() else ():
-            for name in sorted(part.columns):
-                shard = part.shards.local(name, part.owed(name, mine.get(name))).contiguous()
-                found[name] = checkpoints.as_sharded(shard, part.shards.parameters[name].sharded_param)
+
+        def take(part: Unsharded, name: str, arrived: Tensor) -> None:
+            parameter = part.shards.parameters[name].sharded_param
+            found[name] = checkpoints.as_sharded(part.owed(name, arrived), parameter)
+
+        def start(part: Unsharded, name: str) -> Started:
+            arrived, work = part.collect(name, mine.get(name))
+            return arrived.nbytes, work, partial(take, part, name, arrived)
+
+        parts = self._parts if self._options.may_keep() else ()
+        overlap(start(part, name) for part in parts for name in sorted(part.columns))
         return checkpoint.export(checkpoint.MEAN, {RESIDUAL: found}, **self._facts())
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:

@@ -16,7 +16,7 @@ from ...compress.feedback import NOTHING, RESIDUAL, Kept
 from ...compress.layout import Layout, Slot, end_to_end, layout_numel
 from ...compress.memory import Memory
 from ..auto.planner import Choice
-from ..comm.group import Group
+from ..comm.group import Group, Work
 from ..comm.pipeline import Clock, Stages
 from ..exchanges import Operands, ReduceScatter
 from .shards import Shards, divide_factor, only_sums, post_divide
@@ -147,8 +147,8 @@ class Unsharded:
             self.exchange.decode(self._own_mean())
             self._give_back(self._own_mean(), self.columns.keys() & self.shards.used)
 
-    def owed(self, name: str, kept: Tensor | None) -> Tensor:
-        """This rank's shard, padded, of what all ranks keep of a parameter, in the optimizer's units. A collective.
+    def collect(self, name: str, kept: Tensor | None) -> tuple[Tensor, Work]:
+        """Start: this rank's shard of what each rank keeps of a parameter, for `owed`. A collective.
 
         Args:
             kept: here, [P, *shard]; None: nothing.
@@ -156,8 +156,11 @@ class Unsharded:
         device, shape = self.shards.group.device, tuple(self.shards.parameters[name].padded_sharded_param_size)
         rows = torch.zeros(self.ranks, *shape, dtype=torch.float32, device=device) if kept is None else kept.to(device)
         arrived = torch.zeros_like(rows)
-        self.group.all_to_all(arrived, rows).wait()
-        return arrived.sum(0).mul_(self.contribution)
+        return arrived, self.group.all_to_all(arrived, rows)
+
+    def owed(self, name: str, arrived: Tensor) -> Tensor:
+        """This rank's shard of what all ranks keep of a parameter, in the optimizer's units."""
+        return self.shards.local(name, arrived.sum(0).mul_(self.contribution)).contiguous()
 
     def from_owed(self, shard: Tensor) -> Tensor:
         """What this rank is to keep of a parameter of whose owed gradient it has a shard: [P, *shard]."""
