@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import fsdp_drawn
 import pytest
@@ -252,6 +253,40 @@ def test_the_function_is_torchs_reduce_scatter(ranks: Ranks) -> None:
     with pytest.raises(ValueError, match=r"OneBit.*take QSGD\(\) or TernGrad\(\)"):
         compressed_reduce_scatter(OneBit())
     compressed_reduce_scatter(Cast(torch.bfloat16), error_feedback=False)
+
+
+class Late:
+    """A message whose first wait ends by an error, as at a timeout; Gloo calls it completed then."""
+
+    waited = False
+
+    def wait(self) -> None:
+        first, self.waited = not self.waited, True
+        if first:
+            raise RuntimeError("timed out")
+
+
+def waited_again(rank: int) -> list[bool]:
+    """What has failed fails again, and what was interrupted while it was decoded is decoded then."""
+    own, grads, right = compressed_reduce_scatter(Identity()), torch.arange(8.0), []
+    output = torch.zeros(4)
+    failed: Any = own(output, grads, async_op=True)
+    arriving, failed._work = failed._work, Late()
+    for _ in range(3):
+        right.append("timed out" in told(failed.wait))
+    arriving.wait()
+    interrupted: Any = own(output, grads, async_op=True)
+    exchange = interrupted._lane.exchange
+    with patch.object(exchange, "decode", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        interrupted.wait()
+    for _ in range(2):
+        interrupted.wait()
+        right.append(torch.equal(output, 2 * grads.chunk(2)[rank]))
+    return right
+
+
+def test_a_second_wait_never_returns_what_is_not_there(ranks: Ranks) -> None:
+    assert ranks(2).run(waited_again) == [[True] * 5] * 2
 
 
 def averaged(rank: int, codec: Any, times: int) -> float:

@@ -137,21 +137,27 @@ class _Handle:
         self._lane, self._output, self._times = lane, output, times
         lane.draw[1] += 1
         operands = Operands(input.view(-1), output.view(-1), lane.nothing, NOTHING, (), lane.draw, lane.draw)
+        self._failure: str | None = None
         lane.exchange.group.traffic.begin(self)
-        self._stages = lane.exchange.reduce(operands)
         with torch.no_grad():
-            self._work: Work | None = next(self._stages)
+            self._work: Work | None = next(lane.exchange.reduce(operands))
 
     def wait(self) -> None:
-        """Until `output` is there; over NCCL, as seen from the current stream."""
-        work, self._work = self._work, None
-        if work is None:
+        """Until `output` is there; over NCCL, as seen from the current stream. May be called again, also where a
+        signal's handler has raised in between; once it has failed, it always does."""
+        if self._failure is not None:
+            raise RuntimeError(f"this reduce-scatter failed when it was first waited for: {self._failure}")
+        if self._work is None:
             return
         with torch.no_grad():
-            work.wait()
-            next(self._stages, None)
+            try:
+                self._work.wait()
+            except RuntimeError as error:  # Gloo would say of the message that it is completed
+                self._failure = str(error)
+                raise
+            self._lane.exchange.decode(self._output)
             if self._times != 1.0:
                 self._output.mul_(self._times)
         self._lane.exchange.port.post()
         self._lane.exchange.group.traffic.end(self)
-        self._lane.handle = None
+        self._lane.handle = self._work = None
