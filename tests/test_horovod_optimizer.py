@@ -8,15 +8,18 @@ import itertools
 import pickle
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import gradwire.hooks.horovod as hvd
 import pytest
 import torch
 from gradwire import CODECS, QSGD, ChunkedTopK, Codec, OneBit, Residual, TernGrad, TopK
 from gradwire.compress import SparseCodec
+from gradwire.hooks.horovod.collectives import Channel
 from ranks import Pool
 from test_horovod_operations import equal, raised
 from torch import Tensor, nn
@@ -1005,6 +1008,51 @@ def scaled_gradients(rank: int) -> None:
 @WORLDS
 def test_residuals_follow_the_loss_scale(ranks: Ranks, world: int) -> None:
     ranks(world).run(scaled_gradients)
+
+
+def collectives(rank: int) -> tuple[int, int, list[bool]]:
+    """How many collectives, each a latency or two, 60 parameters take to be given to all, and their residuals' mean."""
+    hvd.init()
+    torch.manual_seed(rank)
+    shapes = [(40, 40), (1,), (3, 700), (0,)] * 15
+    kinds = (torch.float32, torch.bfloat16, torch.float32, torch.int64)
+    tensors = [torch.randn(shape).to(kind) for shape, kind in zip(shapes, kinds * 15, strict=True)]
+    wanted = [hvd.broadcast(tensor, 1, name=f"wanted.{n}") for n, tensor in enumerate(tensors)]
+    tensors[8], wanted[8] = tensors[8].t(), wanted[8].t()
+    parameters = [nn.Parameter(torch.randn(1100)) for _ in range(60)]
+    named = [(f"p{n}", p) for n, p in enumerate(parameters)]
+    plain = torch.optim.SGD(parameters, lr=0.1)
+    optimizer: Any = hvd.DistributedOptimizer(plain, named_parameters=named, compression=hvd.Compression.onebit())
+    torch.stack(parameters).square().sum().backward()
+    optimizer.step()
+    mine = optimizer.state_dict()["gradwire"]["residuals"]
+    means = {name: hvd.allreduce(residual, name=f"mean.{name}") for name, residual in mine.items()}
+    counts = Counter[str]()
+
+    def counting(name: str, plain: Callable[..., None]) -> Callable[..., None]:
+        def call(*arguments: Any) -> None:
+            counts[name] += 1
+            plain(*arguments)
+
+        return call
+
+    names = ("broadcast", "all_reduce")
+    with patch.multiple(Channel, **{name: counting(name, getattr(Channel, name)) for name in names}):
+        hvd.broadcast_parameters(tensors, root_rank=1)
+        saved = optimizer.consolidated_state_dict()["gradwire"]["residuals"]
+        hvd.barrier()
+    right = [torch.equal(tensor, there) for tensor, there in zip(tensors, wanted, strict=True)]
+    right += [torch.allclose(saved[name], mean, atol=1e-5) for name, mean in means.items()]
+    return counts["broadcast"], counts["all_reduce"], right
+
+
+def test_many_parameters_take_few_collectives(ranks: Ranks) -> None:
+    """Two begin at once; what has come together meanwhile shares a buffer."""
+    for broadcasts, sums, right in ranks(2).run(collectives):
+        assert broadcasts <= 20
+        assert sums <= 20
+        assert all(right)
+        assert len(right) == 120
 
 
 # -- broadcasts of state -----------------------------------------------------------------------------------------------

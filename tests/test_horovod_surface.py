@@ -6,11 +6,13 @@ import contextlib
 import importlib
 import inspect
 import json
+import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,13 +20,18 @@ from typing import Any
 import gradwire.hooks.horovod as hvd
 import pytest
 import torch
+import torch.distributed as dist
 from gradwire.hooks.horovod import launch
 from gradwire.hooks.horovod.control import Coordinator, addresses
-from gradwire.hooks.horovod.negotiation import Negotiator
+from gradwire.hooks.horovod.negotiation import Negotiator, request_bytes
+from gradwire.hooks.horovod.operations import AllReduce, Sum
+from hypothesis import given
+from hypothesis import strategies as st
 from ranks import Pool
 from test_horovod_operations import equal, raised
 
 Ranks = Callable[[int], Pool]
+DTYPES = [torch.uint8, torch.int8, torch.bool, torch.float8_e4m3fn, torch.float16, torch.float32, torch.complex128]
 
 PS = "process_set=PS"
 SCALES = "prescale_factor=1.0, postscale_factor=1.0"
@@ -235,6 +242,42 @@ def test_several_hosts_without_an_address_are_told_what_to_set() -> None:
     assert "-x MASTER_ADDR" in raised(RuntimeError, lambda: launch.open_store(where, {}))
 
 
+@pytest.mark.parametrize(
+    ("host", "port", "place"),
+    [
+        ("head", None, "tcp://head:29500"),
+        ("head", "", "tcp://head:29500"),
+        ("fd00::1", "1234", "tcp://[fd00::1]:1234"),
+    ],
+)
+def test_meeting_at_an_address_leaves_the_environment_alone(
+    monkeypatch: pytest.MonkeyPatch, host: str, port: str | None, place: str
+) -> None:
+    """The first process that the script starts would meet there, too."""
+    before, asked = dict(os.environ), []
+
+    def rendezvous(url: str, *arguments: object, **options: object) -> Iterator[tuple[Any, int, int]]:
+        asked.append(url)
+        yield dist.HashStore(), 0, 2
+
+    monkeypatch.setattr(launch.dist, "rendezvous", rendezvous)
+    launch.open_store(launch.Launch(0, 2), {"MASTER_ADDR": host} | ({} if port is None else {"MASTER_PORT": port}))
+    assert asked == [place]
+    assert dict(os.environ) == before
+    with pytest.raises(ValueError, match="MASTER_PORT='x'"):
+        launch.open_store(launch.Launch(0, 2), {"MASTER_ADDR": host, "MASTER_PORT": "x"})
+
+
+def test_ranks_meet_where_the_mapping_says() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    with ThreadPoolExecutor(2) as ranks:
+        first, second = ranks.map(lambda rank: launch.open_store(launch.Launch(rank, 2), where), range(2))
+    first.set("from", "first")
+    assert second.get("from") == b"first"
+
+
 def test_the_rendezvous_folder_must_be_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch.tempfile, "gettempdir", lambda: str(tmp_path))
     folder = launch.private_folder("x")
@@ -332,6 +375,12 @@ def test_ready_operations_are_fused_up_to_the_threshold() -> None:
     for _ in range(2):
         negotiator.done(0)
     assert ran(negotiator) == [["other"], ["large"]]
+
+
+@given(dtypes=st.lists(st.sampled_from(DTYPES), max_size=4), numel=st.integers(0, 100))
+def test_the_size_of_what_is_fused_is_what_it_takes(dtypes: list[torch.dtype], numel: int) -> None:
+    tensors = [torch.zeros(numel, dtype=dtype) for dtype in dtypes]
+    assert request_bytes(AllReduce("a", 0, tensors, Sum, 1.0, 1.0).request()) == sum(t.nbytes for t in tensors)
 
 
 def test_nothing_runs_before_all_are_ready() -> None:

@@ -31,7 +31,7 @@ from .errors import HorovodInternalError
 from .launch import START_SECONDS
 from .mesh import Mesh
 from .negotiation import Negotiator
-from .operations import AllReduce, CompressedReduce, Operation, ResidualMean, run_fused, stand_in
+from .operations import CompressedReduce, Operation, ResidualMean, stand_in
 from .residuals import States
 from .timeline import Timeline
 
@@ -303,7 +303,7 @@ class Engine:
         with self._on_stream(pending, device):
             operations = [self._operation(item, device) for item in message["ops"]]
             if len(operations) > 1:
-                results: list[Any] = run_fused([op for op in operations if isinstance(op, AllReduce)], channel)
+                results: list[Any] = operations[0].run_together(operations, channel)
             else:
                 results = [operations[0].run(channel, message["ops"][0]["info"])]
         # Before the script hears of it: it may remove the process set next, in which nothing must be under way.

@@ -33,6 +33,8 @@ import torch.distributed as dist
 
 #: How long ranks wait for each other in `init`.
 START_SECONDS = 120.0
+#: Where rank 0 listens if MASTER_ADDR is set and MASTER_PORT is not, as torchrun has it.
+DEFAULT_PORT = 29500
 
 
 @dataclass(frozen=True)
@@ -99,9 +101,10 @@ def open_store(launch: Launch, environment: Mapping[str, str] = os.environ) -> d
     if launch.size == 1:
         return dist.HashStore()
     try:
-        if environment.get("MASTER_ADDR"):
-            os.environ.setdefault("MASTER_PORT", "29500")
-            store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.size, timeout=timeout))
+        if host := environment.get("MASTER_ADDR"):
+            port = _number(environment, "MASTER_PORT")
+            place = f"tcp://{f'[{host}]' if ':' in host else host}:{DEFAULT_PORT if port is None else port}"
+            store, _, _ = next(dist.rendezvous(place, launch.rank, launch.size, timeout=timeout))
             store.set_timeout(timeout)
             return store
         if launch.local_size in (None, launch.size):

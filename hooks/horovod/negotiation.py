@@ -12,7 +12,7 @@ A request is a dictionary that JSON can carry:
     tensors  dtype and shape of each tensor: [["float32", [2, 3]], …]
     same     what must be equal on all ranks, by the name to complain with
     own      what each rank has for itself, e.g. the splits of an alltoall
-    fuse     allreduces with equal text here may share one buffer; None for others
+    fuse     operations with equal text here may share one buffer; None for others
     fill     true: this rank has no gradient, and goes along with whatever the others announce
 """
 
@@ -23,6 +23,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 Request = dict[str, Any]
 #: What all agree on, and what `describe` says of it.
@@ -37,7 +39,6 @@ UNEVEN = ("allgather", "alltoall")
 #: Kinds in which ranks that have joined can take part: with zeros, with no rows, or with what they have left out.
 JOINABLE = ("allreduce", "adasum", "exchange", "allgather", "residual")
 
-ITEM_BYTES = {"float64": 8, "int64": 8, "complex64": 8, "complex128": 16, "float32": 4, "int32": 4}
 #: How many decisions a process set may have under way before fused ones wait: the next one is formed while these run,
 #: from what has come together meanwhile, so that buffers grow where the network is the bottleneck.
 AHEAD = 2
@@ -65,7 +66,7 @@ class Negotiator:
 
     Args:
         size: number of ranks.
-        fusion_bytes: allreduces are put together up to this many bytes.
+        fusion_bytes: operations are put together up to this many bytes.
     """
 
     def __init__(self, size: int, fusion_bytes: int = 64 << 20) -> None:
@@ -210,7 +211,7 @@ class Negotiator:
 
 
 def request_bytes(request: Request) -> int:
-    return sum(math.prod(shape) * ITEM_BYTES.get(dtype, 2) for dtype, shape in request["tensors"])
+    return sum(math.prod(shape) * getattr(torch, dtype).itemsize for dtype, shape in request["tensors"])
 
 
 def compare(requests: dict[int, Request]) -> tuple[Request, str | None]:

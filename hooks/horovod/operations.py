@@ -77,6 +77,11 @@ class Operation(ABC):
         """All that the other ranks need of this one, global rank `rank`, if it can go along with the request."""
         return None
 
+    @staticmethod
+    def run_together(operations: Sequence[Any], channel: Channel) -> list[list[Tensor]]:
+        """Carry out several that say the same in `fuse`, in one buffer; the results of each."""
+        raise NotImplementedError
+
     @property
     def small(self) -> bool:
         """Whether the tensors can go along with the request."""
@@ -138,6 +143,10 @@ class AllReduce(Scaled):
 
     def run(self, channel: Channel | OpenedParcels, info: dict[str, Any]) -> list[Tensor]:
         return run_fused([self], channel)[0]
+
+    @staticmethod
+    def run_together(operations: Sequence[Any], channel: Channel) -> list[list[Tensor]]:
+        return run_fused(operations, channel)
 
 
 def run_fused(operations: Sequence[AllReduce], channel: Channel | OpenedParcels) -> list[list[Tensor]]:
@@ -252,8 +261,8 @@ class ResidualMean(AllReduce):
     def own(self) -> dict[str, Any]:
         return {"name": self.name, **own_of(self.state, self.label)}
 
-    def fuse(self) -> None:
-        return None
+    def fuse(self) -> str | None:
+        return (text := super().fuse()) and f"residual {text}"
 
     def parcel(self, rank: int) -> None:
         return None  # a rank that has joined sends none, and counts as zeros
@@ -316,6 +325,10 @@ class Broadcast(Operation):
     def same(self) -> dict[str, Any]:
         return {**super().same(), "root rank": self.root}
 
+    def fuse(self) -> str | None:
+        size = sum(t.nbytes for t in self.tensors)
+        return f"broadcast {self.root} {self.device}" if size <= FUSE_BELOW_BYTES else None
+
     def parcel(self, rank: int) -> bytes | None:
         if not self.small:
             return None
@@ -333,6 +346,25 @@ class Broadcast(Operation):
                 channel.broadcast(whole, root)
                 target.copy_(whole)
         return list(self.outputs)
+
+    @staticmethod
+    def run_together(operations: Sequence[Any], channel: Channel) -> list[list[Tensor]]:
+        root = channel.ranks.index(operations[0].root)
+        pairs = [
+            (source, target)
+            for operation in operations
+            for source, target in zip(operation.tensors, operation.outputs, strict=True)
+        ]
+        sizes = [source.nbytes for source, _ in pairs]
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=operations[0].device)
+        if channel.rank == root:
+            torch.cat([elements_of(source) for source, _ in pairs], out=buffer)
+        channel.broadcast(buffer, root)
+        for piece, (source, target) in zip(buffer.split(sizes), pairs, strict=True):
+            if channel.rank != root or source.data_ptr() != target.data_ptr():
+                # A copy, whose address suits any dtype.
+                target.copy_(piece.clone().view(target.dtype).view(target.shape))
+        return [list(operation.outputs) for operation in operations]
 
 
 class AllToAll(Operation):
@@ -401,7 +433,12 @@ class Join(Operation):
 
 def bytes_of(tensor: Tensor) -> bytes:
     """The elements of a CPU tensor, one after the other."""
-    return as_bytes(tensor.resolve_conj().resolve_neg().contiguous()).numpy().tobytes()
+    return elements_of(tensor).numpy().tobytes()
+
+
+def elements_of(tensor: Tensor) -> Tensor:
+    """The elements of a tensor, one after the other, as bytes; its own memory, where that is them."""
+    return as_bytes(tensor.resolve_conj().resolve_neg().contiguous())
 
 
 def stand_in(reference: Request, states: States, device: torch.device) -> Operation:
