@@ -160,6 +160,21 @@ def test_a_folder_of_someone_else_is_not_used(folder: Path, monkeypatch: pytest.
     assert kept.folders() == [folder, spare]
 
 
+def test_a_link_of_someone_else_is_not_followed(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its owner could let it lead to other kernels once it has been looked at. One's own may lead to another disk."""
+    (tmp_path / "disk").mkdir(mode=0o700)
+    folder.symlink_to(tmp_path / "disk")
+    assert kept.folders() == [folder]
+    real = Path.lstat
+
+    def of_a_stranger(path: Path) -> os.stat_result:
+        facts = list(real(path))
+        return os.stat_result([*facts[:4], os.geteuid() + 1, *facts[5:]]) if path == folder else real(path)
+
+    monkeypatch.setattr(Path, "lstat", of_a_stranger)
+    assert kept.folders() == [tmp_path / f"gradwire-{os.geteuid()}"]
+
+
 def test_what_may_only_be_read_is_read_and_the_rest_goes_elsewhere(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

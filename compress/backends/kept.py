@@ -61,13 +61,14 @@ def _spare_folder() -> Path:
 
 def private(folder: Path) -> bool:
     """Make the folder, for this user alone, unless it is there: then its mode is left as it is. Whether what it holds
-    can only be this user's doing, or root's: what an image of a container brings along is often root's."""
+    can only be this user's doing, or root's: what an image of a container brings along is often root's. A symbolic link
+    in its place must be so too, or its owner could let it lead elsewhere later on."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        facts = folder.stat()
+        facts, link = folder.stat(), folder.lstat()
     except OSError:
         return False
-    return facts.st_uid in (os.geteuid(), 0) and not facts.st_mode & 0o022
+    return {facts.st_uid, link.st_uid} <= {os.geteuid(), 0} and not facts.st_mode & 0o022
 
 
 def write(path: Path, content: bytes) -> None:
