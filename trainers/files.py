@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,10 @@ def save(state: CompressState, folder: str | Path, name: str = "gradwire") -> Pa
     path = _path(Path(folder), name)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
-    torch.save(state.state_dict(), part)
+    saved = state.state_dict()
+    torch.save(saved, part)
     os.replace(part, path)  # a process may be killed at any time
-    if dist.get_rank() == 0:
-        for old in set(path.parent.glob(f"{name}_*_of_*.pt")) - set(path.parent.glob(f"{name}_*_of_{_size()}.pt")):
-            old.unlink()  # of another number of ranks, which would be taken for this checkpoint's
+    _remove_others(path.parent, name, saved["step"])
     return path
 
 
@@ -48,7 +48,7 @@ def load(state: CompressState, folder: str | Path, name: str = "gradwire", stric
         ValueError: it does not fit, or a rank's file is missing.
     """
     own = _path(Path(folder), name)
-    files = [own] if own.exists() else sorted(own.parent.glob(f"{name}_*_of_*.pt"))
+    files = [own] if own.exists() else _files(own.parent, name)
     if not files:
         warnings.warn(
             f"{folder} has no file of gradwire's: it goes on without what compression had left out", stacklevel=2
@@ -78,9 +78,26 @@ def _together(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return whole
 
 
-def _size() -> int:
-    return dist.get_world_size()
+def _remove_others(folder: Path, name: str, step: int) -> None:
+    """Remove files of another number of ranks, which would be taken for this checkpoint's; the rank that is last does.
+    Until every rank has written its file of this step, they may be all that can be loaded."""
+    mine = {_path(folder, name, rank) for rank in range(dist.get_world_size())}
+    others = set(_files(folder, name)) - mine
+    if others and all(file.exists() and _step(file) == step for file in mine):
+        for old in others:
+            old.unlink(missing_ok=True)
 
 
-def _path(folder: Path, name: str) -> Path:
-    return folder / f"{name}_{dist.get_rank()}_of_{_size()}.pt"
+def _step(file: Path) -> int:
+    step: int = torch.load(file, map_location="cpu", mmap=True, weights_only=True)["step"]
+    return step
+
+
+def _files(folder: Path, name: str) -> list[Path]:
+    """All ranks', of any number of them."""
+    pattern = re.compile(re.escape(name) + r"_\d+_of_\d+\.pt")
+    return sorted(file for file in folder.glob("*.pt") if pattern.fullmatch(file.name))
+
+
+def _path(folder: Path, name: str, rank: int | None = None) -> Path:
+    return folder / f"{name}_{dist.get_rank() if rank is None else rank}_of_{dist.get_world_size()}.pt"
