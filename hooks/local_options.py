@@ -11,8 +11,8 @@ from .auto.planner import Choice, default_exchange
 from .exchanges import EXCHANGES
 from .options import Options
 
-#: What `LocalUpdates(exchange=…)` takes.
-LocalExchange = Literal["auto", "gather", "two_pass", "union", "split", "factors", "dense"]
+#: The argument `exchange` of `LocalUpdates`: one of these, or the name of a class that was registered.
+LocalExchange = Literal["auto", "gather", "two_pass", "union", "split", "factors", "dense"] | str
 
 
 @dataclass

@@ -17,8 +17,8 @@ from ..compress.wire import WIRE_VERSION
 from .auto.planner import Choice, Fallback, check_exchange, codecs_of
 from .comm.topology import node_size
 
-#: What `CompressState(exchange=…)` takes.
-ExchangeName = Literal["auto", "gather", "two_pass", "union", "split", "factors", "dense", "hierarchical"]
+#: The argument `exchange` of `CompressState`: one of these, or the name of a class that was registered.
+ExchangeName = Literal["auto", "gather", "two_pass", "union", "split", "factors", "dense", "hierarchical"] | str
 #: A predicate, or names of parameters in which "*" stands for anything.
 Exclude = Callable[[str, nn.Parameter], bool] | Sequence[str]
 

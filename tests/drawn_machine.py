@@ -97,7 +97,7 @@ class Machine:
             self.state = CompressState(
                 self.ddp,
                 c.codec,
-                exchange=c.exchange,  # type: ignore[arg-type]
+                exchange=c.exchange,
                 error_feedback=c.error_feedback,  # type: ignore[arg-type]
                 warmup_steps=c.warmup_steps,
                 fallback=c.fallback,

@@ -194,7 +194,7 @@ def mistakes(rank: int) -> dict[str, str]:
         "other": told(lambda: compress_fsdp(small(shard), OneBit(), mesh=shard)),
         "group": told(lambda: compress_fsdp(small(shard), OneBit(), mesh=replicate.get_group())),  # type: ignore[call-overload]
         "clip": told(lambda: compress_fsdp(small(shard), TopK(0.1), mesh=replicate, error_feedback=Momentum(clip=1.0))),
-        "exchange": told(lambda: compress_fsdp(small(shard), OneBit(), mesh=replicate, exchange="hierarchical")),  # type: ignore[call-overload]
+        "exchange": told(lambda: compress_fsdp(small(shard), OneBit(), mesh=replicate, exchange="hierarchical")),
         "exclude": told(lambda: compress_fsdp(small(shard), OneBit(), mesh=replicate, exclude=["nobody"])),
         "seeds": told(lambda: compress_fsdp(small(shard), OneBit(), mesh=replicate, seed=rank // 2)),
     }

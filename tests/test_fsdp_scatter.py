@@ -272,8 +272,7 @@ def waited_again(rank: int) -> list[bool]:
     output = torch.zeros(4)
     failed: Any = own(output, grads, async_op=True)
     arriving, failed._work = failed._work, Late()
-    for _ in range(3):
-        right.append("timed out" in told(failed.wait))
+    right += ["timed out" in told(failed.wait) for _ in range(3)]
     arriving.wait()
     interrupted: Any = own(output, grads, async_op=True)
     exchange = interrupted._lane.exchange

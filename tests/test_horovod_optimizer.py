@@ -1023,7 +1023,7 @@ def collectives(rank: int) -> tuple[int, int, list[bool]]:
     named = [(f"p{n}", p) for n, p in enumerate(parameters)]
     plain = torch.optim.SGD(parameters, lr=0.1)
     optimizer: Any = hvd.DistributedOptimizer(plain, named_parameters=named, compression=hvd.Compression.onebit())
-    torch.stack(parameters).square().sum().backward()
+    torch.stack(list[Tensor](parameters)).square().sum().backward()
     optimizer.step()
     mine = optimizer.state_dict()["gradwire"]["residuals"]
     means = {name: hvd.allreduce(residual, name=f"mean.{name}") for name, residual in mine.items()}
@@ -1036,8 +1036,8 @@ def collectives(rank: int) -> tuple[int, int, list[bool]]:
 
         return call
 
-    names = ("broadcast", "all_reduce")
-    with patch.multiple(Channel, **{name: counting(name, getattr(Channel, name)) for name in names}):
+    broadcast, all_reduce = counting("broadcast", Channel.broadcast), counting("all_reduce", Channel.all_reduce)
+    with patch.object(Channel, "broadcast", broadcast), patch.object(Channel, "all_reduce", all_reduce):
         hvd.broadcast_parameters(tensors, root_rank=1)
         saved = optimizer.consolidated_state_dict()["gradwire"]["residuals"]
         hvd.barrier()

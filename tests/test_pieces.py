@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import gradwire
@@ -104,9 +106,13 @@ def test_what_is_under_way_is_bounded(sizes: list[int]) -> None:
         def wait(self) -> None:
             assert len(left) <= 2 or sum(left[:-1]) <= 20
 
+    def finish(place: int) -> None:
+        left.pop(0)
+        done.append(place)
+
     def start(place: int, size: int) -> pieces.Started:
         left.append(size)
-        return size, Waited(), lambda: (left.pop(0), done.append(place))
+        return size, Waited(), partial(finish, place)
 
     with patch.object(pieces, "PIECE_BYTES", 20):
         overlap(start(place, size) for place, size in enumerate(sizes))
@@ -135,8 +141,9 @@ def rounds_of(rank: int, owner: str) -> list[int]:
         return DistributedLion(model.parameters(), bucket_cap_mb=1e-4)
 
     found = []
+    gloo: Any = dist.ProcessGroupGloo
     with patch.object(Group, "all_reduce", counting(Group.all_reduce)):
-        with patch.object(dist.ProcessGroupGloo, "broadcast", counting(dist.ProcessGroupGloo.broadcast)):
+        with patch.object(gloo, "broadcast", counting(gloo.broadcast)):
             made = construct()
             found.append(counted)
         assert all(bool((p == p0).all()) for p, p0 in zip(model.parameters(), first_rank_s(model), strict=True))

@@ -184,7 +184,7 @@ def hurried(rank: int, exchange: str, steps: int) -> Any:
         model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(20)))
         ledger = Ledger(model)
         ddp = DistributedDataParallel(model, bucket_cap_mb=1e-4)
-        state = CompressState(ddp, TopK(0.1), exchange=exchange)  # type: ignore[arg-type]
+        state = CompressState(ddp, TopK(0.1), exchange=exchange)
         ddp.register_comm_hook(state, compress_hook)
         digests = train(rank, ddp, range(10), ledger)
         buckets = len(state._units)

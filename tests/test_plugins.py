@@ -267,7 +267,7 @@ def trained(rank: int, strategy: Feedback, codec: Codec, exchange: str) -> tuple
             saved = state.state_dict()
             state._feedback.load({})
             state.load_state_dict(saved)
-    plain, complaint = CompressState(ddp, codec, exchange=exchange), ""  # type: ignore[arg-type]
+    plain, complaint = CompressState(ddp, codec, exchange=exchange), ""
     try:
         plain.load_state_dict(saved)
     except ValueError as error:

@@ -87,7 +87,7 @@ class Trainer:
         options: dict[str, Any] = dict.fromkeys(self.run.options, True)
         self.ddp: Any = DistributedDataParallel(self.model, bucket_cap_mb=1e-6, **options)
         self.state = CompressState(
-            self.ddp, self.run.codec, exchange=self.run.exchange, fallback=None, grad_scaler=self.scaler,  # type: ignore[arg-type]
+            self.ddp, self.run.codec, exchange=self.run.exchange, fallback=None, grad_scaler=self.scaler,
         )  # fmt: skip
         self.ddp.register_comm_hook(self.state, compress_hook)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)

@@ -62,7 +62,7 @@ def refusals(rank: int) -> dict[str, str]:
         "number": message(lambda: CompressState(ddp, OneBit(), exclude=5)),  # type: ignore[arg-type]
         "predicate": message(lambda: CompressState(ddp, OneBit(), exclude=lambda name, p: 1 / 0 > 1)),
         "schedule": message(lambda: CompressState(ddp, lambda step: 0.01)),  # type: ignore[arg-type, return-value]
-        "exchange": message(lambda: CompressState(ddp, OneBit(), exchange="ring")),  # type: ignore[arg-type]
+        "exchange": message(lambda: CompressState(ddp, OneBit(), exchange="ring")),
         "two_pass": message(lambda: CompressState(ddp, TopK(), exchange="two_pass")),
         "feedback": message(lambda: CompressState(ddp, OneBit(), error_feedback="yes")),  # type: ignore[arg-type]
         "warmup": message(lambda: CompressState(ddp, OneBit(), warmup_steps=-1)),

@@ -190,7 +190,7 @@ def hook_row(codec: Codec, exchange: str, steps: int, exclude: Sequence[str] = (
         model = nn.Sequential(*(nn.Linear(width, width) for _ in range(BUCKETS)))
         each = 4 * (width * width + width)
         ddp = DistributedDataParallel(model, bucket_cap_mb=each / 2**20)
-        state = CompressState(ddp, codec, exchange=exchange, exclude=list(exclude) or None)  # type: ignore[arg-type]
+        state = CompressState(ddp, codec, exchange=exchange, exclude=list(exclude) or None)
         ddp.register_comm_hook(state, compress_hook)
         buckets, ends = Inside(), Inside()
         state.submit = buckets.watch(state.submit)  # type: ignore[method-assign]

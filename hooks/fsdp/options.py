@@ -11,8 +11,8 @@ from ..auto.planner import Choice
 from ..exchanges import EXCHANGES
 from ..options import Options
 
-#: What `compress_fsdp(exchange=…)` takes.
-FSDPExchange = Literal["auto", "gather", "two_pass", "union", "split", "factors", "dense"]
+#: The argument `exchange` of `compress_fsdp`: one of these, or the name of a class that was registered.
+FSDPExchange = Literal["auto", "gather", "two_pass", "union", "split", "factors", "dense"] | str
 
 
 @dataclass
