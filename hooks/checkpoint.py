@@ -94,7 +94,9 @@ def read(
         if saved[fact] != expected[fact]:
             raise ValueError(f"the checkpoint has {fact} {saved[fact]}, this state {expected[fact]}: {remedy}")
     by_rank = {RESIDUAL: saved["residuals"], **saved.get("vectors", {})}
-    vectors = {vector: found.get(key, _mean_of_all(found)) for vector, found in by_rank.items()}
+    vectors: dict[str, Any] = {
+        vector: found[key] if key in found else _mean_of_all(found) for vector, found in by_rank.items()
+    }
     absent = sorted(expected.get("vectors", {}).keys() - vectors.keys())
     if absent:  # a residual alone would stay in what is added up
         text = (

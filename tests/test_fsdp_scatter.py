@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsdp_drawn import Ranks, Sharded, mesh_of, one_pass, play_drawn, residuals, sharded, told, verdict
 from gradwire import QSGD, Cast, Identity, Momentum, OneBit, Outliers, Residual, Ternary, TernGrad, TopK, compress_fsdp
+from gradwire.hooks.comm.group import Group
 from gradwire.hooks.fsdp import compressed_reduce_scatter, reduce_rows
 from hypothesis import strategies as st
 from torch import nn
@@ -122,6 +123,42 @@ def test_a_checkpoint_loads_on_other_numbers_of_ranks_and_between_replicas(ranks
         assert found.keys() == saved.keys()
         for name, x in saved.items():
             torch.testing.assert_close(found[name], x, rtol=1e-6, atol=1e-9)
+
+
+class Noted:
+    """A message whose end is noted."""
+
+    def __init__(self, work: Any, events: list[str]) -> None:
+        self._work, self._events = work, events
+
+    def wait(self) -> None:
+        self._events.append("wait")
+        self._work.wait()
+
+
+def saved_at_once(rank: int) -> list[str]:
+    """What a checkpoint starts and waits for, in order, after the ranks have agreed to make one."""
+    setup, events = Sharded((1, 2), OneBit(), scatter=True), list[str]()
+    model = sharded(setup, mesh_of((1, 2))["shard"])
+    state = fsdp_drawn.compressed(setup, model)
+    one_pass(rank, model, 0, "step")
+    plain = Group.all_to_all
+
+    def noted(self: Group, *arguments: Any) -> Any:
+        events.append("start")
+        return Noted(plain(self, *arguments), events)
+
+    with patch.object(Group, "all_to_all", noted):
+        state.state_dict()
+    state.close()
+    return events
+
+
+def test_what_a_checkpoint_collects_is_all_under_way(ranks: Ranks) -> None:
+    for events in ranks(2).run(saved_at_once):
+        number = len(events) // 2
+        assert number > 3
+        assert events == ["start"] * number + ["wait"] * number
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------------

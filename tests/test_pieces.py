@@ -172,6 +172,15 @@ def test_latencies_do_not_grow_with_the_number_of_parameters(ranks: Callable[[in
         assert consolidated <= 3
 
 
+def test_a_rank_s_own_residuals_are_read_without_the_others_mean() -> None:
+    own = {"a": torch.ones(2)}
+    saved = checkpoint.export("rank 0 of 2", {"residual": own}, step=0, codec="TopK()", seed=0)
+    saved["residuals"]["rank 1 of 2"] = {"a": torch.zeros(2)}
+    with patch.object(checkpoint, "_mean_of_all", side_effect=AssertionError("the mean is not needed")):
+        _, found = checkpoint.read(saved, saved, "rank 0 of 2", {"a": torch.ones(2)}, strict=True)
+    assert torch.equal(found["residual"]["a"], own["a"])
+
+
 def test_means_of_what_only_some_ranks_keep() -> None:
     """In the parameter's shape, whichever rank kept it; none is made where nobody does."""
 
@@ -183,7 +192,9 @@ def test_means_of_what_only_some_ranks_keep() -> None:
     connection = type("Connection", (), {"control": Told(), "group": Group(gloo, [0, 1])})()
     parameters = {name: torch.zeros(2, 3) for name in "abc"}
     kept = {"residual": {"a": torch.ones(2, 3)}, "momentum": {}}
-    found = checkpoint.means(connection, kept, parameters)
+    with patch.object(torch, "zeros", wraps=torch.zeros) as made:
+        found = checkpoint.means(connection, kept, parameters)
+    assert made.call_count == 1
     assert found["momentum"] == {}
     assert list(found["residual"]) == ["a", "b"]
     assert torch.equal(found["residual"]["a"], torch.ones(2, 3))
