@@ -52,7 +52,7 @@ class Mesh:
 class Range:
     """What `Group` needs of a process group for single messages, with the tags from `first` on."""
 
-    #: How many; `Group` takes no more of those that it gives to channels. Beyond, it has a multiple of as many.
+    #: How many: channels get tags below this, plus `group.NAMED`, a multiple of it.
     tags = TAGS
 
     def __init__(self, mesh: Mesh, first: int) -> None:
