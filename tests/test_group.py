@@ -178,6 +178,9 @@ class Disturbed:
     def is_completed(self) -> bool:
         return self.waited > 0
 
+    def is_success(self) -> bool:
+        return True
+
     def wait(self) -> None:
         self.waited += 1
         if self.raised is not None:
@@ -310,3 +313,25 @@ def announced_twice(rank: int) -> list[int]:
 def test_messages_are_announced_twice_ahead(ranks: Callable[[int], Pool]) -> None:
     """A step shorter than a latency would wait for the announcement of its own messages."""
     assert ranks(2).run(announced_twice) == [[2] * 6] * 2
+
+
+def waited_twice(rank: int) -> list[str]:
+    """Errors of waits for a message that does not come in time."""
+    group, errors = Group.of_ranks([0, 1]), []
+    group.timeout = timedelta(milliseconds=200)
+    if rank == 0:
+        never = group.channel("never")
+        messages = Messages(never._receive([torch.zeros(0), torch.zeros(1)]), never, group.timeout)
+        for _ in range(2):
+            try:
+                messages.wait()
+            except RuntimeError as error:
+                errors.append(str(error))
+    dist.barrier()
+    return errors
+
+
+def test_a_second_wait_fails_like_the_first(ranks: Ranks) -> None:
+    first, second = ranks(2).run(waited_twice)[0]
+    assert "rank 1" in first
+    assert "rank 1" in second

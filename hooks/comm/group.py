@@ -65,6 +65,8 @@ class Messages:
             peer, work = self._works[0]
             if not work.is_completed():  # which says whether somebody has waited for it
                 self._group.reaching(peer, work.wait, *(() if self._timeout is None else (self._timeout,)))
+            elif not work.is_success():
+                raise RuntimeError(f"a message with rank {self._group.ranks[peer]} has failed before")
             self._works.popleft()
 
 

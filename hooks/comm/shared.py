@@ -97,6 +97,9 @@ class _Message:
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())
 
+    def is_success(self) -> bool:
+        return bool(self._work.is_success())
+
     def wait(self, *timeout: timedelta) -> None:
         try:
             self._work.wait(*timeout)
