@@ -33,7 +33,14 @@ Receiver = Callable[[int, dict[str, Any], bytearray], None]
 Place = tuple[int, int, int]
 
 
-class Sent:
+class _Waited:
+    """As a message of Gloo's: `is_success` matters once it has completed, and one that has failed here never does."""
+
+    def is_success(self) -> bool:
+        return True
+
+
+class Sent(_Waited):
     """A message on its way out."""
 
     def __init__(self) -> None:
@@ -51,7 +58,7 @@ class Sent:
         return self.gone.is_set() and self.error is None
 
 
-class Received:
+class Received(_Waited):
     """A message that is asked for."""
 
     def __init__(self, mesh: Mesh, place: Place, tensor: Tensor) -> None:
