@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
+
+from .comm.untraced import untraced
 
 _queue = torch.autograd.Variable._execution_engine.queue_callback
 #: The number of the backward pass that runs now on this thread, its own for one inside another; -1: none does.
@@ -42,6 +45,7 @@ class AtEnd:
         self._pending = False
         self._ended()
 
+    @untraced
     def __del__(self) -> None:
         if self._pending:
             self._raised()
@@ -79,7 +83,12 @@ def at_end(callback: Callable[[], None]) -> bool:
     """Have autograd call `callback` when the backward pass that runs now has ended, after those queued before. Returns
     False where none runs on this thread."""
     try:
-        _queue(callback)
+        _queue(partial(_call, callback))
     except RuntimeError:
         return False
     return True
+
+
+@untraced
+def _call(callback: Callable[[], None]) -> None:
+    callback()

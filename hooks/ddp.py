@@ -19,6 +19,7 @@ from ..compress.feedback import Feedback
 from ..compress.layout import Slot
 from .auto.planner import Fallback
 from .backward import AtEnd, at_end, current_pass, raise_at_end, undisturbed, waited
+from .comm.untraced import untraced
 from .delivery import Delivery
 from .loss_scale import LossScale
 from .options import ExchangeName, Exclude, Options
@@ -326,6 +327,7 @@ class CompressState(State):
         return name
 
 
+@untraced
 def compress_hook(state: CompressState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Replace a bucket's gradients by their mean over the ranks, compressed on the way.
 

@@ -20,6 +20,7 @@ from . import checkpoint
 from .backward import waited
 from .comm import handshake
 from .comm.pieces import broadcast
+from .comm.untraced import untraced
 from .connection import Connection
 from .exchanges import all_finite
 from .local_options import LocalExchange, LocalOptions
@@ -171,12 +172,14 @@ class LocalUpdates:
         text = f"{len(self._parameters)} parameters every {self._schedule.every} steps: {self._options.codec_text}"
         return f"<{OWNER} of {text} by {self._options.exchange!r}, step {self._steps}, round {self._rounds}>"
 
+    @untraced
     def __enter__(self) -> Self:
         if self._handle is not None:
             raise RuntimeError(f"this {OWNER} counts the optimizer's steps already: leave the first `with` first")
         self._handle = self._optimizer.register_step_post_hook(lambda *_: self._counted())
         return self
 
+    @untraced
     def __exit__(self, *exception: object) -> None:
         self._handle.remove()
         self._handle = None
@@ -194,6 +197,7 @@ class LocalUpdates:
 
     # -- training ----------------------------------------------------------------------------------------------------
 
+    @untraced
     def step(self) -> None:
         """The optimizer has made a step: count it, and every `every` of them make a round, or its part. Every rank must
         call it equally often, as long as it trains; with a GradScaler also where that skips the optimizer's step.
@@ -209,6 +213,7 @@ class LocalUpdates:
             raise RuntimeError("inside `with` the optimizer's steps are counted by themselves: leave out step()")
         self._counted()
 
+    @untraced
     def synchronise(self) -> None:
         """Make a round of all parameters now, without delay and blend, and count from here on: before evaluation,
         before saving a model, and at the end. All ranks then have the same parameters. Nothing happens where no rank
@@ -229,6 +234,7 @@ class LocalUpdates:
             self._exchange_all()
         self._raise_interruption()
 
+    @untraced
     def rewind(self) -> None:
         """Put the global parameters back into the model: this rank forgets what it has trained since the last round."""
         for shared in self._all():
@@ -240,6 +246,7 @@ class LocalUpdates:
             self._reducer.flush()
         self._reducer = None
 
+    @untraced
     def _counted(self) -> None:
         self._count_step()
         self._raise_interruption()

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..compress import QSGD, Cast, ChunkedTopK, Codec, OneBit, Outliers, Residual, Ternary, TernGrad, TopK
 from ..compress.chunked import MOST_ENTRIES
 from ..compress.feedback import Feedback, betas_of
+from .comm.untraced import untraced
 from .options import Options
 
 #: See docs/benchmarks.md, "The same model at the end".
@@ -245,7 +246,7 @@ def judge(options: Options, optimizer: torch.optim.Optimizer) -> None:
     choice = options.choice(options.warmup_steps)
     problem = concern(optimizer, choice.codec, choice.feedback and not options.keeps_all)
     if problem is not None and choice.exchange != "dense":
-        warnings.warn(problem, stacklevel=5)  # where the optimizer's step was called
+        warnings.warn(problem, stacklevel=7)  # where the optimizer's step was called
 
 
 @dataclass(eq=False)  # weak references to tensors compare as these do: by element
@@ -272,6 +273,7 @@ def _listen() -> None:
     register_optimizer_step_pre_hook(_look)
 
 
+@untraced
 def _look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for entry in _waiting[:]:
         alive = {id(parameter) for reference in entry.parameters if (parameter := reference()) is not None}

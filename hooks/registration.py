@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .comm.untraced import untraced
+
 PROBLEM = (
     "backward ran without the hook of the CompressState made for this model: call "
     "model.register_comm_hook(state, compress_hook) on every rank, or state.close() to train without it"
@@ -28,6 +30,7 @@ def expect_hook(
     """
     handles: list[Any] = []
 
+    @untraced
     def look(grad: Tensor) -> None:
         model = model_of()
         if model is not None and not model.require_backward_grad_sync:

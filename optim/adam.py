@@ -137,7 +137,7 @@ class OneBitAdam(ExchangingOptimizer):
                 f"{len(late)} parameters, the first of shape {tuple(late[0].shape)}, have a gradient and had none in "
                 f"the {self._options.warmup_steps} steps of OneBitAdam's warm-up, so that their variance is zero and "
                 "they stay as they are: use them in the warm-up, or make another optimizer, which has one",
-                stacklevel=4,
+                stacklevel=6,
             )
         return super()._problem()
 

@@ -16,6 +16,7 @@ from ..compress.memory import Memory
 from ..hooks import checkpoint
 from ..hooks.backward import waited
 from ..hooks.comm import handshake, pieces
+from ..hooks.comm.untraced import untraced
 from ..hooks.connection import Connection
 from ..hooks.loss_scale import LossScale, Tracker
 from ..hooks.options import Options, check_dtypes, check_whole
@@ -148,6 +149,7 @@ class ExchangingOptimizer(torch.optim.Optimizer):
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
+    @untraced
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of all ranks, which each must call equally often.

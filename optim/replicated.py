@@ -10,7 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ..hooks.comm.untraced import untraced
 
+
+@untraced
 def keep_gradients(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """A hook of DDP that leaves every rank its own gradients, for an optimizer that exchanges something itself:
 

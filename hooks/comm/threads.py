@@ -12,6 +12,7 @@ from typing import Any
 
 from .group import cut_all
 from .linger import linger
+from .untraced import untraced
 
 #: The threads that run, and what tells them to end, None in a queue; without one another thread does. None is held
 #: longer than it runs.
@@ -33,6 +34,7 @@ def start_thread(
     return thread
 
 
+@untraced
 def stop_thread(inbox: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
     inbox.put(None)
     if threading.current_thread() not in _threads:  # what one of ours ran may hold the last reference

@@ -17,6 +17,7 @@ from torch import Tensor
 from ...compress.codec import Codec, check_choice, new_draw
 from ...compress.feedback import NOTHING
 from ..comm.group import Group, Work
+from ..comm.untraced import untraced
 from ..exchanges import Operands, ReduceScatter
 
 
@@ -72,6 +73,7 @@ def compressed_reduce_scatter(
         )
     calls = _Calls(codec, seed)
 
+    @untraced
     def reduce_scatter(
         output: Tensor,
         input: Tensor,
@@ -142,6 +144,7 @@ class _Handle:
         with torch.no_grad():
             self._work: Work | None = next(lane.exchange.reduce(operands))
 
+    @untraced
     def wait(self) -> None:
         """Until `output` is there; over NCCL, as seen from the current stream. May be called again, also where a
         signal's handler has raised in between; once it has failed, it always does."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..comm.entries import Room
 from ..comm.group import Group
 from ..comm.pipeline import drive
+from ..comm.untraced import untraced
 from .shards import Shards
 
 #: Of each process group: a channel, and memory for what arrives there. One call is under way at a time.
@@ -42,6 +43,7 @@ class _Direct:
         result: Tensor = self._plain.allocate(size, dtype=dtype, device=device)
         return result
 
+    @untraced
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
         op = op if isinstance(op, dist.ReduceOp) else dist.ReduceOp(op)
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):

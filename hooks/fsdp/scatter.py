@@ -20,6 +20,7 @@ from ..backward import AtEnd
 from ..comm import handshake
 from ..comm.pieces import Started, overlap
 from ..comm.pipeline import clock
+from ..comm.untraced import untraced
 from ..connection import Connection
 from ..optimizers import expect_optimizer, judge
 from ..options import Exclude, excluded_names
@@ -264,6 +265,7 @@ class _ReduceScatter:
         result: Tensor = self._plain.allocate(size, dtype=dtype, device=device)
         return result
 
+    @untraced
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:

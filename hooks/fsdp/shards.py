@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from ...compress.codec import DTYPES
 from ...compress.feedback import Feedback
 from ...compress.layout import Layout, Slot
+from ..comm.untraced import untraced
 from ..options import check_dtypes
 from ..reducer import Unit
 from ..rows import sparse_names
@@ -201,7 +202,7 @@ class Shards:
     def attach(self, hook: Callable[[Shards, Tensor], None]) -> None:
         """Have FSDP call a hook in the place of an all-reduce."""
         self._watch()
-        self.group._all_reduce_hook = lambda output: hook(self, output)
+        self.group._all_reduce_hook = untraced(lambda output: hook(self, output))
 
     def replace_reduce_scatter(self, comm: Any) -> None:
         """Have FSDP call something in the place of its reduce-scatter, until `detach`."""
@@ -229,12 +230,13 @@ class Shards:
                 self.used = frozenset(known[id(parameter)] for parameter in having)
             post_backward(*unused)
 
+        @untraced
         def discarded() -> None:
             self.held = frozenset()
             assert reset is not None
             reset()
 
-        group.post_backward = torch._dynamo.disable(noted)
+        group.post_backward = untraced(noted)
         self._undo = [lambda: delattr(group, "post_backward")]
         if reset is not None:
             group._reset_iter_state = discarded

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..comm.untraced import untraced
 from .basics import (
     ccl_built,
     cross_rank,
@@ -77,6 +78,7 @@ from .submission import (
 # -- allreduce ---------------------------------------------------------------------------------------------------------
 
 
+@untraced
 def allreduce(
     tensor: Tensor, average: bool | None = None, name: str | None = None, compression: Any = Compression.none,
     op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
@@ -95,6 +97,7 @@ def allreduce(
                        process_set)[0]  # fmt: skip
 
 
+@untraced
 def allreduce_async(
     tensor: Tensor, average: bool | None = None, name: str | None = None, op: int | None = None,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
@@ -104,6 +107,7 @@ def allreduce_async(
     return submit(allreduce_operation(key, [tensor], op, prescale_factor, postscale_factor), first)
 
 
+@untraced
 def allreduce_(
     tensor: Tensor, average: bool | None = None, name: str | None = None, op: int | None = None,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
@@ -115,6 +119,7 @@ def allreduce_(
     return result
 
 
+@untraced
 def allreduce_async_(
     tensor: Tensor, average: bool | None = None, name: str | None = None, op: int | None = None,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
@@ -125,6 +130,7 @@ def allreduce_async_(
     return submit(operation, lambda results: tensor)
 
 
+@untraced
 def grouped_allreduce(
     tensors: Sequence[Tensor], average: bool | None = None, name: str | None = None,
     compression: Any = Compression.none, op: int | None = None, prescale_factor: float = 1.0,
@@ -138,6 +144,7 @@ def grouped_allreduce(
                        postscale_factor, process_set)  # fmt: skip
 
 
+@untraced
 def grouped_allreduce_async(
     tensors: Sequence[Tensor], average: bool | None = None, name: str | None = None, op: int | None = None,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
@@ -147,6 +154,7 @@ def grouped_allreduce_async(
     return submit(allreduce_operation(key, list(tensors), op, prescale_factor, postscale_factor))
 
 
+@untraced
 def grouped_allreduce_(
     tensors: Sequence[Tensor], average: bool | None = None, name: str | None = None, op: int | None = None,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
@@ -158,6 +166,7 @@ def grouped_allreduce_(
     return result
 
 
+@untraced
 def grouped_allreduce_async_(
     tensors: Sequence[Tensor], average: bool | None = None, name: str | None = None, op: int | None = None,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
@@ -168,6 +177,7 @@ def grouped_allreduce_async_(
     return submit(operation, lambda results: tensors)
 
 
+@untraced
 def sparse_allreduce_async(
     tensor: Tensor, name: str | None, op: int | None, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
@@ -204,17 +214,20 @@ def _detached(tensors: Sequence[Tensor]) -> list[Tensor]:
 # -- allgather, broadcast, alltoall ------------------------------------------------------------------------------------
 
 
+@untraced
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
     """The ranks' tensors, one after the other along the first dimension, in which they may differ. Differentiable."""
     result: Tensor = AllGatherFunction.apply(name, process_set, "allgather", tensor)[0]
     return result
 
 
+@untraced
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
     """Start an allgather; a handle."""
     return submit(allgather_operation(key_of("allgather", name, process_set), [tensor]), first)
 
 
+@untraced
 def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Tensor]:
@@ -222,6 +235,7 @@ def grouped_allgather(
     return list(AllGatherFunction.apply(name, process_set, "grouped_allgather", *tensors))
 
 
+@untraced
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
@@ -229,6 +243,7 @@ def grouped_allgather_async(
     return submit(allgather_operation(key_of("grouped_allgather", name, process_set), list(tensors)))
 
 
+@untraced
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
@@ -237,6 +252,7 @@ def broadcast(
     return result
 
 
+@untraced
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
@@ -245,6 +261,7 @@ def broadcast_async(
     return submit(broadcast_operation(key, tensor, torch.empty_like(tensor), root_rank, process_set), first)
 
 
+@untraced
 def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
@@ -253,6 +270,7 @@ def broadcast_(
     return result
 
 
+@untraced
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
@@ -261,6 +279,7 @@ def broadcast_async_(
     return submit(broadcast_operation(key, tensor, tensor, root_rank, process_set), lambda results: tensor)
 
 
+@untraced
 def alltoall(
     tensor: Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
@@ -277,6 +296,7 @@ def alltoall(
     return result if splits is None else (result, received)
 
 
+@untraced
 def alltoall_async(
     tensor: Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
@@ -288,6 +308,7 @@ def alltoall_async(
 # -- reducescatter -----------------------------------------------------------------------------------------------------
 
 
+@untraced
 def reducescatter(
     tensor: Tensor, name: str | None = None, compression: Any = Compression.none, op: int = Average,
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
@@ -300,6 +321,7 @@ def reducescatter(
     return _scatter([tensor], "reducescatter", name, compression, op, process_set, prescale_factor, postscale_factor)[0]
 
 
+@untraced
 def reducescatter_async(
     tensor: Tensor, name: str | None = None, op: int = Average, process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0,
@@ -310,6 +332,7 @@ def reducescatter_async(
     return submit(operation, first)
 
 
+@untraced
 def grouped_reducescatter(
     tensors: Sequence[Tensor], name: str | None = None, compression: Any = Compression.none, op: int = Average,
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
@@ -319,6 +342,7 @@ def grouped_reducescatter(
                     postscale_factor)  # fmt: skip
 
 
+@untraced
 def grouped_reducescatter_async(
     tensors: Sequence[Tensor], name: str | None = None, op: int = Average,
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
@@ -343,11 +367,13 @@ def _scatter(
 # -- waiting for the others --------------------------------------------------------------------------------------------
 
 
+@untraced
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return once every rank of the set has called this."""
     synchronize(submit(Barrier(*key_of("barrier", None, process_set))))
 
 
+@untraced
 def join(device: int = -1) -> int:
     """This rank has no more data; wait until all say so. Until then it takes part in the others' allreduces with zeros,
     and in their allgathers with no rows; other operations fail.

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..comm.untraced import untraced
 from ..optimizers import concern
 from .arithmetic import number
 from .basics import world
@@ -245,6 +246,7 @@ class _Distributed(torch.optim.Optimizer):
         """
         self._reducer.use_scaler(scaler)
 
+    @untraced
     def synchronize(self) -> None:
         """Wait until all gradients are reduced, for clipping or unscaling; then step inside `skip_synchronize()`. A
         collective: each call reduces what the gradients are then."""
@@ -267,6 +269,7 @@ class _Distributed(torch.optim.Optimizer):
         finally:
             self._should_synchronize = True
 
+    @untraced
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's step with the reduced gradients. With a closure, those that it makes are reduced."""
         self._take_in()
@@ -282,7 +285,7 @@ class _Distributed(torch.optim.Optimizer):
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after "
                     "optimizer.synchronize(): put it inside that context.",
-                    stacklevel=2,
+                    stacklevel=4,
                 )
             if closure is None:
                 reducer.synchronize_once()
@@ -322,6 +325,7 @@ class _Distributed(torch.optim.Optimizer):
                 p.copy_(old + options.compression.decompress(delta, context))
         return result
 
+    @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the optimizer's.
 

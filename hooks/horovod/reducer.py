@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..comm.untraced import untraced
 from ..exchanges.base import all_finite
 from ..loss_scale import LossScale
 from .basics import world
@@ -381,6 +382,7 @@ def _weak(reducer: GradientReducer) -> Callable[[Tensor], None]:
     """A hook that does not keep the reducer, and with it the whole optimizer, alive as long as the parameter."""
     reference = weakref.ref(reducer)
 
+    @untraced
     def hook(p: Tensor) -> None:
         found = reference()
         if found is not None and _owners.get(id(p)) is found:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..comm.untraced import untraced
 from .arithmetic import integers
 from .basics import world
 from .engine import Pending
@@ -57,6 +58,7 @@ def submit(operation: Operation, finish: Callable[[Any], Any] = lambda result: r
     return handle
 
 
+@untraced
 def poll(handle: int) -> bool:
     """Whether `synchronize(handle)` would return at once: the operation has ended, well or not.
 
@@ -70,6 +72,7 @@ def poll(handle: int) -> bool:
     return _handles[handle][0].poll()
 
 
+@untraced
 def synchronize(handle: int) -> Any:
     """Wait for an operation and return its result; None if the handle is not known, or was synchronized before.
 

@@ -32,6 +32,7 @@ from ..auto import cost, probe
 from ..comm.entries import Carrier, Entries, Room, bounds_of, fill
 from ..comm.group import Group
 from ..comm.pipeline import Stages, drive
+from ..comm.untraced import untraced
 from .arguments import ALGORITHMS, Algorithm, Offer, Op, compare, estimate_union
 
 
@@ -74,6 +75,7 @@ def sparse_all_reduce(
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
+@untraced
 def sparse_all_reduce(
     indices: Tensor,
     values: Tensor,
