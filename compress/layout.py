@@ -37,6 +37,21 @@ class Slot:
 
 
 Layout = tuple[Slot, ...]
+
+
+class _Hashed(tuple[Slot, ...]):
+    """A layout that computes its hash once: of thousands of slots it takes milliseconds."""
+
+    def __hash__(self) -> int:
+        found: int | None = self.__dict__.get("_hash")
+        if found is None:
+            found = self._hash = super().__hash__()
+        return found
+
+    def __reduce__(self) -> tuple[type[_Hashed], tuple[Layout]]:
+        return _Hashed, (tuple(self),)  # another process hashes names otherwise
+
+
 #: Start and length of what a rank owns, and how many times what it keeps there counts as its own.
 OwnedSlice = tuple[int, int, int]
 
@@ -46,12 +61,12 @@ def layout_numel(layout: Layout) -> int:
 
 
 def end_to_end(slots: Iterable[Slot]) -> Layout:
-    """The slots one after the other."""
+    """The slots one after the other, in a layout that is quick to look up."""
     result, start = [], 0
     for slot in slots:
         result.append(Slot(slot.name, start, slot.shape, slot.stride))
         start += slot.numel
-    return tuple(result)
+    return _Hashed(result)
 
 
 #: Where a run of elements lies in a flat buffer, and the memory that it is copied to and from.

@@ -75,13 +75,17 @@ class LayoutMemory(Kept):
 
     Args:
         keep_previous: whether to keep a copy for `undo`.
+        layout: in which the vectors hold parameters.
     """
 
-    def __init__(self, strategy: Feedback, vectors: Mapping[str, Vector], keep_previous: bool) -> None:
+    def __init__(self, strategy: Feedback, vectors: Mapping[str, Vector], keep_previous: bool, layout: Layout) -> None:
         super().__init__(strategy, vectors)
+        self.layout = layout
         self.remembers = keep_previous
         self._owned: list[Owned] = []
         self._saved: _Saved | None = None
+        #: How many parameters have their place here.
+        self.count = 0
         #: Whether the last `take` has emptied the residual, and when that is known, on a GPU.
         self._emptied: tuple[Tensor, torch.cuda.Event | None] | None = None
 
@@ -219,7 +223,8 @@ class Memory:
         self.strategy = Residual() if strategy is None else strategy
         self._keep_previous, self._rooms = keep_previous, Rooms()
         self._memories: dict[Layout, LayoutMemory] = {}
-        self._layout_of: dict[str, Layout] = {}
+        #: Where each parameter lies now.
+        self._places: dict[str, tuple[LayoutMemory, Slot]] = {}
         # What no layout has asked for yet, by vector and parameter: just loaded.
         self._waiting: dict[str, dict[str, Tensor]] = {}
         self._lost: float | Tensor = 0.0  # in layouts that are gone
@@ -253,10 +258,7 @@ class Memory:
         Where a residual is all that is kept, its memory is let go once all of it has been delivered.
         """
         self.let_go(layout)
-        found = any(slot.name in self._layout_of for slot in layout) or any(
-            slot.name in waiting for waiting in self._waiting.values() for slot in layout
-        )
-        if not found and self.strategy.only_residual:
+        if self.strategy.only_residual and not (self and self._has_any(layout)):
             return grad
         return self.of(layout, grad.device).take(grad)
 
@@ -270,8 +272,10 @@ class Memory:
         """Drop the memory of a layout that the `take` of a step before has emptied, as soon as that is known."""
         memory = self._memories.get(layout)
         if memory is not None and memory.is_empty:
-            self._drop([layout])
-            self._layout_of = {name: where for name, where in self._layout_of.items() if where != layout}
+            self._drop(memory)
+            for slot in layout:
+                if self._lies_in(memory, slot):
+                    del self._places[slot.name]
 
     def commit(self) -> None:
         """What has been delivered so far has been applied: `undo` goes no further back than here."""
@@ -283,23 +287,26 @@ class Memory:
         for memory in self._memories.values():
             memory.undo()
 
-    def give_back(self, layout: Layout, slot: Slot, mean: Tensor, gradient: Tensor | None = None) -> None:
-        """The mean of all ranks for one parameter was thrown away after the exchange: keep it. When every rank does so,
-        the mean of the residuals is what it was, plus that of the gradients that had gone in.
+    def give_back(self, layout: Layout, mean: Tensor, returned: Sequence[tuple[Slot, Tensor | None]]) -> None:
+        """The means of all ranks for some parameters were thrown away after the exchange: keep them. When every rank
+        does so, the mean of the residuals is what it was, plus that of the gradients that had gone in.
 
         What is not finite is left out.
 
         Args:
-            layout: in which the parameter was reduced; `holds` it.
-            slot: the parameter's, of `layout`.
+            layout: in which the parameters were reduced; `holds` it.
             mean: flat, in that layout: what was handed out.
-            gradient: what had gone in on this rank, in the parameter's shape, where it will go in again.
+            returned: each parameter's slot, of `layout`, and what had gone in on this rank, in the parameter's shape,
+                where it will go in again.
         """
+        if not returned:
+            return
         memory = self.of(layout, mean.device)
         memory.remember()
-        again = None if gradient is None else gradient.float()
         with memory.open():
-            self.strategy.thrown_away(memory, slot, slot.view(mean).float(), again)
+            for slot, gradient in returned:
+                again = None if gradient is None else gradient.float()
+                self.strategy.thrown_away(memory, slot, slot.view(mean).float(), again)
 
     def rescale(self, factor: float | Tensor) -> None:
         """Multiply everything: gradients are in units of a loss scale, and that has changed.
@@ -330,7 +337,7 @@ class Memory:
         for layout, memory in self._memories.items() if vector in self.strategy.vectors else ():
             flat = memory.whole(vector)
             for slot in layout:
-                if self._layout_of.get(slot.name) == layout:
+                if self._lies_in(memory, slot):
                     found[slot.name] = slot.view(flat).clone(memory_format=torch.contiguous_format)
         return found
 
@@ -350,7 +357,7 @@ class Memory:
                 raise ValueError(f"the checkpoint has {vector} of parameters, and {self.strategy} keeps {kept}")
         self.version += 1
         self._memories.clear()
-        self._layout_of.clear()
+        self._places.clear()
         self._lost = 0.0
         self._waiting = {
             vector: {name: tensor.detach().float().clone() for name, tensor in found.items()}
@@ -370,16 +377,16 @@ class Memory:
 
     def _gather(self, layout: Layout, device: torch.device) -> LayoutMemory:
         numel = layout_numel(layout)
-        olds = dict.fromkeys(self._layout_of[s.name] for s in layout if s.name in self._layout_of)
+        olds = dict.fromkeys(self._places[slot.name][0] for slot in layout if slot.name in self._places)
         # What the steps since `commit` have changed can be undone in the new layout too.
-        undoable = [old for old in olds if self._memories[old].can_undo]
+        undoable = [old for old in olds if old.can_undo]
         for old in olds:
-            self._memories[old].fold()
+            old.fold()
         saved: dict[str, Vector] = {}
         vectors: dict[str, Vector] = {}
         for vector in self.strategy.vectors:
-            before = {old: self._memories[old].before(vector) for old in undoable}
-            now = {old: self._memories[old].read(vector) for old in olds}
+            before = {old: old.before(vector) for old in undoable}
+            now = {old: old.read(vector) for old in olds}
             target = torch.zeros(numel, dtype=torch.float32, device=device)
             self._fill(target, vector, layout, now)
             vectors[vector] = self._kept_as(vector, target)
@@ -387,16 +394,20 @@ class Memory:
                 target = target.clone()
                 self._fill(target, vector, layout, before)
                 saved[vector] = self._kept_as(vector, target)
-        memory = LayoutMemory(self.strategy, vectors, self._keep_previous)
+        memory = LayoutMemory(self.strategy, vectors, self._keep_previous, layout)
         self.version += 1
         if saved:
             memory.can_go_back_to(saved)
         for slot in layout:
             for waiting in self._waiting.values():
                 waiting.pop(slot.name, None)
-            self._layout_of[slot.name] = layout
-        used = set(self._layout_of.values())
-        self._drop([old for old in self._memories if old not in used])
+            if slot.name in self._places:
+                self._places[slot.name][0].count -= 1
+            self._places[slot.name] = memory, slot
+        memory.count = len(layout)
+        for old in olds:
+            if not old.count:
+                self._drop(old)
         return memory
 
     def _kept_as(self, vector: str, flat: Tensor) -> Vector:
@@ -408,20 +419,28 @@ class Memory:
         found.write(flat)
         return found
 
-    def _fill(self, target: Tensor, vector: str, layout: Layout, olds: Mapping[Layout, Tensor]) -> None:
+    def _fill(self, target: Tensor, vector: str, layout: Layout, olds: Mapping[LayoutMemory, Tensor]) -> None:
         """Copy what `olds` have of the layout's parameters, or what is waiting for them."""
+        waiting = self._waiting.get(vector, {})
         for slot in layout:
-            loaded = self._waiting.get(vector, {}).get(slot.name)
-            old = self._layout_of.get(slot.name)
+            loaded = waiting.get(slot.name)
+            old, place = self._places.get(slot.name, (None, slot))
             if loaded is not None:
                 if loaded.is_cuda:  # made on the stream on which it was loaded
                     loaded.record_stream(torch.cuda.current_stream(loaded.device))
                 slot.view(target).copy_(loaded)
             elif old is not None and old in olds:
-                place = next(other for other in old if other.name == slot.name)
                 slot.view(target).copy_(place.view(olds[old]))
 
-    def _drop(self, layouts: Sequence[Layout]) -> None:
+    def _has_any(self, layout: Layout) -> bool:
+        """Whether something is kept of a layout's parameters, in whatever layout, or loaded."""
+        known = [self._places, *self._waiting.values()]
+        return any(slot.name in names for names in known for slot in layout)
+
+    def _lies_in(self, memory: LayoutMemory, slot: Slot) -> bool:
+        place = self._places.get(slot.name)
+        return place is not None and place[0] is memory
+
+    def _drop(self, memory: LayoutMemory) -> None:
         self.version += 1
-        for layout in layouts:
-            self._lost += total_lost([self._memories.pop(layout)])
+        self._lost += total_lost([self._memories.pop(memory.layout)])

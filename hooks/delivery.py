@@ -87,28 +87,29 @@ class Delivery:
 
     def keep(self, step: Step, names: Collection[str] | None = None) -> Tensor:
         """Nobody applies the means of these parameters, or of all: keep them. On the pipeline."""
-        for layout, slot, mean, _ in self._returned(step):
-            if names is None or slot.name in names:
-                self._feedback.give_back(layout, slot, mean)
+        for layout, mean, _ in self._returned(step):
+            returned = [(slot, None) for slot in layout if names is None or slot.name in names]
+            self._feedback.give_back(layout, mean, returned)
         return torch.empty(0, device="cpu")
 
     def _keep_unused(self, step: Step, names: set[str]) -> Tensor:
-        for layout, slot, mean, buffer in self._returned(step):
-            if slot.name in names:
-                grad = self._parameters[slot.name].grad if step.own else None
-                # In DDP's own bucket the mean has replaced the gradient that had gone in. Elsewhere both are there.
-                if grad is None or grad.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr():
-                    if grad is not None and step.factor is not None:
-                        grad = grad * step.factor
-                    self._feedback.give_back(layout, slot, mean, grad)
+        for layout, mean, buffer in self._returned(step):
+            returned: list[tuple[Slot, Tensor | None]] = []
+            for slot in layout:
+                if slot.name in names:
+                    grad = self._parameters[slot.name].grad if step.own else None
+                    # In DDP's own bucket the mean has replaced the gradient that had gone in. Elsewhere both are there.
+                    if grad is None or grad.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr():
+                        returned.append((slot, grad if grad is None or step.factor is None else grad * step.factor))
+            self._feedback.give_back(layout, mean, returned)
         return torch.empty(0, device="cpu")
 
-    def _returned(self, step: Step) -> Iterator[tuple[Layout, Slot, Tensor, Tensor]]:
-        """Each parameter of which something is kept: its layout, its place there, the flat mean in that layout, and
-        DDP's buffer. A step that is undone sent nothing."""
+    def _returned(self, step: Step) -> Iterator[tuple[Layout, Tensor, Tensor]]:
+        """Each layout of which something is kept, the flat mean in it, and DDP's buffer. A step that is undone sent
+        nothing."""
         if not step.undone:
             for unit, buffer in step.reduced:
                 mean = buffer if unit.packed is None else unit.packed
                 for layout, means in ((unit.layout, mean), (unit.beside, unit.extra)):
                     if self._feedback.holds(layout):
-                        yield from ((layout, slot, means, buffer) for slot in layout)
+                        yield layout, means, buffer

@@ -75,7 +75,7 @@ class SimulatedRanks:
                 gradient[slot.name], handed[slot.name] = slot.view(mean), slot.view(outs[0]).double()
                 if not applied:
                     for memory, out in zip(self.memories, outs, strict=True):
-                        memory.give_back(layout, slot, out)
+                        memory.give_back(layout, out, [(slot, None)])
         after, off, size = self.means(), 0.0, 0.0
         for name, there in before.items():
             given = handed[name] if applied else torch.zeros_like(handed[name])

@@ -248,12 +248,13 @@ class GradientReducer:
             # Only equal dtypes on one device can be compressed together.
             kinds = dict.fromkeys((p.dtype, p.device) for p in parameters)
             for kind in kinds:
-                bucket: list[Tensor] = []
+                bucket, filled = list[Tensor](), 0
                 for p in reversed([p for p in parameters if (p.dtype, p.device) == kind]):
-                    if bucket and sum(map(_bytes, bucket)) + _bytes(p) > BUCKET_BYTES:
+                    if bucket and filled + _bytes(p) > BUCKET_BYTES:
                         self._add_unit(bucket)
-                        bucket = []
+                        bucket, filled = [], 0
                     bucket.append(p)
+                    filled += _bytes(p)
                 self._add_unit(bucket)
 
     def _add_unit(self, parameters: list[Tensor]) -> None:

@@ -1,0 +1,142 @@
+"""Work that grows by the number of parameters, and not by its square: function calls of twice as many, not their time."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import gradwire.hooks.horovod as hvd
+import pytest
+import torch
+from gradwire import LocalUpdates, OneBit, Residual, TopK
+from gradwire.compress.feedback import RESIDUAL
+from gradwire.compress.layout import Slot, end_to_end, layout_numel
+from gradwire.compress.memory import Memory
+from gradwire.hooks.delivery import Delivery
+from gradwire.optim import OneBitAdam
+from ranks import Pool
+from torch import Tensor, nn
+from training import wrap
+
+Ranks = Callable[[int], Pool]
+
+
+@contextmanager
+def counted(name: str | None = None) -> Iterator[list[int]]:
+    """The number of calls of functions in Python, or of those of a name, and of steps of generators, on this thread."""
+    calls = [0]
+
+    def see(frame: FrameType, event: str, argument: object) -> None:
+        calls[0] += event == "call" and (name is None or frame.f_code.co_name == name)
+
+    before = sys.getprofile()
+    sys.setprofile(see)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(before)
+
+
+def slots(count: int) -> list[Slot]:
+    return [Slot(f"layer {place}", 8 * place, (8,), (1,)) for place in range(count)]
+
+
+def life(count: int, each: int) -> int:
+    """Calls in the life of a memory: residuals move from buckets of some parameters to others, are saved and loaded."""
+    with counted() as calls:
+        memory = Memory(keep_previous=True)
+        for order in (slots(count), slots(count)[::-1]):
+            layouts = [end_to_end(order[start : start + each]) for start in range(0, count, each)]
+            for layout in layouts:
+                memory.of(layout).remember()
+            for layout in layouts:
+                memory.take(layout, torch.zeros(layout_numel(layout)))
+            memory.load(memory.everything())
+        for layout in layouts:
+            memory.take(layout, torch.zeros(layout_numel(layout)))
+            memory.let_go(layout)
+    return calls[0]
+
+
+@pytest.mark.parametrize("each", [1, 1000])
+def test_memory_grows_with_parameters(each: int) -> None:
+    life(50, each)
+    assert life(400, each) < 2.5 * life(200, each)
+
+
+def test_a_layout_is_hashed_once() -> None:
+    layout = end_to_end(slots(100))
+    memory = Memory()
+    memory.of(layout)
+    with counted() as calls:
+        assert memory.holds(layout)
+        memory.of(layout)
+    assert calls[0] < 20
+
+
+def test_means_that_nobody_takes_are_kept_in_one_go() -> None:
+    layout = end_to_end(slots(100))
+    memory = Memory(Residual(dtype=torch.bfloat16))
+    memory.of(layout)
+    mean = torch.ones(layout_numel(layout))
+    unit = SimpleNamespace(layout=layout, packed=None, beside=(), extra=None)
+    step: Any = SimpleNamespace(undone=False, reduced=[(unit, mean)])
+    with counted("_opened") as opened:
+        Delivery({}, memory).keep(step)
+    assert all(torch.equal(kept, torch.ones(8)) for kept in memory.by_name(RESIDUAL).values())
+    assert opened[0] <= 2  # begun and ended
+
+
+class Many(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(nn.Parameter(torch.zeros(8)) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([*self.parts]).sum() * x
+
+
+def ddp(model: nn.Module, optimizer: Any) -> Any:
+    return (*wrap(model, OneBit()), optimizer, int)
+
+
+def local(model: nn.Module, optimizer: Any) -> Any:
+    updates = LocalUpdates(model, optimizer, OneBit(), every=1)
+    return model, updates, optimizer, updates.step
+
+
+def adam(model: nn.Module, optimizer: Any) -> Any:
+    made = OneBitAdam(model.parameters(), warmup_steps=1)
+    return model, made, made, int
+
+
+def horovod(model: nn.Module, optimizer: Any) -> Any:
+    hvd.init()
+    made = hvd.DistributedOptimizer(optimizer, model.named_parameters(), hvd.Compression.codec(TopK(0.1)))
+    return model, made, made, int
+
+
+def first_steps(rank: int, front: Callable[[nn.Module, Any], Any], count: int) -> int:
+    warnings.simplefilter("ignore")
+    model = Many(count)
+    with counted() as calls:
+        run, holder, optimizer, after = front(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(3):
+            run(torch.ones(())).backward()
+            optimizer.step()
+            after()
+            optimizer.zero_grad()
+        holder.load_state_dict(holder.state_dict())
+        holder.consolidated_state_dict()
+    return calls[0]
+
+
+@pytest.mark.parametrize("front", [ddp, local, adam, horovod])
+def test_first_steps_grow_with_parameters(ranks: Ranks, front: Callable[[nn.Module, Any], Any]) -> None:
+    ranks(2).run(first_steps, front, 10)
+    fewer, more = (max(ranks(2).run(first_steps, front, count)) for count in (300, 600))
+    assert more < 2.5 * fewer
