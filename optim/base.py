@@ -246,7 +246,7 @@ class ExchangingOptimizer(torch.optim.Optimizer):
         connection.agree("consolidated_state_dict()", self._steps)
         self._feedback.fold()
         saved = super().state_dict()
-        state = saved["state"] = {index: dict(found) for index, found in saved["state"].items()}
+        state = saved["state"] = copy.deepcopy(saved["state"])  # torch's shows the tensors that the next step changes
         own = [(bucket, name, bucket.flat[name].clone()) for bucket in self._buckets for name in sorted(self.own)]
         pieces.all_reduce(connection.group, self._buckets[0].exchanged.device, [mean for *_, mean in own])
         for bucket, name, mean in own:

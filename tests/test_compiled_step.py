@@ -117,7 +117,7 @@ REST = [ddp_straight, ddp_bound_late, local_inside_with, lion_in_ddp, horovod_by
 
 
 def trained(rank: int, make: Callable[[nn.Module], Made], backend: str | None, whole: bool) -> list[Tensor]:
-    """Parameters after some steps, compiled by a backend or as they are; the whole step, or backward and what follows."""
+    """Parameters after some steps, compiled by a backend or as they are; whole, or backward and what follows."""
     warnings.simplefilter("ignore")  # Dynamo's own
     torch._dynamo.reset()
     if make.__name__.startswith("horovod"):

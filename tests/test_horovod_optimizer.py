@@ -1175,3 +1175,39 @@ def in_another_order(rank: int) -> None:
 
 def test_parameters_in_another_order_are_not_mixed_up(ranks: Ranks) -> None:
     ranks(2).run(in_another_order)
+
+
+def snapshot(rank: int) -> None:
+    hvd.init()
+    model = model_of()
+    optimizer = sgd(model)
+    train(model, optimizer, rank, range(1))
+    saved = optimizer.consolidated_state_dict()
+    before = copy.deepcopy(saved["state"])
+    train(model, optimizer, rank, range(1, 2))
+    for index, found in before.items():
+        assert torch.equal(saved["state"][index]["momentum_buffer"], found["momentum_buffer"])
+
+
+def test_later_steps_leave_a_consolidated_checkpoint_alone(ranks: Ranks) -> None:
+    ranks(2).run(snapshot)
+
+
+def after_a_complex_gradient(rank: int) -> None:
+    hvd.init()
+
+    def step(dtype: torch.dtype) -> None:
+        p, q = parameter(4, dtype), parameter(4)
+        named = [("p", p), ("q", q)]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p, q], lr=0.1), named_parameters=named)
+        (p.abs().square().sum() + (q + 1.0).square().sum()).backward()
+        optimizer.step()
+
+    step(torch.float32)
+    with pytest.raises(ValueError, match="complex64"):
+        step(torch.complex64)
+    step(torch.float32)
+
+
+def test_a_refused_gradient_leaves_nothing_under_way(ranks: Ranks) -> None:
+    ranks(2).run(after_a_complex_gradient)

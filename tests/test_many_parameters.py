@@ -1,4 +1,4 @@
-"""Work that grows by the number of parameters, and not by its square: function calls of twice as many, not their time."""
+"""Work that grows by the number of parameters, and not by its square: calls of functions, not their time."""
 
 from __future__ import annotations
 

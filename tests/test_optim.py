@@ -730,3 +730,23 @@ def sharded(rank: int) -> list[str]:
 def test_sharded_parameters_are_refused(ranks: Ranks) -> None:
     first, second = ranks(2).run(sharded)
     assert first == second
+
+
+def snapshot(rank: int) -> bool:
+    model = perceptron()
+    optimizer = OneBitAdam(model.parameters(), warmup_steps=1)
+
+    def step(number: int) -> None:
+        model(batch(rank, number, model)).square().mean().backward()
+        optimizer.step()
+
+    step(0)
+    saved = optimizer.consolidated_state_dict()
+    before = copy.deepcopy(saved["state"])
+    step(1)
+    optimizer.close()
+    return all(torch.equal(saved["state"][i][name], x) for i, found in before.items() for name, x in found.items())
+
+
+def test_later_steps_leave_a_consolidated_checkpoint_alone(ranks: Ranks) -> None:
+    assert all(ranks(2).run(snapshot))

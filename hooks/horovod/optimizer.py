@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -369,6 +370,7 @@ class _Distributed(torch.optim.Optimizer):
         """As `state_dict`, with the mean over the ranks of what compression has left out: it loads on any number of
         ranks, and nothing is lost. A collective of the process set; other ranks have left nothing out."""
         state, compression = self.state_dict(), self._reducer.state
+        state["state"] = copy.deepcopy(state["state"])  # torch's shows the tensors that the next step changes
         if compression is None:
             return state
         own = state[ENTRY]

@@ -309,6 +309,13 @@ class GradientReducer:
     # -- one unit ----------------------------------------------------------------------------------------------------
 
     def _launch(self, unit: _Unit) -> None:
+        try:
+            self._start(unit)
+        except ValueError:  # the others are refused it too: nobody comes to wait for what is under way
+            self.reset()
+            raise
+
+    def _start(self, unit: _Unit) -> None:
         fill = all(p.grad is None for p in unit.parameters)
         for p in unit.parameters:
             if p.grad is None:
