@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..compress.feedback import RESIDUAL, Feedback
 from .comm.pieces import all_reduce
 from .connection import Connection
+from .names import renamed
 
 FORMAT = 2
 #: The key of residuals that are the mean over the ranks.
@@ -116,7 +117,8 @@ def read(
             raise ValueError(f"{text}; load_state_dict(..., strict=False) goes on without residuals")
         _warn(f"{text}; this rank goes on without residuals")
         vectors = {}
-    vectors = _of_this_model(vectors, parameters, strict)
+    named = {vector: renamed(found, parameters) for vector, found in vectors.items()}
+    vectors = _of_this_model(named, parameters, strict)
     # A checkpoint has zeros where nothing was kept.
     kept = {v: {name: x for name, x in found.items() if bool(x.any())} for v, found in vectors.items()}
     more = sorted(v for v in kept.keys() - expected.get("vectors", {}).keys() - {RESIDUAL} if kept[v])

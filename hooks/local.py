@@ -24,6 +24,7 @@ from .comm.untraced import untraced
 from .connection import Connection
 from .exchanges import all_finite
 from .local_options import LocalExchange, LocalOptions
+from .names import plain_names, renamed
 from .options import Exclude, check_dtypes, check_whole, excluded_names
 from .outer import TOGETHER, GlobalParameters, Outer, UnderWay, check_saved, fragments_of, together
 from .reducer import Reducer
@@ -375,6 +376,7 @@ class LocalUpdates:
         expected = {**checkpoint.export(key, nothing, **self._facts()), **{what: {} for what in TOGETHER}}
         idle = checkpoint.idle_names(() if self._options.keeps_all else self._excluded)
         saved, vectors = checkpoint.read(state_dict, expected, key, self._parameters, strict, OWNER, idle)
+        saved = {**saved, **{what: renamed(saved[what], self._parameters) for what in TOGETHER}}
         check_saved(saved, self._parameters, self._all())
         reducer.settle()
         self._feedback.load(vectors)
@@ -440,7 +442,8 @@ class LocalUpdates:
         check_writable(self._model)
 
     def _description(self, model: nn.Module, bucket_cap_mb: float) -> dict[str, Any]:
-        held = dict[str, Tensor](model.named_parameters()) | dict(model.named_buffers())
+        named = dict[str, Tensor](model.named_parameters()) | dict(model.named_buffers())
+        held = {name: named[full] for full, name in plain_names(named).items()}
         return {
             "version": __version__,
             **self._options.describe(dist.get_world_size(self._group)),

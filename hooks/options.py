@@ -16,6 +16,7 @@ from ..compress.feedback import RESIDUAL, Feedback, Residual
 from ..compress.wire import WIRE_VERSION
 from .auto.planner import Choice, Fallback, check_exchange, codecs_of
 from .comm.topology import node_size
+from .names import OUTERMOST, unwrapped
 
 #: The argument `exchange` of `CompressState`: one of these, or the name of a class that was registered.
 ExchangeName = Literal["auto", "gather", "two_pass", "union", "split", "factors", "dense", "hierarchical"] | str
@@ -167,7 +168,9 @@ def excluded_names(exclude: Exclude | None, parameters: Mapping[str, nn.Paramete
         )
     found: set[str] = set()
     for pattern in exclude:
-        matching = {name for name in parameters if fnmatchcase(name, pattern)}
+        inner = unwrapped(pattern)
+        ways = (pattern, inner, inner.removeprefix(OUTERMOST))
+        matching = next(filter(None, ({n for n in parameters if fnmatchcase(n, way)} for way in ways)), None)
         if not matching:
             first = ", ".join(map(repr, list(parameters)[:4]))
             raise ValueError(

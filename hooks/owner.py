@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .names import names_of
+
 
 def ddp_of(model: Any) -> DistributedDataParallel:
     """The DDP model that was handed over, or that is inside what `torch.compile` or Fabric made of it.
@@ -63,9 +65,6 @@ def module_of(model: DistributedDataParallel) -> nn.Module:
 def parameters_of(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
     """The parameters that DDP reduces, in the order in which it counts them, by the names that their module gives
     them."""
-    ignored, names = model.parameters_to_ignore, {id(p): name for name, p in module_of(model).named_parameters()}
+    ignored, names = model.parameters_to_ignore, names_of(module_of(model))
     named = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored]
-    # Without what torch.compile and other wrappers put in front, unless a name then means two of them.
-    full = {names.get(id(p), name).replace("_orig_mod.", ""): p for name, p in named}
-    short = {name.removeprefix("module."): p for name, p in full.items()}
-    return short if len(short) == len(full) else full
+    return {names.get(id(p), name): p for name, p in named}

@@ -8,12 +8,15 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .names import names_of
+
 
 def named_trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The model's parameters that require gradients and have elements, with their names."""
-    for name, p in model.named_parameters():
+    names = names_of(model)
+    for p in model.parameters():
         if p.requires_grad and p.numel():
-            yield name.replace("_orig_mod.", ""), p
+            yield names[id(p)], p
 
 
 def trainable(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from .. import checkpoint
 from ..checkpoint import MEAN
 from ..connection import Connection
+from ..names import renamed
 from .shards import Shards
 
 Vectors = dict[str, dict[str, Tensor]]
@@ -100,7 +101,7 @@ def _local(by_rank: Mapping[str, Mapping[str, Tensor]], parameters: Mapping[str,
     result: dict[str, Any] = {}
     for key, found in by_rank.items():
         result[key] = {}
-        for name, x in found.items():
+        for name, x in renamed(found, parameters).items():
             p = parameters.get(name)
             if isinstance(x, DTensor):
                 if p is not None and (x.shape, x.placements) != (p.shape, p.placements):

@@ -19,6 +19,7 @@ from ...compress.codec import DTYPES
 from ...compress.feedback import Feedback
 from ...compress.layout import Layout, Slot
 from ..comm.untraced import untraced
+from ..names import names_of, unwrapped
 from ..options import check_dtypes
 from ..reducer import Unit
 from ..rows import sparse_names
@@ -111,13 +112,13 @@ def find_shards(model: nn.Module, hook: str, replicas: int) -> list[Shards]:
     Raises:
         TypeError, ValueError, RuntimeError: this model's cannot be compressed.
     """
-    names = {id(p): name.replace("_orig_mod.", "") for name, p in model.named_parameters()}  # torch.compile's
+    names = names_of(model)
     found: list[Shards] = []
     for module_name, module in fsdp_modules(model, hook):
         groups = parameter_groups(module)
         check_group(module_name, groups)
         for group in groups:
-            shards = Shards(len(found), module_name, group, names, replicas)
+            shards = Shards(len(found), unwrapped(module_name), group, names, replicas)
             if shards.parameters:
                 found.append(shards)
     known = {id(p.sharded_param) for shards in found for p in shards.parameters.values()}
@@ -221,7 +222,7 @@ class Shards:
         def noted(*unused: Any) -> None:
             if group.reduce_grads:
                 having = [parameter for parameter in group.fsdp_params if _has_gradient(group, parameter)]
-                fresh = [p._param_fqn for p in having if id(p) not in known]
+                fresh = [unwrapped(p._param_fqn) for p in having if id(p) not in known]
                 if fresh:
                     raise RuntimeError(
                         f"gradwire: parameter {fresh[0]!r} did not require gradients when compress_fsdp was called, "

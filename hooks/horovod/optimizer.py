@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..comm.untraced import untraced
+from ..names import plain_names, renamed
 from ..optimizers import concern
 from .arithmetic import number
 from .basics import world
@@ -133,7 +134,8 @@ def _names(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]]
             "named_parameters was specified, but one or more model parameters were not named: those of shape "
             f"{shapes}. Pass the names of all parameters of the optimizer"
         )
-    return [(name_of[p], p) for p in parameters]
+    plain = plain_names(names)
+    return [(plain[name_of[p]], p) for p in parameters]
 
 
 def _groups(groups: Any, named: list[tuple[str, Tensor]]) -> list[list[int]] | None:
@@ -434,7 +436,9 @@ class _Distributed(torch.optim.Optimizer):
                 stacklevel=3,
             )
             return {**own, "residuals": {}}
-        check_residuals(own["residuals"], {name: tuple(p.shape) for name, p in _named(self)})
+        shapes = {name: tuple(p.shape) for name, p in _named(self)}
+        own = {**own, "residuals": renamed(own["residuals"], shapes)}
+        check_residuals(own["residuals"], shapes)
         return own
 
     def _load_residuals(self, own: dict[str, Any] | None) -> None:

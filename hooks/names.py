@@ -1,0 +1,47 @@
+"""Names of parameters: those that the module itself gives them, whatever has been wrapped around its parts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping
+from typing import TypeVar
+
+from torch import nn
+
+#: Under which torch.compile, activation checkpointing and FSDP1 keep the module that they wrap.
+WRAPPED = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"))
+#: Where DataParallel, AveragedModel and others keep it, and many a module a part of its own.
+OUTERMOST = "module."
+
+T = TypeVar("T")
+
+
+def unwrapped(name: str) -> str:
+    """A name, or a pattern of names, without the parts that wrappers have put in."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPED)
+
+
+def plain_names(names: Iterable[str]) -> dict[str, str]:
+    """The names without wrappers, by the full ones. No two are equal: those that would be keep their wrappers."""
+    short = {name: unwrapped(name) for name in names}
+    counts = Counter(short.values())
+    plain = {name: inner if counts[inner] == 1 else name for name, inner in short.items()}
+    inside = {name: inner.removeprefix(OUTERMOST) for name, inner in plain.items()}
+    return inside if len(set(inside.values())) == len(inside) else plain
+
+
+def names_of(module: nn.Module) -> dict[int, str]:
+    """The plain names of a module's parameters, by their id."""
+    named = dict(module.named_parameters())
+    plain = plain_names(named)
+    return {id(p): plain[name] for name, p in named.items()}
+
+
+def renamed(found: Mapping[str, T], known: Container[str]) -> dict[str, T]:
+    """What a checkpoint has by name, by the names that are known, where it has wrappers in its own."""
+    result: dict[str, T] = {}
+    for name, value in found.items():
+        inner = unwrapped(name)
+        plain = next((n for n in (name, inner, inner.removeprefix(OUTERMOST)) if n in known), name)
+        result[name if plain in found else plain] = value
+    return result
