@@ -227,10 +227,22 @@ class Connection:
         finally:
             self._words.timeout = usual
 
-    def refuse(self, problem: str) -> None:
-        """Tell ranks that are in a step, or come to one, why this one is not."""
-        self._announce(-1, _digest(problem))
-        self._compare("", {"error": problem})
+    def refuse(self, problem: str, patience: timedelta | None = None) -> None:
+        """Tell ranks that are in a step, or come to one, why this one is not.
+
+        Args:
+            patience: how long these may take to come; None: the group's timeout.
+
+        Raises:
+            ValueError: it, on every rank alike.
+            RuntimeError: a rank did not come.
+        """
+        self._words.timeout, usual = patience or self._words.timeout, self._words.timeout
+        try:
+            self._announce(-1, _digest(problem))
+            self._compare("", {"error": problem})
+        finally:
+            self._words.timeout = usual
 
     def _announce(self, *words: int) -> None:
         self._said[: len(words)], self._said[len(words) :] = words, 0

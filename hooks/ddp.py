@@ -20,14 +20,16 @@ from ..compress.layout import Slot
 from .auto.planner import Fallback
 from .backward import AtEnd, at_end, current_pass, raise_at_end, undisturbed, waited
 from .comm.untraced import untraced
+from .comm.group import HANDSHAKE_TIMEOUT
 from .delivery import Delivery
 from .loss_scale import LossScale
 from .options import ExchangeName, Exclude, Options
 from .owner import find_owner
-from .reducer import Reducer, Step, Unit
+from .reducer import LOOK_EVERY, Reducer, Step, Unit
 from .rows import Rows
 from .state import State
 from .straight import Straight
+from .untrained import Untrained
 
 Schedule = Callable[[int], Codec]
 
@@ -180,12 +182,34 @@ class CompressState(State):
         model, straight = self._model, self._straight
         if model is None or (model is not _nowhere and model() is None):
             self._find_model(bucket)
+        if self._open is None:
+            self._check_trained()
         if straight is None or self._step >= straight.until:
             straight = self._straight = self._straight_run() if self._open is None else None
         if straight is not None:  # a pass that raises must not leave DDP's buckets to a sum that is under way
             queued = AtEnd(self._end_straight, self._drop_straight).queue()
             straight.backward = current_pass() if queued else None
         return straight
+
+    def _check_trained(self) -> None:
+        """At the begin of a step. Raises ValueError where a parameter is trained that DDP does not reduce, on every
+        rank that hears of it; one that does not, as dense steps need no words, is left by its own group."""
+        model = self._ddp()
+        if model is None:
+            return
+        if self._untrained is None or self._step % LOOK_EVERY == 0:
+            self._untrained = Untrained(model, self._names)
+        problem = self._untrained.problem(model)
+        if problem is None:
+            return
+        connection = (self._reducer or self._connect(ValueError(f"gradwire: {problem}"))).connection
+        self._idle()
+        try:
+            connection.refuse(problem, HANDSHAKE_TIMEOUT)
+        except RuntimeError:
+            if connection.dense_group is not None:
+                connection.dense_group.cut()
+        raise ValueError(f"gradwire: {problem}")
 
     def _straight_run(self) -> Straight | None:
         """At the begin of a step."""
@@ -205,7 +229,7 @@ class CompressState(State):
     @staticmethod
     def _seen(model: nn.Module | None) -> bool:
         """Whether anybody but DDP sees the futures of the hook."""
-        return [hook for hook, _ in getattr(model, "_comm_hooks", ())] != [compress_hook]
+        return {hook for hook, _ in getattr(model, "_comm_hooks", ())} != {compress_hook}
 
     def _waits_at_end(self) -> bool:
         """Whether nobody waits for a future before the backward pass has ended, as DDP does in a static graph's first

@@ -34,6 +34,7 @@ class Delivery:
         self._parameters, self._feedback = parameters, feedback
         self._counts: Tensor | None = None  # DDP's: on how many ranks each parameter was used in the last step
         self._pending: Step | None = None
+        self._looked = False
 
     def look(self, model: DistributedDataParallel) -> None:
         """Find where DDP counts who uses what. Not from within the hook, where the reducer's lock is held.
@@ -41,14 +42,17 @@ class Delivery:
         Raises:
             ValueError: other parameters require gradients than did when DDP wrapped the model.
         """
-        if self._counts is None and (model.find_unused_parameters or model.static_graph):
-            counts = model.reducer._get_local_used_map()
-            if counts.numel() != len(self._parameters):
-                raise ValueError(
-                    f"{len(self._parameters)} of the model's parameters require gradients, and {counts.numel()} did "
-                    "when DDP wrapped it: wrap it again"
-                )
-            self._counts = counts
+        if self._looked:
+            return
+        reduced = model._get_ddp_logging_data().get("num_parameter_tensors", len(self._parameters))
+        if reduced != len(self._parameters):
+            raise ValueError(
+                f"{len(self._parameters)} of the model's parameters require gradients, and {reduced} did when DDP "
+                "wrapped it: wrap it again"
+            )
+        self._looked = True
+        if model.find_unused_parameters or model.static_graph:
+            self._counts = model.reducer._get_local_used_map()
 
     @property
     def pending(self) -> bool:

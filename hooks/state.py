@@ -23,15 +23,16 @@ from .delivery import Delivery
 from .loss_scale import LossScale, Tracker
 from .optimizers import expect_optimizer, judge
 from .options import Exclude, Options, check_dtypes, excluded_names
-from .owner import ddp_of, module_of, parameters_of
+from .owner import ddp_of, find_owner, module_of, parameters_of
 from .reducer import Reducer, Step, Unit
-from .registration import expect_hook
+from .registration import check_free, expect_hook, expect_hook_of_copy
 from .rows import Rows, sparse_names
 from .statistics import Statistics
 from .straight import Straight
+from .untrained import Untrained
 
 #: What belongs to a process and is left out of copies of a state.
-OF_PROCESS = ("_reducer", "_units", "_names", "_open", "_straight")
+OF_PROCESS = ("_reducer", "_units", "_names", "_open", "_straight", "_untrained")
 
 
 class State:
@@ -50,6 +51,8 @@ class State:
     _names: dict[int, str]
     _open: Step | None  # from its first bucket to its last
     _straight: Straight | None  # what serves steps that go without it
+    _untrained: Untrained | None  # as of the last look
+    _closed = False
 
     def __init__(
         self,
@@ -174,6 +177,8 @@ class State:
             self._parameters = parameters_of(model)
             self._device = next((p.device for p in self._parameters.values()), torch.device("cpu"))
             self._model, self._model_group = weakref.ref(model), model.process_group
+            if not within_hook:
+                check_free(model)
             if again:
                 _check_same(old, self._parameters)
                 self._delivery = Delivery(self._parameters, self._feedback)
@@ -331,6 +336,9 @@ class State:
         self.__dict__.update(state)
         self._delivery = Delivery(self._parameters, self._feedback)
         self._disconnect()
+        if self._bound and not self._closed:
+            mine = weakref.ref(self)
+            expect_hook_of_copy(self._parameters.values(), partial(_find_model, mine), partial(_refuse, mine))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = memo[id(self)] = type(self).__new__(type(self))
@@ -351,18 +359,19 @@ class State:
         if self._reducer is not None:
             self._reducer.close()
         self._disconnect()
+        self._closed = True
 
     def _disconnect(self) -> None:
         for name in OF_PROCESS:
             self.__dict__.pop(name, None)
-        self._reducer = self._open = self._straight = None
+        self._reducer = self._open = self._straight = self._untrained = None
         self._tracker.disconnected()
         self._units = {}
         self._names = {id(p): name for name, p in self._parameters.items()}
 
     def _connect(self, problem: Exception | None) -> Reducer:
         """Meet the other ranks, who hear of the problem that this one has, if it has any. A collective."""
-        options = self._options
+        options, self._closed = self._options, False
         connection = Connection(
             self._model_group or dist.group.WORLD,
             self._given_group,
@@ -432,9 +441,18 @@ def _judge(state: weakref.ref[State], optimizer: torch.optim.Optimizer) -> None:
         judge(mine._options, optimizer)
 
 
+def _find_model(state: weakref.ref[State], parameter: Tensor) -> DistributedDataParallel | None:
+    """The model of a copy, which knows it where both were copied at once."""
+    mine = state()
+    return None if mine is None else mine._ddp() or find_owner(mine, parameter)
+
+
 def _refuse(state: weakref.ref[State], problem: str) -> None:
     """Tell all ranks; nothing once a state is closed, or gone."""
     mine = state()
-    if mine is not None and mine._reducer is not None:
-        mine._reducer.connection.refuse(problem)
-        raise RuntimeError(f"gradwire: {problem}")
+    if mine is None or mine._closed:
+        return
+    error = RuntimeError(f"gradwire: {problem}")
+    reducer = mine._reducer or mine._connect(error)  # a copy has not met the others yet: this raises
+    reducer.connection.refuse(problem)
+    raise error

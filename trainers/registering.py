@@ -9,6 +9,7 @@ from torch import nn
 
 from ..hooks import CompressState, compress_hook
 from ..hooks.owner import ddp_of
+from ..hooks.registration import check_free, has_hook
 
 
 def register_hook(
@@ -24,13 +25,21 @@ def register_hook(
 
     Raises:
         TypeError: there is no DDP model inside.
-        ValueError: `CompressState.bind`'s; or the state has trained with a GradScaler and there is none, or the other
-            way round.
+        ValueError: `CompressState.bind`'s; or DDP cannot call the hook; or the state has trained with a GradScaler and
+            there is none, or the other way round.
         RuntimeError: the model has another hook; or `CompressState.bind`'s.
     """
     if not isinstance(state, CompressState):
         raise TypeError(f"state={state!r}: expected a CompressState, as CompressState(TopK(density=0.01)) makes it")
     ddp = ddp_of(model)
+    check_free(ddp)
+    if not has_hook(ddp):
+        ddp._comm_hooks.clear()  # of the model that this one is a copy of
+        if getattr(ddp, "_static_graph_delay_allreduce_enqueued", False):
+            raise ValueError(
+                "the model is a copy of one with static_graph=True, which torch never lets reduce anything: wrap its "
+                "module in DistributedDataParallel again"
+            )
     registered = any(known is state for _, known in ddp._comm_hooks)
     if ddp._comm_hooks and not registered:
         raise RuntimeError(

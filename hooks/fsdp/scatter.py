@@ -54,7 +54,7 @@ class ScatterState:
         self._statistics = Statistics()
         device, group, problem = torch.device("cpu"), dist.group.WORLD, None
         try:
-            self._shards = find_shards(model, "set_custom_reduce_scatter", replicas=1)
+            self._shards, _ = find_shards(model, "set_custom_reduce_scatter", replicas=1)
             device = self._shards[0].group.device
             group = self._shards[0].process_group
             _check_comms(self._shards)

@@ -106,21 +106,21 @@ def divide_factor(group: Any) -> float:
     return float(group.mesh_info.shard_mesh_size if factor is None else factor)
 
 
-def find_shards(model: nn.Module, hook: str, replicas: int) -> list[Shards]:
-    """The model's parameter groups that have something to reduce, for a hook that is set by this method.
+def find_shards(model: nn.Module, hook: str, replicas: int) -> tuple[list[Shards], list[Shards]]:
+    """The model's parameter groups that have something to reduce, for a hook that is set by this method, and those that
+    have nothing, as they are frozen.
 
     Raises:
         TypeError, ValueError, RuntimeError: this model's cannot be compressed.
     """
     names = names_of(model)
-    found: list[Shards] = []
+    found, frozen = list[Shards](), list[Shards]()
     for module_name, module in fsdp_modules(model, hook):
         groups = parameter_groups(module)
         check_group(module_name, groups)
         for group in groups:
             shards = Shards(len(found), unwrapped(module_name), group, names, replicas)
-            if shards.parameters:
-                found.append(shards)
+            (found if shards.parameters else frozen).append(shards)
     known = {id(p.sharded_param) for shards in found for p in shards.parameters.values()}
     named = dict(model.named_parameters())
     by_rows = sparse_names(model, named)  # `reduce_rows` does these
@@ -137,7 +137,7 @@ def find_shards(model: nn.Module, hook: str, replicas: int) -> list[Shards]:
     for shards in found:
         if shards.dtype not in DTYPES:
             raise TypeError(f"module {shards.module!r} reduces {shards.dtype}: use float32, float16 or bfloat16")
-    return found
+    return found, frozen
 
 
 class Shards:
@@ -202,17 +202,17 @@ class Shards:
 
     def attach(self, hook: Callable[[Shards, Tensor], None]) -> None:
         """Have FSDP call a hook in the place of an all-reduce."""
-        self._watch()
+        self.watch()
         self.group._all_reduce_hook = untraced(lambda output: hook(self, output))
 
     def replace_reduce_scatter(self, comm: Any) -> None:
         """Have FSDP call something in the place of its reduce-scatter, until `detach`."""
-        self._watch()
+        self.watch()
         group, before = self.group, self.group._reduce_scatter_comm
         group._reduce_scatter_comm = comm
         self._undo.append(lambda: setattr(group, "_reduce_scatter_comm", before))
 
-    def _watch(self) -> None:
+    def watch(self) -> None:
         """Note of which parameters FSDP reduces gradients, as it tells nobody: those without one are left out."""
         if self._undo:
             return

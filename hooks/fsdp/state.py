@@ -95,7 +95,7 @@ class FSDPState:
         self._options = options
         group: Any = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
         self._group: dist.ProcessGroup = group
-        self._shards: list[Shards] = []
+        self._shards, self._frozen = list[Shards](), list[Shards]()
         self._parameters: dict[str, nn.Parameter] = {}
         self._excluded: frozenset[str] = frozenset()
         self._open: Step | None = None
@@ -137,6 +137,8 @@ class FSDPState:
         self._uses = _Uses(connection.control.channel("used parameters"))
         for shards in self._shards:
             shards.attach(self._reduce)
+        for shards in self._frozen:  # nobody would reduce their gradients among the replicas
+            shards.watch()
         direct.install(self._shards)
         expect_optimizer(self._parameters.values(), partial(_judge, weakref.ref(self)))
 
@@ -171,6 +173,8 @@ class FSDPState:
             self._reducer = None
             for shards in self._shards:
                 shards.detach(_closed)
+            for shards in self._frozen:
+                shards.detach(None)
 
     # -- one step, seen from FSDP ------------------------------------------------------------------------------------
 
@@ -350,7 +354,7 @@ class FSDPState:
                 f"mesh has {mesh.ndim} dimensions, {dimensions}: pass the one over which shards are replicated, as in "
                 'compress_fsdp(…, mesh=mesh["replicate"])'
             )
-        self._shards = find_shards(model, "set_all_reduce_hook", self._group.size())
+        self._shards, self._frozen = find_shards(model, "set_all_reduce_hook", self._group.size())
         for shards in self._shards:
             hook, comm = shards.group._all_reduce_hook, getattr(shards.group, "_reduce_scatter_comm", None)
             if hook is not None and hook is not _closed:

@@ -1,0 +1,146 @@
+"""The hook is where gradients are reduced, at copies of a model too; or somebody says that it is not."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gradwire import CompressState, TopK, compress_hook
+from gradwire.trainers import register_hook
+from ranks import Pool
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
+from training import batch, perceptron, wrap
+
+Ranks = Callable[[int], Pool]
+
+
+def train(rank: int, model: Any, steps: int) -> None:
+    for step in range(steps):
+        model.zero_grad()
+        model(batch(rank, step, model)).square().mean().backward()
+
+
+def raised(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def copied(model: Any, how: str) -> tuple[Any, CompressState]:
+    """A copy of a model, and of the state whose hook it lists."""
+    twin = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    return twin, twin._comm_hooks[0][1]
+
+
+def registered(rank: int, how: str) -> list[Any]:
+    """A trainer's hook is registered at a copy: steps of its state, and most entries that a parameter's mean has."""
+    ddp, _ = wrap(perceptron(), TopK(0.01), exchange="gather")
+    train(rank, ddp, 3)
+    twin, state = copied(ddp, how)
+    for _ in range(2):
+        register_hook(twin, state)
+        train(rank, twin, 2)
+    most = max(int(p.grad.count_nonzero()) / p.numel() for p in twin.parameters())
+    return [state.step, most < 0.5, len(twin._comm_hooks)]
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_gets_the_hook(ranks: Ranks, how: str) -> None:
+    assert ranks(2).run(registered, how) == [[7, True, 1]] * 2
+
+
+def of_a_static_graph(rank: int, how: str) -> str:
+    ddp, _ = wrap(perceptron(), TopK(0.01), exchange="gather", ddp={"static_graph": True})
+    train(rank, ddp, 2)
+    return raised(lambda: register_hook(*copied(ddp, how)))
+
+
+def test_a_copy_that_torch_does_not_reduce_is_refused(ranks: Ranks) -> None:
+    assert all(
+        "wrap its module in DistributedDataParallel again" in text for text in ranks(2).run(of_a_static_graph, "pickle")
+    )
+
+
+def forgotten(rank: int, how: str, only: int | None) -> tuple[str, float]:
+    """A copy is trained without the hook, on all ranks or on one."""
+    ddp, _ = wrap(perceptron(), TopK(0.01), exchange="gather")
+    train(rank, ddp, 2)
+    twin, state = copied(ddp, how)
+    if rank == only:
+        twin.register_comm_hook(state, compress_hook)
+    twin.module(batch(rank, 0, twin)).sum().backward()  # nobody's business
+    with twin.no_sync():
+        train(rank, twin, 1)
+    start = time.monotonic()
+    return raised(lambda: train(rank, twin, 1)), time.monotonic() - start
+
+
+@pytest.mark.parametrize(("how", "only"), [("deepcopy", None), ("pickle", None), ("deepcopy", 1), ("pickle", 0)])
+def test_a_copy_without_the_hook_is_told_so(how: str, only: int | None) -> None:
+    pool = Pool(2)
+    try:
+        results = pool.run(forgotten, how, only, within=40)
+    finally:
+        pool.close()
+    for text, seconds in results:
+        assert "backward ran without the hook of the CompressState made for this model" in text
+        assert seconds < 15
+
+
+def closed(rank: int, how: str) -> list[bool]:
+    """A state that is closed does not mind, nor does one whose model trains by itself."""
+    ddp, _ = wrap(perceptron(), TopK(0.01), exchange="gather")
+    train(rank, ddp, 2)
+    twin, state = copied(ddp, how)
+    state.close()
+    train(rank, twin, 2)
+    again, _ = copied(ddp, how)
+    train(rank, again.module, 2)
+    return [all(bool(p.grad.all()) for p in model.parameters()) for model in (twin, again)]
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_may_train_without(ranks: Ranks, how: str) -> None:
+    assert ranks(2).run(closed, how) == [[True, True]] * 2
+
+
+def own_hooks(rank: int, case: str) -> list[str]:
+    """DDP's options that bring a hook: what is said of them, when the state is made, or bound, or registered."""
+    model: nn.Module = nn.Linear(4, 4)
+    options: dict[str, Any] = {}
+    if case == "mixed precision":
+        options = {"mixed_precision": _MixedPrecision(torch.float16, torch.float16, torch.float16)}
+    else:
+        with warnings.catch_warnings():  # torch's own, of jit
+            warnings.simplefilter("ignore")
+            from torch.distributed.optim import _apply_optimizer_in_backward
+        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    ddp = DistributedDataParallel(model, **options)
+    codec = TopK(0.5)
+    calls: list[Callable[[], object]] = [
+        lambda: CompressState(ddp, codec), lambda: CompressState(codec).bind(ddp),
+        lambda: register_hook(ddp, CompressState(codec)),
+    ]  # fmt: skip
+    return [raised(call) for call in calls]
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("mixed precision", ("mixed_precision", "torch.autocast")),
+        ("in backward", ("_apply_optimizer_in_backward", "after backward")),
+    ],
+)
+def test_hooks_of_ddps_own_are_named(ranks: Ranks, case: str, words: tuple[str, str]) -> None:
+    for texts in ranks(2).run(own_hooks, case):
+        assert all(word in text for text in texts for word in words), texts

@@ -1,0 +1,138 @@
+"""A parameter that is trained, and that nobody reduces, parts the replicas: it is refused before it has moved."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from fsdp_drawn import mesh_of
+from gradwire import CompressState, Identity, OneBit, compress_fsdp, compress_hook
+from gradwire.hooks import ddp as hooks_ddp
+from ranks import Pool
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+Ranks = Callable[[int], Pool]
+
+
+def unfreeze_and_add_param_group(modules: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """As Lightning's `BaseFinetuning` does."""
+    modules.requires_grad_(True)
+    optimizer.add_param_group({"params": list(modules.parameters())})
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4), nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    return model
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, steps: int) -> str:
+    try:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.randn(3, 4)).square().mean().backward()
+            optimizer.step()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def thawed(rank: int, dense: bool, culprits: list[int], how: str) -> tuple[str, str, bool, float]:
+    """Some ranks train a layer that was frozen: what is said before and after, whether it has moved, and the seconds
+    that took."""
+    inner = net()
+    model = DistributedDataParallel(inner)
+    state = CompressState(model, Identity() if dense else OneBit(), exchange="dense" if dense else "gather")
+    model.register_comm_hook(state, compress_hook)
+    optimizer = torch.optim.SGD([p for p in inner.parameters() if p.requires_grad], lr=0.1)
+    before = train(model, optimizer, 3)
+    assert (state._straight is not None) == dense
+    if rank in culprits and how == "unfrozen":
+        unfreeze_and_add_param_group(inner[0], optimizer)
+    elif rank in culprits:
+        inner.append(nn.Linear(2, 2))
+        optimizer.add_param_group({"params": list(inner[3].parameters())})
+    of = inner[3 if how == "added" and rank in culprits else 0]
+    was, start = of.weight.detach().clone(), time.monotonic()
+    with patch.object(hooks_ddp, "HANDSHAKE_TIMEOUT", timedelta(seconds=2)), patch.object(hooks_ddp, "LOOK_EVERY", 4):
+        after = train(model, optimizer, 4)
+    return before, after, torch.equal(was, of.weight), time.monotonic() - start
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_parameter_that_is_unfrozen_later_is_refused(ranks: Ranks, dense: bool) -> None:
+    for before, after, same, _ in ranks(2).run(thawed, dense, [0, 1], "unfrozen"):
+        assert before == ""
+        assert "parameter '0.weight' requires gradients, and did not when" in after
+        assert "find_unused_parameters=True" in after
+        assert same
+
+
+def test_a_parameter_that_is_added_is_refused(ranks: Ranks) -> None:
+    for before, after, _, _ in ranks(2).run(thawed, False, [0, 1], "added"):
+        assert before == ""
+        assert "parameter '3.weight' requires gradients" in after
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_one_rank_alone_leaves_nobody_waiting(dense: bool) -> None:
+    pool = Pool(2)
+    try:
+        results = pool.run(thawed, dense, [1], "unfrozen", within=60)
+    finally:
+        pool.close()
+    for before, after, same, seconds in results:
+        assert before == ""
+        assert "'0.weight' requires gradients" in after or "a rank does not answer in a dense step" in after
+        assert same
+        assert seconds < 20
+    assert "'0.weight' requires gradients" in results[1][1]
+
+
+def before_the_first_step(rank: int, late: bool) -> str:
+    """A layer is unfrozen between DDP and a state, which takes it for one of those that DDP reduces."""
+    inner = net()
+    model = DistributedDataParallel(inner)
+    inner[0].requires_grad_(True)
+    try:
+        state = CompressState(OneBit(), exchange="gather") if late else CompressState(model, OneBit())
+        model.register_comm_hook(state, compress_hook)
+        return train(model, torch.optim.SGD(inner.parameters(), lr=0.1), 1)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_ddp_must_reduce_what_requires_gradients(ranks: Ranks, late: bool) -> None:
+    for text in ranks(2).run(before_the_first_step, late):
+        assert "6 of the model's parameters require gradients, and 4 did when DDP wrapped it" in text
+
+
+def of_replicas(rank: int) -> tuple[str, str]:
+    """A layer of a sharded model, which FSDP reduces by itself, and its replicas do not."""
+    model: Any = net()
+    mesh = mesh_of((2, 1))
+    for layer in (*model, model):
+        fully_shard(layer, mesh=mesh["shard"])
+    state = compress_fsdp(model, OneBit(), mesh=mesh["replicate"], fallback=None)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    before = train(model, optimizer, 2)
+    unfreeze_and_add_param_group(model[0], optimizer)
+    after = train(model, optimizer, 2)
+    state.close()
+    return before, after
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "set_all_reduce_hook"), reason="torch has no set_all_reduce_hook")
+def test_a_frozen_module_of_a_sharded_model_is_refused_too(ranks: Ranks) -> None:
+    for before, after in ranks(2).run(of_replicas):
+        assert before == ""
+        assert "parameter '0.weight' did not require gradients when compress_fsdp was called" in after
