@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .auto.cost import Calibration, Shape, expected_union
-from .comm.entries import Carrier, Entries, bounds_of, range_samples
+from .comm.entries import Carrier, Entries, bounds_of, range_samples, used
 from .comm.group import Collective, Group, Port
 from .comm.pipeline import Clock, Stages
 from .exchanges import all_finite
@@ -91,10 +91,9 @@ class Rows:
         self.algorithm = self._choose(k, network)
         bounds = bounds_of(self._every, carrier.numel) if self.algorithm == "split" else []
         mean = yield from total(carrier, self.algorithm, entries, k, bounds, 1.0 / carrier.world_size)
-        if isinstance(mean, Tensor):
-            indices, values = torch.arange(carrier.numel, device=self.device), mean
-        else:
-            indices, values = mean.indices.long(), mean.values
+        if isinstance(mean, Tensor):  # rows that nobody has used are none of the gradient's: optimizers would move them
+            mean = used(mean)
+        indices, values = mean.indices.long(), mean.values
         values = values.to(grad.dtype, copy=True)  # the next step works in the same memory
         self.finite = bool(all_finite(values))  # in float16 a mean may be infinite that was not before
         grad.copy_(

@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 from gradwire import QSGD, CompressState, Identity, OneBit, TopK, compress_hook
 from gradwire.hooks.auto import probe
+from gradwire.hooks.comm.group import Group
+from gradwire.hooks.rows import Rows
+from gradwire.hooks.sparse import ALGORITHMS
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from ranks import Pool
@@ -223,6 +226,38 @@ runs = st.builds(
 @given(run=runs, world_size=st.sampled_from([2, 4]))
 def test_rows_are_exact_among_compressed_gradients(ranks: Ranks, run: Run, world_size: int) -> None:
     assert len(set(ranks(world_size).run(play, run))) == 1, "replicas differ"
+
+
+def by_sparse_adam(rank: int, algorithm: str | None, exclude: bool, inline: bool) -> tuple[list[list[int]], Tensor]:
+    """The rows of each step's gradient, and where they have moved to; None: DDP without a hook."""
+    torch.manual_seed(2)
+    table = nn.Embedding(9, 3, sparse=True)
+    ddp: Any = DistributedDataParallel(nn.Sequential(table, nn.Linear(3, 2)))
+    if algorithm is not None:
+        with patch.object(Group, "blocks", staticmethod(lambda *_: not inline)):
+            state = CompressState(ddp, OneBit(), exchange="gather", exclude=["0.weight"] if exclude else None)
+        ddp.register_comm_hook(state, compress_hook)
+    optimizer, found = torch.optim.SparseAdam([table.weight], lr=0.1), []
+    with patch.object(Rows, "_choose", lambda *_: algorithm):
+        for step in range(3):
+            optimizer.zero_grad()
+            used = torch.tensor([step, 6 + rank % 2, 8])
+            sign = torch.tensor([1.0, -2.0, 1.0 - 2 * (rank % 2)])  # on two ranks the last one's cancel out
+            (ddp(used).sum(1) * sign).sum().backward()
+            assert table.weight.grad is not None
+            found.append(table.weight.grad.coalesce().indices()[0].tolist())
+            optimizer.step()
+    return found, table.weight.detach()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("inline", [False, True])
+def test_rows_are_those_that_some_rank_has_used(ranks: Ranks, algorithm: str, inline: bool) -> None:
+    [(rows, weights), *_] = ranks(2).run(by_sparse_adam, None, False, False)
+    assert rows == [[step, 6, 7, 8] for step in range(3)]
+    for found, moved in ranks(2).run(by_sparse_adam, algorithm, inline, inline):
+        assert found == rows
+        assert torch.allclose(moved, weights, atol=1e-6)
 
 
 def refusals(rank: int) -> list[str]:

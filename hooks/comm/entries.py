@@ -315,10 +315,11 @@ class Carrier:
         return (yield from self.from_owners(owned, counts, bounds))
 
     def dense(self, entries: Entries) -> Stages:
-        """The sum, of all elements: float32 [numel, …]."""
-        flat = self.room("dense", self.numel * self.width, torch.float32).zero_()
+        """The sum, of all elements: float32 [numel, …]; -0.0 where no rank has an entry, and nowhere else alone: that
+        is the sum of nothing but -0.0."""
+        flat = self.room("dense", self.numel * self.width, torch.float32).fill_(-0.0)
         every = flat.view(self.numel, *self.row)
-        every[entries.indices.long()] = entries.values
+        every[entries.indices.long()] = entries.values + 0.0
         if self.group.named:  # the backend's own has no channel: it would have to wait for its turn
             yield from self.all_reduce(flat)
         else:
@@ -378,6 +379,13 @@ class Carrier:
     def count_all_reduce(self, tensor: Tensor) -> None:
         """An all-reduce of this tensor has been made."""
         self._count(tensor.nbytes, 2 * tensor.nbytes * (self.world_size - 1) // self.world_size)
+
+
+def used(every: Tensor) -> Entries:
+    """The entries that some rank has, zeros among them, of what `Carrier.dense` gives."""
+    some = ~(every.signbit() & (every == 0))
+    place = (some.any(1) if some.dim() > 1 else some).nonzero().view(-1)
+    return Entries(place.int(), every[place])
 
 
 def fill(out: Tensor, result: Entries) -> Tensor:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..auto import cost, probe
-from ..comm.entries import Carrier, Entries, Room, bounds_of, fill
+from ..comm.entries import Carrier, Entries, Room, bounds_of, fill, used
 from ..comm.group import Group
 from ..comm.pipeline import Stages, drive
 from ..comm.untraced import untraced
@@ -105,7 +105,7 @@ def sparse_all_reduce(
 
     Returns:
         The union's indices, ascending, in the dtype of `indices`, and the sums or means there, in that of `values`;
-        or `out`, if that was given. "dense" leaves out indices whose sum is zero. Equal bit for bit on all ranks.
+        or `out`, if that was given. Equal bit for bit on all ranks.
 
     Raises:
         ValueError, TypeError: if any rank was given what cannot be reduced, or ranks disagree. On every rank, with the
@@ -120,10 +120,9 @@ def sparse_all_reduce(
         with call.carrier.group.failing_together():
             result = reduce(call)
         if out is not None:
-            return out.copy_(result) if isinstance(result, Tensor) else fill(out, result)
+            return out.copy_(result.add_(0.0)) if isinstance(result, Tensor) else fill(out, result)
         if isinstance(result, Tensor):
-            place = (result.any(1) if result.dim() > 1 else result).nonzero().view(-1)
-            result = Entries(place.int(), result[place])
+            result = used(result)
         # Copies: the next call works in the same memory.
         return (
             result.indices.to(indices.device, indices.dtype, copy=True),
