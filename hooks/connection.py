@@ -142,6 +142,7 @@ class Connection:
         drift: bool,
         scaling: Scaling | None,
         patience: timedelta | None = None,
+        joined: bool = False,
     ) -> None:
         """Begin to tell the other ranks what comes next here. From host to host, so that no GPU is waited for.
 
@@ -151,10 +152,11 @@ class Connection:
             drift: whether this rank sees that the network has changed.
             scaling: what the loss scaler has done, as far as this rank knows.
             patience: how long the others may take to tell, where that is not the group's timeout.
+            joined: whether this rank has run out of data, and gives zeros.
         """
         self._words.timeout, usual = patience or self._words.timeout, self._words.timeout
         digest = choice.digest ^ (_digest(repr(sorted(past.items()))) if past is not Connection._past else 0)
-        self._announce(step, digest, saves, drift, *(() if scaling is None else scaling.words()))
+        self._announce(step, digest, saves, drift + 2 * joined, *(() if scaling is None else scaling.words()))
         self._words.timeout = usual
 
     def raised(self, step: int, names: Iterable[str]) -> None:
@@ -198,6 +200,10 @@ class Connection:
         """
         means = {"error_feedback": choice.feedback, "way": choice.way, **past}
         self._compare("a training step", {"codec": str(choice.codec), "exchange": choice.exchange, **means})
+
+    def share(self) -> float:
+        """After `announced`: how many ranks there are for each that has not joined."""
+        return len(self._all) / max(1, sum(not row[3] & 2 for row in self._all.tolist()))
 
     def scaling(self) -> Scaling | None:
         """After `compare`: what the loss scaler has done by the word of the first rank that knows, if one does."""
@@ -256,7 +262,7 @@ class Connection:
             handshake.compare(self.control.objects({"call": call, "step": mine[0], **means}), remedy)
         self.uneven_saves |= any(row[2] != mine[2] for row in rows)
         # To measure it takes collectives.
-        self.drifted = any(row[3] for row in rows) and not self.group.shared
+        self.drifted = any(row[3] & 1 for row in rows) and not self.group.shared
 
     def averaged(self, numbers: list[float]) -> list[float]:
         """The ranks' mean of each number, the same on all. A collective."""

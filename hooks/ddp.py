@@ -146,7 +146,7 @@ class CompressState(State):
         if first:
             step.own = AtEnd(partial(self._ended, step), partial(self._throw_away, step)).queue()
             # In DDP.join, which reads from the device at every step, ranks that have joined must hear of the scale.
-            joins = getattr(getattr(self._ddp(), "_join_config", None), "enable", False)
+            joins, step.of_present = _joins(self._ddp())
             scaling = self._tracker.loss_scale.scaling(read=joins) if step.own else None
             reducer.greet(step, unit, self._saves, scaling, step.own and self._waits_at_end() and undisturbed())
         future = reducer.reduce(step, unit, buffer)
@@ -184,7 +184,7 @@ class CompressState(State):
             self._find_model(bucket)
         if self._open is None:
             self._check_trained()
-        if straight is None or self._step >= straight.until:
+        if straight is None or self._step >= straight.until or _joins(self._ddp())[1]:
             straight = self._straight = self._straight_run() if self._open is None else None
         if straight is not None:  # a pass that raises must not leave DDP's buckets to a sum that is under way
             queued = AtEnd(self._end_straight, self._drop_straight).queue()
@@ -215,7 +215,7 @@ class CompressState(State):
         """At the begin of a step."""
         reducer, model = self._reducer or self._connect(None), self._ddp()
         self._delivery.settle(reducer.connection.pipeline)
-        if getattr(model, "skip_all_reduce_unused_params", False):
+        if getattr(model, "skip_all_reduce_unused_params", False) or _joins(model)[1]:
             return None
         options, step = self._options, self._step
         until = options.warmup_steps if step < options.warmup_steps else sys.maxsize
@@ -391,6 +391,12 @@ def strides_in_bucket(parameter: Tensor) -> tuple[int, ...]:
                 return torch.empty(parameter.shape, device="meta").stride()
             expected *= size
     return parameter.stride()
+
+
+def _joins(model: nn.Module | None) -> tuple[bool, bool]:
+    """Whether the model is in `DDP.join`, where ranks run out of data, and whether means are to be of the others."""
+    joins = getattr(getattr(model, "_join_config", None), "enable", False)
+    return joins, joins and not getattr(model, "_divide_by_initial_world_size", True)
 
 
 def _nowhere() -> None:

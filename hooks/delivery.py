@@ -114,6 +114,8 @@ class Delivery:
         if not step.undone:
             for unit, buffer in step.reduced:
                 mean = buffer if unit.packed is None else unit.packed
+                if unit.packed is None and step.share != 1.0:
+                    mean = mean / step.share
                 for layout, means in ((unit.layout, mean), (unit.beside, unit.extra)):
                     if self._feedback.holds(layout):
                         yield layout, means, buffer

@@ -263,6 +263,9 @@ class Step:
     factor: Tensor | None = None
     #: Whether gradients of this rank go in, and not zeros in the place of a rank that has joined.
     own: bool = True
+    #: Whether means are of the ranks alone that have not joined, and how many ranks there are for each of those.
+    of_present: bool = False
+    share: float = 1.0
     #: Learns from the device whether the scaler will skip it, as long as that is not known.
     learn: Callable[[], None] | None = None
     #: Whether its owner has got all of its means, or never will.
@@ -469,7 +472,8 @@ class Reducer:
             # Ranks that go straight on tell nothing: if some of them still do, waiting for them must end.
             patience = HANDSHAKE_TIMEOUT if left_early else None
             changed = self.tuner.changed
-            self.connection.announce(step.number, step.choice, step.past, saves, changed, scaling, patience)
+            told = step.number, step.choice, step.past, saves, changed, scaling, patience
+            self.connection.announce(*told, not step.own)
             if not self._tracker.follow(self.connection, step, scaling):
                 yield self.connection.announced
                 self.connection.compare(step.choice, step.past)
@@ -494,6 +498,10 @@ class Reducer:
             keeps = unit.plan.feedback and unit.exchange.numel > 0
             self._clean &= not keeps
             yield from unit.reduce(buffer, self._feedback, keeps, number)
+            if step.of_present:
+                yield self.connection.announced
+                step.share = self.connection.share()
+                buffer.mul_(step.share)
             if choice.exchange == "auto" and number % REVIEW_EVERY == REVIEW_EVERY - 1:
                 union = unit.exchange.union_of(buffer if unit.packed is None else unit.packed)
                 unit.counting = None if union is None else Reading(union.view(1, 1))
@@ -513,6 +521,9 @@ class Reducer:
             carrier, statistics = rows.carrier, self._statistics
             sent, received = carrier.sent, carrier.received
             yield from rows.reduce(grad, self.connection.planner.network)
+            if step.of_present:
+                yield self.connection.announced
+                grad.mul_(self.connection.share())
             step.rows.append(rows)
             statistics.elements += rows.numel
             statistics.dense_bytes += 4 * rows.numel
