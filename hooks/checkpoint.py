@@ -117,7 +117,7 @@ def read(
             raise ValueError(f"{text}; load_state_dict(..., strict=False) goes on without residuals")
         _warn(f"{text}; this rank goes on without residuals")
         vectors = {}
-    named = {vector: renamed(found, parameters) for vector, found in vectors.items()}
+    named: dict[str, Mapping[str, Tensor]] = {vector: renamed(found, parameters) for vector, found in vectors.items()}
     vectors = _of_this_model(named, parameters, strict)
     # A checkpoint has zeros where nothing was kept.
     kept = {v: {name: x for name, x in found.items() if bool(x.any())} for v, found in vectors.items()}

@@ -19,6 +19,7 @@ from ..hooks.comm import handshake, pieces
 from ..hooks.comm.untraced import untraced
 from ..hooks.connection import Connection
 from ..hooks.loss_scale import LossScale, Tracker
+from ..hooks.names import unwrapped
 from ..hooks.options import Options, check_dtypes, check_whole
 from ..hooks.outer import fragments_of
 from ..hooks.reducer import Reducer
@@ -208,16 +209,16 @@ class ExchangingOptimizer(torch.optim.Optimizer):
                 f"{self._owner} takes no GradScaler, which on each rank skips steps by that rank's own gradients: use "
                 "torch.autocast with bfloat16, whose gradients need no scale"
             )
-        for group in self.param_groups:
-            for p in group["params"]:
+        for number, group in enumerate(self.param_groups):
+            for place, p in enumerate(group["params"]):
                 if p.grad is not None and p.numel() and id(p) not in self._trained:
                     return (
-                        f"a parameter of shape {tuple(p.shape)} has a gradient, and required none when "
+                        f"{_called(group, number, place)} has a gradient, and required none when "
                         f"{self._owner} was made: let it require one before, or add it as a group later on"
                     )
                 if p.grad is not None and p.grad.layout != torch.strided:
                     return (
-                        f"a parameter of shape {tuple(p.shape)} has a gradient of layout {p.grad.layout}: build the "
+                        f"{_called(group, number, place)} has a gradient of layout {p.grad.layout}: build the "
                         "embedding with sparse=False"
                     )
         if self._replicas is None:
@@ -387,6 +388,13 @@ class ExchangingOptimizer(torch.optim.Optimizer):
             "parameter groups": groups,
             "the parameters": handshake.describe_model(self._named(), ()),
         }
+
+
+def _called(group: Mapping[str, Any], number: int, place: int) -> str:
+    """A parameter by its name, where the optimizer was given names, and by its place."""
+    names = group.get("param_names")
+    name = "" if names is None else f" {unwrapped(names[place])!r},"
+    return f"parameter{name} {place} of group {number}, of shape {tuple(group['params'][place].shape)},"
 
 
 def check_range(name: str, value: object, end: float) -> None:

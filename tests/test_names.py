@@ -107,9 +107,8 @@ def front(kind: str, wrapped: bool, exclude: str = "1.bias") -> tuple[Any, Calla
         mesh = mesh_of((1, 2) if whole else (2, 1))
         for layer in (*model, model):
             fully_shard(layer, mesh=mesh["shard"])
-        owner = compress_fsdp(
-            model, OneBit(), exclude=[exclude], **({} if whole else {"mesh": mesh["replicate"], "fallback": None})
-        )
+        how: Any = {} if whole else {"mesh": mesh["replicate"], "fallback": None}
+        owner = compress_fsdp(model, OneBit(), exclude=[exclude], **how)
 
     def train() -> None:
         model.zero_grad()

@@ -60,7 +60,7 @@ def thawed(rank: int, dense: bool, culprits: list[int], how: str) -> tuple[str, 
     elif rank in culprits:
         inner.append(nn.Linear(2, 2))
         optimizer.add_param_group({"params": list(inner[3].parameters())})
-    of = inner[3 if how == "added" and rank in culprits else 0]
+    of: Any = inner[3 if how == "added" and rank in culprits else 0]
     was, start = of.weight.detach().clone(), time.monotonic()
     with patch.object(hooks_ddp, "HANDSHAKE_TIMEOUT", timedelta(seconds=2)), patch.object(hooks_ddp, "LOOK_EVERY", 4):
         after = train(model, optimizer, 4)
