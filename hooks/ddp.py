@@ -19,8 +19,8 @@ from ..compress.feedback import Feedback
 from ..compress.layout import Slot
 from .auto.planner import Fallback
 from .backward import AtEnd, at_end, current_pass, raise_at_end, undisturbed, waited
-from .comm.untraced import untraced
 from .comm.group import HANDSHAKE_TIMEOUT
+from .comm.untraced import untraced
 from .delivery import Delivery
 from .loss_scale import LossScale
 from .options import ExchangeName, Exclude, Options

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .comm.untraced import untraced
 from .backward import at_end, current_pass
+from .comm.untraced import untraced
 
 PROBLEM = (
     "backward ran without the hook of the CompressState made for this model: call "
