@@ -20,7 +20,7 @@ from ...compress.layout import Layout, Slot, layout_numel
 from ...compress.memory import Memory
 from ..auto.planner import check_exchange, default_exchange
 from ..comm.pipeline import drive
-from ..exchanges import EXCHANGES
+from ..exchanges import EXCHANGES, Dense
 from ..reducer import Unit
 from .collectives import Channel
 
@@ -129,7 +129,8 @@ class CompressionState:
         self._shapes[layout[0].name] = [slot.shape for slot in layout]
         unit, key = self._unit(layout, flat, channel), layout[0].name
         step = self._steps.get(key, max(self._steps.values(), default=1) - 1)
-        drive(unit.reduce(flat, self.feedback, self.compression.keeps, step))
+        keeps = self.compression.keeps and unit.exchange.name != Dense.name
+        drive(unit.reduce(flat, self.feedback, keeps, step))
         self._steps[key] = step + 1
         if not keep:
             del self._units[key], self._shapes[key]
