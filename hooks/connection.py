@@ -17,7 +17,7 @@ from .comm import handshake
 from .comm.group import HANDSHAKE_TIMEOUT, Group, Work
 from .comm.pipeline import Pipeline
 from .comm.topology import make_topology
-from .loss_scale import Scaling
+from .loss_scale import Scaling, check_equal
 
 CONSTRUCT = "Construct {} with equal arguments and models on every rank"
 RAISED, LOADED = "what raised before", "loaded checkpoints"
@@ -196,10 +196,12 @@ class Connection:
         """Wait for what the others have announced, as this rank has.
 
         Raises:
-            ValueError: they are at another step, or mean something else; on every rank alike.
+            ValueError: they are at another step, mean something else, or scale their losses otherwise; on every rank
+                alike.
         """
         means = {"error_feedback": choice.feedback, "way": choice.way, **past}
-        self._compare("a training step", {"codec": str(choice.codec), "exchange": choice.exchange, **means})
+        rows = self._compare("a training step", {"codec": str(choice.codec), "exchange": choice.exchange, **means})
+        check_equal([row[4:] for row in rows])
 
     def share(self) -> float:
         """After `announced`: how many ranks there are for each that has not joined."""
@@ -254,15 +256,18 @@ class Connection:
         self._said[: len(words)], self._said[len(words) :] = words, 0
         self._under_way = self._port.start()
 
-    def _compare(self, call: str, means: dict[str, Any]) -> None:
+    def _compare(self, call: str, means: dict[str, Any]) -> list[list[int]]:
         self._under_way.wait()
         rows, mine = self._all.tolist(), self._mine.tolist()
         if any(row[:2] != mine[:2] for row in rows):
-            remedy = "Every rank must make the same calls with the same arguments"
+            remedy = (
+                "Every rank must make the same calls with the same arguments, and resume from one step's checkpoint"
+            )
             handshake.compare(self.control.objects({"call": call, "step": mine[0], **means}), remedy)
         self.uneven_saves |= any(row[2] != mine[2] for row in rows)
         # To measure it takes collectives.
         self.drifted = any(row[3] & 1 for row in rows) and not self.group.shared
+        return rows
 
     def averaged(self, numbers: list[float]) -> list[float]:
         """The ranks' mean of each number, the same on all. A collective."""

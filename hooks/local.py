@@ -30,6 +30,7 @@ from .outer import TOGETHER, GlobalParameters, Outer, UnderWay, check_saved, fra
 from .reducer import Reducer
 from .replicas import check_writable, named_trainable, trainable
 from .schedule import Rounds, Schedule
+from .skipped import Skips
 from .statistics import Statistics
 
 OWNER = "LocalUpdates"
@@ -54,10 +55,10 @@ class LocalUpdates:
             loss(model(batch)).backward(); optimizer.step(); optimizer.zero_grad()
             updates.step()
 
-    Inside `with updates:` the optimizer's steps are counted by themselves, and `step` must not be called. Constructing
-    it is a collective: ranks compare options and parameters, and all start from the first rank's parameters and
-    buffers, as in DDP. Later on the optimizer's state and buffers, such as BatchNorm's statistics, stay each rank's
-    own.
+    Inside `with updates:` the optimizer's steps are counted by themselves, those too that a GradScaler skips, and
+    `step` must not be called. Constructing it is a collective: ranks compare options and parameters, and all start from
+    the first rank's parameters and buffers, as in DDP. Later on the optimizer's state and buffers, such as BatchNorm's
+    statistics, stay each rank's own.
 
     θ0 and e are float32, whatever the parameters are. Memory: 4 bytes an element for θ0, 4 for the momentum, where
     there is one, 8 where a residual is kept (4 or 2 by `Residual(dtype=…)`), and 4 for Δ.
@@ -137,7 +138,7 @@ class LocalUpdates:
         self._under_way: UnderWay | None = None
         #: What a signal's handler has raised while this rank waited, until its step is whole.
         self._interruption: BaseException | None = None
-        self._handle: Any = None
+        self._handles: list[Any] = []
         self._statistics = Statistics()
         fragments_in: list[list[dict[str, nn.Parameter]]] = []
         self._excluded: frozenset[str] = frozenset()
@@ -175,15 +176,17 @@ class LocalUpdates:
 
     @untraced
     def __enter__(self) -> Self:
-        if self._handle is not None:
+        if self._handles:
             raise RuntimeError(f"this {OWNER} counts the optimizer's steps already: leave the first `with` first")
-        self._handle = self._optimizer.register_step_post_hook(lambda *_: self._counted())
+        counted = self._optimizer.register_step_post_hook(lambda *_: self._counted())
+        self._handles = [counted, Skips(self._optimizer, lambda: self._steps, self._counted)]
         return self
 
     @untraced
     def __exit__(self, *exception: object) -> None:
-        self._handle.remove()
-        self._handle = None
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
     @property
     def rounds(self) -> int:
@@ -210,7 +213,7 @@ class LocalUpdates:
             ValueError: another rank means something else; on every rank alike. Or the model has parameters to train
                 that it had not: local progress is as it was.
         """
-        if self._handle is not None:
+        if self._handles:
             raise RuntimeError("inside `with` the optimizer's steps are counted by themselves: leave out step()")
         self._counted()
 
@@ -285,7 +288,8 @@ class LocalUpdates:
         if self._under_way is not None:  # of a checkpoint with another schedule
             self._apply(self._schedule.blend)
         self._check_trained(reducer.connection)
-        step = reducer.begin(self._rounds, self._options.choice(self._rounds))
+        pieces = f"{parts[0].unit.index} to {parts[-1].unit.index} of {len(self._all())}"
+        step = reducer.begin(self._rounds, self._options.choice(self._rounds), {"pieces of the model": pieces})
         self._rounds += 1
         reducer.greet(step, parts[0].unit, 0, None)
         buffers, futures = list[Tensor](), list[torch.futures.Future[Tensor]]()

@@ -15,6 +15,13 @@ import torch
 from torch import Tensor
 
 from ..compress.memory import Memory
+from .comm.reading import Reading
+
+#: How to mend scales that differ.
+EQUAL_SCALES = (
+    "Gradients of different scales have no mean. Give every rank's GradScaler the state_dict() of one rank: after a "
+    "resume, and after an epoch in which ranks made different numbers of steps"
+)
 
 
 @dataclass(frozen=True)
@@ -24,22 +31,52 @@ class Scaling:
     Attributes:
         scale: that gradients have now; on a GPU a tensor [], for which nobody has to wait.
         updated: whether the steps before are settled.
+        known: the scale as a number; on a GPU that of the step before, None in the first.
     """
 
     scale: float | Tensor
     updated: bool
+    known: float | None = None
 
     def words(self) -> tuple[int, int]:
-        """As whole numbers of 64 bits, which `of` reads; what is on a GPU is not known here."""
+        """As whole numbers of 64 bits: the first says how much is known, the second is the scale."""
         if isinstance(self.scale, Tensor):
-            return 0, 0
-        return 1 + self.updated, struct.unpack("<q", struct.pack("<d", self.scale))[0]
+            return (0, 0) if self.known is None else (BEFORE, _bits(self.known))
+        return 1 + self.updated, _bits(self.scale)
 
     @classmethod
     def of(cls, words: Sequence[int]) -> Scaling | None:
-        """None where nothing is known."""
+        """None where it is not known what the scaler has done."""
         known, bits = words
-        return cls(struct.unpack("<d", struct.pack("<q", bits))[0], known == 2) if known else None
+        return cls(_number(bits), known == 2) if known in (1, 2) else None
+
+
+#: The first of a scaling's words where the second is the scale of the step before.
+BEFORE = 3
+
+
+def check_equal(scalings: Sequence[Sequence[int]]) -> None:
+    """Compare the ranks' `Scaling.words`; a rank that has joined knows of no scale.
+
+    Raises:
+        ValueError: two ranks know of different scales. Given the same words, on every rank alike.
+    """
+    known = [(rank, bits) for rank, (kind, bits) in enumerate(scalings) if kind]
+    for rank, bits in known:
+        if bits != known[0][1]:
+            first, scale = known[0]
+            raise ValueError(
+                f"ranks disagree on the loss scale: rank {first} has {_number(scale)}, rank {rank} has "
+                f"{_number(bits)}. {EQUAL_SCALES}"
+            )
+
+
+def _bits(scale: float) -> int:
+    return int(struct.unpack("<q", struct.pack("<d", scale))[0])
+
+
+def _number(bits: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
 
 
 class LossScale:
@@ -59,6 +96,7 @@ class LossScale:
             )
         self.scaler = scaler
         self._seen: Any = None
+        self._reading: Reading | None = None
 
     @property
     def skips(self) -> bool:
@@ -72,13 +110,29 @@ class LossScale:
             read: have the scale as a number, so that other ranks can be told; waits for the device.
         """
         scale = self.read() if read else self.scale
-        return None if scale is None else Scaling(scale, self.updated())
+        if read:  # others may have joined, and know of no step before
+            self.forget()
+        return None if scale is None else Scaling(scale, self.updated(), None if read else self.known())
 
     @property
     def scale(self) -> float | Tensor | None:
         """The scale that gradients have now, where it lies; None where nothing scales them."""
         scale = getattr(self.scaler, "_scale", None) if self.skips else None
         return scale if isinstance(scale, Tensor) and scale.is_cuda else self.read()
+
+    def known(self) -> float | None:
+        """The scale as a number, for ranks to compare, without a wait: on a GPU that of the last call, None in the
+        first."""
+        scale = self.scale
+        if not isinstance(scale, Tensor):
+            return scale
+        before = self._reading
+        self._reading = Reading(scale.double().view(1, 1))
+        return None if before is None else float(before.read()[0][0])
+
+    def forget(self) -> None:
+        """The next step is the first that all ranks make."""
+        self._reading = None
 
     def read(self) -> float | None:
         """The scale that gradients have now, as a number: waits for the device. None where nothing scales them."""
@@ -93,7 +147,7 @@ class LossScale:
         return updated
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"scaler": self.scaler, "_seen": None}
+        return {"scaler": self.scaler, "_seen": None, "_reading": None}
 
 
 class Told(Protocol):

@@ -250,7 +250,7 @@ class Step:
 
     number: int
     choice: Choice
-    #: What ranks must have done alike before it began, as `Connection` has it.
+    #: What ranks must have done alike before it began, as `Connection` has it, and what else must be equal.
     past: Mapping[str, str]
     names: set[str] = field(default_factory=set)
     reduced: list[tuple[Unit, Tensor]] = field(default_factory=list)
@@ -358,11 +358,16 @@ class Reducer:
         self._all_dense = None
         self.connection.raised(number, [f"bucket {place}" for place in range(sums)])
 
-    def begin(self, number: int, choice: Choice) -> Step:
-        """A step begins; `greet` must follow."""
+    def begin(self, number: int, choice: Choice, alike: Mapping[str, str] | None = None) -> Step:
+        """A step begins; `greet` must follow.
+
+        Args:
+            alike: what else must be equal on all ranks, by the name to complain with.
+        """
         self._await_last(number)
         self._all_dense = None
-        self._last = Step(number, self.tuner.follow(choice), self.connection.past(), began=time.perf_counter())
+        past = self.connection.past() if alike is None else {**self.connection.past(), **alike}
+        self._last = Step(number, self.tuner.follow(choice), past, began=time.perf_counter())
         self.connection.begin(self._last)
         return self._last
 

@@ -173,7 +173,7 @@ class ExchangingOptimizer(torch.optim.Optimizer):
             reducer.connection.pipeline.wait()
             reducer.connection.refuse(problem)
             raise RuntimeError(f"gradwire: {problem}")
-        step = reducer.begin(number, self._options.choice(number))
+        step = reducer.begin(number, self._options.choice(number), self._hyperparameters())
         reducer.greet(step, self._buckets[0].unit, 0, None)
         sent, futures = [], []
         for bucket in self._buckets:  # each while those before it are under way
@@ -200,6 +200,15 @@ class ExchangingOptimizer(torch.optim.Optimizer):
     @abstractmethod
     def _decoded(self, bucket: Bucket, group: Mapping[str, Any], mean: Tensor) -> None:
         """Move the bucket's parameters by the mean of what ranks have exchanged."""
+
+    def _hyperparameters(self) -> dict[str, str]:
+        """Those by which ranks with equal means would move apart: schedulers, scripts and checkpoints set them."""
+        return {
+            f"{name} of parameter group {number}": str(float(value) if isinstance(value, int | float) else value)
+            for number, group in enumerate(self.param_groups)
+            for name, value in group.items()
+            if name in self.defaults
+        }
 
     def _problem(self) -> str | None:
         """Why this step cannot be made."""
