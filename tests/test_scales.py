@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import gradwire.hooks.horovod as hvd
 import pytest
 import torch
 from gradwire import Identity, LocalUpdates, OneBit
@@ -201,3 +202,35 @@ def test_steps_that_a_scaler_skips_are_counted(
     first, second = ranks(2).run(with_skipped_steps, every, overflows, late)
     assert first == second
     assert [rounds for rounds, _ in first] == [*range(1, 6 // every + 1)]
+
+
+def unequal_scales_of_horovod(rank: int, codec: bool) -> list[str]:
+    hvd.init()
+    texts = []
+    for large in (False, True):  # small gradients travel with their announcement
+        model = perceptron(width=64 if large else 5)
+        compression: Any = hvd.Compression.onebit() if codec else hvd.Compression.none
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), compression=compression)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        optimizer.use_grad_scaler(scaler)
+
+        def step() -> None:
+            optimizer.zero_grad()  # noqa: B023
+            scaler.scale(model(batch(rank, 0, model)).square().mean()).backward()  # noqa: B023
+            scaler.step(optimizer)  # noqa: B023
+            scaler.update()  # noqa: B023
+
+        step()
+        if rank == 1:
+            scaler.update(16.0)
+        texts.append(complaint(step, model))
+    return texts
+
+
+@pytest.mark.parametrize("codec", [False, True])
+def test_unequal_loss_scales_of_horovod_are_refused_on_every_rank(ranks: Ranks, codec: bool) -> None:
+    for texts in ranks(2).run(unequal_scales_of_horovod, codec):
+        for text in texts:
+            assert "ranks disagree on the loss scale: rank 0 has 8.0, rank 1 has 16.0" in text
+            assert "state_dict() of one rank" in text

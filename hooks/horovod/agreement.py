@@ -40,13 +40,14 @@ class Agreement:
 
     Attributes:
         counts: messages sent to every other rank, and how many of them had a request in full.
+        joins: how often this rank has joined.
     """
 
     def __init__(self, mesh: Mesh, size: int, fusion_bytes: int, sinks: Sinks) -> None:
         self._mesh, self._sinks = mesh, sinks
         self._rank, self._others = mesh.rank, [rank for rank in range(size) if rank != mesh.rank]
         self._lock = threading.RLock()
-        self._joins = 0
+        self.joins = 0
         #: Who may still announce something.
         self._talking = set(self._others)
         self._silent = threading.Event()
@@ -67,7 +68,7 @@ class Agreement:
                 return
             if request["kind"] == "join":
                 self._send(self._others, {"join": True})
-                self._joins += 1
+                self.joins += 1
                 self._deliver(self._parcels.join(self._rank))
             self._ledger.submit(request)
 
@@ -153,7 +154,7 @@ class Agreement:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _announce(self, request: Request, members: Sequence[int], payload: bytes) -> None:
-        joins, mixed = self._joins, self._mixed.get(request["key"], 0)
+        joins, mixed = self.joins, self._mixed.get(request["key"], 0)
         message = {"round": joins, "mixed": mixed, "members": list(members), **self._spoken(request)}
         # Rank 0 warns of operations that some ranks wait for, in every process set.
         targets = [rank for rank in self._others if rank in members or rank == 0]

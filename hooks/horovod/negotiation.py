@@ -26,12 +26,16 @@ from typing import Any
 
 import torch
 
+from ..loss_scale import EQUAL_SCALES
+
 Request = dict[str, Any]
 #: What all agree on, and what `describe` says of it.
 Ready = tuple[Request, dict[str, Any]]
 #: What some ranks wait for: key, who waits, who is missing, for how many seconds.
 Overdue = tuple[str, list[int], list[int], float]
 
+#: What gradients of equal scale say of it.
+LOSS_SCALE = "loss scale"
 #: What gives up a process set: its kind, and its key.
 REMOVE = "process_set.remove"
 #: Kinds whose tensors may differ in their first dimension.
@@ -224,9 +228,10 @@ def compare(requests: dict[int, Request]) -> tuple[Request, str | None]:
         difference = _difference(reference, request)
         if difference is not None:
             what, ours, theirs = difference
-            return reference, (
-                f"ranks disagree on the {what}: rank {first} has {ours}, rank {rank} has {theirs}. "
-                "Operations of one name must be equal on all ranks"
+            remedy = EQUAL_SCALES if what == LOSS_SCALE else "Operations of one name must be equal on all ranks"
+            return (
+                reference,
+                f"ranks disagree on the {what}: rank {first} has {ours}, rank {rank} has {theirs}. {remedy}",
             )
     return reference, None
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from .adasum import adasum
 from .arithmetic import divide, number, reduce_rows, scale, shares
 from .collectives import Channel, OpenedParcels, as_bytes, flat_memory, is_plain
-from .negotiation import Request
+from .negotiation import LOSS_SCALE, Request
 from .residuals import CompressionState, States, layout_of
 
 Average, Sum, Adasum, Min, Max, Product = range(6)
@@ -44,6 +44,8 @@ class Operation(ABC):
     kind: ClassVar[str]
     #: Where the results go, if they have a place already.
     outputs: Sequence[Tensor] | None = None
+    #: Of gradients: by what a GradScaler has multiplied them, where that is known.
+    loss_scale: float | None = None
 
     def __init__(self, key: str, set_id: int, tensors: Sequence[Tensor] = (), fill: bool = False) -> None:
         self.key, self.set_id, self.tensors, self.fill = key, set_id, list(tensors), fill
@@ -63,7 +65,8 @@ class Operation(ABC):
 
     def same(self) -> dict[str, Any]:
         """What has to be equal on all ranks, besides the tensors."""
-        return {"device": self.device.type}
+        scale = {} if self.loss_scale is None else {LOSS_SCALE: self.loss_scale}
+        return {"device": self.device.type, **scale}
 
     def own(self) -> dict[str, Any]:
         """What the other ranks need to know of this one."""

@@ -213,12 +213,28 @@ class _Distributed(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> Any:
-        """The wrapped optimizer's."""
+        """The wrapped optimizer's. A GradScaler finds here what it unscales, which has to be reduced before."""
+        if "_reducer" in self.__dict__:  # not while this one is made
+            self._reducer.reduce_before_unscaling(self)
         return self._wrapped.param_groups
 
     @param_groups.setter
     def param_groups(self, param_groups: Any) -> None:
         self._wrapped.param_groups = param_groups
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether `step` unscales gradients itself. A GradScaler's step asks this first. With Adasum each rank has an
+        overflow of its own, and all must make the step."""
+        if "_reducer" in self.__dict__:
+            self._reducer.unscaling.look(self)
+            self._reducer.reduce_before_unscaling(self)
+        return _is_adasum(self._reducer.options) or self._unscales
+
+    @property
+    def _unscales(self) -> bool:
+        """Whether the user's class does, as fused optimizers do."""
+        return bool(getattr(self._wrapped, "_step_supports_amp_scaling", False))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """What loading ends with."""
@@ -240,9 +256,13 @@ class _Distributed(torch.optim.Optimizer):
         self._reducer.set_passes(passes)
 
     def use_grad_scaler(self, scaler: torch.amp.GradScaler) -> None:
-        """With a codec that keeps residuals: let these follow the scaler's scale, and put back those of steps that it
-        skips because of an overflow, also where it was synchronized several times. Not for a copy of this optimizer,
-        which has to be told of its own scaler.
+        """Reduce the gradients before this scaler unscales them, in its `step` or `unscale_`, so that neither
+        `synchronize` nor `skip_synchronize` is needed. A scaler that was made before the first backward pass is found
+        without this.
+
+        With a codec that keeps residuals, these follow the scaler's scale, and those of steps that it skips because of
+        an overflow are put back, also where it was synchronized several times. Not for a copy of this optimizer, which
+        has to be told of its own scaler.
 
         Raises:
             TypeError: it is no GradScaler.
@@ -281,8 +301,8 @@ class _Distributed(torch.optim.Optimizer):
         self._wrapped._opt_called = True  # type: ignore[attr-defined]
         positional = args if closure is None else (closure, *args)
         if _is_adasum(reducer.options):
-            return self._adasum_step(lambda: super(_Distributed, self).step(*positional, **kwargs))
-        if self._should_synchronize:
+            return self._adasum_step(lambda: self._unscaled_step(*positional, **kwargs))
+        if self._should_synchronize and not reducer.is_unscaled(self):
             if reducer.synchronized and not reducer.started and not self._warned:
                 self._warned = True
                 warnings.warn(
@@ -300,6 +320,23 @@ class _Distributed(torch.optim.Optimizer):
 
     # The hooks that users register on steps run in the user's class; torch must not wrap this one too.
     step.hooked = True  # type: ignore[attr-defined]
+
+    def _unscaled_step(self, *args: Any, **kwargs: Any) -> Any:
+        """This rank's own step, which is none where a scaler says that its gradients have overflowed."""
+        told = self.__dict__
+        if "found_inf" not in told or self._unscales:
+            return super().step(*args, **kwargs)
+        scale, overflow = told["grad_scale"], told["found_inf"]
+        if float(overflow):
+            return None
+        grads = [p.grad for p in _parameters(self) if p.grad is not None and scale is not None]
+        for grad in grads:
+            grad.div_(scale.to(grad.device))
+        told["grad_scale"] = told["found_inf"] = None  # which other optimizers refuse
+        try:
+            return super().step(*args, **kwargs)
+        finally:
+            told["grad_scale"], told["found_inf"] = scale, overflow
 
     def _with_reduction(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def reduced() -> Any:
@@ -336,6 +373,7 @@ class _Distributed(torch.optim.Optimizer):
             AssertionError: gradients are under way, which this would drop on one rank.
         """
         if self._reducer.started:
+            self._reducer.check_unchanged()
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
                 "optimizer.synchronize(). This is prohibited as it can cause a race condition."

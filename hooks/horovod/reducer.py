@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from ..comm.untraced import untraced
-from ..exchanges.base import all_finite
 from ..loss_scale import LossScale
 from .basics import world
 from .compression import codec_of
@@ -27,6 +26,7 @@ from .functions import allgather_object
 from .operations import Average
 from .process_sets import ProcessSet
 from .residuals import state_of_optimizer
+from .scaling import REMEDY, Unscaling, are_finite, version
 from .submission import allreduce_operation, key_of, overlaps, sparse_operation
 
 #: Bytes of a bucket that a codec compresses as one; what DDP's are.
@@ -56,7 +56,8 @@ class Options:
 @dataclass(eq=False)
 class _Unit:
     parameters: list[Tensor]
-    arrived: set[Tensor] = field(default_factory=set)
+    #: The gradients that backward has made, and the versions of their memory then.
+    arrived: dict[Tensor, tuple[Tensor | None, int]] = field(default_factory=dict)
     pending: Pending | None = None
     contexts: list[Any] = field(default_factory=list)
 
@@ -74,7 +75,10 @@ class GradientReducer:
         self.names = {p: name for name, p in named}
         codec = codec_of(options.compression)
         self.state = None if codec is None else state_of_optimizer(codec, options.process_set)
-        self.loss_scale = LossScale(None)
+        self.unscaling = Unscaling()
+        self._loss_scale: float | None = None  # of the gradients of this step
+        #: The start of Horovod, and how often ranks had joined: since then all have made the same steps.
+        self._place: tuple[object, int] | None = None
         #: Whether backward has been here since the last synchronization, and whether that was the last thing.
         self.started = self.synchronized = False
         #: Whether the script has called `synchronize` since the last step.
@@ -114,6 +118,11 @@ class GradientReducer:
         operations apart, even of ranks whose parameters have other names; several threads would mix these up."""
         main = threading.current_thread() is threading.main_thread()
         return None if main else f"optimizer of {min(self.names.values(), default='')}"
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """What the scaler does, where it is known."""
+        return self.unscaling.loss_scale
 
     def takes_part(self) -> bool:
         """Whether this rank is in the optimizer's process set.
@@ -157,21 +166,21 @@ class GradientReducer:
             ValueError: a parameter has a gradient, and required none before.
         """
         if self.takes_part():
-            self._begin()
-            self._settle_sparse()
-            for unit in self._units:
-                if unit.pending is None:
-                    self._launch(unit)
             try:
+                self.check_unchanged()  # before anything that other ranks have to come to
+                self._begin()
+                self._settle_sparse()
+                for unit in self._units:
+                    if unit.pending is None:
+                        self._launch(unit)
                 for unit in self._units:
                     self._finish(unit)
             finally:
                 self.reset()
-            if self.state is not None and self.loss_scale.skips and not self._are_finite():
-                # The scaler will skip the step, with all that was synchronized since the last one.
-                self.state.settle(applied=False)
+            self._settle_overflow()
             self._check_frozen()  # now that no rank waits for this one
         self.synchronized = True
+        self.unscaling.reduced()
 
     def synchronize_once(self) -> None:
         """As `synchronize`, but not again where no rank has been through backward since: that would change a sum."""
@@ -180,9 +189,44 @@ class GradientReducer:
         if not (self.by_hand and self.takes_part()) or any(allgather_object(self.started, self.talk, members)):
             self.synchronize()
 
+    def reduce_before_unscaling(self, optimizer: torch.optim.Optimizer) -> None:
+        """Where a scaler is about to unscale the optimizer's gradients, and they have not been reduced: do so first. A
+        collective of the ranks whose scalers do."""
+        known, state = self.loss_scale, self.state
+        try:
+            begins = self.unscaling.begins(optimizer, self.started)
+        except RuntimeError:
+            self.reset()
+            raise
+        is_new = self.loss_scale is not known
+        if is_new and state is not None:
+            state.have_scale(self.loss_scale.read() or 1.0)
+        if begins:
+            self.synchronize()
+        elif is_new:  # what was reduced before it came has overflowed for it, too
+            self._settle_overflow()
+        if is_new and state is not None:
+            state.keep_previous()
+
+    def is_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the gradients were reduced for the scaler that is at this optimizer, and none has come since."""
+        return not self.started and self.unscaling.has_begun(optimizer)
+
+    def check_unchanged(self, besides: Tensor | None = None) -> None:
+        """Raises RuntimeError where anything but the reduction has changed a gradient since backward made it: of what
+        ranks reduce meanwhile, it may have changed a part. What is under way is forgotten then."""
+        for p, (grad, before) in [pair for unit in self._units for pair in unit.arrived.items()]:
+            changed = p.grad is not grad or version(grad) != before
+            if changed and p.grad is not None and p is not besides:
+                self.reset()
+                raise RuntimeError(
+                    f"the gradient of {self.names[p]} was changed between loss.backward() and optimizer.step() or "
+                    f"optimizer.synchronize(), while ranks reduce it: {REMEDY}"
+                )
+
     def use_scaler(self, scaler: torch.amp.GradScaler) -> None:
-        """Let residuals follow what this scaler does."""
-        self.loss_scale = LossScale(scaler)
+        """Let residuals follow what this scaler does, and gradients be reduced before it unscales them."""
+        self.unscaling.use(scaler)
         if self.state is not None and self.loss_scale.skips:
             self.state.keep_previous()
 
@@ -198,6 +242,8 @@ class GradientReducer:
         if not self.takes_part():
             return
         if self._delay[p] <= 0:
+            self.check_unchanged(besides=p)
+            self._unit_of[p].arrived.pop(p, None)  # whose change is told now
             raise AssertionError(
                 "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
                 "backward_passes_per_step to accumulate gradients locally."
@@ -206,13 +252,21 @@ class GradientReducer:
         self._delay[p] -= 1
         if self._delay[p] == 0:
             unit = self._unit_of[p]
-            unit.arrived.add(p)
+            unit.arrived[p] = p.grad, version(p.grad)
             if len(unit.arrived) == len(unit.parameters) and self._settled:
                 self._launch(unit)
 
     def _begin(self) -> None:
         if not self.started:
             self.started, self.synchronized = True, False
+            if self.unscaling.look() and self.state is not None:
+                self.state.keep_previous()  # a scaler may come, and skip this step already
+            here = world()
+            place = here.meeting, here.engine.agreement.joins
+            if place != self._place:
+                self._place = place
+                self.loss_scale.forget()
+            self._loss_scale = self.loss_scale.known()
             if self.state is not None:
                 if self.loss_scale.skips and self.loss_scale.updated():
                     self.state.settle(applied=True)  # or put back already
@@ -227,15 +281,14 @@ class GradientReducer:
                     "the optimizer that it was made of"
                 )
 
-    def _are_finite(self) -> bool:
-        """Whether the reduced gradients are: what the scaler goes by, and the same on all ranks. Waits for the device,
-        as a scaler does."""
-        grads = [p.grad.detach() for p in self.names if p.grad is not None]
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for grad in grads:
-            finite = all_finite(grad._values() if grad.is_sparse else grad)
-            by_device.setdefault(grad.device, []).append(finite)
-        return all(bool(torch.stack(found).all()) for found in by_device.values())
+    def _settle_overflow(self) -> None:
+        """The scaler will skip the step, with all that was synchronized since the last one, where it has overflowed."""
+        if (
+            self.state is not None
+            and self.loss_scale.skips
+            and not are_finite(p.grad.detach() for p in self.names if p.grad is not None)
+        ):
+            self.state.settle(applied=False)
 
     def _add_units(self, parameters: list[Tensor], joined: bool) -> None:
         """Of the given parameters: one unit, or one each, or buckets for a codec."""
@@ -318,6 +371,7 @@ class GradientReducer:
     def _start(self, unit: _Unit) -> None:
         fill = all(p.grad is None for p in unit.parameters)
         for p in unit.parameters:
+            made = p.grad
             if p.grad is None:
                 p.grad = _empty_rows(p, self._sparse[p]) if p in self._sparse else torch.zeros_like(p)
             elif p.grad.is_sparse and (self.options.sparse_as_dense or len(unit.parameters) > 1):
@@ -325,9 +379,12 @@ class GradientReducer:
                 p.grad = p.grad.to_dense()
             elif not p.grad.is_sparse and overlaps(p.grad):  # an expanded one that the script has put there
                 p.grad = p.grad.contiguous()
+            if p.grad is not made and p in unit.arrived and unit.arrived[p][0] is made:
+                unit.arrived[p] = p.grad, version(p.grad)
         names = [self.names[p] for p in unit.parameters]
         key = key_of("gradient", names[0], self.options.process_set)
-        grads: list[Any] = [None if p.grad is None else p.grad.detach() for p in unit.parameters]
+        # `data` has a version of its own, so that what the reduction writes is told from what others do.
+        grads: list[Any] = [None if p.grad is None else p.grad.data for p in unit.parameters]
         if any(grad.is_sparse for grad in grads):
             self._sparse[unit.parameters[0]] = grads[0].sparse_dim()
             operation: Any = sparse_operation(key, grads[0], self.options.op)
@@ -335,6 +392,7 @@ class GradientReducer:
             unit.contexts = [None]
         else:
             operation = self._dense(key, grads, names, fill, unit)
+        operation.loss_scale = self._loss_scale
         unit.pending = world().engine.submit(operation, alone=False)
 
     def _warn_of_late_rows(self, p: Tensor) -> None:

@@ -105,6 +105,7 @@ class CompressionState:
         self._shapes: dict[str, list[tuple[int, ...]]] = {}
         self._steps: dict[str, int] = {}
         self._scale = 1.0
+        self._keeps_previous = False
         #: How often what was sent has been applied, and how often it was thrown away, since this engine began.
         self.outcomes = [0, 0]
         #: Whether the residuals are the mean over all ranks, just loaded.
@@ -146,6 +147,9 @@ class CompressionState:
 
     def keep_previous(self) -> None:
         """From now on keep the residuals as they were before each step, for `undo`."""
+        if self._keeps_previous:
+            return
+        self._keeps_previous = True
         before = self.feedback.everything()
         self.feedback = Memory(self.compression.strategy, keep_previous=True)
         self.feedback.load(before)
@@ -154,6 +158,10 @@ class CompressionState:
     def scale(self) -> float:
         """The loss scale in whose units gradients come; 1 without one."""
         return self._scale
+
+    def have_scale(self, scale: float) -> None:
+        """All gradients so far have come in units of this loss scale."""
+        self._scale = scale
 
     def follow_scale(self, scale: float) -> None:
         """Gradients come in units of this loss scale from now on."""

@@ -1,0 +1,115 @@
+"""Changes of gradients that ranks reduce: a GradScaler's, which has to come after, and a script's."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from ..exchanges.base import all_finite
+from ..loss_scale import LossScale
+
+#: How to change gradients that ranks reduce.
+REMEDY = (
+    "call optimizer.synchronize() before what changes gradients, such as clipping or scaler.unscale_(optimizer), and "
+    "then step inside `with optimizer.skip_synchronize():`"
+)
+
+
+class Unscaling:
+    """Notices that a GradScaler has come to an optimizer. What it keeps of an optimizer, from there to its `update`,
+    says so: on every rank, whatever the gradients are there.
+
+    Attributes:
+        loss_scale: of the scaler, once it is known: the user has named it, or it has come.
+    """
+
+    def __init__(self) -> None:
+        self.loss_scale = LossScale(None)
+        self._found: list[weakref.ref[torch.amp.GradScaler]] | None = None
+        #: What the scaler keeps of an optimizer whose gradients were reduced for it.
+        self._reduced: Any = None
+        #: What scalers kept when gradients were reduced last.
+        self._since: list[Any] = []
+
+    def use(self, scaler: torch.amp.GradScaler) -> None:
+        """The user names the scaler."""
+        self.loss_scale = LossScale(scaler)
+        self._found = [weakref.ref(scaler)]
+
+    def look(self, optimizer: torch.optim.Optimizer | None = None) -> bool:
+        """Look for scalers, of which one may come: once, and for the one that has come to this optimizer. Returns
+        whether there are any that were not known."""
+        if self._found is None or (optimizer is not None and not any(self._entries(optimizer))):
+            # No `isinstance`: it asks each object for its class, and some proxies raise.
+            every = [found for found in gc.get_objects() if issubclass(type(found), torch.amp.GradScaler)]
+            self._found = [weakref.ref(scaler) for scaler in every if scaler.is_enabled()]
+            return bool(self._found)
+        return False
+
+    def _entries(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.amp.GradScaler, dict[str, Any]]]:
+        """The scalers that have come to it, and what they keep of it."""
+        for reference in self._found or ():
+            scaler = reference()
+            entry = _states_of(scaler).get(id(optimizer))
+            if scaler is not None and entry is not None:
+                yield scaler, entry
+
+    def begins(self, optimizer: torch.optim.Optimizer, started: bool) -> bool:
+        """Whether a scaler is about to unscale gradients that have not been reduced. Says so once.
+
+        Args:
+            started: whether there are some that were made since the last reduction.
+
+        Raises:
+            RuntimeError: it has unscaled these already.
+        """
+        for scaler, entry in self._entries(optimizer):
+            if entry is self._reduced:
+                continue
+            if entry["stage"] is OptState.UNSCALED and started:
+                raise RuntimeError(
+                    "scaler.unscale_(optimizer) has unscaled gradients while ranks reduce them: tell the optimizer of "
+                    f"this scaler before the first backward pass, by optimizer.use_grad_scaler(scaler), or {REMEDY}"
+                )
+            if entry["stage"] is OptState.READY:
+                self._reduced = entry
+                if self.loss_scale.scaler is not scaler:
+                    self.loss_scale = LossScale(scaler)
+                return started or not any(_states_of(scaler) is before for before in self._since)
+        return False
+
+    def has_begun(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the gradients were reduced for the scaler that is at this optimizer."""
+        scaler = self.loss_scale.scaler
+        return self._reduced is not None and _states_of(scaler).get(id(optimizer)) is self._reduced
+
+    def reduced(self) -> None:
+        """The gradients have been reduced."""
+        self._since = [_states_of(reference()) for reference in self._found or ()]
+
+
+def _states_of(scaler: torch.amp.GradScaler | None) -> dict[int, dict[str, Any]]:
+    """What it keeps of each optimizer; `update` begins anew with another dictionary."""
+    states: dict[int, dict[str, Any]] | None = getattr(scaler, "_per_optimizer_states", None)
+    return {} if states is None else states
+
+
+def version(grad: Tensor | None) -> int:
+    """How often it has been written to, where that is counted."""
+    return -1 if grad is None or grad.is_inference() else grad._version
+
+
+def are_finite(grads: Iterable[Tensor]) -> bool:
+    """Whether the reduced gradients are: the same on all ranks, as a scaler will see them. Waits for the device, as a
+    scaler does."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        finite = all_finite(grad._values() if grad.is_sparse else grad)
+        by_device.setdefault(grad.device, []).append(finite)
+    return all(bool(torch.stack(found).all()) for found in by_device.values())
