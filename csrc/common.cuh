@@ -100,8 +100,10 @@ __device__ inline void from_float(float v, Bfloat& out) {
 
 // ---- eight consecutive elements
 
+// Sixteen bytes.
 template <class T>
-struct alignas(16) Vector {
+union Vector {
+    uint4 whole;
     T element[16 / sizeof(T)];
 };
 
@@ -117,7 +119,7 @@ __device__ inline void load8(const T* p, bool aligned, i64 begin, i64 end, float
         constexpr int width = 16 / sizeof(T);
         Vector<T> vectors[SLOTS / width];
 #pragma unroll
-        for (int j = 0; j < SLOTS / width; ++j) vectors[j] = ((const Vector<T>*)(p + begin))[j];
+        for (int j = 0; j < SLOTS / width; ++j) vectors[j].whole = ((const uint4*)(p + begin))[j];
 #pragma unroll
         for (int j = 0; j < SLOTS; ++j) v[j] = to_float(vectors[j / width].element[j % width]);
     } else {
@@ -126,6 +128,7 @@ __device__ inline void load8(const T* p, bool aligned, i64 begin, i64 end, float
     }
 }
 
+// An assignment would do, but the compiler may take it apart, to share stores with the end's one by one.
 template <class T>
 __device__ inline void store8(T* p, bool aligned, i64 begin, i64 end, const float (&v)[SLOTS]) {
     if (aligned && begin + SLOTS <= end) {
@@ -134,7 +137,7 @@ __device__ inline void store8(T* p, bool aligned, i64 begin, i64 end, const floa
 #pragma unroll
         for (int j = 0; j < SLOTS; ++j) from_float(v[j], vectors[j / width].element[j % width]);
 #pragma unroll
-        for (int j = 0; j < SLOTS / width; ++j) ((Vector<T>*)(p + begin))[j] = vectors[j];
+        for (int j = 0; j < SLOTS / width; ++j) __stwb((uint4*)(p + begin) + j, vectors[j].whole);
     } else {
 #pragma unroll
         for (int j = 0; j < SLOTS; ++j)

@@ -18,7 +18,8 @@ __device__ inline float sound(float v) {
     return __int_as_float(min(magnitude, MOST) | (__float_as_int(v) & ~MAGNITUDE));
 }
 
-struct alignas(8) Codes {
+union Codes {
+    uint2 all;
     u8 element[SLOTS];
 };
 
@@ -70,7 +71,7 @@ __global__ void narrow_to_int8(const float* x, u8* codes, float* steps, i64 nume
 #pragma unroll
         for (int j = 0; j < SLOTS; ++j) found.element[j] = (u8)__float_as_int(v[j] * inverse + WHOLE);
         if (whole(codes, begin, numel)) {
-            *(Codes*)(codes + begin) = found;
+            __stwb((uint2*)(codes + begin), found.all);
         } else {
 #pragma unroll
             for (int j = 0; j < SLOTS; ++j)
@@ -85,7 +86,7 @@ __global__ void narrow_from_int8(const u8* codes, const float* steps, float* out
         const i64 begin = b * ROW + threadIdx.x % WARP * SLOTS;
         Codes found;
         if (whole(codes, begin, numel)) {
-            found = *(const Codes*)(codes + begin);
+            found.all = *(const uint2*)(codes + begin);
         } else {
 #pragma unroll
             for (int j = 0; j < SLOTS; ++j) found.element[j] = begin + j < numel ? codes[begin + j] : 0;

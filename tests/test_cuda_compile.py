@@ -6,6 +6,7 @@ No GPU and no driver are needed. `pytest -s` prints registers, shared memory and
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 import pytest
 from gradwire.compress.backends.cuda.compiler import CSRC
@@ -86,14 +87,26 @@ def test_arithmetic_is_canonical(file: str) -> None:
         assert sorted(set(loose.findall(text))) == [], name
 
 
+def moved(text: str, direction: str) -> Counter[int]:
+    """How many accesses to global memory a kernel has, by bytes."""
+    found = re.findall(rf"\b{direction}\.global(?:\.\w+)*?(?:\.v(\d))?\.[fubs](\d+)\b", text)
+    return Counter(int(count or 1) * int(bits) // 8 for count, bits in found)
+
+
+@every_architecture
 @every_file
-def test_gradients_move_16_bytes_at_a_time(file: str) -> None:
-    streaming = {name: text for name, text in entries(build(file, 90).ptx).items() if STREAMING.fullmatch(name)}
+def test_gradients_move_16_bytes_at_a_time(file: str, architecture: int) -> None:
+    """But at the end of a gradient, element by element, for which there is code besides."""
+    compiled = entries(build(file, architecture).ptx)
+    streaming = {name: text for name, text in compiled.items() if STREAMING.fullmatch(name)}
     assert bool(streaming) == (file not in SMALL_FILES), "no kernel that goes over a gradient"
     for name, text in streaming.items():
         for direction in ("st",) if "_mean_" in name else ("ld", "st"):  # a mean of lists of entries reads no gradient
-            wide = re.search(rf"{direction}\.global[.\w]*\.(?:v4\.[fubs]32|v2\.[fubs]64)", text)
-            assert wide, f"{name}: no {direction}.global.v4"
+            assert moved(text, direction)[16], f"{name}: no {direction}.global.v4"
+        if "_decode_" in name or "_mean_" in name:
+            stores = moved(text, "st")
+            wide = 16 * stores.pop(16)
+            assert sum(size * count for size, count in stores.items()) == wide, f"{name}: {stores} beside {wide} bytes"
 
 
 @every_file

@@ -106,7 +106,7 @@ CHANGES = (
     (OneBit(), "sign.cu", "onebit_encode_f32", r"add\.rn\.f32", "sub.rn.f32"),
     (OneBit(), "sign.cu", "onebit_encode_f32", r"setp\.lt\.f32", "setp.le.f32"),
     (OneBit(), "sign.cu", "onebit_encode_f32", r"shfl\.sync\.bfly", "shfl.sync.down"),
-    (OneBit(), "sign.cu", "onebit_decode_f32", r"(st\.global\.v4\.\w+ \t?\[%rd\d+\+)16\]", r"\g<1>8]"),
+    (OneBit(), "sign.cu", "onebit_decode_f32", r"(st\.global\.wb\.v4\.\w+\s+\[%rd\d+)\]", r"\g<1>+8]"),
     (QSGD(), "quantize.cu", "qsgd_encode_f32", r"mul\.hi\.u32", "mul.lo.u32"),
     (QSGD(), "quantize.cu", "qsgd_encode_f32", r"cvt\.rzi\.s32\.f32", "cvt.rni.s32.f32"),
     (QSGD(), "quantize.cu", "qsgd_decode_f32", r"(setp\.\w+\.s64\s+%p\d+, %rd\d+, )%rd\d+;", r"\g<1>0;"),
@@ -209,6 +209,15 @@ MEANINGS = (
     ("prmt.b32", (0x80, 0, 0x8888), 0xFFFFFFFF),
     ("bfi.b32", (0xFF, 0, 4, 8), 0xFF0),
     ("bfi.b32", (0xFF, 0, 28, 8), 0xF0000000),
+    ("bfe.u32", (0x12345678, 8, 12), 0x456),
+    ("bfe.u32", (0xF0000000, 28, 8), 0xF),  # beyond the register there is nothing
+    ("bfe.u32", (0xFF, 0, 0), 0),
+    ("bfe.u32", (0x12345678, 0, 32), 0x12345678),
+    ("bfe.s32", (0x8F00, 8, 8), 0xFFFFFF8F),
+    ("bfe.s32", (0x7F00, 8, 8), 0x7F),
+    ("bfe.s32", (LOWEST, 28, 8), 0xFFFFFFF8),
+    ("bfe.s32", (0xFF, 0, 0), 0),
+    ("bfe.u32", (0xABCD, 0x108, 0x108), 0xAB),  # a byte of each operand counts
     ("add.rn.f32", (bits(1), OTHER_NAN), NAN),
     ("sub.rn.f32", (INFINITY, INFINITY), NAN),
     ("div.rn.f32", (bits(1), MINUS_ZERO), INFINITY | 1 << 31),
@@ -267,6 +276,8 @@ def test_parts_of_a_register_and_guards() -> None:
     body = """mov.b32 {%rs0, %rs1}, %r0; mov.b32 %r10, {%rs1, %rs0}; setp.eq.s32 %p1, %r0, 0;
 @%p1 bra $L_1; @!%p1 add.s32 %r10, %r10, 1; $L_1: mov.b64 %rd2, {%r10, %r0}; mov.b64 {_, %r11}, %rd2;"""
     assert run(body, 0x00010002, results=2) == [0x00020002, 0x00010002]
+    body = "{ .reg .b16 tmp; mov.b32 {tmp, %rs0}, %r0; } cvt.u32.u16 %r10, %rs0;"
+    assert run(body, 0x00010002) == [1]
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,13 @@ UNCHECKED static inline T ptx_inserted(T a, T b, uint32_t position, uint32_t n) 
     return (b & ~mask) | (ptx_left(a, position) & mask);
 }
 
+// The `n` bits of a from `position` on; beyond them all are as the highest of a signed type, or 0.
+template <class T>
+UNCHECKED static inline T ptx_extracted(T a, uint32_t position, uint32_t n) {
+    const uint32_t bits = 8 * sizeof(T), wanted = n & 255, others = wanted < bits ? bits - wanted : 0;
+    return ptx_right(ptx_left(ptx_right(a, position & 255), others), others);
+}
+
 template <class T>
 UNCHECKED static inline T ptx_quotient(T a, T b) {
     if (b == 0) emulator_fail("division by zero");

@@ -58,6 +58,8 @@ def _bits() -> Iterator[tuple[str, Form]]:
         kind = f"b{bits}"
         yield f"bfi.{kind}", Form(kind, (kind, kind, "u32", "u32"), "ptx_inserted({0}, {1}, {2}, {3})")
         yield f"popc.{kind}", Form("u32", (kind,), "__builtin_popcountll({0})")
+        for one in (f"u{bits}", f"s{bits}"):
+            yield f"bfe.{one}", Form(one, (one, "u32", "u32"), "ptx_extracted({0}, {1}, {2})")
     yield "prmt.b32", Form("b32", ("b32", "b32", "b32"), "__byte_perm({0}, {1}, {2})")
     yield "brev.b32", Form("b32", ("b32",), "__brev({0})")
     yield "bfind.shiftamt.u32", Form("u32", ("u32",), "{0} ? __builtin_clz({0}) : 0xFFFFFFFFu")

@@ -25,7 +25,7 @@ SHUFFLES = {"bfly": ("xor_", 31), "down": ("down_", 31), "up": ("up_", 0), "idx"
 ATOMICS = {"add": "atomicAdd", "or": "atomicOr", "exch": "atomicExch", "max": "atomicMax", "min": "atomicMin"}
 
 MEMORY = re.compile(
-    r"(ld|st)(\.volatile)?(?:\.(param|global|shared|local))?(?:\.(v2|v4))?\.([usb](?:8|16|32|64)|f(?:32|64))"
+    r"(ld|st)(\.volatile)?(?:\.(param|global|shared|local))?(?:\.wb)?(?:\.(v2|v4))?\.([usb](?:8|16|32|64)|f(?:32|64))"
 )
 ATOMIC = re.compile(r"atom(?:\.relaxed\.gpu)?\.(global|shared)\.(add|or|exch|max|min)\.([ub](?:32|64))")
 SHUFFLE = re.compile(r"shfl\.sync\.(bfly|down|up|idx)\.b32")
@@ -110,7 +110,7 @@ class _Writer:
 
     def _declarations(self) -> str:
         special = {name.partition(".")[0] for name in SPECIAL}
-        used = sorted(word for word in self.words if word.startswith("%") and word not in special)
+        used = sorted(w for w in self.words if w in self.kernel.registers or (w.startswith("%") and w not in special))
         registers = [f"{CTYPES[t]} {self._name(r)} = {RUBBISH[t]};" for r in used for t in [self.kernel.type_of(r)]]
         local = [f"alignas({a.align}) {CTYPES[a.type]} {_symbol(a.name)}[{a.length}];" for a in self.kernel.local]
         return " ".join(registers + local)
@@ -118,7 +118,7 @@ class _Writer:
     # ---- operands
 
     def _name(self, register: str) -> str:
-        return "x_" + _symbol(register[1:])
+        return "x_" + _symbol(register.removeprefix("%"))
 
     def read(self, operand: str, kind: str) -> str:
         """An operand's bits, read as `kind`."""
