@@ -1,7 +1,9 @@
 # `make demo` and `make test` each work as the first command in a fresh clone: they set up .venv by themselves.
 
 PYTHON ?= python3
-VENV ?= .venv
+# Another torch than that of constraints.txt, in an environment of its own: make test TORCH=2.15
+TORCH ?=
+VENV ?= .venv$(TORCH:%=-%)
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 # How many processes share the tests; each starts more by itself.
@@ -17,6 +19,8 @@ DRAWN_SECONDS ?= 1800
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# Another torch brings another NVRTC.
+CONSTRAINTS := $(if $(TORCH),$(VENV)/)constraints.txt
 # The folders are the package `gradwire` only once they are installed, so mypy reads them through a link of that name.
 LINK := $(VENV)/mypy/gradwire
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
@@ -26,7 +30,7 @@ TYPED := $(addprefix $(LINK)/,__init__.py benchmarks compress csrc hooks optim t
 
 help:
 	@echo 'make demo      train a small model on two processes, dense and with four codecs (SEEDS=$(SEEDS))'
-	@echo 'make test      lint, types and the quick tests (PYTEST_ARGS="-k topk")'
+	@echo 'make test      lint, types and the quick tests (PYTEST_ARGS="-k topk"); with TORCH=2.15 the tests, on that torch'
 	@echo 'make test-all  the slow tests too'
 	@echo 'make soak      ranks killed, stopped and delayed, processes ended by the hundred: an hour or so'
 	@echo 'make drawn     training scripts drawn for $(DRAWN_SECONDS) seconds (DRAWN_SECONDS=7200), and what breaks a law'
@@ -42,10 +46,11 @@ demo: $(INSTALLED)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node 2 \
 		-m gradwire.benchmarks.training.demo --seeds $(SEEDS) $(DEMO_ARGS)
 
-test: lint
+# mypy goes by the types of one torch.
+test: $(if $(TORCH),$(INSTALLED),lint)
 	$(PYTEST) -m 'not slow and not soak and not cuda' $(PYTEST_ARGS)
 
-test-all: lint
+test-all: $(if $(TORCH),$(INSTALLED),lint)
 	$(PYTEST) -m 'not soak and not cuda' $(PYTEST_ARGS)
 
 soak: $(INSTALLED)
@@ -79,15 +84,16 @@ gpu-report:
 	PYTHONPATH="$(CURDIR)/.gpu:$$PYTHONPATH" $(PYTHON) -m gradwire.benchmarks.cli gpu $(GPU_ARGS)
 
 clean:
-	rm -rf $(VENV) .editable .gpu .matrix build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-* .editable .gpu .matrix build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One environment for everything: demo, tests and benchmarks. Installed again when the dependencies change. pip compiles
 # modules on one core; compileall takes them all, and may fail at files that no Python reads.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check $(PIP_ARGS) -c constraints.txt \
-		-e '.[bench,docs,test,lightning,accelerate,transformers]'
+	$(if $(TORCH),sed -E '/^(torch|nvidia-cuda-nvrtc)==/d' constraints.txt > $(CONSTRAINTS))
+	$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS) \
+		$(TORCH:%='torch==%.*') -e '.[bench,docs,test,lightning,accelerate,transformers]'
 	$(BIN)/python -m compileall -qq -j 0 -x '/tests/|/torch/testing/_internal/' $(VENV)/lib || true
 	mkdir -p $(VENV)/mypy && ln -sfn "$(CURDIR)" $(LINK)
 	touch $@

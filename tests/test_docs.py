@@ -243,6 +243,8 @@ def check_command(words: list[str]) -> None:
             assert importlib.util.find_spec(arguments[1]), words
         else:
             check_script(arguments[0])
+    elif name == "export":
+        assert all(re.fullmatch(r"PIP_[A-Z_]+=\S+", setting) for setting in arguments), words
     elif name == "ruff":
         assert arguments[0] in ("check", "format"), words
         assert shutil.which("ruff", path=f"{Path(sys.prefix, 'bin')}:{os.environ['PATH']}")

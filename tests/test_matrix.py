@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 from pathlib import Path
 from types import ModuleType
@@ -59,6 +60,50 @@ def test_outcomes(
     assert outcome in capsys.readouterr().out
 
 
+def test_a_stranger_s_pip_knows_nothing_of_this_machine(matrix: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PIP_FIND_LINKS", "PIP_CERT", "PIP_CONFIG_FILE", "PYTHONPATH"):
+        monkeypatch.setenv(name, "/mine")
+    assert {"PIP_FIND_LINKS=/mine", "PIP_CONFIG_FILE=/mine"} <= set(matrix.run("env").splitlines())
+    monkeypatch.setattr(matrix, "HIDDEN", [*matrix.HIDDEN, "PIP_"])
+    seen = set(matrix.run("env", HOME="/empty").splitlines())
+    assert {line for line in seen if line.startswith(("PIP_", "PYTHON"))} == {
+        "PIP_CERT=/mine",
+        f"PIP_CONFIG_FILE={os.devnull}",
+    }
+    assert "HOME=/empty" in seen
+
+
+@pytest.mark.parametrize(("torch", "pinned"), [("2.13", True), ("2.6", False), ("newest", False)])
+def test_another_torch_brings_its_own_nvrtc(
+    matrix: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, torch: str, pinned: bool
+) -> None:
+    """For the matrix and for `make` alike."""
+
+    def resolve(python: Path, pip_args: list[str], *what: object, **more: str) -> dict[str, str]:
+        if "-c" in pip_args and "gone" in str(what):
+            raise matrix.CannotBeHadError("No matching distribution found for numba==0")
+        return {"torch": torch}
+
+    monkeypatch.setattr(matrix, "resolve", resolve)
+    assert torch in matrix.attempt_resolve("3.11", torch, [], tmp_path / "a.whl")
+    pins = (tmp_path / "constraints.txt").read_text()
+    assert ("\ntorch==" in pins, "\nnvidia-cuda-nvrtc==" in pins, "\nnumba==" in pins) == (pinned, pinned, True)
+    with pytest.raises(subprocess.CalledProcessError):  # only torch may be missing
+        matrix.attempt_resolve("3.11", torch, [], tmp_path / "gone.whl")
+    if not pinned:
+        said = subprocess.run(
+            ["make", "-n", "test", f"TORCH={torch}", f"VENV={tmp_path}"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        (filtered,) = (line for line in said.stdout.splitlines() if line.startswith("sed "))
+        subprocess.run(filtered, shell=True, cwd=ROOT, check=True)
+        assert (tmp_path / "constraints.txt").read_text() == pins
+        assert f"'torch=={torch}.*'" in said.stdout
+
+
 def test_a_python_that_is_not_there_is_skipped(matrix: ModuleType) -> None:
     with pytest.raises(matrix.CannotBeHadError, match=r"no Python 3\.999 on the PATH"):
         matrix.interpreter("3.999")
@@ -79,7 +124,7 @@ def test_extras_go_by_the_cuda_that_torch_brings(
 ) -> None:
     asked: list[str] = []
 
-    def install(python: Path, pip_args: list[str], *what: object) -> None:
+    def install(python: Path, pip_args: list[str], *what: object, **more: str) -> None:
         assert "--dry-run" in pip_args
         asked.append(str(what[-1]))
         found = {"torch": "2.9.1", brings: "1.0", "cupy-cuda12x": "14.2.0"}
