@@ -168,7 +168,11 @@ class Port:
             if not self._posted:
                 self._post()
             place, works = self._posted.popleft()
-        return _Arriving(self, place, self._group._send(self._received, self._sent, works))
+        return _Arriving(self, place, self._group._send(self._own_place(place), self._sent, works))
+
+    def _own_place(self, place: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Where this rank's message to itself goes, if the others' arrive at a place."""
+        return self._received
 
     def arrived(self, place: Sequence[Tensor]) -> None:
         """Messages have arrived at a place, and are moved to where they are wanted."""
@@ -179,6 +183,43 @@ class Port:
         with self._group.traffic.lock:
             if not any(free is place for free in self._free):
                 self._free.append(place)
+
+
+class LetterPort(Port):
+    """Messages between all ranks of which only the sender knows the length: as a `Port`, with room for the longest.
+    They lie where they arrive until others have been waited for and `post` is called.
+
+    Args:
+        group: as of a port.
+        longest: bytes.
+    """
+
+    def __init__(self, group: Group, longest: int, ahead: int = 2) -> None:
+        # What no message reaches of it is never touched, and so takes no memory.
+        room: Any = torch.empty(group.size, longest, dtype=torch.uint8, device="cpu")
+        super().__init__(group, room, room, ahead)
+        self._free = [torch.empty_like(room) if free is not room else room for free in self._free]
+
+    @property
+    def received(self) -> Tensor:
+        """What the ranks have sent, this one too, a row each, with anything behind it."""
+        received: Any = self._received
+        return received
+
+    def send(self, letters: Sequence[Tensor]) -> Work:
+        """Start: letter r goes to rank r. They must be left alone until that has been waited for."""
+        self._sent = letters
+        return self.start()
+
+    def _own_place(self, place: Sequence[Tensor]) -> Sequence[Tensor]:
+        return place
+
+    def arrived(self, place: Sequence[Tensor]) -> None:
+        with self._group.traffic.lock:
+            if place is not self._received:
+                if not any(free is self._received for free in self._free):
+                    self._free.append(self._received)
+                self._received = place
 
 
 class _Arriving:
@@ -386,8 +427,13 @@ class Group:
             return work
         return self._pairwise(output.split(list(received)), rows.split(list(sent)))
 
+    def letter_port(self, longest: int, ahead: int = 2) -> LetterPort:
+        """For messages from host to host that are at most so many bytes long, but seldom are."""
+        return LetterPort(self, longest, ahead)
+
     def _pairwise(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Work:
-        """Start: `sent[r]` goes to rank r and `received[r]` comes from it, all at once; what is empty goes nowhere."""
+        """Start: `sent[r]` goes to rank r and `received[r]` comes from it, all at once; what is empty goes nowhere, and
+        what is shorter than its place fills its beginning."""
         return self._send(received, sent, self._receive(received))
 
     def _receive(self, received: Sequence[Tensor]) -> list[tuple[int, dist.Work]]:
@@ -400,7 +446,8 @@ class Group:
         return works
 
     def _send(self, received: Sequence[Tensor], sent: Sequence[Tensor], works: list[tuple[int, dist.Work]]) -> Messages:
-        received[self.rank].copy_(sent[self.rank])
+        own = sent[self.rank]
+        received[self.rank][: len(own)].copy_(own)
         for distance in range(1, self.size):
             target = (self.rank + distance) % self.size
             if sent[target].numel():
