@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -36,6 +36,12 @@ class Pieces:
     def value_sizes(self, dtype: torch.dtype) -> list[int]:
         """Bytes of each piece's values."""
         return [value_bytes(n, dtype) for n in self.counts]
+
+    @staticmethod
+    def parts(wire: Tensor, sizes: Sequence[int], begins: Sequence[int] | None) -> list[Tensor]:
+        """Where pieces of such sizes lie."""
+        begins = list(accumulate(sizes, initial=0))[:-1] if begins is None else begins
+        return [wire[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
 
 
 class Union:
@@ -109,17 +115,25 @@ class EntryKernels(ABC):
     def unpack_values(self, wires: Tensor, dtype: torch.dtype, values: Tensor) -> None:
         """Read rows of packed values, uint8 [rows, bytes], into float32 [rows, k]."""
 
-    def pack_index_pieces(self, indices: Tensor, pieces: Pieces, wire: Tensor) -> None:
-        """`pack_indices` for each piece of `indices`, all of them used."""
-        parts = indices.split(list(pieces.counts)), wire.split(pieces.index_sizes()), pieces.bases, pieces.ranges
-        for part, into, base, size in zip(*parts, strict=True):
+    def pack_index_pieces(
+        self, indices: Tensor, pieces: Pieces, wire: Tensor, begins: Sequence[int] | None = None
+    ) -> None:
+        """`pack_indices` for each piece of `indices`, all of them used.
+
+        Args:
+            begins: where each piece lies in `wire`; None: end to end.
+        """
+        parts = indices.split(list(pieces.counts)), pieces.parts(wire, pieces.index_sizes(), begins)
+        for part, into, base, size in zip(*parts, pieces.bases, pieces.ranges, strict=True):
             if len(part):
                 self.pack_indices(part, None, base, size, into)
 
-    def unpack_index_pieces(self, wire: Tensor, pieces: Pieces, indices: Tensor) -> None:
+    def unpack_index_pieces(
+        self, wire: Tensor, pieces: Pieces, indices: Tensor, begins: Sequence[int] | None = None
+    ) -> None:
         """`unpack_indices` for each piece."""
-        parts = wire.split(pieces.index_sizes()), indices.split(list(pieces.counts)), pieces.bases, pieces.ranges
-        for part, into, base, size in zip(*parts, strict=True):
+        parts = pieces.parts(wire, pieces.index_sizes(), begins), indices.split(list(pieces.counts))
+        for part, into, base, size in zip(*parts, pieces.bases, pieces.ranges, strict=True):
             if len(into):
                 self.unpack_indices(part[None], base, size, None, into[None])
 
@@ -131,17 +145,21 @@ class EntryKernels(ABC):
         wire: Tensor,
         indices: Tensor,
         residual: Tensor | None = None,
+        begins: Sequence[int] | None = None,
     ) -> None:
         """`pack_values` for each piece of `values`, all of them used."""
         counts = list(pieces.counts)
-        parts = values.split(counts), wire.split(pieces.value_sizes(dtype)), indices.split(counts)
+        parts = values.split(counts), pieces.parts(wire, pieces.value_sizes(dtype), begins), indices.split(counts)
         for part, into, at in zip(*parts, strict=True):
             if len(part):
                 self.pack_values(part, dtype, into, at, None, residual)
 
-    def unpack_value_pieces(self, wire: Tensor, pieces: Pieces, dtype: torch.dtype, values: Tensor) -> None:
+    def unpack_value_pieces(
+        self, wire: Tensor, pieces: Pieces, dtype: torch.dtype, values: Tensor, begins: Sequence[int] | None = None
+    ) -> None:
         """`unpack_values` for each piece."""
-        for part, into in zip(wire.split(pieces.value_sizes(dtype)), values.split(list(pieces.counts)), strict=True):
+        parts = pieces.parts(wire, pieces.value_sizes(dtype), begins), values.split(list(pieces.counts))
+        for part, into in zip(*parts, strict=True):
             if len(into):
                 self.unpack_values(part[None], dtype, into[None])
 
