@@ -205,7 +205,7 @@ class Calibration:
     def _split(self, shape: Shape, kept: int, latency: float | None = None) -> Estimate:
         p, k, work = shape.world_size, shape.k, self.work
         span, own, mine = max(1, shape.numel // p), -(-k // p), -(-kept // p)
-        moves = [
+        moves: list[tuple[Line, float]] = [
             (self.all_to_all, (p - 1) * shape.entry_bytes(span, own)),
             (self.all_to_all, (p - 1) * shape.entry_bytes(span, mine)),
         ]

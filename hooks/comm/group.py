@@ -198,7 +198,8 @@ class LetterPort(Port):
         # What no message reaches of it is never touched, and so takes no memory.
         room: Any = torch.empty(group.size, longest, dtype=torch.uint8, device="cpu")
         super().__init__(group, room, room, ahead)
-        self._free = [torch.empty_like(room) if free is not room else room for free in self._free]
+        places: list[Any] = [room if free is room else torch.empty_like(room) for free in self._free]
+        self._free = places
 
     @property
     def received(self) -> Tensor:

@@ -101,8 +101,8 @@ class Split(Selected):
         letters, bounds, rank = self.to_owners, self.bounds, self.rank
         cuts = [0, *torch.searchsorted(entries.indices, _int32(bounds[1:-1])).tolist(), len(entries)]
         sent = self._pieces([b - a for a, b in pairwise(cuts)])
-        parts = extra.to(HOST).tensor_split(self.world_size)
-        written = letters.write([[count] for count in sent.counts], parts, entries, sent)
+        slices = extra.to(HOST).tensor_split(self.world_size)
+        written = letters.write([[count] for count in sent.counts], slices, entries, sent)
         if self.carrier.dtype != torch.float32 and feedback.keeps:
             self._give_back(feedback, entries.indices, entries.values - letters.rounded(sent))
         yield letters.swap(written)
@@ -127,7 +127,7 @@ class Split(Selected):
         if any((key, -index) > (last[0], -last[1]) for _, _, key, index in heads):
             key, index = last
             keys[sent | (keys < key) | ((keys == key) & (places > index))] = -1
-            more = largest(keys, self.k - np.count_nonzero(sent)) & (keys >= 0)
+            more = largest(keys, self.k - int(sent.sum())) & (keys >= 0)
             _, others, _ = yield from self._share(means, more, keys, beside, "more means")
             indices, order = torch.cat([every.indices, others.indices]).sort()
             every = Entries(indices, torch.cat([every.values, others.values])[order])
