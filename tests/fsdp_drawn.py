@@ -159,28 +159,33 @@ def local(x: Any) -> Tensor:
 
 def locals_of(model: nn.Module, grads: bool = False) -> dict[str, Tensor]:
     """This rank's shards, in float64; of what has no gradient zeros."""
+    return _locals(dict(model.named_parameters()), grads)
+
+
+def _locals(parameters: dict[str, nn.Parameter], grads: bool) -> dict[str, Tensor]:
     found = {}
-    for name, p in model.named_parameters():
+    for name, p in parameters.items():
         x = p.grad if grads else p
         x = torch.zeros_like(p) if x is None else x
         found[name] = local(x).double().clone()
     return found
 
 
-def one_pass(rank: int, model: Any, number: int, kind: str) -> bool:
-    """A backward pass; returns whether it raised."""
+def one_pass(rank: int, model: Any, number: int, kind: str) -> dict[str, Tensor] | None:
+    """A backward pass; where it raised, returns the gradients that FSDP may now drop."""
     model.set_requires_gradient_sync(kind != "local")
     if kind != "local":
         model.set_requires_all_reduce(kind != "hold")
     model.raises, model.calls = kind == "raise", number
     torch.manual_seed(100 * number + rank)
-    x = torch.randn(6, 7)
+    x, sharded = torch.randn(6, 7), dict(model.named_parameters())
     try:
         model(x).square().mean().backward()
     except Stopped:
+        left = _locals(sharded, grads=True)
         model.reset_iter_state()
-        return True
-    return False
+        return left
+    return None
 
 
 def saved_and_loaded(setup: Sharded, model: nn.Module, state: Any) -> Any:
@@ -233,8 +238,10 @@ def _play(rank: int, setup: Sharded, events: Sequence[str]) -> dict[str, Any]:
         grads = []
         for model in (native, ours):
             before = locals_of(model, grads=True)
-            raised = one_pass(rank, model, number, event)
-            grads.append({name: x - before[name] for name, x in locals_of(model, grads=True).items()})
+            left = one_pass(rank, model, number, event)
+            after = locals_of(model, grads=True) if left is None else left
+            grads.append({name: x - before[name] for name, x in after.items()})
+        raised = left is not None
         kept = _kept(state) if raised else set()
         for name, wanted in grads[0].items():
             got = grads[1][name]

@@ -1,13 +1,14 @@
 """What FSDP2 reduces as one, a *parameter group*: where its shards lie, and what FSDP does with them around our hook.
 
 FSDP casts, divides and accumulates right after the hook has returned; `Shards` knows how, and can do the same later.
-All that depends on FSDP's private attributes is in this file.
+All that depends on FSDP's private attributes is in this file, and in `manual`.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from functools import reduce
 from typing import Any
 
 import torch
@@ -106,6 +107,41 @@ def divide_factor(group: Any) -> float:
     return float(group.mesh_info.shard_mesh_size if factor is None else factor)
 
 
+def grad_dtype(parameter: Any) -> torch.dtype | None:
+    """The dtype of a parameter's gradients, sharded, as the optimizer sees them. Before torch 2.15 that is the
+    parameter's own; since then `Tensor.grad_dtype`, where the user has set it, and None: as autograd brings them."""
+    sharded = parameter.sharded_param
+    if not hasattr(parameter, "sharded_grad_dtype"):
+        found: torch.dtype | None = sharded.dtype
+    elif sharded._has_grad_dtype_override:
+        found = sharded.grad_dtype
+    else:
+        found = parameter.sharded_grad_dtype if parameter._has_sharded_grad_dtype_override else sharded.dtype
+    return found
+
+
+def reduce_order(group: Any) -> list[Any]:
+    """A group's parameters in the order in which FSDP lays out what it reduces: since torch 2.15 those with gradients of
+    one dtype lie together."""
+    if not hasattr(group, "_reduce_scatter_param_indices"):
+        return list(group.fsdp_params)
+    by_dtype: dict[torch.dtype | None, list[Any]] = {}
+    for parameter in group.fsdp_params:
+        by_dtype.setdefault(grad_dtype(parameter), []).append(parameter)
+    return [parameter for alike in by_dtype.values() for parameter in alike]
+
+
+def reduce_dtype(group: Any, parameters: list[Any]) -> torch.dtype:
+    """The widest dtype in which FSDP reduces the gradients of some of a group's parameters. Since torch 2.15 it is that
+    of those that have one; float32 stands for gradients of a dtype that only autograd knows."""
+    policy = getattr(group, "mp_policy", None)
+    if policy is not None:  # one for the group, before torch 2.15
+        dtypes = {policy.reduce_dtype or policy.param_dtype or parameters[0].sharded_param.dtype}
+    else:
+        dtypes = {p.mp_policy.reduce_dtype or grad_dtype(p) or torch.float32 for p in parameters}
+    return reduce(torch.promote_types, dtypes)
+
+
 def find_shards(model: nn.Module, hook: str, replicas: int) -> tuple[list[Shards], list[Shards]]:
     """The model's parameter groups that have something to reduce, for a hook that is set by this method, and those that
     have nothing, as they are frozen.
@@ -152,6 +188,7 @@ class Shards:
 
     Attributes:
         slots: where the shards of all of its parameters lie, each padded to the rows of the longest.
+        dtype: the widest of what FSDP hands over.
         used: names of the parameters that are in what FSDP reduces now.
     """
 
@@ -160,7 +197,7 @@ class Shards:
         self.rank, self.size = group.mesh_info.shard_mesh_rank, group.mesh_info.shard_mesh_size
         self.parameters: dict[str, Any] = {}
         slots, start = [], 0
-        for parameter in group.fsdp_params:
+        for parameter in reduce_order(group):
             if parameter.sharded_param.requires_grad:
                 name = names[id(parameter.sharded_param)]
                 shape = tuple(parameter.padded_sharded_param_size)
@@ -170,12 +207,14 @@ class Shards:
                 start += slot.numel
         self.slots: Layout = tuple(slots)
         self.numel = start
+        self.dtype = reduce_dtype(group, list(self.parameters.values())) if self.parameters else torch.float32
         self.used: frozenset[str] = frozenset()
         self._unit: Unit | None = None
         self._buffer: Tensor | None = None
         #: Names of the parameters that are in the buffer, while it holds what is to be sent later.
         self.held: frozenset[str] = frozenset()
         self._undo: list[Callable[[], None]] = []
+        self._ordered: list[int] | None = None  # the order in which FSDP lays out parameters, once it has been seen
 
     @property
     def process_group(self) -> Any:
@@ -189,20 +228,13 @@ class Shards:
         return any(getattr(p.sharded_param, "_post_accumulate_grad_hooks", None) for p in parameters)
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of what FSDP hands over."""
-        policy = self.group.mp_policy
-        first = next(iter(self.parameters.values()))
-        return policy.reduce_dtype or policy.param_dtype or first.sharded_param.dtype
-
-    @property
     def unit_dtype(self) -> torch.dtype:
         """Of what is compressed: FSDP scales float16, and residuals are of gradients as the optimizer sees them."""
         return torch.float32 if self.dtype == torch.float16 else self.dtype
 
     def attach(self, hook: Callable[[Shards, Tensor], None]) -> None:
         """Have FSDP call a hook in the place of an all-reduce."""
-        self.watch()
+        self.watch(hook)
         self.group._all_reduce_hook = untraced(lambda output: hook(self, output))
 
     def replace_reduce_scatter(self, comm: Any) -> None:
@@ -212,15 +244,23 @@ class Shards:
         group._reduce_scatter_comm = comm
         self._undo.append(lambda: setattr(group, "_reduce_scatter_comm", before))
 
-    def watch(self) -> None:
-        """Note of which parameters FSDP reduces gradients, as it tells nobody: those without one are left out."""
+    def watch(self, hook: Callable[[Shards, Tensor], None] | None = None) -> None:
+        """Note of which parameters FSDP reduces gradients, as it tells nobody: those without one are left out.
+
+        Args:
+            hook: is called for what waits to be sent too, in a pass that has nothing new of the group, as HSDP has it
+                since torch 2.15.
+        """
         if self._undo:
             return
         group, known = self.group, {id(parameter): name for name, parameter in self.parameters.items()}
         post_backward, reset = group.post_backward, getattr(group, "_reset_iter_state", None)
 
+        late, ordered = hook if hasattr(group, "_get_partial_reduce_grad") else None, list(self.parameters.values())
+
         def noted(*unused: Any) -> None:
             if group.reduce_grads:
+                self._check_order(ordered)
                 having = [parameter for parameter in group.fsdp_params if _has_gradient(group, parameter)]
                 fresh = [unwrapped(p._param_fqn) for p in having if id(p) not in known]
                 if fresh:
@@ -230,6 +270,8 @@ class Shards:
                     )
                 self.used = frozenset(known[id(parameter)] for parameter in having)
             post_backward(*unused)
+            if late is not None and self.held and group.reduce_grads and group.all_reduce_grads and not self.used:
+                late(self, torch.empty(0, dtype=self.dtype, device=group.device))
 
         @untraced
         def discarded() -> None:
@@ -243,6 +285,18 @@ class Shards:
             group._reset_iter_state = discarded
             self._undo.append(lambda: delattr(group, "_reset_iter_state"))
 
+    def _check_order(self, expected: list[Any]) -> None:
+        """Raises RuntimeError where FSDP lays out parameters in another order."""
+        indices = getattr(self.group, "_reduce_scatter_param_indices", None)  # made before the first forward pass
+        if indices is not self._ordered:
+            known, every = set(map(id, expected)), self.group.fsdp_params
+            if [id(every[i]) for i in indices or () if id(every[i]) in known] != list(map(id, expected)):
+                raise RuntimeError(
+                    f"gradwire: FSDP reduces the gradients of module {self.module!r} in another order than it would "
+                    "have when compress_fsdp was called, as their grad_dtype has changed: set grad_dtype before"
+                )
+            self._ordered = indices
+
     def detach(self, hook: Callable[[Tensor], None] | None) -> None:
         """Leave nothing but another hook, or none."""
         while self._undo:
@@ -254,7 +308,7 @@ class Shards:
     def hold(self, output: Tensor) -> None:
         """Add what FSDP hands over to the buffer: it is to be sent later."""
         buffer, complete = self._own(), self.used == self.parameters.keys()
-        scale = self._scale
+        scale = self._scale(output.dtype)
         if not self.held and not complete:
             buffer.zero_()
         if complete and scale == 1.0 and output.dtype == buffer.dtype:
@@ -277,19 +331,22 @@ class Shards:
             in_place: whether the mean may be written to `output` when FSDP has gone on.
         """
         direct = self.used == self.parameters.keys() and not self.held and output.dtype == self.unit_dtype
-        if direct and in_place and self._post_divide == 1.0:
+        if direct and in_place and post_divide(self.group, output.dtype) == 1.0:
             self.held = self.used
-            if self._scale != 1.0:
-                output.mul_(self._scale)
+            if (scale := self._scale(output.dtype)) != 1.0:
+                output.mul_(scale)
             return output
         self.hold(output)
         return self._own()
 
     @property
     def can_wait(self) -> bool:
-        """Whether FSDP leaves what it is handed back where it is, so that it may be written later."""
-        return self._orig_dtype == self.dtype and all(
-            parameter.sharded_param.grad is None and not parameter.offload_to_cpu
+        """Whether FSDP leaves what it is handed back where it is, so that it may be written later: it accumulates, and
+        moves, nothing, and casts none of it, as it may copy the rest then."""
+        return all(
+            parameter.sharded_param.grad is None
+            and not parameter.offload_to_cpu
+            and grad_dtype(parameter) in (None, self.dtype)
             for parameter in self.parameters.values()
         )
 
@@ -319,7 +376,7 @@ class Shards:
 
     def put_back(self, output: Tensor) -> None:
         """The mean is in the buffer: hand it back to FSDP, which will divide it."""
-        buffer, divide = self._own(), self._post_divide
+        buffer, divide = self._own(), post_divide(self.group, output.dtype)
         for part, slot in self._parts(output):
             torch.mul(slot.flat(buffer), divide, out=part) if divide != 1.0 else part.copy_(slot.flat(buffer))
         self.held = frozenset()
@@ -333,7 +390,7 @@ class Shards:
                 mean = self.local(slot.name, slot.view(buffer))
                 grad = parameter.sharded_param.grad
                 if grad is None:  # of a pass before, and cleared since
-                    mean = mean.to(parameter.sharded_param.dtype, copy=True)
+                    mean = mean.to(grad_dtype(parameter) or mean.dtype, copy=True)
                     parameter.sharded_param.grad = parameter.to_sharded_dtensor(mean)
                 else:
                     local = grad._local_tensor if isinstance(grad, DTensor) else grad
@@ -371,19 +428,11 @@ class Shards:
                 f"with a gradient have {start}: this version of torch, {torch.__version__}, is not known"
             )
 
-    @property
-    def _scale(self) -> float:
-        """What FSDP hands over times this is what the optimizer is to see, in the mean over the replicas: with a
-        divide factor of the user's that is not a mean, but the sum."""
-        return (1.0 if self.group.gradient_divide_factor is None else self._replicas) / self._post_divide
-
-    @property
-    def _post_divide(self) -> float:
-        return post_divide(self.group, self.dtype)
-
-    @property
-    def _orig_dtype(self) -> torch.dtype:
-        return next(iter(self.parameters.values())).sharded_param.dtype
+    def _scale(self, dtype: torch.dtype) -> float:
+        """What FSDP hands over in this dtype times this is what the optimizer is to see, in the mean over the replicas:
+        with a divide factor of the user's that is not a mean, but the sum."""
+        replicas = 1.0 if self.group.gradient_divide_factor is None else self._replicas
+        return replicas / post_divide(self.group, dtype)
 
 
 def _has_gradient(group: Any, parameter: Any) -> bool:

@@ -181,7 +181,7 @@ class FSDPState:
     def _reduce(self, shards: Shards, output: Tensor) -> None:
         """FSDP's hook: replace this rank's shard of the gradients of some parameters by the replicas' mean."""
         reducer = self._running()
-        if output.dtype != shards.dtype:
+        if torch.promote_types(output.dtype, shards.dtype) != shards.dtype:
             raise TypeError(
                 f"FSDP reduces {output.dtype}, and its policy says {shards.dtype}: call compress_fsdp again"
             )
