@@ -335,3 +335,58 @@ def test_a_second_wait_fails_like_the_first(ranks: Ranks) -> None:
     first, second = ranks(2).run(waited_twice)[0]
     assert "rank 1" in first
     assert "rank 1" in second
+
+
+class Backend:
+    """A backend of some name, which tells that it can launch several collectives at once, or not, or nothing."""
+
+    def __init__(self, name: str, launches: bool | None) -> None:
+        self.name = lambda: name
+        if launches is not None:
+            self.supports_coalescing = launches
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+
+class Carried(Backend):
+    """A process group around it."""
+
+    def _get_backend(self, device: torch.device) -> Backend:
+        return self
+
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("name", ["nccl", "nccl2", "nccl-lazy", "nccl-legacy", "ncclx", "one that is not written yet"])
+def test_streams_order_the_collectives_of_backends_that_say_so(name: str) -> None:
+    carried = Carried(name, launches=True)
+    assert not Group.blocks(carried, CUDA)
+    assert Group.blocks(carried, torch.device("cpu"))
+    assert Group(Backend(name, launches=True), (0, 1)).averages(CUDA)  # as Horovod's interface has one
+
+
+def test_an_older_torch_has_one_backend_of_that_kind() -> None:
+    assert not Group.blocks(Carried("nccl", launches=None), CUDA)
+
+
+def test_the_host_waits_for_gloo_and_for_what_is_not_known() -> None:
+    assert Group.blocks(Carried("gloo", launches=False), CUDA)
+    for launches in (False, None):
+        with pytest.warns(UserWarning, match=r"the backend 'ucc' does not tell.*streams order.*backend=\"nccl\""):
+            assert Group.blocks(Carried("ucc", launches), CUDA)
+
+
+def backend_tells(rank: int) -> Any:
+    return getattr(dist.group.WORLD._get_backend(torch.device("cpu")), "supports_coalescing", None)  # type: ignore[union-attr]
+
+
+def test_torch_tells_it_of_its_own_backends(ranks: Ranks) -> None:
+    assert ranks(1).run(backend_tells)[0] in (False, None)
+    kinds = [getattr(dist, f"ProcessGroup{kind}", None) for kind in ("NCCL", "NCCL2", "NCCLLazy")]
+    tells = hasattr(torch._C._distributed_c10d.Backend, "supports_coalescing")
+    assert all(hasattr(kind, "supports_coalescing") == tells for kind in kinds if kind is not None)

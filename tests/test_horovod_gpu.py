@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from gradwire.hooks.horovod import functions
+from gradwire.hooks.horovod.collectives import Channel
 from gradwire.hooks.horovod.engine import Engine, Pending, memory_of
 from gradwire.hooks.horovod.operations import AllReduce, Broadcast, stand_in
 from gradwire.hooks.horovod.residuals import States
@@ -132,3 +134,17 @@ def test_objects_of_other_ranks_come_to_this_ranks_gpu(monkeypatch: pytest.Monke
     torch.save({"x": torch.ones(2)}, buffer)
     loaded = functions._from_bytes(torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8))
     assert torch.equal(loaded["x"], torch.ones(2))
+
+
+@pytest.mark.parametrize(("failed", "names", "called"), [
+    (False, ("shutdown", "abort"), "shutdown"), (False, ("_shutdown", "abort"), "_shutdown"), (True, ("shutdown", "abort"), "abort"),
+])  # fmt: skip
+def test_a_channel_ends_its_nccl_group(failed: bool, names: tuple[str, ...], called: str) -> None:
+    """Torch would warn, and NCCL's threads would outlive it; where a rank is gone nobody must wait for it."""
+    calls: list[str] = []
+    channel: Any = Channel.__new__(Channel)
+    channel._nccl = SimpleNamespace(**{name: partial(calls.append, name) for name in names})
+    channel._gloo, channel._groups, channel._scratch = None, {}, {}
+    channel.close(failed)
+    channel.close(failed)
+    assert calls == [called]

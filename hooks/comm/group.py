@@ -8,6 +8,7 @@ import hashlib
 import json
 import struct
 import threading
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -352,8 +353,22 @@ class Group:
 
     @staticmethod
     def blocks(process_group: Any, device: torch.device) -> bool:
-        """Whether collectives on tensors of `device` keep the calling thread waiting, as all but NCCL's do."""
-        return device.type != "cuda" or process_group._get_backend(device).name() != "nccl"
+        """Whether collectives on tensors of `device` keep the calling thread waiting. Those of a backend that launches
+        several at once are ordered by streams: NCCL's, by whatever name. Warns of others, Gloo excepted."""
+        if device.type != "cuda":
+            return True
+        backend = _backend_of(process_group, device)
+        # Where torch does not tell, it has one of the kind, by one name.
+        launches = getattr(backend, "supports_coalescing", None)
+        ordered: bool = backend.name() == "nccl" if launches is None else launches
+        if not ordered and backend.name() != "gloo":
+            warnings.warn(
+                f"the backend {backend.name()!r} does not tell (by Backend.supports_coalescing) that streams order its "
+                "collectives of CUDA tensors: gradwire waits for them on the host, or sends over Gloo through host "
+                'memory, which is slow: make the process group with backend="nccl"',
+                stacklevel=3,
+            )
+        return not ordered
 
     def follow_timeout(self, other: dist.ProcessGroup) -> None:
         """From now on let collectives take as long as those of `other` may."""
@@ -501,8 +516,8 @@ class Group:
         return work
 
     def averages(self, device: torch.device) -> bool:
-        """Whether the backend divides by itself, as NCCL does: what a rank gives is multiplied by 1/size as it is
-        read."""
+        """Whether the backend divides by itself, as those do that are ordered by streams: what a rank gives is
+        multiplied by 1/size as it is read."""
         if device.type != "cuda":
             return False
         if self._averages is None:
@@ -518,7 +533,7 @@ class Group:
     def means(self, device: torch.device) -> tuple[Callable[[list[Tensor]], dist.Work], float | None]:
         """What starts `mean` of a tensor of this device, without torch's way from a group to its backend, and by what
         the tensor is to be multiplied before, if by anything."""
-        backend = self._group._get_backend(device) if hasattr(self._group, "_get_backend") else self._group
+        backend = _backend_of(self._group, device)
         if self.averages(device):
             options = _averaging(dist.AllreduceOptions())
             return lambda tensors: backend.allreduce(tensors, options), None
@@ -587,6 +602,11 @@ class Group:
         self.all_gather_v(texts, mine, sizes).wait()
         parts = [json.loads(bytes(part.tolist())) if len(part) else None for part in texts.split(sizes)]
         return [parts[first[row]] for row in told]
+
+
+def _backend_of(process_group: Any, device: torch.device) -> Any:
+    """What carries its tensors of this device: a process group's backend, or a backend that is used by itself."""
+    return process_group._get_backend(device) if hasattr(process_group, "_get_backend") else process_group
 
 
 def _averaging(options: Any) -> Any:

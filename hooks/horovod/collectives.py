@@ -101,9 +101,16 @@ class Channel:
         self._gloo.recv([received], peer, tag).wait()
         work.wait()
 
-    def close(self) -> None:
-        """Let go of the connections. Ranks that still wait for this one get an error."""
-        self._gloo = self._nccl = None
+    def close(self, failed: bool = False) -> None:
+        """Let go of the connections. Ranks that still wait for this one get an error.
+
+        Args:
+            failed: whether ranks may be gone: NCCL's collectives under way are aborted then, and else waited for.
+        """
+        nccl, self._gloo, self._nccl = self._nccl, None, None
+        if nccl is not None:
+            end = nccl.abort if failed else getattr(nccl, "shutdown", None) or nccl._shutdown  # its name before 2.7
+            end()
         self._groups.clear()
         self._scratch.clear()
 

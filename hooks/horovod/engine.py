@@ -276,12 +276,14 @@ class Engine:
 
     @torch.no_grad()
     def _execute(self) -> None:
+        failed = True
         while (message := self._queue.get()) is not None:
             if message["do"] == "stop":
                 # All ranks are alive and come by here. None must cut a connection that another still reads from, nor
                 # give up what others have announced to it already.
                 self.agreement.farewell(END_SECONDS)
                 self._fail(f"Horovod has been shut down: {message['message']}")
+                failed = False
                 break
             try:
                 self._run(message)
@@ -291,7 +293,7 @@ class Engine:
         self.states.disconnect()
         # Ranks that wait for this one inside of a collective are woken by this.
         for channel in self._channels.values():
-            channel.close()
+            channel.close(failed)
         self._channels.clear()
 
     def _run(self, message: dict[str, Any]) -> None:

@@ -134,7 +134,12 @@ class Member:
         return len(self.communicator.ranks)
 
     def name(self) -> str:
-        return "nccl"
+        """As torch 2.15 has it; there will be others."""
+        return "nccl2"
+
+    @property
+    def supports_coalescing(self) -> bool:
+        return True
 
     def _get_backend(self, device: Any) -> Member:
         return self
