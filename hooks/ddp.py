@@ -184,7 +184,8 @@ class CompressState(State):
             self._find_model(bucket)
         if self._open is None:
             self._check_trained()
-        if straight is None or self._step >= straight.until or _joins(self._ddp())[1]:
+        ddp = self._ddp()
+        if straight is None or self._step >= straight.until or _joins(ddp)[1] or self._finalized_by_hand(ddp):
             straight = self._straight = self._straight_run() if self._open is None else None
         if straight is not None:  # a pass that raises must not leave DDP's buckets to a sum that is under way
             queued = AtEnd(self._end_straight, self._drop_straight).queue()
@@ -215,7 +216,8 @@ class CompressState(State):
         """At the begin of a step."""
         reducer, model = self._reducer or self._connect(None), self._ddp()
         self._delivery.settle(reducer.connection.pipeline)
-        if getattr(model, "skip_all_reduce_unused_params", False) or _joins(model)[1]:
+        skips = getattr(model, "skip_all_reduce_unused_params", False)
+        if skips or _joins(model)[1] or self._finalized_by_hand(model):
             return None
         options, step = self._options, self._step
         until = options.warmup_steps if step < options.warmup_steps else sys.maxsize
@@ -224,7 +226,24 @@ class CompressState(State):
             if options.exchange != "dense":
                 return None
             until = step + 1
-        return reducer.straight(step, options.choice(step), until, self._device, self._seen(model))
+        return reducer.straight(step, options.choice(step), until, self._device, self._seen(model) or _lazy(model))
+
+    @staticmethod
+    def _finalized_by_hand(model: nn.Module | None) -> bool:
+        """Whether the user says when DDP takes the means: within the backward pass, maybe, or after it.
+
+        Raises:
+            RuntimeError: DDP will tell too late which parameters no rank has used.
+        """
+        if not getattr(model, "require_manual_backward_finalization", False):
+            return False
+        for option in ("find_unused_parameters", "static_graph"):
+            if getattr(model, option):
+                raise RuntimeError(
+                    f"gradwire keeps what DDP({option}=True) throws away, and must know of it when backward ends: leave "
+                    "out require_manual_backward_finalization, or that"
+                )
+        return True
 
     @staticmethod
     def _seen(model: nn.Module | None) -> bool:
@@ -233,9 +252,9 @@ class CompressState(State):
 
     def _waits_at_end(self) -> bool:
         """Whether nobody waits for a future before the backward pass has ended, as DDP does in a static graph's first
-        pass."""
+        pass, and where the user finalizes."""
         model = self._ddp()
-        return not (self._seen(model) or getattr(model, "static_graph", False))
+        return not (self._seen(model) or getattr(model, "static_graph", False) or self._finalized_by_hand(model))
 
     def _drop_straight(self) -> None:
         """The backward pass has raised in a step that goes without the pipeline."""
@@ -310,6 +329,8 @@ class CompressState(State):
             self._delivery.look(model)
         self._delivery.expect(step)
         at_end(partial(self._delivery.settle, pipeline))
+        if _lazy(model):
+            at_end(step.let_go)
         if interruption is not None:  # DDP has to take the means first, as the other ranks' does
             raise_at_end(interruption)
 
@@ -397,6 +418,11 @@ def _joins(model: nn.Module | None) -> tuple[bool, bool]:
     """Whether the model is in `DDP.join`, where ranks run out of data, and whether means are to be of the others."""
     joins = getattr(getattr(model, "_join_config", None), "enable", False)
     return joins, joins and not getattr(model, "_divide_by_initial_world_size", True)
+
+
+def _lazy(model: nn.Module | None) -> bool:
+    """Whether DDP has memory for buckets within backward passes only, if nobody keeps it."""
+    return getattr(model, "lazy_bucket_allocation", False)
 
 
 def _nowhere() -> None:

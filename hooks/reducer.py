@@ -273,6 +273,10 @@ class Step:
     began: float = 0.0
     _undone: bool = False
 
+    def let_go(self) -> None:
+        """Keep no buffers: the means have been taken."""
+        self.reduced = [(unit, buffer[:0].clone()) for unit, buffer in self.reduced]
+
     @property
     def undone(self) -> bool:
         """Whether the scaler will skip it. Waits for the device where only that knows."""

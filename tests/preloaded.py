@@ -156,6 +156,8 @@ def settle(request: dict[str, Any], python: str, filters: int) -> None:
         python: what stands for `sys.executable`.
         filters: the number of Python's own filters of warnings; those of the modules go before them.
     """
+    import atexit
+    import gc
     import multiprocessing.spawn
     import random
     import warnings
@@ -179,6 +181,8 @@ def settle(request: dict[str, Any], python: str, filters: int) -> None:
     warnings._processoptions(options)  # type: ignore[attr-defined]
     warnings.filters[:0] = modules  # type: ignore[index]
     sys.argv[:] = request["arguments"]
+    if "triton" in sys.modules:  # which says at the end what of it has not been collected
+        atexit.register(gc.unfreeze)
 
 
 def run(request: dict[str, Any]) -> None:

@@ -137,7 +137,8 @@ def test_objects_of_other_ranks_come_to_this_ranks_gpu(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("failed", "names", "called"), [
-    (False, ("shutdown", "abort"), "shutdown"), (False, ("_shutdown", "abort"), "_shutdown"), (True, ("shutdown", "abort"), "abort"),
+    (False, ("shutdown", "abort"), "shutdown"), (False, ("_shutdown", "abort"), "_shutdown"),
+    (True, ("shutdown", "abort"), "abort"),
 ])  # fmt: skip
 def test_a_channel_ends_its_nccl_group(failed: bool, names: tuple[str, ...], called: str) -> None:
     """Torch would warn, and NCCL's threads would outlive it; where a rank is gone nobody must wait for it."""

@@ -121,8 +121,8 @@ def grad_dtype(parameter: Any) -> torch.dtype | None:
 
 
 def reduce_order(group: Any) -> list[Any]:
-    """A group's parameters in the order in which FSDP lays out what it reduces: since torch 2.15 those with gradients of
-    one dtype lie together."""
+    """A group's parameters in the order in which FSDP lays out what it reduces: since torch 2.15 those whose gradients
+    have one dtype lie together."""
     if not hasattr(group, "_reduce_scatter_param_indices"):
         return list(group.fsdp_params)
     by_dtype: dict[torch.dtype | None, list[Any]] = {}

@@ -1,0 +1,140 @@
+"""DDP's options since torch 2.15: other memory for buckets, and backward passes that the caller finalizes. Gradients are
+those of the same steps without."""
+
+from __future__ import annotations
+
+import inspect
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gradwire import CompressState, OneBit, compress_hook
+from ranks import Pool
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+Ranks = Callable[[int], Pool]
+ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
+
+
+def since_2_15(name: str) -> pytest.MarkDecorator:
+    """Skips where DDP has no argument, or property, of this name."""
+    has = name in ARGUMENTS or hasattr(DistributedDataParallel, name)
+    return pytest.mark.skipif(not has, reason=f"DDP has {name} since torch 2.15; this is {torch.__version__}")
+
+
+LAZY, BATCHED = since_2_15("lazy_bucket_allocation"), since_2_15("batched_grad_copy")
+BY_HAND = since_2_15("require_manual_backward_finalization")
+
+
+def wrapped(exchange: str, **options: Any) -> tuple[Any, CompressState]:
+    torch.manual_seed(3)
+    layers = nn.Sequential(nn.Linear(20, 300), nn.Tanh(), nn.Linear(300, 40), nn.Tanh(), nn.Linear(40, 3))
+    model = DistributedDataParallel(layers, bucket_cap_mb=0.01, **options)
+    state = CompressState(model, OneBit(), exchange=exchange)  # type: ignore[arg-type]
+    model.register_comm_hook(state, compress_hook)
+    return model, state
+
+
+def grads_of(rank: int, exchange: str, options: dict[str, Any], finalize: str) -> list[list[Tensor]]:
+    """Of each step.
+
+    Args:
+        finalize: "after" backward, or "within" it as soon as DDP lets; else DDP does.
+    """
+    model, state = wrapped(exchange, **options)
+    draws, found, late = torch.Generator().manual_seed(rank), [], True
+    within = list[bool]()
+
+    def last(grad: Tensor) -> None:
+        if not late:
+            model.finalize_backward()
+            within.append(True)
+
+    for step in range(6):
+        model.require_manual_backward_finalization = bool(finalize) and step > 1  # not from the first step on
+        x = torch.randn(6, 20, generator=draws).requires_grad_()
+        x.register_hook(last)  # after those of the parameters
+        loss = model(x * 1.0).square().mean()
+        late = finalize != "within" or step < 2 or model.should_finalize_after_backward
+        loss.backward()
+        if late and model.require_manual_backward_finalization:
+            model.finalize_backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+        model.zero_grad()
+    assert state.step == 6
+    assert len(within) == (4 if finalize == "within" else 0)
+    state.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "finalize"),
+    [
+        pytest.param({"lazy_bucket_allocation": True}, "", marks=LAZY),
+        pytest.param({"batched_grad_copy": True}, "", marks=BATCHED),
+        pytest.param({}, "after", marks=BY_HAND),
+        pytest.param({}, "within", marks=BY_HAND),
+        pytest.param(
+            {"batched_grad_copy": True, "lazy_bucket_allocation": True, "gradient_as_bucket_view": True},
+            "within",
+            marks=BY_HAND,
+        ),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("exchange", ["gather", "dense"])
+def test_gradients_are_those_without(ranks: Ranks, exchange: str, options: dict[str, Any], finalize: str) -> None:
+    plain, theirs = (ranks(2).run(grads_of, exchange, *how) for how in (({}, ""), (options, finalize)))
+    for expected, got in zip(plain, theirs, strict=True):
+        for step, (a, b) in enumerate(zip(expected, got, strict=True)):
+            assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)), step
+
+
+def alive_after_backward(rank: int, exchange: str) -> list[int]:
+    """How many buffers of buckets, after each backward pass."""
+    model, state = wrapped(exchange, lazy_bucket_allocation=True)
+    submit, buffers, found = state.submit, list[weakref.ref[Tensor]](), []
+
+    def noted(bucket: dist.GradBucket) -> Any:
+        buffers.append(weakref.ref(bucket.buffer()))
+        return submit(bucket)
+
+    state.submit = noted  # type: ignore[method-assign]
+    for _ in range(6):
+        model(torch.ones(4, 20)).sum().backward()
+        end = time.monotonic() + 10  # Gloo's thread lets go of a tensor some time after its sum is there
+        while (alive := sum(buffer() is not None for buffer in buffers)) and time.monotonic() < end:
+            time.sleep(0.01)
+        found.append(alive)
+    assert len(buffers) > 6
+    del state.submit
+    state.close()
+    return found
+
+
+@LAZY
+@pytest.mark.parametrize("exchange", ["gather", "dense"])
+def test_nothing_keeps_lazy_buckets_after_backward(ranks: Ranks, exchange: str) -> None:
+    assert ranks(2).run(alive_after_backward, exchange) == [[0] * 6] * 2
+
+
+def finalized_too_late(rank: int, option: str) -> str:
+    model, state = wrapped("gather", **{option: True})
+    model.require_manual_backward_finalization = True
+    with pytest.raises(RuntimeError) as raised:
+        model(torch.ones(4, 20)).sum().backward()
+    state.close()
+    return str(raised.value)
+
+
+@BY_HAND
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
+def test_what_ddp_would_tell_too_late_is_refused(ranks: Ranks, option: str) -> None:
+    for text in ranks(2).run(finalized_too_late, option):
+        assert f"DDP({option}=True) throws away" in text
+        assert "leave out require_manual_backward_finalization, or that" in text
