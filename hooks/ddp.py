@@ -240,8 +240,8 @@ class CompressState(State):
         for option in ("find_unused_parameters", "static_graph"):
             if getattr(model, option):
                 raise RuntimeError(
-                    f"gradwire keeps what DDP({option}=True) throws away, and must know of it when backward ends: leave "
-                    "out require_manual_backward_finalization, or that"
+                    f"gradwire keeps what DDP({option}=True) throws away, and must know of it when backward ends: "
+                    "leave out require_manual_backward_finalization, or that"
                 )
         return True
 

@@ -43,8 +43,8 @@ class Straight:
         group: that the gradients would take anyway.
         device: where they are.
         until: the number of the first step that may be something else.
-        seen: whether anybody but DDP sees the futures, or nobody may keep the buffers. DDP looks at them when the pass has ended and the means are
-            there, so that one which has its result already serves in every step.
+        seen: whether anybody but DDP sees the futures, or none may keep its buffer. DDP looks at them when the pass has
+            ended and the means are there, so that one which has its result already serves in every step.
         statistics: what is counted.
 
     Attributes:

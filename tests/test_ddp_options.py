@@ -1,5 +1,7 @@
-"""DDP's options since torch 2.15: other memory for buckets, and backward passes that the caller finalizes. Gradients are
-those of the same steps without."""
+"""DDP's options since torch 2.15: other memory for buckets, and backward passes that the caller finalizes.
+
+Gradients are those of the same steps without.
+"""
 
 from __future__ import annotations
 

@@ -27,6 +27,7 @@ from ..options import Exclude, excluded_names
 from ..statistics import Statistics
 from . import checkpoints
 from .collective import times_mean
+from .manual import ByHand
 from .options import ScatterOptions
 from .shards import Shards, divide_factor, find_shards, post_divide
 from .unsharded import Unsharded
@@ -77,6 +78,7 @@ class ScatterState:
                 part.shards.replace_reduce_scatter(comm)
             else:  # FSDP then reduces nothing
                 part.shards.attach(partial(self._alone, part))
+        self._by_hand = ByHand(model, self._ended, self._raised)
         self._bad = torch.zeros(2, dtype=torch.int64, device=device)  # records not finite, and steps that had some
         self._unequal = _Unequal(device)
         expect_optimizer(self._parameters.values(), partial(_judge, weakref.ref(self)))
@@ -98,6 +100,7 @@ class ScatterState:
     def close(self) -> None:
         """Give the model back to FSDP's own reduce-scatter. What is still owed is dropped: save it before."""
         self._closed = True
+        self._by_hand.detach()
         for shards in self._shards:
             shards.detach(None)
 
@@ -156,7 +159,7 @@ class ScatterState:
             self._greet()
             self._open = {}
             self._connection.begin(self)
-            outside = not AtEnd(self._ended, self._raised).queue()
+            outside = not self._by_hand.active and not AtEnd(self._ended, self._raised).queue()
         self._open[part.shards.index] = part  # of a module that is used twice in a pass, the last
         return outside
 

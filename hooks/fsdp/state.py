@@ -29,6 +29,7 @@ from ..options import Exclude, excluded_names
 from ..reducer import Reducer, Step
 from ..statistics import Statistics
 from . import checkpoints, direct
+from .manual import ByHand
 from .options import FSDPOptions
 from .shards import Shards, find_shards
 
@@ -140,6 +141,7 @@ class FSDPState:
         for shards in self._frozen:  # nobody would reduce their gradients among the replicas
             shards.watch()
         direct.install(self._shards)
+        self._by_hand = ByHand(model, lambda: self._ended(self._open), lambda: self._throw_away(self._open))
         expect_optimizer(self._parameters.values(), partial(_judge, weakref.ref(self)))
 
     def __repr__(self) -> str:
@@ -171,6 +173,7 @@ class FSDPState:
         if self._reducer is not None:
             self._reducer.close()
             self._reducer = None
+            self._by_hand.detach()
             for shards in self._shards:
                 shards.detach(_closed)
             for shards in self._frozen:
@@ -203,7 +206,8 @@ class FSDPState:
             if not self._uses.agree():  # over NCCL, where the host has not waited for what came of the last step
                 raise RuntimeError(UNEQUAL)
             step = self._open = reducer.begin(self._step, self._options.choice(self._step))
-            outside = not AtEnd(partial(self._ended, step), partial(self._throw_away, step)).queue()
+            ends = partial(self._ended, step), partial(self._throw_away, step)
+            outside = not self._by_hand.active and not AtEnd(*ends).queue()
             reducer.greet(step, unit, 0, None)
         step.names |= unit.names
         future = reducer.reduce(step, unit, buffer)
@@ -221,9 +225,9 @@ class FSDPState:
         if outside:
             self._ended(step)
 
-    def _ended(self, step: Step) -> None:
+    def _ended(self, step: Step | None) -> None:
         """FSDP has submitted all that the pass has; or the next is of a module that is in this step already."""
-        if step is not self._open or self._reducer is None:
+        if step is None or step is not self._open or self._reducer is None:
             return
         self._open = None
         self._step += 1
@@ -267,8 +271,10 @@ class FSDPState:
         if interruption is not None:
             raise_at_end(interruption)
 
-    def _throw_away(self, step: Step) -> None:
-        """The pass has raised, here or on the pipeline: no mean of it is applied."""
+    def _throw_away(self, step: Step | None) -> None:
+        """The pass has raised, here or on the pipeline, or is given up: no mean of it is applied."""
+        if step is None:
+            return
         if step is self._open:
             self._open, self._step = None, step.number + 1
             if self._reducer is not None:

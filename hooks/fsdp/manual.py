@@ -1,0 +1,55 @@
+"""Passes that the caller finalizes outside of autograd: `FSDPModule.set_manual_backward_finalization`, torch 2.15's.
+
+FSDP then reduces what is left in `finalize_backward`, and waits for all of it there, or later in the handle's `wait`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+
+class ByHand:
+    """When such passes of a model end.
+
+    Args:
+        model: with FSDP modules.
+        ended: called when FSDP has waited for the gradients of a pass of this kind.
+        discarded: called when a pass is given up, by `reset_iter_state`.
+    """
+
+    def __init__(self, model: nn.Module, ended: Callable[[], None], discarded: Callable[[], None]) -> None:
+        states = {m._get_fsdp_state(): None for m in model.modules() if isinstance(m, FSDPModule)}
+        self._states = [state for state in states if hasattr(state, "wait_for_gradient_reduction")]
+        self._ended, self._discarded = ended, discarded
+        for state in self._states:  # which of them is the root shows in the first forward pass
+            self._watch(state)
+
+    @property
+    def active(self) -> bool:
+        """Whether the pass is one of these that runs now, or is finalized."""
+        return any(state._state_ctx.manual_backward_finalization_active for state in self._states)
+
+    def detach(self) -> None:
+        """Hear no more of it."""
+        for state in self._states:
+            del state.wait_for_gradient_reduction, state._reset_iter_state
+        self._states = []
+
+    def _watch(self, state: Any) -> None:
+        wait, reset = state.wait_for_gradient_reduction, state._reset_iter_state
+
+        def waited(*arguments: Any) -> None:
+            by_hand = self.active
+            wait(*arguments)
+            if by_hand:
+                self._ended()
+
+        def discarded() -> None:
+            self._discarded()
+            reset()
+
+        state.wait_for_gradient_reduction, state._reset_iter_state = waited, discarded

@@ -1,0 +1,170 @@
+"""FSDP2 since torch 2.15, in both forms of `compress_fsdp`: gradients of several dtypes in one group, and passes that
+the caller finalizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fsdp_drawn import Ranks, mesh_of
+from gradwire import Codec, Identity, OneBit, compress_fsdp
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+BY_HAND = pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_manual_backward_finalization"),
+    reason=f"FSDP has set_manual_backward_finalization since torch 2.15; this is {torch.__version__}",
+)
+FORMS = pytest.mark.parametrize("scatter", [False, True], ids=["between replicas", "between shards"])
+
+
+class Block(nn.Module):
+    """A layer and a scale, whose gradients may be of another dtype; `skips` leaves out one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.linear, self.shift = nn.Parameter(torch.ones(9)), nn.Linear(9, 9), nn.Parameter(torch.zeros(9))
+        self.skips = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.skips == "scale" else x * self.scale
+        return torch.tanh(x if self.skips == "linear" else self.linear(x)) + self.shift
+
+
+def models(scatter: bool, count: int, **policy: Any) -> tuple[list[Any], Any]:
+    """Equal ones, sharded; the first over replicas too, by FSDP; and the mesh that `compress_fsdp` takes."""
+    mesh, found = mesh_of((1, 2) if scatter else (2, 2)), []
+    for number in range(count):
+        torch.manual_seed(4)
+        model: Any = nn.Sequential(Block(), Block()).to(policy.get("dtype"))
+        for block in model:
+            for name, dtype in policy.get("grads", {}).items():
+                block.get_parameter(name).grad_dtype = dtype  # type: ignore[attr-defined]
+        over = mesh if number == 0 and not scatter else mesh["shard"]
+        for part in (model[1], model):
+            fully_shard(part, mesh=over, mp_policy=policy.get("mp", MixedPrecisionPolicy()))
+        found.append(model)
+    return found, None if scatter else mesh["replicate"]
+
+
+def grads_of(model: nn.Module) -> list[Tensor]:
+    return [p.grad.to_local().clone() for p in model.parameters() if p.grad is not None]
+
+
+def finalized(rank: int, scatter: bool, codec: Codec, passes: int, asynchronous: bool) -> None:
+    """By hand as by FSDP; with several passes these are reduced in the end alone."""
+    (_, *ours), mesh = models(scatter, 3)
+    states = [compress_fsdp(model, codec, mesh=mesh) for model in ours]
+    for step in range(3):
+        for model, by_hand in zip(ours, (False, True), strict=True):
+            torch.manual_seed(10 * step + rank)
+            model.set_manual_backward_finalization(by_hand)
+            for number in range(passes):
+                model.set_requires_gradient_sync(number == passes - 1 and (passes == 1 or not by_hand))
+                model(torch.randn(4, 9)).square().mean().backward()
+            if by_hand:
+                model.set_requires_gradient_sync(True)
+                handle = model.finalize_backward(async_op=asynchronous)
+                if asynchronous:
+                    handle.wait()
+        a, b = (grads_of(model) for model in ours)
+        assert len(a) == len(b) == 8
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)), step
+        assert [state.step for state in states] == [step + 1] * 2
+        for model in ours:
+            model.zero_grad()
+    for state in states:
+        state.close()
+
+
+@BY_HAND
+@FORMS
+@pytest.mark.parametrize(("passes", "asynchronous"), [(1, False), (2, True)], ids=["one pass", "two, waited for later"])
+def test_a_pass_that_the_caller_finalizes(ranks: Ranks, scatter: bool, passes: int, asynchronous: bool) -> None:
+    ranks(2 if scatter else 4).run(finalized, scatter, OneBit(), passes, asynchronous)
+
+
+def given_up(rank: int, scatter: bool) -> None:
+    """What a pass has sent that is reset before it is finalized, is sent again; the next ones go on."""
+    (_, model), mesh = models(scatter, 2)
+    state = compress_fsdp(model, OneBit(), mesh=mesh)
+    model.set_manual_backward_finalization(True)
+    model(torch.ones(4, 9) + rank).square().mean().backward()  # reduces the first group, and leaves the other
+    model.reset_iter_state()
+    assert state.step == 1
+    [kept] = state.state_dict()["residuals"].values()
+    assert any(float(x.full_tensor().norm()) > 0.1 for x in kept.values())
+    for step in (2, 3):
+        model(torch.ones(4, 9) + rank).square().mean().backward()
+        model.finalize_backward()
+        assert state.step == step
+    state.close()
+
+
+@BY_HAND
+@FORMS
+def test_a_pass_that_is_given_up_before_it_is_finalized(ranks: Ranks, scatter: bool) -> None:
+    ranks(2 if scatter else 4).run(given_up, scatter)
+
+
+MIXED = pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_manual_backward_finalization"),
+    reason=f"FSDP heeds grad_dtype since torch 2.15; this is {torch.__version__}",
+)
+BF16 = torch.bfloat16
+
+
+def mixed(rank: int, scatter: bool, policy: dict[str, Any]) -> None:
+    """`Identity` gives FSDP's own gradients, also where a pass has none of those that are wider."""
+    (native, ours), mesh = models(scatter, 2, **policy)
+    state = compress_fsdp(ours, Identity(), mesh=mesh)
+    for step, skips in enumerate(("", "scale", "linear", "")):
+        grads = []
+        for model in (native, ours):
+            torch.manual_seed(10 * step + rank)
+            model[1].skips = skips
+            x = torch.randn(4, 9).to(policy.get("dtype"))
+            model(x).float().square().mean().backward()
+            grads.append([p.grad for p in model.parameters()])
+        for a, b in zip(*grads, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                assert a.dtype == b.dtype
+                assert torch.equal(a.to_local(), b.to_local()), (step, a, b)
+        if step % 2:  # else they accumulate
+            native.zero_grad()
+            ours.zero_grad()
+    state.close()
+
+
+@MIXED
+@FORMS
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"dtype": BF16, "grads": {"linear.weight": torch.float32}},
+        {"dtype": BF16, "grads": {"scale": torch.float32, "shift": torch.float32}},
+        {"mp": MixedPrecisionPolicy(param_dtype=BF16)},
+        {"mp": MixedPrecisionPolicy(param_dtype=BF16), "grads": {"scale": BF16, "linear.bias": None}},
+        {"mp": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16), "grads": {"shift": None}},
+    ],
+    ids=["a wide weight", "wide scales", "as the parameters", "some narrow, some as they come", "reduce_dtype"],
+)
+def test_gradients_of_several_dtypes_in_a_group(ranks: Ranks, scatter: bool, policy: dict[str, Any]) -> None:
+    ranks(2 if scatter else 4).run(mixed, scatter, policy)
+
+
+def changed_since(rank: int, scatter: bool) -> None:
+    (_, model), mesh = models(scatter, 2, dtype=BF16)
+    state = compress_fsdp(model, OneBit(), mesh=mesh)
+    model[1].scale.grad_dtype = torch.float32
+    with pytest.raises(RuntimeError, match=r"module '1' in another order.*set grad_dtype before"):
+        model(torch.ones(4, 9, dtype=BF16)).sum().backward()
+    state.close()
+
+
+@MIXED
+@FORMS
+def test_a_grad_dtype_that_changes_afterwards_is_refused(ranks: Ranks, scatter: bool) -> None:
+    ranks(2 if scatter else 4).run(changed_since, scatter)
