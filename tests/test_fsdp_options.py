@@ -168,3 +168,23 @@ def changed_since(rank: int, scatter: bool) -> None:
 @FORMS
 def test_a_grad_dtype_that_changes_afterwards_is_refused(ranks: Ranks, scatter: bool) -> None:
     ranks(2 if scatter else 4).run(changed_since, scatter)
+
+
+def held_and_cleared(rank: int) -> None:
+    """Where an optimizer finds no gradient but the one that was held back, that has the dtype it wants."""
+    (_, model), mesh = models(False, 2, dtype=BF16, grads={"scale": torch.float32})
+    state = compress_fsdp(model, Identity(), mesh=mesh)
+    for skips in ("", "scale"):
+        model.zero_grad()
+        model.set_requires_all_reduce(bool(skips))
+        model[1].skips = skips
+        model(torch.ones(4, 9, dtype=BF16)).float().square().mean().backward()
+    scale = model[1].scale.grad
+    assert scale.dtype == torch.float32
+    assert float(scale.full_tensor().norm()) > 0
+    state.close()
+
+
+@MIXED
+def test_what_was_held_back_has_the_dtype_of_its_gradients(ranks: Ranks) -> None:
+    ranks(4).run(held_and_cleared)
