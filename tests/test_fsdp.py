@@ -34,7 +34,8 @@ from gradwire import (
 )
 from gradwire.hooks.connection import Connection
 from gradwire.hooks.exchanges import possible
-from gradwire.hooks.fsdp.shards import check_group, fsdp_modules, post_divide
+from gradwire.hooks.fsdp.arithmetic import post_divide
+from gradwire.hooks.fsdp.shards import check_group, fsdp_modules
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard

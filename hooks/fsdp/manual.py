@@ -11,6 +11,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from ..comm.untraced import untraced
+
 
 class ByHand:
     """When such passes of a model end.
@@ -52,4 +54,4 @@ class ByHand:
             self._discarded()
             reset()
 
-        state.wait_for_gradient_reduction, state._reset_iter_state = waited, discarded
+        state.wait_for_gradient_reduction, state._reset_iter_state = untraced(waited), untraced(discarded)

@@ -26,10 +26,11 @@ from ..optimizers import expect_optimizer, judge
 from ..options import Exclude, excluded_names
 from ..statistics import Statistics
 from . import checkpoints
+from .arithmetic import divide_factor, post_divide
 from .collective import times_mean
 from .manual import ByHand
 from .options import ScatterOptions
-from .shards import Shards, divide_factor, find_shards, post_divide
+from .shards import Shards, find_shards
 from .unsharded import Unsharded
 
 UNEQUAL = (

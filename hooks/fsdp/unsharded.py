@@ -19,7 +19,8 @@ from ..auto.planner import Choice
 from ..comm.group import Group, Work
 from ..comm.pipeline import Clock, Stages
 from ..exchanges import Operands, ReduceScatter
-from .shards import Shards, divide_factor, only_sums, post_divide
+from .arithmetic import divide_factor, only_sums, post_divide
+from .shards import Shards
 
 
 class Unsharded:
