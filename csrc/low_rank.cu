@@ -112,6 +112,20 @@ __device__ inline void each_matrix(const i64* table, int pieces, F f) {
 
 extern "C" {
 
+// S, as Q lies. Ranks draw it alike: the upper half of the stream, which tells them apart, counts as zero.
+__global__ void low_rank_draw(float* start, const i64* state, i64 count) {
+    Rounding rounding(state);
+    rounding.stream1 = 0;
+    each_block(count, ROW, [&](i64 block) {
+        const i64 begin = block * ROW + lane_start();
+        float v[SLOTS];
+        rounding(begin, v);
+#pragma unroll
+        for (int i = 0; i < SLOTS; ++i) v[i] = v[i] * 2.0f + (0x1p-16f - 1.0f);
+        store8(start, is_aligned(start), begin, count, v);
+    });
+}
+
 __global__ void low_rank_take(const i64* table, int pieces, const float* x, float* whole) {
     each_line(table, pieces, [&](const Piece& piece, i64 line) {
         if (piece.columns != 0) return;
@@ -268,11 +282,17 @@ __global__ void low_rank_add(const i64* table, int pieces, int rank, const float
     });
 }
 
-// residual = total - P·Qᵀ in matrices, where that is finite.
+// residual = total less what is sent of it, P·Qᵀ or the element itself, where that is finite.
 __global__ void low_rank_leave(const i64* table, int pieces, int rank, const float* left, const float* right,
                                const float* total, float* residual) {
     each_line(table, pieces, [&](const Piece& piece, i64 line) {
-        if (piece.columns == 0) return;
+        if (piece.columns == 0) {
+            each_single(piece, line, [&](i64 i) {
+                const float sent = total[piece.start + i];
+                if (is_finite(sent)) residual[piece.start + i] = sent - (sent + 0.0f);
+            });
+            return;
+        }
         const float* row = total + piece.start + line * piece.columns;
         float* rest = residual + piece.start + line * piece.columns;
         const bool aligned = is_aligned(row), rest_aligned = is_aligned(rest);

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from emulated import EmulatedDevice, emulated_gpu
 from gradwire import Codec, Identity, PowerSGD, Residual, TopK, Tracking
 from gradwire.benchmarks.common.virtual import VirtualRanks
 from gradwire.compress import Feedback, new_draw
@@ -24,7 +23,7 @@ from gradwire.hooks.exchanges import possible
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Pool
-from strategies import FINITE, KINDS, OTHER_BACKENDS, decode, encode, gradient, same
+from strategies import FINITE, KINDS, OTHER_BACKENDS, decode, device_of, encode, gradient, same
 from torch import Tensor
 from training import digest, perceptron, wrap
 
@@ -116,16 +115,27 @@ def test_what_cannot_be_meant() -> None:
     assert str(PowerSGD(shapes=((30, 40),))) == "PowerSGD(rank=4)"
 
 
+def drawn(codec: PowerSGD, seed: int) -> Tensor:
+    """S for a gradient of `LAYOUT`."""
+    kernels, matrices = codec.kernels(torch.device("cpu")), Matrices.of(codec, NUMEL, torch.device("cpu"))
+    assert isinstance(kernels, LowRankKernels)
+    kernels.draw(matrices, new_draw(seed), start := torch.empty(matrices.right))
+    return start
+
+
 # -- the passes --------------------------------------------------------------------------------------------------------
 
 
-def passes(kernels: LowRankKernels, codec: PowerSGD, x: Tensor, drawn: int, alpha: float) -> list[Tensor]:
-    """What every pass writes."""
+def passes(kernels: LowRankKernels, codec: PowerSGD, x: Tensor, seed: int, alpha: float) -> list[Tensor]:
+    """What every pass writes, on the device of `x`."""
     matrices = Matrices.of(codec, x.numel(), x.device)
-    generator = torch.Generator().manual_seed(drawn)
-    numbers = torch.full((codec.wire_bytes(x.numel()) // 4,), torch.nan)
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.full((codec.wire_bytes(x.numel()) // 4,), torch.nan, device=x.device)
     whole, left, right = matrices.split(numbers.view(torch.uint8))
-    start, residual = matrices.drawn(new_draw(drawn)), torch.randn(x.numel(), generator=generator)
+    start = torch.full((matrices.right,), torch.nan, device=x.device)
+    residual = torch.randn(x.numel(), generator=generator).to(x.device)
+    kernels.draw(matrices, new_draw(seed, 5, -(1 << 40) + 7, device=x.device), start)
+    drew = start.clone()
     kernels.take(matrices, x, whole)
     kernels.left(matrices, x, start, left)
     products = left.clone()
@@ -134,10 +144,11 @@ def passes(kernels: LowRankKernels, codec: PowerSGD, x: Tensor, drawn: int, alph
     kernels.settle(matrices, left, right)
     kernels.follow(matrices, right, start)
     kernels.leave(matrices, left, right, x, residual)
-    out, fresh, status = torch.ones(x.numel()), torch.full((x.numel(),), torch.nan), torch.zeros(2, dtype=torch.int64)
+    out, fresh = torch.ones_like(x), torch.full_like(x, torch.nan)
+    status = torch.zeros(2, dtype=torch.int64, device=x.device)
     kernels.add(matrices, numbers, out, alpha, False, status)
     kernels.add(matrices, numbers, fresh, alpha, True, status)
-    return [numbers, products, start, residual, out, fresh, status]
+    return [found.cpu() for found in (drew, numbers, products, start, residual, out, fresh, status)]
 
 
 @pytest.mark.parametrize("backend", OTHER_BACKENDS)
@@ -150,15 +161,12 @@ def test_every_pass_is_the_reference_s(
     backend: str, shapes: list[tuple[int, int]], rank: int, kind: str, offset: int, seed: int, alpha: float
 ) -> None:
     codec, numel = PowerSGD(rank, tuple(shapes)), numel_of(shapes)
-    x = torch.cat([torch.zeros(offset), gradient(kind, numel, seed)])[offset:]  # at any alignment
-    wanted = passes(backend_kernels("reference")["power_sgd"], codec, x.clone(), seed, alpha)  # type: ignore[arg-type]
+    x = torch.cat([torch.zeros(offset), gradient(kind, numel, seed)])
+    wanted = passes(backend_kernels("reference")["power_sgd"], codec, x[offset:].clone(), seed, alpha)  # type: ignore[arg-type]
     kernels: Any = backend_kernels(backend)["power_sgd"]
-    if backend == "cuda" and not torch.cuda.is_available():
-        with emulated_gpu(EmulatedDevice()):
-            found = passes(kernels, codec, x, seed, alpha)
-    else:
-        found = passes(kernels, codec, x, seed, alpha)
-    for name, a, b in zip(("numbers", "M·S", "S", "residual", "sum", "fresh", "status"), found, wanted, strict=True):
+    found = passes(kernels, codec, x.to(device_of(backend))[offset:], seed, alpha)  # at any alignment
+    names = ("drawn", "numbers", "M·S", "S", "residual", "sum", "fresh", "status")
+    for name, a, b in zip(names, found, wanted, strict=True):
         assert same(a, b), name
 
 
@@ -281,7 +289,7 @@ def by_hand(gradients: list[list[Tensor]], codec: PowerSGD, start: Tensor) -> tu
 def test_ranks_together_are_one_rank_that_has_their_mean(size: int, rank: int) -> None:
     steps = [[gradient("normal", NUMEL, 10 * step + r) for r in range(size)] for step in range(6)]
     codec = PowerSGD(rank).of_layout(LAYOUT)
-    start = Matrices.of(codec, NUMEL, torch.device("cpu")).drawn(new_draw(3))
+    start = drawn(codec, 3)
     wanted, left = by_hand(steps, codec, start)
     ranks = VirtualRanks(size, LAYOUT, PowerSGD(rank), "factors", Residual(), seed=3)
     for of_ranks, mean in zip(steps, wanted, strict=True):
@@ -347,7 +355,7 @@ def test_a_factor_that_overflows_leaves_nothing_of_its_matrix() -> None:
     codec = PowerSGD(2).of_layout(LAYOUT)
     matrices = Matrices.of(codec, NUMEL, large.device)
     kernels: Any = backend_kernels("cpu")["power_sgd"]
-    kernels.left(matrices, large, matrices.drawn(new_draw(0)), products := torch.empty(matrices.left))
+    kernels.left(matrices, large, drawn(codec, 0), products := torch.empty(matrices.left))
     assert products.isfinite().all()
     ranks = VirtualRanks(2, LAYOUT, PowerSGD(2), "factors", Residual())
     means = decode(codec, encode(codec, large), NUMEL), ranks.reduce([large.clone(), large.clone()])

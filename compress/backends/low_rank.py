@@ -77,15 +77,15 @@ class Matrices:
         whole, left, right = wire.view(torch.float32).split([self.whole, self.left, self.right])
         return whole, left, right
 
-    def drawn(self, draw: Tensor) -> Tensor:
-        """S, float32, as Q lies: by a draw that ranks share."""
-        words = philox(words_of(draw), -(-self.right // 8))
-        bits = torch.stack([words & 0xFFFF, words >> 16], dim=2).view(-1)[: self.right]
-        return (bits.float() + 0.5) * 2.0**-15 - 1.0
-
 
 class LowRankKernels(Kernels):
     """A backend says how a product is made; tensors are flat, float32, and where `Matrices` says."""
+
+    def draw(self, matrices: Matrices, draw: Tensor, start: Tensor) -> None:
+        """`start` = S, as Q lies: by a draw that ranks share."""
+        words = philox(words_of(draw), -(-matrices.right // 8))
+        bits = torch.stack([words & 0xFFFF, words >> 16], dim=2).view(-1)[: matrices.right]
+        start.copy_((bits.float() + 0.5) * 2.0**-15 - 1.0)
 
     @abstractmethod
     def take(self, matrices: Matrices, x: Tensor, whole: Tensor) -> None:
@@ -118,7 +118,7 @@ class LowRankKernels(Kernels):
 
     @abstractmethod
     def leave(self, matrices: Matrices, left: Tensor, right: Tensor, total: Tensor, residual: Tensor) -> None:
-        """`residual` = `total` less P·Qᵀ, where that is finite, in matrices."""
+        """`residual` = `total` less what is sent of it, P·Qᵀ or the element itself, where that is finite."""
 
     def least(self, codec: Any) -> int:
         return (2 * int(codec.rank) + 1) ** 2  # as one matrix
@@ -143,20 +143,16 @@ class LowRankKernels(Kernels):
     def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
         total = x
         if x.dtype != torch.float32:
-            total = self._room(x.numel(), x.device, workspace).copy_(x)
+            total = self._room("total", x.numel(), x.device, workspace).copy_(x)
         self._encode(codec, total, wire, draw, workspace)
 
     def encode_feedback(
         self, codec: Any, grad: Tensor, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
     ) -> None:
-        total = torch.add(grad, residual, out=self._room(grad.numel(), grad.device, workspace))
+        total = torch.add(grad, residual, out=self._room("total", grad.numel(), grad.device, workspace))
         matrices = self._encode(codec, total, wire, draw, workspace)
         _, left, right = matrices.split(wire)
         self.leave(matrices, left, right, total, residual)
-        for start, length, columns, *_ in matrices.rows:
-            if not columns:  # sent as it is: zero is left, with the sign that subtracting it gives
-                sent, rest = total[start : start + length], residual[start : start + length]
-                rest.copy_(torch.where(sent.isfinite(), sent - (sent + 0.0), rest))
 
     def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
         matrices = self.matrices(codec, out.numel(), out.device, workspace)
@@ -165,7 +161,7 @@ class LowRankKernels(Kernels):
     def decode_mean(self, codec: Any, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
         matrices, total = self.matrices(codec, out.numel(), out.device, workspace), out
         if out.dtype != torch.float32:
-            total = self._room(out.numel(), out.device, workspace)
+            total = self._room("total", out.numel(), out.device, workspace)
         for rank, wire in enumerate(wires[0]):
             self.add(matrices, wire.view(torch.float32), total, 1.0, rank == 0, workspace.status)
         divide(total, len(wires[0]), out)
@@ -176,15 +172,17 @@ class LowRankKernels(Kernels):
         whole, left, right = matrices.split(wire)
         self.take(matrices, total, whole)
         if matrices.left:
-            self.left(matrices, total, matrices.drawn(draw), left)
+            start = self._room("start", matrices.right, total.device, workspace)
+            self.draw(matrices, draw, start)
+            self.left(matrices, total, start, left)
             self.orthonormalise(matrices, left)
             self.right(matrices, total, left, right)
             self.settle(matrices, left, right)
         return matrices
 
     @staticmethod
-    def _room(numel: int, device: torch.device, workspace: Workspace) -> Tensor:
-        room: Tensor | None = workspace.buffers.get("total")
+    def _room(name: str, numel: int, device: torch.device, workspace: Workspace) -> Tensor:
+        room: Tensor | None = workspace.buffers.get(name)
         if room is None or room.numel() != numel:
-            room = workspace.buffers["total"] = torch.empty(numel, dtype=torch.float32, device=device)
+            room = workspace.buffers[name] = torch.empty(numel, dtype=torch.float32, device=device)
         return room

@@ -609,11 +609,12 @@ class PowerSGD(LowRankKernels):
                 target[begin : begin + values.size] += F32(alpha) * values
 
     def leave(self, matrices: Matrices, left: Tensor, right: Tensor, total: Tensor, residual: Tensor) -> None:
-        for begin, rows, columns, at, to in self.each(matrices):
+        for begin, rows, columns, at, to, *_ in matrices.rows:
             p, q = left.numpy()[at : at + matrices.rank * rows], right.numpy()[to : to + matrices.rank * columns]
-            here = slice(begin, begin + rows * columns)
+            here = slice(begin, begin + rows * max(1, columns))
             with np.errstate(all="ignore"):
-                rest = total.numpy()[here] - (self.product(matrices.rank, p, q) + F32(0))
+                sent = self.product(matrices.rank, p, q) if columns else total.numpy()[here]
+                rest = total.numpy()[here] - (sent + F32(0))
             residual.numpy()[here] = np.where(np.isfinite(rest), rest, residual.numpy()[here])
 
     @staticmethod

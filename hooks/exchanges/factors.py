@@ -76,7 +76,8 @@ class Factors(Exchange):
         # As an exchange of all of it would: gradient and residual, and an empty residual.
         x.feedback.encode(IDENTITY, x.grad, total.view(torch.uint8), x.draw, self.workspaces[0])
         if self.start is None:
-            self.start = matrices.drawn(x.draw)
+            self.start = torch.empty(matrices.right, dtype=torch.float32, device=self.device)
+            kernels.draw(matrices, x.draw, self.start)
         kernels.take(matrices, total, whole)
         kernels.left(matrices, total, self.start, left)
         yield from self.means[0].reduce(self._of(self.sums, x.extra, x))

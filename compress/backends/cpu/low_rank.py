@@ -235,10 +235,15 @@ def low_rank_odd(table: Table, rank: int, numbers: tuple[int, int, int]) -> int:
 
 @compiled
 def low_rank_leave(table: Table, rank: int, left: int, right: int, total: int, residual: int, span: Span) -> None:
-    """residual = total less P·Qᵀ, where that is finite, of the lines of a span."""
+    """residual = total less what is sent of it, where that is finite, of the lines of a span."""
     for entry in range(table[0], table[0] + ENTRY * table[1], ENTRY):
         rows, columns, line = get_i64(entry + 8), get_i64(entry + 16), get_i64(entry + 40)
         if columns == 0:
+            first, last = max(span[0] - line, 0) * RUN, min((span[1] - line) * RUN, rows)
+            for i in range(4 * (get_i64(entry) + first), 4 * (get_i64(entry) + last), 4):
+                sent = get_f32(total + i)
+                if np.isfinite(sent):  # zero is left, with the sign that subtracting gives
+                    store(residual + i, sent - (sent + ZERO))
             continue
         q = right + 4 * get_i64(entry + 32)
         for i in range(max(span[0] - line, 0), min(span[1] - line, rows)):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import kept
 from ..low_rank import RUN, LowRankKernels, Matrices
-from .device import THREADS, Argument, device_for
+from .device import THREADS, Argument, device_for, launch_rows
 
 FILE = "low_rank.cu"
 WARPS = THREADS // 32
@@ -22,6 +22,9 @@ class PowerSGD(LowRankKernels):
     def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
         with kept.task(type(codec).__name__):
             super().prepare(codec, dtype, device)
+
+    def draw(self, matrices: Matrices, draw: Tensor, start: Tensor) -> None:
+        launch_rows(FILE, "low_rank_draw", start, draw)
 
     def take(self, matrices: Matrices, x: Tensor, whole: Tensor) -> None:
         _launch("take", matrices, matrices.lines, x, whole)
