@@ -278,12 +278,12 @@ def holder(folder: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def waiting(folder: Path) -> tuple[threading.Thread, threading.Event]:
+def waiting(folder: Path, *lock: str) -> tuple[threading.Thread, threading.Event]:
     """A thread that takes its turn, and what it sets then."""
     entered = threading.Event()
 
     def take() -> None:
-        with kept.task("TopK"), kept.turn(folder, lambda: False):
+        with kept.task("TopK"), kept.turn(folder, lambda: False, *lock):
             entered.set()
 
     thread = threading.Thread(target=take)
@@ -316,6 +316,13 @@ def test_who_has_waited_long_enough_goes_on_alone(
     assert kept._alone
     assert holder.poll() is None
     assert capfd.readouterr().err == ""  # in less than two seconds
+
+
+def test_who_compiles_something_else_does_not_wait(folder: Path, holder: Any) -> None:
+    thread, entered = waiting(folder, "topk-sm_90.lock")
+    assert entered.wait(20)
+    thread.join()
+    assert holder.poll() is None
 
 
 def test_where_files_cannot_be_locked_nobody_waits(folder: Path, holder: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,9 +128,9 @@ def task(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def turn(folder: Path | None, ready: Callable[[], bool]) -> Iterator[None]:
-    """Compile within the block, and keep the result in `folder`, if there is one, while no other process does; or load
-    it if, after the wait, it is `ready`.
+def turn(folder: Path | None, ready: Callable[[], bool], lock_name: str = "lock") -> Iterator[None]:
+    """Compile within the block, and keep the result in `folder`, if there is one, while no other process has the lock
+    of this name; or load it if, after the wait, it is `ready`.
 
     Blocks may be nested: the outermost counts. Where files cannot be locked, where a process has held the lock for
     `PATIENCE`, or where nothing can be kept, every process compiles for itself.
@@ -145,7 +145,7 @@ def turn(folder: Path | None, ready: Callable[[], bool]) -> Iterator[None]:
         lock: int | None = None
         try:
             if folder is not None and not _alone and not ready():
-                lock = _locked(folder, ready, _began)
+                lock = _locked(folder / lock_name, ready, _began)
             if ready():
                 _release(lock)  # the others may load it too, all at once
                 lock = None
@@ -175,15 +175,15 @@ def _tell_compiling(folder: Path | None, began: float) -> None:
         _task.tell(began, f"once; kept in {folder}, as {remedy}")
 
 
-def _locked(folder: Path, ready: Callable[[], bool], began: float) -> int | None:
-    """A descriptor that holds the folder's lock, as the system sees to it only while this process lives; None if there
+def _locked(path: Path, ready: Callable[[], bool], began: float) -> int | None:
+    """A descriptor that holds the lock on this file, as the system sees to it only while this process lives; None if there
     is nothing to wait for any longer."""
     global _alone  # noqa: PLW0603
     if fcntl is None:
         return None
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError:
         return None
     while True:

@@ -144,7 +144,7 @@ def _text(bindings: Any, program: Any, what: str) -> bytes:
 def cached_cubin(file: str, architecture: int) -> Path:
     """A file that holds the machine code of csrc/`file` for sm_`architecture`; compiled when it is not there yet.
 
-    Processes may ask at the same time: one compiles, and the others wait for it.
+    Processes may ask at the same time: one compiles a file, and those that need that one wait for it.
     """
     parts = [f"NVRTC {version()} sm_{architecture}", *OPTIONS[:-1], (CSRC / file).read_text("utf-8")]
     parts += [header.read_text("utf-8") for header in sorted(CSRC.glob("*.cuh"))]
@@ -155,7 +155,8 @@ def cached_cubin(file: str, architecture: int) -> Path:
         if path is not None and os.path.exists(path):
             return path
     target = places[-1] if places else None
-    with kept.turn(target and target.parent, lambda: target is not None and os.path.exists(target)):
+    lock = f"{Path(file).stem}-sm_{architecture}.lock"
+    with kept.turn(target and target.parent, lambda: target is not None and os.path.exists(target), lock):
         if target is not None and os.path.exists(target):
             return target
         cubin = compile_file(file, architecture).cubin
