@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 from gradwire.compress.backends.cuda.compiler import CSRC
-from nvrtc import ARCHITECTURES, FILES, Resources, build
+from nvrtc import ARCHITECTURES, CSRC, FILES, Resources, build
 
 #: Bytes of shared memory that a block has without asking for more.
 SHARED = 48 * 1024
@@ -114,3 +114,27 @@ def test_no_host_header_is_needed(file: str) -> None:
     included = re.findall(r"^\s*#\s*include\s*(\S+)", (CSRC / file).read_text("utf-8"), re.MULTILINE)
     own = {f'"{path.name}"' for path in CSRC.glob("*.cuh")}
     assert set(included) <= own, "NVRTC would look for it in a CUDA toolkit, which users need not have"
+
+
+#: What orders memory, in PTX.
+ORDERING = re.compile(r"bar\.sync|membar\.gl|fence\.\S+|(?:atom|red)\.global|ld\.volatile\.global")
+
+
+def ordering(ptx: str) -> dict[str, set[tuple[str, ...]]]:
+    """By kernel, each fence with what comes right before and after it."""
+    found = {}
+    for name, text in entries(ptx).items():
+        steps = [re.sub(r"^fence.*", "membar.gl", step) for step in ORDERING.findall(text)]
+        found[name] = {tuple(steps[i - 1 : i + 2]) for i, step in enumerate(steps) if step == "membar.gl"}
+    return found
+
+
+@pytest.mark.parametrize("architecture", [75, pytest.param(90, marks=pytest.mark.slow)])
+def test_fences_release_behind_the_barrier_and_acquire_before_it(architecture: int) -> None:
+    """The emulator's memory is sequentially consistent and misses a fence in the wrong place."""
+    release, acquire = ("bar.sync", "membar.gl", "atom.global"), ("ld.volatile.global", "membar.gl", "bar.sync")
+    texts = {path.name: path.read_text("utf-8") for path in CSRC.iterdir() if path.suffix in (".cu", ".cuh")}
+    assert [name for name, text in texts.items() if "__threadfence" in text] == ["shares.cuh"]
+    assert [name for name, text in texts.items() if '"shares.cuh"' in text] == ["topk.cu"]
+    for name, fences in ordering(build("topk.cu", architecture).ptx).items():
+        assert fences == ({release, acquire} if "digits" in name else set()), name
