@@ -18,6 +18,7 @@ import torch
 from conftest import PLAIN_PYTHON
 from emulated import CSRC, EmulatedDevice, emulated_gpu
 from gradwire.benchmarks import cli
+from gradwire.benchmarks.common import report
 from gradwire.benchmarks.gpu import gpu, page, paths, speed
 from gradwire.benchmarks.gpu.processes import Ended, Processes
 from gradwire.compress.backends import use_backend
@@ -175,15 +176,48 @@ def test_a_process_that_does_not_end_is_stopped_with_what_it_has_started(tmp_pat
 
 def test_reports_are_joined_only_where_they_are_of_the_same(tmp_path: Path) -> None:
     made = reporter(None, "--sections", "step")
-    made.facts["revision"] = "abc"
+    made.facts["sources"] = "abc"
     rows = [{"section": section, "name": "x", "status": "ok"} for section in ("step", "bytes")]
     file = tmp_path / "earlier.json"
     file.write_text(json.dumps({"environment": made.facts, "rows": rows}))
     made.join([str(file)])
     assert made.document["rows"] == rows[1:]  # the step is to be made again
-    file.write_text(json.dumps({"environment": made.facts | {"revision": "def"}, "rows": rows}))
-    with pytest.raises(ValueError, match="another revision, def, not abc"):
+    file.write_text(json.dumps({"environment": made.facts | {"sources": "def"}, "rows": rows}))
+    with pytest.raises(ValueError, match="another sources, def, not abc"):
         made.join([str(file)])
+
+
+def test_copies_without_git_are_told_apart_by_what_is_in_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "benchmarks" / "common" / "report.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("")
+    (tmp_path / "build").mkdir()
+    monkeypatch.setattr(report, "__file__", str(file))
+    before = report.sources()
+    (tmp_path / "build" / "left.py").write_text("a build's")
+    (tmp_path / "notes.md").write_text("not run")
+    assert report.sources() == before
+    (tmp_path / "kernel.cu").write_text("")
+    assert report.sources() != before
+    assert report.revision() is None
+
+
+def test_compute_sanitizer_is_found_where_toolkits_put_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr(
+        gpu, "SANITIZERS", ("$CUDA_HOME/bin/compute-sanitizer", f"{tmp_path}/cuda*/**/compute-sanitizer")
+    )
+    assert gpu.compute_sanitizer() == ""
+    for folder in ("cuda-12.9/deep/er", "cuda-13.0"):
+        path = tmp_path / folder / "compute-sanitizer"
+        path.parent.mkdir(parents=True)
+        path.touch(mode=0o755)
+    assert gpu.compute_sanitizer() == str(tmp_path / "cuda-13.0" / "compute-sanitizer")
+    path = tmp_path / "bin" / "compute-sanitizer"
+    path.parent.mkdir()
+    path.touch(mode=0o755)
+    assert gpu.compute_sanitizer() == str(path)
 
 
 def test_a_gpus_page_says_nothing_of_emulation() -> None:

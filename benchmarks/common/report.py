@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -85,6 +86,16 @@ def revision() -> str | None:
         return subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def sources() -> str:
+    """A digest of the package's files and the tests, by which copies without git are told apart."""
+    root, digest = Path(__file__).resolve().parents[2], hashlib.sha256()
+    for path in sorted(path for kind in ("py", "cu", "cuh") for path in root.rglob(f"*.{kind}")):
+        where = path.relative_to(root)
+        if not any(part.startswith(".") or part in ("build", "site") for part in where.parts):
+            digest.update(f"{where}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:12]
 
 
 def median(values: Sequence[float]) -> float:

@@ -10,6 +10,7 @@ row and nothing else; OUTPUT.json is written after each. The exit status is 1 wh
 from __future__ import annotations
 
 import argparse
+import glob
 import json
 import os
 import re
@@ -37,6 +38,18 @@ TIMED = ("kernels", "step")
 #: Most seconds that a row may take.
 LIMITS = {"probe": 120, "compile": 120, "bytes": 180, "kernels": 120, "step": 120, "tests": 400, "sanitizer": 240}
 TOOLS = ("memcheck", "racecheck", "synccheck")
+#: Where compute-sanitizer may lie: toolkits, Debian's package, conda's, NVIDIA's own folders.
+SANITIZERS = (
+    "$CUDA_HOME/bin/compute-sanitizer",
+    "$CUDA_PATH/bin/compute-sanitizer",
+    "$CONDA_PREFIX/bin/compute-sanitizer",
+    "/usr/local/cuda*/bin/compute-sanitizer",
+    "/usr/local/cuda*/compute-sanitizer/compute-sanitizer",
+    "/usr/local/nvidia/bin/compute-sanitizer",
+    "/opt/cuda*/bin/compute-sanitizer",
+    "/opt/nvidia/**/compute-sanitizer",
+    "/usr/lib/nvidia-cuda-toolkit/compute-sanitizer/compute-sanitizer",
+)
 #: compute-sanitizer's status where it has found something.
 FOUND = 9
 #: Networks that resolve no hostname have a loopback interface; memory that torch keeps hides accesses out of bounds.
@@ -59,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--join", nargs="+", default=[], metavar="JSON", help="reports of earlier calls to go on from")
     parser.add_argument("--output", help="write OUTPUT.json and OUTPUT.md (default: benchmarks/results/<gpu>)")
+    parser.add_argument("--revision", help="what to call these sources (default: the commit, where git knows it)")
     parser.add_argument("--device", default="cuda", help="which GPU (default: %(default)s)")
     parser.add_argument("--width", type=int, default=4096, help=argparse.SUPPRESS)  # of the model whose steps are timed
     parser.add_argument("--steps", type=int, default=30, help=argparse.SUPPRESS)
@@ -131,6 +145,7 @@ class Report:
         if row["status"] != "ok":
             raise ValueError(f"torch cannot use the GPU that it finds: {row['reason']}")
         self.document["environment"] = row["result"]
+        self.facts["revision"] = self.options.revision or self.facts["revision"]
         gpu = re.sub(r"[^a-z0-9]+", "-", self.facts["gpu"].lower()).strip("-")
         self.output = self.output or str(ROOT / "benchmarks" / "results" / gpu)
         for what, error in self.facts["broken"].items():
@@ -140,8 +155,8 @@ class Report:
         """Go on from the rows of earlier calls, but for the sections that this one makes."""
         for file in files:
             earlier = json.loads(Path(file).read_text())
-            for name in ("gpu", "revision"):
-                theirs, ours = earlier["environment"][name], self.facts[name]
+            for name in ("gpu", "sources"):
+                theirs, ours = earlier["environment"].get(name), self.facts[name]
                 if theirs != ours:
                     raise ValueError(f"{file} is of another {name}, {theirs}, not {ours}: join reports of the same")
             self.document["rows"] += [row for row in earlier["rows"] if row["section"] not in self.options.sections]
@@ -190,9 +205,12 @@ class Report:
                 yield from self.test_files(why_not)
             case "sanitizer":
                 tool = compute_sanitizer()
-                why_not = why_not or ("" if tool else "compute-sanitizer is not installed")
+                looked = f"compute-sanitizer is not on PATH, nor at {' or '.join(SANITIZERS)}"
+                why_not = why_not or ("" if tool else looked)
                 for check in TOOLS:
                     for family in families:
+                        if family in paths.IN_TORCH:
+                            continue
                         program = (tool, *sanitizing(check))
                         yield Task(section, f"{check} {family}", "paths", program, (), UNCACHED, why_not)
 
@@ -266,9 +284,11 @@ def outcome(task: Task, ended: Ended, result: Any) -> dict[str, Any]:
 
 
 def compute_sanitizer() -> str:
-    """Where it is; "" where it is not installed."""
-    places = [os.environ.get(name, "") + "/bin" for name in ("CUDA_HOME", "CUDA_PATH")] + ["/usr/local/cuda/bin"]
-    found = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=os.pathsep.join(places))
+    """Where it is, the newest of several; "" where it is not found."""
+    found = shutil.which("compute-sanitizer")
+    for place in () if found else SANITIZERS:
+        for path in sorted(glob.glob(os.path.expandvars(place), recursive=True), reverse=True):
+            found = found or shutil.which(path)
     return found or ""
 
 

@@ -19,7 +19,8 @@ def markdown(document: Mapping[str, Any]) -> str:
         sections.setdefault(row["section"], []).append(row)
     lines = [f"# gradwire on {facts['gpu']}", ""]
     lines += [f"Driver {facts['driver']}, CUDA {facts['cuda']}, torch {facts['torch']}, CuPy {facts['cupy']}, "]
-    lines[-1] += f"gradwire {facts['gradwire']} ({facts['revision']}), {facts['date']}. Made by `make gpu-report`."
+    of = f"revision {facts['revision']}, sources {facts.get('sources')}"
+    lines[-1] += f"gradwire {facts['gradwire']} ({of}), {facts['date']}. Made by `make gpu-report`."
     for what, error in facts["broken"].items():
         lines += ["", f"**{what} does not work here**: {error}"]
     for section, rows in sections.items():

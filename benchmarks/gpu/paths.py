@@ -34,6 +34,8 @@ from ..common.arms import label
 
 #: What sparse exchanges launch besides a codec's kernels.
 ENTRIES = "entries"
+#: Families that launch no kernels of their own besides those of TopK: torch's, hundreds of them.
+IN_TORCH = ("RandomK", "Threshold")
 FAMILIES: dict[str, tuple[Codec, ...]] = {
     "OneBit": (OneBit(), OneBit(block=256), OneBit(scale="symmetric"), OneBit(block=4096)),
     "QSGD": (
@@ -80,15 +82,17 @@ def once(family: str, device: torch.device, numel: int) -> int:
     for codec in FAMILIES[family]:
         for dtype in DTYPES:
             for shift in (0, 1):
-                x = torch.randn(numel + shift, device=device).to(dtype)[shift:]
-                residual = torch.zeros(numel + shift, device=device)[shift:]
-                wire = torch.zeros(codec.wire_bytes(numel), dtype=torch.uint8, device=device)
+                # Copied, not made there: compute-sanitizer takes long over every kernel of torch's that is loaded.
+                x = torch.randn(numel + shift).to(dtype).to(device)[shift:]
+                residual = torch.zeros(numel + shift).to(device)[shift:]
+                wire = torch.zeros(codec.wire_bytes(numel), dtype=torch.uint8).to(device)
                 workspace, draw = codec.workspace(numel, device), new_draw(1, device=device)
                 for _ in range(2):  # top-k with a prediction, and without
                     codec.encode_feedback(x, residual, wire, draw, workspace)
                 codec.encode(x, wire, draw, workspace)
                 codec.decode_add(wire, residual, 1.0, workspace)
-                codec.decode_mean([part.repeat(3, 1) for part in wire.split(codec.part_bytes(numel))], x, workspace)
+                parts = wire.cpu().split(codec.part_bytes(numel))
+                codec.decode_mean([part.repeat(3, 1).to(device) for part in parts], x, workspace)
                 calls += 5
         codec.kernels(device).prepare(codec, torch.float32, device)  # runs what exchanges alone do
     settle(device)
@@ -98,8 +102,8 @@ def once(family: str, device: torch.device, numel: int) -> int:
 def once_sparse(device: torch.device, numel: int) -> int:
     """The kernels of sparse exchanges, of residuals in fewer bytes, and of momenta."""
     union = Union(numel, numel, device)
-    union([torch.arange(first, numel, 7, dtype=torch.int32, device=device) for first in (0, 3)])
-    values, out = torch.randn(numel, device=device), torch.zeros(numel, device=device)
+    union([torch.arange(first, numel, 7, dtype=torch.int32).to(device) for first in (0, 3)])
+    values, out = torch.randn(numel).to(device), torch.zeros(numel).to(device)
     entries = entries_for(device)
     packed = torch.zeros(index_layout(numel, numel).nbytes, dtype=torch.uint8, device=device)
     entries.pack_indices(union.indices, union.size, 0, numel, packed)

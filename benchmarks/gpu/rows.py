@@ -37,6 +37,7 @@ def probe(name: str, device: torch.device, options: Namespace) -> dict[str, Any]
     facts["capability"] = ".".join(map(str, torch.cuda.get_device_capability(device)))
     facts["multiprocessors"] = torch.cuda.get_device_properties(device).multi_processor_count
     facts["cupy"] = next((v for v in map(report.version, ("cupy-cuda13x", "cupy-cuda12x", "cupy")) if v), None)
+    facts["sources"] = report.sources()
     facts["broken"] = {}
     facts["nvrtc"] = working(facts["broken"], "launching", lambda: opened(device))
     for module in ("numba", "pytest", "hypothesis"):
