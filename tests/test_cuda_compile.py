@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 from gradwire.compress.backends.cuda.compiler import CSRC
-from nvrtc import ARCHITECTURES, CSRC, FILES, Resources, build
+from nvrtc import ARCHITECTURES, FILES, Resources, build
 
 #: Bytes of shared memory that a block has without asking for more.
 SHARED = 48 * 1024
