@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing.spawn
 import os
 import shutil
@@ -26,6 +27,7 @@ SERVER = pytest.StashKey[preloaded.Server]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     how = "run the CUDA kernels as NVRTC compiles them for this architecture, 90 for example, on the CPU"
     parser.addoption("--ptx", type=int, metavar="ARCHITECTURE", help=how)
+    parser.addoption("--rows", metavar="FILE", help="append a line of JSON for each test, for the report of a GPU")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,6 +63,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if " at 0x" in item.nodeid:
             raise pytest.UsageError(f"{item.nodeid} has another name in each process: use ids=ranks.without_address")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Write its row, if `--rows` asks for them: what the test says, or the last line of what is wrong."""
+    report: Any = yield
+    file = item.config.getoption("rows")
+    if file and (report.when == "call" or not report.passed):
+        says = next((text for name, text in report.user_properties if name == "says"), "")
+        row = {"name": item.name, "status": "ok" if report.passed else report.outcome, "seconds": report.duration}
+        row["reason"] = str(says)
+        if not report.passed:
+            lines = str(report.longrepr[2] if report.skipped else report.longrepr).strip().splitlines()
+            wrong = [line.removeprefix("E").strip() for line in lines if line.startswith("E ")] or lines
+            row |= {"reason": wrong[0], "output": lines[-60:] if report.failed else []}
+        with open(file, "a", encoding="utf-8") as rows:
+            rows.write(json.dumps(row) + "\n")
+    return report
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -37,18 +37,26 @@ class RankError(AssertionError):
 
 
 class Pool:
-    """`world_size` processes in one Gloo process group, each waiting for functions to run.
+    """`world_size` processes in one process group, each waiting for functions to run.
 
     Args:
         world_size: number of ranks.
         timeout: of the process group.
+        backend: of the process group.
+        environments: variables of each rank's own.
 
     Attributes:
         pids: of the ranks themselves, which `multiprocessing` need not know (`preloaded.py`).
         broken: a rank has failed, and new processes are needed.
     """
 
-    def __init__(self, world_size: int, timeout: timedelta = GROUP_TIMEOUT) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        timeout: timedelta = GROUP_TIMEOUT,
+        backend: str = "gloo",
+        environments: Sequence[Mapping[str, str]] = (),
+    ) -> None:
         self.world_size = world_size
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
@@ -57,7 +65,8 @@ class Pool:
         self._processes = []
         for rank in range(world_size):
             mine, theirs = context.Pipe()
-            args = (rank, world_size, store, timeout, theirs)
+            own = dict(environments[rank]) if environments else {}
+            args = (rank, world_size, store, timeout, backend, own, theirs)
             process = context.Process(target=_serve, args=args, daemon=True, name=f"rank-{rank}-of-{world_size}")
             process.start()
             theirs.close()
@@ -123,9 +132,12 @@ class Pool:
         self._folder.cleanup()
 
 
-def _serve(rank: int, world_size: int, store: str, timeout: timedelta, pipe: Connection) -> None:
+def _serve(
+    rank: int, world_size: int, store: str, timeout: timedelta, backend: str, own: dict[str, str], pipe: Connection
+) -> None:
     import warnings
 
+    os.environ |= own
     pipe.send(os.getpid())
     import torch
     import torch.distributed as dist
@@ -136,7 +148,7 @@ def _serve(rank: int, world_size: int, store: str, timeout: timedelta, pipe: Con
     warnings.filterwarnings("ignore", message=".*resolve hostname")
     torch.set_num_threads(1)
     files = dist.FileStore(store, world_size)
-    dist.init_process_group("gloo", store=files, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(backend, store=files, rank=rank, world_size=world_size, timeout=timeout)
     while True:
         try:
             path, name, args = pipe.recv()

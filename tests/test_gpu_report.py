@@ -19,9 +19,10 @@ from conftest import PLAIN_PYTHON
 from emulated import CSRC, EmulatedDevice, emulated_gpu
 from gradwire.benchmarks import cli
 from gradwire.benchmarks.common import report
-from gradwire.benchmarks.gpu import gpu, page, paths, speed
+from gradwire.benchmarks.gpu import gpu, page, paths, sections, speed
 from gradwire.benchmarks.gpu.processes import Ended, Processes
 from gradwire.compress.backends import use_backend
+from gradwire.compress.backends.cuda import compiler
 from strategies import GPU
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,15 +73,16 @@ def test_the_whole_report(tmp_path: Path) -> None:
     module = ("-m", "gradwire.benchmarks.cli")
     first, both = tmp_path / "first", tmp_path / "both"
     given = ["--jobs", "2", "--seconds", "1400", "--sections"]
-    rehearse(first, *given, "compile", "bytes", "kernels", "step", program=module)
-    join = ["tests", "sanitizer", "--join", f"{first}.json"]
-    document = rehearse(both, *given, *join, program=module)
-    assert {(row["section"], row["name"]) for row in document["rows"]} == expected_rows()
-    assert {row["status"] for row in document["rows"]} == {"ok"}
-
-
-def expected_rows() -> set[tuple[str, str]]:
-    return {(task.section, task.name) for section in gpu.SECTIONS for task in reporter().tasks(section)}
+    rehearse(first, *given, "compile", "first", program=module)
+    document = rehearse(both, *given, "second", "--join", f"{first}.json", program=module)
+    every = [task for section in gpu.SECTIONS for task in sections.tasks(section, {})]
+    made = {(row["section"], row["name"]) for row in document["rows"]}
+    assert {(task.section, task.name) for task in every if not task.by_test} <= made
+    assert {row["section"] for row in document["rows"]} == set(gpu.SECTIONS)
+    by_test = [row for row in document["rows"] if row["section"] in {task.section for task in every if task.by_test}]
+    assert len(by_test) > 100
+    skipped = {row["reason"].partition(":")[0] for row in document["rows"] if row["status"] == "skipped"}
+    assert skipped <= {"Skipped", "not on PATH"}
 
 
 def reporter(broken: dict[str, str] | None = None, *given: str) -> gpu.Report:
@@ -102,27 +104,92 @@ def test_the_sample_is_a_whole_report_that_says_what_it_is() -> None:
 
 
 def test_what_is_broken_is_skipped_with_the_reason() -> None:
-    every = [task for section in gpu.SECTIONS for task in reporter().tasks(section)]
-    assert not [task for task in every if task.why_not and task.section != "sanitizer"]
-    launching = {t.name: t for s in gpu.SECTIONS for t in reporter({"launching": "no CuPy"}).tasks(s)}
+    every = [task for section in gpu.SECTIONS for task in sections.tasks(section, {})]
+    assert not [task for task in every if task.why_not and task.section not in ("sanitizer", "slow-link")]
+    launching = {t.name: t for s in gpu.SECTIONS for t in sections.tasks(s, {"launching": "no CuPy"})}
     assert {name for name, task in launching.items() if not task.why_not} == {f.name for f in CSRC.glob("*.cu")} | {
         "ddp"
     }
     assert all("no CuPy" in task.why_not for task in launching.values() if task.why_not)
     for missing, wanted in (("pytest", set()), ("hypothesis", set()), ("numba", {"cuda_hooks"})):
-        tests = list(reporter({missing: "is broken"}).tasks("tests"))
+        tests = [task for s in ("tests", "hooks") for task in sections.tasks(s, {missing: "is broken"})]
         skipped = {task.name for task in tests if "is broken" in task.why_not}
         assert skipped == (wanted or {task.name for task in tests})
-        row = reporter({missing: "is broken"}).made(next(task for task in tests if task.why_not))
+        [row] = reporter({missing: "is broken"}).made(next(task for task in tests if task.why_not))
         assert (row["status"], row["seconds"]) == ("skipped", 0.0)
         assert "is broken" in row["reason"]
 
 
+def test_each_wave_has_its_share_of_what_is_left() -> None:
+    assert sections.expanded(["first", "bytes"]) == ["bytes", "hooks", "ranks", "kernels"]
+    assert {section for part in sections.PARTS.values() for section in part} | {"compile"} == set(sections.SECTIONS)
+    waves = sections.waves(sections.PARTS["second"])
+    assert waves == [["tests", "sanitizer"], ["four-ranks"], ["step"], ["slow-link"]]
+    shares = [sections.share(waves[place:]) for place in range(len(waves))]
+    assert shares[-1] == 1.0
+    assert all(0 < share < 1 for share in shares[:-1])
+    for part, seconds in (("first", 280), ("second", 290)):
+        needed = sum(max(sections.SECONDS[s] for s in wave) for wave in sections.waves(sections.PARTS[part]))
+        assert needed <= seconds
+    tasks = sections.tasks_of(["tests", "sanitizer"], {})
+    assert [task.section for task in tasks[:4]] == ["tests", "sanitizer"] * 2
+
+
+def test_tests_are_rows_as_far_as_they_came(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(TESTS)
+    path = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = (sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-c", "/dev/null", str(tmp_path))
+    rows = reporter().made(gpu.Task("hooks", "some", command=command, environment=path, by_test=True))
+    assert {row["name"]: (row["status"], row["reason"]) for row in rows[:-1]} == {
+        "test_says": ("ok", "1 of 2"),
+        "test_fails": ("failed", "assert 1 == 2"),
+        "test_skips": ("skipped", "Skipped: no"),
+    }
+    assert (rows[-1]["name"], rows[-1]["status"]) == ("some", "failed")
+
+
+#: Of every outcome one.
+TESTS = """
+import os
+import pytest
+
+def test_says(record_property):
+    record_property("says", "1 of 2")
+
+def test_fails():
+    assert 1 == 2
+
+def test_skips():
+    pytest.skip("no")
+
+def test_ends_the_process():
+    os._exit(7)
+"""
+
+
+def test_what_was_precompiled_is_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADWIRE_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match=r"has no \*\.cubin: make them by --precompile"):
+        gpu.use_cubins(tmp_path)
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc" / "narrow.cu").touch()
+    compiled = []
+    monkeypatch.setattr(
+        compiler, "compile_file", lambda file, sm: compiled.append(file) or compiler.Compiled(b"1", "", "")
+    )
+    assert cli.main(["gpu", "--precompile", "90", "--cubins", str(tmp_path / "made")]) == 0
+    monkeypatch.setenv("GRADWIRE_CACHE", str(tmp_path / "elsewhere"))
+    assert gpu.use_cubins(tmp_path / "made") == 1
+    assert compiler.cached_cubin("narrow.cu", 90).read_bytes() == b"1"
+    assert compiled == ["narrow.cu"]
+
+
 def test_after_its_seconds_rows_are_skipped_and_the_report_says_so() -> None:
     made = reporter(None, "--seconds", "0")
-    row = made.made(next(made.tasks("kernels")))
+    [row] = made.made(next(sections.tasks("kernels", {})))
     assert row["status"] == "skipped"
-    assert "seconds of --seconds were used up" in row["reason"]
+    assert "its share of the 0 seconds of --seconds was used up" in row["reason"]
     assert not gpu.passed([row])
 
 
@@ -183,7 +250,7 @@ def test_reports_are_joined_only_where_they_are_of_the_same(tmp_path: Path) -> N
     made.join([str(file)])
     assert made.document["rows"] == rows[1:]  # the step is to be made again
     file.write_text(json.dumps({"environment": made.facts | {"sources": "def"}, "rows": rows}))
-    with pytest.raises(ValueError, match="another sources, def, not abc"):
+    with pytest.raises(ValueError, match="its sources: def, and here abc"):
         made.join([str(file)])
 
 
@@ -206,18 +273,18 @@ def test_compute_sanitizer_is_found_where_toolkits_put_it(tmp_path: Path, monkey
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setattr(
-        gpu, "SANITIZERS", ("$CUDA_HOME/bin/compute-sanitizer", f"{tmp_path}/cuda*/**/compute-sanitizer")
+        sections, "SANITIZERS", ("$CUDA_HOME/bin/compute-sanitizer", f"{tmp_path}/cuda*/**/compute-sanitizer")
     )
-    assert gpu.compute_sanitizer() == ""
+    assert sections.compute_sanitizer() == ""
     for folder in ("cuda-12.9/deep/er", "cuda-13.0"):
         path = tmp_path / folder / "compute-sanitizer"
         path.parent.mkdir(parents=True)
         path.touch(mode=0o755)
-    assert gpu.compute_sanitizer() == str(tmp_path / "cuda-13.0" / "compute-sanitizer")
+    assert sections.compute_sanitizer() == str(tmp_path / "cuda-13.0" / "compute-sanitizer")
     path = tmp_path / "bin" / "compute-sanitizer"
     path.parent.mkdir()
     path.touch(mode=0o755)
-    assert gpu.compute_sanitizer() == str(path)
+    assert sections.compute_sanitizer() == str(path)
 
 
 def test_a_gpus_page_says_nothing_of_emulation() -> None:

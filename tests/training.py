@@ -41,7 +41,7 @@ def batch(rank: int, step: int, model: nn.Module) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * step + rank)
     first = next(model.parameters())
     shape = (4, 3, 8, 8) if first.dim() == 4 else (4, first.shape[1])
-    return torch.randn(shape, generator=generator)
+    return torch.randn(shape, generator=generator).to(first.device)
 
 
 def wrap(
@@ -114,7 +114,7 @@ class Ledger:
                 dist.all_reduce(mean)
                 self.wanted[name] += mean / dist.get_world_size()
             else:
-                dist.all_reduce(torch.zeros(self.wanted[name].shape, dtype=torch.float64))
+                dist.all_reduce(torch.zeros_like(self.wanted[name]))
 
     def receive(self) -> None:
         """Add what DDP left in the parameters' gradients."""
@@ -124,7 +124,8 @@ class Ledger:
 
     def error(self, state: CompressState) -> float:
         """How far the law is off, relative to the norm of all that went in. A collective."""
-        off = law(self.wanted, self.received, mean_residuals(state))
+        sums = [{name: x.cpu() for name, x in of.items()} for of in (self.wanted, self.received)]
+        off = law(*sums, mean_residuals(state))
         return math.hypot(*off.values()) / math.hypot(*(float(wanted.norm()) for wanted in self.wanted.values()))
 
 
@@ -132,7 +133,7 @@ def mean_residuals(state: CompressState) -> dict[str, Tensor]:
     """What the ranks keep, by parameter: the mean, in float64, in units of a loss that is not scaled. A collective."""
     saved = state.consolidated_state_dict()
     scale = 1.0 if saved["scale"] is None else saved["scale"]
-    return {name: residual.double() / scale for name, residual in residuals_of(saved).items()}
+    return {name: residual.cpu().double() / scale for name, residual in residuals_of(saved).items()}
 
 
 def law(
@@ -183,5 +184,5 @@ def digest(tensors: Iterable[Tensor | None]) -> str:
     """Equal for tensors that are equal bit for bit."""
     found = hashlib.sha256()
     for tensor in tensors:
-        found.update(b"-" if tensor is None else tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+        found.update(b"-" if tensor is None else tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()

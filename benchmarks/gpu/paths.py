@@ -34,6 +34,8 @@ from ..common.arms import label
 
 #: What sparse exchanges launch besides a codec's kernels.
 ENTRIES = "entries"
+#: Elements beyond what 31 bits of bytes address, and up to the most that a gradient may have.
+LONG = "2^31 - 1 elements"
 #: Families that launch no kernels of their own besides those of TopK: torch's, hundreds of them.
 IN_TORCH = ("RandomK", "Threshold")
 FAMILIES: dict[str, tuple[Codec, ...]] = {
@@ -149,6 +151,31 @@ def equal(family: str, device: torch.device, numels: Sequence[int]) -> int:
                         raise ValueError(f"{label(codec)}, {numel} of {dtype}: {differ} bytes of the {what} differ")
                     compared += 1
     return compared
+
+
+def long(device: torch.device, numel: int) -> int:
+    """The end of a long gradient is what it is by itself, of block codes. Returns how many were compared; zero where
+    the memory is too small.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < 20 * numel:
+        return 0
+    tail = 7 * 5120 + numel % 5120  # a multiple of every block, and the odd end
+    x, out = torch.empty(numel, device=device).normal_(), torch.empty(numel, device=device)
+    codecs = (OneBit(), Ternary(), QSGD(rounding="nearest"), Cast(torch.float16))
+    for codec in codecs:
+        ends = []
+        for part, into in ((x, out), (x[-tail:].clone(), torch.empty(tail, device=device))):
+            wire = torch.zeros(codec.wire_bytes(len(part)), dtype=torch.uint8, device=device)
+            workspace = codec.workspace(len(part), device)
+            codec.encode(part, wire, None, workspace)
+            codec.decode_mean([w.view(1, -1) for w in wire.split(codec.part_bytes(len(part)))], into, workspace)
+            ends.append(into[-tail:].cpu())
+        if not torch.equal(*ends):
+            raise ValueError(f"{label(codec)}: the end of {numel} elements differs from the same by itself")
+    return len(codecs)
 
 
 def results(codec: Codec, numel: int, dtype: torch.dtype, device: torch.device) -> list[tuple[str, Tensor]]:

@@ -80,12 +80,15 @@ def compiled(file: str, device: torch.device, options: Namespace) -> dict[str, A
 
 
 def same_bytes(family: str, device: torch.device, options: Namespace) -> dict[str, Any]:
+    if family == paths.LONG:
+        numel = 2**31 - 1 if options.numel > max(COMPARED) else 3 * options.numel
+        return {"compared": paths.long(device, numel), "numels": [numel]}
     numels = [numel for numel in COMPARED if numel <= options.numel]
     return {"compared": paths.equal(family, device, numels), "numels": numels}
 
 
 def once(family: str, device: torch.device, options: Namespace) -> dict[str, Any]:
-    return {"calls": paths.once(family, device, min(options.numel, 300_001))}
+    return {"calls": paths.once(family, device, min(options.numel, 60_001))}
 
 
 def timed(name: str, device: torch.device, options: Namespace) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 gpu-report` runs from end to end on a CPU.
 
 What is put on "cuda" lies on the CPU, and whatever gradwire does to it runs the kernels of csrc/ in the emulator of
-`cuda_on_cpu`; CuPy and compute-sanitizer are stand-ins, and NVRTC is real. The GPU's name says what it is. Times mean
-nothing. Each Python process that starts here imports torch and gradwire.
+`cuda_on_cpu`; CuPy and compute-sanitizer are stand-ins, and NVRTC is real. Tensors know where they would lie: a call
+that mixes devices is refused, as are waits and pinned memory where torch refuses them (`tagging`). The GPU's name says
+what it is. Times mean nothing. Each Python process that starts here imports torch and gradwire.
 """
 
 from __future__ import annotations
@@ -12,48 +13,74 @@ import contextlib
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.overrides import TorchFunctionMode
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parent))
 
-from emulated import CPU, EmulatedDevice
-from gradwire.compress import backends
-from gradwire.compress.backends.cuda.device import DEVICES
+from emulated import EmulatedDevice
+from gradwire.compress.backends.cuda.device import DEVICES, Argument, Function
+from tagging import CUDA, OnTheCpu, on_gpu, tag_buckets
 
 NAME = "emulated GPU"
 
 
-class OnTheCpu(TorchFunctionMode):
-    """Where a call names a GPU it means the CPU."""
+class FakeGpu(EmulatedDevice):
+    """Runs the kernels; memory of the CPU is out of their reach."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = {name: elsewhere(given) for name, given in (kwargs or {}).items()}
-        return func(*map(elsewhere, args), **kwargs)
+    def function(self, file: str, name: str) -> Function:
+        emulated = super().function(file, name)
 
+        def launch(grid: int, block: int, args: Sequence[Argument]) -> None:
+            if any(isinstance(given, torch.Tensor) and not on_gpu(given) for given in args):
+                raise RuntimeError(f"CUDA error: an illegal memory access was encountered: {name} got a CPU tensor")
+            with torch._C.DisableTorchFunction():
+                emulated(grid, block, args)
 
-def elsewhere(given: Any) -> Any:
-    named = isinstance(given, str) and given.partition(":")[0] == "cuda"
-    return CPU if named or (isinstance(given, torch.device) and given.type == "cuda") else given
+        return launch
 
 
 class Event:
     def __init__(self, **_: Any) -> None:
         self.at = 0.0
 
-    def record(self) -> None:
+    def record(self, stream: Any = None) -> None:
         self.at = time.perf_counter()
 
     def synchronize(self) -> None:
         pass
 
+    wait = synchronize
+
+    def query(self) -> bool:
+        return True
+
     def elapsed_time(self, end: Event) -> float:
         return 1e3 * (end.at - self.at)
+
+
+class Stream:
+    """The only one there is: what is launched has run."""
+
+    cuda_stream = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def nothing(self, *_: Any) -> None:
+        pass
+
+    wait_stream = wait_event = synchronize = nothing
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record()
+        return event
 
 
 class Graph:
@@ -63,6 +90,15 @@ class Graph:
         import pytest
 
         pytest.skip("the emulated GPU captures no graphs")
+
+
+class Nccl:
+    """A bare group, as whoever has none of torch's makes it."""
+
+    Options = types.SimpleNamespace
+
+    def __new__(cls, store: Any, rank: int, size: int, options: Any) -> Any:
+        return dist.ProcessGroupGloo(store, rank, size)
 
 
 @contextlib.contextmanager
@@ -93,9 +129,12 @@ def install() -> None:
         "get_device_name": lambda device=None: NAME,
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_properties": lambda device=None: types.SimpleNamespace(multi_processor_count=2, name=NAME),
-        "current_stream": lambda device=None: types.SimpleNamespace(cuda_stream=0),
-        "memory_stats": lambda device=None: {"allocation.all.allocated": 0},
-        "set_sync_debug_mode": lambda mode: None,
+        "Stream": Stream,
+        "stream": current,
+        "current_stream": lambda device=None: Stream(),
+        "default_stream": lambda device=None: Stream(),
+        "memory_stats": lambda device=None: {"allocation.all.allocated": OnTheCpu.allocated},
+        "set_sync_debug_mode": lambda mode: setattr(OnTheCpu, "strict", mode == "error"),
         "manual_seed_all": lambda seed: None,
         "_sleep": lambda cycles: None,
     }
@@ -104,9 +143,13 @@ def install() -> None:
         setattr(torch.cuda, name, fake)
     torch.version.cuda = "13.0"
     dist.is_nccl_available = lambda: True
+    dist.ProcessGroupNCCL = Nccl
     dist.init_process_group, dist.new_group = over_gloo(dist.init_process_group), over_gloo(dist.new_group)
-    backends._loaders["cpu"] = backends._loaders["cuda"]
-    DEVICES[CPU] = EmulatedDevice(check=False)
+    DEVICES[CUDA] = DEVICES[torch.device("cuda")] = FakeGpu(check=False)
+    torch.Tensor.record_stream = lambda tensor, stream: None
+    future = torch.futures.Future.__init__
+    torch.futures.Future.__init__ = lambda self, *, devices=None: future(self)
+    tag_buckets()
     OnTheCpu().__enter__()
 
 
