@@ -52,9 +52,11 @@ def check_that_nobody_takes_it_for_a_gpu(data: str, text: str) -> None:
 
 
 def test_every_section_makes_its_rows_in_miniature(tmp_path: Path) -> None:
-    document = rehearse(tmp_path / "report", "--only", r"^Cast|outliers\.cu|memcheck Cast|momentum")
+    made = ("compile", "bytes", "kernels", "step", "tests", "sanitizer")
+    only = r"^Cast|outliers\.cu|memcheck Cast|momentum$"
+    document = rehearse(tmp_path / "report", "--sections", *made, "--only", only)
     rows = {row["section"]: row for row in document["rows"]}
-    assert list(rows) == list(gpu.SECTIONS)
+    assert rows.keys() == set(made)
     assert {row["status"] for row in rows.values()} == {"ok"}
     assert rows["compile"]["result"]["bytes"] > 1000
     assert rows["bytes"]["result"]["compared"] == 3 * 3 * 2 * 4  # codecs, formats, lengths, things
@@ -93,12 +95,12 @@ def reporter(broken: dict[str, str] | None = None, *given: str) -> gpu.Report:
     return made
 
 
-def test_the_sample_is_a_whole_report_that_says_what_it_is() -> None:
+def test_the_sample_shows_a_few_rows_of_each_section_and_says_what_it_is() -> None:
     text = SAMPLE.read_text()
     document = json.loads(text)
     shown = page.markdown(document)
     check_that_nobody_takes_it_for_a_gpu(text, shown)
-    assert {row["section"] for row in document["rows"]} == set(gpu.SECTIONS)
+    assert {row["section"] for row in document["rows"]} == set(gpu.SECTIONS) - {"four-ranks", "slow-link"}
     assert {row["status"] for row in document["rows"]} == {"ok"}
     assert shown.partition("\n")[2] in (ROOT / "docs" / "gpu.md").read_text(), "regenerate the page's sample"
 

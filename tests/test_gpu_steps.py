@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_ranks import DEVICE, Shared
+from gpu_ranks import DEVICE, REAL, Shared
 from gradwire import QSGD, ChunkedTopK, Codec, CompressState, OneBit, TopK, compress_hook
 from strategies import GPU
 from test_gpu_ranks import Say, named, shared  # noqa: F401
@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 pytestmark = pytest.mark.cuda if GPU else pytest.mark.slow
-WIDTH, LAYERS = (2048, 8) if GPU and torch.cuda.get_device_name() != "emulated GPU" else (96, 3)
+WIDTH, LAYERS = (2048, 8) if REAL else (96, 3)
 #: Names of kernels in csrc/ begin so.
 OURS = re.compile(r"(onebit|qsgd|tern|topk|chunked|cast_|entries|outliers|low_rank|union|momentum|narrow)")
 #: Calls of CUDA by which the host waits, or that wait for it.
@@ -67,7 +67,7 @@ def profiled(rank: int, codec: Codec, exchange: str, steps: int = 4) -> dict[str
     for _ in range(4):
         arm.step()
     settle()
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if GPU else [])]) as trace:
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if REAL else [])]) as trace:
         for _ in range(steps):
             arm.step()
         began = time.perf_counter()
@@ -108,8 +108,9 @@ def test_overlap_counts_each_moment_once() -> None:
 def test_no_step_waits_for_the_device(shared: Shared, say: Say, codec: Codec, exchange: str) -> None:  # noqa: F811
     found = shared.run(profiled, codec, exchange)[0]
     say(", ".join(f"{what} {value:.3g}" for what, value in found.items() if value))
-    assert found["waits for a stream"] == found["reads into pageable memory"] == 0 or not GPU, found
-    assert found["kernels"] > 0 or DEVICE.type == "cpu" or WIDTH < 2048, "no kernel of ours is in the trace"
+    if REAL:
+        assert found["waits for a stream"] == found["reads into pageable memory"] == 0, found
+        assert found["kernels"] > 0, "no kernel of ours is in the trace"
 
 
 def timed(rank: int, codec: Codec | None, exchange: str) -> float:

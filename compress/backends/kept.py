@@ -176,8 +176,8 @@ def _tell_compiling(folder: Path | None, began: float) -> None:
 
 
 def _locked(path: Path, ready: Callable[[], bool], began: float) -> int | None:
-    """A descriptor that holds the lock on this file, as the system sees to it only while this process lives; None if there
-    is nothing to wait for any longer."""
+    """A descriptor that holds the lock on this file, as the system sees to it only while this process lives; None if
+    there is nothing to wait for any longer."""
     global _alone  # noqa: PLW0603
     if fcntl is None:
         return None

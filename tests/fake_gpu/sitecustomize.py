@@ -101,6 +101,14 @@ class Nccl:
         return dist.ProcessGroupGloo(store, rank, size)
 
 
+plain_future = torch.futures.Future.__init__
+
+
+def without_devices(future: torch.futures.Future[Any], *, devices: Any = None) -> None:
+    """A future whose value is on no device that the driver would have to know."""
+    plain_future(future)
+
+
 @contextlib.contextmanager
 def current(*_: Any) -> Iterator[None]:
     yield
@@ -129,6 +137,7 @@ def install() -> None:
         "get_device_name": lambda device=None: NAME,
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_properties": lambda device=None: types.SimpleNamespace(multi_processor_count=2, name=NAME),
+        "is_current_stream_capturing": lambda: False,
         "Stream": Stream,
         "stream": current,
         "current_stream": lambda device=None: Stream(),
@@ -147,8 +156,7 @@ def install() -> None:
     dist.init_process_group, dist.new_group = over_gloo(dist.init_process_group), over_gloo(dist.new_group)
     DEVICES[CUDA] = DEVICES[torch.device("cuda")] = FakeGpu(check=False)
     torch.Tensor.record_stream = lambda tensor, stream: None
-    future = torch.futures.Future.__init__
-    torch.futures.Future.__init__ = lambda self, *, devices=None: future(self)
+    torch.futures.Future.__init__ = without_devices
     tag_buckets()
     OnTheCpu().__enter__()
 
