@@ -68,13 +68,15 @@ class Shared:
     """
 
     def __init__(self, world_size: int, ways: tuple[Way, ...] = WAYS if GPU else ON_CPUS) -> None:
-        self.way, self.refused, self._pool = None, dict[str, str](), None
+        self.way: Way | None = None
+        self.refused: dict[str, str] = {}
+        self._pool: Pool | None = None
         self._stack = contextlib.ExitStack()
         for way in ways:
             self.size, stack = 1 if way.alone else world_size, contextlib.ExitStack()
             try:
                 self._environment = stack.enter_context(served()) if way.mps else {}
-                self.way: Way | None = way
+                self.way = way
                 self.said = self.run(collectives)[0]
                 self._stack = stack
                 return
@@ -88,7 +90,7 @@ class Shared:
         assert self.way is not None, self.refused
         if self._pool is None or self._pool.broken:
             each = [NCCL | self._environment | {"NCCL_HOSTID": f"gradwire-{rank}"} for rank in range(self.size)]
-            self._pool: Pool | None = Pool(self.size, TIMEOUT, self.way.backend, each)
+            self._pool = Pool(self.size, TIMEOUT, self.way.backend, each)
         results: list[Any] = self._pool.run(function, *args, within=within, after_failure=5.0)
         return results
 
@@ -120,12 +122,14 @@ def served() -> Iterator[dict[str, str]]:
 
 def collectives(rank: int) -> str:
     """What gradwire asks of a backend, by itself: where that fails, the fault is none of gradwire's."""
-    size, like = dist.get_world_size(), {"device": DEVICE}
+    size = dist.get_world_size()
+    like: Any = {"device": DEVICE}
     ones = torch.ones(1 << 18, **like)
     dist.all_reduce(ones)
     assert bool((ones == size).all()), f"an all-reduce of ones is {ones[0].item()}"
     rows = torch.empty(size * 1000, dtype=torch.uint8, **like)
-    gather, scatter = (getattr(dist, new, getattr(dist, old, None)) for new, old in RENAMED)
+    found: list[Any] = [getattr(dist, new, getattr(dist, old, None)) for new, old in RENAMED]
+    gather, scatter = found
     gather(rows, torch.full((1000,), rank, dtype=torch.uint8, **like))
     assert rows.view(size, -1)[:, 0].tolist() == list(range(size)), "an all-gather into one tensor"
     sent = torch.arange(size, dtype=torch.int32, **like).repeat_interleave(5) + 10 * rank

@@ -243,7 +243,8 @@ def summed_sparsely(rank: int) -> Any:
     wanted = torch.zeros(numel)
     for indices, values in lists:
         wanted[indices] += values / size
-    mine, digests = [x.to(DEVICE) for x in lists[rank]], []
+    mine: Any = [x.to(DEVICE) for x in lists[rank]]
+    digests = []
     for algorithm in ("gather", "union", "split", "dense"):
         out = torch.empty(numel, device=DEVICE)
         sparse_all_reduce(*mine, numel, algorithm=algorithm, out=out)
@@ -291,21 +292,21 @@ def sharded(rank: int, replicas: int, codec: Codec) -> Any:
     shape = (replicas, dist.get_world_size() // replicas)
     mesh = init_device_mesh(DEVICE.type, shape, mesh_dim_names=("replicate", "shard"))
     for compressed in (None, Identity(), codec):
-        model = perceptron(64, 128, 2).to(DEVICE)
+        model: Any = perceptron(64, 128, 2).to(DEVICE)
         inside = mesh if compressed is None and replicas > 1 else mesh["shard"]
         for layer in (model[0], model[2]):
             fully_shard(layer, mesh=inside)
         fully_shard(model, mesh=inside)
         if compressed is not None:
-            across = {"mesh": mesh["replicate"], "fallback": None, "exchange": "gather"} if replicas > 1 else {}
-            state = compress_fsdp(model, compressed, **across)  # type: ignore[arg-type]
+            across: Any = {"mesh": mesh["replicate"], "fallback": None, "exchange": "gather"} if replicas > 1 else {}
+            state = compress_fsdp(model, compressed, **across)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         generator = torch.Generator().manual_seed(rank)
         for _ in range(3):
             optimizer.zero_grad()
             model(torch.randn(16, 64, generator=generator).to(DEVICE)).square().mean().backward()
             optimizer.step()
-        whole.append([p.full_tensor().detach().cpu() for p in model.parameters()])  # type: ignore[attr-defined]
+        whole.append([p.full_tensor().detach().cpu() for p in model.parameters()])
         if compressed is not None:
             state.close()
     off = max(float((a - b).abs().max()) for a, b in zip(*whole[:2], strict=True))
@@ -354,7 +355,7 @@ def test_horovod(shared: Shared) -> None:
 
 def forgotten(rank: int) -> Any:
     """A residual that is thrown away on the way."""
-    model = perceptron().to(DEVICE)
+    model: Any = perceptron().to(DEVICE)
     ledger = Ledger(model)
     ddp, state = wrap(model, TopK(0.05), exchange="gather")
     train(rank, ddp, range(2), ledger)
@@ -363,7 +364,7 @@ def forgotten(rank: int) -> Any:
     digests = train(rank, ddp, range(2, 4), ledger)
     off = ledger.error(state)
     with torch.no_grad():
-        model[0].weight[0, 0] += rank  # type: ignore[index]
+        model[0].weight[0, 0] += rank
     state.close()
     return digests, off, digest(model.parameters())
 

@@ -124,8 +124,8 @@ class Ledger:
 
     def error(self, state: CompressState) -> float:
         """How far the law is off, relative to the norm of all that went in. A collective."""
-        sums = [{name: x.cpu() for name, x in of.items()} for of in (self.wanted, self.received)]
-        off = law(*sums, mean_residuals(state))
+        wanted, received = ({name: x.cpu() for name, x in sums.items()} for sums in (self.wanted, self.received))
+        off = law(wanted, received, mean_residuals(state))
         return math.hypot(*off.values()) / math.hypot(*(float(wanted.norm()) for wanted in self.wanted.values()))
 
 

@@ -6,6 +6,7 @@ import os
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -30,7 +31,11 @@ def run(self: Processes, command: Sequence[str], folder: Path, environment: Mapp
                 os.environ |= dict(environment)
                 sys.modules["sitecustomize"].OnTheCpu().__enter__()  # modes belong to threads
                 status = cli.main(command[3:])
+            except BaseException:
+                traceback.print_exc()
             finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
                 os._exit(status)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         printed.seek(0)

@@ -73,7 +73,7 @@ class OnTheCpu(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", str(func))
-        if func is torch.device:
+        if func is torch.device or name == "_parse_to":  # the arguments of nn.Module.to
             return func(*args, **kwargs)
         if name in ("__get__", "__set__", "__delete__"):
             return attribute(func, name, args)
