@@ -168,6 +168,8 @@ class Report:
 
     def make(self) -> None:
         """All sections, each within its share of the time: none that takes long costs the others theirs."""
+        if {"hooks", "ranks"} & set(self.options.sections) and "numba" not in self.facts["broken"]:
+            threading.Thread(target=self.warm, daemon=True).start()
         waves = sections.waves(self.options.sections)
         for place, wave in enumerate(waves):
             now = time.monotonic()
@@ -180,6 +182,11 @@ class Report:
                 except BaseException:
                     self.processes.close()  # or the pool would wait for them
                     raise
+
+    def warm(self) -> None:
+        """Compile the CPU's kernels, with which ranks are compared, before every rank waits for them."""
+        command = (sys.executable, "-m", "gradwire.benchmarks.cli", "warm", "--devices", "cpu", "--dtypes", "float32")
+        self.processes.run(command, ROOT, {**ENVIRONMENT, **os.environ}, LIMITS["compile"])
 
     def finish(self, task: Task) -> None:
         made = self.made(task)
