@@ -70,6 +70,7 @@ class Shared:
     def __init__(self, world_size: int, ways: tuple[Way, ...] = WAYS if GPU else ON_CPUS) -> None:
         self.way: Way | None = None
         self.refused: dict[str, str] = {}
+        self.size = world_size
         self._pool: Pool | None = None
         self._stack = contextlib.ExitStack()
         for way in ways:

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,10 @@ import torch
 import torch.distributed as dist
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
-sys.path.append(str(Path(__file__).resolve().parent))
 
 from emulated import EmulatedDevice
+from fake_gpu.tagging import CUDA, OnTheCpu, on_gpu, tag_buckets
 from gradwire.compress.backends.cuda.device import DEVICES, Argument, Function
-from tagging import CUDA, OnTheCpu, on_gpu, tag_buckets
 
 NAME = "emulated GPU"
 
@@ -98,7 +99,7 @@ class Nccl:
     Options = types.SimpleNamespace
 
     def __new__(cls, store: Any, rank: int, size: int, options: Any) -> Any:
-        return dist.ProcessGroupGloo(store, rank, size)
+        return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60))
 
 
 plain_future = torch.futures.Future.__init__
@@ -107,6 +108,21 @@ plain_future = torch.futures.Future.__init__
 def without_devices(future: torch.futures.Future[Any], *, devices: Any = None) -> None:
     """A future whose value is on no device that the driver would have to know."""
     plain_future(future)
+
+
+start_plain = threading.Thread.start
+
+
+def start_on_the_gpu(thread: threading.Thread) -> None:
+    """Modes belong to threads, and a GPU is there for all."""
+    run = thread.run
+
+    def run_there() -> None:
+        with OnTheCpu():
+            run()
+
+    setattr(thread, "run", run_there)  # noqa: B010 - a method, says mypy
+    start_plain(thread)
 
 
 @contextlib.contextmanager
@@ -152,11 +168,15 @@ def install() -> None:
         setattr(torch.cuda, name, fake)
     torch.version.cuda = "13.0"
     dist.is_nccl_available = lambda: True
-    dist.ProcessGroupNCCL = Nccl
     dist.init_process_group, dist.new_group = over_gloo(dist.init_process_group), over_gloo(dist.new_group)
     DEVICES[CUDA] = DEVICES[torch.device("cuda")] = FakeGpu(check=False)
-    torch.Tensor.record_stream = lambda tensor, stream: None
-    torch.futures.Future.__init__ = without_devices
+    for owner, method, instead in (
+        (torch.Tensor, "record_stream", lambda tensor, stream: None),
+        (torch.futures.Future, "__init__", without_devices),
+        (threading.Thread, "start", start_on_the_gpu),
+        (dist, "ProcessGroupNCCL", Nccl),
+    ):
+        setattr(owner, method, instead)
     tag_buckets()
     OnTheCpu().__enter__()
 
