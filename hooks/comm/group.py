@@ -26,7 +26,7 @@ from .dissemination import Dissemination
 from .linger import linger, linger_with
 from .meeting import connect, meeting_place
 
-#: How long ranks wait for each other when a state is made.
+#: How long ranks wait for each other when a state is made, unless the user has given their group longer.
 HANDSHAKE_TIMEOUT = timedelta(seconds=60)
 
 #: The most ranks that send a few bytes to each other directly: with more, sending takes longer than some latencies.
@@ -326,8 +326,8 @@ class Group:
         return self._group if default is None else default
 
     @classmethod
-    def of_ranks(cls, ranks: list[int]) -> Group:
-        """A new Gloo group of these global ranks. A collective; ranks wait `HANDSHAKE_TIMEOUT` for each other.
+    def of_ranks(cls, ranks: list[int], timeout: timedelta = HANDSHAKE_TIMEOUT) -> Group:
+        """A new Gloo group of these global ranks. A collective; ranks wait `timeout` for each other.
 
         `dist.new_group(use_local_synchronization=True)` would derive its name from the number of groups a rank is in:
         it differs between ranks that are in different groups, and comes again when a group is destroyed. Here the
@@ -337,10 +337,10 @@ class Group:
         """
         members, rank = tuple(ranks), dist.get_rank()
         with meeting_place(members, rank) as store:
-            return cls(connect(store, members, rank, HANDSHAKE_TIMEOUT), members)
+            return cls(connect(store, members, rank, timeout), members)
 
     @classmethod
-    def of_words(cls, ranks: list[int], words_only: bool) -> Group:
+    def of_words(cls, ranks: list[int], words_only: bool, timeout: timedelta = HANDSHAKE_TIMEOUT) -> Group:
         """As `of_ranks`, for what ranks tell each other. Where on every rank that is short messages and nothing else
         (`words_only`), groups of the same ranks share their connections (`shared`).
         """
@@ -348,8 +348,8 @@ class Group:
         world = dist.group.WORLD
         place = members.index(rank)
         with meeting_place(members, rank) as store:
-            make = partial(connect, store, members, rank, HANDSHAKE_TIMEOUT)
-            return cls(shared.carrier(world, members, place, store, HANDSHAKE_TIMEOUT, words_only, make), members)
+            make = partial(connect, store, members, rank, timeout)
+            return cls(shared.carrier(world, members, place, store, timeout, words_only, make), members)
 
     @staticmethod
     def blocks(process_group: Any, device: torch.device) -> bool:
@@ -372,10 +372,11 @@ class Group:
 
     def follow_timeout(self, other: dist.ProcessGroup) -> None:
         """From now on let collectives take as long as those of `other` may."""
-        with contextlib.suppress(RuntimeError, AttributeError):  # a backend that does not tell
-            timeout = other._get_backend(other._device_types[0]).options._timeout
-            self._group._set_default_timeout(timeout)
-            self.timeout = timeout  # that of single messages is fixed when a group is made
+        timeout = timeout_of(other)
+        if timeout is not None:
+            with contextlib.suppress(RuntimeError, AttributeError):
+                self._group._set_default_timeout(timeout)
+                self.timeout = timeout  # that of single messages is fixed when a group is made
 
     def gathered(self, *shape: int, dtype: torch.dtype = torch.uint8, device: torch.device | str = "cpu") -> Tensor:
         """Memory for what an all-gather returns, which is the same on every rank."""
@@ -607,6 +608,24 @@ class Group:
 def _backend_of(process_group: Any, device: torch.device) -> Any:
     """What carries its tensors of this device: a process group's backend, or a backend that is used by itself."""
     return process_group._get_backend(device) if hasattr(process_group, "_get_backend") else process_group
+
+
+def timeout_of(process_group: Any) -> timedelta | None:
+    """How long a group's collectives may take, where its backend tells."""
+    try:
+        timeout: timedelta = process_group._get_backend(process_group._device_types[0]).options._timeout
+    except (RuntimeError, AttributeError, IndexError):
+        return None
+    return timeout
+
+
+def meeting_timeout(process_group: Any) -> timedelta:
+    """How long ranks of a group wait for each other when a state is made: as long as the group allows, where the user
+    has set that and it is longer than usual. PyTorch's own default is half an hour, which nobody should wait for a rank
+    that never comes."""
+    timeout = timeout_of(process_group)
+    defaults = (getattr(dist.constants, name, None) for name in ("default_pg_timeout", "default_pg_nccl_timeout"))
+    return HANDSHAKE_TIMEOUT if timeout is None or timeout in defaults else max(timeout, HANDSHAKE_TIMEOUT)
 
 
 def _averaging(options: Any) -> Any:
