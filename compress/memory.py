@@ -12,7 +12,7 @@ a checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -434,7 +434,7 @@ class Memory:
 
     def _has_any(self, layout: Layout) -> bool:
         """Whether something is kept of a layout's parameters, in whatever layout, or loaded."""
-        known = [self._places, *self._waiting.values()]
+        known: list[Collection[str]] = [self._places.keys(), *(found.keys() for found in self._waiting.values())]
         return any(slot.name in names for names in known for slot in layout)
 
     def _lies_in(self, memory: LayoutMemory, slot: Slot) -> bool:

@@ -37,7 +37,7 @@ def wrapped(exchange: str, **options: Any) -> tuple[Any, CompressState]:
     torch.manual_seed(3)
     layers = nn.Sequential(nn.Linear(20, 300), nn.Tanh(), nn.Linear(300, 40), nn.Tanh(), nn.Linear(40, 3))
     model = DistributedDataParallel(layers, bucket_cap_mb=0.01, **options)
-    state = CompressState(model, OneBit(), exchange=exchange)  # type: ignore[arg-type]
+    state = CompressState(model, OneBit(), exchange=exchange)
     model.register_comm_hook(state, compress_hook)
     return model, state
 

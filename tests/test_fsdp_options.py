@@ -40,7 +40,7 @@ def models(scatter: bool, count: int, **policy: Any) -> tuple[list[Any], Any]:
         model: Any = nn.Sequential(Block(), Block()).to(policy.get("dtype"))
         for block in model:
             for name, dtype in policy.get("grads", {}).items():
-                block.get_parameter(name).grad_dtype = dtype  # type: ignore[attr-defined]
+                block.get_parameter(name).grad_dtype = dtype
         over = mesh if number == 0 and not scatter else mesh["shard"]
         for part in (model[1], model):
             fully_shard(part, mesh=over, mp_policy=policy.get("mp", MixedPrecisionPolicy()))
@@ -49,7 +49,8 @@ def models(scatter: bool, count: int, **policy: Any) -> tuple[list[Any], Any]:
 
 
 def grads_of(model: nn.Module) -> list[Tensor]:
-    return [p.grad.to_local().clone() for p in model.parameters() if p.grad is not None]
+    grads: list[Any] = [p.grad for p in model.parameters() if p.grad is not None]
+    return [grad.to_local().clone() for grad in grads]
 
 
 def finalized(rank: int, scatter: bool, codec: Codec, passes: int, asynchronous: bool) -> None:

@@ -36,7 +36,7 @@ def train(rank: int, codec: Any, exchange: str, sparse: bool, before: int) -> tu
     in is from what has come out and what is kept, added up over the ranks."""
     ddp: Any = DistributedDataParallel(Turns(sparse), bucket_cap_mb=1e-4, find_unused_parameters=True)
     if codec is not None:
-        state = CompressState(ddp, codec, exchange=exchange, fallback=None)  # type: ignore[arg-type]
+        state = CompressState(ddp, codec, exchange=exchange, fallback=None)
         ddp.register_comm_hook(state, compress_hook)
     named = dict(ddp.module.named_parameters())
     given = {name: torch.zeros_like(p) for name, p in named.items()}

@@ -24,7 +24,7 @@ class ByHand:
     """
 
     def __init__(self, model: nn.Module, ended: Callable[[], None], discarded: Callable[[], None]) -> None:
-        states = {m._get_fsdp_state(): None for m in model.modules() if isinstance(m, FSDPModule)}
+        states: dict[Any, None] = {m._get_fsdp_state(): None for m in model.modules() if isinstance(m, FSDPModule)}
         self._states = [state for state in states if hasattr(state, "wait_for_gradient_reduction")]
         self._ended, self._discarded = ended, discarded
         for state in self._states:  # which of them is the root shows in the first forward pass

@@ -176,7 +176,11 @@ class Shards:
     def attach(self, hook: Callable[[Shards, Tensor], None]) -> None:
         """Have FSDP call a hook in the place of an all-reduce."""
         self.watch(hook)
-        self.group._all_reduce_hook = untraced(lambda output: hook(self, output))
+
+        def reduce(output: Tensor) -> None:
+            hook(self, output)
+
+        self.group._all_reduce_hook = untraced(reduce)
 
     def replace_reduce_scatter(self, comm: Any) -> None:
         """Have FSDP call something in the place of its reduce-scatter, until `detach`."""
