@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_ranks import DEVICE, Shared
+from gpu_ranks import DEVICE, REAL, Shared
 from gradwire import (
     QSGD,
     Cast,
@@ -316,8 +316,8 @@ def sharded(rank: int, replicas: int, codec: Codec) -> Any:
 
 @pytest.mark.parametrize("replicas", [pytest.param(n, marks=SLOW) for n in (1, 2) if RANKS % n == 0])
 def test_fsdp(shared: Shared, replicas: int) -> None:
-    if shared.size % replicas:
-        pytest.skip("one rank alone runs here")
+    if shared.size % replicas or (GPU and not REAL):
+        pytest.skip("the emulated GPU loses sight of FSDP's memory" if GPU and not REAL else "one rank alone runs here")
     digests, off = zip(*shared.run(sharded, replicas, OneBit()), strict=True)
     alike(list(digests))
     assert max(off) < 1e-5

@@ -110,6 +110,15 @@ def without_devices(future: torch.futures.Future[Any], *, devices: Any = None) -
     plain_future(future)
 
 
+run_backward = torch.autograd._engine_run_backward
+
+
+def run_backward_on_the_gpu(*args: Any, **kwargs: Any) -> Any:
+    """A mode is off while it handles a call, such as `Tensor.backward`; hooks are to find it on."""
+    with OnTheCpu():
+        return run_backward(*args, **kwargs)
+
+
 start_plain = threading.Thread.start
 
 
@@ -174,6 +183,7 @@ def install() -> None:
         (torch.Tensor, "record_stream", lambda tensor, stream: None),
         (torch.futures.Future, "__init__", without_devices),
         (threading.Thread, "start", start_on_the_gpu),
+        (torch.autograd, "_engine_run_backward", run_backward_on_the_gpu),
         (dist, "ProcessGroupNCCL", Nccl),
     ):
         setattr(owner, method, instead)
