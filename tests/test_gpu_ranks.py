@@ -239,19 +239,19 @@ def summed_sparsely(rank: int) -> Any:
     numel, size, lists = 40_000, dist.get_world_size(), []
     for other in range(size):
         generator = torch.Generator().manual_seed(7 + other)
-        indices = torch.randperm(numel, generator=generator)[: 900 + 300 * other].sort().values
-        lists.append((indices, torch.randn(len(indices), generator=generator)))
+        chosen = torch.randperm(numel, generator=generator)[: 900 + 300 * other].sort().values
+        lists.append((chosen, torch.randn(len(chosen), generator=generator)))
     wanted = torch.zeros(numel)
-    for indices, values in lists:
-        wanted[indices] += values / size
-    mine: Any = [x.to(DEVICE) for x in lists[rank]]
+    for each, sent in lists:
+        wanted[each] += sent / size
+    indices, values = (x.to(DEVICE) for x in lists[rank])
     digests = []
     for algorithm in ("gather", "union", "split", "dense"):
         out = torch.empty(numel, device=DEVICE)
-        sparse_all_reduce(*mine, numel, algorithm=algorithm, out=out)
+        sparse_all_reduce(indices, values, numel, algorithm=algorithm, out=out)
         off = float((out.cpu() - wanted).abs().max())
         assert off < 1e-5, f"{algorithm}: off by {off:.1e}"
-        digests.append(digest(sparse_all_reduce(*mine, numel, algorithm=algorithm)))
+        digests.append(digest(sparse_all_reduce(indices, values, numel, algorithm=algorithm)))
     return digests
 
 

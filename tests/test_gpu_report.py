@@ -177,9 +177,12 @@ def test_what_was_precompiled_is_in_the_cache(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "csrc").mkdir()
     (tmp_path / "csrc" / "narrow.cu").touch()
     compiled = []
-    monkeypatch.setattr(
-        compiler, "compile_file", lambda file, sm: compiled.append(file) or compiler.Compiled(b"1", "", "")
-    )
+
+    def compile_file(file: str, architecture: int) -> compiler.Compiled:
+        compiled.append(file)
+        return compiler.Compiled(b"1", "", "")
+
+    monkeypatch.setattr(compiler, "compile_file", compile_file)
     assert cli.main(["gpu", "--precompile", "90", "--cubins", str(tmp_path / "made")]) == 0
     monkeypatch.setenv("GRADWIRE_CACHE", str(tmp_path / "elsewhere"))
     assert gpu.use_cubins(tmp_path / "made") == 1

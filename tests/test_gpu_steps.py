@@ -41,7 +41,7 @@ class Arm:
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).to(DEVICE)
         self.ddp, self.state = DistributedDataParallel(model, bucket_cap_mb=16 if GPU else 0.05), None
         if codec is not None:
-            self.state = CompressState(self.ddp, codec, exchange=exchange, fallback=None)  # type: ignore[arg-type]
+            self.state = CompressState(self.ddp, codec, exchange=exchange, fallback=None)
             self.ddp.register_comm_hook(self.state, compress_hook)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=1e-4)
         self.inputs = torch.randn(256, WIDTH, device=DEVICE)
