@@ -288,7 +288,7 @@ def make(publications: Sequence[Publication], no_links: str | None) -> None:
 def write_page() -> None:
     """Regenerate every table of the page from the JSON files."""
     page = ROOT / PAGE
-    page.write_text(filled(page.read_text()))
+    page.write_text(filled(page.read_text("utf-8")), "utf-8")
 
 
 def filled(text: str) -> str:
@@ -303,7 +303,7 @@ def filled(text: str) -> str:
         begin, end = (f"<!-- {publication.name}:{side} -->" for side in ("begin", "end"))
         if begin not in text or end not in text:
             raise ValueError(f"{PAGE} has no place for {publication.name}: it needs lines {begin} and {end}")
-        result = json.loads((ROOT / publication.json).read_text())
+        result = json.loads((ROOT / publication.json).read_text("utf-8"))
         block = "\n\n".join(section(publication, result))
         before, _, rest = text.partition(begin)
         text = f"{before}{begin}\n{block}\n{end}{rest.partition(end)[2]}"

@@ -146,6 +146,8 @@ def _serve(
     warnings.filterwarnings("ignore", message=".*gradwire.recommend")  # tests are of what is exchanged
     # torch says so where the host's name means nothing, as on a machine without a network.
     warnings.filterwarnings("ignore", message=".*resolve hostname")
+    for theirs in ("TypedStorage is deprecated", "DTensor random operators may not have"):  # torch 2.6's own
+        warnings.filterwarnings("ignore", message=theirs)
     torch.set_num_threads(1)
     files = dist.FileStore(store, world_size)
     dist.init_process_group(backend, store=files, rank=rank, world_size=world_size, timeout=timeout)

@@ -27,6 +27,7 @@ from gradwire.benchmarks.network import allreduce, exchange, hsdp, links, paired
 from gradwire.benchmarks.training import learn
 from gradwire.compress import CODECS, QSGD, Cast, ChunkedTopK, Codec, OneBit, Ternary, TernGrad, TopK
 from gradwire.compress.backends import use_backend
+from lacking import needs_all_threads
 from matplotlib.text import Text
 
 
@@ -477,6 +478,7 @@ def test_a_gradient_too_short_to_cut(capsys: pytest.CaptureFixture[str]) -> None
 # -- profile --------------------------------------------------------------------------------------------------------
 
 
+@needs_all_threads
 def test_profile_in_miniature(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, picture, trace = tmp_path / "profile.json", tmp_path / "deep" / "profile.png", tmp_path / "trace.json"
     line = "profile --rate none --width 64 --layers 3 --steps 3 --warmup 3 --json"

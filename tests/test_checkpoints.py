@@ -24,6 +24,7 @@ from gradwire import (
     Tracking,
     compress_fsdp,
 )
+from lacking import needs_hook
 from ranks import Pool
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -206,7 +207,7 @@ def excluded_later(rank: int, under: Callable[..., tuple[nn.Module, Any]]) -> tu
     return str(caught.value), str(told[0].message), unchanged, kept
 
 
-@pytest.mark.parametrize("under", [under_ddp, under_fsdp, under_local_updates])
+@pytest.mark.parametrize("under", [under_ddp, pytest.param(under_fsdp, marks=needs_hook), under_local_updates])
 def test_what_is_excluded_since_does_not_keep_its_residual_unsaid(ranks: Ranks, under: Callable[..., Any]) -> None:
     for refused, told, unchanged, kept in ranks(2).run(excluded_later, under):
         assert "a residual of '2.weight', which is excluded now, and goes without one: undo that" in refused
@@ -250,7 +251,7 @@ def changed_later(rank: int, under: Callable[..., tuple[nn.Module, Any]]) -> Any
     return refused, told, kept
 
 
-@pytest.mark.parametrize("under", [under_ddp, under_fsdp])
+@pytest.mark.parametrize("under", [under_ddp, pytest.param(under_fsdp, marks=needs_hook)])
 def test_what_is_frozen_or_gone_since_can_be_dropped(ranks: Ranks, under: Callable[..., Any]) -> None:
     for refused, told, kept in ranks(2).run(changed_later, under):
         assert all("strict=False" in text for text in refused)
@@ -286,7 +287,7 @@ def of_another_strategy(rank: int, under: Callable[..., tuple[nn.Module, Any]]) 
     return told
 
 
-@pytest.mark.parametrize("under", [under_ddp, under_fsdp])
+@pytest.mark.parametrize("under", [under_ddp, pytest.param(under_fsdp, marks=needs_hook)])
 def test_a_checkpoint_of_another_strategy_can_be_dropped(ranks: Ranks, under: Callable[..., Any]) -> None:
     for less, other, more in ranks(2).run(of_another_strategy, under):
         assert less.startswith(

@@ -5,7 +5,6 @@ Gradients are those of the same steps without.
 
 from __future__ import annotations
 
-import inspect
 import time
 import weakref
 from collections.abc import Callable
@@ -15,22 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire import CompressState, OneBit, compress_hook
+from lacking import needs_ddp
 from ranks import Pool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 Ranks = Callable[[int], Pool]
-ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
-
-
-def since_2_15(name: str) -> pytest.MarkDecorator:
-    """Skips where DDP has no argument, or property, of this name."""
-    has = name in ARGUMENTS or hasattr(DistributedDataParallel, name)
-    return pytest.mark.skipif(not has, reason=f"DDP has {name} since torch 2.15; this is {torch.__version__}")
-
-
-LAZY, BATCHED = since_2_15("lazy_bucket_allocation"), since_2_15("batched_grad_copy")
-BY_HAND = since_2_15("require_manual_backward_finalization")
+LAZY, BATCHED = needs_ddp("lazy_bucket_allocation"), needs_ddp("batched_grad_copy")
+BY_HAND = needs_ddp("require_manual_backward_finalization")
 
 
 def wrapped(exchange: str, **options: Any) -> tuple[Any, CompressState]:

@@ -37,11 +37,14 @@ from gradwire.hooks.exchanges import possible
 from gradwire.hooks.fsdp.arithmetic import post_divide
 from gradwire.hooks.fsdp.shards import check_group, fsdp_modules
 from hypothesis import strategies as st
+from lacking import needs_reduce_scatter
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 from torch.distributed.tensor import DTensor, Replicate
 from training import digest
+
+pytestmark = needs_reduce_scatter
 
 ALL = ("step", "each", "step", "local", "hold", "step", "raise", "hold", "raise", "step", "save", "step")
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fsdp_drawn import mesh_of
+from lacking import needs_reduce_scatter
 from ranks import Pool
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,6 +28,7 @@ def run_the_page(rank: int, folder: str) -> None:
     state.close()  # type: ignore[attr-defined]
 
 
+@needs_reduce_scatter
 def test_the_page_runs(ranks: Callable[[int], Pool], tmp_path: Path) -> None:
     ranks(4).run(run_the_page, str(tmp_path))
 
@@ -36,6 +38,7 @@ def test_its_links_lead_somewhere() -> None:
         assert (ROOT / "docs" / target).is_file(), target
 
 
+@needs_reduce_scatter
 def test_the_example_learns() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
     done = subprocess.run(

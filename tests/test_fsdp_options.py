@@ -9,13 +9,13 @@ import pytest
 import torch
 from fsdp_drawn import Ranks, mesh_of
 from gradwire import Codec, Identity, OneBit, compress_fsdp
+from lacking import needs, needs_fsdp
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-BY_HAND = pytest.mark.skipif(
-    not hasattr(FSDPModule, "set_manual_backward_finalization"),
-    reason=f"FSDP has set_manual_backward_finalization since torch 2.15; this is {torch.__version__}",
-)
+BY_HAND = needs_fsdp("set_manual_backward_finalization")
+#: FSDP heeds `grad_dtype` since the same version.
+MIXED = needs("FSDP2 with grad_dtype", hasattr(FSDPModule, "set_manual_backward_finalization"))
 FORMS = pytest.mark.parametrize("scatter", [False, True], ids=["between replicas", "between shards"])
 
 
@@ -53,10 +53,15 @@ def grads_of(model: nn.Module) -> list[Tensor]:
     return [grad.to_local().clone() for grad in grads]
 
 
-def finalized(rank: int, scatter: bool, codec: Codec, passes: int, asynchronous: bool) -> None:
+def compressed(model: nn.Module, codec: Codec, mesh: Any) -> Any:
+    """By a way that no measurement decides."""
+    return compress_fsdp(model, codec, mesh=mesh, **({} if mesh is None else {"exchange": "gather"}))
+
+
+def finalized(rank: int, scatter: bool, passes: int, asynchronous: bool) -> None:
     """By hand as by FSDP; with several passes these are reduced in the end alone."""
     (_, *ours), mesh = models(scatter, 3)
-    states = [compress_fsdp(model, codec, mesh=mesh) for model in ours]
+    states = [compressed(model, OneBit(), mesh) for model in ours]
     for step in range(3):
         for model, by_hand in zip(ours, (False, True), strict=True):
             torch.manual_seed(10 * step + rank)
@@ -83,13 +88,13 @@ def finalized(rank: int, scatter: bool, codec: Codec, passes: int, asynchronous:
 @FORMS
 @pytest.mark.parametrize(("passes", "asynchronous"), [(1, False), (2, True)], ids=["one pass", "two, waited for later"])
 def test_a_pass_that_the_caller_finalizes(ranks: Ranks, scatter: bool, passes: int, asynchronous: bool) -> None:
-    ranks(2 if scatter else 4).run(finalized, scatter, OneBit(), passes, asynchronous)
+    ranks(2 if scatter else 4).run(finalized, scatter, passes, asynchronous)
 
 
 def given_up(rank: int, scatter: bool) -> None:
     """What a pass has sent that is reset before it is finalized, is sent again; the next ones go on."""
     (_, model), mesh = models(scatter, 2)
-    state = compress_fsdp(model, OneBit(), mesh=mesh)
+    state = compressed(model, OneBit(), mesh)
     model.set_manual_backward_finalization(True)
     model(torch.ones(4, 9) + rank).square().mean().backward()  # reduces the first group, and leaves the other
     model.reset_iter_state()
@@ -109,17 +114,13 @@ def test_a_pass_that_is_given_up_before_it_is_finalized(ranks: Ranks, scatter: b
     ranks(2 if scatter else 4).run(given_up, scatter)
 
 
-MIXED = pytest.mark.skipif(
-    not hasattr(FSDPModule, "set_manual_backward_finalization"),
-    reason=f"FSDP heeds grad_dtype since torch 2.15; this is {torch.__version__}",
-)
 BF16 = torch.bfloat16
 
 
 def mixed(rank: int, scatter: bool, policy: dict[str, Any]) -> None:
     """`Identity` gives FSDP's own gradients, also where a pass has none of those that are wider."""
     (native, ours), mesh = models(scatter, 2, **policy)
-    state = compress_fsdp(ours, Identity(), mesh=mesh)
+    state = compressed(ours, Identity(), mesh)
     for step, skips in enumerate(("", "scale", "linear", "")):
         grads = []
         for model in (native, ours):
@@ -158,7 +159,7 @@ def test_gradients_of_several_dtypes_in_a_group(ranks: Ranks, scatter: bool, pol
 
 def changed_since(rank: int, scatter: bool) -> None:
     (_, model), mesh = models(scatter, 2, dtype=BF16)
-    state = compress_fsdp(model, OneBit(), mesh=mesh)
+    state = compressed(model, OneBit(), mesh)
     model[1].scale.grad_dtype = torch.float32
     with pytest.raises(RuntimeError, match=r"module '1' in another order.*set grad_dtype before"):
         model(torch.ones(4, 9, dtype=BF16)).sum().backward()
@@ -174,7 +175,7 @@ def test_a_grad_dtype_that_changes_afterwards_is_refused(ranks: Ranks, scatter: 
 def held_and_cleared(rank: int) -> None:
     """Where an optimizer finds no gradient but the one that was held back, that has the dtype it wants."""
     (_, model), mesh = models(False, 2, dtype=BF16, grads={"scale": torch.float32})
-    state = compress_fsdp(model, Identity(), mesh=mesh)
+    state = compressed(model, Identity(), mesh)
     for skips in ("", "scale"):
         model.zero_grad()
         model.set_requires_all_reduce(bool(skips))

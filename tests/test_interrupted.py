@@ -16,6 +16,7 @@ from gradwire.hooks.comm.pipeline import Pipeline
 from gradwire.hooks.fsdp.state import _Uses
 from gradwire.hooks.straight import Straight, Sum
 from gradwire.optim import OneBitAdam
+from lacking import needs_reduce_scatter
 from ranks import Pool
 from torch.distributed.fsdp import fully_shard
 from training import batch, digest, perceptron, train, wrap
@@ -145,6 +146,7 @@ def by_fsdp(rank: int, way: str, raised: BaseException) -> Any:
     return both(rank, sharded, way, raised)
 
 
+@needs_reduce_scatter
 @pytest.mark.parametrize("way", ["means", "uses"])
 def test_fsdp_goes_on(ranks: Ranks, way: str) -> None:
     (alone, stopped), other = ranks(2).run(by_fsdp, way, Stopped())

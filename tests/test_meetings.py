@@ -15,6 +15,7 @@ from gradwire import QSGD, Codec, OneBit, TopK
 from gradwire.hooks.connection import Connection
 from gradwire.hooks.exchanges.gather import Gather
 from gradwire.hooks.owner import find_owner
+from lacking import needs_skipped_buckets
 from ranks import Pool, without_address
 from torch import Tensor, nn
 from training import Ledger, digest, perceptron, wrap
@@ -222,6 +223,7 @@ def skips_buckets(rank: int, codec: Codec) -> Any:
     return results
 
 
+@needs_skipped_buckets
 def test_buckets_that_ddp_leaves_out(ranks: Ranks) -> None:
     first, second = ranks(2).run(skips_buckets, QSGD())
     assert first == second

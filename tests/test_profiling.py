@@ -22,6 +22,7 @@ from gradwire import Codec, OneBit, TopK
 from gradwire.hooks import Statistics, reducer
 from gradwire.hooks.comm import pipeline
 from gradwire.hooks.comm.pipeline import NVTX_TOOLS, clock
+from lacking import needs_all_threads
 from ranks import Pool
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 from training import batch, convnet, wrap
@@ -85,6 +86,7 @@ def _profiled_steps(rank: int, codec: Codec, exchange: str) -> dict[str, Any]:
     }
 
 
+@needs_all_threads
 @pytest.mark.parametrize("small", [False, True], ids=["threads", "small"])
 @pytest.mark.parametrize(
     ("codec", "exchange", "way"),
@@ -169,6 +171,7 @@ def test_ranges_are_opened_for_those_who_look_at_them(
     assert seen == [*begins, "inside", *ends]
 
 
+@needs_all_threads
 def test_the_recipe_runs(tmp_path: Path) -> None:
     (script,) = re.findall(r"^```python\n(.*?)^```$", RECIPE.read_text("utf-8"), re.DOTALL | re.MULTILINE)
     (tmp_path / "profile_steps.py").write_text(script, "utf-8")

@@ -16,7 +16,7 @@ from gradwire.benchmarks.training import learn
 
 
 def test_the_page_says_what_was_measured() -> None:
-    text = (ROOT / PAGE).read_text()
+    text = (ROOT / PAGE).read_text("utf-8")
     assert publish.filled(text) == text, "run `gradwire-bench publish --tables`"
     for publication in SET:
         assert f"gradwire-bench {publication.command}" in text
@@ -25,7 +25,7 @@ def test_the_page_says_what_was_measured() -> None:
 
 
 def test_a_wrong_figure_is_found() -> None:
-    text = (ROOT / PAGE).read_text()
+    text = (ROOT / PAGE).read_text("utf-8")
     wrong = text.replace("| PyTorch DDP |", "| PyTorch, float64 |")
     assert wrong != text
     assert publish.filled(wrong) == text
@@ -34,7 +34,7 @@ def test_a_wrong_figure_is_found() -> None:
 
 
 def result(name: str) -> Any:
-    return json.loads((ROOT / publish.RESULTS / f"{name}.json").read_text())
+    return json.loads((ROOT / publish.RESULTS / f"{name}.json").read_text("utf-8"))
 
 
 def times_faster() -> dict[str, list[str]]:
@@ -85,7 +85,7 @@ def times_sooner() -> tuple[dict[str, list[str]], list[str]]:
 
 
 def test_the_readme_says_what_was_measured() -> None:
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "README.md").read_text("utf-8")
     cells = {line.split(" | ")[0].removeprefix("| "): line.split("|")[2:-1] for line in text.splitlines()}
     second, beside = times_sooner()
     for title, expected in (times_faster() | second).items():
@@ -108,7 +108,7 @@ def said(text: str) -> str:
 
 
 def test_pages_say_how_models_ended() -> None:
-    readme, choose = (said((ROOT / name).read_text()) for name in ("README.md", "docs/choose.md"))
+    readme, choose = (said((ROOT / name).read_text("utf-8")) for name in ("README.md", "docs/choose.md"))
     long, wide = ended("learn-long", "chunked25-b5"), ended("learn-long", "wide0.7-b5")
     assert f"{long} with 21 times fewer bytes, and {wide} with 207 times" in readme
     less = ended("learn-long", "float32-b8").partition(" [")[0].replace("below", "lower").replace("above", "higher")
@@ -124,7 +124,7 @@ def test_pages_say_how_models_ended() -> None:
 
 def test_published_figures_name_the_machine_and_the_command() -> None:
     for publication in SET:
-        result = json.loads((ROOT / publication.json).read_text())
+        result = json.loads((ROOT / publication.json).read_text("utf-8"))
         facts = result["environment"]
         assert all(facts[name] for name in ("date", "cpu", "cores", "torch", "numba", "revision"))
         options = vars(publish.parsed(publication.arguments))

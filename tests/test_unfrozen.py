@@ -13,9 +13,10 @@ import torch
 from fsdp_drawn import mesh_of
 from gradwire import CompressState, Identity, OneBit, compress_fsdp, compress_hook
 from gradwire.hooks import ddp as hooks_ddp
+from lacking import needs_hook
 from ranks import Pool
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 Ranks = Callable[[int], Pool]
@@ -131,7 +132,7 @@ def of_replicas(rank: int) -> tuple[str, str]:
     return before, after
 
 
-@pytest.mark.skipif(not hasattr(FSDPModule, "set_all_reduce_hook"), reason="torch has no set_all_reduce_hook")
+@needs_hook
 def test_a_frozen_module_of_a_sharded_model_is_refused_too(ranks: Ranks) -> None:
     for before, after in ranks(2).run(of_replicas):
         assert before == ""

@@ -111,7 +111,7 @@ def _runtime(check: bool, options: Sequence[str]) -> Path:
 def _compile(*arguments: object) -> None:
     command = ["g++", *map(str, arguments)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
     except FileNotFoundError:
         raise EmulationError(
             "the CUDA kernels run on the CPU once g++ is installed (Debian: apt install g++)"
