@@ -18,12 +18,11 @@ from ...compress.feedback import Kept
 from ..auto.cost import Calibration, Estimate
 from ..comm.entries import Carrier, Entries
 from ..comm.group import Group
-from ..comm.letters import Letters
 from ..comm.pipeline import Stages
 from .base import Bucketful
 from .dealing import SPREAD
 from .padded_split import PaddedSplit
-from .selected import Selected
+from .selected import Letters, Selected
 
 #: Steps after which the owners' ranges are balanced again.
 BALANCE_EVERY = 64
@@ -60,7 +59,8 @@ class Split(Selected):
         #: Of the own sums, how many this rank sends.
         self.quota = self._with_spare(self.share)
         if numel:
-            slices = [len(part) for part in torch.zeros(extra, device=HOST).tensor_split(self.world_size)]
+            # As `tensor_split` cuts.
+            slices = [extra // self.world_size + (rank < extra % self.world_size) for rank in range(self.world_size)]
             own = [slices[self.rank]] * self.world_size
             self.to_owners = Letters("to owners", carrier, self._own_group("swap"), self.k, 1, own)
             self.to_all = Letters("to all", carrier, self._own_group("gather"), self.k, 4, slices)
