@@ -56,8 +56,8 @@ class Split(Selected):
         self.step = 0
         self.bounds: list[int] = []
         self.share = -(-self.k // self.world_size)
-        #: Of the own sums, how many this rank sends.
-        self.quota = self._with_spare(self.share)
+        #: Of the own sums, how many are likely to be kept: it rises at once, and falls slowly, as single steps vary.
+        self.likely = self.share
         if numel:
             # As `tensor_split` cuts.
             slices = [extra // self.world_size + (rank < extra % self.world_size) for rank in range(self.world_size)]
@@ -66,8 +66,10 @@ class Split(Selected):
             self.to_all = Letters("to all", carrier, self._own_group("gather"), self.k, 4, slices)
             self.ports = [self.to_owners.port, self.to_all.port]
 
-    def _with_spare(self, kept: int) -> int:
-        return min(self.k, kept + math.ceil(SPREAD * math.sqrt(max(kept, self.share))))
+    @property
+    def quota(self) -> int:
+        """Of the own sums, how many this rank sends."""
+        return min(self.k, self.likely + math.ceil(SPREAD * math.sqrt(max(self.likely, self.share))))
 
     @classmethod
     def estimate(cls, network: Calibration, what: Bucketful) -> Estimate:
@@ -82,7 +84,7 @@ class Split(Selected):
         means = Entries(owned.indices, owned.values * (1.0 / self.world_size))
         result = yield from self._largest(means, beside, extra)
         first, end = torch.searchsorted(result.indices, _int32(self.bounds[self.rank : self.rank + 2])).tolist()
-        self.quota = self._with_spare(end - first)
+        self.likely = max(end - first, self.likely - (self.likely - (end - first)) // 4)
         with feedback.open():
             if self.carrier.dtype != torch.float32:
                 mine = result[first:end]
