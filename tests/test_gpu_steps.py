@@ -14,7 +14,7 @@ import torch
 from gpu_ranks import DEVICE, REAL, Shared
 from gradwire import QSGD, ChunkedTopK, Codec, CompressState, OneBit, TopK, compress_hook
 from strategies import GPU
-from test_gpu_ranks import Say, named, shared  # noqa: F401
+from test_gpu_ranks import Say, named, say, shared  # noqa: F401
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
