@@ -18,6 +18,8 @@ from torch import Tensor
 
 from ..entries import index_bytes, value_bytes
 from .base import Kernels, Workspace, divide, parts_of
+from .dealing import Dealer, Dealing
+from .union import Union
 
 
 @dataclass(frozen=True)
@@ -44,38 +46,6 @@ class Pieces:
         return [wire[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
 
 
-class Union:
-    """The union of index sets below `numel`, for up to `capacity` indices; reusable. In torch; the host reads nothing.
-
-    Attributes:
-        indices: int32 [capacity]: ascending; anything beyond `size`.
-        size: int32 [1]: how many there are; more than `capacity` means that the highest are missing.
-        status: int64 [2]: the first counts indices out of range, which are left out.
-    """
-
-    def __init__(self, numel: int, capacity: int, device: torch.device) -> None:
-        if not 0 < numel < 1 << 31:
-            raise ValueError(f"a union of 32-bit indices cannot serve {numel} elements: use fewer than 2^31")
-        self.numel = numel
-        self.indices = torch.zeros(capacity, dtype=torch.int32, device=device)
-        self.size = torch.zeros(1, dtype=torch.int32, device=device)
-        self.status = torch.zeros(2, dtype=torch.int64, device=device)
-
-    def __call__(self, sets: Sequence[Tensor]) -> None:
-        """Fill `indices` and `size` from index sets, int32 each, in any order."""
-        every = torch.cat(list(sets))
-        inside = (every >= 0) & (every < self.numel)
-        self.status[0] += (~inside).sum()
-        ordered = torch.where(inside, every, self.numel).sort().values
-        fresh = ordered < self.numel
-        fresh[1:] &= ordered[1:] != ordered[:-1]
-        place, capacity = fresh.cumsum(0) - 1, len(self.indices)
-        self.size.copy_(fresh.sum())
-        room = torch.zeros(capacity + 1, dtype=torch.int32, device=every.device)  # the last is for what is not listed
-        room.scatter_(0, torch.where(fresh, place, capacity).clamp_(max=capacity), ordered)
-        self.indices.copy_(room[:capacity])
-
-
 class EntryKernels(ABC):
     """What a backend does with entries. Indices on the wire are relative to `base` and below `numel`."""
 
@@ -85,6 +55,10 @@ class EntryKernels(ABC):
     def union(self, numel: int, capacity: int, device: torch.device) -> Union:
         """What makes unions."""
         return Union(numel, capacity, device)
+
+    def dealer(self, dealing: Dealing, k: int, share: int, codec: Any, sent: tuple[Tensor, Tensor]) -> Dealer:
+        """What deals entries to owners."""
+        return Dealer(self, dealing, k, share, codec, sent)
 
     @abstractmethod
     def pack_indices(self, indices: Tensor, count: Tensor | None, base: int, numel: int, wire: Tensor) -> None:
