@@ -55,7 +55,8 @@ def grads_of(model: nn.Module) -> list[Tensor]:
 
 def compressed(model: nn.Module, codec: Codec, mesh: Any) -> Any:
     """By a way that no measurement decides."""
-    return compress_fsdp(model, codec, mesh=mesh, **({} if mesh is None else {"exchange": "gather"}))
+    how: dict[str, Any] = {} if mesh is None else {"exchange": "gather"}
+    return compress_fsdp(model, codec, mesh=mesh, **how)
 
 
 def finalized(rank: int, scatter: bool, passes: int, asynchronous: bool) -> None:
