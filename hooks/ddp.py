@@ -184,13 +184,17 @@ class CompressState(State):
             self._find_model(bucket)
         if self._open is None:
             self._check_trained()
-        ddp = self._ddp()
-        if straight is None or self._step >= straight.until or _joins(ddp)[1] or self._finalized_by_hand(ddp):
+        if straight is None or self._step >= straight.until or self._must_compare():
             straight = self._straight = self._straight_run() if self._open is None else None
         if straight is not None:  # a pass that raises must not leave DDP's buckets to a sum that is under way
             queued = AtEnd(self._end_straight, self._drop_straight).queue()
             straight.backward = current_pass() if queued else None
         return straight
+
+    def _must_compare(self) -> bool:
+        """Whether a step needs what ranks tell each other, though all of it is dense."""
+        model = self._ddp()
+        return _joins(model)[1] or self._finalized_by_hand(model)
 
     def _check_trained(self) -> None:
         """At the begin of a step. Raises ValueError where a parameter is trained that DDP does not reduce, on every

@@ -180,7 +180,8 @@ def committed_in_a_set(rank: int) -> None:
     members = hvd.add_process_set([0])
     model = nn.Linear(3, 2)
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = hvd.DistributedOptimizer(plain, compression=TopK(0.3), process_set=members)
+    compression = hvd.Compression.codec(TopK(0.3), exchange="gather")  # one rank alone compresses if it is told to
+    optimizer = hvd.DistributedOptimizer(plain, compression=compression, process_set=members)
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     hvd.elastic.TorchState(model, optimizer).commit()

@@ -84,7 +84,7 @@ def test_means_that_nobody_takes_are_kept_in_one_go() -> None:
     memory.of(layout)
     mean = torch.ones(layout_numel(layout))
     unit = SimpleNamespace(layout=layout, packed=None, beside=(), extra=None)
-    step: Any = SimpleNamespace(undone=False, reduced=[(unit, mean)])
+    step: Any = SimpleNamespace(undone=False, share=1.0, reduced=[(unit, mean)])
     with counted("_opened") as opened:
         Delivery({}, memory).keep(step)
     assert all(torch.equal(kept, torch.ones(8)) for kept in memory.by_name(RESIDUAL).values())

@@ -33,8 +33,7 @@ class _Delivered:
     def wait(self) -> None:
         for source, target in enumerate(self._received):
             if source != self._rank and target.numel():
-                sent = self._mailbox[source, self._rank].popleft()
-                target[: len(sent)].copy_(sent)
+                target.copy_(self._mailbox[source, self._rank].popleft())
 
 
 class VirtualGroup(Group):
@@ -49,8 +48,7 @@ class VirtualGroup(Group):
         return self
 
     def _pairwise(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Any:
-        own = sent[self.rank]
-        received[self.rank][: len(own)].copy_(own)
+        received[self.rank].copy_(sent[self.rank])
         for target, part in enumerate(sent):
             if target != self.rank and part.numel():
                 self._mailbox[self.rank, target].append(part)
