@@ -150,6 +150,22 @@ def test_tests_are_rows_as_far_as_they_came(tmp_path: Path) -> None:
     assert (rows[-1]["name"], rows[-1]["status"]) == ("some", "failed")
 
 
+def test_tests_for_which_the_time_is_short_are_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = [json.dumps({"name": "test_a", "status": "ok", "seconds": 1.0, "reason": ""}), '{"name": "test_b", "st']
+
+    def run(self: Processes, command: list[str], *_: Any) -> Ended:
+        Path(command[command.index("--rows") + 1]).write_text("\n".join(written))
+        return Ended(None, "", 9.0)
+
+    monkeypatch.setattr(Processes, "run", run)
+    rows = reporter().made(gpu.Task("ranks", "some", command=("pytest",), by_test=True))
+    assert [(row["name"], row["status"]) for row in rows] == [("test_a", "ok"), ("some", "skipped")]
+    assert rows[-1]["reason"] == "its time was used up after 1 tests"
+    written.clear()
+    [row] = reporter().made(gpu.Task("ranks", "some", command=("pytest",), by_test=True))
+    assert (row["status"], row["reason"]) == ("failed", "not finished after 9 s")
+
+
 #: Of every outcome one.
 TESTS = """
 import os
