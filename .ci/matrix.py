@@ -172,7 +172,7 @@ def attempt_extras(torch: str, pip_args: list[str], wheel: Path) -> str:
 
 
 def attempt_resolve(version: str, torch: str, pip_args: list[str], wheel: Path) -> str:
-    """What pip would install for `make`. Raises as `attempt` does: only torch may be missing."""
+    """The versions that pip would install for `make`. Raises as `attempt` does: only torch may be missing."""
     pip = WORK / "build" / "bin" / "python"
     tags, for_python = [], {}
     try:

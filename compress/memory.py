@@ -433,7 +433,7 @@ class Memory:
                 slot.view(target).copy_(place.view(olds[old]))
 
     def _has_any(self, layout: Layout) -> bool:
-        """Whether something is kept of a layout's parameters, in whatever layout, or loaded."""
+        """True if something is kept of a layout's parameters, in whatever layout, or loaded."""
         known: list[Collection[str]] = [self._places.keys(), *(found.keys() for found in self._waiting.values())]
         return any(slot.name in names for names in known for slot in layout)
 

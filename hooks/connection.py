@@ -115,7 +115,7 @@ class Connection:
         self.uneven_saves = False
         #: Whether a rank has seen, before the step that ranks compared last, that the network has changed.
         self.drifted = False
-        for used in (self.group, self.control):
+        for used in {self.group.traffic: self.group, self.control.traffic: self.control}.values():
             used.hold_unfinished(self)
         self._words_from(self.control)
         self.pipeline = Pipeline(f"gradwire-{self.group.rank}", device, threaded=blocking)
@@ -178,19 +178,19 @@ class Connection:
             self._seed = None
         return self._past
 
-    def begin(self, step: Any) -> None:
-        """Messages of a step are in flight from now on: what is posted meanwhile is announced when it has ended."""
-        self.group.traffic.begin(step)
-        self.control.traffic.begin(step)
+    def begin(self) -> None:
+        """Messages of a step are in flight from now on: what is posted meanwhile is announced when one has ended."""
+        for traffic in {self.group.traffic, self.control.traffic}:
+            traffic.begin(self)
 
     def post(self) -> None:
         """Between two steps: be ready for what the others will tell."""
         self._port.post()
 
-    def end(self, step: Any) -> None:
+    def end(self) -> None:
         """All messages of the step have arrived."""
-        self.group.traffic.end(step)
-        self.control.traffic.end(step)
+        for traffic in {self.group.traffic, self.control.traffic}:
+            traffic.end(self)
 
     def compare(self, choice: Choice, past: Mapping[str, str]) -> None:
         """Wait for what the others have announced, as this rank has.

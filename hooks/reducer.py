@@ -372,7 +372,7 @@ class Reducer:
         self._all_dense = None
         past = self.connection.past() if alike is None else {**self.connection.past(), **alike}
         self._last = Step(number, self.tuner.follow(choice), past, began=time.perf_counter())
-        self.connection.begin(self._last)
+        self.connection.begin()
         return self._last
 
     def _await_last(self, number: int) -> None:
@@ -582,7 +582,7 @@ class Reducer:
             for port in [port for part in parts for port in part.ports]:
                 port.post()
             self.connection.post()
-            self.connection.end(step)
+            self.connection.end()
             span, served = time.perf_counter() - step.began, partial(self._served, step)
             if self.tuner.ended(span, served, self.connection.drifted):
                 for unit in units:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import random
+import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +19,9 @@ import pytest
 import torch
 from gradwire import CompressState, OneBit, compress_hook
 from gradwire.benchmarks.network import flags, links
-from gradwire.hooks.comm.group import Messages, Port, Traffic
+from gradwire.hooks.comm import group as group_module
+from gradwire.hooks.comm.group import Group, Messages, Port, Traffic
+from gradwire.hooks.comm.linger import linger, unacknowledged
 from gradwire.hooks.options import ExchangeName
 from ranks import Pool
 from torch import Tensor, nn
@@ -38,6 +45,16 @@ class Step:
     """Something that may be collected."""
 
 
+class Alone:
+    """As much of a process group as a group asks for when it is made."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
 def test_nothing_is_announced_while_a_step_is_in_flight() -> None:
     traffic, port, steps = Traffic(), Announced(), [Step(), Step()]
     traffic.post(port)  # type: ignore[arg-type]
@@ -59,6 +76,47 @@ def test_a_step_that_is_gone_keeps_nobody_waiting() -> None:
     traffic.post(port)  # type: ignore[arg-type]
     assert port.count == 1
     assert traffic.unfinished  # it has not ended: connections are not to close at once
+
+
+@pytest.fixture
+def unread() -> Iterator[socket.socket]:
+    """The end of a connection that has sent more than the other one's buffers hold; nobody reads."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
+        receiver, _ = server.accept()
+        with receiver:
+            sender.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    sender.send(bytes(1 << 20))
+            yield receiver
+
+
+def test_what_has_not_arrived_is_waited_for(unread: socket.socket) -> None:
+    assert unacknowledged() > 0
+    began = time.monotonic()
+    linger(0.1)
+    assert time.monotonic() - began >= 0.1
+    reader = threading.Thread(target=lambda: [None for _ in iter(partial(unread.recv, 1 << 20), b"")], daemon=True)
+    reader.start()
+    linger(30.0)
+    assert unacknowledged() == 0
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("unfinished", [False, True])
+def test_connections_outlive_an_owner_that_goes_within_a_step(
+    monkeypatch: pytest.MonkeyPatch, unfinished: bool
+) -> None:
+    held = list[object]()
+    monkeypatch.setattr(group_module, "linger_with", held.append)
+    group, owner = Group(Alone()), Step()
+    group.hold_unfinished(owner)
+    group.traffic.begin(owner)
+    if not unfinished:
+        group.traffic.end(owner)
+    del owner
+    gc.collect()
+    assert len(held) == unfinished
 
 
 def early_announcements(rank: int, exchange: ExchangeName) -> int:

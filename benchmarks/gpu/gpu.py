@@ -117,7 +117,7 @@ def use_cubins(folder: Path) -> int:
 
 
 def passed(rows_: list[dict[str, Any]]) -> bool:
-    """Whether nothing that ran has failed, and something did run."""
+    """True if nothing that ran has failed, and something did run."""
     return all(row["status"] in ("ok", "skipped") for row in rows_) and any(row["status"] == "ok" for row in rows_)
 
 

@@ -200,7 +200,7 @@ def outcome(task: Task, ended: Ended, result: Any) -> dict[str, Any]:
 
 
 def rows_of_tests(file: Path) -> Iterator[dict[str, Any]]:
-    """What pytest's option `--rows` has written, test by test, as far as it came."""
+    """The rows that pytest's option `--rows` has written, test by test, as far as it came."""
     for line in file.read_text("utf-8").splitlines() if file.exists() else ():
         try:
             yield json.loads(line)

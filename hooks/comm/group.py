@@ -83,7 +83,8 @@ class Together:
 
 
 class Traffic:
-    """What others still owe this rank on one set of connections, and the ports to announce once that has arrived.
+    """Messages that others still owe this rank on one set of connections, and the ports to announce once these have
+    arrived.
 
     A rank may close its connections as soon as it has its own means, while its last messages are on their way. Whatever
     another rank writes to it after that makes TCP reset the connection and drop them. Nobody waits for an announcement,
@@ -95,20 +96,20 @@ class Traffic:
         self.unfinished = False
         #: Held where a port's announcements change: the thread that announces need not be the one that uses the port.
         self.lock = threading.RLock()
-        self._steps: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._open: weakref.WeakSet[Any] = weakref.WeakSet()
         self._due: weakref.WeakSet[Port] = weakref.WeakSet()
 
-    def begin(self, step: Any) -> None:
-        """From now on messages of `step` are in flight, until `end` or until it is collected."""
+    def begin(self, owner: Any) -> None:
+        """From now on messages of a step are in flight, until its owner says `end`, or is collected."""
         with self.lock:
-            self._steps.add(step)
+            self._open.add(owner)
             self.unfinished = True
 
-    def end(self, step: Any) -> None:
-        """All messages of `step` have arrived."""
+    def end(self, owner: Any) -> None:
+        """All messages of the owner's step have arrived."""
         with self.lock:
-            self._steps.discard(step)
-            self.unfinished = bool(self._steps)
+            self._open.discard(owner)
+            self.unfinished = bool(self._open)
             self._announce()
 
     def post(self, port: Port) -> None:
@@ -118,7 +119,7 @@ class Traffic:
             self._announce()
 
     def _announce(self) -> None:
-        if not self._steps:
+        if not self._open:
             while self._due:
                 self._due.pop().announce()
 
@@ -452,6 +453,9 @@ class Group:
         connections of a group. What this rank has sent before arrives first.
         """
         linger()
+        self._cut()
+
+    def _cut(self) -> None:
         gloo = self._group
         with contextlib.suppress(RuntimeError, AttributeError):
             gloo = gloo if isinstance(gloo, dist.ProcessGroupGloo) else gloo._get_backend(torch.device("cpu"))
@@ -574,5 +578,6 @@ def _linger_unfinished(traffic: Traffic, process_group: Any) -> None:
 
 def cut_all() -> None:
     """Cut all groups: for a process that ends and has a thread that waits for another rank."""
+    linger()
     for group in {id(group._group): group for group in list(_groups)}.values():  # of its channels, one serves for all
-        group.cut()
+        group._cut()

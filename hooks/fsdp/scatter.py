@@ -159,7 +159,7 @@ class ScatterState:
             self._unequal.check()
             self._greet()
             self._open = {}
-            self._connection.begin(self)
+            self._connection.begin()
             outside = not self._by_hand.active and not AtEnd(self._ended, self._raised).queue()
         self._open[part.shards.index] = part  # of a module that is used twice in a pass, the last
         return outside
@@ -179,7 +179,7 @@ class ScatterState:
             return
         self._open = None
         self._connection.post()
-        self._connection.end(self)
+        self._connection.end()
         self._step += 1
         self._statistics.steps += 1
         bad = self._status()[1]
