@@ -24,6 +24,7 @@ from torch import Tensor
 
 from .backends import Narrow, Workspace, entries_for, narrow_vector
 from .backends.narrow import DTYPES as NARROW_DTYPES
+from .backends.places import add_at, is_among, used_places
 from .backends.sparse import EntryKernels
 from .codec import Codec
 from .layout import Slot
@@ -161,6 +162,12 @@ class Kept:
         return RESIDUAL in self.vectors or RESIDUAL in self.narrow
 
     @property
+    def follows_entries(self) -> bool:
+        """Whether the strategy has to know what an exchange has sent besides, or returned."""
+        kind = type(self.strategy)
+        return kind.also_sent is not Feedback.also_sent or kind.not_sent is not Feedback.not_sent
+
+    @property
     def residual(self) -> Tensor | None:
         """What has still to be sent, once it is open; None where nothing is kept."""
         return self.vectors.get(RESIDUAL)
@@ -238,8 +245,7 @@ class Kept:
             indices: int32 or int64; where one comes twice, all values but one are -0.0.
         """
         with self.open() as residual:
-            if residual is not None:
-                residual.index_add_(0, indices.long(), torch.where(values.isfinite(), values, -0.0))
+            add_at(residual, indices, values)
 
     def give_back_unless(self, indices: Tensor, values: Tensor, delivered: Tensor) -> None:
         """Of whole elements that were to be sent, those that are not among `delivered` have not been.
@@ -381,21 +387,6 @@ class NoFeedback(Feedback):
 
 #: What an exchange is given where nothing is kept.
 NOTHING = Kept(NoFeedback(), {})
-
-
-def used_places(indices: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Of a list whose first `count` (int32 [1]) indices are used: where to read and to add in a vector that is no
-    shorter, int64, and which are used, bool. What is not used points anywhere, far apart: atomics do not collide."""
-    slots = torch.arange(len(indices), device=indices.device)
-    used = slots < count
-    return torch.where(used, indices, slots), used
-
-
-def is_among(indices: Tensor, ascending: Tensor) -> Tensor:
-    """Which of the indices are in a list, bool."""
-    if len(ascending) == 0:
-        return torch.zeros_like(indices, dtype=torch.bool)
-    return ascending[torch.searchsorted(ascending, indices).clamp_(max=len(ascending) - 1)] == indices
 
 
 def wide(vector: Vector) -> Tensor:

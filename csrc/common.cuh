@@ -145,6 +145,22 @@ __device__ inline void store8(T* p, bool aligned, i64 begin, i64 end, const floa
     }
 }
 
+// One element of what is stored as float32 (0), float16 (1) or bfloat16 (2): for the few that lie here and there.
+__device__ inline void store_one(void* out, int stored, i64 at, float v) {
+    if (stored == 0) from_float(v, ((float*)out)[at]);
+    if (stored == 1) from_float(v, ((Half*)out)[at]);
+    if (stored == 2) from_float(v, ((Bfloat*)out)[at]);
+}
+
+// Zeros, by all threads of a launch, 16 bytes at a time where that is possible.
+__device__ inline void clear(void* out, int stored, i64 numel) {
+    const i64 thread = (i64)blockIdx.x * blockDim.x + threadIdx.x, threads = (i64)gridDim.x * blockDim.x;
+    const int shift = stored == 0 ? 2 : 3;
+    const i64 wide = is_aligned(out) ? numel >> shift : 0;
+    for (i64 i = thread; i < wide; i += threads) ((Vector<float>*)out)[i] = Vector<float>{};
+    for (i64 i = (wide << shift) + thread; i < numel; i += threads) store_one(out, stored, i, 0.0f);
+}
+
 // ---- a block
 
 // A lane's share of one block of a = x, or x + residual unless that is null. With ROWS > 0 the block has that many rows

@@ -10,72 +10,10 @@
 // moves 4k bytes of indices in and the wire out. To unpack moves the wire in and 4k bytes a row out; besides, `upper`
 // is read from the cache some 16 times, since where a share's entries begin is counted anew by whoever needs it: one
 // launch then serves all rows, without memory of its own.
-#include "common.cuh"
+#include "entries.cuh"
 
-constexpr int WORD = 32, NO_INDEX = -1;
 // Threads that unpack one share of a row, and so words of `upper` that they take at once.
 constexpr int UNPACKING = 512;
-constexpr int MISSING = -128, LEVELS = 127;
-// The largest unit: 127 of it are finite.
-constexpr float LARGEST_UNIT = 132104.046875f * 0x1p104f;
-
-__device__ inline i64 first_thread() {
-    return (i64)blockIdx.x * blockDim.x + threadIdx.x;
-}
-
-__device__ inline i64 all_threads() {
-    return (i64)gridDim.x * blockDim.x;
-}
-
-// How many of k entries are used; a null count means all.
-__device__ inline i64 used_of(const u32* count, i64 k) {
-    return count == nullptr ? k : min((i64)count[0], k);
-}
-
-// ---- indices
-
-// Ascending indices on their way into words.
-struct Ascending {
-    const u32* indices;
-    i64 used, base;
-    int low_bits;
-
-    __device__ i64 at(i64 i) const {
-        return (i64)indices[i] - base;
-    }
-
-    // Which bit of `upper` stands for entry i.
-    __device__ i64 place(i64 i) const {
-        return (at(i) >> low_bits) + i;
-    }
-
-    __device__ u32 upper(i64 word) const {
-        const i64 begin = word * WORD;
-        // The first entry whose bit lies here or beyond: bit i at least is entry i's.
-        i64 first = 0, last = min(used, begin);
-        while (first < last) {
-            const i64 middle = (first + last) / 2;
-            if (place(middle) < begin)
-                first = middle + 1;
-            else
-                last = middle;
-        }
-        u32 bits = 0;
-        for (; first < used && place(first) < begin + WORD; ++first) bits |= 1u << (place(first) - begin);
-        return bits;
-    }
-
-    __device__ u32 low(i64 word) const {
-        const i64 begin = word * WORD;
-        u32 bits = 0;
-        for (i64 i = begin / low_bits; i < used && i * low_bits < begin + WORD; ++i) {
-            const u32 mine = (u32)at(i) & ((1u << low_bits) - 1);
-            const i64 shift = i * low_bits - begin;
-            bits |= shift >= 0 ? mine << shift : mine >> -shift;
-        }
-        return bits;
-    }
-};
 
 // The low bits of an entry, which may lie in two words.
 __device__ inline u32 low_of(const u32* low, i64 entry, int low_bits) {
@@ -95,8 +33,6 @@ __device__ inline u32 count_bits(const u32* words, i64 begin, i64 end, u32 (&war
     return total;
 }
 
-// ---- values
-
 // What rounding took from a value stays in the residual, unless the value is not finite.
 struct Rest {
     float* residual;  // may be null
@@ -110,30 +46,6 @@ struct Rest {
         if (residual != nullptr && i < used && is_finite(v)) residual[indices[i]] = v - decoded;
     }
 };
-
-// A finite value stays finite.
-__device__ inline Bfloat saturated(float v) {
-    Bfloat rounded;
-    from_float(v, rounded);
-    if (is_finite(v) && (rounded.bits & 0x7FFF) == 0x7F80) --rounded.bits;
-    return rounded;
-}
-
-// Zero only where all is zero.
-__device__ inline float unit_of(float largest) {
-    const float unit = fminf(__fdiv_rn(largest, (float)LEVELS), LARGEST_UNIT);
-    return largest > 0.0f && unit == 0.0f ? 0x1p-149f : unit;
-}
-
-__device__ inline int code_of(float v, float unit) {
-    if (!is_finite(v)) return MISSING;
-    if (unit == 0.0f) return 0;
-    return (int)fminf(fmaxf(rintf(__fdiv_rn(v, unit)), -LEVELS), LEVELS);
-}
-
-__device__ inline float decoded_of(int code, float unit) {
-    return code == MISSING ? __int_as_float(NOT_A_NUMBER) : (float)code * unit;
-}
 
 extern "C" {
 
@@ -187,49 +99,21 @@ __global__ void entries_pack_f32(const float* values, i64 k, u8* wire, const u32
     }
 }
 
-// A thread for each word: two values, of which the last may be missing.
+// A thread for each word.
 __global__ void entries_pack_bf16(const float* values, i64 k, u8* wire, const u32* indices, const u32* count,
                                   float* residual) {
     const Rest rest(residual, indices, count, k);
-    for (i64 word = first_thread(); word < (k + 1) / 2; word += all_threads()) {
-        u32 both = 0;
-        for (int j = 0; j < 2; ++j) {
-            const i64 i = 2 * word + j;
-            if (i >= k) break;
-            const Bfloat sent = saturated(values[i]);
-            both |= (u32)sent.bits << (16 * j);
-            rest.keep(i, values[i], to_float(sent));
-        }
-        ((u32*)wire)[word] = both;
-    }
+    for (i64 word = first_thread(); word < (k + 1) / 2; word += all_threads())
+        pack_pair(values, k, word, wire, [&](i64 i, float v, float decoded) { rest.keep(i, v, decoded); });
 }
 
-// A warp for each unit, as for the blocks of a dense codec. The codes that fill up the last word are zero.
+// A warp for each unit, as for the blocks of a dense codec.
 __global__ void entries_pack_int8(const float* values, i64 k, u8* wire, const u32* indices, const u32* count,
                                   float* residual) {
     const Rest rest(residual, indices, count, k);
     const bool aligned = is_aligned(values);
-    u32* const codes = (u32*)wire + (k + ROW - 1) / ROW;
-    each_block(k, ROW, [&](i64 block) {
-        const i64 begin = block * ROW + threadIdx.x % WARP * SLOTS;
-        float v[SLOTS];
-        load8(values, aligned, begin, k, v);
-        int largest = 0;
-#pragma unroll
-        for (int j = 0; j < SLOTS; ++j)
-            if (is_finite(v[j])) largest = max(largest, magnitude_bits(v[j]));
-        const float unit = unit_of(__int_as_float(warp_max(largest)));
-        if (threadIdx.x % WARP == 0) ((float*)wire)[block] = unit;
-        u32 words[2] = {0, 0};
-#pragma unroll
-        for (int j = 0; j < SLOTS; ++j) {
-            const int code = code_of(v[j], unit);
-            words[j / 4] |= (u32)(code & 0xFF) << (8 * (j % 4));
-            rest.keep(begin + j, v[j], decoded_of(code, unit));
-        }
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-            if (begin + 4 * half < k) codes[begin / 4 + half] = words[half];
+    each_block(k, ROW, [&](i64 unit) {
+        pack_unit(values, aligned, k, unit, wire, [&](i64 i, float v, float decoded) { rest.keep(i, v, decoded); });
     });
 }
 

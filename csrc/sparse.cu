@@ -1,4 +1,4 @@
-// Sums of sparse wires, and what exchanges of sparse gradients need. A wire is two parts: count and k indices, then k
+// Sums of sparse wires. A wire is two parts: count and k indices, then k
 // values; topk.cu writes them.
 #include "checked.cuh"
 
@@ -164,57 +164,5 @@ __global__ void topk_add(float* out, float alpha, const u8* row, const u8* value
         out[index] = out[index] + alpha * entries.values[i];
     }
     report(status, 0, not_finite);
-}
-
-// What exchanges of sparse gradients need besides. The union of index sets goes through a bitmap of 32 elements a word,
-// which is zero before and after: `mark` for every set, `tally`, one block of `place`, and `list`.
-__global__ void union_mark(const u32* indices, i64 count, i64 numel, u32* bitmap, i64* status) {
-    int skipped = 0;
-    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += (i64)gridDim.x * blockDim.x) {
-        const u32 index = indices[i];
-        if ((i64)index < numel)
-            atomicOr(bitmap + index / 32, 1u << index % 32);
-        else
-            ++skipped;
-    }
-    report(status, skipped, 0);
-}
-
-// For each tile of 256 words, how many bits are set.
-__global__ void union_tally(const u32* bitmap, i64 words, u32* tally) {
-    __shared__ u32 warps[WARP];
-    for (i64 tile = blockIdx.x; tile * THREADS < words; tile += gridDim.x) {
-        const i64 word = tile * THREADS + threadIdx.x;
-        u32 total;
-        scan(word < words ? (u32)__popc(bitmap[word]) : 0u, total, warps);
-        if (threadIdx.x == 0) tally[tile] = total;
-    }
-}
-
-// One block: tally becomes what lies before each tile; size[0] the number of all.
-__global__ void union_place(u32* tally, i64 tiles, u32* size) {
-    __shared__ u32 warps[WARP];
-    u32 before = 0;
-    for (i64 first = 0; first < tiles; first += THREADS) {
-        const i64 tile = first + threadIdx.x;
-        u32 total;
-        const u32 here = scan(tile < tiles ? tally[tile] : 0u, total, warps);
-        if (tile < tiles) tally[tile] = before + here;
-        before += total;
-    }
-    if (threadIdx.x == 0) size[0] = before;
-}
-
-// The set bits in ascending order, as many as fit; clears the bitmap.
-__global__ void union_list(u32* bitmap, i64 words, const u32* tally, u32* indices, i64 capacity) {
-    __shared__ u32 warps[WARP];
-    for (i64 tile = blockIdx.x; tile * THREADS < words; tile += gridDim.x) {
-        const i64 word = tile * THREADS + threadIdx.x;
-        u32 bits = word < words ? bitmap[word] : 0, total;
-        i64 slot = (i64)tally[tile] + scan((u32)__popc(bits), total, warps);
-        for (; bits != 0; bits &= bits - 1, ++slot)
-            if (slot < capacity) indices[slot] = (u32)(word * 32 + __ffs(bits) - 1);
-        if (word < words) bitmap[word] = 0;
-    }
 }
 }

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from .auto import probe
 from .auto.planner import Choice, Fallback, Planner
 from .comm import handshake
-from .comm.group import HANDSHAKE_TIMEOUT, Group, Work
+from .comm.group import HANDSHAKE_TIMEOUT, Group, Work, meeting_timeout
 from .comm.pipeline import Pipeline
 from .comm.topology import make_topology
 from .loss_scale import Scaling, check_equal
@@ -76,11 +76,11 @@ class Connection:
                 f"process_group has the ranks {dist.get_process_group_ranks(given)}, not those of the model's group, "
                 f"{ranks}: make one of the same ranks"
             )
-        carrier = model_group if given is None else given
+        carrier, timeout = model_group if given is None else given, meeting_timeout(model_group)
         blocking = Group.blocks(carrier, device)
         try:
             # What a user passes may be wrong on some rank, so ranks meet in a group of our own.
-            self.control = Group.of_words(ranks, words_only=not blocking or given is not None)
+            self.control = Group.of_words(ranks, not blocking or given is not None, timeout)
             error = None if problem is None else {"error": f"{type(problem).__name__}: {problem}"}
             whose = "none" if given is None else "one of its own"
             says = {**description, "process_group": whose}
@@ -88,8 +88,8 @@ class Connection:
             sides = self.control.objects(error or {"says": says, "shares": shares})
         except RuntimeError as failure:
             raise RuntimeError(
-                f"gradwire could not reach all ranks within {HANDSHAKE_TIMEOUT.total_seconds():.0f} s: every rank must "
-                f"construct {owner}. {failure}"
+                f"gradwire could not reach all ranks within {timeout.total_seconds():.0f} s: every rank must construct "
+                f"{owner}, and ranks that need longer want init_process_group(timeout=…). {failure}"
             ) from failure
         if problem is not None:
             raise problem

@@ -39,3 +39,9 @@ SKIPS_BUCKETS = "skip_all_reduce_unused_params" in DDP_ARGUMENTS
 needs_all_threads = needs(
     "the profiler's profile_all_threads", "profile_all_threads" in str(_ExperimentalConfig.__init__.__doc__)
 )
+needs_mixed_precision = needs(
+    "a GPU, as it is built for, for DDP's mixed_precision",
+    torch.version.cuda is None
+    or torch.cuda.is_available()
+    or "torch.Stream()" not in inspect.getsource(DistributedDataParallel.__init__),
+)

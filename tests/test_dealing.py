@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gradwire.hooks.exchanges.dealing import Dealing, row_capacity
+from gradwire.compress.backends.dealing import Dealing
+from gradwire.hooks.exchanges.dealing import row_capacity
 
 CPU = torch.device("cpu")
 

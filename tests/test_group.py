@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 import weakref
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from gradwire.hooks.comm import group as group_module
 from gradwire.hooks.comm import meeting
 from gradwire.hooks.comm.channels import Channels
-from gradwire.hooks.comm.group import Group, Messages, Port
+from gradwire.hooks.comm.group import Group, Messages, Port, meeting_timeout
 from gradwire.hooks.comm.pipeline import drive
 from gradwire.hooks.comm.shared import TAGS, Mesh
 from hypothesis import given
@@ -292,6 +293,7 @@ def test_channels_of_shared_connections_have_tags_of_their_own() -> None:
 
 def announced_twice(rank: int) -> list[int]:
     """Rank 1 hurries ahead: what rank 0 has received must stay until it asks for more. How many receives wait."""
+    gc.collect()  # what others have left within a step keeps announcements back
     group = Group(dist.group.WORLD).channel("announced twice")
     rows, row = torch.zeros(2, 3), torch.zeros(3)
     port = group.gather_port(rows, row)
@@ -390,3 +392,13 @@ def test_torch_tells_it_of_its_own_backends(ranks: Ranks) -> None:
     kinds = [getattr(dist, f"ProcessGroup{kind}", None) for kind in ("NCCL", "NCCL2", "NCCLLazy")]
     tells = hasattr(torch._C._distributed_c10d.Backend, "supports_coalescing")
     assert all(hasattr(kind, "supports_coalescing") == tells for kind in kinds if kind is not None)
+
+
+def meeting_seconds(rank: int) -> list[float]:
+    """With a short timeout, with a long one, and with PyTorch's own."""
+    timeouts = timedelta(seconds=9), timedelta(seconds=300), dist.constants.default_pg_timeout
+    return [meeting_timeout(dist.new_group(timeout=timeout)).total_seconds() for timeout in timeouts]
+
+
+def test_ranks_meet_for_as_long_as_a_group_that_allows_more(ranks: Ranks) -> None:
+    assert ranks(2).run(meeting_seconds) == [[60.0, 300.0, 60.0]] * 2

@@ -11,18 +11,18 @@ import pytest
 import torch
 import training
 from gradwire.compress import TopK, new_draw
+from gradwire.compress.backends.dealing import Dealing
 from gradwire.compress.feedback import NOTHING, RESIDUAL, Feedback, Kept, plain
 from gradwire.compress.momentum import MOMENTUM, Momentum
 from gradwire.hooks.auto import cost
 from gradwire.hooks.comm.group import Group, Work
-from gradwire.hooks.comm.pipeline import drive
+from gradwire.hooks.comm.pipeline import Stages, drive
 from gradwire.hooks.exchanges import Bucketful, Operands
-from gradwire.hooks.exchanges.dealing import Dealing
 from gradwire.hooks.exchanges.padded import Padded, PaddedUnion
 from gradwire.hooks.exchanges.padded_split import PaddedSplit
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nccl_on_cpu import DEVICE, Schedule, World, on_gpu, read
+from nccl_on_cpu import DEVICE, Machine, Schedule, World, on_gpu, read
 from nccl_on_cpu.training import same_bits
 from torch import Tensor
 
@@ -247,6 +247,33 @@ schedules = st.one_of(st.just(Schedule()), st.builds(Schedule, st.none(), st.int
 @given(cases_of(60), schedules)
 def test_no_gpu_is_waited_for(case: Case, schedule: Schedule) -> None:
     same_on_gpus(replace(case, steps=2), schedule)
+
+
+@pytest.mark.parametrize(("exchange", "most"), [("split", 12), ("union", 11)])
+def test_a_bucket_takes_few_launches(exchange: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels, torch's operations and copies together, whatever the number of ranks; encoding takes three."""
+    launched, counts, launch = list[int](), list[bool](), Machine.launch
+
+    def counting(machine: Machine, run: Callable[[], object]) -> None:
+        if counts and machine.host.rank == 0:
+            launched[-1] += 1
+        launch(machine, run)
+
+    def alter(exchange: Padded, rank: int) -> None:
+        reduce = exchange.reduce
+
+        def of_a_step(x: Operands) -> Stages:
+            launched.append(0)
+            counts.append(True)
+            yield from reduce(x)
+            counts.clear()
+
+        if rank == 0:
+            exchange.reduce = of_a_step  # type: ignore[method-assign]
+
+    monkeypatch.setattr(Machine, "launch", counting)
+    run(Case(exchange, 3, 40, 0, 0.2, torch.float32, "normal", steps=2), Schedule(), alter=alter)
+    assert launched[-1] == most
 
 
 @pytest.mark.slow

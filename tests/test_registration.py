@@ -13,6 +13,7 @@ import pytest
 import torch
 from gradwire import CompressState, TopK, compress_hook
 from gradwire.trainers import register_hook
+from lacking import needs_mixed_precision
 from ranks import Pool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -137,7 +138,7 @@ def own_hooks(rank: int, case: str) -> list[str]:
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("mixed precision", ("mixed_precision", "torch.autocast")),
+        pytest.param("mixed precision", ("mixed_precision", "torch.autocast"), marks=needs_mixed_precision),
         ("in backward", ("_apply_optimizer_in_backward", "after backward")),
     ],
 )

@@ -16,7 +16,6 @@ from gradwire.hooks.auto import cost, probe
 from gradwire.hooks.comm.entries import Carrier, Entries
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.comm.pipeline import drive
-from gradwire.hooks.exchanges.split import cut
 from gradwire.hooks.sparse import arguments
 from gradwire.hooks.sparse.arguments import Algorithm, Op
 from hypothesis import HealthCheck, given, settings
@@ -262,45 +261,6 @@ def test_lies_on_the_wire_are_left_out_and_counted(ranks: Ranks) -> None:
     results = ranks(3).run(lie)
     assert results[0][0] == results[1][0] == results[2][0], "replicas must agree on what they leave out"
     assert all(skipped > 0 for _, skipped in results)
-
-
-def keep_largest(rank: int, world_size: int, sums: list[list[float]], k: int, guess: int | None) -> Any:
-    carrier = Carrier(10_000, torch.float32, torch.device("cpu"), Group(dist.group.WORLD))
-    mine = torch.tensor(sums[rank], dtype=torch.float32)
-    kept, counts, key = drive(cut(carrier, mine, k, guess))
-    return kept.tolist(), counts, key
-
-
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    sums=st.lists(
-        st.lists(
-            st.one_of(
-                st.sampled_from([0.0, 1.0, -1.0, 2.0, float("inf"), 1e-45, -1e38]),
-                st.integers(-1 << 20, 1 << 20).map(float),  # whole numbers: 21 bits tell them apart
-            ),
-            max_size=40,
-        ),
-        min_size=3,
-        max_size=3,
-    ),
-    k=st.integers(1, 60),
-    guess=st.one_of(st.none(), st.integers(0, (1 << 21) - 1)),
-)
-def test_the_cut_keeps_the_largest(ranks: Ranks, sums: list[list[float]], k: int, guess: int | None) -> None:
-    """Against a stable sort by 21 bits of magnitude, whatever the guess."""
-    for census in (sparse_census(ranks, sums, k, guess), sparse_census(ranks, sums, k, None)):
-        everything = torch.tensor([v for part in sums for v in part], dtype=torch.float32)
-        keys = (everything.view(torch.int32) & 0x7FFFFFFF) >> 10
-        order = torch.sort(keys, descending=True, stable=True).indices[:k]
-        wanted = torch.zeros(len(everything), dtype=torch.bool)
-        wanted[order] = True
-        assert [flag for kept, _, _ in census for flag in kept] == wanted.tolist()
-        assert [counts for _, counts, _ in census] == [[sum(kept) for kept, _, _ in census]] * 3
-
-
-def sparse_census(ranks: Ranks, sums: list[list[float]], k: int, guess: int | None) -> Any:
-    return ranks(3).run(keep_largest, 3, sums, k, guess)
 
 
 def twice(rank: int) -> Any:

@@ -22,7 +22,7 @@ from gradwire.hooks.options import Options
 from ranks import Pool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from training import Ledger, batch, convnet, digest, perceptron, residuals_of, train, wrap
+from training import Ledger, batch, convnet, digest, meeting_within, perceptron, residuals_of, train, wrap
 
 Ranks = Callable[[int], Pool]
 
@@ -268,19 +268,17 @@ def test_a_rank_that_dies_leaves_the_others_with_an_error(exchange: str) -> None
 
 
 def late(rank: int) -> str:
-    import gradwire.hooks.comm.group as module
-
-    module.HANDSHAKE_TIMEOUT = timedelta(seconds=2)
     ddp = ddp_of(perceptron())
     if rank == 1:
         return "RuntimeError: absent"
-    return message(lambda: CompressState(ddp, OneBit()))
+    with meeting_within(2):
+        return message(lambda: CompressState(ddp, OneBit()))
 
 
 def alone_first(rank: int) -> list[str]:
     """Rank 0 constructs its state alone, and then with the other one."""
     ddp, found = ddp_of(perceptron()), []
-    with patch("gradwire.hooks.comm.group.HANDSHAKE_TIMEOUT", timedelta(seconds=1)):
+    with meeting_within(1):
         if rank == 0:
             found.append(message(lambda: CompressState(ddp, OneBit(), exchange="gather")))
         dist.barrier()
@@ -471,14 +469,6 @@ def test_corrupted_bytes_are_skipped_and_counted(ranks: Ranks) -> None:
 # -- collectives that not every rank enters ----------------------------------------------------------------------------
 
 
-def handshake_within(seconds: float) -> None:
-    """Ranks wait for each other no longer than this, in groups that are made from now on."""
-    import gradwire.hooks.comm.group as group
-    import gradwire.hooks.connection as connection
-
-    group.HANDSHAKE_TIMEOUT = connection.HANDSHAKE_TIMEOUT = timedelta(seconds=seconds)
-
-
 class Scaled(nn.Module):
     """A wrapper with a parameter of the same name as one inside."""
 
@@ -508,7 +498,7 @@ def test_a_child_may_be_called_module(ranks: Ranks) -> None:
 
 def late_within_a_step(rank: int) -> tuple[list[str], Any]:
     """Rank 1 takes longer between two buckets than ranks wait for each other when they meet."""
-    with patch("gradwire.hooks.comm.group.HANDSHAKE_TIMEOUT", timedelta(seconds=1)):
+    with meeting_within(1):
         ddp, state = wrap(perceptron(), OneBit(), exchange="gather")
     digests = train(rank, ddp, range(2))
     handle = next(ddp.module.parameters()).register_hook(lambda grad: time.sleep(2 * rank))
@@ -528,7 +518,11 @@ def test_a_rank_may_be_late_within_a_step_for_as_long_as_the_model_s_group_allow
 
 def only_here(rank: int, case: str) -> tuple[str, float]:
     """Rank 0 alone is wrong, or alone in a collective."""
-    handshake_within(5)
+    with meeting_within(5):
+        return alone(rank, case)
+
+
+def alone(rank: int, case: str) -> tuple[str, float]:
     start = time.monotonic()
     model = perceptron()
     ddp = ddp_of(model)

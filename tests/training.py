@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from gradwire import CompressState, compress_hook
 from gradwire.compress.feedback import RESIDUAL, Residual
+from gradwire.hooks import connection
 from gradwire.hooks.auto import cost
+from gradwire.hooks.comm import group
 from gradwire.hooks.comm.group import Group
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -42,6 +47,17 @@ def batch(rank: int, step: int, model: nn.Module) -> Tensor:
     first = next(model.parameters())
     shape = (4, 3, 8, 8) if first.dim() == 4 else (4, first.shape[1])
     return torch.randn(shape, generator=generator).to(first.device)
+
+
+@contextlib.contextmanager
+def meeting_within(seconds: float) -> Iterator[None]:
+    """Ranks wait for each other no longer than this where a state is made."""
+    timeout = timedelta(seconds=seconds)
+    with (
+        patch.object(group, "HANDSHAKE_TIMEOUT", timeout),
+        patch.object(connection, "meeting_timeout", lambda _: timeout),
+    ):
+        yield
 
 
 def wrap(

@@ -33,7 +33,8 @@ class _Delivered:
     def wait(self) -> None:
         for source, target in enumerate(self._received):
             if source != self._rank and target.numel():
-                target.copy_(self._mailbox[source, self._rank].popleft())
+                sent = self._mailbox[source, self._rank].popleft()
+                target[: len(sent)].copy_(sent)
 
 
 class VirtualGroup(Group):
@@ -48,7 +49,8 @@ class VirtualGroup(Group):
         return self
 
     def _pairwise(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Any:
-        received[self.rank].copy_(sent[self.rank])
+        own = sent[self.rank]
+        received[self.rank][: len(own)].copy_(own)
         for target, part in enumerate(sent):
             if target != self.rank and part.numel():
                 self._mailbox[self.rank, target].append(part)

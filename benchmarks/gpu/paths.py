@@ -26,10 +26,12 @@ from ...compress import (
     new_draw,
 )
 from ...compress.backends import backend_for, entries_for, narrow_vector, use_backend
-from ...compress.backends.cuda.union import Union
+from ...compress.backends.dealing import Dealing
 from ...compress.backends.narrow import DTYPES as NARROW_DTYPES
+from ...compress.backends.union import Listed
 from ...compress.codec import DTYPES
 from ...compress.entries import VALUE_DTYPES, index_layout, value_bytes
+from ...compress.topk import Largest
 from ..common.arms import label
 
 #: What sparse exchanges launch besides a codec's kernels.
@@ -103,17 +105,23 @@ def once(family: str, device: torch.device, numel: int) -> int:
 
 def once_sparse(device: torch.device, numel: int) -> int:
     """The kernels of sparse exchanges, of residuals in fewer bytes, and of momenta."""
-    union = Union(numel, numel, device)
+    values, out, rest = (part.to(device) for part in (torch.randn(numel), torch.zeros(numel), torch.zeros(numel)))
+    entries, counted = entries_for(device), torch.zeros(2, dtype=torch.int64).to(device)
+    union = entries.union(numel, numel, device)
     union([torch.arange(first, numel, 7, dtype=torch.int32).to(device) for first in (0, 3)])
-    values, out = torch.randn(numel).to(device), torch.zeros(numel).to(device)
-    entries = entries_for(device)
-    packed = torch.zeros(index_layout(numel, numel).nbytes, dtype=torch.uint8, device=device)
+    k = numel // 9
+    count, indices = torch.tensor([k], dtype=torch.int32).to(device), torch.arange(0, 9 * k, 9, dtype=torch.int32)
+    listed, total = (count, indices.to(device), values[:k]), torch.zeros(numel + 1).to(device)
+    union.take(listed, rest, numel, values[:1], total, out)
+    union.deliver(total, 2, out, values[:1].clone(), (count, k), counted)
+    packed = torch.zeros(index_layout(numel, numel).nbytes, dtype=torch.uint8).to(device)
     entries.pack_indices(union.indices, union.size, 0, numel, packed)
     entries.unpack_indices(packed[None], 0, numel, union.size, union.indices[None])
     for dtype in VALUE_DTYPES:
-        wire = torch.zeros(value_bytes(numel, dtype), dtype=torch.uint8, device=device)
-        entries.pack_values(values, dtype, wire, union.indices, union.size, out)
+        wire = torch.zeros(value_bytes(numel, dtype), dtype=torch.uint8).to(device)
+        entries.pack_values(values, dtype, wire, union.indices, union.size, rest)
         entries.unpack_values(wire[None], dtype, values[None])
+        once_dealt(listed, dtype, out, rest, counted)
     for dtype in NARROW_DTYPES:
         vector = narrow_vector(numel, dtype, device)
         vector.write(values)
@@ -124,7 +132,26 @@ def once_sparse(device: torch.device, numel: int) -> int:
         passes.momentum.enter(values.to(kind), values, 0.9, True, out)
     passes.tracking.follow(values, out)
     settle(device)
-    return 4 + 2 * len(VALUE_DTYPES) + 2 * len(NARROW_DTYPES) + 2 * len(DTYPES)
+    return 6 + 5 * len(VALUE_DTYPES) + 2 * len(NARROW_DTYPES) + 2 * len(DTYPES)
+
+
+def once_dealt(listed: Listed, dtype: torch.dtype, out: Tensor, rest: Tensor, counted: Tensor, ranks: int = 2) -> None:
+    """Entries as all ranks have them: each deals what it has, and owns."""
+    device, k = out.device, len(listed[1])
+    dealing, turn = Dealing(len(out), ranks, device), torch.zeros(1, dtype=torch.int64).to(device)[0]
+    codec, back = Largest(k // ranks, dtype), Largest(k // ranks, dtype)
+    there, sent = (rows_of(codec, dealing) for _ in range(2))
+    dealer = entries_for(device).dealer(dealing, k, back.count, codec, sent)
+    dealer.deal(listed, turn)
+    mean = torch.zeros(dealing.span).to(device)
+    dealer.mean(sent, mean, out)
+    dealer.deliver(listed, turn, there, mean, 0, out, rest, counted)
+
+
+def rows_of(codec: Largest, dealing: Dealing) -> tuple[Tensor, Tensor]:
+    sizes = list(codec.part_bytes(dealing.span))
+    indices, values = torch.zeros(dealing.ranks, sum(sizes), dtype=torch.uint8).to(dealing.device).split(sizes, dim=1)
+    return indices, values
 
 
 def settle(device: torch.device) -> None:

@@ -29,10 +29,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...compress import TopK
+from ...compress.feedback import NOTHING
 from ...hooks.comm.entries import Carrier, Entries
 from ...hooks.comm.group import Group, Work
 from ...hooks.comm.pipeline import drive
-from ...hooks.exchanges.split import cut
+from ...hooks.exchanges.split import Split
 from ..common import report
 
 #: Thousands of threads, each with a stack of its own.
@@ -134,15 +136,23 @@ class World:
         state.work += now - state.seen
         state.seen = now
 
-    def meet(self, rank: int, argument: Any, move: Callable[[list[Any]], None], latency: float, size: int) -> _Done:
-        """A collective: the last rank to come moves everybody's data."""
+    def meet(
+        self,
+        rank: int,
+        argument: Any,
+        move: Callable[[list[Any]], None],
+        latency: float,
+        size: int | Callable[[], int],
+    ) -> _Done:
+        """A collective: the last rank to come moves everybody's data, after which its size is asked for."""
         self.tick(rank)
         state = self.ranks[rank]
         self._arguments[rank] = argument, state.clock
         self._move = move
         self._barrier.wait()
         start = max(clock for _, clock in self._arguments)
-        state.link = max(start + latency, state.link) + size * self.network.beta
+        moved = size() if callable(size) else size
+        state.link = max(start + latency, state.link) + moved * self.network.beta
         self._barrier.wait()  # nobody may come to the next one while others still read this one's arguments
         state.seen = time.thread_time()  # moving was not the rank's own work
         return _Done(state, state.link)
@@ -168,7 +178,7 @@ class SimulatedGroup(Group):
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank, self.size = world, rank, world.size
         self._ranks = range(world.size)
-        self._calls = 0
+        self._calls = self._tag = 0
 
     def begin(self) -> None:
         """What this rank's thread has worked so far does not count."""
@@ -203,6 +213,9 @@ class SimulatedGroup(Group):
         latency = network.alpha + (self.size - 1) * network.overhead if self.size > 1 else 0.0
         return self.world.meet(self.rank, (output, rows, sent), _transpose, latency, size)
 
+    def letter_port(self, longest: int, ahead: int = 2) -> Any:
+        return SimulatedPort(self)
+
     def sum(self, tensor: Tensor, pieces: Tensor) -> Generator[Work, None, None]:
         yield self.all_reduce(tensor)
 
@@ -217,6 +230,34 @@ class SimulatedGroup(Group):
         steps = 2 * math.ceil(math.log2(self.size)) if self.size > 1 else 0
         moved = 2 * tensor.nbytes * (self.size - 1) // self.size
         return self.world.meet(self.rank, tensor, move, steps * self.world.network.alpha, moved)
+
+
+class SimulatedPort:
+    """What a `LetterPort` is, with as much room as it takes."""
+
+    def __init__(self, group: SimulatedGroup) -> None:
+        self._group = group
+
+    def send(self, letters: Sequence[Tensor]) -> Any:
+        group, network, rank = self._group, self._group.world.network, self._group.rank
+        to_all = all(letter is letters[0] for letter in letters)
+        latency = math.ceil(math.log2(group.size)) * network.alpha if to_all else network.alpha
+        latency += 0.0 if to_all else (group.size - 1) * network.overhead
+        sent = len(letters[0]) if to_all else sum(map(len, letters)) - len(letters[rank])
+        arrived = list[Tensor]()
+
+        def move(arguments: list[Any]) -> None:
+            for to, (given, _) in enumerate(arguments):
+                given[1].extend(arguments[source][0][0][to] for source in range(group.size))
+
+        def size() -> int:
+            lengths = [len(letter) for letter in arrived]
+            self.received = torch.empty(group.size, max(lengths), dtype=torch.uint8)
+            for row, letter in zip(self.received, arrived, strict=True):
+                row[: len(letter)] = letter
+            return max(sent, sum(lengths) - lengths[rank])
+
+        return group.world.meet(rank, (letters, arrived), move, latency if group.size > 1 else 0.0, size)
 
 
 def _transpose(arguments: list[Any]) -> None:
@@ -253,8 +294,10 @@ class Task:
         """Bytes received, and the result on the first rank."""
         carrier = Carrier(self.numel, self.dtype, torch.device("cpu"), group)
         entries = self.entries(group.rank)
-        group.begin()
         k = len(entries)
+        if self.algorithm == "split-k":
+            return self.largest(group, entries, k)
+        group.begin()
         sums = self.reduce(carrier, entries, k, group.rank == 0 or k * group.size <= EVERYBODY)
         return carrier.received, sums if group.rank == 0 else None
 
@@ -273,15 +316,20 @@ class Task:
             return union
         bounds = drive(carrier.balanced_bounds(entries.indices))
         owned = drive(carrier.to_owners(entries, bounds))
-        if self.algorithm == "split":
-            counts = drive(carrier.all_counts(len(owned)))
-        else:
-            kept, counts, _ = drive(cut(carrier, owned.values, k, None))
-            owned = owned[kept]
+        counts = drive(carrier.all_counts(len(owned)))
         shares = carrier.start_sharing(owned, counts, bounds)
         for _, work in shares:
             work.wait()
         return carrier.finish_sharing(shares, counts, bounds) if observed else None
+
+    def largest(self, group: SimulatedGroup, entries: Entries, k: int) -> tuple[int, Entries | None]:
+        """With the k largest sums alone, as a model's gradients are exchanged, in the first step."""
+        codec = TopK((k - 0.5) / self.numel, values=self.dtype)
+        exchange = Split(codec, self.numel, 0, torch.device("cpu"), group)
+        group.begin()
+        means = drive(exchange.bring_together(entries, torch.zeros(0), NOTHING))
+        sums = Entries(means.indices, means.values * group.size) if group.rank == 0 else None
+        return exchange.transfer_bytes, sums
 
 
 def simulate(task: Task, world_size: int, network: Network) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from torch import Tensor
 
 from ..entries import index_bytes, value_bytes
 from .base import Kernels, Workspace, divide, parts_of
+from .dealing import Dealer, Dealing
+from .union import Union
 
 
 @dataclass(frozen=True)
@@ -37,37 +39,11 @@ class Pieces:
         """Bytes of each piece's values."""
         return [value_bytes(n, dtype) for n in self.counts]
 
-
-class Union:
-    """The union of index sets below `numel`, for up to `capacity` indices; reusable. In torch; the host reads nothing.
-
-    Attributes:
-        indices: int32 [capacity]: ascending; anything beyond `size`.
-        size: int32 [1]: how many there are; more than `capacity` means that the highest are missing.
-        status: int64 [2]: the first counts indices out of range, which are left out.
-    """
-
-    def __init__(self, numel: int, capacity: int, device: torch.device) -> None:
-        if not 0 < numel < 1 << 31:
-            raise ValueError(f"a union of 32-bit indices cannot serve {numel} elements: use fewer than 2^31")
-        self.numel = numel
-        self.indices = torch.zeros(capacity, dtype=torch.int32, device=device)
-        self.size = torch.zeros(1, dtype=torch.int32, device=device)
-        self.status = torch.zeros(2, dtype=torch.int64, device=device)
-
-    def __call__(self, sets: Sequence[Tensor]) -> None:
-        """Fill `indices` and `size` from index sets, int32 each, in any order."""
-        every = torch.cat(list(sets))
-        inside = (every >= 0) & (every < self.numel)
-        self.status[0] += (~inside).sum()
-        ordered = torch.where(inside, every, self.numel).sort().values
-        fresh = ordered < self.numel
-        fresh[1:] &= ordered[1:] != ordered[:-1]
-        place, capacity = fresh.cumsum(0) - 1, len(self.indices)
-        self.size.copy_(fresh.sum())
-        room = torch.zeros(capacity + 1, dtype=torch.int32, device=every.device)  # the last is for what is not listed
-        room.scatter_(0, torch.where(fresh, place, capacity).clamp_(max=capacity), ordered)
-        self.indices.copy_(room[:capacity])
+    @staticmethod
+    def parts(wire: Tensor, sizes: Sequence[int], begins: Sequence[int] | None) -> list[Tensor]:
+        """Where pieces of such sizes lie."""
+        begins = list(accumulate(sizes, initial=0))[:-1] if begins is None else begins
+        return [wire[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
 
 
 class EntryKernels(ABC):
@@ -79,6 +55,10 @@ class EntryKernels(ABC):
     def union(self, numel: int, capacity: int, device: torch.device) -> Union:
         """What makes unions."""
         return Union(numel, capacity, device)
+
+    def dealer(self, dealing: Dealing, k: int, share: int, codec: Any, sent: tuple[Tensor, Tensor]) -> Dealer:
+        """What deals entries to owners."""
+        return Dealer(self, dealing, k, share, codec, sent)
 
     @abstractmethod
     def pack_indices(self, indices: Tensor, count: Tensor | None, base: int, numel: int, wire: Tensor) -> None:
@@ -109,17 +89,25 @@ class EntryKernels(ABC):
     def unpack_values(self, wires: Tensor, dtype: torch.dtype, values: Tensor) -> None:
         """Read rows of packed values, uint8 [rows, bytes], into float32 [rows, k]."""
 
-    def pack_index_pieces(self, indices: Tensor, pieces: Pieces, wire: Tensor) -> None:
-        """`pack_indices` for each piece of `indices`, all of them used."""
-        parts = indices.split(list(pieces.counts)), wire.split(pieces.index_sizes()), pieces.bases, pieces.ranges
-        for part, into, base, size in zip(*parts, strict=True):
+    def pack_index_pieces(
+        self, indices: Tensor, pieces: Pieces, wire: Tensor, begins: Sequence[int] | None = None
+    ) -> None:
+        """`pack_indices` for each piece of `indices`, all of them used.
+
+        Args:
+            begins: where each piece lies in `wire`; None: end to end.
+        """
+        parts = indices.split(list(pieces.counts)), pieces.parts(wire, pieces.index_sizes(), begins)
+        for part, into, base, size in zip(*parts, pieces.bases, pieces.ranges, strict=True):
             if len(part):
                 self.pack_indices(part, None, base, size, into)
 
-    def unpack_index_pieces(self, wire: Tensor, pieces: Pieces, indices: Tensor) -> None:
+    def unpack_index_pieces(
+        self, wire: Tensor, pieces: Pieces, indices: Tensor, begins: Sequence[int] | None = None
+    ) -> None:
         """`unpack_indices` for each piece."""
-        parts = wire.split(pieces.index_sizes()), indices.split(list(pieces.counts)), pieces.bases, pieces.ranges
-        for part, into, base, size in zip(*parts, strict=True):
+        parts = pieces.parts(wire, pieces.index_sizes(), begins), indices.split(list(pieces.counts))
+        for part, into, base, size in zip(*parts, pieces.bases, pieces.ranges, strict=True):
             if len(into):
                 self.unpack_indices(part[None], base, size, None, into[None])
 
@@ -131,17 +119,21 @@ class EntryKernels(ABC):
         wire: Tensor,
         indices: Tensor,
         residual: Tensor | None = None,
+        begins: Sequence[int] | None = None,
     ) -> None:
         """`pack_values` for each piece of `values`, all of them used."""
         counts = list(pieces.counts)
-        parts = values.split(counts), wire.split(pieces.value_sizes(dtype)), indices.split(counts)
+        parts = values.split(counts), pieces.parts(wire, pieces.value_sizes(dtype), begins), indices.split(counts)
         for part, into, at in zip(*parts, strict=True):
             if len(part):
                 self.pack_values(part, dtype, into, at, None, residual)
 
-    def unpack_value_pieces(self, wire: Tensor, pieces: Pieces, dtype: torch.dtype, values: Tensor) -> None:
+    def unpack_value_pieces(
+        self, wire: Tensor, pieces: Pieces, dtype: torch.dtype, values: Tensor, begins: Sequence[int] | None = None
+    ) -> None:
         """`unpack_values` for each piece."""
-        for part, into in zip(wire.split(pieces.value_sizes(dtype)), values.split(list(pieces.counts)), strict=True):
+        parts = pieces.parts(wire, pieces.value_sizes(dtype), begins), values.split(list(pieces.counts))
+        for part, into in zip(*parts, strict=True):
             if len(into):
                 self.unpack_values(part[None], dtype, into[None])
 

@@ -3,7 +3,8 @@
 A stage of b received bytes takes α + β·b (Hockney 1994), with α and β of its own for each kind of message; what is done
 to entries and elements takes so many seconds for each. Receives are announced ahead, so α is one way: the distance, and
 what waking up takes. All buckets of a step are under way at once: they share the link and the processor, but wait for
-the distance together. So of the buckets of a step, the α of each stage counts once (`Estimate.among`).
+the distance together. So of the buckets of a step, the α of each stage counts once (`Estimate.among`), but for what of
+it the processor needs for messages (`Line.each`): with many ranks on few cores that is all of it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import torch
 
 from ...compress.codec import Codec
 from ...compress.entries import index_bytes, value_bytes
-from ..comm.entries import CENSUS_BYTES, census_is_shared
 
 #: What precedes the name of an exchange between nodes.
 HIERARCHICAL = "hierarchical"
@@ -38,12 +38,15 @@ class Line:
         points: bytes received and seconds taken, ascending.
         window: bytes for which `alpha` is waited once, and so again for as many more: what is under way at once;
             None: all of it.
+        each: the part of `alpha` that every stage takes for itself, though others are under way: the processor's time
+            for its messages, one to each rank, beside that of all ranks on the same machine.
     """
 
     alpha: float
     beta: float
     points: tuple[tuple[float, float], ...] = ()
     window: float | None = None
+    each: float = 0.0
 
     def transfer(self, size: float) -> float:
         """Seconds for so many bytes received, beyond `alpha`."""
@@ -77,7 +80,7 @@ class Estimate:
     Attributes:
         name: of the exchange.
         received: bytes that each rank receives; of a hierarchical exchange, from other nodes.
-        latency, transfer: seconds waiting and moving bytes.
+        latency, transfer: seconds waiting, and moving bytes and messages.
         encode, decode: seconds computing, before the bytes move and after.
         inside: bytes that each rank receives from its own node besides.
         stages: how often it waits.
@@ -193,28 +196,22 @@ class Calibration:
 
     def split(self, shape: Shape) -> Estimate:
         """With everything that the union has."""
-        return self._split(shape, shape.union, [self._gather(4, shape.world_size)])
+        return self._split(shape, shape.union, self.latency.split)
 
     def split_k(self, shape: Shape) -> Estimate:
-        """With the k largest sums alone; ranges and the cut are known from earlier steps."""
-        p = shape.world_size
-        moves = [self._gather(CENSUS_BYTES, p)]
-        if not census_is_shared(shape.k, p):
-            moves = [*2 * [(self.all_to_all, CENSUS_BYTES * (p - 1) / p)], self._gather(8, p)]
-        return self._split(shape, min(shape.k, shape.union), moves)
+        """With the k largest sums alone; ranges, and how many each owner has of those, are known from earlier steps."""
+        return self._split(shape, min(shape.k, shape.union))
 
-    def _split(self, shape: Shape, kept: int, moves: list[tuple[Line, float]]) -> Estimate:
+    def _split(self, shape: Shape, kept: int, latency: float | None = None) -> Estimate:
         p, k, work = shape.world_size, shape.k, self.work
         span, own, mine = max(1, shape.numel // p), -(-k // p), -(-kept // p)
-        moves = [
-            *moves,
-            (self.all_to_all, 4 * (p - 1)),
+        moves: list[tuple[Line, float]] = [
             (self.all_to_all, (p - 1) * shape.entry_bytes(span, own)),
             (self.all_to_all, (p - 1) * shape.entry_bytes(span, mine)),
         ]
         decode = work.pack * mine + (work.unpack + work.merge) * k + work.unpack * kept + work.sweep * span
         decode += work.scatter * kept
-        return self._estimate("split", moves, work.pack * k, decode, self.latency.split)
+        return self._estimate("split", moves, work.pack * k, decode, latency)
 
     def padded_union(self, shape: Shape, capacity: int) -> Estimate:
         """With room for so many elements in the union."""
@@ -298,7 +295,8 @@ class Calibration:
     ) -> Estimate:
         if latency is None:
             latency = sum(line.alpha for line, _ in moves)
-        transfer = sum(line.transfer(size) for line, size in moves)
+        messages = min(latency, sum(line.each for line, _ in moves))
+        latency, transfer = latency - messages, messages + sum(line.transfer(size) for line, size in moves)
         received, stages = sum(size for _, size in moves), len(moves)
         return Estimate(name, received, latency, transfer, encode, decode, stages=stages, at_once=self.at_once)
 

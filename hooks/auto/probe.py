@@ -89,8 +89,9 @@ def calibrate(group: Group, device: torch.device) -> Calibration:
 def slowest(calibration: Calibration, group: Group, device: torch.device) -> Calibration:
     """What subgroups have measured by themselves, as the slowest of `group` has it: every rank must decide alike."""
     lines = calibration.all_gather, calibration.all_to_all, calibration.all_reduce
-    numbers = iter(agreed(group, device, [number for line in lines for number in (line.alpha, line.beta)]))
-    first, second, third = (Line(next(numbers), next(numbers)) for _ in lines)
+    mine = [number for line in lines for number in (line.alpha, line.beta, line.each)]
+    numbers = iter(agreed(group, device, mine))
+    first, second, third = (Line(next(numbers), next(numbers), each=next(numbers)) for _ in lines)
     entries = Work(*agreed(group, device, list(astuple(calibration.work))))
     rounds = Latency(*agreed(group, device, list(astuple(calibration.latency))))
     return Calibration(first, second, third, entries, rounds, calibration.at_once)
@@ -110,6 +111,7 @@ def _line(make: Callable[[int], Port | Collective], group: Group, device: torch.
         port.post()
     agreed(group, device, [0.0])  # by now every announcement has arrived
     alpha = _typical(group, device, [_started(port, device, PAUSE) for port in short])
+    each = _each(short, alpha, group, device)
     size, points = 1 << 14, [(0.0, alpha)]
     while points[-1][1] < max(PROBE_SECONDS, PROBE_LATENCIES * alpha) and size * group.size <= PROBE_BYTES:
         port, seconds = make(size), []
@@ -120,7 +122,26 @@ def _line(make: Callable[[int], Port | Collective], group: Group, device: torch.
         points.append((float(others * size), max(_typical(group, device, seconds[1:]), alpha)))  # the first opens
         size *= 4
     betas = [max(seconds - alpha, 1e-9) / received for received, seconds in points[-2:] if received]
-    return Line(alpha, min(betas), tuple(points[1:-1]))
+    return Line(alpha, min(betas), tuple(points[1:-1]), each=each)
+
+
+def _each(ports: list[Port | Collective], alpha: float, group: Group, device: torch.device) -> float:
+    """What one more stage of messages takes that is under way with others; a backend's collectives have their own
+    ways (`cost.GLOO_COLLECTIVES`)."""
+    if not all(isinstance(port, Port) for port in ports):
+        return 0.0
+
+    def together(_: int) -> None:
+        for work in [port.start() for port in ports]:
+            work.wait()
+
+    seconds = []
+    for _ in range(3):
+        for port in ports:
+            port.post()
+        agreed(group, device, [0.0])
+        seconds.append(timed(together, 0, device, PAUSE))
+    return min(alpha, max(0.0, _typical(group, device, seconds) - alpha) / (len(ports) - 1))
 
 
 def _latency(group: Group, device: torch.device) -> Latency:

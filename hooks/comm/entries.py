@@ -26,19 +26,6 @@ Opening = Callable[[], AbstractContextManager[Tensor | None]]
 
 #: Samples of the index lists that balance owners' ranges, over all ranks.
 RANGE_SAMPLES = 1024
-#: Of a magnitude's 31 bits the cut through owners' sums looks at the highest 21: 11 at first, then 10 more.
-KEY_BITS, KEPT_BITS, COARSE_BITS = 31, 21, 11
-BINS = 1 << COARSE_BITS
-#: What an owner tells the others of its sums: how many lie below a window, in each bin, and above.
-CENSUS_BYTES = 4 * (BINS + 2)
-#: How much of that may arrive from all owners together.
-SHARED_CENSUS_BYTES = 1 << 20
-
-
-def census_is_shared(k: int, world_size: int) -> bool:
-    """Whether every owner hears each other's census, in one round, rather than their sum, in two: where that is little
-    beside the entries themselves."""
-    return CENSUS_BYTES * world_size <= min(SHARED_CENSUS_BYTES, 4 * k)
 
 
 def range_samples(indices: Tensor, numel: int, rank: int, world_size: int) -> Tensor:
@@ -117,7 +104,6 @@ class Carrier:
         skipped: entries that came from other ranks and cannot be right, left out so far.
         received: bytes that collectives have brought from other ranks so far.
         sent: bytes handed to collectives for other ranks so far, each once.
-        union_size: entries in the union that `cut` saw last.
     """
 
     def __init__(
@@ -134,7 +120,7 @@ class Carrier:
         self.rank, self.world_size = group.rank, group.size
         self.kernels = entries_for(device)
         self.room = room or Room(device)
-        self.skipped = self.received = self.sent = self.union_size = 0
+        self.skipped = self.received = self.sent = 0
 
     def merge(self, lists: Entries, offsets: Sequence[int], start: int, stop: int) -> Entries:
         """The sum of the lists, in their order, where an index lies from `start` up to `stop`."""
@@ -204,10 +190,11 @@ class Carrier:
     def all_gather(self, row: Tensor) -> Moving:
         """Every rank's row to all."""
         rows = self.group.gathered(self.world_size, *row.shape, dtype=row.dtype, device=self.device)
-        self._count(sent=row.nbytes, received=(self.world_size - 1) * row.nbytes)
+        self.count(sent=row.nbytes, received=(self.world_size - 1) * row.nbytes)
         return rows, self.group.all_gather(rows, row)
 
-    def _count(self, sent: int, received: int) -> None:
+    def count(self, sent: int, received: int) -> None:
+        """Bytes have been handed to collectives for other ranks, or have come."""
         self.sent += sent if self.world_size > 1 else 0
         self.received += received
 
@@ -243,15 +230,15 @@ class Carrier:
         wire = self.room("index pieces", sum(sizes))
         self.kernels.pack_index_pieces(entries.indices, sent, wire)
         indices, index_work = self._all_to_all("index wire", wire, sizes, arriving.index_sizes())
-        sizes = self._numbers(sent).value_sizes(self.dtype)
+        sizes = self.value_sizes(sent)
         wire = self.room("value pieces", sum(sizes))
         with residual() if self.dtype != torch.float32 else nullcontext() as rest:
-            self._pack_values(entries, sent, wire, rest)
-        arrive = self._numbers(arriving).value_sizes(self.dtype)
+            self.pack_values(entries, sent, wire, rest)
+        arrive = self.value_sizes(arriving)
         values, value_work = self._all_to_all("value wire", wire, sizes, arrive)
         yield Together([index_work, value_work])
         self.kernels.unpack_index_pieces(indices, arriving, lists.indices)
-        self._unpack_values(values, arriving, lists)
+        self.unpack_values(values, arriving, lists)
         return self.merge(lists, list(accumulate(counts, initial=0)), start, start + span)
 
     def from_owners(self, owned: Entries, counts: Sequence[int], bounds: Sequence[int]) -> Stages:
@@ -272,9 +259,9 @@ class Carrier:
         piece = self.room("owned index piece", sizes[rank])
         self.kernels.pack_index_pieces(owned.indices, mine, piece)
         indices = self._all_gather_v(piece, sizes)
-        sizes = self._numbers(every).value_sizes(self.dtype)
+        sizes = self.value_sizes(every)
         piece = self.room("owned value piece", sizes[rank])
-        self._pack_values(owned, mine, piece)
+        self.pack_values(owned, mine, piece)
         return indices, self._all_gather_v(piece, sizes)
 
     def finish_sharing(self, moving: tuple[Moving, Moving], counts: Sequence[int], bounds: Sequence[int]) -> Entries:
@@ -282,21 +269,32 @@ class Carrier:
         (indices, _), (values, _) = moving
         every, result = _owners(counts, bounds), self.room.entries("result", sum(counts), self.row)
         self.kernels.unpack_index_pieces(indices, every, result.indices)
-        self._unpack_values(values, every, result)
+        self.unpack_values(values, every, result)
         return result
 
     def _numbers(self, pieces: Pieces) -> Pieces:
         """What is packed as values: as many numbers as rows have."""
         return replace(pieces, counts=[count * self.width for count in pieces.counts]) if self.row else pieces
 
-    def _pack_values(self, entries: Entries, pieces: Pieces, wire: Tensor, residual: Tensor | None = None) -> None:
+    def value_sizes(self, pieces: Pieces) -> list[int]:
+        """Bytes of each piece's values."""
+        return self._numbers(pieces).value_sizes(self.dtype)
+
+    def pack_values(
+        self,
+        entries: Entries,
+        pieces: Pieces,
+        wire: Tensor,
+        residual: Tensor | None = None,
+        begins: Sequence[int] | None = None,
+    ) -> None:
         # Without a residual it does not matter of which elements the values are.
         values = entries.values.view(-1)
         indices = values.view(torch.int32) if self.row else entries.indices
-        self.kernels.pack_value_pieces(values, self._numbers(pieces), self.dtype, wire, indices, residual)
+        self.kernels.pack_value_pieces(values, self._numbers(pieces), self.dtype, wire, indices, residual, begins)
 
-    def _unpack_values(self, wire: Tensor, pieces: Pieces, into: Entries) -> None:
-        self.kernels.unpack_value_pieces(wire, self._numbers(pieces), self.dtype, into.values.view(-1))
+    def unpack_values(self, wire: Tensor, pieces: Pieces, into: Entries, begins: Sequence[int] | None = None) -> None:
+        self.kernels.unpack_value_pieces(wire, self._numbers(pieces), self.dtype, into.values.view(-1), begins)
 
     # -- whole algorithms ----------------------------------------------------------------------------------------------
 
@@ -354,20 +352,20 @@ class Carrier:
         theirs = torch.empty_like(mine)
         yield self.group.all_to_all(theirs, mine)
         others = 4 * (self.world_size - 1)
-        self._count(others, others)
+        self.count(others, others)
         arriving: list[int] = theirs.tolist()
         return arriving
 
     def _all_to_all(self, name: str, wire: Tensor, sent: list[int], received: list[int]) -> Moving:
         into = self.room(name, sum(received))
         work = self.group.all_to_all_v(into, wire, received, sent)
-        self._count(sum(sent) - sent[self.rank], sum(received) - received[self.rank])
+        self.count(sum(sent) - sent[self.rank], sum(received) - received[self.rank])
         return into, work
 
     def _all_gather_v(self, piece: Tensor, sizes: list[int]) -> Moving:
         wire = self.group.gathered(sum(sizes), device=self.device)
         work = self.group.all_gather_v(wire, piece, sizes)
-        self._count(sizes[self.rank], sum(sizes) - sizes[self.rank])
+        self.count(sizes[self.rank], sum(sizes) - sizes[self.rank])
         return wire, work
 
     def all_reduce(self, tensor: Tensor) -> Stages:
@@ -378,7 +376,7 @@ class Carrier:
 
     def count_all_reduce(self, tensor: Tensor) -> None:
         """An all-reduce of this tensor has been made."""
-        self._count(tensor.nbytes, 2 * tensor.nbytes * (self.world_size - 1) // self.world_size)
+        self.count(tensor.nbytes, 2 * tensor.nbytes * (self.world_size - 1) // self.world_size)
 
 
 def used(every: Tensor) -> Entries:

@@ -26,7 +26,7 @@ from .dissemination import Dissemination
 from .linger import linger, linger_with
 from .meeting import connect, meeting_place
 
-#: How long ranks wait for each other when a state is made.
+#: How long ranks wait for each other when a state is made, unless the user has given their group longer.
 HANDSHAKE_TIMEOUT = timedelta(seconds=60)
 
 #: The most ranks that send a few bytes to each other directly: with more, sending takes longer than some latencies.
@@ -170,7 +170,11 @@ class Port:
             if not self._posted:
                 self._post()
             place, works = self._posted.popleft()
-        return _Arriving(self, place, self._group._send(self._received, self._sent, works))
+        return _Arriving(self, place, self._group._send(self._own_place(place), self._sent, works))
+
+    def _own_place(self, place: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Where this rank's message to itself goes, if the others' arrive at a place."""
+        return self._received
 
     def arrived(self, place: Sequence[Tensor]) -> None:
         """Messages have arrived at a place, and are moved to where they are wanted."""
@@ -181,6 +185,44 @@ class Port:
         with self._group.traffic.lock:
             if not any(free is place for free in self._free):
                 self._free.append(place)
+
+
+class LetterPort(Port):
+    """Messages between all ranks of which only the sender knows the length: as a `Port`, with room for the longest.
+    They lie where they arrive until others have been waited for and `post` is called.
+
+    Args:
+        group: as of a port.
+        longest: bytes.
+    """
+
+    def __init__(self, group: Group, longest: int, ahead: int = 2) -> None:
+        # What no message reaches of it is never touched, and so takes no memory.
+        room: Any = torch.empty(group.size, longest, dtype=torch.uint8, device="cpu")
+        super().__init__(group, room, room, ahead)
+        places: list[Any] = [room if free is room else torch.empty_like(room) for free in self._free]
+        self._free = places
+
+    @property
+    def received(self) -> Tensor:
+        """What the ranks have sent, this one too, a row each, with anything behind it."""
+        received: Any = self._received
+        return received
+
+    def send(self, letters: Sequence[Tensor]) -> Work:
+        """Start: letter r goes to rank r. They must be left alone until that has been waited for."""
+        self._sent = letters
+        return self.start()
+
+    def _own_place(self, place: Sequence[Tensor]) -> Sequence[Tensor]:
+        return place
+
+    def arrived(self, place: Sequence[Tensor]) -> None:
+        with self._group.traffic.lock:
+            if place is not self._received:
+                if not any(free is self._received for free in self._free):
+                    self._free.append(self._received)
+                self._received = place
 
 
 class _Arriving:
@@ -285,8 +327,9 @@ class Group:
         return self._group if default is None else default
 
     @classmethod
-    def of_ranks(cls, ranks: list[int]) -> Group:
-        """A new Gloo group of these global ranks. A collective; ranks wait `HANDSHAKE_TIMEOUT` for each other.
+    def of_ranks(cls, ranks: list[int], timeout: timedelta | None = None) -> Group:
+        """A new Gloo group of these global ranks. A collective; ranks wait `timeout` for each other, or
+        `HANDSHAKE_TIMEOUT`.
 
         `dist.new_group(use_local_synchronization=True)` would derive its name from the number of groups a rank is in:
         it differs between ranks that are in different groups, and comes again when a group is destroyed. Here the
@@ -296,19 +339,19 @@ class Group:
         """
         members, rank = tuple(ranks), dist.get_rank()
         with meeting_place(members, rank) as store:
-            return cls(connect(store, members, rank, HANDSHAKE_TIMEOUT), members)
+            return cls(connect(store, members, rank, timeout or HANDSHAKE_TIMEOUT), members)
 
     @classmethod
-    def of_words(cls, ranks: list[int], words_only: bool) -> Group:
+    def of_words(cls, ranks: list[int], words_only: bool, timeout: timedelta | None = None) -> Group:
         """As `of_ranks`, for what ranks tell each other. Where on every rank that is short messages and nothing else
         (`words_only`), groups of the same ranks share their connections (`shared`).
         """
         members, rank = tuple(ranks), dist.get_rank()
         world = dist.group.WORLD
-        place = members.index(rank)
+        place, timeout = members.index(rank), timeout or HANDSHAKE_TIMEOUT
         with meeting_place(members, rank) as store:
-            make = partial(connect, store, members, rank, HANDSHAKE_TIMEOUT)
-            return cls(shared.carrier(world, members, place, store, HANDSHAKE_TIMEOUT, words_only, make), members)
+            make = partial(connect, store, members, rank, timeout)
+            return cls(shared.carrier(world, members, place, store, timeout, words_only, make), members)
 
     @staticmethod
     def blocks(process_group: Any, device: torch.device) -> bool:
@@ -331,10 +374,11 @@ class Group:
 
     def follow_timeout(self, other: dist.ProcessGroup) -> None:
         """From now on let collectives take as long as those of `other` may."""
-        with contextlib.suppress(RuntimeError, AttributeError):  # a backend that does not tell
-            timeout = other._get_backend(other._device_types[0]).options._timeout
-            self._group._set_default_timeout(timeout)
-            self.timeout = timeout  # that of single messages is fixed when a group is made
+        timeout = timeout_of(other)
+        if timeout is not None:
+            with contextlib.suppress(RuntimeError, AttributeError):
+                self._group._set_default_timeout(timeout)
+                self.timeout = timeout  # that of single messages is fixed when a group is made
 
     def gathered(self, *shape: int, dtype: torch.dtype = torch.uint8, device: torch.device | str = "cpu") -> Tensor:
         """Memory for what an all-gather returns, which is the same on every rank."""
@@ -402,8 +446,13 @@ class Group:
             return work
         return self._pairwise(output.split(list(received)), rows.split(list(sent)))
 
+    def letter_port(self, longest: int, ahead: int = 2) -> LetterPort:
+        """For messages from host to host that are at most so many bytes long, but seldom are."""
+        return LetterPort(self, longest, ahead)
+
     def _pairwise(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Work:
-        """Start: `sent[r]` goes to rank r and `received[r]` comes from it, all at once; what is empty goes nowhere."""
+        """Start: `sent[r]` goes to rank r and `received[r]` comes from it, all at once; what is empty goes nowhere, and
+        what is shorter than its place fills its beginning."""
         return self._send(received, sent, self._receive(received))
 
     def _receive(self, received: Sequence[Tensor]) -> list[tuple[int, dist.Work]]:
@@ -416,7 +465,8 @@ class Group:
         return works
 
     def _send(self, received: Sequence[Tensor], sent: Sequence[Tensor], works: list[tuple[int, dist.Work]]) -> Messages:
-        received[self.rank].copy_(sent[self.rank])
+        own = sent[self.rank]
+        received[self.rank][: len(own)].copy_(own)
         for distance in range(1, self.size):
             target = (self.rank + distance) % self.size
             if sent[target].numel():
@@ -563,6 +613,24 @@ class Group:
 def _backend_of(process_group: Any, device: torch.device) -> Any:
     """What carries its tensors of this device: a process group's backend, or a backend that is used by itself."""
     return process_group._get_backend(device) if hasattr(process_group, "_get_backend") else process_group
+
+
+def timeout_of(process_group: Any) -> timedelta | None:
+    """How long a group's collectives may take, where its backend tells."""
+    try:
+        timeout: timedelta = process_group._get_backend(process_group._device_types[0]).options._timeout
+    except (RuntimeError, AttributeError, IndexError):
+        return None
+    return timeout
+
+
+def meeting_timeout(process_group: Any) -> timedelta:
+    """How long ranks of a group wait for each other when a state is made: as long as the group allows, where the user
+    has set that and it is longer than usual. PyTorch's own default is half an hour, which nobody should wait for a rank
+    that never comes."""
+    timeout = timeout_of(process_group)
+    defaults = (getattr(dist.constants, name, None) for name in ("default_pg_timeout", "default_pg_nccl_timeout"))
+    return HANDSHAKE_TIMEOUT if timeout is None or timeout in defaults else max(timeout, HANDSHAKE_TIMEOUT)
 
 
 def _averaging(options: Any) -> Any:

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from ...compress.backends import entries_for
+from ...compress.backends.places import used_places
 from ...compress.codec import Codec, SparseCodec
 from ...compress.entries import index_bytes
-from ...compress.feedback import Kept, is_among, used_places
+from ...compress.feedback import Kept
 from ..auto.cost import Calibration, Estimate
 from ..comm.group import Group
 from ..comm.pipeline import Stages
 from ..comm.reading import Reading
-from .base import Bucketful, Exchange, Operands, all_finite
+from .base import Bucketful, Exchange, Operands
 from .selected import Selected
 
 
@@ -53,10 +54,9 @@ class Padded(Exchange):
     def carries(cls, codec: Codec) -> bool:
         return isinstance(codec, SparseCodec)
 
-    def _write(self, out: Tensor, indices: Tensor, values: Tensor, used: Tensor) -> None:
-        """Write entries to a dense vector, zero elsewhere. What is not used may have any value, at any index in it."""
-        self.counted[1] += (used & ~values.isfinite()).sum()
-        out.zero_().index_add_(0, indices, torch.where(used, values, 0.0).to(out.dtype))
+    @property
+    def entries(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.count, self.indices, self.values
 
     def counts(self) -> list[Tensor]:
         return [self.counted]
@@ -111,52 +111,33 @@ class PaddedUnion(Padded):
         return self.union.size[0].long() if self.numel else None
 
     def reduce(self, x: Operands) -> Stages:
-        if self.numel:
-            self._make_room(x.feedback)
-            x.feedback.encode(self.select, x.grad, self.wire, x.draw, self.workspaces[1])
-            self.kernels.pack_indices(self.indices, self.count, 0, self.numel, self.row)
-            yield self.to_all.start()
-            self.kernels.unpack_indices(self.rows, 0, self.numel, self.used, self.lists)
-            self.union([self.lists.view(-1)])
-            self.reading = Reading(self.union.size[None], self.reading.memory if self.reading else None)
-            self._take_part(x.feedback)
-        whole = self.total[: self.room + self.extra]
-        whole[self.room :].copy_(x.extra)
-        yield from self.group.sum(whole, self.pieces)
-        whole.mul_(1.0 / self.world_size)
-        if self.numel:
-            at, used = used_places(self.union.indices[: self.room], self.union.size)
-            self._write(x.out, at, whole[: self.room], used)
-            self.counted[0] += self.used.clamp(max=self.k).sum() - self.lists.numel()  # padding is out of range
-        if self.extra:
-            x.extra.copy_(whole[self.room :])
-            self.counted[1] += ~all_finite(x.extra)
+        if not self.numel:
+            yield from self.group.sum(x.extra, self.pieces)
+            x.extra.mul_(1.0 / self.world_size)
+            self.counted[1] += (~x.extra.isfinite()).sum()
+            return
+        self._make_room(x.feedback)
+        x.feedback.encode(self.select, x.grad, self.wire, x.draw, self.workspaces[1])
+        self.kernels.pack_indices(self.indices, self.count, 0, self.numel, self.row)
+        yield self.to_all.start()
+        self.kernels.unpack_indices(self.rows, 0, self.numel, self.used, self.lists)
+        self.union([self.lists.view(-1)])
+        self.reading = Reading(self.union.size[None], self.reading.memory if self.reading else None)
+        total = self.total[: self.room + self.extra]
+        with x.feedback.open() as residual:
+            self.union.take(self.entries, residual, self.room, x.extra, total, x.out)
+            if x.feedback.follows_entries:
+                size, union = self.union.size.clamp(max=self.room), self.union.indices[: self.room]
+                x.feedback.strategy.also_sent(x.feedback, union, total[: self.room], size)
+                x.feedback.not_sent(used_places(self.indices, self.count)[0], self.union.later)
+        yield from self.group.sum(total, self.pieces)
+        self.union.deliver(total, self.world_size, x.out, x.extra, (self.used, self.k), self.counted)
 
     def _make_room(self, feedback: Kept) -> None:
         if self.reading is not None:
             self.union_size = self.reading.read()[0][0]
         known = self.reading is not None and feedback.keeps
         self.room = min(self.most, max(self.k, _with_room(self.union_size))) if known else self.most
-
-    def _take_part(self, feedback: Kept) -> None:
-        """Put what this rank has at the union into `total`."""
-        union = self.union.indices[: self.room]
-        at, used = used_places(self.indices, self.count)
-        listed = torch.arange(self.room, device=self.device) < self.union.size
-        ascending = torch.where(listed, union, self.numel)
-        found = is_among(self.indices, ascending) & used
-        place = torch.where(
-            found, torch.searchsorted(ascending, self.indices), torch.arange(self.k, device=self.device)
-        )
-        mine = self.total[: self.room].zero_()
-        mine.index_add_(0, place, torch.where(found, self.values, -0.0))
-        late = used & ~found
-        # What is not finite must be seen, and waits nowhere: it spreads.
-        mine.masked_fill_((late & ~self.values.isfinite()).any(), torch.nan)
-        with feedback.open():
-            feedback.take_at(union, mine, self.union.size.clamp(max=self.room))
-            feedback.give_back(at, torch.where(late, self.values, -0.0))
-            feedback.not_sent(at, late & self.values.isfinite())
 
     def counts(self) -> list[Tensor]:
         return [self.counted, self.union.status] if self.numel else [self.counted]

@@ -2,138 +2,198 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ...compress.backends.sparse import Pieces
 from ...compress.codec import Codec
 from ...compress.feedback import Kept
 from ..auto.cost import Calibration, Estimate
-from ..comm.entries import BINS, COARSE_BITS, KEPT_BITS, KEY_BITS, Carrier, Entries, census_is_shared
+from ..comm.entries import Carrier, Entries
 from ..comm.group import Group
 from ..comm.pipeline import Stages
 from .base import Bucketful
+from .dealing import SPREAD
 from .padded_split import PaddedSplit
-from .selected import Selected
+from .selected import Letters, Selected
 
 #: Steps after which the owners' ranges are balanced again.
 BALANCE_EVERY = 64
+Keys: TypeAlias = npt.NDArray[np.int32]
+Flags: TypeAlias = npt.NDArray[np.bool_]
+HOST = torch.device("cpu")
+#: A place in the order of sums: the bits of a magnitude, and the index, as of equals those of lower index are first.
+Place = tuple[int, int]
+#: The place of nothing, behind all others.
+NOWHERE: Place = (-1, 0)
 
 
 class Split(Selected):
     """The owners of index ranges sum what falls there, and of all sums together the k largest are kept (Ok-Topk: Li &
     Hoefler, PPoPP 2022). What a rank sent for nothing goes back to its residual, and what rounding takes from a mean to
-    its owner's. 2·k·(i+v)·(P-1)/P bytes received, i for an index, v for a value."""
+    its owner's. (P-1)·(2·k/P + 3·√(k/P))·(i+v) bytes received, i for an index, v for a value.
+
+    One message from each rank to each in either of two stages: owners do not ask each other how many each has of the k
+    largest. They send as many as in the step before, and some more, and say how large the next one is. Where that is
+    among the k largest of what has arrived, as all ranks see alike, a third stage brings what is missing.
+
+    Entries are on the host here, wherever the gradient is.
+    """
 
     name = "split"
     unread = PaddedSplit
 
     def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
         super().__init__(codec, numel, extra, device, group)
+        self.carrier = carrier = Carrier(max(1, numel), self.carrier.dtype, HOST, group)
         self.step = 0
         self.bounds: list[int] = []
-        self.guess: int | None = None
+        self.share = -(-self.k // self.world_size)
+        #: Of the own sums, how many are likely to be kept: it rises at once, and falls slowly, as single steps vary.
+        self.likely = self.share
+        if numel:
+            # As `tensor_split` cuts.
+            slices = [extra // self.world_size + (rank < extra % self.world_size) for rank in range(self.world_size)]
+            own = [slices[self.rank]] * self.world_size
+            self.to_owners = Letters("to owners", carrier, self._own_group("swap"), self.k, 1, own)
+            self.to_all = Letters("to all", carrier, self._own_group("gather"), self.k, 4, slices)
+            self.ports = [self.to_owners.port, self.to_all.port]
+
+    @property
+    def quota(self) -> int:
+        """Of the own sums, how many this rank sends."""
+        return min(self.k, self.likely + math.ceil(SPREAD * math.sqrt(max(self.likely, self.share))))
 
     @classmethod
     def estimate(cls, network: Calibration, what: Bucketful) -> Estimate:
         return network.selected(network.split_k(cls.shape(what)), what.speed, what.numel)
 
     def bring_together(self, entries: Entries, extra: Tensor, feedback: Kept) -> Stages:
-        carrier = self.carrier
+        entries = Entries(entries.indices.to(HOST), entries.values.to(HOST))
         if self.step % BALANCE_EVERY == 0:
-            self.bounds = yield from carrier.balanced_bounds(entries.indices)
+            self.bounds = yield from self.carrier.balanced_bounds(entries.indices)
         self.step += 1
-        owned = yield from carrier.to_owners(entries, self.bounds, feedback.open)
-        kept, counts, self.guess = yield from cut(carrier, owned.values, self.k, self.guess)
-        owned = owned[kept]
+        owned, beside = yield from self._sums(entries, extra, feedback)
         means = Entries(owned.indices, owned.values * (1.0 / self.world_size))
-        result = yield from carrier.from_owners(means, counts, self.bounds)
-        self.union_size = carrier.union_size
+        result = yield from self._largest(means, beside, extra)
+        first, end = torch.searchsorted(result.indices, _int32(self.bounds[self.rank : self.rank + 2])).tolist()
+        self.likely = max(end - first, self.likely - (self.likely - (end - first)) // 4)
         with feedback.open():
-            if carrier.dtype != torch.float32:
-                first = sum(counts[: self.rank])
-                rest = owned.values - self.world_size * result.values[first : first + len(owned)]
-                feedback.give_back(owned.indices, rest)
-            feedback.give_back_unless(entries.indices, entries.values, result.indices)
-        if self.extra:
-            yield from carrier.all_reduce(extra)
+            if self.carrier.dtype != torch.float32:
+                mine = result[first:end]
+                sums = owned.values[torch.searchsorted(owned.indices, mine.indices)]
+                self._give_back(feedback, mine.indices, sums - self.world_size * mine.values)
+            feedback.give_back_unless(
+                *(part.to(self.device) for part in (entries.indices, entries.values, result.indices))
+            )
         return result
 
+    def _give_back(self, feedback: Kept, indices: Tensor, values: Tensor) -> None:
+        feedback.give_back(indices.to(self.device), values.to(self.device))
 
-def cut(carrier: Carrier, sums: Tensor, k: int, guess: int | None) -> Stages:
-    """Of all owners' sums together, the k largest magnitudes.
+    def _sums(self, entries: Entries, extra: Tensor, feedback: Kept) -> Stages:
+        """Of the own range, as Entries; and of the own part of `extra`."""
+        letters, bounds, rank = self.to_owners, self.bounds, self.rank
+        cuts = [0, *torch.searchsorted(entries.indices, _int32(bounds[1:-1])).tolist(), len(entries)]
+        sent = self._pieces([b - a for a, b in pairwise(cuts)])
+        slices = extra.to(HOST).tensor_split(self.world_size)
+        written = letters.write([[count] for count in sent.counts], slices, entries, sent)
+        if self.carrier.dtype != torch.float32 and feedback.keeps:
+            self._give_back(feedback, entries.indices, entries.values - letters.rounded(sent))
+        yield letters.swap(written)
+        counts = [count for (count,) in letters.heads()]
+        ranges = [bounds[rank + 1] - bounds[rank]] * self.world_size
+        parts, lists = letters.read(Pieces(counts, [bounds[rank]] * self.world_size, ranges), "owned lists")
+        owned = self.carrier.merge(lists, list(accumulate(counts, initial=0)), bounds[rank], bounds[rank + 1])
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        return owned, total
 
-    Compared by the 21 highest bits of a magnitude (sign left out), which tell 2^-13 of it; among equals those of
-    lower index win, as owners' ranges ascend. NaN is largest.
+    def _largest(self, means: Entries, beside: Tensor, extra: Tensor) -> Stages:
+        """Of all owners' means, as Entries. `extra` becomes what all have `beside`."""
+        keys, places = _magnitudes(means.values), means.indices.numpy()
+        sent = largest(keys, self.quota)
+        parts, every, heads = yield from self._share(means, sent, keys, beside, "means")
+        if self.extra:
+            extra.copy_(torch.cat(list(parts)))
+        self.union_size = sum(head[1] for head in heads)
+        kept, last = self._cut(every)
+        if any((key, -index) > (last[0], -last[1]) for _, _, key, index in heads):
+            key, index = last
+            keys[sent | (keys < key) | ((keys == key) & (places > index))] = -1
+            more = largest(keys, self.k - int(sent.sum())) & (keys >= 0)
+            _, others, _ = yield from self._share(means, more, keys, beside, "more means")
+            indices, order = torch.cat([every.indices, others.indices]).sort()
+            every = Entries(indices, torch.cat([every.values, others.values])[order])
+            kept, _ = self._cut(every)
+        return _those(every, kept)
 
-    Args:
-        sums: this owner's, float32, in ascending order of index.
-        guess: where the last cut was, or None: if it is near, one collective does, otherwise two or three.
+    def _share(self, means: Entries, sent: Flags, keys: Keys, beside: Tensor, into: str) -> Stages:
+        """Send some of the own means to all. What has arrived beside; all ranks' means, as Entries; and each rank's
+        head: how many it has sent of how many, and the place of the next."""
+        letters, mine = self.to_all, _those(means, sent)
+        head = [len(mine), len(means), *self._next(means, sent, keys)]
+        bounds, rank = self.bounds, self.rank
+        piece = Pieces([len(mine)], bounds[rank : rank + 1], [bounds[rank + 1] - bounds[rank]])
+        (letter,) = letters.write([head], [beside], mine, piece)
+        yield letters.share(letter)
+        heads = letters.heads()
+        return *letters.read(self._pieces([head[0] for head in heads]), into), heads
 
-    Returns, at the stages' end:
-        Which of the own sums are kept (bool), how many every owner keeps, and where the cut is.
-    """
-    keys = (sums.view(torch.int32) & 0x7FFFFFFF) >> (KEY_BITS - KEPT_BITS)
-    fine, found = None, None
-    if guess is not None:
-        fine = yield from _census(carrier, keys, guess - BINS // 2, 0, k)
-        found = _bin_of(fine.total, k)
-    if found is None:
-        coarse = _bin_of((yield from _census(carrier, keys, 0, KEPT_BITS - COARSE_BITS, k)).total, k)
-        assert coarse is not None  # these bins are all there are
-        fine = yield from _census(carrier, keys, coarse << (KEPT_BITS - COARSE_BITS), 0, k)
-        found = _bin_of(fine.total, k)
-    assert fine is not None
-    assert found is not None
-    above, ties = yield from _above_and_in(carrier, fine, found)
-    left = k - int(above.sum())
-    taken = (left - (ties.cumsum(0) - ties)).clamp_(min=0).minimum(ties)
-    carrier.union_size = int(fine.total.sum())
-    key = fine.window + found
-    equal = keys == key
-    kept = (keys > key) | (equal & (equal.cumsum(0) <= int(taken[carrier.rank])))
-    return kept, (above + taken).tolist(), key
+    def _next(self, means: Entries, sent: Flags, keys: Keys) -> Place:
+        """Where the largest lies that is not sent: rounding must not make it seem larger than what is."""
+        left = np.where(sent, -1, keys)
+        at = int(left.argmax()) if len(left) else 0
+        if not len(left) or left[at] < 0:
+            return NOWHERE
+        magnitude, dtype = means.values[at : at + 1].abs(), self.carrier.dtype
+        if dtype == torch.bfloat16:
+            magnitude *= 1 - 2**-8
+        elif dtype == torch.int8:
+            magnitude = (magnitude - means.values.abs().max() / 127).clamp_(min=0)
+        return int(_magnitudes(magnitude)[0]), int(means.indices[at])
 
+    def _cut(self, every: Entries) -> tuple[Flags, Place]:
+        """Which means are kept, and the place of the last one."""
+        keys = _magnitudes(every.values)
+        kept = largest(keys, self.k)
+        if len(keys) < self.k:
+            return kept, NOWHERE
+        key = int(keys[kept].min())
+        return kept, (key, int(every.indices[np.flatnonzero(kept & (keys == key))[-1]]))
 
-def _census(carrier: Carrier, keys: Tensor, window: int, shift: int, k: int) -> Stages:
-    bins = ((keys >> shift) - window).clamp_(-1, BINS) + 1
-    mine = torch.bincount(bins, minlength=BINS + 2).int()
-    if census_is_shared(k, carrier.world_size):
-        every, work = carrier.all_gather(mine)
-        yield work
-        return _Census(window, every.sum(0), mine, every)
-    total = mine.clone()
-    yield from carrier.all_reduce(total)
-    return _Census(window, total, mine, None)
-
-
-def _above_and_in(carrier: Carrier, census: _Census, place: int) -> Stages:
-    """How many keys every owner has above a bin, and in it."""
-    if census.every is None:
-        mine = torch.stack([census.mine[place + 2 :].sum(), census.mine[place + 1]]).int()
-        pairs, work = carrier.all_gather(mine)
-        yield work
-        return pairs[:, 0].long(), pairs[:, 1].long()
-    return census.every[:, place + 2 :].sum(1), census.every[:, place + 1].long()
-
-
-@dataclass(frozen=True)
-class _Census:
-    """How many keys lie below a window, in each of its bins, and above it: int32 [BINS + 2]."""
-
-    window: int
-    total: Tensor
-    mine: Tensor
-    every: Tensor | None  # of each owner, where that is little
+    def _pieces(self, counts: Sequence[int]) -> Pieces:
+        """Of each owner so many entries."""
+        return Pieces(counts, self.bounds[:-1], [b - a for a, b in pairwise(self.bounds)])
 
 
-def _bin_of(counts: Tensor, k: int) -> int | None:
-    """The bin in which the k-th largest lies, None outside the window. With fewer than k in all, the lowest."""
-    below, *_ = counts.tolist()
-    at_least = counts.flip(0).cumsum(0).flip(0)[1:]  # in this bin or above; the last is beyond the window
-    reached = (at_least >= k).nonzero().view(-1)
-    if len(reached) == 0:
-        return 0 if below == 0 else None
-    place = int(reached[-1])
-    return place if place < len(counts) - 2 else None
+def largest(keys: Keys, k: int) -> Flags:
+    """Which k numbers are the largest, of equals the first."""
+    if k >= len(keys):
+        return np.ones(len(keys), np.bool_)
+    key = np.partition(keys, -k)[-k] if k else keys.max() + 1
+    kept: Flags = keys > key
+    kept[np.flatnonzero(keys == key)[: k - np.count_nonzero(kept)]] = True
+    return kept
+
+
+def _magnitudes(values: Tensor) -> Keys:
+    """In their order, as whole numbers; NaN is the largest."""
+    return values.numpy().view(np.int32) & 0x7FFFFFFF
+
+
+def _those(entries: Entries, flags: Flags) -> Entries:
+    at = torch.from_numpy(np.flatnonzero(flags))
+    return Entries(entries.indices[at], entries.values[at])
+
+
+def _int32(numbers: Sequence[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device=HOST)

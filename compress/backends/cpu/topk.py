@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -101,13 +101,17 @@ class Entries(EntryKernels):
         for wire, row in zip(wires, values, strict=True):
             unpack(address(wire, BYTES), len(row), address(row, F32))
 
-    def pack_index_pieces(self, indices: Tensor, pieces: Pieces, wire: Tensor) -> None:
-        table = _table(pieces, pieces.index_sizes())
-        packing.pack_index_pieces(table.ctypes.data, len(table), address(indices, I32), address(wire, BYTES))
+    def pack_index_pieces(
+        self, indices: Tensor, pieces: Pieces, wire: Tensor, begins: Sequence[int] | None = None
+    ) -> None:
+        table, begin = _table(pieces, wire, pieces.index_sizes() if begins is None else None, begins)
+        packing.pack_index_pieces(table.ctypes.data, len(table), address(indices, I32), begin)
 
-    def unpack_index_pieces(self, wire: Tensor, pieces: Pieces, indices: Tensor) -> None:
-        table = _table(pieces, pieces.index_sizes())
-        packing.unpack_index_pieces(table.ctypes.data, len(table), address(wire, BYTES), address(indices, I32))
+    def unpack_index_pieces(
+        self, wire: Tensor, pieces: Pieces, indices: Tensor, begins: Sequence[int] | None = None
+    ) -> None:
+        table, begin = _table(pieces, wire, pieces.index_sizes() if begins is None else None, begins)
+        packing.unpack_index_pieces(table.ctypes.data, len(table), begin, address(indices, I32))
 
     def pack_value_pieces(
         self,
@@ -117,15 +121,18 @@ class Entries(EntryKernels):
         wire: Tensor,
         indices: Tensor,
         residual: Tensor | None = None,
+        begins: Sequence[int] | None = None,
     ) -> None:
-        table = _table(pieces, pieces.value_sizes(dtype))
+        table, begin = _table(pieces, wire, pieces.value_sizes(dtype) if begins is None else None, begins)
         rest = address(indices, I32), 0 if residual is None else address(residual, F32)
-        where = table.ctypes.data, len(table), address(values, F32), address(wire, BYTES)
+        where = table.ctypes.data, len(table), address(values, F32), begin
         packing.pack_value_pieces(VALUE_KINDS[dtype], *where, *rest)
 
-    def unpack_value_pieces(self, wire: Tensor, pieces: Pieces, dtype: torch.dtype, values: Tensor) -> None:
-        table = _table(pieces, pieces.value_sizes(dtype))
-        where = table.ctypes.data, len(table), address(wire, BYTES), address(values, F32)
+    def unpack_value_pieces(
+        self, wire: Tensor, pieces: Pieces, dtype: torch.dtype, values: Tensor, begins: Sequence[int] | None = None
+    ) -> None:
+        table, begin = _table(pieces, wire, pieces.value_sizes(dtype) if begins is None else None, begins)
+        where = table.ctypes.data, len(table), begin, address(values, F32)
         packing.unpack_value_pieces(VALUE_KINDS[dtype], *where)
 
     def put_back(self, entries: tuple[Tensor, Tensor], kept: Tensor, residual: Tensor) -> None:
@@ -161,8 +168,11 @@ class Entries(EntryKernels):
         return result
 
 
-def _table(pieces: Pieces, sizes: Sequence[int]) -> np.ndarray:
-    return np.array([pieces.counts, pieces.bases, pieces.ranges, sizes], np.int64).T.copy()
+def _table(pieces: Pieces, wire: Tensor, sizes: Sequence[int] | None, begins: Sequence[int] | None) -> Any:
+    """Of each piece: entries, base, range, and bytes from its begin to the next one's; and where the first begins."""
+    steps = sizes if begins is None else [*(b - a for a, b in pairwise(begins)), 0]
+    table = np.array([pieces.counts, pieces.bases, pieces.ranges, steps], np.int64).T.copy()
+    return table, address(wire, BYTES) + (0 if begins is None else begins[0])
 
 
 def _layout(numel: int, k: int) -> tuple[int, int, int]:

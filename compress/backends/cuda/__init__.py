@@ -19,7 +19,7 @@ from ...entries import index_layout
 from .. import Backend, Kernels, Workspace, kept
 from ..drawn import DRAWN
 from ..sparse import whole_rows
-from .device import ROW, SUFFIXES, THREADS, Function, device_for
+from .device import ROW, STORED, SUFFIXES, THREADS, Function, device_for
 from .entries import Entries
 from .low_rank import PowerSGD
 from .momentum import Momentum, Tracking
@@ -27,8 +27,6 @@ from .narrow import Narrow
 from .outliers import Outliers
 from .sparse import Threshold, TopK
 
-#: How the kernels name a format that is stored.
-STORED = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 WARPS = THREADS // 32
 #: Arguments of a kernel that are no tensors.
 Numbers = tuple[np.generic, ...]

@@ -19,6 +19,8 @@ from . import compiler
 THREADS = 256
 #: Elements that a warp takes at a time.
 ROW = 256
+#: How the kernels name a format that is stored.
+STORED = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 SUFFIXES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 #: Most blocks of threads for each multiprocessor.
 SHARES = 64

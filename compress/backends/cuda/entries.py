@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...entries import VALUE_BLOCK, index_layout
+from ..dealing import Dealing
 from ..sparse import EntryKernels, typed_rows, whole_rows
+from .dealing import Dealer
 from .device import SHARES, THREADS, device_for, grid_for
 from .union import Union
 
@@ -22,9 +26,14 @@ UNPACKING_THREADS, UNPACKING_SHARES = 512, 32
 class Entries(EntryKernels):
     def prepare(self, device: torch.device) -> None:
         device_for(device).function(FILE, "entries_pack_indices")
+        for file, kernel in (("union.cu", "union_mark"), ("dealing.cu", "dealing_rows")):
+            device_for(device).function(file, kernel)
 
     def union(self, numel: int, capacity: int, device: torch.device) -> Union:
         return Union(numel, capacity, device)
+
+    def dealer(self, dealing: Dealing, k: int, share: int, codec: Any, sent: tuple[Tensor, Tensor]) -> Dealer:
+        return Dealer(self, dealing, k, share, codec, sent)
 
     def pack_indices(self, indices: Tensor, count: Tensor | None, base: int, numel: int, wire: Tensor) -> None:
         k, device = len(indices), device_for(indices.device)
