@@ -3,21 +3,21 @@
 import torch
 
 from . import schedules
-from .cast import Cast, Identity
-from .chunked import ChunkedTopK
 from .codec import BlockCodec, Codec, SparseCodec, new_draw
-from .feedback import Feedback, Residual
-from .momentum import Momentum
-from .onebit import OneBit
-from .outliers import Outliers
-from .power_sgd import PowerSGD
-from .qsgd import QSGD
-from .random_k import RandomK
-from .ternary import Ternary
-from .terngrad import TernGrad
-from .threshold import Threshold
-from .topk import TopK
-from .tracking import Tracking
+from .codecs.cast import Cast, Identity
+from .codecs.chunked_topk import ChunkedTopK
+from .codecs.onebit import OneBit
+from .codecs.outliers import Outliers
+from .codecs.power_sgd import PowerSGD
+from .codecs.qsgd import QSGD
+from .codecs.random_k import RandomK
+from .codecs.ternary import Ternary
+from .codecs.terngrad import TernGrad
+from .codecs.threshold import Threshold
+from .codecs.topk import TopK
+from .feedback.base import Feedback, Residual
+from .feedback.momentum import Momentum
+from .feedback.tracking import Tracking
 
 #: One example of every codec. Contract tests, benchmarks and the command line take the codecs from here.
 CODECS: tuple[Codec, ...] = (

@@ -14,7 +14,7 @@ from torch import Tensor
 from .backends import Kernels, Workspace
 from .backends.base import divide
 from .codec import Codec, check_choice
-from .wire import Field, Part
+from .formats.wire import Field, Part
 
 MEANS, CLIPS = ("ranks", "senders"), (None, "median")
 MOST = torch.finfo(torch.float32).max

@@ -48,9 +48,9 @@ import torch
 from torch import Tensor
 
 from .backends import Entering, Kernels, Narrow, Workspace, backend_for, kernels_for, selecting
-from .entries import index_fields, value_fields
-from .layout import Layout
-from .wire import Part
+from .formats.entries import index_fields, value_fields
+from .formats.layout import Layout
+from .formats.wire import Part
 
 #: Philox counts eight draws in each of 2^32 positions: beyond that, elements would share their noise.
 MOST_ELEMENTS = 1 << 35

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from .codec import Codec, check_number
-from .topk import TopK
+from .codecs.topk import TopK
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-// The entries of sparse gradients, packed and unpacked: compress/entries.py has the format, and the class Entries of
+// The entries of sparse gradients, packed and unpacked: compress/formats/entries.py has the format, and the class Entries of
 // compress/backends/reference.py is what every byte equals.
 //
 //   indices   at = index - base, split into its l lowest bits and the rest. Bit (at >> l) + i of `upper` is set for

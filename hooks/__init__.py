@@ -1,11 +1,11 @@
 """DDP communication hooks, sharded models, periodic synchronisation, and the exchanges behind them."""
 
-from .ddp import CompressState, compress_hook
+from .core.optimizer_checks import Recommendation, recommend
+from .core.statistics import Statistics
+from .ddp.hook import CompressState, compress_hook
 from .fsdp import compress_fsdp
-from .local import LocalUpdates
-from .optimizers import Recommendation, recommend
-from .sparse import sparse_all_reduce
-from .statistics import Statistics
+from .local_sgd.updates import LocalUpdates
+from .sparse.all_reduce import sparse_all_reduce
 
 __all__ = [
     "CompressState",

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from ..compress import Codec, Feedback, OneBit
 from ..compress.codec import BlockCodec, check_choice
 from ..hooks.auto.planner import Choice
+from ..hooks.core.options import Options
 from ..hooks.exchanges import EXCHANGES
-from ..hooks.options import Options
 from .base import ExchangingOptimizer, check_range
 from .bucket import Bucket
 

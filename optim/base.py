@@ -12,18 +12,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import __version__
-from ..compress.memory import Memory
-from ..hooks import checkpoint
-from ..hooks.backward import waited
+from ..compress.feedback.store import Memory
 from ..hooks.comm import handshake, pieces
 from ..hooks.comm.untraced import untraced
-from ..hooks.connection import Connection
-from ..hooks.loss_scale import LossScale, Tracker
-from ..hooks.names import unwrapped
-from ..hooks.options import Options, check_dtypes, check_whole
-from ..hooks.outer import fragments_of
-from ..hooks.reducer import Reducer
-from ..hooks.statistics import Statistics
+from ..hooks.core import checkpoint
+from ..hooks.core.autograd_end import waited
+from ..hooks.core.grad_scaler import LossScale, Tracker
+from ..hooks.core.names import unwrapped
+from ..hooks.core.options import Options, check_dtypes, check_whole
+from ..hooks.core.reducer import Reducer
+from ..hooks.core.session import Connection
+from ..hooks.core.statistics import Statistics
+from ..hooks.local_sgd.outer_sgd import fragments_of
 from .bucket import Bucket
 from .replicated import Replicas
 

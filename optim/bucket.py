@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..hooks.outer import layout_of
-from ..hooks.reducer import Unit
+from ..hooks.core.reducer import Unit
+from ..hooks.local_sgd.outer_sgd import layout_of
 
 
 class Bucket:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..compress import Codec, Identity, Ternary
 from ..compress.codec import check_choice
-from ..compress.votes import RULES, Votes, vote
-from ..hooks.options import Options
+from ..compress.codecs.sign_vote import RULES, Votes, vote
+from ..hooks.core.options import Options
 from .base import ExchangingOptimizer
 from .bucket import Bucket
 

@@ -22,11 +22,11 @@ import torch.distributed as dist
 from drawn import Close, Configuration, Copy, Event, Join, Overflow, Parameter, Raise, Rescale, Resize, Resume, Step
 from drawn_model import Drawn, Linear, Recorder, fail, infinite, with_scale
 from gradwire import CompressState, compress_hook
-from gradwire.compress.feedback import RESIDUAL
-from gradwire.compress.momentum import MOMENTUM
-from gradwire.compress.tracking import ESTIMATE
-from gradwire.hooks import reducer
-from gradwire.hooks.auto import cost, probe
+from gradwire.compress.feedback.base import RESIDUAL
+from gradwire.compress.feedback.momentum import MOMENTUM
+from gradwire.compress.feedback.tracking import ESTIMATE
+from gradwire.hooks.core import reducer
+from gradwire.hooks.network import cost, probe
 from rounded import counted
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel

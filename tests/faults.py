@@ -22,10 +22,10 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from gradwire import QSGD, CompressState, OneBit, TopK, compress_hook
-from gradwire.hooks.auto import cost, probe
 from gradwire.hooks.auto.trial import PLANNED, Trial
 from gradwire.hooks.comm import group, threads
 from gradwire.hooks.comm.group import Group
+from gradwire.hooks.network import cost, probe
 from torch.nn.parallel import DistributedDataParallel
 from training import batch, digest, mean_residuals, perceptron, pretend, residuals_of, wrap
 

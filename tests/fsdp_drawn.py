@@ -16,9 +16,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from drawn import Short
 from gradwire import Codec, Residual, compress_fsdp
-from gradwire.compress.feedback import Feedback
+from gradwire.compress.feedback.base import Feedback
 from gradwire.hooks.comm.group import Group
-from gradwire.hooks.fsdp.state import FSDPState
+from gradwire.hooks.fsdp.replicate import FSDPState
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from ranks import Pool

@@ -17,7 +17,7 @@ import torch
 from gradwire import compress
 from gradwire.compress import Codec, new_draw
 from gradwire.compress.backends import use_backend
-from gradwire.compress.wire import WIRE_VERSION
+from gradwire.compress.formats.wire import WIRE_VERSION
 from strategies import VARIANTS, decode, encode, gradient
 
 FOLDER = Path(__file__).resolve().parent / "golden"

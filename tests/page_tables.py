@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 from gradwire import CODECS, Codec, Outliers, PowerSGD
 from gradwire.compress import SparseCodec
-from gradwire.compress.entries import index_layout
-from gradwire.compress.wire import Field, Part
+from gradwire.compress.formats.entries import index_layout
+from gradwire.compress.formats.wire import Field, Part
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 NUMEL = 1 << 20

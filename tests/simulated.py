@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from gradwire.compress import Codec, new_draw
-from gradwire.compress.feedback import Feedback
-from gradwire.compress.layout import Layout, layout_numel
-from gradwire.compress.memory import Memory
+from gradwire.compress.feedback.base import Feedback
+from gradwire.compress.feedback.store import Memory
+from gradwire.compress.formats.layout import Layout, layout_numel
 from strategies import parts_of
 from torch import Tensor
 

@@ -11,7 +11,7 @@ import torch
 from gradwire.compress import CODECS, QSGD, ChunkedTopK, Codec, OneBit, Outliers, Ternary, TernGrad, TopK, new_draw
 from gradwire.compress.backends import backend_names
 from gradwire.compress.codec import DTYPES
-from gradwire.compress.entries import index_layout
+from gradwire.compress.formats.entries import index_layout
 from hypothesis import strategies as st
 from torch import Tensor
 

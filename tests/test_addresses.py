@@ -16,9 +16,9 @@ from gradwire.compress import CODECS, Codec, backends, new_draw
 from gradwire.compress.backends import entries_for, use_backend
 from gradwire.compress.backends.addresses import address, rows_at
 from gradwire.compress.backends.sparse import EntryKernels, Pieces, whole_rows
-from gradwire.compress.entries import index_bytes
-from gradwire.hooks.auto import probe
+from gradwire.compress.formats.entries import index_bytes
 from gradwire.hooks.comm.group import Group
+from gradwire.hooks.network import probe
 from gradwire.optim import DistributedLion
 from ranks import Pool
 from strategies import VARIANTS

@@ -17,9 +17,9 @@ from gradwire.benchmarks.advisor.network import PAYLOAD
 from gradwire.benchmarks.advisor.prediction import Here
 from gradwire.benchmarks.advisor.step_simulation import Job, Processors, Profile, Task, predict, run, share, simulate
 from gradwire.compress import OneBit
-from gradwire.hooks.auto import cost
-from gradwire.hooks.auto.cost import CodecSpeed, Work
 from gradwire.hooks.exchanges import Bucketful, Gather, TwoPass
+from gradwire.hooks.network import cost
+from gradwire.hooks.network.cost import CodecSpeed, Work
 from hypothesis import given
 from hypothesis import strategies as st
 

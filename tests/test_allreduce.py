@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from gradwire.compress import CODECS, QSGD, Cast, Codec, Identity, OneBit, TernGrad, TopK, new_draw
-from gradwire.compress.feedback import NOTHING, plain
+from gradwire.compress.feedback.base import NOTHING, plain
 from gradwire.hooks.auto.planner import check_exchange, default_exchange
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.comm.pipeline import drive

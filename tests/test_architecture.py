@@ -1,4 +1,6 @@
-"""Imports run one way: csrc ← backends ← codecs ← feedback ← memory ← allreduce ← lane, state ← the hooks ← benchmarks.
+"""Imports run one way: csrc ← formats ← backends ← codecs ← feedback ← comm ← network ← exchanges ← {sparse, auto} ←
+core ← {ddp, local_sgd, fsdp, horovod} ← {optim, trainers} ← benchmarks. Fronts do not import each other, and core knows
+no DDP.
 
 `violations` reads sources, not modules, so that an import inside a function or under TYPE_CHECKING counts as well.
 """
@@ -19,17 +21,19 @@ FOLDERS = ("benchmarks", "compress", "csrc", "hooks", "optim", "trainers")
 #: From the bottom up: a module may import what stands on a lower line, or beside it. The first match counts.
 LAYERS = (
     ("kernels", r"csrc(\..+)?"),
-    ("formats", r"compress\.(wire|entries|layout)"),
+    ("formats", r"compress\.formats(\..+)?"),
     ("backends", r"compress\.backends(\..+)?"),
     ("codec contract", r"compress\.codec"),
-    ("codecs", r"compress\.(?!(feedback|momentum|tracking|memory)$).+"),
-    ("feedback", r"compress\.(feedback|momentum|tracking)"),
-    ("memory", r"compress\.memory"),
+    ("codecs", r"compress\.(?!feedback(\.|$)).+"),
+    ("feedback", r"compress\.feedback(\.(?!store$).+)?"),
+    ("feedback store", r"compress\.feedback\.store"),
     ("compress", r"compress"),
     ("messages", r"hooks\.comm(\..+)?"),
-    ("exchanges", r"hooks\.(exchanges|auto|sparse)(\..+)?"),
-    ("reducer", r"hooks\.(?!(ddp|local)$|(horovod|fsdp)(\.|$)).+"),
-    ("hooks", r"hooks\.(ddp|local|(horovod|fsdp)(\..+)?)"),
+    ("network", r"hooks\.network(\..+)?"),
+    ("exchanges", r"hooks\.exchanges(\..+)?"),
+    ("choices", r"hooks\.(auto|sparse)(\..+)?"),
+    ("core", r"hooks\.core(\..+)?"),
+    ("fronts", r"hooks\.(ddp|local_sgd|fsdp|horovod)(\..+)?"),
     ("public hooks", r"hooks"),
     ("optimizers", r"optim(\..+)?"),
     ("trainers", r"trainers(\..+)?"),
@@ -43,6 +47,7 @@ FORBIDDEN = {
     "csrc": ("torch",),
     "compress": ("torch.distributed", *TRAINERS),
     "hooks": ("cupy", "numba", *TRAINERS),
+    "hooks/core": ("torch.nn.parallel",),
     "benchmarks": TRAINERS,
     "optim": ("cupy", "numba", *TRAINERS),
 }
@@ -91,10 +96,14 @@ def violations(modules: Mapping[str, str]) -> list[str]:
                 theirs = height(target)
                 if theirs > own:
                     found.append(f"{where} ({LAYERS[theirs][0]}) from below ({LAYERS[own][0]})")
+                if LAYERS[theirs][0] == LAYERS[own][0] == "fronts" and target.split(".")[1] != module.split(".")[1]:
+                    found.append(f"{where}, beside it")
                 continue
             top = target.split(".")[0]
-            if any(target == name or target.startswith(f"{name}.") for name in FORBIDDEN.get(folder, ())):
-                found.append(f"{where}, which {folder}/ never does")
+            for place, names in FORBIDDEN.items():
+                inside = f"{module}.".startswith(f"{place.replace('/', '.')}.")
+                if inside and any(target == name or target.startswith(f"{name}.") for name in names):
+                    found.append(f"{where}, which {place}/ never does")
             if top in (*FOLDERS, "tests"):
                 found.append(f"{where} by the name of a folder, which only the repository has")
             if top == "gradwire" and folder != "benchmarks":
@@ -134,26 +143,29 @@ def test_imports_run_one_way() -> None:
 
 
 SOUND = {
-    "": "from .compress import TopK\nfrom .hooks import CompressState",
+    "": "from .compress.codecs.topk import TopK\nfrom .hooks import CompressState",
     "csrc": "",
-    "compress": "from .topk import TopK\nfrom .memory import Memory",
-    "compress.wire": "import numpy as np",
+    "compress": "from .codecs.topk import TopK\nfrom .feedback.store import Memory",
+    "compress.formats.wire": "import numpy as np",
+    "compress.formats.layout": "import torch",
     "compress.backends": "import torch",
-    "compress.backends.cpu": "import numba\nfrom . import Kernels\nfrom ..wire import Part",
-    "compress.codec": "from .backends import Kernels\nfrom .wire import Part",
-    "compress.topk": "from .codec import Codec",
-    "compress.layout": "import torch",
-    "compress.feedback": "from . import codec\nfrom .layout import Slot",
-    "compress.memory": "from .feedback import Residual",
-    "hooks": "from .ddp import compress_hook",
-    "hooks.exchanges.gather": "from ...compress import Codec\nfrom ..comm import pipeline",
+    "compress.backends.cpu": "import numba\nfrom . import Kernels\nfrom ..formats.wire import Part",
+    "compress.codec": "from .backends import Kernels\nfrom .formats.wire import Part",
+    "compress.codecs.topk": "from ..codec import Codec",
+    "compress.feedback.base": "from .. import codec\nfrom ..formats.layout import Slot",
+    "compress.feedback.store": "from .base import Residual",
+    "hooks": "from .ddp.hook import compress_hook",
     "hooks.comm.pipeline": "from torch.distributed import ProcessGroup",
-    "hooks.reducer": "from .exchanges import gather\nfrom .. import __version__\nfrom ..compress.memory import Memory",
-    "hooks.ddp": "from .reducer import Reducer",
+    "hooks.network.cost": "from ..comm.pipeline import drive",
+    "hooks.exchanges.gather": "from ...compress import Codec\nfrom ..comm import pipeline",
+    "hooks.auto.planner": "from ..exchanges.gather import Gather",
+    "hooks.core.reducer": "from ..exchanges import gather\nfrom ... import __version__",
+    "hooks.ddp.hook": "from ..core.reducer import Reducer\nfrom torch.nn.parallel import DistributedDataParallel",
+    "hooks.fsdp.shard": "from ..core.reducer import Reducer",
     "optim": "from .adam import OneBitAdam",
-    "optim.adam": "from ..compress import OneBit\nfrom ..hooks.reducer import Reducer",
+    "optim.adam": "from ..compress import OneBit\nfrom ..hooks.core.reducer import Reducer",
     "benchmarks": "",
-    "benchmarks.training.demo": "from gradwire.hooks.ddp import CompressState\nfrom ... import TopK",
+    "benchmarks.training.demo": "from gradwire.hooks.ddp.hook import CompressState\nfrom ... import TopK",
 }
 
 
@@ -164,36 +176,48 @@ def test_a_sound_library_passes() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "complaint"),
     [
-        ("compress.codec", "from .topk import TopK", "compress.topk (codecs) from below"),
-        ("compress.codec", "def f():\n    from .topk import TopK", "compress.codec:2"),
-        ("compress.codec", "from . import topk", "compress.topk (codecs) from below"),
-        ("compress.topk", "from . import TopK", "compress (compress) from below (codecs)"),
-        ("compress.topk", "from .feedback import Residual", "compress.feedback (feedback) from below"),
-        ("compress.feedback", "from .memory import Memory", "compress.memory (memory) from below"),
+        ("compress.codec", "from .codecs.topk import TopK", "compress.codecs.topk (codecs) from below"),
+        ("compress.codec", "def f():\n    from .codecs.topk import TopK", "compress.codec:2"),
+        ("compress.codec", "from .codecs import topk", "compress.codecs.topk (codecs) from below"),
+        ("compress.codecs.topk", "from .. import TopK", "compress (compress) from below (codecs)"),
+        (
+            "compress.codecs.topk",
+            "from ..feedback.base import Residual",
+            "compress.feedback.base (feedback) from below",
+        ),
+        ("compress.feedback.base", "from .store import Memory", "compress.feedback.store (feedback store) from below"),
         ("compress.backends.cpu", "from ..codec import Codec", "compress.codec (codec contract) from below"),
         (
-            "compress.feedback",
-            "from ..hooks.exchanges.gather import mean",
+            "compress.feedback.base",
+            "from ...hooks.exchanges.gather import mean",
             "hooks.exchanges.gather (exchanges) from below",
         ),
-        ("compress.feedback", "from .. import CompressState", "the root (public names) from below"),
+        ("compress.feedback.base", "from ... import CompressState", "the root (public names) from below"),
         ("hooks.comm.pipeline", "from ..exchanges.gather import G", "hooks.exchanges.gather (exchanges) from below"),
-        ("hooks.comm.pipeline", "if TYPE_CHECKING:\n    from ..reducer import R", "in a circle"),
-        ("hooks.reducer", "from .ddp import compress_hook", "hooks.ddp (hooks) from below"),
-        ("hooks.ddp", "from ..benchmarks.training import demo", "benchmarks.training.demo (benchmarks) from below"),
-        ("hooks.exchanges.gather", "from ..new import helper", "hooks.new (reducer) from below"),
-        ("hooks.local", "from ..optim.adam import OneBitAdam", "optim.adam (optimizers) from below (hooks)"),
+        ("hooks.network.cost", "from ..auto.planner import Plan", "hooks.auto.planner (choices) from below"),
+        ("hooks.exchanges.gather", "from ..auto.planner import Plan", "hooks.auto.planner (choices) from below"),
+        ("hooks.exchanges.gather", "from ..core.new import helper", "hooks.core.new (core) from below"),
+        ("hooks.comm.pipeline", "if TYPE_CHECKING:\n    from ..core.reducer import R", "in a circle"),
+        ("hooks.core.reducer", "from ..ddp.hook import compress_hook", "hooks.ddp.hook (fronts) from below"),
+        ("hooks.core.reducer", "from torch.nn.parallel import DistributedDataParallel", "which hooks/core/ never does"),
+        ("hooks.fsdp.shard", "from ..ddp.hook import compress_hook", "hooks.ddp.hook, beside it"),
+        ("hooks.fsdp.shard", "from ...optim.adam import OneBitAdam", "optim.adam (optimizers) from below (fronts)"),
+        (
+            "hooks.ddp.hook",
+            "from ...benchmarks.training import demo",
+            "training.demo (benchmarks) from below",
+        ),
         ("optim.adam", "from .. import TopK", "the root (public names) from below"),
-        ("compress.topk", "import torch.distributed", "imports torch.distributed, which compress/ never does"),
-        ("compress.topk", "import torch.distributed as dist", "which compress/ never does"),
-        ("compress.topk", "from torch import distributed", "which compress/ never does"),
-        ("compress.topk", "from torch.distributed import nn", "which compress/ never does"),
-        ("compress.topk", "import torch\ntorch.distributed.barrier()", "compress.topk:2"),
-        ("hooks.reducer", "import cupy.cuda", "which hooks/ never does"),
-        ("hooks.reducer", "from numba import njit", "which hooks/ never does"),
-        ("compress.topk", "from gradwire.compress.codec import Codec", "absolutely"),
-        ("hooks.reducer", "import gradwire", "absolutely"),
-        ("hooks.reducer", "from compress.codec import Codec", "by the name of a folder"),
+        ("compress.codecs.topk", "import torch.distributed", "torch.distributed, which compress/ never does"),
+        ("compress.codecs.topk", "import torch.distributed as dist", "which compress/ never does"),
+        ("compress.codecs.topk", "from torch import distributed", "which compress/ never does"),
+        ("compress.codecs.topk", "from torch.distributed import nn", "which compress/ never does"),
+        ("compress.codecs.topk", "import torch\ntorch.distributed.barrier()", "compress.codecs.topk:2"),
+        ("hooks.core.reducer", "import cupy.cuda", "which hooks/ never does"),
+        ("hooks.core.reducer", "from numba import njit", "which hooks/ never does"),
+        ("compress.codecs.topk", "from gradwire.compress.codec import Codec", "absolutely"),
+        ("hooks.core.reducer", "import gradwire", "absolutely"),
+        ("hooks.core.reducer", "from compress.codec import Codec", "by the name of a folder"),
         ("benchmarks.training.demo", "import tests.helper", "by the name of a folder"),
     ],
 )

@@ -11,13 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gradwire.compress import CODECS, Cast, Codec, OneBit, Threshold, TopK, new_draw
-from gradwire.compress.backends import (
-    Kernels,
-    Workspace,
-    backend_kernels,
-    entries_for,
-    reference,
-)
+from gradwire.compress.backends import Kernels, Workspace, backend_kernels, entries_for, reference
 from gradwire.compress.backends.cpu import chunked, dense, drawn, packing, patching, selecting, sparse, ternary, topk
 from gradwire.compress.backends.cpu import kernels as cpu_kernels
 from gradwire.compress.backends.cpu.blocks import random_bits

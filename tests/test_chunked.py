@@ -9,7 +9,7 @@ import pytest
 import torch
 from gradwire.compress import ChunkedTopK, TopK
 from gradwire.compress.backends import use_backend
-from gradwire.compress.entries import index_bytes
+from gradwire.compress.formats.entries import index_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import FINITE, OTHER_BACKENDS, decode, device_of, encode, gradient, same

@@ -10,15 +10,7 @@ import gradwire.hooks.horovod as hvd
 import pytest
 import torch
 from fsdp_drawn import mesh_of
-from gradwire import (
-    CompressState,
-    LocalUpdates,
-    OneBit,
-    TopK,
-    compress_fsdp,
-    compress_hook,
-    sparse_all_reduce,
-)
+from gradwire import CompressState, LocalUpdates, OneBit, TopK, compress_fsdp, compress_hook, sparse_all_reduce
 from gradwire.optim import DistributedLion, OneBitAdam, keep_gradients
 from ranks import Pool
 from torch import Tensor, nn

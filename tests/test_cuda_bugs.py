@@ -15,8 +15,8 @@ from cuda_on_cpu import EmulationError
 from emulated import CSRC, EmulatedDevice, emulated_gpu, forget
 from gradwire.compress import QSGD, Cast, ChunkedTopK, Codec, OneBit, Outliers, Ternary, TernGrad, TopK, new_draw
 from gradwire.compress.backends import backend_for, narrow_vector, use_backend
-from gradwire.compress.entries import index_layout
-from gradwire.compress.feedback import RESIDUAL_DTYPES
+from gradwire.compress.feedback.base import RESIDUAL_DTYPES
+from gradwire.compress.formats.entries import index_layout
 from strategies import gradient, same
 from torch import Tensor
 
@@ -438,7 +438,7 @@ BUGS = (
     ),
     Bug(
         "a finite number becomes infinite",
-        "entries.cu",
+        "entries.cuh",
         "(rounded.bits & 0x7FFF) == 0x7F80) --rounded.bits;",
         "false) --rounded.bits;",
         TopK(0.5, values=torch.bfloat16),
@@ -446,7 +446,7 @@ BUGS = (
     ),
     Bug(
         "truncation for rounding of entries",
-        "entries.cu",
+        "entries.cuh",
         "rintf(__fdiv_rn(v, unit))",
         "truncf(__fdiv_rn(v, unit))",
         TopK(values=torch.int8),

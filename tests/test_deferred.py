@@ -11,11 +11,11 @@ from unittest.mock import patch
 import pytest
 import torch
 from gradwire import Cast, Codec, OneBit, PowerSGD, TopK, Tracking, compress_hook
-from gradwire.hooks import reducer
-from gradwire.hooks.auto import probe
-from gradwire.hooks.backward import AtEnd
 from gradwire.hooks.comm.pipeline import Pipeline
-from gradwire.hooks.connection import Connection
+from gradwire.hooks.core import reducer
+from gradwire.hooks.core.autograd_end import AtEnd
+from gradwire.hooks.core.session import Connection
+from gradwire.hooks.network import probe
 from ranks import Pool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire import Codec, Identity, OneBit, TopK
-from gradwire.hooks import reducer
-from gradwire.hooks.straight import Straight
+from gradwire.hooks.core import reducer
+from gradwire.hooks.core.dense_path import Straight
 from ranks import Pool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -244,7 +244,7 @@ def raised_elsewhere(rank: int, other: int | None) -> tuple[str, float]:
         raise ValueError("in backward")
 
     parameters, start = list(model.parameters()), time.monotonic()
-    short = patch("gradwire.hooks.straight.RAISED_TIMEOUT", timedelta(seconds=0.2))
+    short = patch("gradwire.hooks.core.dense_path.RAISED_TIMEOUT", timedelta(seconds=0.2))
     with short, patch.object(reducer, "HANDSHAKE_TIMEOUT", timedelta(seconds=1)):
         place = 0 if rank else other
         if place is not None:

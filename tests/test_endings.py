@@ -22,7 +22,7 @@ from gradwire.benchmarks.network import flags, links
 from gradwire.hooks.comm import group as group_module
 from gradwire.hooks.comm.group import Group, Messages, Port, Traffic
 from gradwire.hooks.comm.linger import linger, unacknowledged
-from gradwire.hooks.options import ExchangeName
+from gradwire.hooks.core.options import ExchangeName
 from ranks import Pool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel

@@ -11,7 +11,7 @@ from gradwire.compress import new_draw
 from gradwire.compress.backends import backend_for
 from gradwire.compress.backends.base import Kernels
 from gradwire.compress.backends.cpu import kernels as cpu
-from gradwire.compress.feedback import Feedback, Kept
+from gradwire.compress.feedback.base import Feedback, Kept
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import ODD, VARIANTS, same

@@ -12,7 +12,7 @@ import torch
 from gradwire.compress.backends import entries_for, use_backend
 from gradwire.compress.backends.cuda import entries as cuda_entries
 from gradwire.compress.backends.sparse import EntryKernels, Pieces
-from gradwire.compress.entries import LARGEST_UNIT, VALUE_BLOCK, VALUE_DTYPES, index_layout, value_bytes
+from gradwire.compress.formats.entries import LARGEST_UNIT, VALUE_BLOCK, VALUE_DTYPES, index_layout, value_bytes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from strategies import ALL_BACKENDS, KINDS, OTHER_BACKENDS, device_of, gradient, same

@@ -11,9 +11,9 @@ import weakref
 import pytest
 import torch
 from gradwire.compress import QSGD, Codec, OneBit, TopK, new_draw
-from gradwire.compress.feedback import NOTHING, RESIDUAL, Feedback, Kept, NoFeedback, Residual
-from gradwire.compress.layout import Layout, OwnedSlice, Packing, Slot, end_to_end, layout_numel, runs_between
-from gradwire.compress.memory import Memory
+from gradwire.compress.feedback.base import NOTHING, RESIDUAL, Feedback, Kept, NoFeedback, Residual
+from gradwire.compress.feedback.store import Memory
+from gradwire.compress.formats.layout import Layout, OwnedSlice, Packing, Slot, end_to_end, layout_numel, runs_between
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated import SimulatedRanks

@@ -32,10 +32,10 @@ from gradwire import (
     Tracking,
     compress_fsdp,
 )
-from gradwire.hooks.connection import Connection
+from gradwire.hooks.core.session import Connection
 from gradwire.hooks.exchanges import possible
 from gradwire.hooks.fsdp.arithmetic import post_divide
-from gradwire.hooks.fsdp.shards import check_group, fsdp_modules
+from gradwire.hooks.fsdp.torch_internals import check_group, fsdp_modules
 from hypothesis import strategies as st
 from lacking import needs_reduce_scatter
 from torch import nn

@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire import sparse_all_reduce
-from gradwire.hooks import sparse
-from gradwire.hooks.auto import probe
 from gradwire.hooks.comm import group
 from gradwire.hooks.comm.group import Group
+from gradwire.hooks.network import probe
+from gradwire.hooks.sparse import all_reduce as sparse
 from ranks import Pool
 
 CPU = torch.device("cpu")

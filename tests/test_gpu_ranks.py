@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gpu_ranks import DEVICE, REAL, Shared
-from gradwire import (
+from gradwire import (  # fmt: skip
     QSGD,
     Cast,
     ChunkedTopK,
@@ -35,7 +35,7 @@ from gradwire import (
     Tracking,
     compress_fsdp,
     sparse_all_reduce,
-)  # fmt: skip
+)
 from gradwire.hooks.exchanges import possible
 from ranks import RankError
 from strategies import GPU

@@ -17,11 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire.hooks.comm import group as group_module
-from gradwire.hooks.comm import meeting
+from gradwire.hooks.comm import rendezvous as meeting
 from gradwire.hooks.comm.channels import Channels
 from gradwire.hooks.comm.group import Group, Messages, Port, meeting_timeout
 from gradwire.hooks.comm.pipeline import drive
-from gradwire.hooks.comm.shared import TAGS, Mesh
+from gradwire.hooks.comm.shared_gloo import TAGS, Mesh
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import Pool

@@ -17,9 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire import OneBit
-from gradwire.hooks.comm import dissemination, shared
+from gradwire.hooks.comm import bruck_gather as dissemination
+from gradwire.hooks.comm import shared_gloo as shared
 from gradwire.hooks.comm import topology as nodes
-from gradwire.hooks.comm.dissemination import Dissemination
+from gradwire.hooks.comm.bruck_gather import Dissemination
 from gradwire.hooks.comm.group import DIRECT_RANKS, Group
 from gradwire.hooks.comm.handshake import compare
 from ranks import Pool

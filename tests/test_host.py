@@ -13,7 +13,7 @@ from gradwire.benchmarks.codec import host
 from gradwire.compress import CODECS, QSGD, BlockCodec, Codec, OneBit
 from gradwire.compress.backends import backend_kernels
 from gradwire.compress.backends.cuda import device
-from gradwire.hooks.reducer import Unit
+from gradwire.hooks.core.reducer import Unit
 
 #: Torch's operations at the end of a step, whatever the number of buckets: what they counted, brought together.
 AT_THE_END = 3 / host.BUCKETS

@@ -11,10 +11,10 @@ import pytest
 import torch
 from fsdp_drawn import mesh_of
 from gradwire import Identity, LocalUpdates, TopK, compress_fsdp
-from gradwire.hooks import reducer
 from gradwire.hooks.comm.pipeline import Pipeline
-from gradwire.hooks.fsdp.state import _Uses
-from gradwire.hooks.straight import Straight, Sum
+from gradwire.hooks.core import reducer
+from gradwire.hooks.core.dense_path import Straight, Sum
+from gradwire.hooks.fsdp.replicate import _Uses
 from gradwire.optim import OneBitAdam
 from lacking import needs_reduce_scatter
 from ranks import Pool

@@ -33,12 +33,12 @@ from gradwire.benchmarks.common.virtual import VirtualRanks
 from gradwire.benchmarks.training import apart, inside, learn, search
 from gradwire.compress import Feedback
 from gradwire.compress.aggregation import Aggregation
-from gradwire.compress.layout import Slot
-from gradwire.compress.memory import Memory
+from gradwire.compress.feedback.store import Memory
+from gradwire.compress.formats.layout import Slot
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.comm.pipeline import drive
+from gradwire.hooks.core.reducer import Unit
 from gradwire.hooks.exchanges import EXCHANGES
-from gradwire.hooks.reducer import Unit
 from gradwire.optim import DistributedLion, OneBitAdam
 from ranks import Pool
 from training import digest

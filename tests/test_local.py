@@ -27,10 +27,10 @@ from gradwire import (
     TopK,
     Tracking,
 )
-from gradwire.compress.feedback import Kept
-from gradwire.hooks import outer
+from gradwire.compress.feedback.base import Kept
 from gradwire.hooks.exchanges import possible
-from gradwire.hooks.outer import fragments_of
+from gradwire.hooks.local_sgd import outer_sgd as outer
+from gradwire.hooks.local_sgd.outer_sgd import fragments_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Pool

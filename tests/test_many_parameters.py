@@ -13,10 +13,10 @@ import gradwire.hooks.horovod as hvd
 import pytest
 import torch
 from gradwire import LocalUpdates, OneBit, Residual, TopK
-from gradwire.compress.feedback import RESIDUAL
-from gradwire.compress.layout import Slot, end_to_end, layout_numel
-from gradwire.compress.memory import Memory
-from gradwire.hooks.delivery import Delivery
+from gradwire.compress.feedback.base import RESIDUAL
+from gradwire.compress.feedback.store import Memory
+from gradwire.compress.formats.layout import Slot, end_to_end, layout_numel
+from gradwire.hooks.core.discarded import DiscardedMeans
 from gradwire.optim import OneBitAdam
 from ranks import Pool
 from torch import Tensor, nn
@@ -86,7 +86,7 @@ def test_means_that_nobody_takes_are_kept_in_one_go() -> None:
     unit = SimpleNamespace(layout=layout, packed=None, beside=(), extra=None)
     step: Any = SimpleNamespace(undone=False, share=1.0, reduced=[(unit, mean)])
     with counted("_opened") as opened:
-        Delivery({}, memory).keep(step)
+        DiscardedMeans(memory).keep(step)
     assert all(torch.equal(kept, torch.ones(8)) for kept in memory.by_name(RESIDUAL).values())
     assert opened[0] <= 2  # begun and ended
 

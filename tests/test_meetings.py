@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire import QSGD, Codec, OneBit, TopK
-from gradwire.hooks.connection import Connection
+from gradwire.hooks.core.session import Connection
+from gradwire.hooks.ddp.model_lookup import find_owner
 from gradwire.hooks.exchanges.gather import Gather
-from gradwire.hooks.owner import find_owner
 from lacking import needs_skipped_buckets
 from ranks import Pool, without_address
 from torch import Tensor, nn

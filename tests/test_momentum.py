@@ -11,9 +11,9 @@ from gradwire.benchmarks.common.virtual import VirtualRanks
 from gradwire.compress import SparseCodec, new_draw
 from gradwire.compress.backends import MomentumKernels, _backend, use_backend
 from gradwire.compress.codec import DTYPES
-from gradwire.compress.feedback import RESIDUAL, Feedback, Kept
-from gradwire.compress.memory import Memory
-from gradwire.compress.momentum import MOMENTUM
+from gradwire.compress.feedback.base import RESIDUAL, Feedback, Kept
+from gradwire.compress.feedback.momentum import MOMENTUM
+from gradwire.compress.feedback.store import Memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import ALL_BACKENDS, ODD, OTHER_BACKENDS, device_of, parts_of, same

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from gradwire import Codec, Identity, LocalUpdates, Momentum, OneBit, Residual, TopK, Tracking
-from gradwire.compress.feedback import RESIDUAL
-from gradwire.compress.momentum import MOMENTUM
+from gradwire.compress.feedback.base import RESIDUAL
+from gradwire.compress.feedback.momentum import MOMENTUM
 from ranks import Pool
 from test_meetings import TwoHeads, data_of
 from test_momentum import BETA, KINDS

@@ -14,9 +14,9 @@ from gradwire import CompressState, Residual
 from gradwire.compress import QSGD, Codec, OneBit, Ternary, TopK, new_draw
 from gradwire.compress.backends import Kernels, Narrow, _backend, backend_kernels
 from gradwire.compress.backends.narrow import BLOCK, LEAST_STEP, MOST, Rooms
-from gradwire.compress.feedback import RESIDUAL, Feedback
-from gradwire.compress.layout import Slot
-from gradwire.compress.memory import Memory
+from gradwire.compress.feedback.base import RESIDUAL, Feedback
+from gradwire.compress.feedback.store import Memory
+from gradwire.compress.formats.layout import Slot
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Pool

@@ -15,12 +15,12 @@ import pytest
 import torch
 from gradwire.compress import CODECS, Codec, Momentum, OneBit, Outliers, PowerSGD, Residual, SparseCodec, TopK, Tracking
 from gradwire.compress.backends import backend_kernels
-from gradwire.compress.feedback import Feedback
-from gradwire.hooks.auto import cost
+from gradwire.compress.feedback.base import Feedback
 from gradwire.hooks.auto import planner as planner_module
 from gradwire.hooks.comm.pipeline import Pipeline
+from gradwire.hooks.core.reducer import Reducer
 from gradwire.hooks.exchanges import EXCHANGES, possible, serving
-from gradwire.hooks.reducer import Reducer
+from gradwire.hooks.network import cost
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from nccl_on_cpu import DEVICE, Deadlock, GpuTensor, HostWaits, Mismatch, Schedule, World, on_gpu, read

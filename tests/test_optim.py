@@ -26,7 +26,7 @@ from gradwire import (
     Tracking,
 )
 from gradwire.compress.backends import use_backend
-from gradwire.compress.votes import Votes
+from gradwire.compress.codecs.sign_vote import Votes
 from gradwire.hooks.exchanges import possible
 from gradwire.optim import DistributedLion, OneBitAdam, keep_gradients
 from ranks import Pool

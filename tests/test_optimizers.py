@@ -30,8 +30,8 @@ from gradwire import (
     recommend,
 )
 from gradwire.compress import Feedback
-from gradwire.hooks import optimizers
-from gradwire.hooks.optimizers import UNTRIED, concern, expect_optimizer, is_adaptive
+from gradwire.hooks.core import optimizer_checks as optimizers
+from gradwire.hooks.core.optimizer_checks import UNTRIED, concern, expect_optimizer, is_adaptive
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Pool

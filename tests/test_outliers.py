@@ -15,8 +15,8 @@ from gradwire.compress.backends.cpu import outliers as cpu_outliers
 from gradwire.compress.backends.cpu import topk as cpu_topk
 from gradwire.compress.codec import DTYPES
 from gradwire.hooks.auto.planner import check_exchange, default_exchange
+from gradwire.hooks.core.options import Options
 from gradwire.hooks.exchanges import possible
-from gradwire.hooks.options import Options
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import KINDS, decode, encode, gradient, hostile_wires, parts_of, same

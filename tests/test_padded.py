@@ -12,14 +12,14 @@ import torch
 import training
 from gradwire.compress import TopK, new_draw
 from gradwire.compress.backends.dealing import Dealing
-from gradwire.compress.feedback import NOTHING, RESIDUAL, Feedback, Kept, plain
-from gradwire.compress.momentum import MOMENTUM, Momentum
-from gradwire.hooks.auto import cost
+from gradwire.compress.feedback.base import NOTHING, RESIDUAL, Feedback, Kept, plain
+from gradwire.compress.feedback.momentum import MOMENTUM, Momentum
 from gradwire.hooks.comm.group import Group, Work
 from gradwire.hooks.comm.pipeline import Stages, drive
 from gradwire.hooks.exchanges import Bucketful, Operands
-from gradwire.hooks.exchanges.padded import Padded, PaddedUnion
-from gradwire.hooks.exchanges.padded_split import PaddedSplit
+from gradwire.hooks.exchanges.fixed_base import Padded, PaddedUnion
+from gradwire.hooks.exchanges.fixed_split import PaddedSplit
+from gradwire.hooks.network import cost
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nccl_on_cpu import DEVICE, Machine, Schedule, World, on_gpu, read

@@ -11,10 +11,10 @@ import gradwire
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire.hooks import checkpoint
 from gradwire.hooks.comm import pieces
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.comm.pieces import all_reduce, broadcast, overlap
+from gradwire.hooks.core import checkpoint
 from gradwire.optim import DistributedLion, OneBitAdam
 from hypothesis import given, settings
 from hypothesis import strategies as st

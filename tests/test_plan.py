@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire import QSGD, Cast, ChunkedTopK, Codec, CompressState, Identity, OneBit, TernGrad, TopK, compress_hook
-from gradwire.hooks.auto import cost, probe
 from gradwire.hooks.auto.planner import Choice, Planner
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.comm.topology import Topology, node_size
+from gradwire.hooks.network import cost, probe
 from ranks import Pool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

@@ -15,9 +15,9 @@ from gradwire import CompressState, Momentum, Tracking
 from gradwire.compress import CODECS, QSGD, Codec, OneBit, SparseCodec, TopK, backends, new_draw
 from gradwire.compress.backends import Backend, Kernels, register_backend, use_backend
 from gradwire.compress.codec import DTYPES
-from gradwire.compress.entries import plain_entries
-from gradwire.compress.feedback import RESIDUAL, Feedback, Residual
-from gradwire.compress.memory import Memory
+from gradwire.compress.feedback.base import RESIDUAL, Feedback, Residual
+from gradwire.compress.feedback.store import Memory
+from gradwire.compress.formats.entries import plain_entries
 from gradwire.hooks.exchanges import EXCHANGES, possible
 from gradwire.hooks.exchanges import register as register_exchange
 from ranks import Pool

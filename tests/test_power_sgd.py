@@ -15,9 +15,9 @@ from gradwire.benchmarks.common.virtual import VirtualRanks
 from gradwire.compress import Feedback, new_draw
 from gradwire.compress.backends import backend_kernels
 from gradwire.compress.backends.low_rank import LowRankKernels, Matrices
-from gradwire.compress.feedback import RESIDUAL
-from gradwire.compress.layout import Layout, Slot, layout_numel
-from gradwire.compress.power_sgd import Piece
+from gradwire.compress.codecs.power_sgd import Piece
+from gradwire.compress.feedback.base import RESIDUAL
+from gradwire.compress.formats.layout import Layout, Slot, layout_numel
 from gradwire.hooks.auto.planner import check_exchange, default_exchange
 from gradwire.hooks.exchanges import possible
 from hypothesis import given, settings

@@ -19,9 +19,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire import Codec, OneBit, TopK
-from gradwire.hooks import Statistics, reducer
+from gradwire.hooks import Statistics
 from gradwire.hooks.comm import pipeline
 from gradwire.hooks.comm.pipeline import NVTX_TOOLS, clock
+from gradwire.hooks.core import reducer
 from lacking import needs_all_threads
 from ranks import Pool
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile

@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire import QSGD, CompressState, Identity, OneBit, TopK, compress_hook
-from gradwire.hooks.auto import probe
 from gradwire.hooks.comm.group import Group
-from gradwire.hooks.rows import Rows
-from gradwire.hooks.sparse import ALGORITHMS
+from gradwire.hooks.core.sparse_gradient import Rows
+from gradwire.hooks.network import probe
+from gradwire.hooks.sparse.all_reduce import ALGORITHMS
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from ranks import Pool

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from gradwire.benchmarks.network.allreduce import IndexSets
 from gradwire.benchmarks.network.simulation import Network, SimulatedGroup, Task, World, check, simulate
-from gradwire.hooks.comm.entries import Entries
+from gradwire.hooks.comm.entry_exchange import Entries
 from gradwire.hooks.comm.group import Group
 from ranks import Pool
 from torch import Tensor

@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire import sparse_all_reduce
-from gradwire.hooks import sparse
-from gradwire.hooks.auto import cost, probe
-from gradwire.hooks.comm.entries import Carrier, Entries
+from gradwire.hooks.comm.entry_exchange import Carrier, Entries
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.comm.pipeline import drive
-from gradwire.hooks.sparse import arguments
-from gradwire.hooks.sparse.arguments import Algorithm, Op
+from gradwire.hooks.network import cost, probe
+from gradwire.hooks.sparse import all_reduce as sparse
+from gradwire.hooks.sparse import validation as arguments
+from gradwire.hooks.sparse.validation import Algorithm, Op
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import GROUP_TIMEOUT, Pool

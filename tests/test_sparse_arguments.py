@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire import sparse_all_reduce
-from gradwire.hooks import sparse
-from gradwire.hooks.sparse.arguments import Algorithm
+from gradwire.hooks.sparse import all_reduce as sparse
+from gradwire.hooks.sparse.validation import Algorithm
 from ranks import Pool
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode

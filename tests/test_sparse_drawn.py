@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire import sparse_all_reduce
-from gradwire.hooks import sparse
-from gradwire.hooks.auto import probe
+from gradwire.hooks.network import probe
+from gradwire.hooks.sparse import all_reduce as sparse
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import Pool

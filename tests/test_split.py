@@ -10,10 +10,10 @@ import torch
 import training
 from gradwire.benchmarks.common.virtual import VirtualGroup
 from gradwire.compress import TopK
-from gradwire.compress.feedback import plain
-from gradwire.hooks.auto import cost
-from gradwire.hooks.comm.entries import Entries, fill
+from gradwire.compress.feedback.base import plain
+from gradwire.hooks.comm.entry_exchange import Entries, fill
 from gradwire.hooks.exchanges.split import Split
+from gradwire.hooks.network import cost
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor

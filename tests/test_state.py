@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire import QSGD, Codec, CompressState, Identity, OneBit, TernGrad, TopK, Tracking, compress_hook
-from gradwire.compress.wire import WIRE_VERSION
-from gradwire.hooks import owner
-from gradwire.hooks.options import Options
+from gradwire.compress.formats.wire import WIRE_VERSION
+from gradwire.hooks.core.options import Options
+from gradwire.hooks.ddp import model_lookup as owner
 from ranks import Pool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -158,13 +158,13 @@ def disagree(rank: int, case: str) -> tuple[str, float]:
     elif case == "invalid":
         options = {"exchange": "ring"} if rank else {}
     elif case == "version":
-        import gradwire.hooks.options as module
+        import gradwire.hooks.core.options as module
 
         module.WIRE_VERSION = 1 + rank
     try:
         text = message(lambda: CompressState(ddp, codecs[rank % 2], **options))
     finally:
-        import gradwire.hooks.options as module
+        import gradwire.hooks.core.options as module
 
         module.WIRE_VERSION = WIRE_VERSION
     return text, time.monotonic() - start

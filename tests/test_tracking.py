@@ -12,9 +12,9 @@ from gradwire import QSGD, Codec, Identity, OneBit, TopK, Tracking
 from gradwire.compress import new_draw
 from gradwire.compress.backends import TrackingKernels, _backend
 from gradwire.compress.codec import DTYPES
-from gradwire.compress.feedback import RESIDUAL
-from gradwire.compress.memory import Memory
-from gradwire.compress.tracking import ESTIMATE, MOMENTUM
+from gradwire.compress.feedback.base import RESIDUAL
+from gradwire.compress.feedback.store import Memory
+from gradwire.compress.feedback.tracking import ESTIMATE, MOMENTUM
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lacking import needs_skipped_buckets

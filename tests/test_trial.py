@@ -11,7 +11,8 @@ from unittest.mock import patch
 import pytest
 import torch
 from gradwire import Codec, CompressState, OneBit, TopK, compress_hook
-from gradwire.hooks.auto import cost, drift, probe, trial
+from gradwire.hooks.auto import drift, trial
+from gradwire.hooks.auto.controller import Tuner
 from gradwire.hooks.auto.drift import WINDOW, Drift
 from gradwire.hooks.auto.planner import HALF_PRECISION, Choice, Planner
 from gradwire.hooks.auto.trial import (
@@ -28,10 +29,10 @@ from gradwire.hooks.auto.trial import (
     Trial,
     typical,
 )
-from gradwire.hooks.auto.tuner import Tuner
-from gradwire.hooks.connection import Connection
+from gradwire.hooks.core.dense_path import Straight
+from gradwire.hooks.core.session import Connection
 from gradwire.hooks.exchanges import Dense, Gather
-from gradwire.hooks.straight import Straight
+from gradwire.hooks.network import cost, probe
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import Pool

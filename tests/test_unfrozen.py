@@ -12,7 +12,7 @@ import pytest
 import torch
 from fsdp_drawn import mesh_of
 from gradwire import CompressState, Identity, OneBit, compress_fsdp, compress_hook
-from gradwire.hooks import ddp as hooks_ddp
+from gradwire.hooks.ddp import hook as hooks_ddp
 from lacking import needs_hook
 from ranks import Pool
 from torch import nn

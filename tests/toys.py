@@ -10,13 +10,13 @@ import torch
 from gradwire.compress import Codec, SparseCodec
 from gradwire.compress.backends import Backend, Kernels, Workspace, backend_kernels, reference
 from gradwire.compress.backends.sparse import SparseKernels
-from gradwire.compress.entries import value_fields
-from gradwire.compress.feedback import RESIDUAL, Feedback, Kept, Residual
-from gradwire.compress.wire import Field, Part
-from gradwire.hooks.auto.cost import Calibration, Estimate
+from gradwire.compress.feedback.base import RESIDUAL, Feedback, Kept, Residual
+from gradwire.compress.formats.entries import value_fields
+from gradwire.compress.formats.wire import Field, Part
 from gradwire.hooks.comm.group import Group, Port
 from gradwire.hooks.comm.pipeline import Stages
 from gradwire.hooks.exchanges import Bucketful, Exchange, Operands
+from gradwire.hooks.network.cost import Calibration, Estimate
 from torch import Tensor
 
 

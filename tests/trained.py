@@ -20,8 +20,8 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from gradwire.hooks.reducer import Reducer, Step, Unit
-from gradwire.hooks.state import State
+from gradwire.hooks.core.reducer import Reducer, Step, Unit
+from gradwire.hooks.ddp.state import State
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from training import digest, law

@@ -14,11 +14,11 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from gradwire import CompressState, compress_hook
-from gradwire.compress.feedback import RESIDUAL, Residual
-from gradwire.hooks import connection
-from gradwire.hooks.auto import cost
+from gradwire.compress.feedback.base import RESIDUAL, Residual
 from gradwire.hooks.comm import group
 from gradwire.hooks.comm.group import Group
+from gradwire.hooks.core import session as connection
+from gradwire.hooks.network import cost
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

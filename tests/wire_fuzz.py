@@ -20,7 +20,7 @@ from gradwire.compress import Codec, new_draw
 from gradwire.compress.backends import Workspace, backend_kernels, entries_for, use_backend
 from gradwire.compress.backends.sparse import EntryKernels, Pieces
 from gradwire.compress.codec import DTYPES
-from gradwire.compress.entries import VALUE_DTYPES
+from gradwire.compress.formats.entries import VALUE_DTYPES
 from guarded import Room
 from strategies import LENGTHS, VARIANTS, same
 from torch import Tensor

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ..hooks import CompressState, compress_hook
-from ..hooks.owner import ddp_of
-from ..hooks.registration import check_free, has_hook
+from ..hooks.ddp.model_lookup import ddp_of
+from ..hooks.ddp.registration import check_free, has_hook
 
 
 def register_hook(

@@ -14,7 +14,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ..hooks import CompressState
-from ..hooks.checkpoint import MEAN
+from ..hooks.core.checkpoint import MEAN
 from . import files
 from .registering import register_hook
 

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...compress.codec import DTYPES
-from ...hooks.auto import probe
 from ...hooks.comm.group import Group, Work
+from ...hooks.network import probe
 from ..common import models
 from ..common.arms import ARMS, BASELINE, DENSE
 from ..common.report import median

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...hooks.auto.cost import EVERY, GLOO_PIECE, Calibration, Latency, Line, Nodes, Work
+from ...hooks.network.cost import EVERY, GLOO_PIECE, Calibration, Latency, Line, Nodes, Work
 
 #: What TCP leaves of Ethernet's rate: 1448 bytes of 1538, with headers, preamble and the gap between frames.
 PAYLOAD = 1448 / 1538

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...hooks.auto import cost
 from ...hooks.auto.planner import calibrated, compressed
 from ...hooks.comm.group import Group
 from ...hooks.comm.topology import make_topology
 from ...hooks.exchanges import Bucketful
+from ...hooks.network import cost
 from ..common.arms import BASELINE, Arm, label
 from ..network import links
 from . import measurement

@@ -28,7 +28,7 @@ from ...compress import QSGD, Cast, ChunkedTopK, Codec, OneBit, TernGrad, TopK, 
 from ...compress.backends import use_backend
 from ...compress.backends.cuda.device import DEVICES, THREADS, Argument, Device, Function, passed
 from ...hooks.comm.group import Collective, Group
-from ...hooks.ddp import CompressState, compress_hook
+from ...hooks.ddp.hook import CompressState, compress_hook
 from ..common import report
 from ..common.counts import expect_at_least
 

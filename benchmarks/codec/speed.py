@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...compress import Codec, Tracking, new_draw
 from ...compress.backends import use_backend
-from ...compress.feedback import Kept
+from ...compress.feedback.base import Kept
 from ..common import report
 from ..common.arms import label
 from .baselines import Baseline, Operation, torch_chain

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from ...compress import Codec
-from ...compress.feedback import Feedback
-from ...compress.layout import Layout, layout_numel
-from ...compress.memory import Memory
+from ...compress.feedback.base import Feedback
+from ...compress.feedback.store import Memory
+from ...compress.formats.layout import Layout, layout_numel
 from ...hooks.comm.group import Group
+from ...hooks.core.reducer import Unit
 from ...hooks.exchanges import EXCHANGES
-from ...hooks.reducer import Unit
 
 Mailbox = dict[tuple[int, int], deque[Tensor]]
 

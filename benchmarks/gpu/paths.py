@@ -30,8 +30,8 @@ from ...compress.backends.dealing import Dealing
 from ...compress.backends.narrow import DTYPES as NARROW_DTYPES
 from ...compress.backends.union import Listed
 from ...compress.codec import DTYPES
-from ...compress.entries import VALUE_DTYPES, index_layout, value_bytes
-from ...compress.topk import Largest
+from ...compress.codecs.topk import Largest
+from ...compress.formats.entries import VALUE_DTYPES, index_layout, value_bytes
 from ..common.arms import label
 
 #: What sparse exchanges launch besides a codec's kernels.

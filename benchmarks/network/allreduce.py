@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...compress.feedback import plain
-from ...hooks.comm.entries import fill
+from ...compress.feedback.base import plain
+from ...hooks.comm.entry_exchange import fill
 from ...hooks.comm.pipeline import drive
 from ..common import report
 from ..common.counts import expect_at_least
@@ -200,7 +200,7 @@ class Call:
         self.chosen, self.moved = algorithm, 0
 
     def __call__(self) -> None:
-        from gradwire.hooks import sparse
+        from gradwire.hooks.sparse.all_reduce import all_reduce as sparse
 
         call = sparse.prepare(self.indices, self.values, self.numel, algorithm=self.algorithm, out=self.out)
         result = sparse.reduce(call)
@@ -214,7 +214,7 @@ class Kept:
 
     def __init__(self, indices: Tensor, values: Tensor, numel: int, dtype: str) -> None:
         from gradwire import TopK
-        from gradwire.hooks.comm.entries import Entries
+        from gradwire.hooks.comm.entry_exchange import Entries
         from gradwire.hooks.comm.group import Group
         from gradwire.hooks.exchanges.split import Split
 

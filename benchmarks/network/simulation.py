@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from ...compress import TopK
-from ...compress.feedback import NOTHING
-from ...hooks.comm.entries import Carrier, Entries
+from ...compress.feedback.base import NOTHING
+from ...hooks.comm.entry_exchange import Carrier, Entries
 from ...hooks.comm.group import Group, Work
 from ...hooks.comm.pipeline import drive
 from ...hooks.exchanges.split import Split

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...compress import Residual
-from ...hooks.outer import GlobalParameters, Outer
+from ...hooks.local_sgd.outer_sgd import GlobalParameters, Outer
 from ..common.language_model import update
 from ..common.virtual import VirtualRanks
 from .tasks import Batch, Task

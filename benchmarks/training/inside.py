@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...compress import Identity
-from ...compress.votes import vote
+from ...compress.codecs.sign_vote import vote
 from ...optim.adam import divisor
 from ...optim.lion import no_opinion, nobody
 from ..common.virtual import VirtualRanks

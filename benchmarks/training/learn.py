@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from ...compress import QSGD, Tracking
-from ...compress.layout import Layout, Slot, end_to_end
-from ...hooks.outer import layout_of as in_order
+from ...compress.formats.layout import Layout, Slot, end_to_end
+from ...hooks.local_sgd.outer_sgd import layout_of as in_order
 from ..common import report
 from ..common.choices import add_arms
 from ..common.counts import expect_at_least

@@ -22,8 +22,8 @@ from ...compress import (
     TopK,
     Tracking,
 )
-from ...compress.feedback import Feedback
-from ...compress.votes import Votes
+from ...compress.codecs.sign_vote import Votes
+from ...compress.feedback.base import Feedback
 from ..common.arms import CARRIED, WIDE, label
 from .apart import Rounds
 

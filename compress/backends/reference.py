@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..entries import LARGEST_UNIT, VALUE_BLOCK, index_layout
-from ..wire import Part
+from ..formats.entries import LARGEST_UNIT, VALUE_BLOCK, index_layout
+from ..formats.wire import Part
 from . import Backend, Kernels, Selecting, Workspace
 from .drawn import DRAWN
 from .low_rank import LEAST, ROWS, LowRankKernels, Matrices

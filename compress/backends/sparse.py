@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..entries import index_bytes, value_bytes
+from ..formats.entries import index_bytes, value_bytes
 from .base import Kernels, Workspace, divide, parts_of
 from .dealing import Dealer, Dealing
 from .union import Union

@@ -10,13 +10,13 @@ from typing import Literal
 
 import torch
 
-from ...compress.cast import Cast
 from ...compress.codec import BlockCodec, Codec
-from ...compress.layout import Layout, layout_numel
+from ...compress.codecs.cast import Cast
+from ...compress.formats.layout import Layout, layout_numel
 from ..comm.topology import Topology
 from ..exchanges import EXCHANGES, Bucketful, Dense, Exchange, Hierarchical, TwoPass, possible, serving
-from . import cost, probe
-from .cost import HIERARCHICAL
+from ..network import cost, probe
+from ..network.cost import HIERARCHICAL
 from .trial import COMPRESSED, FALLBACK, HALF, PLANNED
 
 #: What `CompressState(fallback=…)` takes.

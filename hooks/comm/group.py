@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import shared
+from . import shared_gloo as shared
+from .bruck_gather import Dissemination
 from .channels import Channels
-from .dissemination import Dissemination
 from .linger import linger, linger_with
-from .meeting import connect, meeting_place
+from .rendezvous import connect, meeting_place
 
 #: How long ranks wait for each other when a state is made, unless the user has given their group longer.
 HANDSHAKE_TIMEOUT = timedelta(seconds=60)

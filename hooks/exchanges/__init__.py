@@ -9,9 +9,9 @@ from __future__ import annotations
 from ...compress.codec import Codec
 from .base import Bucketful, Exchange, Operands, all_finite
 from .dense import Dense
-from .factors import Factors
 from .gather import Gather
 from .hierarchical import Hierarchical
+from .low_rank import Factors
 from .reduce_scatter import ReduceScatter
 from .split import Split
 from .two_pass import TwoPass

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from ...compress.backends import backend_for
-from ...compress.cast import Identity
 from ...compress.codec import Codec
-from ...compress.feedback import Kept
-from ...compress.layout import OwnedSlice
-from ..auto.cost import Calibration, CodecSpeed, Estimate
+from ...compress.codecs.cast import Identity
+from ...compress.feedback.base import Kept
+from ...compress.formats.layout import OwnedSlice
 from ..comm.group import Collective, Group, Port
 from ..comm.pipeline import Stages
+from ..network.cost import Calibration, CodecSpeed, Estimate
 
 IDENTITY = Identity()
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ...compress.codec import Codec
-from ..auto.cost import Calibration, Estimate, Shape
 from ..comm.group import Group
 from ..comm.pipeline import Stages
+from ..network.cost import Calibration, Estimate, Shape
 from .base import Bucketful, Exchange, Operands, all_finite
 
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ...compress.codec import Codec, SparseCodec
-from ..auto.cost import Calibration, Estimate
 from ..comm.group import Group, Together
 from ..comm.pipeline import Stages
+from ..network.cost import Calibration, Estimate
 from .base import Bucketful, Exchange, Operands
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ...compress.codec import Codec
-from ...compress.feedback import NOTHING
-from ...compress.layout import OwnedSlice, Packing
-from ..auto.cost import HIERARCHICAL, Estimate, Nodes
+from ...compress.feedback.base import NOTHING
+from ...compress.formats.layout import OwnedSlice, Packing
 from ..comm.group import Collective, Group, Port
 from ..comm.pipeline import Stages
+from ..network.cost import HIERARCHICAL, Estimate, Nodes
 from .base import IDENTITY, Bucketful, Exchange, Operands, all_finite
 
 

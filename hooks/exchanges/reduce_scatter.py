@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...compress.codec import Codec
-from ...compress.feedback import NOTHING, Kept
+from ...compress.feedback.base import NOTHING, Kept
 from ..comm.group import Group
 from ..comm.pipeline import Stages
 from .base import Exchange, Operands

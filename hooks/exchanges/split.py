@@ -14,15 +14,15 @@ from torch import Tensor
 
 from ...compress.backends.sparse import Pieces
 from ...compress.codec import Codec
-from ...compress.feedback import Kept
-from ..auto.cost import Calibration, Estimate
-from ..comm.entries import Carrier, Entries
+from ...compress.feedback.base import Kept
+from ..comm.entry_exchange import Carrier, Entries
 from ..comm.group import Group
 from ..comm.pipeline import Stages
+from ..network.cost import Calibration, Estimate
 from .base import Bucketful
-from .dealing import SPREAD
-from .padded_split import PaddedSplit
-from .selected import Letters, Selected
+from .entry_base import Letters, Selected
+from .fixed_split import PaddedSplit
+from .partition import SPREAD
 
 #: Steps after which the owners' ranges are balanced again.
 BALANCE_EVERY = 64

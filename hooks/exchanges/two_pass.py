@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from ...compress.codec import BlockCodec, Codec
-from ...compress.feedback import NOTHING
-from ...compress.layout import OwnedSlice
-from ..auto.cost import Calibration, Estimate
+from ...compress.feedback.base import NOTHING
+from ...compress.formats.layout import OwnedSlice
 from ..comm.group import Group
 from ..comm.pipeline import Stages
+from ..network.cost import Calibration, Estimate
 from .base import Bucketful, Exchange, Operands
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...compress.feedback import Kept
-from ..auto.cost import Calibration, Estimate
-from ..comm.entries import Entries
+from ...compress.feedback.base import Kept
+from ..comm.entry_exchange import Entries
 from ..comm.pipeline import Stages
+from ..network.cost import Calibration, Estimate
 from .base import Bucketful
-from .padded import PaddedUnion
-from .selected import Selected
+from .entry_base import Selected
+from .fixed_base import PaddedUnion
 
 
 class Union(Selected):

@@ -12,18 +12,18 @@ import torch.distributed as dist
 from torch import nn
 
 from ...compress.codec import Codec
-from ...compress.feedback import Feedback
+from ...compress.feedback.base import Feedback
 from ..auto.planner import Fallback
-from ..options import Exclude
-from .collective import compressed_reduce_scatter
+from ..core.options import Exclude
 from .embeddings import reduce_rows
+from .megatron import compressed_reduce_scatter
 from .options import FSDPExchange, FSDPOptions, ScatterOptions
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from .scatter import ScatterState
-    from .state import FSDPState
+    from .replicate import FSDPState
+    from .shard import ScatterState
 
 __all__ = ["compress_fsdp", "compressed_reduce_scatter", "reduce_rows"]
 
@@ -99,11 +99,11 @@ def compress_fsdp(
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError("compress_fsdp needs torch.distributed: call torch.distributed.init_process_group() first")
     if mesh is None:
-        from .scatter import ScatterState
+        from .shard import ScatterState
 
         scatter = ScatterOptions(codec, exchange, error_feedback, warmup_steps, fallback, topology=None, seed=seed)
         return ScatterState(model, scatter, exclude)
-    from .state import FSDPState
+    from .replicate import FSDPState
 
     if not hasattr(mesh, "get_group"):
         raise TypeError(f'mesh is a {type(mesh).__name__}: expected a DeviceMesh, such as mesh["replicate"]')

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..rows import sparse_names
-from ..sparse import sparse_all_reduce
-from ..sparse.arguments import Algorithm
+from ..core.sparse_gradient import sparse_names
+from ..sparse.all_reduce import sparse_all_reduce
+from ..sparse.validation import Algorithm
 
 
 def reduce_rows(model: nn.Module, group: dist.ProcessGroup | None = None, *, algorithm: Algorithm = "auto") -> None:

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ...compress.codec import Codec, check_choice
-from ...compress.feedback import Residual
+from ...compress.feedback.base import Residual
 from ..auto.planner import Choice
+from ..core.options import Options
 from ..exchanges import EXCHANGES
-from ..options import Options
 
 #: The argument `exchange` of `compress_fsdp`: one of these, or the name of a class that was registered.
 FSDPExchange = Literal["auto", "gather", "two_pass", "union", "split", "factors", "dense"] | str

@@ -50,13 +50,7 @@ from .basics import (
 )
 from .compression import Compression, codec_of
 from .errors import HorovodInternalError
-from .gradients import (
-    AllGatherFunction,
-    AllReduceFunction,
-    AllToAllFunction,
-    BroadcastFunction,
-    ReduceScatterFunction,
-)
+from .gradients import AllGatherFunction, AllReduceFunction, AllToAllFunction, BroadcastFunction, ReduceScatterFunction
 from .operations import Adasum, Average, Barrier, Join, Max, Min, Product, Sum
 from .process_sets import ProcessSet, add_process_set, global_process_set, process_set_ids, remove_process_set
 from .submission import (

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..comm.untraced import untraced
-from ..names import plain_names, renamed
-from ..optimizers import concern
+from ..core.names import plain_names, renamed
+from ..core.optimizer_checks import concern
 from .arithmetic import number
 from .basics import world
 from .compression import Compression, codec_of

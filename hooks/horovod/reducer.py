@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..comm.untraced import untraced
-from ..loss_scale import LossScale
+from ..core.grad_scaler import LossScale
 from .basics import world
 from .compression import codec_of
 from .engine import Pending

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from ...compress.codec import Codec
-from ...compress.feedback import RESIDUAL, RESIDUAL_DTYPES, Residual
-from ...compress.layout import Layout, Slot, layout_numel
-from ...compress.memory import Memory
+from ...compress.feedback.base import RESIDUAL, RESIDUAL_DTYPES, Residual
+from ...compress.feedback.store import Memory
+from ...compress.formats.layout import Layout, Slot, layout_numel
 from ..auto.planner import check_exchange, default_exchange
 from ..comm.pipeline import drive
+from ..core.reducer import Unit
 from ..exchanges import EXCHANGES, Dense
-from ..reducer import Unit
 from .collectives import Channel
 
 

@@ -265,7 +265,8 @@ class WordsMember:
 
         def take() -> None:
             assert counts[1] == number, "messages were waited for in another order than they were announced in"
-            tensors[0].copy_(queue.popleft())
+            sent = queue.popleft()
+            tensors[0][: len(sent)].copy_(sent)  # what is shorter fills the beginning, as Gloo's
             counts[1] += 1
 
         return Message(lambda: bool(queue), take, self.words)

@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 from gradwire.compress import Codec
-from gradwire.compress.feedback import Feedback
-from gradwire.compress.layout import Slot
-from gradwire.compress.memory import Memory
+from gradwire.compress.feedback.base import Feedback
+from gradwire.compress.feedback.store import Memory
+from gradwire.compress.formats.layout import Slot
 from gradwire.hooks.auto.planner import Choice, Planner
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.comm.pipeline import Pipeline
 from gradwire.hooks.comm.topology import Topology
-from gradwire.hooks.connection import Connection
-from gradwire.hooks.loss_scale import LossScale, Tracker
-from gradwire.hooks.reducer import Reducer, Unit
-from gradwire.hooks.statistics import Statistics
+from gradwire.hooks.core.grad_scaler import LossScale, Tracker
+from gradwire.hooks.core.reducer import Reducer, Unit
+from gradwire.hooks.core.session import Connection
+from gradwire.hooks.core.statistics import Statistics
 from torch import Tensor
 
 from .tensors import DEVICE, on_gpu, read

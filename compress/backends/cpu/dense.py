@@ -34,21 +34,7 @@ from .blocks import (
     uniform,
     widen,
 )
-from .formats import (
-    F32,
-    FLOAT32,
-    INF_BITS,
-    LOW,
-    MAGNITUDE,
-    NAN_BITS,
-    ONE,
-    TILE,
-    TINY,
-    ZERO,
-    finite,
-    load_as,
-    width,
-)
+from .formats import F32, FLOAT32, INF_BITS, LOW, MAGNITUDE, NAN_BITS, ONE, TILE, TINY, ZERO, finite, load_as, width
 from .patching import (
     Hidden,
     Shown,

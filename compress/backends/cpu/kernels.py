@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...entries import index_layout
+from ...formats.entries import index_layout
 from .. import Entering, Kernels, Narrow, Workspace, kept
 from ..addresses import address, rows_at
 from . import chunked, dense, narrow, ternary

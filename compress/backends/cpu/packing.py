@@ -7,18 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from ...entries import LARGEST_UNIT, VALUE_BLOCK
+from ...formats.entries import LARGEST_UNIT, VALUE_BLOCK
 from .blocks import SPARE, A, clear, copy, end_sum
 from .formats import F32, INF_BITS, LOW, MAGNITUDE, NAN_BITS, TILE, TINY, ZERO, int_at, key_at
-from .simd import (
-    compiled,
-    get_f32,
-    get_i64,
-    get_u8,
-    inlined,
-    lowest_bit,
-    store,
-)
+from .simd import compiled, get_f32, get_i64, get_u8, inlined, lowest_bit, store
 from .sparse import Source, Span
 
 Rows = tuple[int, int]  # address, bytes from one rank's to the next

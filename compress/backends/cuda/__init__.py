@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...entries import index_layout
+from ...formats.entries import index_layout
 from .. import Backend, Kernels, Workspace, kept
 from ..drawn import DRAWN
 from ..sparse import whole_rows

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...entries import index_layout
+from ...formats.entries import index_layout
 from .. import dealing
 from ..base import Workspace
 from ..dealing import Packed

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...entries import VALUE_BLOCK, index_layout
+from ...formats.entries import VALUE_BLOCK, index_layout
 from ..dealing import Dealing
 from ..sparse import EntryKernels, typed_rows, whole_rows
 from .dealing import Dealer

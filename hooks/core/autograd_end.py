@@ -1,0 +1,94 @@
+"""Where a backward pass ends, and whether it did: autograd's word, of which DDP's hook hears nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from ..comm.untraced import untraced
+
+_queue = torch.autograd.Variable._execution_engine.queue_callback
+#: The number of the backward pass that runs now on this thread, its own for one inside another; -1: none does.
+current_pass: Callable[[], int] = torch._C._current_graph_task_id
+
+
+def undisturbed() -> bool:
+    """Whether torch computes on this thread, in a backward pass, as on one of our own: no autocast, no mode that gets
+    to see what it does, or does it otherwise."""
+    return not (torch._C._len_torch_dispatch_stack() or torch.is_autocast_enabled("cpu"))
+
+
+class AtEnd:
+    """What to do when the backward pass that runs now has ended, and what if it raises instead.
+
+    Autograd calls a callback when a pass has ended, in the order in which callbacks were queued; where the pass raises
+    it drops them, which is when `raised` is called.
+
+    Args:
+        ended, raised: each called once at most, and only one of them.
+    """
+
+    __slots__ = ("_ended", "_pending", "_raised")
+
+    def __init__(self, ended: Callable[[], None], raised: Callable[[], None]) -> None:
+        self._ended, self._raised = ended, raised
+        self._pending = True
+
+    def queue(self) -> bool:
+        """Returns False, and does nothing, where no backward pass runs on this thread, as in `DDP.join`."""
+        self._pending = at_end(self)
+        return self._pending
+
+    def __call__(self) -> None:
+        self._pending = False
+        self._ended()
+
+    @untraced
+    def __del__(self) -> None:
+        if self._pending:
+            self._raised()
+
+
+def waited(wait: Callable[[], object], failed: Callable[[BaseException], bool]) -> BaseException | None:
+    """Wait for what ranks make together: a rank that leaves it there parts from the others. What a signal's handler
+    raises meanwhile is returned, to be raised when that has been put to use; a second one comes out at once.
+
+    Args:
+        wait: may be called again; raises what has failed.
+        failed: whether that is what it has raised.
+    """
+    try:
+        wait()
+    except BaseException as error:
+        if failed(error):
+            raise
+        wait()
+        return error
+    return None
+
+
+def raise_at_end(error: BaseException) -> None:
+    """Raise it when the backward pass that runs now has ended, after what is queued by now; at once where none runs."""
+
+    def tell() -> None:
+        raise error
+
+    if not at_end(tell):
+        raise error
+
+
+def at_end(callback: Callable[[], None]) -> bool:
+    """Have autograd call `callback` when the backward pass that runs now has ended, after those queued before. Returns
+    False where none runs on this thread."""
+    try:
+        _queue(partial(_call, callback))
+    except RuntimeError:
+        return False
+    return True
+
+
+@untraced
+def _call(callback: Callable[[], None]) -> None:
+    callback()

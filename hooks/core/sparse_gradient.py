@@ -1,0 +1,108 @@
+"""Sparse gradients among the others: the rows of an embedding that a batch has used (`nn.Embedding(sparse=True)`).
+
+As in Parallax (Kim et al., EuroSys 2019) each variable goes the way that suits it: dense gradients are compressed, and
+of sparse ones the rows travel that there are, exactly, by `hooks.sparse`. Nothing is kept of them between steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.entry_exchange import Carrier, Entries, bounds_of, range_samples, used
+from ..comm.group import Collective, Group, Port
+from ..comm.pipeline import Clock, Stages
+from ..exchanges import all_finite
+from ..network.cost import Calibration, Shape, expected_union
+from ..sparse.all_reduce import choose, total
+
+
+def sparse_names(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> frozenset[str]:
+    """The names of those parameters whose gradients are sparse, as `DistributedDataParallel` finds them: by the first
+    module that has them."""
+    owners: dict[int, nn.Module] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), module)
+    return frozenset(
+        name
+        for name, parameter in parameters.items()
+        if isinstance(owner := owners.get(id(parameter)), nn.Embedding | nn.EmbeddingBag) and owner.sparse
+    )
+
+
+class Rows:
+    """The sparse gradient of one parameter, [rows, n], which has so many rows, of n numbers each.
+
+    Args:
+        index: of its bucket.
+        name: of the parameter.
+        parameter: whose gradient it is.
+        group: the ranks; a channel of its own, where others are under way besides.
+
+    Attributes:
+        finite: whether the last mean was.
+        algorithm: what brought the last one together, by `hooks.sparse`'s names.
+    """
+
+    def __init__(self, index: int, name: str, parameter: Tensor, group: Group) -> None:
+        self.index, self.names, self.parameters = index, frozenset((name,)), [parameter]
+        self.numel, self.device, self.dtype = parameter.numel(), parameter.device, parameter.dtype
+        travel = torch.bfloat16 if parameter.dtype == torch.bfloat16 else torch.float32
+        rows, n = parameter.shape
+        self.carrier = Carrier(rows, travel, parameter.device, group, row=(n,))
+        self.collective = not group.named
+        #: What ranks tell each other of their rows: as long in every step, so that it is announced ahead.
+        self._samples = range_samples(
+            torch.empty(0, dtype=torch.int32, device=self.device), rows, group.rank, group.size
+        )
+        self._every = torch.zeros(group.size, len(self._samples), dtype=torch.int32, device=parameter.device)
+        apart = group.channel("samples") if group.named else group
+        self.ports: Sequence[Port | Collective] = (apart.gather_port(self._every, self._samples),)
+        self.clock: Clock | None = None
+        self.finite, self.algorithm = True, ""
+        #: The result of what has none.
+        self.nothing = torch.empty(0, device="cpu")
+
+    def serves(self, parameters: list[Tensor], like: Tensor) -> bool:
+        """Whether DDP's bucket of these parameters still is this one."""
+        return len(parameters) == 1 and parameters[0] is self.parameters[0]
+
+    def forget(self) -> None:
+        """There is nothing that depends on earlier steps."""
+
+    def reduce(self, grad: Tensor, network: Calibration | None) -> Stages:
+        """Stages: replace a sparse gradient by the ranks' mean, in place.
+
+        Args:
+            network: what messages take; None: not known, and bytes decide.
+        """
+        carrier, own = self.carrier, grad.float().coalesce()  # rows that come twice are added up in float32
+        if own.sparse_dim() != 1:
+            raise TypeError(
+                f"a gradient with {own.sparse_dim()} sparse dimensions: gradwire takes rows, as embeddings'"
+            )
+        entries = Entries(own.indices()[0].int(), own.values())
+        self._samples.copy_(range_samples(entries.indices, carrier.numel, carrier.rank, carrier.world_size))
+        yield self.ports[0].start()
+        k = int(self._every[:, 0].max())
+        self.algorithm = self._choose(k, network)
+        bounds = bounds_of(self._every, carrier.numel) if self.algorithm == "split" else []
+        mean = yield from total(carrier, self.algorithm, entries, k, bounds, 1.0 / carrier.world_size)
+        if isinstance(mean, Tensor):  # rows that nobody has used are none of the gradient's: optimizers would move them
+            mean = used(mean)
+        indices, values = mean.indices.long(), mean.values
+        values = values.to(grad.dtype, copy=True)  # the next step works in the same memory
+        self.finite = bool(all_finite(values))  # in float16 a mean may be infinite that was not before
+        grad.copy_(
+            torch.sparse_coo_tensor(indices[None], values, grad.shape, is_coalesced=True, check_invariants=False)
+        )
+
+    def _choose(self, k: int, network: Calibration | None) -> str:
+        rows, ranks, n = self.carrier.numel, self.carrier.world_size, self.carrier.width
+        if network is None:  # dense receives 2 (P-1)/P rows for each of the parameter's
+            return "gather" if ranks * k < 2 * rows else "dense"
+        union = expected_union(rows, k, ranks)
+        return choose(network, Shape(n * rows, n * k, ranks, n * union, self.carrier.dtype)).name

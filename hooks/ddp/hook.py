@@ -1,0 +1,433 @@
+"""DDP's communication hook, and its state: DDP's buckets, its rebuilds, its oddities.
+
+Annotations stay evaluated here: `register_comm_hook` compares the hook's with its own.
+"""
+
+import sys
+import warnings
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...compress.codec import Codec
+from ...compress.feedback.base import Feedback
+from ...compress.formats.layout import Slot
+from ..auto.planner import Fallback
+from ..comm.group import HANDSHAKE_TIMEOUT
+from ..comm.untraced import untraced
+from ..core.autograd_end import AtEnd, at_end, current_pass, raise_at_end, undisturbed, waited
+from ..core.dense_path import Straight
+from ..core.grad_scaler import LossScale
+from ..core.options import ExchangeName, Exclude, Options
+from ..core.reducer import LOOK_EVERY, Reducer, Step, Unit
+from ..core.sparse_gradient import Rows
+from .discarded import UnusedMeans
+from .model_lookup import find_owner
+from .state import State
+from .untrained import Untrained
+
+Schedule = Callable[[int], Codec]
+
+BIND = (
+    "call state.bind(ddp_model) on every rank, once the model is wrapped in DistributedDataParallel and before the "
+    "first backward pass"
+)
+
+
+class CompressState(State):
+    """The state of `compress_hook` for one DDP model. Constructing it for a model is a collective: every rank must, and
+    with equal arguments, which are compared.
+
+    `CompressState(codec)`, without a model, can be made before there is one, and before torch.distributed is
+    initialised: it meets the other ranks in `bind()`, or by itself at the first bucket of the model at which it is
+    registered.
+
+    Args:
+        model: the `DistributedDataParallel` model, or what `torch.compile` or Fabric made of it; may be left out.
+        codec: a codec, or a function of the step (counted from 0) that returns one, equal on all ranks, as
+            `gradwire.schedules` has them.
+        exchange: "gather", "two_pass", "union", "split", "factors", "dense", "hierarchical", or "auto": what is fastest
+            for each bucket by `hooks.auto.cost`, whose probe of the group takes a second or two when the first state is
+            made; over Gloo some steps are then trained each way (`hooks.auto.trial`). Measured times differ between
+            runs, and so may decisions: name an exchange where runs must be repeatable.
+        error_feedback: whether to keep what compression leaves out and add it to the next gradient. "auto" does so for
+            codecs that contract (the deterministic ones); True makes stochastic codecs round to nearest. Or a strategy
+            of its own: `Residual(decay=0.95)`, `Residual(dtype=torch.bfloat16)`, in half the memory, `Tracking()` for
+            optimizers like Adam, or `Momentum()` for SGD, both of which want an optimizer without momentum, and refuse
+            the first step of another; True means `Residual()`.
+        warmup_steps: this many first steps are dense.
+        exclude: names of parameters, with `*` for any part (`*.bias`), or a predicate `(name, parameter)`: these stay
+            float32, inside the same messages.
+        fallback: what "auto" sends where compression does not pay (a fast network, a small bucket): torch.float32;
+            torch.bfloat16, with error feedback; "auto": whichever of them is faster, float32 alone where no residuals
+            are kept; or None: it compresses always.
+        topology: how ranks lie on nodes, for "auto" and "hierarchical", which compress between nodes only: ranks on
+            each node, a two-dimensional DeviceMesh (nodes × ranks inside), "auto" (what torchrun says), or None. Over
+            NCCL groups inside and between nodes are made once for a process group: by its ranks, where
+            `init_process_group` was given `device_id`, else by all processes.
+        grad_scaler: the GradScaler in use, if any: residuals follow its scale, and where it skips a step because of an
+            overflow they are put back as they were after its last `update()`. All of the model's parameters are taken
+            to be in one optimizer's hands.
+        process_group: used for the exchanges and nothing else. By default a Gloo group of the model's ranks is made,
+            and dense buckets go in the model's own, as without a hook; for a model on GPUs whose own group is NCCL's,
+            that one serves. What the host has to know goes in a Gloo group in any case. Several states may be given
+            one: over Gloo the first alone makes collectives in it, dense means of the others go by messages; in the
+            model's own group, where DDP makes collectives meanwhile, all do.
+        seed: of stochastic rounding.
+
+    Raises:
+        TypeError, ValueError: an argument cannot work, here or on another rank, or the ranks disagree.
+        RuntimeError: there is a model and torch.distributed is not initialised, or a rank did not arrive within 60 s.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Codec | Schedule | None = None,
+        codec: Codec | Schedule | None = None,
+        *,
+        exchange: ExchangeName = "auto",
+        error_feedback: bool | Literal["auto"] | Feedback = "auto",
+        warmup_steps: int = 0,
+        fallback: Fallback = "auto",
+        topology: Any = "auto",
+        exclude: Exclude | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        seed: int = 0,
+    ) -> None:
+        given: Any = codec
+        if codec is None and not isinstance(model, nn.Module):
+            given, model = model, None
+        if given is None:
+            raise TypeError("codec is missing: pass one, such as TopK(density=0.01), or a function of the step")
+        options = Options(given, exchange, error_feedback, warmup_steps, fallback, topology, seed)
+        if model is None:  # nobody else is to be told what is wrong
+            options.check(None)
+            options.choice(0)
+            LossScale(grad_scaler)
+        super().__init__(options, exclude, grad_scaler, process_group)
+        if model is not None:
+            self.bind(model)  # type: ignore[arg-type]
+
+    # -- one step, seen from DDP -------------------------------------------------------------------------------------
+
+    def submit(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Queue a bucket: what `compress_hook` does. DDP calls it in the order of the buckets, equal on all ranks."""
+        buffer, straight = bucket.buffer(), self._straight
+        if buffer.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "gradwire's exchanges cannot be captured in a CUDA graph: leave backward out of the graph"
+            )
+        if straight is None or not straight.under_way:
+            straight = self._goes_straight(bucket)
+        if straight is not None:
+            future = straight.reduce(buffer)
+            if bucket.is_last():
+                self._step += 1
+                straight.steps += 1
+                self._statistics.steps += 1
+                # The last bucket may come in another pass than the first; or in none, as in `DDP.join`.
+                if current_pass() != straight.backward and not at_end(self._end_straight):
+                    self._end_straight()
+            return future
+        reducer = self._reducer or self._connect(None)  # none after `close`, or in a copy
+        unit = self._unit(bucket, buffer, reducer)
+        if self._open is not None and not unit.names.isdisjoint(self._open.names):
+            # A pass that raised unnoticed, after one inside it had ended: its means are overwritten by now.
+            self._step, self._open = self._open.number + 1, None
+        first = self._open is None
+        step = self._open or self._begin(reducer)
+        step.names |= unit.names
+        if first:
+            step.own = AtEnd(partial(self._ended, step), partial(self._discard, step)).queue()
+            # In DDP.join, which reads from the device at every step, ranks that have joined must hear of the scale.
+            joins, step.of_present = _joins(self._ddp())
+            scaling = self._tracker.loss_scale.scaling(read=joins) if step.own else None
+            reducer.greet(step, unit, self._saves, scaling, step.own and self._waits_at_end() and undisturbed())
+        future = reducer.reduce(step, unit, buffer)
+        if bucket.is_last():
+            self._units = {index: u for index, u in self._units.items() if index <= unit.index}
+            self._close(step, reducer)
+            if not AtEnd(partial(self._deliver, step), partial(self._discard, step)).queue():
+                reducer.connection.pipeline.idle()  # nobody else would go on with what is deferred
+                self._discarded.expect(step)
+        return future
+
+    def _find_model(self, bucket: dist.GradBucket) -> None:
+        """In the first step of a state without a model, of a copy, or after the model has been wrapped again: whose
+        bucket it is. What DDP does with the means must be known."""
+        owner = find_owner(self, bucket.parameters()[0])
+        if owner is not None and self._bound:
+            self._model, self._discarded = weakref.ref(owner), UnusedMeans(self._parameters, self._feedback)
+        elif owner is not None:
+            self._bind(owner, within_hook=True)
+        elif self._bound:
+            warnings.warn(
+                "a copied CompressState does not find the model that it is registered at, and cannot keep means that "
+                "DDP throws away: say state.bind(ddp_model) on every rank",
+                stacklevel=3,
+            )
+            self._model = _nowhere
+        else:
+            self._connect(RuntimeError("this CompressState does not find its model: " + BIND))
+
+    def _goes_straight(self, bucket: dist.GradBucket) -> Straight | None:
+        """At the begin of a step, or of a backward pass inside another: what reduces its buckets, where that takes no
+        more than an all-reduce of each."""
+        model, straight = self._model, self._straight
+        if model is None or (model is not _nowhere and model() is None):
+            self._find_model(bucket)
+        if self._open is None:
+            self._check_trained()
+        if straight is None or self._step >= straight.until or self._must_compare():
+            straight = self._straight = self._straight_run() if self._open is None else None
+        if straight is not None:  # a pass that raises must not leave DDP's buckets to a sum that is under way
+            queued = AtEnd(self._end_straight, self._drop_straight).queue()
+            straight.backward = current_pass() if queued else None
+        return straight
+
+    def _must_compare(self) -> bool:
+        """Whether a step needs what ranks tell each other, though all of it is dense."""
+        model = self._ddp()
+        return _joins(model)[1] or self._finalized_by_hand(model)
+
+    def _check_trained(self) -> None:
+        """At the begin of a step. Raises ValueError where a parameter is trained that DDP does not reduce, on every
+        rank that hears of it; one that does not, as dense steps need no words, is left by its own group."""
+        model = self._ddp()
+        if model is None:
+            return
+        if self._untrained is None or self._step % LOOK_EVERY == 0:
+            self._untrained = Untrained(model, self._names)
+        problem = self._untrained.problem(model)
+        if problem is None:
+            return
+        connection = (self._reducer or self._connect(ValueError(f"gradwire: {problem}"))).connection
+        self._idle()
+        try:
+            connection.refuse(problem, HANDSHAKE_TIMEOUT)
+        except RuntimeError:
+            if connection.dense_group is not None:
+                connection.dense_group.cut()
+        raise ValueError(f"gradwire: {problem}")
+
+    def _straight_run(self) -> Straight | None:
+        """At the begin of a step."""
+        reducer, model = self._reducer or self._connect(None), self._ddp()
+        self._discarded.reclaim_unused(reducer.connection.pipeline)
+        skips = getattr(model, "skip_all_reduce_unused_params", False)
+        if skips or _joins(model)[1] or self._finalized_by_hand(model):
+            return None
+        options, step = self._options, self._step
+        until = options.warmup_steps if step < options.warmup_steps else sys.maxsize
+        if options.scheduled:
+            # A user's function might choose otherwise on another rank, which would then wait to hear from this one.
+            if options.exchange != "dense":
+                return None
+            until = step + 1
+        return reducer.straight(step, options.choice(step), until, self._device, self._seen(model) or _lazy(model))
+
+    @staticmethod
+    def _finalized_by_hand(model: nn.Module | None) -> bool:
+        """Whether the user says when DDP takes the means: within the backward pass, maybe, or after it.
+
+        Raises:
+            RuntimeError: DDP will tell too late which parameters no rank has used.
+        """
+        if not getattr(model, "require_manual_backward_finalization", False):
+            return False
+        for option in ("find_unused_parameters", "static_graph"):
+            if getattr(model, option):
+                raise RuntimeError(
+                    f"gradwire keeps what DDP({option}=True) throws away, and must know of it when backward ends: "
+                    "leave out require_manual_backward_finalization, or that"
+                )
+        return True
+
+    @staticmethod
+    def _seen(model: nn.Module | None) -> bool:
+        """Whether anybody but DDP sees the futures of the hook."""
+        return {hook for hook, _ in getattr(model, "_comm_hooks", ())} != {compress_hook}
+
+    def _waits_at_end(self) -> bool:
+        """Whether nobody waits for a future before the backward pass has ended, as DDP does in a static graph's first
+        pass, and where the user finalizes."""
+        model = self._ddp()
+        return not (self._seen(model) or getattr(model, "static_graph", False) or self._finalized_by_hand(model))
+
+    def _drop_straight(self) -> None:
+        """The backward pass has raised in a step that goes without the pipeline."""
+        straight, self._straight = self._straight, None
+        if straight is not None:
+            sums = len(straight.under_way)
+            straight.drop()
+            if self._reducer is not None:
+                self._reducer.raised(self._step, sums)
+
+    def _end_straight(self) -> None:
+        """DDP is about to look at the means of a step that went without the pipeline."""
+        straight = self._straight
+        if straight is None:
+            return
+        try:
+            interruption = waited(straight.end, lambda error: type(error) is RuntimeError)
+        except Exception as error:
+            model = self._ddp()
+            if model is not None:
+                model.reducer._reset_state()
+            if type(error) is RuntimeError:  # the backend's, which says little
+                text = "gradwire: a rank does not answer in a dense step; what it said last may say why"
+                raise RuntimeError(f"{text}. {error}") from error
+            raise
+        if interruption is not None:
+            raise_at_end(interruption)
+
+    def _begin(self, reducer: Reducer) -> Step:
+        self._discarded.reclaim_unused(reducer.connection.pipeline)
+        if reducer.connection.uneven_saves and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "state_dict() was not called equally often on all ranks: it holds the residuals of its own rank and "
+                "loads there only. Call it on every rank and save each to a file of its own, or let every rank call "
+                "consolidated_state_dict(), which loads anywhere",
+                stacklevel=2,
+            )
+        step = self._open = reducer.begin(self._step, self._options.choice(self._step))
+        return step
+
+    def _close(self, step: Step, reducer: Reducer) -> None:
+        """Every bucket of the step has been submitted."""
+        self._open = self._straight = None
+        self._step = step.number + 1
+        reducer.end(step)
+
+    def _ended(self, step: Step) -> None:
+        """The backward pass that had the step's first bucket has ended. It may have been one inside another."""
+        if step is not self._open or self._reducer is None:
+            return
+        # Where DDP leaves out buckets nobody knows the last one, and in a static graph's first pass no bucket is called
+        # that.
+        if getattr(self._ddp(), "skip_all_reduce_unused_params", False) or len(step.names) == len(self._parameters):
+            self._close(step, self._reducer)
+            self._deliver(step)
+
+    def _deliver(self, step: Step) -> None:
+        """The backward pass is over, but for what DDP does with the means: waits for them, as DDP would."""
+        reducer, model = self._reducer, self._ddp()
+        if reducer is None:
+            return
+        pipeline = reducer.connection.pipeline
+        try:
+            interruption = waited(pipeline.wait, lambda _: pipeline.failed)
+        except Exception:
+            self._discard(step)
+            if model is not None:  # else DDP would complain of this pass at the next one, and of nothing else
+                model.reducer._reset_state()
+            raise
+        if model is not None:
+            self._discarded.look(model)
+        self._discarded.expect(step)
+        at_end(partial(self._discarded.reclaim_unused, pipeline))
+        if _lazy(model):
+            at_end(step.let_go)
+        if interruption is not None:  # DDP has to take the means first, as the other ranks' does
+            raise_at_end(interruption)
+
+    def _discard(self, step: Step) -> None:
+        """The backward pass has raised."""
+        if step is self._open:
+            self._open, self._straight, self._step = None, None, step.number + 1
+            if self._reducer is not None:
+                self._reducer.connection.raised(step.number, step.names)
+        if self._reducer is not None:
+            self._discarded.discard(step, self._reducer.connection.pipeline)
+
+    def _unit(self, bucket: dist.GradBucket, buffer: Tensor, reducer: Reducer) -> Unit | Rows:
+        index, parameters = bucket.index(), bucket.parameters()
+        unit = self._units.get(index)
+        if buffer.layout != torch.strided:
+            if unit is None or not unit.serves(parameters, buffer):
+                (parameter,) = parameters  # DDP gives each of them a bucket
+                unit = self._units[index] = reducer.rows(index, self._name_of(parameter, index), parameter)
+            return unit
+        if unit is None or not unit.serves(parameters, buffer):
+            slots = []
+            for parameter, grad in zip(parameters, bucket.gradients(), strict=True):
+                name = self._name_of(parameter, index)
+                start = int(grad.storage_offset()) - int(buffer.storage_offset())
+                slots.append(Slot(name, start, tuple(parameter.shape), strides_in_bucket(parameter)))
+            unit = self._units[index] = Unit(
+                index, parameters, tuple(slots), self._excluded, buffer, self._feedback.strategy
+            )
+        return unit
+
+    def _name_of(self, parameter: Tensor, index: int) -> str:
+        name = self._names.get(id(parameter))
+        if name is None:
+            raise ValueError(
+                f"bucket {index} holds a parameter of shape {tuple(parameter.shape)} that this state does not "
+                "know: it was made for another model; make a CompressState for each model"
+            )
+        return name
+
+
+@untraced
+def compress_hook(state: CompressState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Replace a bucket's gradients by their mean over the ranks, compressed on the way.
+
+    Equivalent to DDP's all-reduce followed by a division by the world size, up to what the codec leaves out; that
+    stays in `state` and goes with a later step. Register it with `model.register_comm_hook(state, compress_hook)`.
+
+    Args:
+        state: made for this model, once.
+        bucket: DDP's; float32, float16 or bfloat16.
+
+    Returns:
+        A future of `bucket.buffer()`, holding the mean.
+
+    Raises:
+        RuntimeError: compression or a peer has failed; later buckets raise it, or else the end of the backward pass.
+        TypeError: `state` is no CompressState, or this is no bucket of DDP's own reducer.
+    """
+    if not isinstance(state, CompressState):
+        raise TypeError(
+            f"compress_hook got a state that is a {type(state).__name__}, expected a CompressState: register it with "
+            "model.register_comm_hook(CompressState(model, TopK(density=0.01)), compress_hook)"
+        )
+    if not isinstance(bucket, dist.GradBucket):
+        raise TypeError(
+            f"compress_hook got a {type(bucket).__name__}, expected DDP's GradBucket: under torch.compile set "
+            'torch._dynamo.config.optimize_ddp = "ddp_optimizer", as "python_reducer" calls hooks otherwise'
+        )
+    return state.submit(bucket)
+
+
+def strides_in_bucket(parameter: Tensor) -> tuple[int, ...]:
+    """How DDP lays a gradient into its bucket: with the parameter's strides if they leave no gap, else contiguous."""
+    expected = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return torch.empty(parameter.shape, device="meta").stride()
+            expected *= size
+    return parameter.stride()
+
+
+def _joins(model: nn.Module | None) -> tuple[bool, bool]:
+    """Whether the model is in `DDP.join`, where ranks run out of data, and whether means are to be of the others."""
+    joins = getattr(getattr(model, "_join_config", None), "enable", False)
+    return joins, joins and not getattr(model, "_divide_by_initial_world_size", True)
+
+
+def _lazy(model: nn.Module | None) -> bool:
+    """Whether DDP has memory for buckets within backward passes only, if nobody keeps it."""
+    return getattr(model, "lazy_bucket_allocation", False)
+
+
+def _nowhere() -> None:
+    """The model of a copy that does not find it."""

@@ -1,0 +1,70 @@
+"""Which DDP model a state belongs to, and what its parameters are called."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..core.names import names_of
+
+
+def ddp_of(model: Any) -> DistributedDataParallel:
+    """The DDP model that was handed over, or that is inside what `torch.compile` or Fabric made of it.
+
+    Raises:
+        TypeError: there is none.
+    """
+    inner = model
+    for attribute in ("_forward_module", "_orig_mod"):  # Fabric's; torch.compile's
+        inner = getattr(inner, attribute, inner)
+    if isinstance(inner, DistributedDataParallel):
+        return inner
+    if isinstance(model, nn.Module):
+        remedy = (
+            "wrap the model in it first "
+            "(FSDP2 reduces its gradients by itself: for replicas of shards call gradwire.compress_fsdp)"
+        )
+    else:
+        remedy = "the model is the first argument, as in CompressState(model, TopK(density=0.01))"
+    raise TypeError(f"model is a {type(model).__name__}, expected DistributedDataParallel: {remedy}")
+
+
+def find_owner(state: object, parameter: Tensor) -> DistributedDataParallel | None:
+    """The DDP model that has this parameter in its buckets, and a hook: at best one whose hook has this state.
+
+    A bucket does not know its model, and neither does a state that was made before it, or was pickled. None where
+    several may be meant, or none is found.
+    """
+    registered, hooked = [], []
+    for found in gc.get_objects():
+        # No `isinstance`: it asks each object for its class, and some proxies raise.
+        if DistributedDataParallel not in type(found).__mro__ or not found.__dict__.get("_comm_hooks"):
+            continue
+        if any(p is parameter for p in found.module.parameters()):
+            hooked.append(found)
+            if any(s is state for _, s in found._comm_hooks):
+                registered.append(found)
+    candidates = registered or hooked
+    return candidates[0] if len(candidates) == 1 else None
+
+
+def module_of(model: DistributedDataParallel) -> nn.Module:
+    """The module that names the parameters: what DDP wraps. Where torch's `replicate` has been applied to a module, DDP
+    wraps a list of its parameters only."""
+    if type(model.module) is nn.ParameterList:
+        for found in gc.get_objects():
+            if type(found).__name__ == "_ReplicateState" and getattr(found, "_ddp", None) is model:
+                module: nn.Module = found.module
+                return module
+    return model.module
+
+
+def parameters_of(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
+    """The parameters that DDP reduces, in the order in which it counts them, by the names that their module gives
+    them."""
+    ignored, names = model.parameters_to_ignore, names_of(module_of(model))
+    named = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored]
+    return {names.get(id(p), name): p for name, p in named}

@@ -1,0 +1,458 @@
+"""What a state is between steps: its options, its memory, the ranks that it meets, and its checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ... import __version__
+from ...compress.feedback.store import Memory
+from ..comm import handshake
+from ..core import checkpoint
+from ..core.dense_path import Straight
+from ..core.grad_scaler import LossScale, Tracker
+from ..core.optimizer_checks import expect_optimizer, judge
+from ..core.options import Exclude, Options, check_dtypes, excluded_names
+from ..core.reducer import Reducer, Step, Unit
+from ..core.session import Connection
+from ..core.sparse_gradient import Rows, sparse_names
+from ..core.statistics import Statistics
+from .discarded import UnusedMeans
+from .model_lookup import ddp_of, find_owner, module_of, parameters_of
+from .registration import check_free, expect_hook, expect_hook_of_copy
+from .untrained import Untrained
+
+#: What belongs to a process and is left out of copies of a state.
+OF_PROCESS = ("_reducer", "_units", "_names", "_open", "_straight", "_untrained")
+
+
+class State:
+    """The part of `CompressState` that has nothing to do with a step.
+
+    Args:
+        options: how gradients are to be compressed.
+        exclude, grad_scaler, process_group: `CompressState`'s.
+
+    Raises:
+        TypeError, ValueError: an argument cannot work, whatever the model.
+    """
+
+    _reducer: Reducer | None
+    _units: dict[int, Unit | Rows]
+    _names: dict[int, str]
+    _open: Step | None  # from its first bucket to its last
+    _straight: Straight | None  # what serves steps that go without it
+    _untrained: Untrained | None  # as of the last look
+    _closed = False
+
+    def __init__(
+        self,
+        options: Options,
+        exclude: Exclude | None,
+        grad_scaler: torch.amp.GradScaler | None,
+        process_group: dist.ProcessGroup | None,
+    ) -> None:
+        self._options = options
+        self._exclude = exclude
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._device = torch.device("cpu")
+        self._excluded: frozenset[str] = frozenset()
+        self._sparse: frozenset[str] = frozenset()
+        self._model: Callable[[], DistributedDataParallel | None] | None = None
+        self._bound = False
+        #: A checkpoint that was loaded before there was a model, and whether strictly.
+        self._loaded: tuple[dict[str, Any], bool] | None = None
+        self._step = self._saves = 0
+        self._warned = False
+        self._feedback = Memory()
+        self._tracker = Tracker(LossScale(None), self._feedback)
+        self._discarded = UnusedMeans(self._parameters, self._feedback)
+        self._statistics = Statistics()
+        self._model_group: dist.ProcessGroup | None = None
+        self._given_group = process_group
+        self._scaler = grad_scaler
+        self._disconnect()
+
+    def __repr__(self) -> str:
+        options = self._options
+        size = f"{len(self._parameters)} parameters" if self._bound else "no model yet"
+        text = f"{size}: {options.codec_text} by {options.exchange!r}, step {self._step}"
+        if self._reducer is not None:
+            group = self._reducer.connection.group
+            text += f" on rank {group.rank} of {group.size}"
+        return f"<CompressState of {text}>"
+
+    @property
+    def bound(self) -> bool:
+        """Whether it belongs to a model."""
+        return self._bound
+
+    @property
+    def grad_scaler(self) -> torch.amp.GradScaler | None:
+        """The GradScaler in use. A copy of the state has a copy of it: assign the one that training goes on with.
+
+        Raises:
+            ValueError: the state is bound, and it is enabled and the one before was not, or the other way round.
+        """
+        return self._tracker.loss_scale.scaler if self._bound else self._scaler
+
+    @grad_scaler.setter
+    def grad_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        new = LossScale(scaler)
+        if not self._bound:
+            self._scaler = scaler
+            return
+        if new.skips != self._tracker.skips:
+            raise ValueError(
+                "a state cannot begin or cease to follow a GradScaler: make another and load its state_dict()"
+            )
+        self._tracker.loss_scale = new
+
+    @property
+    def step(self) -> int:
+        """Synchronised backward passes so far."""
+        return self._step
+
+    @property
+    def deciding(self) -> bool:
+        """Whether "auto" still tries which is faster, to compress or not: over Gloo it does for dozens of steps."""
+        self._flush()
+        return self._reducer is not None and self._reducer.tuner.deciding
+
+    def statistics(self) -> Statistics:
+        """What this rank has done so far, as of now; call it between steps."""
+        self._flush()
+        return copy.deepcopy(self._statistics)
+
+    # -- the model ---------------------------------------------------------------------------------------------------
+
+    def bind(self, model: nn.Module) -> Self:
+        """Let the state belong to a DDP model: the ranks meet, and compare what each has. A collective; where it
+        belongs to that model already, nothing happens.
+
+        A state that was made without a model binds itself at its first bucket, on all ranks; what is wrong is told
+        sooner here, and a rank may take its time for its first batch. One that is bound goes on, with all that it
+        keeps, where the same parameters have been wrapped again. Where the former wrapper lives on, it must be told
+        so: buckets do not say whose they are.
+
+        Args:
+            model: as `CompressState`'s.
+
+        Returns:
+            The state.
+
+        Raises:
+            TypeError, ValueError: `CompressState`'s; or the checkpoint that was loaded before does not fit; or the
+                state belongs to another model. It is as it was before, then.
+            RuntimeError: torch.distributed is not initialised, or a rank did not arrive within 60 s.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            raise RuntimeError(
+                "CompressState needs torch.distributed: call torch.distributed.init_process_group() first"
+            )
+        ddp = ddp_of(model)
+        if not (self._bound and self._ddp() is ddp):
+            self._bind(ddp)
+            parameters = self._parameters.values()
+            expect_hook(parameters, partial(_model_of, weakref.ref(self)), partial(_refuse, weakref.ref(self)))
+        return self
+
+    def _bind(self, model: DistributedDataParallel, within_hook: bool = False) -> Reducer:
+        before = self.__dict__.copy()
+        again, old = self._bound, self._parameters
+        if again:
+            self._idle()
+            self._disconnect()
+        problem: Exception | None = None
+        try:
+            self._parameters = parameters_of(model)
+            self._device = next((p.device for p in self._parameters.values()), torch.device("cpu"))
+            self._model, self._model_group = weakref.ref(model), model.process_group
+            if not within_hook:
+                check_free(model)
+            if again:
+                _check_same(old, self._parameters)
+                self._discarded = UnusedMeans(self._parameters, self._feedback)
+            else:
+                self._check(model)
+            if not within_hook:
+                self._discarded.look(model)
+            self._options.prepare(self._step, (p.dtype for p in self._parameters.values()), self._device)
+            self._bound = True
+            if self._loaded is not None:
+                self._load(*self._loaded)
+            self._names = {id(p): name for name, p in self._parameters.items()}
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            problem = error
+        try:
+            reducer = self._connect(problem)
+        except Exception:
+            self.__dict__.update(before)
+            raise
+        self._loaded = self._exclude = self._scaler = None
+        expect_optimizer(self._parameters.values(), partial(_judge, weakref.ref(self)))
+        return reducer
+
+    def _check(self, model: DistributedDataParallel) -> None:
+        if getattr(model, "_use_python_reducer", False):
+            raise ValueError(
+                'torch._dynamo.config.optimize_ddp="python_reducer" calls hooks with other arguments: set it to '
+                '"ddp_optimizer"'
+            )
+        self._options.check(dist.get_world_size(model.process_group))
+        clips = self._options.strategy is not None and self._options.strategy.largest_norm is not None
+        if clips and model.static_graph and getattr(model, "skip_all_reduce_unused_params", False):
+            raise ValueError(
+                f"error_feedback={self._options.strategy} waits for the norm of all gradients; with static_graph=True "
+                "and skip_all_reduce_unused_params=True nobody knows when they are there: leave out one of the three"
+            )
+        loss_scale = LossScale(self._scaler)
+        self._feedback = Memory(self._options.strategy, keep_previous=loss_scale.skips)
+        self._tracker = Tracker(loss_scale, self._feedback)
+        self._discarded = UnusedMeans(self._parameters, self._feedback)
+        check_dtypes(self._parameters)
+        self._sparse = sparse_names(module_of(model), self._parameters)
+        if self._sparse and self._options.keeps_all:
+            raise ValueError(
+                f"error_feedback={self._options.strategy} hands out a momentum, which parameter {min(self._sparse)!r} "
+                "cannot have, as its gradients are sparse: build the embedding with sparse=False, or take Residual()"
+            )
+        self._excluded = excluded_names(self._exclude, self._parameters)
+
+    def _ddp(self) -> DistributedDataParallel | None:
+        return None if self._model is None else self._model()
+
+    def _expect_model(self, what: str) -> None:
+        if not self._bound:
+            raise RuntimeError(
+                f"{what} needs the model that the state was made without: call state.bind(ddp_model) first, on every "
+                "rank"
+            )
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the state: tensors, numbers and strings only, so `torch.load` reads it with
+        `weights_only=True`. It loads on the same rank of the same number of ranks; save one for each rank, or let
+        `torch.distributed.checkpoint` save them all.
+
+        Residuals that an owner keeps for all ranks are folded into its own, here and in the running state, so that
+        going on and loading give the same, if DDP has the same buckets: in its first step it has others, and so have
+        codes of blocks. But for `"factors"`, which then begins anew with what it approximates gradients from
+        (`PowerSGD`). Parameters that may have a residual, but have none yet, have zeros.
+
+        Raises:
+            RuntimeError: the state has no model yet, and nothing was loaded into it.
+        """
+        if not self._bound and self._loaded is not None:
+            return self._loaded[0]
+        self._expect_model("state_dict()")
+        self._idle()
+        self._saves += 1
+        self._feedback.fold()
+        return self._export(checkpoint.rank_key(*self._world()), self._feedback.everything())
+
+    def consolidated_state_dict(self) -> dict[str, Any]:
+        """The mean of the residuals over the ranks, equal on all: loads on any number of ranks, and nothing is lost.
+
+        A collective: every rank must call it, after the same step.
+
+        Raises:
+            ValueError: another rank does something else now, or is at another step; on every rank alike.
+            RuntimeError: another rank did not come within 60 s, or the state has no model yet.
+        """
+        self._expect_model("consolidated_state_dict()")
+        self._idle()
+        connection = (self._reducer or self._connect(None)).connection
+        connection.agree("consolidated_state_dict()", self._step)
+        self._feedback.fold()
+        means = checkpoint.means(connection, self._feedback.everything(), self._parameters)
+        return self._export(checkpoint.MEAN, means)
+
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Go on from a checkpoint. Every rank must load one of the same step; the next step compares them. A state that
+        has no model yet keeps it until it has one, and complains then.
+
+        Args:
+            state_dict: from `state_dict` on this rank of as many, or from `consolidated_state_dict`.
+            strict: with False, a checkpoint that has no residuals for this rank, or some for what is an embedding with
+                sparse gradients now, excluded, frozen, of another shape or gone, loads too, with a warning: what
+                compression had left out there is then lost.
+
+        Raises:
+            ValueError: it is of another format, rank, world size, codec or model. Nothing has changed then.
+        """
+        if self._bound:
+            self._load(state_dict, strict)
+        else:
+            self._loaded = state_dict, strict
+
+    def _load(self, state_dict: dict[str, Any], strict: bool) -> None:
+        key = checkpoint.rank_key(*self._world())
+        expected = self._export(key, {vector: {} for vector in self._feedback.strategy.vectors}, fill=False)
+        idle = checkpoint.idle_names(() if self._options.keeps_all else self._excluded, self._sparse)
+        saved, vectors = checkpoint.read(state_dict, expected, key, self._parameters, strict, idle=idle)
+        self._idle()
+        self._feedback.load(vectors)
+        self._step = saved["step"]
+        self._tracker.loaded(saved["scale"])
+        self._options = replace(self._options, seed=saved["seed"])  # a `bind` that fails takes it back
+        if self._reducer is not None:
+            self._reducer.forget(self._options.seed, self._units.values())
+        self._straight = None
+
+    def _export(self, key: str, vectors: Mapping[str, dict[str, Tensor]], fill: bool = True) -> dict[str, Any]:
+        if fill and self._options.may_keep():
+            without = self._sparse if self._options.keeps_all else self._sparse | self._excluded
+            kept = {name: p for name, p in self._parameters.items() if name not in without}
+            vectors = {vector: checkpoint.filled(found, kept) for vector, found in vectors.items()}
+        facts = {
+            "codec": self._options.codec_text,
+            "step": self._step,
+            "seed": self._options.seed,
+            "scale": self._tracker.scale,
+        }
+        return checkpoint.export(key, vectors, self._feedback.strategy, **facts)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._idle()
+        kept = self.__dict__.copy()
+        for name in (*OF_PROCESS, "_discarded"):
+            kept.pop(name, None)
+        # As in DDP's own copies, which are of the default group.
+        kept["_model_group"] = kept["_given_group"] = kept["_model"] = None
+        return kept
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._discarded = UnusedMeans(self._parameters, self._feedback)
+        self._disconnect()
+        if self._bound and not self._closed:
+            mine = weakref.ref(self)
+            expect_hook_of_copy(self._parameters.values(), partial(_find_model, mine), partial(_refuse, mine))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        model = self._ddp()
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        copied = memo.get(id(model))
+        twin._model = None if copied is None else weakref.ref(copied)
+        return twin
+
+    # -- other ranks -------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Wait for what is queued, then give back the thread and the connections. The next use makes new ones, for
+        which all ranks meet: every rank must close after the same step, or those that go on wait for the group's
+        timeout.
+        """
+        self._idle()
+        if self._reducer is not None:
+            self._reducer.close()
+        self._disconnect()
+        self._closed = True
+
+    def _disconnect(self) -> None:
+        for name in OF_PROCESS:
+            self.__dict__.pop(name, None)
+        self._reducer = self._open = self._straight = self._untrained = None
+        self._tracker.disconnected()
+        self._units = {}
+        self._names = {id(p): name for name, p in self._parameters.items()}
+
+    def _connect(self, problem: Exception | None) -> Reducer:
+        """Meet the other ranks, who hear of the problem that this one has, if it has any. A collective."""
+        options, self._closed = self._options, False
+        connection = Connection(
+            self._model_group or dist.group.WORLD,
+            self._given_group,
+            self._device,
+            {} if problem is not None else self._description(),
+            problem,
+            options.topology if options.exchange in ("auto", "hierarchical") else None,
+            options.fallback,
+            probes=options.exchange == "auto",
+            straight=not self._tracker.skips,  # a step that may be undone has to be remembered
+        )
+        parts = self._feedback, self._tracker, self._statistics
+        numel = sum(p.numel() for name, p in self._parameters.items() if name not in self._sparse)
+        reducer = self._reducer = Reducer(connection, *parts, options.seed, clean=self._step == 0, numel=numel)
+        reducer.tuner.follow(options.choice(self._step))
+        return reducer
+
+    def _world(self) -> tuple[int, int]:
+        """This rank, and how many there are."""
+        group: Any = self._model_group or dist.group.WORLD
+        return dist.get_rank(group), dist.get_world_size(group)
+
+    def _description(self) -> dict[str, Any]:
+        return {
+            "version": __version__,
+            **self._options.describe(self._world()[1]),
+            "grad_scaler": self._tracker.skips,
+            "step": self._step,
+            "the model's parameters": handshake.describe_model(self._parameters, self._excluded, self._sparse),
+        }
+
+    def _flush(self) -> None:
+        if self._reducer is not None:
+            self._reducer.flush()
+
+    def _idle(self) -> None:
+        """Wait for what is queued, and for what follows from it."""
+        if self._straight is not None:  # DDP has futures of its sums that are done already
+            self._straight.end()
+        self._flush()
+        if self._reducer is not None and self._discarded.pending:
+            self._discarded.reclaim_unused(self._reducer.connection.pipeline)
+            self._flush()
+
+
+def _check_same(old: Mapping[str, nn.Parameter], new: Mapping[str, nn.Parameter]) -> None:
+    """Raises ValueError where a state would go on with another model's parameters."""
+    if [(name, p.shape) for name, p in old.items()] == [(name, p.shape) for name, p in new.items()]:
+        return
+    names = sorted(old.keys() ^ new.keys()) or [name for name in old if old[name].shape != new[name].shape] or list(new)
+    raise ValueError(
+        f"the state belongs to another model: they differ in {', '.join(map(repr, names[:4]))}; make a CompressState "
+        "for each model"
+    )
+
+
+def _model_of(state: weakref.ref[State]) -> DistributedDataParallel | None:
+    """The model of a state as of now: it may have been wrapped again."""
+    mine = state()
+    return None if mine is None else mine._ddp()
+
+
+def _judge(state: weakref.ref[State], optimizer: torch.optim.Optimizer) -> None:
+    """`judge`, unless the state is closed, or gone."""
+    mine = state()
+    if mine is not None and mine._reducer is not None:
+        judge(mine._options, optimizer)
+
+
+def _find_model(state: weakref.ref[State], parameter: Tensor) -> DistributedDataParallel | None:
+    """The model of a copy, which knows it where both were copied at once."""
+    mine = state()
+    return None if mine is None else mine._ddp() or find_owner(mine, parameter)
+
+
+def _refuse(state: weakref.ref[State], problem: str) -> None:
+    """Tell all ranks; nothing once a state is closed, or gone."""
+    mine = state()
+    if mine is None or mine._closed:
+        return
+    error = RuntimeError(f"gradwire: {problem}")
+    reducer = mine._reducer or mine._connect(error)  # a copy has not met the others yet: this raises
+    reducer.connection.refuse(problem)
+    raise error

@@ -1,0 +1,114 @@
+"""The mean of matrices by factors that ranks make together."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...compress.backends.low_rank import LowRankKernels
+from ...compress.codec import Codec
+from ...compress.codecs.power_sgd import PowerSGD
+from ...compress.feedback.base import NOTHING
+from ..comm.group import Group
+from ..comm.pipeline import Stages
+from ..network.cost import Calibration, Estimate
+from .base import IDENTITY, Bucketful, Exchange, Operands
+from .gather import Gather
+from .two_pass import TwoPass
+
+
+class Factors(Exchange):
+    """PowerSGD (Vogels et al., NeurIPS 2019): with M_i = gradient + residual of rank i,
+
+        P = orthonormal columns of mean(M_i·S);  Q_i = M_iᵀ·P;  mean = P·mean(Q_i)ᵀ;  residual = M_i - P·Q_iᵀ
+
+    and S = mean(Q_i) of the step before, columns of length 1; at first, when the bucket is another one, or after a
+    checkpoint, which does not have it, it is drawn.
+    Both means are made in rank order, of float32 numbers: from their owners above two ranks, 8·f·(P-1)/P bytes received
+    for f of them. The gradient's own memory holds M_i meanwhile. The paper keeps M_i less the mean; what ranks keep
+    differs by that, their mean does not.
+    """
+
+    name = "factors"
+
+    def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
+        super().__init__(codec, numel, extra, device, group)
+        self.numbers = torch.zeros(codec.wire_bytes(numel) // 4 if numel else 0, dtype=torch.float32, device=device)
+        first = len(self.numbers)
+        if numel:
+            self.workspaces = [IDENTITY.workspace(numel, device), codec.workspace(numel, device)]
+            kernels = codec.kernels(device)
+            assert isinstance(kernels, LowRankKernels)  # `carries` saw to it
+            self.kernels = kernels
+            self.matrices = kernels.matrices(codec, numel, device, self.workspaces[1])
+            first -= self.matrices.right
+        self.sums, self.right = self.numbers[:first], self.numbers[first:]
+        mean = TwoPass if group.size > 2 else Gather
+        sizes = (first, extra), (len(self.right), 0)
+        self.means = [mean(IDENTITY, *size, device, self._own_group(str(i))) for i, size in enumerate(sizes)]
+        self.ports = [port for exchange in self.means for port in exchange.ports]
+        #: S; None: not drawn yet.
+        self.start: Tensor | None = None
+        self._room: Tensor | None = None
+
+    @classmethod
+    def carries(cls, codec: Codec) -> bool:
+        return isinstance(codec, PowerSGD)
+
+    @classmethod
+    def estimate(cls, network: Calibration, what: Bucketful) -> Estimate:
+        return network.factors(what.codec, what.speed, what.numel, what.world_size)
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(exchange.payload_bytes for exchange in self.means)
+
+    @property
+    def transfer_bytes(self) -> int:
+        return sum(exchange.transfer_bytes for exchange in self.means)
+
+    def reduce(self, x: Operands) -> Stages:
+        if not self.numel:
+            yield from self.means[0].reduce(self._of(self.sums, x.extra, x))
+            return
+        kernels, matrices, total = self.kernels, self.matrices, self._total(x)
+        whole, left, right = matrices.split(self.numbers)
+        # As an exchange of all of it would: gradient and residual, and an empty residual.
+        x.feedback.encode(IDENTITY, x.grad, total.view(torch.uint8), x.draw, self.workspaces[0])
+        if self.start is None:
+            self.start = torch.empty(matrices.right, dtype=torch.float32, device=self.device)
+            kernels.draw(matrices, x.draw, self.start)
+        kernels.take(matrices, total, whole)
+        kernels.left(matrices, total, self.start, left)
+        yield from self.means[0].reduce(self._of(self.sums, x.extra, x))
+        if matrices.right:
+            kernels.orthonormalise(matrices, left)
+            kernels.right(matrices, total, left, right)
+            stages = self.means[1].reduce(self._of(right, right[:0], x))
+            under_way = next(stages)
+            with x.feedback.open() as residual:
+                if residual is not None:
+                    kernels.leave(matrices, left, right, total, residual)
+            yield under_way
+            yield from stages
+            kernels.settle(matrices, left, right)
+            kernels.follow(matrices, right, self.start)
+        kernels.add(matrices, self.numbers, total, 1.0, True, self.workspaces[1].status)
+        if total is not x.out:
+            x.out.copy_(total)
+
+    def counts(self) -> list[Tensor]:
+        return [*super().counts(), *(count for exchange in self.means for count in exchange.counts())]
+
+    def _total(self, x: Operands) -> Tensor:
+        """Memory for gradient and residual."""
+        if x.out.dtype == torch.float32:
+            return x.out
+        if self._room is None:
+            self._room = torch.empty(self.numel, dtype=torch.float32, device=self.device)
+        return self._room
+
+    @staticmethod
+    def _of(numbers: Tensor, extra: Tensor, x: Operands) -> Operands:
+        """To replace numbers by their mean."""
+        return Operands(numbers, numbers, extra, NOTHING, (), x.draw, x.owner_draw)

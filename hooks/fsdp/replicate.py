@@ -1,0 +1,397 @@
+"""FSDP2's all-reduce hook, and its state: what one pass submits, and what becomes of its means."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import weakref
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ... import __version__
+from ...compress.feedback.store import Memory
+from ..comm import handshake
+from ..comm.group import Group, Work
+from ..comm.pipeline import Pipeline
+from ..core import checkpoint
+from ..core.autograd_end import AtEnd, raise_at_end, waited
+from ..core.discarded import DiscardedMeans
+from ..core.grad_scaler import LossScale, Tracker
+from ..core.optimizer_checks import expect_optimizer, judge
+from ..core.options import Exclude, excluded_names
+from ..core.reducer import Reducer, Step
+from ..core.session import Connection
+from ..core.statistics import Statistics
+from . import checkpoint as checkpoints
+from . import gloo_reduce_scatter as direct
+from .manual import ByHand
+from .options import FSDPOptions
+from .torch_internals import Shards, find_shards
+
+#: Where the reduce-scatter comes from that is compressed.
+_SCATTER = f"{__package__}.scatter"
+#: For all replicas, when one has submitted something else.
+UNEQUAL = (
+    "gradwire: in the last backward pass not all replicas had gradients of the same parameters: let all use the "
+    "same ones, or give unused ones zeros by set_reduce_scatter_unused_params(True)"
+)
+
+
+class _Uses:
+    """Whether all replicas mean the same parameters, which they tell each other while those are under way.
+
+    Args:
+        group: a channel for that.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._mine = torch.zeros(1, dtype=torch.int64, device="cpu")
+        self._all = torch.zeros(group.size, 1, dtype=torch.int64, device="cpu")
+        self._port = group.small_gather_port(self._all, self._mine)
+        self._under_way: Work | None = None
+
+    def tell(self, used: str) -> None:
+        """Tell the others what is used here; `agree` comes before the next."""
+        digest = hashlib.blake2b(used.encode(), digest_size=7).digest()
+        self._mine[0] = int.from_bytes(digest, "big")
+        self._under_way = self._port.start()
+
+    def agree(self) -> bool:
+        """Whether what was told last is the same everywhere; waits for the others, once."""
+        if self._under_way is not None:
+            try:
+                self._under_way.wait()
+            except RuntimeError:
+                self._under_way = None
+                raise
+            self._under_way = None  # not before: a signal's handler may raise meanwhile
+            self._port.post()
+        return bool((self._all == self._mine).all())
+
+
+@dataclass(frozen=True)
+class _Submitted:
+    """Shards under way.
+
+    Attributes:
+        names: of the parameters whose gradients are in them.
+        missing: of those among them to whose gradients the mean has still to be added.
+    """
+
+    shards: Shards
+    names: frozenset[str]
+    missing: frozenset[str]
+    future: torch.futures.Future[Tensor]
+
+
+class FSDPState:
+    """What `compress_fsdp` returns, and the model's hooks hold."""
+
+    def __init__(self, model: nn.Module, options: FSDPOptions, mesh: DeviceMesh, exclude: Exclude | None) -> None:
+        self._options = options
+        group: Any = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
+        self._group: dist.ProcessGroup = group
+        self._shards, self._frozen = list[Shards](), list[Shards]()
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._excluded: frozenset[str] = frozenset()
+        self._open: Step | None = None
+        self._submitted: list[_Submitted] = []
+        self._step = 0
+        self._statistics = Statistics()
+        self._device = torch.device("cpu")
+        problem: Exception | None = None
+        try:
+            self._find(model, mesh)
+            self._options.check(self._group.size())
+            self._excluded = excluded_names(exclude, self._parameters)
+            options.prepare(0, (shards.unit_dtype for shards in self._shards), self._device)
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            problem = error
+        self._feedback = Memory(options.strategy)
+        self._discarded = DiscardedMeans(self._feedback)
+        connection = Connection(
+            self._group,
+            None,
+            self._device,
+            {} if problem is not None else self._description(),
+            problem,
+            None,
+            options.fallback,
+            probes=options.exchange == "auto" and problem is None,
+            straight=False,
+            owner="compress_fsdp",
+        )
+        self._reducer: Reducer | None = Reducer(
+            connection,
+            self._feedback,
+            Tracker(LossScale(None), self._feedback),
+            self._statistics,
+            options.seed,
+            clean=True,
+            numel=sum(shards.numel for shards in self._shards),
+        )
+        self._uses = _Uses(connection.control.channel("used parameters"))
+        for shards in self._shards:
+            shards.attach(self._reduce)
+        for shards in self._frozen:  # nobody would reduce their gradients among the replicas
+            shards.watch()
+        direct.install(self._shards)
+        self._by_hand = ByHand(model, lambda: self._ended(self._open), lambda: self._discard(self._open))
+        expect_optimizer(self._parameters.values(), partial(_judge, weakref.ref(self)))
+
+    def __repr__(self) -> str:
+        shards = f"{len(self._parameters)} parameters' shards"
+        return f"<FSDPState of {shards}: {self._options.codec_text} by {self._options.exchange!r}, step {self._step}>"
+
+    @property
+    def step(self) -> int:
+        """Backward passes so far in which gradients were exchanged."""
+        return self._step
+
+    @property
+    def deciding(self) -> bool:
+        """Whether "auto" still tries which is faster, to compress or not: over Gloo it does for some twenty steps."""
+        reducer = self._running()
+        reducer.flush()
+        return reducer.tuner.deciding
+
+    def statistics(self) -> Statistics:
+        """What this rank has done so far, as of now; call it between steps."""
+        if self._reducer is not None:
+            self._reducer.flush()
+        return copy.deepcopy(self._statistics)
+
+    def close(self) -> None:
+        """Wait for what is under way, then give back the thread and the connections. A backward pass of the model
+        raises from now on, as nothing would reduce its gradients among the replicas; call `compress_fsdp` again.
+        """
+        if self._reducer is not None:
+            self._reducer.close()
+            self._reducer = None
+            self._by_hand.detach()
+            for shards in self._shards:
+                shards.detach(_closed)
+            for shards in self._frozen:
+                shards.detach(None)
+
+    # -- one step, seen from FSDP ------------------------------------------------------------------------------------
+
+    def _reduce(self, shards: Shards, output: Tensor) -> None:
+        """FSDP's hook: replace this rank's shard of the gradients of some parameters by the replicas' mean."""
+        reducer = self._running()
+        if torch.promote_types(output.dtype, shards.dtype) != shards.dtype:
+            raise TypeError(
+                f"FSDP reduces {output.dtype}, and its policy says {shards.dtype}: call compress_fsdp again"
+            )
+        if output.is_cuda:  # FSDP lets go of it while kernels on this stream still have to read it
+            output.record_stream(torch.cuda.current_stream(output.device))
+        if not shards.group.all_reduce_grads:  # `set_requires_all_reduce(False)`: later
+            shards.hold(output)
+            output.zero_()
+            return
+        if self._open is not None and not self._open.names.isdisjoint(shards.parameters):
+            self._ended(self._open)  # a module that is used twice in a pass is reduced twice
+        pipeline = reducer.connection.pipeline
+        if pipeline.threaded:
+            shards.check_hooks()
+        buffer = shards.submit(output, in_place=shards.can_wait or not pipeline.threaded)
+        unit = shards.unit(buffer, self._excluded, self._feedback.strategy)
+        step, outside = self._open, False
+        if step is None:
+            if not self._uses.agree():  # over NCCL, where the host has not waited for what came of the last step
+                raise RuntimeError(UNEQUAL)
+            step = self._open = reducer.begin(self._step, self._options.choice(self._step))
+            ends = partial(self._ended, step), partial(self._discard, step)
+            outside = not self._by_hand.active and not AtEnd(*ends).queue()
+            reducer.greet(step, unit, 0, None)
+        step.names |= unit.names
+        future = reducer.reduce(step, unit, buffer)
+        names = shards.held
+        missing = frozenset[str]() if buffer is output else names
+        if pipeline.threaded:
+            if buffer is not output:
+                output.zero_()  # FSDP adds it to gradients now; the mean follows
+        else:
+            future.wait()  # on a GPU, what comes next on this stream
+            if buffer is not output:
+                shards.put_back(output)
+                missing -= shards.used
+        self._submitted.append(_Submitted(shards, names, missing, future))
+        if outside:
+            self._ended(step)
+
+    def _ended(self, step: Step | None) -> None:
+        """FSDP has submitted all that the pass has; or the next is of a module that is in this step already."""
+        if step is None or step is not self._open or self._reducer is None:
+            return
+        self._open = None
+        self._step += 1
+        self._reducer.end(step)
+        pipeline, submitted = self._reducer.connection.pipeline, self._submitted
+        used = repr((step.number, sorted((part.shards.index, sorted(part.names)) for part in submitted)))
+        self._uses.tell(used)
+        interruption = waited(partial(self._agree, step, pipeline), lambda error: isinstance(error, RuntimeError))
+        self._deliver(step, pipeline, interruption)
+
+    def _agree(self, step: Step, pipeline: Pipeline) -> None:
+        """Raises RuntimeError where not all replicas have submitted the same, on all of them."""
+        assert self._reducer is not None
+        try:
+            if pipeline.threaded and not self._uses.agree():
+                raise RuntimeError(UNEQUAL)
+        except RuntimeError:
+            self._reducer.connection.group.cut()  # some wait for what never comes
+            self._discard(step)
+            raise
+
+    def _deliver(self, step: Step, pipeline: Pipeline, interruption: BaseException | None) -> None:
+        """Wait for the means, and add them where FSDP would have; then raise what a signal's handler has raised."""
+        try:
+            interruption = waited(pipeline.wait, lambda _: pipeline.failed) or interruption
+        except Exception:
+            self._discard(step)
+            raise
+        step.settled = True
+        submitted, self._submitted = self._submitted, []
+        unused = set[str]()
+        for part in submitted:
+            part.future.wait()
+            part.shards.deliver(part.missing)
+            part.shards.held = frozenset()
+            unused |= part.shards.parameters.keys() - part.names
+        if unused:
+            # No replica has a gradient of these, and no optimizer sees their mean, which is of residuals alone.
+            pipeline.submit(partial(self._discarded.keep, step, unused)).wait()
+        step.reduced.clear()  # else FSDP's gradients would live as long as the step
+        if interruption is not None:
+            raise_at_end(interruption)
+
+    def _discard(self, step: Step | None) -> None:
+        """The pass has raised, here or on the pipeline, or is given up: no mean of it is applied."""
+        if step is None:
+            return
+        if step is self._open:
+            self._open, self._step = None, step.number + 1
+            if self._reducer is not None:
+                self._reducer.connection.raised(step.number, step.names)
+        for part in self._submitted:
+            part.shards.held = frozenset()
+        self._submitted.clear()
+        if self._reducer is not None:
+            self._discarded.discard(step, self._reducer.connection.pipeline)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The mean of the replicas' residuals, sharded as the parameters are (`DTensor`), and a few numbers: for
+        `torch.distributed.checkpoint`, which loads it on any mesh. Nothing is lost: replicas go on with the mean.
+
+        A collective among replicas: every rank must call it, after the same step. Saving changes nothing; going on and
+        loading differ, as residuals do that have been averaged.
+
+        Raises:
+            ValueError: another replica does something else now, or is at another step; on every rank alike.
+            RuntimeError: another replica did not come within 60 s, or gradients have been held back.
+        """
+        reducer = self._running()
+        if any(shards.held for shards in self._shards):
+            raise RuntimeError(
+                "after set_requires_all_reduce(False) gradients wait for the pass that reduces them, and no checkpoint "
+                "has them: save after that"
+            )
+        reducer.flush()
+        reducer.connection.agree("state_dict()", self._step)
+        self._feedback.fold()
+        kept = frozenset(self._parameters) if self._options.may_keep() else frozenset[str]()
+        kept -= self._idle
+        vectors = self._feedback.everything()
+        found = checkpoints.means(reducer.connection, vectors, self._shards, kept)
+        return checkpoint.export(checkpoint.MEAN, found, **self._facts())
+
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Go on from a checkpoint. Every rank must load one of the same step; the next step compares them.
+
+        Args:
+            state_dict: this state's own, filled by `torch.distributed.checkpoint.load`; or one of the same mesh.
+            strict: with False, a checkpoint without what this state keeps, or with more, loads too, with a warning.
+
+        Raises:
+            ValueError: it is of another format, codec or model. Nothing has changed then.
+        """
+        reducer = self._running()
+        nothing: dict[str, dict[str, Tensor]] = {vector: {} for vector in self._feedback.strategy.vectors}
+        expected = checkpoint.export(checkpoint.MEAN, nothing, **self._facts())
+        saved, vectors = checkpoints.read(state_dict, expected, self._shards, strict, self._idle)
+        reducer.flush()
+        self._feedback.load(vectors)
+        self._step, self._options.seed = saved["step"], saved["seed"]
+        units = (shards.made_unit for shards in self._shards)
+        reducer.forget(self._options.seed, (unit for unit in units if unit is not None))
+
+    @property
+    def _idle(self) -> frozenset[str]:
+        """Names of parameters of which nothing is kept."""
+        return frozenset() if self._options.keeps_all else self._excluded
+
+    def _facts(self) -> dict[str, Any]:
+        return {"codec": self._options.codec_text, "step": self._step, "seed": self._options.seed}
+
+    # -- what must be right ------------------------------------------------------------------------------------------
+
+    def _running(self) -> Reducer:
+        if self._reducer is None:
+            raise RuntimeError("this FSDPState is closed: call compress_fsdp again")
+        return self._reducer
+
+    def _find(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """The model's shards, all of them, and what their parameters are called.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: this model's cannot be compressed.
+        """
+        if mesh.ndim != 1:
+            dimensions = ", ".join(mesh.mesh_dim_names or ("without names",))
+            raise ValueError(
+                f"mesh has {mesh.ndim} dimensions, {dimensions}: pass the one over which shards are replicated, as in "
+                'compress_fsdp(…, mesh=mesh["replicate"])'
+            )
+        self._shards, self._frozen = find_shards(model, "set_all_reduce_hook", self._group.size())
+        for shards in self._shards:
+            hook, comm = shards.group._all_reduce_hook, getattr(shards.group, "_reduce_scatter_comm", None)
+            if hook is not None and hook is not _closed:
+                raise ValueError(f"module {shards.module!r} has an all-reduce hook already: a model takes one")
+            if type(comm).__module__ == _SCATTER:
+                raise ValueError(f"module {shards.module!r} has a compressed reduce-scatter: close() that state first")
+        self._device = self._shards[0].group.device
+        self._parameters = {n: p.sharded_param for shards in self._shards for n, p in shards.parameters.items()}
+
+    def _description(self) -> dict[str, Any]:
+        first = self._shards[0]
+        reduced = [f"{shards.module}: {shards.dtype}, shard {shards.rank} of {shards.size}" for shards in self._shards]
+        return {
+            "version": __version__,
+            **self._options.describe(self._group.size()),
+            "shard": f"{first.rank} of {first.size}",
+            "the model's parameters": handshake.describe_model(self._parameters, self._excluded),
+            "what FSDP reduces": reduced,
+        }
+
+
+def _closed(output: Tensor) -> None:
+    raise RuntimeError(
+        "the FSDPState of this model is closed, and nothing reduces its gradients among the replicas: call "
+        "compress_fsdp again"
+    )
+
+
+def _judge(state: weakref.ref[FSDPState], optimizer: torch.optim.Optimizer) -> None:
+    """`judge`, unless the state is closed, or gone."""
+    mine = state()
+    if mine is not None and mine._reducer is not None:
+        judge(mine._options, optimizer)

@@ -1,0 +1,338 @@
+"""FSDP2's own reduce-scatter, compressed, where the links between all shards are slow."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ... import __version__
+from ...compress.feedback.base import RESIDUAL
+from ...compress.feedback.store import Memory
+from ..comm import handshake
+from ..comm.pieces import Started, overlap
+from ..comm.pipeline import clock
+from ..comm.untraced import untraced
+from ..core import checkpoint
+from ..core.autograd_end import AtEnd
+from ..core.optimizer_checks import expect_optimizer, judge
+from ..core.options import Exclude, excluded_names
+from ..core.session import Connection
+from ..core.statistics import Statistics
+from . import checkpoint as checkpoints
+from .arithmetic import divide_factor, post_divide
+from .manual import ByHand
+from .megatron import times_mean
+from .options import ScatterOptions
+from .shard_rows import Unsharded
+from .torch_internals import Shards, find_shards
+
+UNEQUAL = (
+    "gradwire: the ranks reduced gradients of different parameters, or at different steps: let all use the same "
+    "parameters in a backward pass, or give unused ones zeros by set_reduce_scatter_unused_params(True)"
+)
+
+
+class ScatterState:
+    """What `compress_fsdp` returns without `mesh`: gradients are compressed on their way to the owners of the shards.
+
+    It keeps what compression leaves out of this rank's gradients, float32 of the whole model, not of its shards: four
+    bytes for each element of the parameters. Of stochastic codes (`QSGD()`, `TernGrad()`) nothing is kept.
+    """
+
+    def __init__(self, model: nn.Module, options: ScatterOptions, exclude: Exclude | None) -> None:
+        self._options = options
+        self._shards: list[Shards] = []
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._excluded: frozenset[str] = frozenset()
+        self._open: dict[int, Unsharded] | None = None
+        self._step, self._closed = 0, False
+        self._statistics = Statistics()
+        device, group, problem = torch.device("cpu"), dist.group.WORLD, None
+        try:
+            self._shards, _ = find_shards(model, "set_custom_reduce_scatter", replicas=1)
+            device = self._shards[0].group.device
+            group = self._shards[0].process_group
+            _check_comms(self._shards)
+            self._parameters = {n: p.sharded_param for shards in self._shards for n, p in shards.parameters.items()}
+            options.check(self._shards[0].size)
+            self._excluded = excluded_names(exclude, self._parameters)
+            options.prepare(0, (shards.dtype for shards in self._shards), device)
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            problem = error
+        self._feedback = Memory(options.strategy)
+        description = {} if problem is not None else self._description()
+        how: Any = {"probes": False, "straight": False, "owner": "compress_fsdp"}
+        self._connection = Connection(group, None, device, description, problem, None, None, **how)
+        ranks = self._connection.group
+        self._parts = [Unsharded(shards, self._excluded, ranks, self._feedback) for shards in self._shards]
+        for part in self._parts:
+            part.clock = clock(self._statistics.seconds, part.shards.index, device)
+            if part.ranks > 1:
+                comm = _ReduceScatter(self, part, part.shards.group._reduce_scatter_comm)
+                part.shards.replace_reduce_scatter(comm)
+            else:  # FSDP then reduces nothing
+                part.shards.attach(partial(self._alone, part))
+        self._by_hand = ByHand(model, self._ended, self._raised)
+        self._bad = torch.zeros(2, dtype=torch.int64, device=device)  # records not finite, and steps that had some
+        self._unequal = _Unequal(device)
+        expect_optimizer(self._parameters.values(), partial(_judge, weakref.ref(self)))
+
+    def __repr__(self) -> str:
+        return f"<ScatterState of {len(self._parameters)} parameters: {self._options.codec_text}, step {self._step}>"
+
+    @property
+    def step(self) -> int:
+        """Backward passes so far in which gradients were exchanged."""
+        return self._step
+
+    def statistics(self) -> Statistics:
+        """What this rank has done so far; call it between steps. Waits for the device."""
+        self._statistics.skipped_entries = int(self._status()[0])
+        self._statistics.nonfinite_steps = int(self._bad[1])
+        return copy.deepcopy(self._statistics)
+
+    def close(self) -> None:
+        """Give the model back to FSDP's own reduce-scatter. What is still owed is dropped: save it before."""
+        self._closed = True
+        self._by_hand.detach()
+        for shards in self._shards:
+            shards.detach(None)
+
+    # -- one step, seen from FSDP ------------------------------------------------------------------------------------
+
+    def _reduce(self, part: Unsharded, output: Tensor, grads: Tensor, op: Any, plain: Any) -> None:
+        """In the place of FSDP's reduce-scatter.
+
+        Args:
+            plain: what that would be, without arguments.
+        """
+        times = times_mean(op, part.ranks, 1.0 / divide_factor(part.shards.group))
+        outside = self._begin(part)
+        part.use_contribution(times / part.ranks / post_divide(part.shards.group, output.dtype))
+        choice, statistics = self._options.choice(self._step), self._statistics
+        statistics.elements += output.numel() * part.ranks
+        statistics.dense_bytes += 4 * output.numel() * part.ranks
+        if choice.exchange == "dense":
+            part.send_all(grads)
+            plain()
+            sent = (part.ranks - 1) * output.nbytes
+            statistics.payload_bytes += sent
+            statistics.transfer_bytes += sent
+            statistics.decisions[part.shards.index] = "FSDP's own: a warm-up"
+        else:
+            exchange = part.follow(choice, self._options.seed)
+            used = sorted(part.shards.used)
+            at = "" if exchange.heads.is_cuda else self._step  # on a GPU it would be copied there every time
+            exchange.say(f"{at} {choice.digest} {used}")
+            try:
+                with self._connection.group.failing_together():
+                    drive_timed(part.reduce(output, grads, times, self._step), part.clock)
+                    self._unequal.look(exchange.unequal())
+            except Exception as error:
+                where = f"[step {self._step}, module {part.shards.module!r}, {choice.codec}]"
+                raise RuntimeError(f"gradwire: {error} {where}") from error
+            statistics.payload_bytes += exchange.payload_bytes
+            statistics.transfer_bytes += exchange.transfer_bytes
+            statistics.decisions[part.shards.index] = f"reduce_scatter of {choice.codec}"
+        if outside:
+            self._ended()
+
+    def _alone(self, part: Unsharded, shards: Shards, output: Tensor) -> None:
+        """A rank by itself compresses nothing; what a checkpoint has brought is sent."""
+        outside = self._begin(part)
+        part.use_contribution(1.0 / post_divide(shards.group, output.dtype))
+        part.send_all(output)
+        if outside:
+            self._ended()
+
+    def _begin(self, part: Unsharded) -> bool:
+        """A part of a pass, maybe its first; returns whether no pass runs."""
+        outside = False
+        if self._open is None:
+            self._unequal.check()
+            self._greet()
+            self._open = {}
+            self._connection.begin()
+            outside = not self._by_hand.active and not AtEnd(self._ended, self._raised).queue()
+        self._open[part.shards.index] = part  # of a module that is used twice in a pass, the last
+        return outside
+
+    def _greet(self) -> None:
+        """Compare with the other ranks what the pass is to be, before anything is sent that they would not expect."""
+        choice, past = self._options.choice(self._step), self._connection.past()
+        try:
+            with self._connection.group.failing_together():
+                self._connection.announce(self._step, choice, past, 0, False, None)
+                self._connection.compare(choice, past)
+        except Exception as error:
+            raise RuntimeError(f"gradwire: {error} [step {self._step}, {choice.codec}]") from error
+
+    def _ended(self) -> None:
+        if self._open is None:
+            return
+        self._open = None
+        self._connection.post()
+        self._connection.end()
+        self._step += 1
+        self._statistics.steps += 1
+        bad = self._status()[1]
+        self._bad[1] += bad > self._bad[0]
+        self._bad[0] = bad
+
+    def _raised(self) -> None:
+        """The pass has raised: what it handed out is not applied, but where an optimizer has, within backward."""
+        parts, self._open = self._open or {}, None
+        self._step += bool(parts)
+        for part in parts.values():
+            if not part.shards.hooked:
+                part.put_back()
+
+    def _status(self) -> Tensor:
+        return torch.stack([part.status for part in self._parts]).sum(0)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sum of the ranks' residuals as the optimizer is to see it, sharded as the parameters are (`DTensor`), and
+        a few numbers: for `torch.distributed.checkpoint`, which loads it on any number of ranks, and into the state of
+        `compress_fsdp(mesh=…)` too. A rank that loads it owes its own shard. Nothing is lost.
+
+        A collective: every rank must call it, after the same step. Saving changes nothing.
+
+        Raises:
+            ValueError: another rank does something else now, or is at another step; on every rank alike.
+            RuntimeError: another rank did not come within 60 s.
+        """
+        self._connection.agree("state_dict()", self._step)
+        mine = self._feedback.by_name()
+        found: dict[str, Tensor] = {}
+
+        def take(part: Unsharded, name: str, arrived: Tensor) -> None:
+            parameter = part.shards.parameters[name].sharded_param
+            found[name] = checkpoints.as_sharded(part.owed(name, arrived), parameter)
+
+        def start(part: Unsharded, name: str) -> Started:
+            arrived, work = part.collect(name, mine.get(name))
+            return arrived.nbytes, work, partial(take, part, name, arrived)
+
+        parts = self._parts if self._options.may_keep() else ()
+        overlap(start(part, name) for part in parts for name in sorted(part.columns))
+        return checkpoint.export(checkpoint.MEAN, {RESIDUAL: found}, **self._facts())
+
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Go on from a checkpoint. Every rank must load one of the same step; the next step compares them.
+
+        Args:
+            state_dict: this state's own, filled by `torch.distributed.checkpoint.load`; or one of as many ranks.
+            strict: with False, a checkpoint without what this state keeps, or with more, loads too, with a warning.
+
+        Raises:
+            ValueError: it is of another format, codec or model. Nothing has changed then.
+        """
+        expected = checkpoint.export(checkpoint.MEAN, {RESIDUAL: {}}, **self._facts())
+        saved, vectors = checkpoints.read(state_dict, expected, self._shards, strict, self._excluded)
+        parts = {name: part for part in self._parts for name in part.columns}
+        for part in self._parts:
+            part.contribution = part.usual_contribution()
+            part.forget()
+        rows = {name: parts[name].from_owed(x) for name, x in vectors.get(RESIDUAL, {}).items()}
+        self._feedback.load({RESIDUAL: rows})
+        self._step, self._options.seed = saved["step"], saved["seed"]
+        self._connection.loaded(self._options.seed)
+
+    def _facts(self) -> dict[str, Any]:
+        return {"codec": self._options.codec_text, "step": self._step, "seed": self._options.seed}
+
+    def _description(self) -> dict[str, Any]:
+        return {
+            "version": __version__,
+            **self._options.describe(self._shards[0].size),
+            "the model's parameters": handshake.describe_model(self._parameters, self._excluded),
+            "what FSDP reduces": [f"{shards.module}: {shards.dtype}" for shards in self._shards],
+        }
+
+
+class _ReduceScatter:
+    """What FSDP calls, one for each parameter group. It has the methods of FSDP's `ReduceScatter`, a private class."""
+
+    def __init__(self, state: ScatterState, part: Unsharded, plain: Any) -> None:
+        self._state, self._part, self._plain = state, part, plain
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        result: Tensor = self._plain.allocate(size, dtype=dtype, device=device)
+        return result
+
+    @untraced
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        plain = partial(self._plain, output_tensor, input_tensor, group, op, async_op)
+        self._state._reduce(self._part, output_tensor, input_tensor, op, plain)
+
+
+class _Unequal:
+    """Whether ranks have meant different things: seen at once on CPUs, and before the next pass on GPUs, where the host
+    does not wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._seen = torch.zeros((), dtype=torch.bool, device=device)
+        self._known = torch.zeros((), dtype=torch.bool, pin_memory=device.type == "cuda", device="cpu")
+        self._copied: torch.cuda.Event | None = None
+
+    def look(self, unequal: Tensor) -> None:
+        if not unequal.is_cuda:
+            if unequal:
+                raise RuntimeError(UNEQUAL)
+            return
+        self._seen |= unequal
+        self._known.copy_(self._seen, non_blocking=True)
+        self._copied = torch.cuda.current_stream(unequal.device).record_event()
+
+    def check(self) -> None:
+        if self._copied is not None and self._copied.query() and self._known:
+            raise RuntimeError(UNEQUAL)
+
+
+def _check_comms(parts: Sequence[Shards]) -> None:
+    """Raises ValueError where something else reduces already, or among several groups of ranks."""
+    groups = {tuple(dist.get_process_group_ranks(shards.process_group)) for shards in parts}
+    if len(groups) > 1:
+        raise ValueError(
+            f"the model's FSDP modules are sharded over {len(groups)} groups of ranks: compress_fsdp without mesh "
+            "takes a model that is sharded over one"
+        )
+    for shards in parts:
+        comm = shards.group._reduce_scatter_comm
+        if type(comm).__name__ != "DefaultReduceScatter" or shards.group._all_reduce_hook is not None:
+            what = f"the reduce-scatter {type(comm).__name__}" if shards.group._all_reduce_hook is None else "a hook"
+            raise ValueError(
+                f"module {shards.module!r} has {what} already, and a model takes one: close() that state first, and do "
+                "not call set_custom_reduce_scatter, set_symm_mem_for_comm or set_allocate_memory_from_process_group"
+            )
+
+
+def drive_timed(stages: Any, clock: Any) -> None:
+    """`drive`, with each phase's time noted."""
+    phase = "encode"
+    while True:
+        with clock(phase):
+            work = next(stages, None)
+        if work is None:
+            return
+        with clock("exchange"):
+            work.wait()
+        phase = "decode"
+
+
+def _judge(state: weakref.ref[ScatterState], optimizer: torch.optim.Optimizer) -> None:
+    """`judge`, unless the state is closed, or gone."""
+    mine = state()
+    if mine is not None and not mine._closed:
+        judge(mine._options, optimizer)

@@ -1,0 +1,229 @@
+"""The gradient of one of FSDP's parameter groups before it is reduced: one row for each rank's shard.
+
+FSDP hands over, row by row, those parameters that have a gradient. What is sent has all of them in every step, so that
+residuals lie where they are, and messages have one size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ...compress.codec import new_draw
+from ...compress.feedback.base import NOTHING, RESIDUAL, Kept
+from ...compress.feedback.store import Memory
+from ...compress.formats.layout import Layout, Slot, end_to_end, layout_numel
+from ..auto.planner import Choice
+from ..comm.group import Group, Work
+from ..comm.pipeline import Clock, Stages
+from ..exchanges import Operands, ReduceScatter
+from .arithmetic import divide_factor, only_sums, post_divide
+from .torch_internals import Shards
+
+
+class Unsharded:
+    """One parameter group: its layout in rows, what is kept of it, and the exchange that serves it now.
+
+    Args:
+        shards: FSDP's side of it.
+        excluded: names of those that stay as they are, inside the same messages.
+        group: the ranks.
+        feedback: what compression has left out so far, by parameter; [P, *shard] of each.
+
+    Attributes:
+        contribution: how much of an element of one rank's gradient, as FSDP hands it over, the optimizer is to see.
+            Residuals are in FSDP's units.
+        status: int64[2], as an exchange's.
+    """
+
+    def __init__(self, shards: Shards, excluded: frozenset[str], group: Group, feedback: Memory) -> None:
+        self.shards, self.group, self._feedback = shards, group, feedback
+        self.ranks, self.rank = shards.size, shards.rank
+        kept = end_to_end(slot for slot in shards.slots if slot.name not in excluded)
+        rest = end_to_end(slot for slot in shards.slots if slot.name in excluded)
+        self.columns, self.beside = ({slot.name: slot for slot in slots} for slots in (kept, rest))
+        self.numel, self.extra = layout_numel(kept), layout_numel(rest)
+        self.layout: Layout = tuple(
+            Slot(slot.name, slot.start, (self.ranks, *slot.shape), (self.numel, *slot.stride)) for slot in kept
+        )
+        self.contribution = self.usual_contribution()
+        self.clock: Clock | None = None
+        self._exchange: ReduceScatter | None = None
+        self._choice: Choice | None = None
+        self._packed: Tensor | None = None
+        self._mean: Tensor | None = None
+        device = shards.group.device
+        self._extras = torch.zeros(self.ranks * self.extra, dtype=torch.float32, device=device)
+        self._earlier = torch.zeros(2, dtype=torch.int64, device=device)
+        #: Whether what has been sent can be put back: as long as what has arrived lies there.
+        self._kept_last = False
+
+    def usual_contribution(self) -> float:
+        """`contribution` by FSDP's settings as they are now."""
+        group, dtype = self.shards.group, self.shards.dtype
+        return 1.0 / (post_divide(group, dtype) if only_sums(group, dtype) else divide_factor(group))
+
+    @property
+    def status(self) -> Tensor:
+        counts = [] if self._exchange is None else self._exchange.counts()
+        return torch.stack([self._earlier, *counts]).sum(0)
+
+    @property
+    def exchange(self) -> ReduceScatter:
+        """The one that serves now."""
+        assert self._exchange is not None
+        return self._exchange
+
+    def follow(self, choice: Choice, seed: int) -> ReduceScatter:
+        """Let a choice serve."""
+        if self._choice != choice:
+            self._earlier, device = self.status, self.shards.group.device
+            name = f"{self.shards.index} {self.numel} {self.extra} {choice.codec}"
+            channel = self.group.channel(name)
+            self._exchange = ReduceScatter(choice.codec, self.numel, self.extra, device, channel)
+            stream = 2 * self.rank << 32 | self.shards.index * self.ranks
+            draw = new_draw(seed, 0, stream, device)
+            self._operands = Operands(self._extras, self._extras, self._extras, NOTHING, (), draw, draw)
+            self._choice = choice
+        return self.exchange
+
+    def forget(self) -> None:
+        """Draws begin again."""
+        self._choice = None
+
+    def use_contribution(self, contribution: float) -> None:
+        """FSDP's units are these from now on."""
+        if contribution != self.contribution:
+            kept = self._kept()
+            if kept is not None:
+                kept.rescale(self.contribution / contribution)
+            self.contribution = contribution
+
+    # -- one step ----------------------------------------------------------------------------------------------------
+
+    def reduce(self, output: Tensor, grads: Tensor, times_mean: float, step: int) -> Stages:
+        """Stages: write the ranks' mean of this rank's row of the gradients, multiplied, to `output`."""
+        assert self._choice is not None
+        operands, keeps, whole = self._operands, self._choice.feedback, not self._moves
+        if self.exchange.codec.stochastic:
+            operands.draw[1] = step
+        rows = grads if whole else self._pack(grads)
+        if keeps:
+            operands.grad, operands.feedback = rows, self._feedback.of(self.layout, rows.device)
+        else:
+            operands.grad, operands.feedback = self._feedback.take(self.layout, rows), NOTHING
+        operands.out = output if whole else self._own_mean()
+        yield from self.exchange.reduce(operands)
+        self._kept_last = keeps
+        if not whole:
+            self._unpack(operands.out, output)
+            if self._feedback.holds(self.layout):  # FSDP wants nothing of these, which were sent what they were owed
+                self._give_back(operands.out, self.columns.keys() - self.shards.used)
+        operands.grad = operands.out = self._extras  # holds nothing between steps
+        if times_mean != 1.0:
+            output.mul_(times_mean)
+        self.exchange.port.post()
+
+    def send_all(self, grads: Tensor) -> None:
+        """Add what is kept to gradients that are about to be reduced as they are; what they cannot hold stays."""
+        kept = self._kept()
+        if kept is None or not kept.keeps:
+            return
+        self._kept_last = False
+        with kept.open():
+            residual = kept[RESIDUAL].view(self.ranks, self.numel)
+            for part, column in self._parts(grads.view(self.ranks, -1)):
+                if column.name in self.columns:
+                    rest = _columns(residual, column)
+                    total = part.float() + rest
+                    part.copy_(total)
+                    rest.copy_(torch.where(total.isfinite(), total.sub_(part), rest))
+
+    def put_back(self) -> None:
+        """What was handed out last is not applied: let this rank send it again."""
+        if self._kept_last:
+            self._kept_last = False
+            self.exchange.decode(self._own_mean())
+            self._give_back(self._own_mean(), self.columns.keys() & self.shards.used)
+
+    def collect(self, name: str, kept: Tensor | None) -> tuple[Tensor, Work]:
+        """Start: this rank's shard of what each rank keeps of a parameter, for `owed`. A collective.
+
+        Args:
+            kept: here, [P, *shard]; None: nothing.
+        """
+        device, shape = self.shards.group.device, tuple(self.shards.parameters[name].padded_sharded_param_size)
+        rows = torch.zeros(self.ranks, *shape, dtype=torch.float32, device=device) if kept is None else kept.to(device)
+        arrived = torch.zeros_like(rows)
+        return arrived, self.group.all_to_all(arrived, rows)
+
+    def owed(self, name: str, arrived: Tensor) -> Tensor:
+        """This rank's shard of what all ranks keep of a parameter, in the optimizer's units."""
+        return self.shards.local(name, arrived.sum(0).mul_(self.contribution)).contiguous()
+
+    def from_owed(self, shard: Tensor) -> Tensor:
+        """What this rank is to keep of a parameter of whose owed gradient it has a shard: [P, *shard]."""
+        rows = shard.new_zeros(self.ranks, *shard.shape)
+        torch.div(shard, self.contribution, out=rows[self.rank])
+        return rows
+
+    # -- where things lie --------------------------------------------------------------------------------------------
+
+    @property
+    def _moves(self) -> bool:
+        return self.extra > 0 or len(self.shards.used) < len(self.columns)
+
+    def _kept(self) -> Kept | None:
+        """What is kept; None where nothing is."""
+        return self._feedback.of(self.layout, self.shards.group.device) if self._feedback else None
+
+    def _parts(self, rows: Tensor) -> Iterator[tuple[Tensor, Slot]]:
+        """The columns of what FSDP hands over, parameter by parameter, and where those of the exchange are."""
+        start = 0
+        for slot in self.shards.slots:
+            if slot.name in self.shards.used:
+                yield rows[..., start : start + slot.numel], self.columns.get(slot.name) or self.beside[slot.name]
+                start += slot.numel
+        if start != rows.shape[-1]:
+            raise RuntimeError(
+                f"gradwire: FSDP reduces rows of {rows.shape[-1]} elements of module {self.shards.module!r}, and its "
+                f"parameters with a gradient have {start}: this version of torch, {torch.__version__}, is not known"
+            )
+
+    def _pack(self, grads: Tensor) -> Tensor:
+        """All parameters' rows, zeros where there is no gradient; fills what travels beside them."""
+        if self._packed is None or self._packed.dtype != grads.dtype:
+            self._packed = grads.new_zeros(self.ranks * self.numel)
+        if len(self.shards.used) < len(self.columns) + len(self.beside):
+            self._packed.zero_()
+            self._extras.zero_()
+        rows, extras = self._packed.view(self.ranks, self.numel), self._extras.view(self.ranks, self.extra)
+        for part, column in self._parts(grads.view(self.ranks, -1)):
+            _columns(rows if column.name in self.columns else extras, column).copy_(part)
+        return self._packed
+
+    def _unpack(self, mean: Tensor, output: Tensor) -> None:
+        for part, column in self._parts(output):
+            part.copy_(column.flat(mean if column.name in self.columns else self._extras))
+
+    def _give_back(self, mean: Tensor, names: set[str]) -> None:
+        """Let this rank send the mean of some parameters' shards once more, in the place of all."""
+        if not names:
+            return
+        with self._feedback.of(self.layout, mean.device).open() as residual:
+            if residual is not None:
+                own = residual.view(self.ranks, self.numel)[self.rank]
+                for name in names:
+                    part = self.columns[name].flat(mean)
+                    self.columns[name].flat(own).add_(torch.where(part.isfinite(), part, 0.0), alpha=self.ranks)
+
+    def _own_mean(self) -> Tensor:
+        if self._mean is None:
+            self._mean = torch.zeros(self.numel, dtype=torch.float32, device=self.shards.group.device)
+        return self._mean
+
+
+def _columns(rows: Tensor, slot: Slot) -> Tensor:
+    return rows[:, slot.start : slot.start + slot.numel]

@@ -1,0 +1,391 @@
+"""What FSDP2 reduces as one, a *parameter group*: where its shards lie, and what FSDP does with them around our hook.
+
+FSDP casts, divides and accumulates right after the hook has returned; `Shards` knows how, and can do the same later.
+All that depends on FSDP's private attributes is in this file, in `arithmetic` and in `manual`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from ...compress.codec import DTYPES
+from ...compress.feedback.base import Feedback
+from ...compress.formats.layout import Layout, Slot
+from ..comm.untraced import untraced
+from ..core.names import names_of, unwrapped
+from ..core.options import check_dtypes
+from ..core.reducer import Unit
+from ..core.sparse_gradient import sparse_names
+from .arithmetic import grad_dtype, post_divide, reduce_dtype, reduce_order
+
+#: Where the hooks are.
+NEEDS = {"set_all_reduce_hook": "2.7", "set_custom_reduce_scatter": "2.9"}
+
+
+def fsdp_modules(model: nn.Module, hook: str) -> list[tuple[str, Any]]:
+    """The model's FSDP modules with their names, one for each of FSDP's states.
+
+    Args:
+        hook: the method of theirs that is wanted.
+
+    Raises:
+        RuntimeError: this torch has no such hook.
+        TypeError: the model has no FSDP module.
+    """
+    if not hasattr(FSDPModule, hook):
+        raise RuntimeError(
+            f"compress_fsdp needs FSDPModule.{hook}, which torch has from {NEEDS[hook]} on; this is {torch.__version__}"
+        )
+    found: dict[int, tuple[str, Any]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            found.setdefault(id(module._get_fsdp_state()), (name, module))
+    if not found:
+        raise TypeError(
+            f"model is a {type(model).__name__} without an FSDP module: call "
+            "torch.distributed.fsdp.fully_shard(model, mesh=…) first"
+        )
+    return list(found.values())
+
+
+def parameter_groups(module: Any) -> list[Any]:
+    """FSDP's parameter groups of a module; none where other modules have all of its parameters."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch before 2.12
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return list(groups)
+
+
+def check_group(name: str, groups: list[Any]) -> None:
+    """Raises ValueError for a module whose gradients the hooks do not see, or see too late."""
+    where = f"module {name!r}" if name else "the model"
+    if len(groups) > 1:
+        raise ValueError(
+            f"{where} has {len(groups)} parameter groups, as its shard_placement_fn spreads its parameters over "
+            "several meshes, and FSDP's hooks do not tell them apart: call fully_shard on parts with one each"
+        )
+    for group in groups:
+        mesh = group.mesh_info
+        if not hasattr(mesh, "shard_mesh_size"):
+            raise ValueError(f"{where} is not sharded: for replicas alone call fully_shard on a mesh of size 1")
+        if hasattr(mesh, "replicate_mesh_size"):
+            raise ValueError(
+                f"{where} was sharded on a mesh of two dimensions, so that FSDP sums over the replicas by itself, "
+                'before the hook: call fully_shard(…, mesh=mesh["shard"]) and compress_fsdp(…, mesh=mesh["replicate"])'
+            )
+
+
+def find_shards(model: nn.Module, hook: str, replicas: int) -> tuple[list[Shards], list[Shards]]:
+    """The model's parameter groups that have something to reduce, for a hook that is set by this method, and those that
+    have nothing, as they are frozen.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: this model's cannot be compressed.
+    """
+    names = names_of(model)
+    found, frozen = list[Shards](), list[Shards]()
+    for module_name, module in fsdp_modules(model, hook):
+        groups = parameter_groups(module)
+        check_group(module_name, groups)
+        for group in groups:
+            shards = Shards(len(found), unwrapped(module_name), group, names, replicas)
+            (found if shards.parameters else frozen).append(shards)
+    known = {id(p.sharded_param) for shards in found for p in shards.parameters.values()}
+    named = dict(model.named_parameters())
+    by_rows = sparse_names(model, named)  # `reduce_rows` does these
+    others = [n for n, p in named.items() if p.requires_grad and id(p) not in known and n not in by_rows]
+    if others:
+        warnings.warn(
+            f"parameter {others[0]!r} is in no FSDP module: neither FSDP nor gradwire reduces its gradient: "
+            "call fully_shard on the whole model too",
+            stacklevel=6,
+        )
+    if not found:
+        raise ValueError("none of the model's FSDP modules has a parameter that requires gradients")
+    check_dtypes({name: p.sharded_param for shards in found for name, p in shards.parameters.items()})
+    for shards in found:
+        if shards.dtype not in DTYPES:
+            raise TypeError(f"module {shards.module!r} reduces {shards.dtype}: use float32, float16 or bfloat16")
+    return found, frozen
+
+
+class Shards:
+    """One parameter group: this rank's shards of its gradients, flat as FSDP hands them over.
+
+    Args:
+        index: tells it from the others, alike on all ranks.
+        module: the name of FSDP's module.
+        group: FSDP's parameter group.
+        names: the parameters' by their identity.
+        replicas: ranks that have the same shards.
+
+    Attributes:
+        slots: where the shards of all of its parameters lie, each padded to the rows of the longest.
+        dtype: the widest of what FSDP hands over.
+        used: names of the parameters that are in what FSDP reduces now.
+    """
+
+    def __init__(self, index: int, module: str, group: Any, names: dict[int, str], replicas: int) -> None:
+        self.index, self.module, self.group, self._replicas = index, module, group, replicas
+        self.rank, self.size = group.mesh_info.shard_mesh_rank, group.mesh_info.shard_mesh_size
+        self.parameters: dict[str, Any] = {}
+        slots, start = [], 0
+        for parameter in reduce_order(group):
+            if parameter.sharded_param.requires_grad:
+                name = names[id(parameter.sharded_param)]
+                shape = tuple(parameter.padded_sharded_param_size)
+                slot = Slot(name, start, shape, torch.empty(shape, device="meta").stride())
+                slots.append(slot)
+                self.parameters[name] = parameter
+                start += slot.numel
+        self.slots: Layout = tuple(slots)
+        self.numel = start
+        self.dtype = reduce_dtype(group, list(self.parameters.values())) if self.parameters else torch.float32
+        self.used: frozenset[str] = frozenset()
+        self._unit: Unit | None = None
+        self._buffer: Tensor | None = None
+        #: Names of the parameters that are in the buffer, while it holds what is to be sent later.
+        self.held: frozenset[str] = frozenset()
+        self._undo: list[Callable[[], None]] = []
+        self._ordered: list[int] | None = None  # the order in which FSDP lays out parameters, once it has been seen
+
+    @property
+    def process_group(self) -> Any:
+        """Of the ranks that have the other shards."""
+        return self.group.mesh_info.shard_process_group
+
+    @property
+    def hooked(self) -> bool:
+        """Whether somebody wants gradients as soon as they are there."""
+        parameters = self.parameters.values()
+        return any(getattr(p.sharded_param, "_post_accumulate_grad_hooks", None) for p in parameters)
+
+    @property
+    def unit_dtype(self) -> torch.dtype:
+        """Of what is compressed: FSDP scales float16, and residuals are of gradients as the optimizer sees them."""
+        return torch.float32 if self.dtype == torch.float16 else self.dtype
+
+    def attach(self, hook: Callable[[Shards, Tensor], None]) -> None:
+        """Have FSDP call a hook in the place of an all-reduce."""
+        self.watch(hook)
+
+        def reduce(output: Tensor) -> None:
+            hook(self, output)
+
+        self.group._all_reduce_hook = untraced(reduce)
+
+    def replace_reduce_scatter(self, comm: Any) -> None:
+        """Have FSDP call something in the place of its reduce-scatter, until `detach`."""
+        self.watch()
+        group, before = self.group, self.group._reduce_scatter_comm
+        group._reduce_scatter_comm = comm
+        self._undo.append(lambda: setattr(group, "_reduce_scatter_comm", before))
+
+    def watch(self, hook: Callable[[Shards, Tensor], None] | None = None) -> None:
+        """Note of which parameters FSDP reduces gradients, as it tells nobody: those without one are left out.
+
+        Args:
+            hook: is called for what waits to be sent too, in a pass that has nothing new of the group, as HSDP has it
+                since torch 2.15.
+        """
+        if self._undo:
+            return
+        group, known = self.group, {id(parameter): name for name, parameter in self.parameters.items()}
+        post_backward, reset = group.post_backward, getattr(group, "_reset_iter_state", None)
+
+        late, ordered = hook if hasattr(group, "_get_partial_reduce_grad") else None, list(self.parameters.values())
+
+        def noted(*unused: Any) -> None:
+            if group.reduce_grads:
+                self._check_order(ordered)
+                having = [parameter for parameter in group.fsdp_params if _has_gradient(group, parameter)]
+                fresh = [unwrapped(p._param_fqn) for p in having if id(p) not in known]
+                if fresh:
+                    raise RuntimeError(
+                        f"gradwire: parameter {fresh[0]!r} did not require gradients when compress_fsdp was called, "
+                        "and does now: call compress_fsdp again, on every rank, when that changes"
+                    )
+                self.used = frozenset(known[id(parameter)] for parameter in having)
+            post_backward(*unused)
+            if late is not None and self.held and group.reduce_grads and group.all_reduce_grads and not self.used:
+                late(self, torch.empty(0, dtype=self.dtype, device=group.device))
+
+        @untraced
+        def discarded() -> None:
+            self.held = frozenset()
+            assert reset is not None
+            reset()
+
+        group.post_backward = untraced(noted)
+        self._undo = [lambda: delattr(group, "post_backward")]
+        if reset is not None:
+            group._reset_iter_state = discarded
+            self._undo.append(lambda: delattr(group, "_reset_iter_state"))
+
+    def _check_order(self, expected: list[Any]) -> None:
+        """Raises RuntimeError where FSDP lays out parameters in another order."""
+        indices = getattr(self.group, "_reduce_scatter_param_indices", None)  # made before the first forward pass
+        if indices is not self._ordered:
+            known, every = set(map(id, expected)), self.group.fsdp_params
+            if [id(every[i]) for i in indices or () if id(every[i]) in known] != list(map(id, expected)):
+                raise RuntimeError(
+                    f"gradwire: FSDP reduces the gradients of module {self.module!r} in another order than it would "
+                    "have when compress_fsdp was called, as their grad_dtype has changed: set grad_dtype before"
+                )
+            self._ordered = indices
+
+    def detach(self, hook: Callable[[Tensor], None] | None) -> None:
+        """Leave nothing but another hook, or none."""
+        while self._undo:
+            self._undo.pop()()
+        self.group._all_reduce_hook = hook
+
+    # -- what goes in ------------------------------------------------------------------------------------------------
+
+    def hold(self, output: Tensor) -> None:
+        """Add what FSDP hands over to the buffer: it is to be sent later."""
+        buffer, complete = self._own(), self.used == self.parameters.keys()
+        scale = self._scale(output.dtype)
+        if not self.held and not complete:
+            buffer.zero_()
+        if complete and scale == 1.0 and output.dtype == buffer.dtype:
+            (buffer.add_ if self.held else buffer.copy_)(output)
+        else:
+            for part, slot in self._parts(output):
+                into = slot.flat(buffer)
+                part = part.to(buffer.dtype)
+                if self.held:
+                    into.add_(part, alpha=scale)
+                else:
+                    torch.mul(part, scale, out=into)
+        self.held |= self.used
+
+    def submit(self, output: Tensor, in_place: bool) -> Tensor:
+        """The gradients to be reduced, flat in `slots`, in the units in which the optimizer will see them: `output`
+        itself where that may be, else the buffer. `held` are the names of those that are in them.
+
+        Args:
+            in_place: whether the mean may be written to `output` when FSDP has gone on.
+        """
+        direct = self.used == self.parameters.keys() and not self.held and output.dtype == self.unit_dtype
+        if direct and in_place and post_divide(self.group, output.dtype) == 1.0:
+            self.held = self.used
+            if (scale := self._scale(output.dtype)) != 1.0:
+                output.mul_(scale)
+            return output
+        self.hold(output)
+        return self._own()
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether FSDP leaves what it is handed back where it is, so that it may be written later: it accumulates, and
+        moves, nothing, and casts none of it, as it may copy the rest then."""
+        return all(
+            parameter.sharded_param.grad is None
+            and not parameter.offload_to_cpu
+            and grad_dtype(parameter) in (None, self.dtype)
+            for parameter in self.parameters.values()
+        )
+
+    def check_hooks(self) -> None:
+        """Raises RuntimeError where somebody wants gradients before the mean is there."""
+        for name, parameter in self.parameters.items():
+            if getattr(parameter.sharded_param, "_post_accumulate_grad_hooks", None):
+                raise RuntimeError(
+                    f"parameter {name!r} has a post-accumulate-grad hook, which over Gloo would see its gradient "
+                    "before the mean has arrived, at the end of backward: let the optimizer step after backward"
+                )
+
+    def unit(self, like: Tensor, excluded: frozenset[str], strategy: Feedback) -> Unit:
+        """What is reduced as one."""
+        parameters = [parameter.sharded_param for parameter in self.parameters.values()]
+        unit = self._unit
+        if unit is None or unit.dtype != like.dtype or unit.device != like.device:
+            unit = self._unit = Unit(self.index, parameters, self.slots, excluded, like, strategy)
+        return unit
+
+    @property
+    def made_unit(self) -> Unit | None:
+        """The unit, if there is one."""
+        return self._unit
+
+    # -- what comes out ----------------------------------------------------------------------------------------------
+
+    def put_back(self, output: Tensor) -> None:
+        """The mean is in the buffer: hand it back to FSDP, which will divide it."""
+        buffer, divide = self._own(), post_divide(self.group, output.dtype)
+        for part, slot in self._parts(output):
+            torch.mul(slot.flat(buffer), divide, out=part) if divide != 1.0 else part.copy_(slot.flat(buffer))
+        self.held = frozenset()
+
+    def deliver(self, names: frozenset[str]) -> None:
+        """The mean is in the buffer: add it to the gradients, where FSDP has left zeros."""
+        buffer = self._own()
+        for slot in self.slots:
+            if slot.name in names:
+                parameter = self.parameters[slot.name]
+                mean = self.local(slot.name, slot.view(buffer))
+                grad = parameter.sharded_param.grad
+                if grad is None:  # of a pass before, and cleared since
+                    mean = mean.to(grad_dtype(parameter) or mean.dtype, copy=True)
+                    parameter.sharded_param.grad = parameter.to_sharded_dtensor(mean)
+                else:
+                    local = grad._local_tensor if isinstance(grad, DTensor) else grad
+                    local.add_(mean.to(local.device, local.dtype))
+
+    def local(self, name: str, padded: Tensor) -> Tensor:
+        """A shard without its padding."""
+        shape = self.parameters[name].sharded_size
+        return padded if padded.shape == shape else padded.narrow(0, 0, shape[0])
+
+    def padded(self, name: str, local: Tensor) -> Tensor:
+        """A shard with its padding, zeros."""
+        shape = self.parameters[name].padded_sharded_param_size
+        if local.shape == shape:
+            return local
+        result = local.new_zeros(shape)
+        result.narrow(0, 0, local.shape[0]).copy_(local)
+        return result
+
+    def _own(self) -> Tensor:
+        if self._buffer is None or self._buffer.dtype != self.unit_dtype:
+            self._buffer = torch.zeros(self.numel, dtype=self.unit_dtype, device=self.group.device)
+        return self._buffer
+
+    def _parts(self, output: Tensor) -> Iterator[tuple[Tensor, Slot]]:
+        """What FSDP hands over, parameter by parameter."""
+        start = 0
+        for slot in self.slots:
+            if slot.name in self.used:
+                yield output[start : start + slot.numel], slot
+                start += slot.numel
+        if start != output.numel():
+            raise RuntimeError(
+                f"gradwire: FSDP has reduced {output.numel()} elements of module {self.module!r}, and its parameters "
+                f"with a gradient have {start}: this version of torch, {torch.__version__}, is not known"
+            )
+
+    def _scale(self, dtype: torch.dtype) -> float:
+        """What FSDP hands over in this dtype times this is what the optimizer is to see, in the mean over the replicas:
+        with a divide factor of the user's that is not a mean, but the sum."""
+        replicas = 1.0 if self.group.gradient_divide_factor is None else self._replicas
+        return replicas / post_divide(self.group, dtype)
+
+
+def _has_gradient(group: Any, parameter: Any) -> bool:
+    """Whether FSDP's `post_backward` is about to reduce it."""
+    if not hasattr(parameter, "_unsharded_param"):
+        return False
+    return (
+        parameter.unsharded_accumulated_grad is not None
+        or parameter.unsharded_param.grad is not None
+        or (getattr(group, "reduce_scatter_unused_params", False) and parameter.unsharded_param.requires_grad)
+    )

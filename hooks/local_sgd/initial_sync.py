@@ -1,0 +1,68 @@
+"""Periodic updates: each rank's own model, which must be one that can be trained alone, and starts as all others do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..core.names import names_of
+
+
+def named_trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The model's parameters that require gradients and have elements, with their names."""
+    names = names_of(model)
+    for p in model.parameters():
+        if p.requires_grad and p.numel():
+            yield names[id(p)], p
+
+
+def trainable(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    """The model's parameters that require gradients and have elements, by name.
+
+    Raises:
+        TypeError, ValueError: model and optimizer cannot be meant.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}, expected a torch.nn.Module")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}, expected a torch.optim.Optimizer of the model's")
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise TypeError(
+            "model is wrapped in DistributedDataParallel, which averages gradients at every step: hand LocalUpdates "
+            "the module inside, model.module, and train that"
+        )
+    parameters = dict(named_trainable(model))
+    if not parameters:
+        raise ValueError("model has no parameters that require gradients: there is nothing to synchronise")
+    own = {id(p) for p in model.parameters()}
+    strange = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+    if strange:
+        raise ValueError(
+            f"optimizer has {len(strange)} parameters that are not the model's, the first of shape "
+            f"{tuple(strange[0].shape)}: make it of model.parameters(), and LocalUpdates after both"
+        )
+    devices = dict.fromkeys(p.device for p in parameters.values())
+    if len(devices) > 1:
+        raise ValueError(f"model is on {', '.join(map(str, devices))}: LocalUpdates takes parameters on one device")
+    return parameters
+
+
+def check_writable(model: nn.Module) -> None:
+    """Raises ValueError for what `comm.pieces.broadcast` could not change in place."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        sizes = zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout == torch.strided else ()
+        if tensor.layout != torch.strided:
+            fault, remedy = f"has the layout {tensor.layout}", "to_dense()"
+        elif any(size > 1 and stride == 0 for size, stride in sizes):
+            fault, remedy = "has elements that lie at one address", "clone()"
+        elif tensor.is_inference():
+            fault, remedy = "was made in inference mode", "clone() outside of it"
+        else:
+            continue
+        raise ValueError(
+            f"{name!r} {fault}, so it cannot be given the first rank's values: let the model have its {remedy}, or "
+            "keep it as an attribute that is no buffer"
+        )

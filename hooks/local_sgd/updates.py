@@ -1,0 +1,459 @@
+"""Periodic synchronisation: every rank trains a model of its own, and every so many steps they exchange how far they
+have come, compressed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from itertools import count
+from typing import Any, Literal, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ... import __version__
+from ...compress.codec import Codec
+from ...compress.feedback.base import Feedback
+from ...compress.feedback.store import Memory
+from ..comm import handshake
+from ..comm.pieces import broadcast
+from ..comm.untraced import untraced
+from ..core import checkpoint
+from ..core.autograd_end import waited
+from ..core.names import plain_names, renamed
+from ..core.options import Exclude, check_dtypes, check_whole, excluded_names
+from ..core.reducer import Reducer
+from ..core.session import Connection
+from ..core.statistics import Statistics
+from ..exchanges import all_finite
+from .initial_sync import check_writable, named_trainable, trainable
+from .options import LocalExchange, LocalOptions
+from .outer_sgd import TOGETHER, GlobalParameters, Outer, UnderWay, check_saved, fragments_of, together
+from .schedule import Rounds, Schedule
+from .skipped import Skips
+
+OWNER = "LocalUpdates"
+#: In a checkpoint: whether ranks go on from the global parameters while the means of a round arrive.
+CARRIED = "carried"
+
+
+class LocalUpdates:
+    """Local SGD and what follows from it: each rank trains its own model with its own optimizer, and every `every`
+    steps all ranks exchange Δ = θ0 - θ, how far their parameters have moved from the global ones. A round is
+
+        e = β·e + Δ;  send the code of e, keep in e what it leaves out;  ū = the ranks' mean
+        m = μ·m + ū;  θ0 = θ0 - lr·(ū + μ·m)  (nesterov; else lr·m, and lr·ū without momentum);  θ = θ0
+
+    which is local SGD as it stands (Stich, ICLR 2019), post-local SGD with `after` (Lin et al., ICLR 2020), DiLoCo with
+    `outer_lr=0.7, outer_momentum=0.9` (Douillard et al., 2023), Streaming DiLoCo with `fragments`, `delay` and `blend`
+    (Douillard et al., 2025), and SparseLoCo with `ChunkedTopK`, `exchange="gather"` and
+    `error_feedback=Residual(decay=0.95)` (Sarfi et al., 2025), as its code has it with `mean="senders", clip="median"`.
+
+        updates = LocalUpdates(model, optimizer, codec, every=30)
+        for batch in data:
+            loss(model(batch)).backward(); optimizer.step(); optimizer.zero_grad()
+            updates.step()
+
+    Inside `with updates:` the optimizer's steps are counted by themselves, those too that a GradScaler skips, and
+    `step` must not be called. Constructing it is a collective: ranks compare options and parameters, and all start from
+    the first rank's parameters and buffers, as in DDP. Later on the optimizer's state and buffers, such as BatchNorm's
+    statistics, stay each rank's own.
+
+    θ0 and e are float32, whatever the parameters are. Memory: 4 bytes an element for θ0, 4 for the momentum, where
+    there is one, 8 where a residual is kept (4 or 2 by `Residual(dtype=…)`), and 4 for Δ.
+
+    Args:
+        model: each rank's own, not in DDP; float32, float16 or bfloat16, on one device. Parameters that do not require
+            gradients are equal at the start, and then left alone; one that requires them later on is refused.
+        optimizer: of some or all of its parameters; any of torch's.
+        codec: what compresses Δ, or a function of the round (counted from 0) that returns one, equal on all ranks.
+        every: H, local steps from one exchange to the next, of each parameter.
+        after: before so many steps, every one is followed by an exchange.
+        outer_lr, outer_momentum, nesterov: of the outer optimizer, as in torch.optim.SGD. No momentum where
+            `error_feedback` has it, as `Momentum` and `Tracking`.
+        fragments: F groups of parameters, of about equal size; each has its exchange every H steps, one every H/F.
+        delay: τ steps from sending to applying, fewer than H/F: training goes on while messages are under way.
+        blend: α in [0, 1): θ becomes θ0 + α·(θ - θ0). What is trained during the delay is lost, but for α.
+        carry: keep it: θ becomes θ0 as soon as Δ is taken, and makes θ0's step when that is made, so that the next
+            round sends what was trained in between, as in Overlap-Local-SGD with its anchor (Wang et al., ICASSP 2020).
+            With a delay, and without blend.
+        exchange: "gather", "two_pass", "union", "split", "factors" or "dense"; "auto" is the one with the fewest bytes
+            to receive where nothing is measured: "dense" for `Identity`, "factors" for `PowerSGD`, "two_pass" for codes
+            of blocks on more than two ranks, else "gather".
+        mean: "senders" divides each coordinate by how many ranks have sent it, rather than by their number P. It then
+            moves up to P times as far as the mean: what is handed out and what is kept no longer add up to what the
+            ranks have moved. Every rank's part is decoded by itself, at some P passes; by exchange "gather" alone.
+        clip: "median" scales what a rank has sent of a piece (`bucket_cap_mb`) down to the median of all ranks'
+            Euclidean norms there, so that one that has gone astray weighs no more than most. What is clipped is lost.
+            By "gather" alone. Neither concerns what is excluded: its mean is taken as ever.
+        error_feedback: as in `CompressState`: e's strategy; False: e = Δ, and what the code leaves out is forgotten.
+        exclude: as in `CompressState`: names of parameters that travel as float32.
+        device: where θ0 and momentum live; "cpu" saves memory of the GPU. By default with the parameters.
+        bucket_cap_mb: Δ is compressed and sent in pieces of about so many MiB, as DDP's buckets are.
+        process_group: the ranks; by default all.
+        seed: of stochastic rounding.
+
+    Raises:
+        TypeError, ValueError: an argument cannot work, here or on another rank, or the ranks disagree.
+        RuntimeError: torch.distributed is not initialised, or a rank did not arrive within 60 s.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        codec: Codec | Callable[[int], Codec],
+        *,
+        every: int,
+        after: int = 0,
+        outer_lr: float = 1.0,
+        outer_momentum: float = 0.0,
+        nesterov: bool = True,
+        fragments: int = 1,
+        delay: int = 0,
+        blend: float = 0.0,
+        carry: bool = False,
+        exchange: LocalExchange = "auto",
+        mean: Literal["ranks", "senders"] = "ranks",
+        clip: Literal["median"] | None = None,
+        error_feedback: bool | Literal["auto"] | Feedback = "auto",
+        exclude: Exclude | None = None,
+        device: torch.device | str | None = None,
+        bucket_cap_mb: float = 25.0,
+        process_group: dist.ProcessGroup | None = None,
+        seed: int = 0,
+    ) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise RuntimeError(f"{OWNER} needs torch.distributed: call torch.distributed.init_process_group() first")
+        self._group: Any = process_group or dist.group.WORLD
+        how: dict[str, Any] = {"world_size": dist.get_world_size(self._group), "mean": mean, "clip": clip}
+        self._options = LocalOptions(codec, exchange, error_feedback, fallback=None, topology=None, seed=seed, **how)
+        self._outer = Outer(outer_lr, outer_momentum, nesterov)
+        self._model, self._optimizer = model, optimizer
+        self._schedule = Schedule(every, after, fragments, delay, blend, carry)
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._rounds = self._steps = self._count = 0
+        self._moved = False  # whether ranks may have different parameters
+        self._under_way: UnderWay | None = None
+        #: What a signal's handler has raised while this rank waited, until its step is whole.
+        self._interruption: BaseException | None = None
+        self._handles: list[Any] = []
+        self._statistics = Statistics()
+        fragments_in: list[list[dict[str, nn.Parameter]]] = []
+        self._excluded: frozenset[str] = frozenset()
+        problem: Exception | None = None
+        place = torch.device("cpu")
+        try:
+            self._parameters = trainable(model, optimizer)
+            place = next(iter(self._parameters.values())).device
+            self._check()
+            self._excluded = excluded_names(exclude, self._parameters)
+            fragments_in = fragments_of(self._parameters, fragments, bucket_cap_mb)
+            self._options.prepare(0, [torch.float32], place)
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            problem = error
+        description = {} if problem is not None else self._description(model, bucket_cap_mb)
+        connection = Connection(
+            self._group, None, place, description, problem, None, None, probes=False, straight=False, owner=OWNER
+        )
+        self._feedback = Memory(self._options.strategy, keep_previous=True)
+        tracker, numel = Rounds(self._feedback), sum(p.numel() for p in self._parameters.values())
+        self._reducer: Reducer | None = Reducer(
+            connection, self._feedback, tracker, self._statistics, seed, clean=False, numel=numel
+        )
+        broadcast(connection.group, place, [*model.parameters(), *model.buffers()])
+        strategy, index = self._feedback.strategy, count()
+        moved = torch.device(place if device is None else device), self._outer
+        self._fragments = [
+            [GlobalParameters(next(index), part, self._excluded, strategy, *moved) for part in fragment]
+            for fragment in fragments_in
+        ]
+
+    def __repr__(self) -> str:
+        text = f"{len(self._parameters)} parameters every {self._schedule.every} steps: {self._options.codec_text}"
+        return f"<{OWNER} of {text} by {self._options.exchange!r}, step {self._steps}, round {self._rounds}>"
+
+    @untraced
+    def __enter__(self) -> Self:
+        if self._handles:
+            raise RuntimeError(f"this {OWNER} counts the optimizer's steps already: leave the first `with` first")
+        counted = self._optimizer.register_step_post_hook(lambda *_: self._counted())
+        self._handles = [counted, Skips(self._optimizer, lambda: self._steps, self._counted)]
+        return self
+
+    @untraced
+    def __exit__(self, *exception: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    @property
+    def rounds(self) -> int:
+        """Exchanges so far; one of a fragment counts as one."""
+        return self._rounds
+
+    def statistics(self) -> Statistics:
+        """What this rank has done so far, in rounds in the place of steps."""
+        if self._reducer is not None:
+            self._reducer.flush()
+        return copy.deepcopy(self._statistics)
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    @untraced
+    def step(self) -> None:
+        """The optimizer has made a step: count it, and every `every` of them make a round, or its part. Every rank must
+        call it equally often, as long as it trains; with a GradScaler also where that skips the optimizer's step.
+
+        Raises:
+            RuntimeError: the mean of a round is not finite, on every rank alike: then θ0, momentum and residuals are as
+                they were before the round, and the model is untouched, but that with `carry` it has gone on from θ0; or
+                another rank has failed or is gone.
+            ValueError: another rank means something else; on every rank alike. Or the model has parameters to train
+                that it had not: local progress is as it was.
+        """
+        if self._handles:
+            raise RuntimeError("inside `with` the optimizer's steps are counted by themselves: leave out step()")
+        self._counted()
+
+    @untraced
+    def synchronise(self) -> None:
+        """Make a round of all parameters now, without delay and blend, and count from here on: before evaluation,
+        before saving a model, and at the end. All ranks then have the same parameters. Nothing happens where no rank
+        has made a step since they last had. A collective; ranks may have made different numbers of steps.
+
+        Raises:
+            RuntimeError, ValueError: as `step` does, or a rank calls something else.
+        """
+        reducer = self._running()
+        connection = reducer.connection
+        reducer.settle()
+        if self._under_way is not None:  # first, as others may have in a step: what is not finite is a collective
+            self._apply()
+        connection.agree("synchronise()", self._rounds, patience=None)
+        moved = any(connection.control.objects(self._moved))
+        self._count = 0
+        if moved:
+            self._exchange_all()
+        self._raise_interruption()
+
+    @untraced
+    def rewind(self) -> None:
+        """Put the global parameters back into the model: this rank forgets what it has trained since the last round."""
+        for shared in self._all():
+            shared.hand_out()
+
+    def close(self) -> None:
+        """Wait for what is under way, then give back the thread and the connections. Nothing can follow."""
+        if self._reducer is not None:
+            self._reducer.flush()
+        self._reducer = None
+
+    @untraced
+    def _counted(self) -> None:
+        self._count_step()
+        self._raise_interruption()
+
+    def _raise_interruption(self) -> None:
+        interruption, self._interruption = self._interruption, None
+        if interruption is not None:
+            raise interruption
+
+    def _count_step(self) -> None:
+        self._running()
+        schedule, self._moved = self._schedule, True
+        self._steps += 1
+        if self._steps <= schedule.after:
+            self._exchange_all()
+            return
+        self._count += 1
+        if self._under_way is not None and self._count >= self._under_way.due:
+            self._apply(schedule.blend)
+        fragment = schedule.fragment(self._count)
+        if fragment is not None:
+            self._send(self._fragments[fragment], schedule.carry)
+            if schedule.delay == 0:
+                self._apply(schedule.blend)
+                self._moved = not schedule.agrees
+
+    def _exchange_all(self) -> None:
+        self._send(self._all(), carry=False)
+        self._apply()
+        self._moved = False
+
+    def _send(self, parts: list[GlobalParameters], carry: bool) -> None:
+        """Begin to exchange how far this rank's parameters have moved."""
+        reducer = self._running()
+        if self._under_way is not None:  # of a checkpoint with another schedule
+            self._apply(self._schedule.blend)
+        self._check_trained(reducer.connection)
+        pieces = f"{parts[0].unit.index} to {parts[-1].unit.index} of {len(self._all())}"
+        step = reducer.begin(self._rounds, self._options.choice(self._rounds), {"pieces of the model": pieces})
+        self._rounds += 1
+        reducer.greet(step, parts[0].unit, 0, None)
+        buffers, futures = list[Tensor](), list[torch.futures.Future[Tensor]]()
+        for shared in parts:  # the first is under way while the next one is taken
+            buffers.append(shared.difference(restart=carry))
+            futures.append(reducer.reduce(step, shared.unit, buffers[-1]))
+        reducer.end(step)
+        self._under_way = UnderWay(parts, buffers, futures, self._count + self._schedule.delay, carry, step)
+
+    def _apply(self, blend: float = 0.0) -> None:
+        """Wait for what is under way, and make the outer step."""
+        done = self._arrived()
+        self._under_way = None
+        if done.step is not None:
+            done.step.reduced.clear()  # else they would lie there until the next round
+        if any(bool(shared.unit.overflow) for shared in done.globals):
+            self._refuse(done)
+        for shared, mean in zip(done.globals, done.buffers, strict=True):
+            shared.move(mean, blend, done.carry)
+
+    def _arrived(self) -> UnderWay:
+        """What is under way, when it has arrived."""
+        assert self._under_way is not None
+        pipeline = self._running().connection.pipeline
+        self._interruption = waited(pipeline.wait, lambda _: pipeline.failed) or self._interruption
+        for future in self._under_way.futures:  # on a GPU, what comes next on this stream waits for it
+            future.wait()
+        return self._under_way
+
+    def _refuse(self, done: UnderWay) -> None:
+        """The mean is not finite, on all ranks alike: find out whose fault it is. A collective."""
+        names = (name for shared in done.globals for name in shared.not_finite())
+        found = self._running().connection.control.objects(next(names, None))
+        whose = "; ".join(f"rank {rank} has NaN or infinity in {name!r}" for rank, name in enumerate(found) if name)
+        raise RuntimeError(
+            f"gradwire: the mean of round {self._rounds - 1} is not finite: "
+            f"{whose or f'no parameter is to blame, so the code of {self._options.codec_text} has overflowed'}. The "
+            "global parameters and residuals are as before the round: call rewind() on every rank to go on from "
+            "there, with an optimizer whose state is finite, or load a checkpoint"
+        )
+
+    def _all(self) -> list[GlobalParameters]:
+        return [shared for fragment in self._fragments for shared in fragment]
+
+    def _running(self) -> Reducer:
+        if self._reducer is None:
+            raise RuntimeError(f"this {OWNER} is closed: make another, and load its state_dict() there")
+        return self._reducer
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part: tensors, numbers and strings only, so `torch.load` reads it with `weights_only=True`. It
+        loads on the same rank of the same number of ranks. The model's and the optimizer's own go beside it: between
+        two rounds every rank has others. What is under way is waited for, and saved as it has arrived.
+        """
+        self._running().settle()
+        self._feedback.fold()
+        key = checkpoint.rank_key(dist.get_rank(self._group), dist.get_world_size(self._group))
+        return self._export(key, self._feedback.everything())
+
+    def consolidated_state_dict(self) -> dict[str, Any]:
+        """After `synchronise()`, which it calls: the mean of the residuals over the ranks, and what is the same on all
+        anyway. Loads on any number of ranks, with the model of any rank, and nothing is lost. A collective.
+
+        Raises:
+            RuntimeError, ValueError: as `synchronise`.
+        """
+        self.synchronise()
+        self._feedback.fold()
+        means = checkpoint.means(self._running().connection, self._feedback.everything(), self._parameters)
+        return self._export(checkpoint.MEAN, means)
+
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Go on from a checkpoint. Every rank must load one of the same step; load the model's and the optimizer's too,
+        which are left alone here.
+
+        Args:
+            state_dict: from `state_dict` on this rank of as many, or from `consolidated_state_dict`.
+            strict: with False, a checkpoint that has no residuals for this rank loads too, with a warning.
+
+        Raises:
+            ValueError: it is of another format, rank, world size, codec or model. Nothing has changed then.
+        """
+        reducer = self._running()
+        key = checkpoint.rank_key(dist.get_rank(self._group), dist.get_world_size(self._group))
+        nothing: dict[str, dict[str, Tensor]] = {vector: {} for vector in self._feedback.strategy.vectors}
+        expected = {**checkpoint.export(key, nothing, **self._facts()), **{what: {} for what in TOGETHER}}
+        idle = checkpoint.idle_names(() if self._options.keeps_all else self._excluded)
+        saved, vectors = checkpoint.read(state_dict, expected, key, self._parameters, strict, OWNER, idle)
+        saved = {**saved, **{what: renamed(saved[what], self._parameters) for what in TOGETHER}}
+        check_saved(saved, self._parameters, self._all())
+        reducer.settle()
+        self._feedback.load(vectors)
+        self._rounds, self._steps, self._count = saved["step"], saved["local_steps"], saved["counted_steps"]
+        self._options.seed, self._moved = saved["seed"], bool(saved["moved"])
+        for shared in self._all():
+            shared.fill(shared.values, saved["global"])
+            if shared.momentum is not None:
+                shared.fill(shared.momentum, saved["momentum"])
+        parts = [shared for shared in self._all() if shared.names <= saved["arrived"].keys()]
+        means = [shared.fill(shared.empty(), saved["arrived"]) for shared in parts]
+        for shared, mean in zip(parts, means, strict=True):
+            shared.unit.overflow = ~all_finite(mean)
+        carried = bool(saved.get(CARRIED, False))
+        self._under_way = UnderWay(parts, means, [], saved["due"], carried, None) if parts else None
+        reducer.forget(self._options.seed, (shared.unit for shared in self._all()))
+
+    def _export(self, key: str, vectors: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
+        if self._options.may_keep():
+            vectors = {vector: checkpoint.filled(found, self._parameters) for vector, found in vectors.items()}
+        done = None if self._under_way is None else self._arrived()
+        arrived = [] if done is None else list(zip(done.globals, done.buffers, strict=True))
+        kept = checkpoint.export(key, vectors, self._feedback.strategy, **self._facts())
+        kept |= together(self._all(), arrived)
+        if done is not None:
+            kept[CARRIED] = done.carry
+        return kept
+
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "codec": self._options.codec_text,
+            "step": self._rounds,
+            "seed": self._options.seed,
+            "local_steps": self._steps,
+            "counted_steps": self._count,
+            "moved": self._moved,
+            "due": 0 if self._under_way is None else self._under_way.due,
+        }
+
+    # -- what must be right ------------------------------------------------------------------------------------------
+
+    def _check_trained(self, connection: Connection) -> None:
+        """Raises ValueError where a parameter is trained that nobody exchanges; ranks in a round hear of it."""
+        known = {id(p) for p in self._parameters.values()}
+        name = next((name for name, p in named_trainable(self._model) if id(p) not in known), None)
+        if name is None:
+            return
+        problem = (
+            f"parameter {name!r} requires gradients, and is none of those that did when {OWNER} was made, which are "
+            "exchanged: unfreeze it before; or let it require none, synchronise(), unfreeze it, and make another "
+            f"{OWNER}"
+        )
+        connection.pipeline.wait()
+        connection.refuse(problem)
+        raise ValueError(f"gradwire: {problem}")
+
+    def _check(self) -> None:
+        self._schedule.check()
+        self._outer.check(self._options.strategy)
+        self._options.check(dist.get_world_size(self._group))
+        check_dtypes(self._parameters)
+        check_whole(self._parameters, "LocalUpdates")
+        check_writable(self._model)
+
+    def _description(self, model: nn.Module, bucket_cap_mb: float) -> dict[str, Any]:
+        named = dict[str, Tensor](model.named_parameters()) | dict(model.named_buffers())
+        held = {name: named[full] for full, name in plain_names(named).items()}
+        return {
+            "version": __version__,
+            **self._options.describe(dist.get_world_size(self._group)),
+            "schedule": str(self._schedule),
+            "outer optimizer": str(self._outer),
+            "bucket_cap_mb": bucket_cap_mb,
+            "the model's parameters": handshake.describe_model(self._parameters, self._excluded),
+            "what the model holds": handshake.describe_model(held, ()),
+        }

@@ -1,0 +1,284 @@
+"""A short probe of a group: what its messages and the ranks' kernels take, for the model in `cost`.
+
+All of it is measured once for a group, with all ranks at work together as they will be, and every rank gets the same
+numbers, so that all decide alike: of work the slowest rank's. Of messages the mean of the ranks': they begin up to one
+way apart, whatever they do to begin together, and what one waits longer for that, another waits less.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import astuple
+from typing import Any
+
+import torch
+
+from ...compress.backends import entries_for
+from ...compress.codec import Codec, new_draw
+from ...compress.formats.entries import index_bytes, value_bytes
+from ..comm.entry_exchange import Carrier, Entries
+from ..comm.group import Collective, Group, Port
+from ..comm.pipeline import drive
+from .cost import EVERY, Calibration, CodecSpeed, Latency, Line, Work
+
+#: A probe's messages grow until one has taken this long, or all ranks' have so many bytes.
+PROBE_SECONDS, PROBE_BYTES = 0.15, 1 << 26
+#: And on slow networks, so many times their latency: it must not be what is measured.
+PROBE_LATENCIES = 4
+#: Its shortest messages, how many, and the pause before each: ranks do other things between them, and have to wake up.
+SHORT, SHORTS, PAUSE = 64, 9, 1e-3
+#: Entries that the probe packs, one in so many elements.
+PROBE_ENTRIES, PROBE_SPACING = 1 << 15, 64
+#: Elements that a codec's probe compresses.
+PROBE_ELEMENTS = 1 << 19
+#: Wires that it decodes at once, to see what each of them takes.
+MANY = 3
+
+#: By global ranks and type of device, for as long as these numbers mean the same processes.
+_known: weakref.WeakKeyDictionary[Any, dict[tuple[tuple[int, ...], str], Calibration]] = weakref.WeakKeyDictionary()
+
+
+def known(group: Group, device: torch.device) -> bool:
+    """Whether this rank has a calibration of the group: others may not, where the last probe failed."""
+    return (group.ranks, device.type) in _known.get(group.generation, {})
+
+
+def calibration(group: Group, device: torch.device, everywhere: bool | None = None) -> Calibration:
+    """The calibration of a group for tensors on `device`. A collective; it probes at the first call alone.
+
+    Args:
+        everywhere: whether it is known on every rank, where that has been found out.
+    """
+    if everywhere is None:
+        everywhere = not any(agreed(group, device, [float(not known(group, device))]))
+    key, found = (group.ranks, device.type), _known.setdefault(group.generation, {})
+    if not everywhere:
+        found[key] = calibrate(group, device)
+    return found[key]
+
+
+def calibrate(group: Group, device: torch.device) -> Calibration:
+    """Probe a group: a collective. Takes a second or two, and more where the network is slow or cores are few."""
+    p = group.size
+
+    gathers, swaps = group.channel("probe gather"), group.channel("probe swap")
+
+    def gather(size: int) -> Port | Collective:
+        rows = torch.zeros(p, size, dtype=torch.uint8, device=device)
+        return gathers.gather_port(rows, rows[0].clone(), ahead=1)
+
+    def swap(size: int) -> Port | Collective:
+        rows = torch.zeros(p, size, dtype=torch.uint8, device=device)
+        return swaps.swap_port(torch.empty_like(rows), rows, ahead=1)
+
+    def all_reduce(size: int) -> Port | Collective:  # as many bytes received as in the others
+        x = torch.zeros(max(1, size * p // 8), dtype=torch.float32, device=device)
+        return Collective(lambda: group.all_reduce(x))
+
+    streams = device.type == "cuda"
+    first = _line(gather, group, device)
+    # From rank to rank both are the same messages, and noise must not tell them apart.
+    second = _line(swap, group, device) if streams else first
+    third = _line(all_reduce, group, device)
+    at_once = 1 if streams else EVERY  # a GPU's stream orders them
+    return Calibration(first, second, third, work(group, device), _latency(group, device), at_once)
+
+
+def slowest(calibration: Calibration, group: Group, device: torch.device) -> Calibration:
+    """What subgroups have measured by themselves, as the slowest of `group` has it: every rank must decide alike."""
+    lines = calibration.all_gather, calibration.all_to_all, calibration.all_reduce
+    mine = [number for line in lines for number in (line.alpha, line.beta, line.each)]
+    numbers = iter(agreed(group, device, mine))
+    first, second, third = (Line(next(numbers), next(numbers), each=next(numbers)) for _ in lines)
+    entries = Work(*agreed(group, device, list(astuple(calibration.work))))
+    rounds = Latency(*agreed(group, device, list(astuple(calibration.latency))))
+    return Calibration(first, second, third, entries, rounds, calibration.at_once)
+
+
+def _line(make: Callable[[int], Port | Collective], group: Group, device: torch.device) -> Line:
+    """α from the shortest messages; β from long ones, the better of the last two: some sizes suit a backend badly.
+
+    Args:
+        make: what moves so many bytes from each rank to each other, again and again.
+    """
+    others = max(1, group.size - 1)
+    short = [make(SHORT) for _ in range(SHORTS)]
+    for port in short[:3]:
+        port.start().wait()  # opens connections
+    for port in short:
+        port.post()
+    agreed(group, device, [0.0])  # by now every announcement has arrived
+    alpha = _typical(group, device, [_started(port, device, PAUSE) for port in short])
+    each = _each(short, alpha, group, device)
+    size, points = 1 << 14, [(0.0, alpha)]
+    while points[-1][1] < max(PROBE_SECONDS, PROBE_LATENCIES * alpha) and size * group.size <= PROBE_BYTES:
+        port, seconds = make(size), []
+        for _ in range(1 + 3):
+            port.post()
+            agreed(group, device, [0.0])
+            seconds.append(_started(port, device))
+        points.append((float(others * size), max(_typical(group, device, seconds[1:]), alpha)))  # the first opens
+        size *= 4
+    betas = [max(seconds - alpha, 1e-9) / received for received, seconds in points[-2:] if received]
+    return Line(alpha, min(betas), tuple(points[1:-1]), each=each)
+
+
+def _each(ports: list[Port | Collective], alpha: float, group: Group, device: torch.device) -> float:
+    """What one more stage of messages takes that is under way with others; a backend's collectives have their own
+    ways (`cost.GLOO_COLLECTIVES`)."""
+    if not all(isinstance(port, Port) for port in ports):
+        return 0.0
+
+    def together(_: int) -> None:
+        for work in [port.start() for port in ports]:
+            work.wait()
+
+    seconds = []
+    for _ in range(3):
+        for port in ports:
+            port.post()
+        agreed(group, device, [0.0])
+        seconds.append(timed(together, 0, device, PAUSE))
+    return min(alpha, max(0.0, _typical(group, device, seconds) - alpha) / (len(ports) - 1))
+
+
+def _latency(group: Group, device: torch.device) -> Latency:
+    carrier = Carrier(1024, torch.float32, device, group)
+    entries = Entries(
+        torch.arange(8, dtype=torch.int32, device=device) * 128, torch.ones(8, dtype=torch.float32, device=device)
+    )
+    bounds = [1024 * owner // group.size for owner in range(group.size + 1)]
+    runs: tuple[Callable[[int], object], ...] = (
+        lambda _: drive(carrier.gather(entries, 8)),
+        lambda _: drive(carrier.union(entries, 8)),
+        lambda _: drive(carrier.split(entries, bounds)),
+    )
+    seconds = []
+    for run in runs:
+        run(0)
+        seconds.append(_median([timed(run, 0, device, PAUSE) for _ in range(7)]))
+    return Latency(*agreed(group, device, seconds))
+
+
+def work(group: Group, device: torch.device) -> Work:
+    n, numel = PROBE_ENTRIES, PROBE_ENTRIES * PROBE_SPACING
+    kernels = entries_for(device)
+    indices = torch.arange(0, numel, PROBE_SPACING, dtype=torch.int32, device=device)
+    values = torch.ones(n, dtype=torch.float32, device=device)
+    index_wire = torch.empty(index_bytes(numel, n), dtype=torch.uint8, device=device)
+    value_wire = torch.empty(value_bytes(n, torch.bfloat16), dtype=torch.uint8, device=device)
+    out_indices, out_values = torch.empty_like(indices), torch.empty_like(values)
+    vector = torch.empty(numel, dtype=torch.float32, device=device)
+
+    def pack() -> None:
+        kernels.pack_indices(indices, None, 0, numel, index_wire)
+        kernels.pack_values(values, torch.bfloat16, value_wire)
+
+    def unpack() -> None:
+        kernels.unpack_indices(index_wire[None], 0, numel, None, out_indices[None])
+        kernels.unpack_values(value_wire[None], torch.bfloat16, out_values[None])
+
+    def merge() -> None:
+        kernels.merge(indices, values, (0, n), 0, numel, out_indices, out_values)
+
+    def scatter() -> None:
+        vector[indices.long()] = values
+
+    def sweep() -> None:  # no entries: what the elements alone take
+        kernels.merge(indices[:0], values[:0], (0, 0), 0, numel, out_indices, out_values)
+
+    def dense() -> None:
+        vector.zero_()
+        vector.mul_(0.5)
+        vector.clone()
+
+    seconds = []
+    for run in (pack, unpack, merge, scatter, sweep, dense):
+        run()
+        agreed(group, device, [0.0])  # all ranks at once, as they will be
+        seconds.append(_median([timed(lambda _, run=run: run(), 0, device) for _ in range(5)]))  # type: ignore[misc]
+    packing, unpacking, merging, writing, sweeping, filling = agreed(group, device, seconds)
+    merging = max(merging - sweeping, 0.0)
+    return Work(packing / n, unpacking / n, merging / n, writing / n, sweeping / numel, filling / numel)
+
+
+def codec_speed(
+    codec: Codec, feedback: bool, numel: int, group: Group, device: torch.device, most: int = PROBE_ELEMENTS
+) -> CodecSpeed:
+    """How fast a codec is on gradients of `numel` elements, or `most`, with all ranks at work. A collective."""
+    n = max(1, min(numel, most))
+    workspace = codec.workspace(n, device)
+    generator = torch.Generator().manual_seed(0)
+    grad = torch.randn(n, dtype=torch.float32, generator=generator, device="cpu").to(device)
+    residual, out = torch.zeros_like(grad), torch.empty_like(grad)
+    wire = torch.zeros(codec.wire_bytes(n), dtype=torch.uint8, device=device)
+    one = [part[None] for part in wire.split(codec.part_bytes(n))]
+    draw = new_draw(0, device=device)
+
+    def encode(_: int) -> None:
+        if feedback:
+            codec.encode_feedback(grad, residual, wire, draw, workspace)
+        else:
+            codec.encode(grad, wire, draw, workspace)
+
+    encode(0)
+    several = [part.repeat(MANY, 1) for part in one]
+    seconds = []
+    for run in (
+        encode,
+        lambda _: codec.decode_mean(one, out, workspace),
+        lambda _: codec.decode_mean(several, out, workspace),
+    ):
+        run(0)
+        agreed(group, device, [0.0])
+        seconds.append(_median([timed(run, 0, device) for _ in range(3)]))
+    encoding, single, many = agreed(group, device, seconds)
+    each = min(max(many - single, 0.0) / (MANY - 1), single)
+    return CodecSpeed(encoding / n, each / n, (single - each) / n)
+
+
+def timed(run: Callable[[int], object], size: int, device: torch.device, pause: float = 0.0) -> float:
+    time.sleep(pause)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    run(size)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begin
+
+
+def _started(port: Port | Collective, device: torch.device, pause: float = 0.0) -> float:
+    return timed(lambda _: port.start().wait(), 0, device, pause)
+
+
+def _typical(group: Group, device: torch.device, seconds: list[float]) -> float:
+    """The mean of the ranks' medians. A collective."""
+    (mean,) = averaged(group, device, [_median(seconds)])
+    return mean
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def averaged(group: Group, device: torch.device, numbers: list[float]) -> list[float]:
+    """The ranks' mean of each, on every rank."""
+    means: list[float] = _everyone(group, device, numbers).mean(0).tolist()
+    return means
+
+
+def agreed(group: Group, device: torch.device, seconds: list[float]) -> list[float]:
+    """The slowest rank's, on every rank."""
+    slowest: list[float] = _everyone(group, device, seconds).amax(0).tolist()
+    return slowest
+
+
+def _everyone(group: Group, device: torch.device, seconds: list[float]) -> torch.Tensor:
+    """Every rank's, on every rank: float64 [P, …]."""
+    mine = torch.tensor(seconds, dtype=torch.float64, device="cpu").to(device)
+    rows = torch.zeros(group.size, len(seconds), dtype=torch.float64, device=device)
+    group.all_gather(rows, mine).wait()
+    return rows
