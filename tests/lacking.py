@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 import torch
+from torch.distributed import ReduceOp
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import _ExperimentalConfig
@@ -45,3 +46,4 @@ needs_mixed_precision = needs(
     or torch.cuda.is_available()
     or "torch.Stream()" not in inspect.getsource(DistributedDataParallel.__init__),
 )
+needs_premul_sum = needs("ReduceOp.PREMUL_SUM to be called", callable(ReduceOp.PREMUL_SUM))

@@ -11,7 +11,8 @@ from cuda_on_cpu.compiler import cached
 from gradwire.compress.backends.cuda import compiler
 from gradwire.compress.backends.cuda.compiler import CSRC, OPTIONS, Compiled
 
-ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
+#: As far as the NVRTC at hand knows them.
+ARCHITECTURES = tuple(n for n in (75, 80, 86, 89, 90, 100, 120) if n in compiler.supported_architectures())
 FILES = sorted(path.name for path in CSRC.glob("*.cu"))
 
 

@@ -12,6 +12,7 @@ import torch
 from fsdp_drawn import mesh_of
 from gradwire import CompressState, LocalUpdates, OneBit, TopK, compress_fsdp, compress_hook, sparse_all_reduce
 from gradwire.optim import DistributedLion, OneBitAdam, keep_gradients
+from lacking import needs_hook, needs_reduce_scatter
 from ranks import Pool
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -106,6 +107,11 @@ def sharded(model: nn.Module) -> Made:
 
 QUICK = [ddp, local, adam, horovod, hsdp]
 REST = [ddp_straight, ddp_bound_late, local_inside_with, lion_in_ddp, horovod_by_hand, rows_by_hand, sharded]
+NEEDS = {hsdp: needs_hook, sharded: needs_reduce_scatter}
+
+
+def cases(makes: list[Callable[[nn.Module], Made]], *marks: Any) -> list[Any]:
+    return [pytest.param(make, marks=[*marks, NEEDS[make]] if make in NEEDS else marks) for make in makes]
 
 
 def trained(rank: int, make: Callable[[nn.Module], Made], backend: str | None, whole: bool) -> list[Tensor]:
@@ -132,18 +138,21 @@ def trained(rank: int, make: Callable[[nn.Module], Made], backend: str | None, w
 
 
 def same(ranks: Ranks, make: Callable[[nn.Module], Made], whole: bool) -> bool:
+    """To rounding: a compiled optimizer of some builds of torch adds in another order than an eager one."""
     eager, compiled = (ranks(2).run(trained, make, backend, whole) for backend in (None, "eager"))
     return all(
-        torch.equal(a, b) for one, two in zip(eager, compiled, strict=True) for a, b in zip(one, two, strict=True)
+        torch.allclose(a, b, rtol=1e-6, atol=1e-7)
+        for one, two in zip(eager, compiled, strict=True)
+        for a, b in zip(one, two, strict=True)
     )
 
 
-@pytest.mark.parametrize("make", [*QUICK, *(pytest.param(make, marks=pytest.mark.slow) for make in REST)])
+@pytest.mark.parametrize("make", [*cases(QUICK), *cases(REST, pytest.mark.slow)])
 def test_compiled_steps_do_what_others_do(ranks: Ranks, make: Callable[[nn.Module], Made]) -> None:
     assert same(ranks, make, whole=False)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [*QUICK, *REST])
+@pytest.mark.parametrize("make", cases([*QUICK, *REST]))
 def test_so_do_steps_compiled_with_forward(ranks: Ranks, make: Callable[[nn.Module], Made]) -> None:
     assert same(ranks, make, whole=True)

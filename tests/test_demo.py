@@ -91,7 +91,7 @@ def test_summary_table_and_picture(tmp_path: Path) -> None:
 def test_a_small_run_on_two_ranks(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "gradwire.benchmarks.training.demo", "--steps", "4", "--arms", "fp32,onebit", "--output", "small"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "loopback, which is no slow network" in done.stdout
     found = json.loads((tmp_path / "small.json").read_text())

@@ -19,7 +19,7 @@ from gradwire import QSGD, Cast, Identity, Momentum, OneBit, Outliers, Residual,
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.fsdp import compressed_reduce_scatter, reduce_rows
 from hypothesis import strategies as st
-from lacking import needs_ignored_parameters, needs_reduce_scatter
+from lacking import needs_ignored_parameters, needs_premul_sum, needs_reduce_scatter
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -161,6 +161,7 @@ def saved_at_once(rank: int) -> list[str]:
     return events
 
 
+@needs_reduce_scatter
 def test_what_a_checkpoint_collects_is_all_under_way(ranks: Ranks) -> None:
     for events in ranks(2).run(saved_at_once):
         number = len(events) // 2
@@ -301,6 +302,7 @@ def beside_torchs_own(rank: int) -> None:
         assert says in told(bad), says
 
 
+@needs_premul_sum
 def test_the_function_is_torchs_reduce_scatter(ranks: Ranks) -> None:
     ranks(4).run(beside_torchs_own)
     with pytest.raises(ValueError, match=r"OneBit.*take QSGD\(\) or TernGrad\(\)"):

@@ -37,12 +37,16 @@ def rehearse(output: Path, *given: str, program: tuple[str, ...] = (str(FAKE / "
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
     environment["PATH"] = f"{FAKE / 'bin'}{os.pathsep}{environment['PATH']}"
     command = [PLAIN_PYTHON, *program, "gpu", *MINIATURE, "--output", str(output), *given]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT, timeout=1500, check=False)
-    document: dict[str, Any] = json.loads(output.with_suffix(".json").read_text())
+    done = subprocess.run(
+        command, env=environment, capture_output=True, encoding="utf-8", cwd=ROOT, timeout=1500, check=False
+    )
+    document: dict[str, Any] = json.loads(output.with_suffix(".json").read_text("utf-8"))
     failed = [row for row in document["rows"] if row["status"] == "failed"]
     assert done.returncode == 0, done.stdout + done.stderr + json.dumps(failed, indent=1)
     assert not failed
-    check_that_nobody_takes_it_for_a_gpu(output.with_suffix(".json").read_text(), output.with_suffix(".md").read_text())
+    check_that_nobody_takes_it_for_a_gpu(
+        output.with_suffix(".json").read_text("utf-8"), output.with_suffix(".md").read_text("utf-8")
+    )
     return document
 
 
@@ -96,13 +100,13 @@ def reporter(broken: dict[str, str] | None = None, *given: str) -> gpu.Report:
 
 
 def test_the_sample_shows_a_few_rows_of_each_section_and_says_what_it_is() -> None:
-    text = SAMPLE.read_text()
+    text = SAMPLE.read_text("utf-8")
     document = json.loads(text)
     shown = page.markdown(document)
     check_that_nobody_takes_it_for_a_gpu(text, shown)
     assert {row["section"] for row in document["rows"]} == set(gpu.SECTIONS) - {"four-ranks", "slow-link"}
     assert {row["status"] for row in document["rows"]} == {"ok"}
-    assert shown.partition("\n")[2] in (ROOT / "docs" / "gpu.md").read_text(), "regenerate the page's sample"
+    assert shown.partition("\n")[2] in (ROOT / "docs" / "gpu.md").read_text("utf-8"), "regenerate the page's sample"
 
 
 def test_what_is_broken_is_skipped_with_the_reason() -> None:
@@ -249,8 +253,8 @@ def test_a_process_that_does_not_end_is_stopped_with_what_it_has_started(tmp_pat
     end = time.monotonic() + 5
     while time.monotonic() < end:
         try:
-            os.kill(int(pids.read_text()), 0)
-            state = Path("/proc", pids.read_text().strip(), "stat").read_text().split()[2]
+            os.kill(int(pids.read_text("utf-8")), 0)
+            state = Path("/proc", pids.read_text("utf-8").strip(), "stat").read_text("utf-8").split()[2]
             if state == "Z":
                 break
         except (ProcessLookupError, FileNotFoundError):
@@ -309,7 +313,7 @@ def test_compute_sanitizer_is_found_where_toolkits_put_it(tmp_path: Path, monkey
 
 
 def test_a_gpus_page_says_nothing_of_emulation() -> None:
-    document = json.loads(SAMPLE.read_text().replace("emulated", "NVIDIA"))
+    document = json.loads(SAMPLE.read_text("utf-8").replace("emulated", "NVIDIA"))
     text = page.markdown(document)
     assert "emulated" not in text
     assert f"| `{speed.label(speed.CODECS[0])}` |" in text
@@ -325,5 +329,5 @@ def test_every_kernel_is_run_once_for_the_sanitizer() -> None:
     with emulated_gpu(EmulatedDevice(check=False)) as device, use_backend("cuda"):
         for family in (*paths.FAMILIES, paths.ENTRIES):
             paths.once(family, torch.device("cpu"), numel=5001)
-    sources = [path.read_text() for path in CSRC.glob("*.cu")]
+    sources = [path.read_text("utf-8") for path in CSRC.glob("*.cu")]
     assert set(device.launches) == {name for text in sources for name in re.findall(r"__global__ void (\w+)\(", text)}

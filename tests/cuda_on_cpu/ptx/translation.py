@@ -27,7 +27,7 @@ ATOMICS = {"add": "atomicAdd", "or": "atomicOr", "exch": "atomicExch", "max": "a
 MEMORY = re.compile(
     r"(ld|st)(\.volatile)?(?:\.(param|global|shared|local))?(?:\.wb)?(?:\.(v2|v4))?\.([usb](?:8|16|32|64)|f(?:32|64))"
 )
-ATOMIC = re.compile(r"atom(?:\.relaxed\.gpu)?\.(global|shared)\.(add|or|exch|max|min)\.([ub](?:32|64))")
+ATOMIC = re.compile(r"(atom|red)(?:\.relaxed\.gpu)?\.(global|shared)\.(add|or|exch|max|min)\.([ub](?:32|64))")
 SHUFFLE = re.compile(r"shfl\.sync\.(bfly|down|up|idx)\.b32")
 
 
@@ -252,10 +252,14 @@ class _Writer:
         return self.write(operands[0], value, kind)
 
     def _atomic(self, form: re.Match[str], operands: Sequence[str]) -> str:
-        space, what, kind = form.groups()
+        name, space, what, kind = form.groups()
+        *target, place, value = operands  # `red` returns nothing
+        if len(target) != (name == "atom"):
+            raise PtxError(f"{name} with {len(operands)} operands")
         ctype = CTYPES[kind]
-        at = f"&ptx_words<{ctype}, 1>({self.address(operands[1], space, int(kind[1:]) // 8)})->at[0]"
-        return self.write(operands[0], f"{ATOMICS[what]}({at}, {self.read(operands[2], kind)})", kind)
+        at = f"&ptx_words<{ctype}, 1>({self.address(place, space, int(kind[1:]) // 8)})->at[0]"
+        code = f"{ATOMICS[what]}({at}, {self.read(value, kind)})"
+        return self.write(*target, code, kind) if target else f"{code};"
 
     def _shuffle(self, form: re.Match[str], operands: Sequence[str]) -> str:
         target, value, argument, segment, mask = operands
