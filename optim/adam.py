@@ -18,7 +18,7 @@ from ..hooks.auto.planner import Choice
 from ..hooks.core.options import Options
 from ..hooks.exchanges import EXCHANGES
 from .base import ExchangingOptimizer, check_range
-from .bucket import Bucket
+from .flat_state import FlatState
 
 
 class OneBitAdam(ExchangingOptimizer):
@@ -82,46 +82,46 @@ class OneBitAdam(ExchangingOptimizer):
         """Whether the next step is one of plain Adam."""
         return self._steps < self._options.warmup_steps
 
-    def _encoded(self, bucket: Bucket) -> Tensor:
-        group = self.param_groups[bucket.group]
+    def _encoded(self, flat: FlatState) -> Tensor:
+        group = self.param_groups[flat.group]
         sign = -1.0 if group["maximize"] else 1.0
         if self.warming_up:
-            bucket.exchanged.zero_()
-            bucket.add_gradients(bucket.exchanged_views, sign)
-            return bucket.exchanged
+            flat.exchanged.zero_()
+            flat.add_gradients(flat.exchanged_views, sign)
+            return flat.exchanged
         if not self._frozen:
             self._freeze()
         beta = group["betas"][0]
-        momentum = bucket.flat["exp_avg"].mul_(beta)
-        bucket.add_gradients(bucket.views["exp_avg"], sign * (1.0 - beta))
+        momentum = flat.flat["exp_avg"].mul_(beta)
+        flat.add_gradients(flat.views["exp_avg"], sign * (1.0 - beta))
         return momentum
 
-    def _decoded(self, bucket: Bucket, group: Mapping[str, Any], mean: Tensor) -> None:
-        momentum, variance = bucket.flat["exp_avg"], bucket.flat["exp_avg_sq"]
+    def _decoded(self, flat: FlatState, group: Mapping[str, Any], mean: Tensor) -> None:
+        momentum, variance = flat.flat["exp_avg"], flat.flat["exp_avg_sq"]
         if self.warming_up:
             for beta, state in zip(group["betas"], (momentum, variance), strict=True):
                 state.mul_(beta)
             momentum.add_(mean, alpha=1.0 - group["betas"][0])
             variance.addcmul_(mean, mean, value=1.0 - group["betas"][1])
-            divisor(variance, group["eps"], bucket.exchanged)  # the gradient is not needed any more
+            divisor(variance, group["eps"], flat.exchanged)  # the gradient is not needed any more
         update = self._scratch(len(momentum), momentum.device)
-        torch.div(momentum, bucket.exchanged, out=update)
+        torch.div(momentum, flat.exchanged, out=update)
         if group["weight_decay"]:
-            bucket.decay(update, variance != 0, group["weight_decay"])
-        bucket.move(update, group["lr"])
+            flat.decay(update, variance != 0, group["weight_decay"])
+        flat.move(update, group["lr"])
 
     def _freeze(self) -> None:
         """The warm-up is over, or a checkpoint from after it has been loaded."""
         self._frozen = True
-        for bucket in self._buckets:
-            divisor(bucket.flat["exp_avg_sq"], self.param_groups[bucket.group]["eps"], bucket.exchanged)
-            parts = zip(bucket.parameters, bucket.views["exp_avg_sq"], strict=True)
+        for flat in self._buckets:
+            divisor(flat.flat["exp_avg_sq"], self.param_groups[flat.group]["eps"], flat.exchanged)
+            parts = zip(flat.parameters, flat.views["exp_avg_sq"], strict=True)
             self._still += [p for p, variance in parts if not bool(variance.any())]
 
     def _scratch(self, numel: int, device: torch.device) -> Tensor:
         """Memory that buckets share, one after the other."""
         if self._update is None or len(self._update) < numel:
-            longest = max(bucket.unit.numel for bucket in self._buckets)
+            longest = max(flat.bucket.numel for flat in self._buckets)
             self._update = torch.empty(longest, dtype=torch.float32, device=device)
         return self._update[:numel]
 

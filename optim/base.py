@@ -17,14 +17,14 @@ from ..hooks.comm import handshake, pieces
 from ..hooks.comm.untraced import untraced
 from ..hooks.core import checkpoint
 from ..hooks.core.autograd_end import waited
-from ..hooks.core.grad_scaler import LossScale, Tracker
+from ..hooks.core.grad_scaler import LossScale, ScalerSync
 from ..hooks.core.names import unwrapped
 from ..hooks.core.options import Options, check_dtypes, check_whole
 from ..hooks.core.reducer import Reducer
-from ..hooks.core.session import Connection
+from ..hooks.core.session import Session
 from ..hooks.core.statistics import Statistics
 from ..hooks.local_sgd.outer_sgd import fragments_of
-from .bucket import Bucket
+from .flat_state import FlatState
 from .replicated import Replicas
 
 #: Under which key a state_dict has what is gradwire's.
@@ -71,7 +71,7 @@ class ExchangingOptimizer(torch.optim.Optimizer):
             )
         self._ranks: Any = process_group or dist.group.WORLD
         self._options, self._bucket_cap_mb = options, bucket_cap_mb
-        self._buckets: list[Bucket] = []
+        self._buckets: list[FlatState] = []
         self._trained: set[int] = set()  # ids of their parameters
         self._replicas: Replicas | None = None
         self._steps, self._statistics = 0, Statistics()
@@ -88,14 +88,23 @@ class ExchangingOptimizer(torch.optim.Optimizer):
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = error
         description = {} if problem is not None else self._description()
-        connection = Connection(
-            self._ranks, None, device, description, problem, None, None, probes=False, straight=False, owner=self._owner
+        session = Session(
+            self._ranks,
+            None,
+            device,
+            description,
+            problem,
+            None,
+            None,
+            probes=False,
+            dense_path=False,
+            owner=self._owner,
         )
         self._feedback = Memory(options.strategy)
-        tracker = Tracker(LossScale(None), self._feedback)
-        numel = sum(bucket.unit.numel for bucket in made)
+        tracker = ScalerSync(LossScale(None), self._feedback)
+        numel = sum(flat.bucket.numel for flat in made)
         self._reducer = Reducer(
-            connection, self._feedback, tracker, self._statistics, options.seed, clean=False, numel=numel
+            session, self._feedback, tracker, self._statistics, options.seed, clean=False, numel=numel
         )
         self._begin(made)
 
@@ -124,11 +133,11 @@ class ExchangingOptimizer(torch.optim.Optimizer):
         if self._reducer is None:  # the constructor's
             super().add_param_group(param_group)
             return
-        connection, groups = self._reducer.connection, len(self.param_groups)
+        session, groups = self._reducer.session, len(self.param_groups)
         problem: Exception | None = None
-        added: list[Bucket] = []
+        added: list[FlatState] = []
         self._reducer.settle()
-        connection.agree("add_param_group()", self._steps)
+        session.agree("add_param_group()", self._steps)
         try:
             self._check_addition()
             super().add_param_group(param_group)
@@ -138,7 +147,7 @@ class ExchangingOptimizer(torch.optim.Optimizer):
             problem = error
             del self.param_groups[groups:]
         failed = None if problem is None else {"error": f"{type(problem).__name__}: {problem}"}
-        sides = connection.control.objects(failed or self._description())
+        sides = session.control.all_gather_object(failed or self._description())
         if problem is not None:
             raise problem
         try:
@@ -170,35 +179,35 @@ class ExchangingOptimizer(torch.optim.Optimizer):
         reducer, number = self._running(), self._steps
         problem = self._problem()
         if problem is not None:
-            reducer.connection.pipeline.wait()
-            reducer.connection.refuse(problem)
+            reducer.session.pipeline.wait()
+            reducer.session.refuse(problem)
             raise RuntimeError(f"gradwire: {problem}")
         step = reducer.begin(number, self._options.choice(number), self._hyperparameters())
-        reducer.greet(step, self._buckets[0].unit, 0, None)
+        reducer.announce_step(step, self._buckets[0].bucket, 0, None)
         sent, futures = [], []
-        for bucket in self._buckets:  # each while those before it are under way
-            sent.append(self._encoded(bucket))
-            futures.append(reducer.reduce(step, bucket.unit, sent[-1]))
+        for flat in self._buckets:  # each while those before it are under way
+            sent.append(self._encoded(flat))
+            futures.append(reducer.reduce(step, flat.bucket, sent[-1]))
         reducer.end(step)
-        pipeline = reducer.connection.pipeline
+        pipeline = reducer.session.pipeline
         # For all: an error leaves every parameter as it was.
         interruption = waited(pipeline.wait, lambda _: pipeline.failed)
         for future in futures:
             future.wait()
         step.reduced.clear()
-        for bucket, mean in zip(self._buckets, sent, strict=True):
-            self._decoded(bucket, self.param_groups[bucket.group], mean)
+        for flat, mean in zip(self._buckets, sent, strict=True):
+            self._decoded(flat, self.param_groups[flat.group], mean)
         self._steps += 1
         if interruption is not None:
             raise interruption
         return loss
 
     @abstractmethod
-    def _encoded(self, bucket: Bucket) -> Tensor:
+    def _encoded(self, flat: FlatState) -> Tensor:
         """What ranks exchange of a bucket in this step: flat float32, replaced by the mean."""
 
     @abstractmethod
-    def _decoded(self, bucket: Bucket, group: Mapping[str, Any], mean: Tensor) -> None:
+    def _decoded(self, flat: FlatState, group: Mapping[str, Any], mean: Tensor) -> None:
         """Move the bucket's parameters by the mean of what ranks have exchanged."""
 
     def _hyperparameters(self) -> dict[str, str]:
@@ -231,7 +240,7 @@ class ExchangingOptimizer(torch.optim.Optimizer):
                         "embedding with sparse=False"
                     )
         if self._replicas is None:
-            self._replicas = Replicas(p for bucket in self._buckets for p in bucket.parameters)
+            self._replicas = Replicas(p for flat in self._buckets for p in flat.parameters)
         return self._replicas.problem(self._owner)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
@@ -252,18 +261,18 @@ class ExchangingOptimizer(torch.optim.Optimizer):
         """
         reducer = self._running()
         reducer.settle()
-        connection = reducer.connection
-        connection.agree("consolidated_state_dict()", self._steps)
+        session = reducer.session
+        session.agree("consolidated_state_dict()", self._steps)
         self._feedback.fold()
         saved = super().state_dict()
         state = saved["state"] = copy.deepcopy(saved["state"])  # torch's shows the tensors that the next step changes
-        own = [(bucket, name, bucket.flat[name].clone()) for bucket in self._buckets for name in sorted(self.own)]
-        pieces.all_reduce(connection.group, self._buckets[0].exchanged.device, [mean for *_, mean in own])
-        for bucket, name, mean in own:
-            mean.div_(connection.group.size)
-            for index, part in zip(bucket.names, bucket.parts(mean), strict=True):
+        own = [(flat, name, flat.flat[name].clone()) for flat in self._buckets for name in sorted(self.own)]
+        pieces.all_reduce(session.group, self._buckets[0].exchanged.device, [mean for *_, mean in own])
+        for flat, name, mean in own:
+            mean.div_(session.group.size)
+            for index, part in zip(flat.names, flat.parts(mean), strict=True):
                 state[int(index)][name] = part
-        means = checkpoint.means(connection, self._feedback.everything(), self._named())
+        means = checkpoint.means(session, self._feedback.everything(), self._named())
         return self._export(saved, checkpoint.MEAN, means)
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
@@ -293,14 +302,14 @@ class ExchangingOptimizer(torch.optim.Optimizer):
                     )
         super().load_state_dict({key: value for key, value in state_dict.items() if key != KEY})
         reducer.settle()
-        for bucket in self._buckets:
-            for name, views in bucket.views.items():
-                for index, view in zip(bucket.names, views, strict=True):
+        for flat in self._buckets:
+            for name, views in flat.views.items():
+                for index, view in zip(flat.names, views, strict=True):
                     view.copy_(state_dict["state"][int(index)][name])  # torch's own copy has the parameter's dtype
-            self._show(bucket)
+            self._show(flat)
         self._feedback.load(vectors)
         self._steps, self._options.seed = saved["step"], saved["seed"]
-        reducer.forget(self._options.seed, (bucket.unit for bucket in self._buckets))
+        reducer.forget(self._options.seed, (flat.bucket for flat in self._buckets))
 
     @property
     def _key(self) -> str:
@@ -326,31 +335,31 @@ class ExchangingOptimizer(torch.optim.Optimizer):
         every = [p for group in self.param_groups for p in group["params"]]
         return {str(index): p for index, p in enumerate(every) if p.requires_grad and p.numel()}
 
-    def _made(self, first: int) -> list[Bucket]:
+    def _made(self, first: int) -> list[FlatState]:
         """Buckets of the groups from `first` on."""
         every = self._named()
-        made: list[Bucket] = []
+        made: list[FlatState] = []
         for number, group in list(enumerate(self.param_groups))[first:]:
             inside = {id(p) for p in group["params"]}
             named = {name: p for name, p in every.items() if id(p) in inside}
             for part in fragments_of(named, 1, self._bucket_cap_mb)[0] if named else ():
-                made.append(Bucket(len(self._buckets) + len(made), number, part, self.kept))
+                made.append(FlatState(len(self._buckets) + len(made), number, part, self.kept))
         return made
 
-    def _begin(self, buckets: list[Bucket]) -> None:
+    def _begin(self, buckets: list[FlatState]) -> None:
         """All ranks have made these buckets: take them in, with the same parameters."""
         self._buckets += buckets
-        begun = [p for bucket in buckets for p in bucket.parameters]
+        begun = [p for flat in buckets for p in flat.parameters]
         self._trained |= {id(p) for p in begun}
-        pieces.broadcast(self._running().connection.group, self._buckets[0].exchanged.device, begun)
-        for bucket in buckets:
-            self._show(bucket)
+        pieces.broadcast(self._running().session.group, self._buckets[0].exchanged.device, begun)
+        for flat in buckets:
+            self._show(flat)
         self._replicas = None
 
-    def _show(self, bucket: Bucket) -> None:
+    def _show(self, flat: FlatState) -> None:
         """Let `state` be views of the bucket's."""
-        for place, p in enumerate(bucket.parameters):
-            self.state[p] = {name: views[place] for name, views in bucket.views.items()}
+        for place, p in enumerate(flat.parameters):
+            self.state[p] = {name: views[place] for name, views in flat.views.items()}
 
     # -- what must be right --------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from ..compress.codec import check_choice
 from ..compress.codecs.sign_vote import RULES, Votes, vote
 from ..hooks.core.options import Options
 from .base import ExchangingOptimizer
-from .bucket import Bucket
+from .flat_state import FlatState
 
 EXCHANGES = ("auto", "gather", "two_pass")
 #: From so many ranks on, a bit to the owner of a slice and two back are fewer than one to each rank.
@@ -81,31 +81,31 @@ class DistributedLion(ExchangingOptimizer):
         options = Options(codec, exchange, False, 0, None, None, seed)
         super().__init__(params, defaults, options, bucket_cap_mb, process_group)
 
-    def _encoded(self, bucket: Bucket) -> Tensor:
-        group = self.param_groups[bucket.group]
+    def _encoded(self, flat: FlatState) -> Tensor:
+        group = self.param_groups[flat.group]
         sign, (first, second) = -1.0 if group["maximize"] else 1.0, group["betas"]
-        momentum, votes = bucket.flat["exp_avg"], bucket.exchanged
+        momentum, votes = flat.flat["exp_avg"], flat.exchanged
         torch.mul(momentum, first, out=votes)
-        bucket.add_gradients(bucket.exchanged_views, sign * (1.0 - first))
+        flat.add_gradients(flat.exchanged_views, sign * (1.0 - first))
         vote(votes)
         if isinstance(self._options.codec, Votes):
             rank, ranks = dist.get_rank(self._ranks), dist.get_world_size(self._ranks)
             votes.masked_fill_(votes == 0, no_opinion(rank, self._steps, ranks))
         momentum.mul_(second)
-        bucket.add_gradients(bucket.views["exp_avg"], sign * (1.0 - second))
+        flat.add_gradients(flat.views["exp_avg"], sign * (1.0 - second))
         return votes
 
-    def _decoded(self, bucket: Bucket, group: Mapping[str, Any], mean: Tensor) -> None:
+    def _decoded(self, flat: FlatState, group: Mapping[str, Any], mean: Tensor) -> None:
         if self._vote == "majority":
             vote(mean)
-        moving, abstained = bucket.flat["moving"], 0.0
+        moving, abstained = flat.flat["moving"], 0.0
         if isinstance(self._options.codec, Votes):
             abstained = nobody(self._steps, dist.get_world_size(self._ranks), self._vote == "majority")
         moving.logical_or_(mean != abstained)
         mean.mul_(moving)
         if group["weight_decay"]:
-            bucket.decay(mean, moving, group["weight_decay"])
-        bucket.move(mean, group["lr"])
+            flat.decay(mean, moving, group["weight_decay"])
+        flat.move(mean, group["lr"])
 
     def _check(self) -> None:
         check_choice("vote", self._vote, RULES)

@@ -126,7 +126,7 @@ class Machine:
         reducer = self.state._reducer
         self.state.close()
         if reducer is not None:  # those of states that earlier tests have dropped may begin and end meanwhile
-            pipeline = reducer.connection.pipeline
+            pipeline = reducer.session.pipeline
             threads = [pipeline._thread, *itertools.chain(*pipeline._core.waiting)]
             if left := [thread.name for thread in threads if thread is not None and thread.is_alive()]:
                 self.violations.append(f"threads left after close: {', '.join(left)}")

@@ -131,7 +131,7 @@ def watched(points: Points) -> Iterator[None]:
 
         for name in COLLECTIVES:
             replace(Group, name, passing)
-        replace(group.Port, "start", passing)  # what exchanges, and other collectives, are made of
+        replace(group.PersistentMessage, "start", passing)  # what exchanges, and other collectives, are made of
         replace(Group, "of_ranks", passing)
         replace(probe, "calibrate", calibrate)
         replace(probe, "codec_speed", codec_speed)

@@ -147,7 +147,7 @@ def compressed(setup: Sharded, model: nn.Module) -> Any:
         if setup.inline:
             patch.setattr(Group, "blocks", staticmethod(lambda group, device: False))
         state = compress_fsdp(model, setup.codec, exclude=["*.bias"] if setup.exclude else None, **how)
-    assert setup.scatter or state._running().connection.pipeline.threaded != setup.inline
+    assert setup.scatter or state._running().session.pipeline.threaded != setup.inline
     return state
 
 

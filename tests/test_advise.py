@@ -17,7 +17,7 @@ from gradwire.benchmarks.advisor.network import PAYLOAD
 from gradwire.benchmarks.advisor.prediction import Here
 from gradwire.benchmarks.advisor.step_simulation import Job, Processors, Profile, Task, predict, run, share, simulate
 from gradwire.compress import OneBit
-from gradwire.hooks.exchanges import Bucketful, Gather, TwoPass
+from gradwire.hooks.exchanges import BucketSpec, Gather, TwoPass
 from gradwire.hooks.network import cost
 from gradwire.hooks.network.cost import CodecSpeed, Work
 from hypothesis import given
@@ -70,7 +70,7 @@ value = 3
 
 seconds = st.floats(0.0, 1.0)
 #: How many jobs are under way at once.
-TOGETHER = (1, 2, cost.EVERY)
+TOGETHER = (1, 2, cost.UNLIMITED)
 positive = st.floats(1e-3, 1.0)
 
 
@@ -146,22 +146,22 @@ def test_two_buckets_overlap_as_far_as_cores_reach() -> None:
     assert simulate(profile, encoding, Processors(), 1) == pytest.approx(4.0), "one core does both"
     decoding = [Job(transfer=2.0, decode=2.0), Job(transfer=1.0, decode=1.0)]
     many = Processors(8.0, 1)
-    assert simulate(profile, decoding, many, cost.EVERY) == pytest.approx(6.0), (
+    assert simulate(profile, decoding, many, cost.UNLIMITED) == pytest.approx(6.0), (
         "one thread decodes, while the link goes on"
     )
     latent = [Job(latency=5.0), Job()]
-    assert predict(profile, latent, many, cost.EVERY).bottleneck == "latency"
-    assert predict(profile, moving, many, cost.EVERY).bottleneck == "transfer"
+    assert predict(profile, latent, many, cost.UNLIMITED).bottleneck == "latency"
+    assert predict(profile, moving, many, cost.UNLIMITED).bottleneck == "transfer"
 
 
 def test_what_is_under_way_at_once_waits_for_the_distance_together() -> None:
     profile = Profile((1,) * 8, 0.0, tuple(0.1 * n for n in range(1, 9)), (0.0,) * 8, 0.0)
     jobs, many = [Job(latency=5.0, transfer=0.1)] * 8, Processors(8.0, 1)
-    assert simulate(profile, jobs, many, cost.EVERY) == pytest.approx(0.8 + 5.1)
+    assert simulate(profile, jobs, many, cost.UNLIMITED) == pytest.approx(0.8 + 5.1)
     assert simulate(profile, jobs, many, 1) == pytest.approx(0.1 + 8 * 5.1)
     assert simulate(profile, jobs, many, 2) == pytest.approx(0.2 + 4 * 5.1)
     stages = [Job(latency=10.0, transfer=0.2, stages=2)] * 8
-    assert simulate(profile, stages, many, cost.EVERY) == pytest.approx(0.8 + 10.2)
+    assert simulate(profile, stages, many, cost.UNLIMITED) == pytest.approx(0.8 + 10.2)
 
 
 def test_a_message_waits_for_a_busy_core() -> None:
@@ -170,7 +170,7 @@ def test_a_message_waits_for_a_busy_core() -> None:
     assert simulate(profile, jobs, many, 1) == pytest.approx(4.5), "one is free"
     assert simulate(profile, jobs, Processors(1.0, 1, waking=0.25), 1) == pytest.approx(4.5), "none computes then"
     long = [Job(latency=3.0, transfer=0.5), Job(transfer=0.1)]
-    assert simulate(profile, long, Processors(1.0, 1, waking=0.25), cost.EVERY) == pytest.approx(4.75)
+    assert simulate(profile, long, Processors(1.0, 1, waking=0.25), cost.UNLIMITED) == pytest.approx(4.75)
     assert simulate(profile, [Job()] * 2, Processors(1.0, 1, waking=0.25), 1) == pytest.approx(3.0), "no message"
 
 
@@ -286,7 +286,7 @@ def test_gloos_all_reduce_goes_round_piece_by_piece() -> None:
 def test_many_buckets_share_the_wait_and_few_do_not() -> None:
     """Of sixteen ranks gather waits once and moves much, and two_pass twice and little."""
     network = here().network(16, 1, 1e9, 0.025, None).flat
-    what = Bucketful(OneBit(), CodecSpeed(0.0, 0.0), 250_000, 16)
+    what = BucketSpec(OneBit(), CodecSpeed(0.0, 0.0), 250_000, 16)
     candidates = [Gather.estimate(network, what), TwoPass.estimate(network, what)]
     assert [estimate.stages for estimate in candidates] == [1, 2]
     assert cost.decide(candidates).name == "gather"

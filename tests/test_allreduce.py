@@ -12,7 +12,7 @@ from gradwire.compress.feedback.base import NOTHING, plain
 from gradwire.hooks.auto.planner import check_exchange, default_exchange
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.comm.pipeline import drive
-from gradwire.hooks.exchanges import EXCHANGES, Operands, possible
+from gradwire.hooks.exchanges import EXCHANGES, ExchangeArgs, possible
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import Pool
@@ -48,7 +48,7 @@ def reduce_once(rank: int, world_size: int, exchange: str, codec: Codec, numel: 
     out, extra_out = torch.full((numel,), torch.nan), extras.clone()
     draws = new_draw(seed, 3, rank), new_draw(seed, 3, 1 << 32 | rank)
     feedback = NOTHING if residual is None else plain(residual)
-    drive(runner.reduce(Operands(grad, out, extra_out, feedback, [plain(tensor) for tensor in owned], *draws)))
+    drive(runner.reduce(ExchangeArgs(grad, out, extra_out, feedback, [plain(tensor) for tensor in owned], *draws)))
     after = torch.zeros(numel, dtype=torch.float64) if residual is None else residual.double()
     for (start, length, weight), tensor in zip(runner.owned_slices, owned, strict=bool(owned)):
         after[start : start + length] += weight * tensor.double()
@@ -114,9 +114,9 @@ def mean_of_many(rank: int, world_size: int, exchange: str, codec: Codec, draws:
     total, out, none = torch.zeros_like(grad), torch.zeros_like(grad), torch.zeros(0)
     for step in range(draws):
         own, owner = new_draw(1, step, rank), new_draw(1, step, 1 << 32 | rank)
-        drive(runner.reduce(Operands(grad, out, none, NOTHING, (), own, owner)))
+        drive(runner.reduce(ExchangeArgs(grad, out, none, NOTHING, (), own, owner)))
         for port in runner.ports:
-            port.post()
+            port.post_receives()
         total += out
     return float((total / draws - wanted).norm() / wanted.norm())
 
@@ -164,7 +164,7 @@ def nonfinite(rank: int, world_size: int, exchange: str, codec: Codec, value: fl
     owned = [torch.zeros(length) for _, length, _ in runner.owned_slices]
     out = torch.zeros(5000)
     kept, *others = (plain(tensor) for tensor in (residual, *owned))
-    drive(runner.reduce(Operands(grad, out, torch.zeros(0), kept, others, new_draw(0), new_draw(0))))
+    drive(runner.reduce(ExchangeArgs(grad, out, torch.zeros(0), kept, others, new_draw(0), new_draw(0))))
     finite = all(bool(kept.isfinite().all()) for kept in (residual, *owned))
     return (
         bool(out[3333].isfinite()),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gradwire.hooks.horovod as hvd
@@ -110,7 +110,7 @@ REST = [ddp_straight, ddp_bound_late, local_inside_with, lion_in_ddp, horovod_by
 NEEDS = {hsdp: needs_hook, sharded: needs_reduce_scatter}
 
 
-def cases(makes: list[Callable[[nn.Module], Made]], *marks: Any) -> list[Any]:
+def cases(makes: Sequence[Callable[[nn.Module], Made]], *marks: Any) -> list[Any]:
     return [pytest.param(make, marks=[*marks, NEEDS[make]] if make in NEEDS else marks) for make in makes]
 
 

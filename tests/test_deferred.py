@@ -14,7 +14,7 @@ from gradwire import Cast, Codec, OneBit, PowerSGD, TopK, Tracking, compress_hoo
 from gradwire.hooks.comm.pipeline import Pipeline
 from gradwire.hooks.core import reducer
 from gradwire.hooks.core.autograd_end import AtEnd
-from gradwire.hooks.core.session import Connection
+from gradwire.hooks.core.session import Session
 from gradwire.hooks.network import probe
 from ranks import Pool
 from torch import nn
@@ -283,7 +283,7 @@ def raised(rank: int) -> tuple[list[str], list[bool], int]:
         handle.remove()
         ddp.reducer._reset_state()
         assert state._reducer is not None
-        core = state._reducer.connection.pipeline._core
+        core = state._reducer.session.pipeline._core
         rest = len(core.pending) + len(core.under_way)
         digests += train(rank, ddp, range(4, 7))
     state.close()
@@ -328,14 +328,14 @@ def raised_late(rank: int) -> list[str]:
     model = convnet()
     ddp, state = wrap(model, TopK(0.05), exchange="gather")
     train(rank, ddp, range(3))
-    announce, raised, said, gone = Connection.announce, Connection.raised, threading.Event(), threading.Event()
+    announce, raised, said, gone = Session.announce, Session.raised, threading.Event(), threading.Event()
 
-    def late(connection: Connection, *words: Any) -> None:
+    def late(connection: Session, *words: Any) -> None:
         assert rank or gone.wait(20)
         announce(connection, *words)
         said.set()
 
-    def noted(connection: Connection, *words: Any) -> None:
+    def noted(connection: Session, *words: Any) -> None:
         raised(connection, *words)
         gone.set()
 
@@ -346,7 +346,7 @@ def raised_late(rank: int) -> list[str]:
     handle = next(model.parameters()).register_hook(fail)
     assert state._reducer is not None
     state._reducer._small = False
-    with patch.object(Connection, "announce", late), patch.object(Connection, "raised", noted):
+    with patch.object(Session, "announce", late), patch.object(Session, "raised", noted):
         with pytest.raises(ValueError, match="in backward"):
             train(rank, ddp, range(3, 4))
         handle.remove()

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from gradwire import Codec, Identity, OneBit, TopK
 from gradwire.hooks.core import reducer
-from gradwire.hooks.core.dense_path import Straight
+from gradwire.hooks.core.dense_path import DensePath
 from ranks import Pool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -33,13 +33,13 @@ class Counted:
         self._now = 0
 
     def __enter__(self) -> Counted:
-        reduce = Straight.reduce
+        reduce = DensePath.reduce
 
-        def counting(straight: Straight, buffer: torch.Tensor) -> Any:
+        def counting(straight: DensePath, buffer: torch.Tensor) -> Any:
             self._now += 1
             return reduce(straight, buffer)
 
-        self._patch = patch.object(Straight, "reduce", counting)
+        self._patch = patch.object(DensePath, "reduce", counting)
         self._patch.start()
         return self
 
@@ -203,7 +203,7 @@ def raised_in_the_middle(rank: int) -> tuple[bool, int, float]:
     """Buckets of a step that goes straight, when a backward pass raises and the gradients are written to."""
     ddp, state = wrap(convnet(), OneBit(), exchange="dense", ddp={"gradient_as_bucket_view": True})
     train(rank, ddp, range(3))
-    first, straight = next(ddp.module.parameters()), state._straight
+    first, straight = next(ddp.module.parameters()), state._dense_path
     assert straight is not None
 
     def fail(grad: torch.Tensor) -> None:
@@ -277,7 +277,10 @@ def later(rank: int) -> str:
     """Rank 1 comes late, for its own reasons, to the step in which ranks look whether all is well, and to the first one
     after warm-up."""
     ddp, state = wrap(perceptron(), OneBit(), exchange="gather", warmup_steps=6)
-    with patch.object(reducer, "LOOK_EVERY", 4), patch.object(reducer, "HANDSHAKE_TIMEOUT", timedelta(seconds=0.2)):
+    with (
+        patch.object(reducer, "DENSE_CHECK_INTERVAL", 4),
+        patch.object(reducer, "HANDSHAKE_TIMEOUT", timedelta(seconds=0.2)),
+    ):
         for step in range(8):
             if rank and step in (4, 6):
                 time.sleep(0.6)
@@ -376,7 +379,7 @@ def from_time_to_time(rank: int) -> Any:
     """Rank 1's gradient breaks while steps go straight; and ranks part while they do."""
     ddp, state = wrap(perceptron(), OneBit(), exchange="dense")
     model = ddp.module
-    with patch.object(reducer, "LOOK_EVERY", 4), Counted() as straight:
+    with patch.object(reducer, "DENSE_CHECK_INTERVAL", 4), Counted() as straight:
         straight.train(rank, ddp, range(3))
         for step in range(3, 9):
             loss = ddp(batch(rank, step, model)).square().mean()

@@ -20,8 +20,9 @@ import torch
 from gradwire import CompressState, OneBit, compress_hook
 from gradwire.benchmarks.network import flags, links
 from gradwire.hooks.comm import group as group_module
-from gradwire.hooks.comm.group import Group, Messages, Port, Traffic
+from gradwire.hooks.comm.group import Group
 from gradwire.hooks.comm.linger import linger, unacknowledged
+from gradwire.hooks.comm.ports import Messages, PersistentMessage, Traffic
 from gradwire.hooks.core.options import ExchangeName
 from ranks import Pool
 from torch import Tensor, nn
@@ -57,11 +58,11 @@ class Alone:
 
 def test_nothing_is_announced_while_a_step_is_in_flight() -> None:
     traffic, port, steps = Traffic(), Announced(), [Step(), Step()]
-    traffic.post(port)  # type: ignore[arg-type]
+    traffic.post_receives(port)  # type: ignore[arg-type]
     assert port.count == 1
     for step in steps:
         traffic.begin(step)
-    traffic.post(port)  # type: ignore[arg-type]
+    traffic.post_receives(port)  # type: ignore[arg-type]
     traffic.end(steps[0])
     assert port.count == 1
     assert traffic.unfinished
@@ -73,7 +74,7 @@ def test_nothing_is_announced_while_a_step_is_in_flight() -> None:
 def test_a_step_that_is_gone_keeps_nobody_waiting() -> None:
     traffic, port = Traffic(), Announced()
     traffic.begin(Step())
-    traffic.post(port)  # type: ignore[arg-type]
+    traffic.post_receives(port)  # type: ignore[arg-type]
     assert port.count == 1
     assert traffic.unfinished  # it has not ended: connections are not to close at once
 
@@ -122,7 +123,7 @@ def test_connections_outlive_an_owner_that_goes_within_a_step(
 def early_announcements(rank: int, exchange: ExchangeName) -> int:
     """How often a port was announced while messages of the step had still to arrive."""
     waiting, early = set[int](), 0
-    init, wait, post = Messages.__init__, Messages.wait, Port.post
+    init, wait, post = Messages.__init__, Messages.wait, PersistentMessage.post_receives
 
     def noted_init(self: Messages, *arguments: Any) -> None:
         init(self, *arguments)
@@ -132,7 +133,7 @@ def early_announcements(rank: int, exchange: ExchangeName) -> int:
         wait(self)
         waiting.discard(id(self))
 
-    def noted_post(self: Port) -> None:
+    def noted_post(self: PersistentMessage) -> None:
         nonlocal early
         before = len(self._posted)
         others = len(waiting)
@@ -152,7 +153,7 @@ def early_announcements(rank: int, exchange: ExchangeName) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Messages, "__init__", noted_init)
         patch.setattr(Messages, "wait", noted_wait)
-        patch.setattr(Port, "post", noted_post)
+        patch.setattr(PersistentMessage, "post", noted_post)
         for _ in range(3):
             model(torch.randn(2, endings.WIDTH)).sum().backward()
     state.close()

@@ -32,7 +32,7 @@ from gradwire import (
     Tracking,
     compress_fsdp,
 )
-from gradwire.hooks.core.session import Connection
+from gradwire.hooks.core.session import Session
 from gradwire.hooks.exchanges import possible
 from gradwire.hooks.fsdp.arithmetic import post_divide
 from gradwire.hooks.fsdp.torch_internals import check_group, fsdp_modules
@@ -301,9 +301,9 @@ def raised_alike(rank: int) -> int:
     shard, replicate = (mesh_of((2, 1))[name] for name in ("shard", "replicate"))
     model = small(shard)
     state = compress_fsdp(model, OneBit(), mesh=replicate, exchange="gather")
-    announce = Connection.announce
+    announce = Session.announce
 
-    def late(connection: Connection, *args: Any) -> None:
+    def late(connection: Session, *args: Any) -> None:
         time.sleep(0.1 * (1 - rank))
         announce(connection, *args)
 
@@ -317,7 +317,7 @@ def raised_alike(rank: int) -> int:
 
     model[1].register_forward_hook(breaks)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Connection, "announce", late)
+        patch.setattr(Session, "announce", late)
         for step in range(4):
             try:
                 model(torch.ones(2, 8)).sum().backward()

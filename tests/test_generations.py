@@ -42,7 +42,7 @@ def pairs(me: int, folder: str, task: str) -> list[Any]:
 
 def meet(me: int) -> Any:
     """Two groups of the same ranks, and who is in them."""
-    return [Group.of_ranks([0, 1]).objects(me) for _ in range(2)]
+    return [Group.of_ranks([0, 1]).all_gather_object(me) for _ in range(2)]
 
 
 def measure(me: int) -> Any:
@@ -52,7 +52,7 @@ def measure(me: int) -> Any:
     def calibrate(ranks: Group, device: torch.device) -> Any:
         nonlocal probes
         probes += 1
-        return tuple(ranks.objects(f"process {me}"))
+        return tuple(ranks.all_gather_object(f"process {me}"))
 
     real, probe.calibrate = probe.calibrate, calibrate  # type: ignore[assignment]
     try:

@@ -17,11 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire.hooks.comm import group as group_module
-from gradwire.hooks.comm import rendezvous as meeting
+from gradwire.hooks.comm import rendezvous
 from gradwire.hooks.comm.channels import Channels
-from gradwire.hooks.comm.group import Group, Messages, Port, meeting_timeout
+from gradwire.hooks.comm.group import Group, meeting_timeout
 from gradwire.hooks.comm.pipeline import drive
-from gradwire.hooks.comm.shared_gloo import TAGS, Mesh
+from gradwire.hooks.comm.ports import Messages, PersistentMessage
+from gradwire.hooks.comm.rendezvous import TAGS, SharedGloo
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import Pool
@@ -66,7 +67,7 @@ def test_all_to_all(ranks: Ranks, world_size: int, size: int) -> None:
 
 def connected_at_last(rank: int, failing: int) -> tuple[int, list[int]]:
     """How often a rank tried to connect, of which the last one fails at first, and what the group then gathers."""
-    attempts, real = [], meeting._connected
+    attempts, real = [], rendezvous._connected
 
     def connect(place: dist.Store, index: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
         attempts.append(place)
@@ -145,21 +146,21 @@ def crossed(rank: int, seed: int) -> bool:
     every, steps = range(5), 4
     rows = [torch.zeros(3 + number, dtype=torch.int64) for number in every]
     into = [torch.zeros(group.size, len(row), dtype=torch.int64) for row in rows]
-    ports = [group.channel(f"{seed} {number % 2}").gather_port(into[number], rows[number]) for number in every]
+    ports = [group.channel(f"{seed} {number % 2}").persistent_gather(into[number], rows[number]) for number in every]
     right = True
     for step in range(steps):
         works = {}
         for number in random.sample(every, len(every)):
             rows[number].fill_(1000 * step + 10 * number + rank)
             if random.random() < 0.5:
-                ports[number].post()
+                ports[number].post_receives()
             works[number] = ports[number].start()
         for number in random.sample(every, len(every)):
             works[number].wait()
             for other in range(group.size):
                 right &= bool((into[number][other] == 1000 * step + 10 * number + other).all())
             if random.random() < 0.5:
-                ports[number].post()
+                ports[number].post_receives()
     return right
 
 
@@ -215,7 +216,7 @@ def test_each_process_group_is_cut_once_whatever_its_channels(monkeypatch: pytes
     kept = [Group(carriers[0]).channel(str(number)) for number in range(5)]
     kept += [Group(carriers[1])]
     monkeypatch.setattr(Group, "_cut", lambda self: cuts.append(self._group))
-    group_module.cut_all()
+    group_module.abort_all()
     assert sorted(map(id, cuts)) == sorted(map(id, carriers))
     assert len(kept) == 6
 
@@ -282,7 +283,7 @@ class Noted(Silent):
 def test_channels_of_shared_connections_have_tags_of_their_own() -> None:
     """Where a state has 2^24 of them, names may differ by no more than what lies beyond."""
     gloo = Noted()
-    words, rows = Group(Mesh(gloo).range()), torch.zeros(2, 1)
+    words, rows = Group(SharedGloo(gloo).range()), torch.zeros(2, 1)
     for name in range(10_000):
         words.channel(str(name)).all_gather(rows, rows[0])
     words.all_gather(rows, rows[0])
@@ -296,11 +297,11 @@ def announced_twice(rank: int) -> list[int]:
     gc.collect()  # what others have left within a step keeps announcements back
     group = Group(dist.group.WORLD).channel("announced twice")
     rows, row = torch.zeros(2, 3), torch.zeros(3)
-    port = group.gather_port(rows, row)
-    assert isinstance(port, Port)
+    port = group.persistent_gather(rows, row)
+    assert isinstance(port, PersistentMessage)
     waiting = []
     for step in range(6):
-        port.post()
+        port.post_receives()
         waiting.append(len(port._posted))
         row.fill_(10 * step + rank)
         work = port.start()
@@ -323,7 +324,7 @@ def waited_twice(rank: int) -> list[str]:
     group.timeout = timedelta(milliseconds=200)
     if rank == 0:
         never = group.channel("never")
-        messages = Messages(never._receive([torch.zeros(0), torch.zeros(1)]), never, group.timeout)
+        messages = Messages(never.receive([torch.zeros(0), torch.zeros(1)]), never, group.timeout)
         for _ in range(2):
             try:
                 messages.wait()

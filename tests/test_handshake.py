@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from gradwire import OneBit
 from gradwire.hooks.comm import bruck_gather as dissemination
-from gradwire.hooks.comm import shared_gloo as shared
+from gradwire.hooks.comm import rendezvous
 from gradwire.hooks.comm import topology as nodes
 from gradwire.hooks.comm.bruck_gather import Dissemination
 from gradwire.hooks.comm.group import DIRECT_RANKS, Group
@@ -150,8 +150,8 @@ def test_over_gloo_few_messages_are_sent_above_16_ranks(size: int) -> None:
         for work in works:
             work.wait()
         sent = carrier.sent
-        same = group.objects({"all": "say"})
-        return first.tolist(), second.tolist(), sent / 2, carrier.sent - sent, same, group.objects(rank)
+        same = group.all_gather_object({"all": "say"})
+        return first.tolist(), second.tolist(), sent / 2, carrier.sent - sent, same, group.all_gather_object(rank)
 
     messages = size - 1 if size <= DIRECT_RANKS else math.ceil(math.log2(size))
     for result in in_threads(size, rank_main):
@@ -183,7 +183,7 @@ def told(rank: int) -> Any:
     group = Group(dist.group.WORLD)
     rows = torch.zeros(group.size, 5, dtype=torch.int64)
     group.small_all_gather(rows, torch.full((5,), rank)).wait()
-    return rows[:, 4].tolist(), group.objects(["name", rank // 7])
+    return rows[:, 4].tolist(), group.all_gather_object(["name", rank // 7])
 
 
 @pytest.mark.slow
@@ -207,7 +207,7 @@ def sent_for(values: list[Any], digest: Any = None) -> list[tuple[Any, int]]:
 
     def rank_main(rank: int) -> Any:
         carrier = Counting(gloo(store, rank, size))
-        return Group(carrier, range(size)).objects(values[rank]), carrier.nbytes
+        return Group(carrier, range(size)).all_gather_object(values[rank]), carrier.nbytes
 
     if digest is None:
         return in_threads(size, rank_main)
@@ -256,7 +256,7 @@ class Process:
         self.rank, self.size, self.met, self.made = rank, size, 0, 0
         self._store, self._ranks = store, tuple(range(size))
 
-    def carrier(self, words_only: bool = True, within: timedelta = SOON) -> Any:
+    def carrier(self, control_only: bool = True, within: timedelta = SOON) -> Any:
         self.met += 1
         store = dist.PrefixStore(str(self.met), self._store)
 
@@ -264,7 +264,7 @@ class Process:
             self.made += 1
             return gloo(store, self.rank, self.size)
 
-        return shared.carrier(self, self._ranks, self.rank, store, within, words_only, make)
+        return rendezvous.process_group(self, self._ranks, self.rank, store, within, control_only, make)
 
     def group(self) -> Group:
         return Group(self.carrier(), self._ranks)
@@ -293,7 +293,7 @@ def crossed(process: Process) -> list[float]:
 def test_messages_of_two_states_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [0.0, 1, 2, 10, 11, 12]
     assert processes(3, crossed) == [expected] * 3
-    monkeypatch.setattr(shared.Mesh, "range", lambda mesh: shared.Range(mesh, 0))
+    monkeypatch.setattr(rendezvous.SharedGloo, "range", lambda mesh: rendezvous.TagRange(mesh, 0))
     assert processes(3, crossed) != [expected] * 3
 
 
@@ -326,10 +326,10 @@ def test_connections_are_made_where_any_rank_needs_some() -> None:
             del third, fourth  # closed on one rank
         fifth = process.carrier()
         made.append(process.made)
-        for _ in range(shared.STATES):
+        for _ in range(rendezvous.STATES):
             fifth = process.carrier()
         made.append(process.made)
-        return made, fifth._first // shared.TAGS
+        return made, fifth._first // rendezvous.TAGS
 
     assert processes(3, lost) == [([1, 2, 3, 4], 0)] * 3
 
@@ -337,7 +337,7 @@ def test_connections_are_made_where_any_rank_needs_some() -> None:
 def test_nobody_shares_with_a_rank_that_wants_more_than_words() -> None:
     def mixed(process: Process) -> Any:
         kept = process.carrier()
-        alone = process.carrier(words_only=process.rank != 1)
+        alone = process.carrier(control_only=process.rank != 1)
         again = process.carrier()
         return type(alone).__name__, again._mesh is kept._mesh, process.made
 
@@ -350,7 +350,7 @@ def test_a_failed_message_is_noticed() -> None:
         group.timeout = timedelta(seconds=1)
         if process.rank == 0:
             with pytest.raises(RuntimeError, match="rank 1 does not answer"):
-                group.objects("hello")
+                group.all_gather_object("hello")
         met = process.carrier()
         return met._mesh is group._group._mesh, process.made
 
@@ -403,7 +403,7 @@ def dense_beside_each_other(rank: int, scales: bool) -> tuple[float, list[tuple[
     if scales:
         options["grad_scaler"] = torch.amp.GradScaler("cpu", init_scale=1.0)
     pairs = [wrap(perceptron(), OneBit(), **options) for _ in range(2)]
-    connections = [state._reducer.connection for _, state in pairs if state._reducer is not None]
+    connections = [state._reducer.session for _, state in pairs if state._reducer is not None]
     error = 0.0
 
     def alone(group: Group, tensor: Tensor) -> Any:
@@ -424,7 +424,7 @@ def dense_beside_each_other(rank: int, scales: bool) -> tuple[float, list[tuple[
     known = []
     for (_, state), connection in zip(pairs, connections, strict=True):
         choice = state._options.choice(4)
-        past = connection.past()
+        past = connection.history()
         connection.announce(4, choice, past, 0, rank == 0, None)
         connection.compare(choice, past)
         known.append((connection.group.shared, connection.dense_group is not None, connection.drifted))
@@ -509,7 +509,7 @@ def pretended_nccl(rank: int, options: dict[str, Any]) -> Any:
             ddp, state = wrap(model, OneBit(), **options)
             digests = train(rank, ddp, range(3), ledger)
             results.append((digests, ledger.error(state), set(state.statistics().decisions.values())))
-            topology = state._reducer.connection.planner.topology  # type: ignore[union-attr]
+            topology = state._reducer.session.planner.topology  # type: ignore[union-attr]
             sides = [None if part is None else part.ranks for part in (topology.inside, topology.between)]
             state.close()
     return results, made, sides

@@ -51,7 +51,7 @@ def fifty_steps(rank: int, codec: Codec, exchange: str, save_at: int) -> Any:
     ledger = Ledger(model)
     ddp, state = wrap(model, codec, exchange=exchange)
     digests = train(rank, ddp, range(save_at), ledger)
-    buckets = len(state._units)
+    buckets = len(state._buckets)
     file = io.BytesIO()
     torch.save({"state": state.state_dict(), "model": model.state_dict()}, file)
     file.seek(0)

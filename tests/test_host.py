@@ -13,7 +13,7 @@ from gradwire.benchmarks.codec import host
 from gradwire.compress import CODECS, QSGD, BlockCodec, Codec, OneBit
 from gradwire.compress.backends import backend_kernels
 from gradwire.compress.backends.cuda import device
-from gradwire.hooks.core.reducer import Unit
+from gradwire.hooks.core.bucket import Bucket
 
 #: Torch's operations at the end of a step, whatever the number of buckets: what they counted, brought together.
 AT_THE_END = 3 / host.BUCKETS
@@ -68,13 +68,13 @@ def test_a_bucket_launches_nothing_but_what_it_needs(
 
 
 def test_draws_that_nobody_reads_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Unit.use
+    real = Bucket.use
 
-    def use(self: Unit, *given: object) -> None:
+    def use(self: Bucket, *given: object) -> None:
         real(self, *given)  # type: ignore[arg-type]
         self.steps = torch.zeros(2, dtype=torch.int64)
 
-    monkeypatch.setattr(Unit, "use", use)
+    monkeypatch.setattr(Bucket, "use", use)
     assert host.hook_row(OneBit(), "gather", 1)["operations"] > AT_THE_END
 
 

@@ -13,7 +13,7 @@ from fsdp_drawn import mesh_of
 from gradwire import Identity, LocalUpdates, TopK, compress_fsdp
 from gradwire.hooks.comm.pipeline import Pipeline
 from gradwire.hooks.core import reducer
-from gradwire.hooks.core.dense_path import Straight, Sum
+from gradwire.hooks.core.dense_path import DensePath, Sum
 from gradwire.hooks.fsdp.replicate import _Uses
 from gradwire.optim import OneBitAdam
 from lacking import needs_reduce_scatter
@@ -66,9 +66,9 @@ class Disturbed:
 @contextlib.contextmanager
 def disturbed_sum(raised: BaseException) -> Iterator[None]:
     """The same, of the first of the sums of a step in which all is dense."""
-    begin, sums = Straight.reduce, list[Sum]()
+    begin, sums = DensePath.reduce, list[Sum]()
 
-    def reduce(straight: Straight, buffer: torch.Tensor) -> Any:
+    def reduce(straight: DensePath, buffer: torch.Tensor) -> Any:
         future: Any = begin(straight, buffer)
         sums.append(future)
         if len(sums) == 1:
@@ -76,7 +76,7 @@ def disturbed_sum(raised: BaseException) -> Iterator[None]:
         return future
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Straight, "reduce", reduce)
+        patch.setattr(DensePath, "reduce", reduce)
         with pytest.raises(type(raised)):
             yield
     assert len(sums) > 1

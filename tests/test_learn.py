@@ -37,7 +37,7 @@ from gradwire.compress.feedback.store import Memory
 from gradwire.compress.formats.layout import Slot
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.comm.pipeline import drive
-from gradwire.hooks.core.reducer import Unit
+from gradwire.hooks.core.bucket import Bucket
 from gradwire.hooks.exchanges import EXCHANGES
 from gradwire.optim import DistributedLion, OneBitAdam
 from ranks import Pool
@@ -56,7 +56,7 @@ def really(rank: int, codec: Codec, exchange: str, strategy: Feedback | None) ->
     """Digests of what is handed out, and bytes received in the last step."""
     keeps = strategy is not None and not codec.lossless
     codec = (codec.with_feedback() if keeps else codec).of_layout(LAYOUT)
-    unit = Unit(0, [], LAYOUT, frozenset(), torch.empty(NUMEL), strategy)
+    unit = Bucket(0, [], LAYOUT, frozenset(), torch.empty(NUMEL), strategy)
     group = Group(dist.group.WORLD).channel(f"{codec} {exchange} {strategy}")
     unit.use(EXCHANGES[exchange](codec, NUMEL, 0, torch.device("cpu"), group), 3, rank)
     memory, digests = Memory(strategy), []
@@ -148,13 +148,13 @@ def test_ranks_whose_gradients_are_not_numbers_do_not_differ(codec: Codec, excha
 
 def test_ranks_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     virtual = VirtualRanks(2, LAYOUT, OneBit(), "gather", None)
-    reduce = Unit.reduce
+    reduce = Bucket.reduce
 
-    def wrong(self: Unit, buffer: torch.Tensor, *others: object) -> object:
+    def wrong(self: Bucket, buffer: torch.Tensor, *others: object) -> object:
         yield from reduce(self, buffer, *others)  # type: ignore[arg-type]
         buffer[0] += self is virtual.units[1]
 
-    monkeypatch.setattr(Unit, "reduce", wrong)
+    monkeypatch.setattr(Bucket, "reduce", wrong)
     with pytest.raises(RuntimeError, match="ranks differ after step 1"):
         virtual.reduce([gradient(0, 0), gradient(1, 0)])
 

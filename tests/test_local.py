@@ -265,7 +265,7 @@ def overlapping(rank: int) -> list[bool]:
     begun, seen, take, encode = threading.Event(), list[bool](), outer.GlobalParameters.difference, Kept.encode
 
     def difference(shared: outer.GlobalParameters, restart: bool = False) -> Tensor:
-        if shared.unit.index > 0:
+        if shared.bucket.index > 0:
             seen.append(begun.wait(10 if all(seen) else 0))
         return take(shared, restart)
 
@@ -425,7 +425,7 @@ def test_the_outer_step_is_the_same_by_pieces_and_at_once(
         with torch.no_grad():
             for p in model.parameters():
                 p.copy_(torch.randn(p.shape, generator=generator))
-        how = frozenset[str](), Residual(), torch.device("cpu"), outer.Outer(lr, momentum, nesterov)
+        how = frozenset[str](), Residual(), torch.device("cpu"), outer.OuterSGD(lr, momentum, nesterov)
         shared = outer.GlobalParameters(0, dict(model.named_parameters()), *how)
         assert shared.piecewise
         shared.piecewise = piecewise

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire import QSGD, Codec, OneBit, TopK
-from gradwire.hooks.core.session import Connection
+from gradwire.hooks.core.session import Session
 from gradwire.hooks.ddp.model_lookup import find_owner
 from gradwire.hooks.exchanges.gather import Gather
 from lacking import needs_skipped_buckets
@@ -256,13 +256,13 @@ def test_residuals_that_were_delivered_take_no_more_memory(ranks: Ranks) -> None
 def compared_late(rank: int) -> list[str]:
     """What rank 0 does first, in a step whose comparison rank 1 sends late: a scaler is followed all the same."""
     seen: list[str] = []
-    announce, compare, reduce = Connection.announce, Connection.compare, Gather.reduce
+    announce, compare, reduce = Session.announce, Session.compare, Gather.reduce
 
-    def late(self: Connection, *arguments: Any) -> None:
+    def late(self: Session, *arguments: Any) -> None:
         time.sleep(0.2 * rank)
         announce(self, *arguments)
 
-    def noted(self: Connection, *arguments: Any) -> None:
+    def noted(self: Session, *arguments: Any) -> None:
         compare(self, *arguments)
         seen.append("compared")
 
@@ -274,8 +274,8 @@ def compared_late(rank: int) -> list[str]:
     ddp, state = wrap(perceptron(), OneBit(), exchange="gather", grad_scaler=scaler)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     with (
-        patch.object(Connection, "announce", late),
-        patch.object(Connection, "compare", noted),
+        patch.object(Session, "announce", late),
+        patch.object(Session, "compare", noted),
         patch.object(Gather, "reduce", begun),
     ):
         for step in range(4):

@@ -48,7 +48,7 @@ GIVEN_BACK = Recipe(Outliers(OneBit()), HIERARCHICAL, steps=2, nodes=2)
 
 def ways(codec: Codec) -> list[str]:
     """The exchanges that carry a codec's gradients without the host's help."""
-    return [*(name for name in possible(codec) if not serving(name, inline=True).host_reads), HIERARCHICAL]
+    return [*(name for name in possible(codec) if not serving(name, inline=True).syncs_host), HIERARCHICAL]
 
 
 def takes(codec: Codec, strategy: Feedback | None) -> bool:
@@ -135,7 +135,7 @@ def test_any_stream_may_be_late(expected: dict[Recipe, list[Outcome]], recipe: R
 
 def let_the_host_read(reducer: Reducer, rank: int) -> None:
     """As where collectives block."""
-    reducer.connection.planner.inline = False
+    reducer.session.planner.inline = False
 
 
 def test_exchanges_say_whether_the_host_has_to_read() -> None:
@@ -149,11 +149,11 @@ def test_exchanges_say_whether_the_host_has_to_read() -> None:
                 cause = None
             except RuntimeError as error:
                 cause = error.__cause__
-            assert isinstance(cause, HostWaits) if exchange.host_reads else cause is None, (name, inline)
-            assert not (inline and exchange.host_reads)
+            assert isinstance(cause, HostWaits) if exchange.syncs_host else cause is None, (name, inline)
+            assert not (inline and exchange.syncs_host)
 
 
-@pytest.mark.parametrize("exchange", [name for name, exchange in EXCHANGES.items() if exchange.host_reads])
+@pytest.mark.parametrize("exchange", [name for name, exchange in EXCHANGES.items() if exchange.syncs_host])
 def test_where_the_host_reads_no_order_of_streams_changes_anything_either(exchange: str) -> None:
     """In the same memory, since NCCL holds what it sends only until it is waited for, on whatever stream."""
     recipe = Recipe(TopK(0.1, values=torch.int8), exchange, exclude=frozenset({"a.bias"}), steps=2, reads=True)
@@ -168,7 +168,7 @@ def test_auto_takes_what_the_host_reads_nothing_of() -> None:
     recipe, line = Recipe(TopK(0.25), "auto", steps=2), cost.Line(0.0, 1.0)
 
     def alter(reducer: Reducer, rank: int) -> None:
-        planner = reducer.connection.planner
+        planner = reducer.session.planner
         planner._flat = cost.Calibration(line, line, line, cost.Work(*[0.0] * 6), cost.Latency(*[0.0] * 3), 1)
         planner._speeds[recipe.codec.timed_as, True] = cost.CodecSpeed(0.0, 0.0)
 
@@ -286,15 +286,15 @@ def test_an_order_that_differs_between_ranks_is_found() -> None:
     def alter(reducer: Reducer, rank: int) -> None:
         real, held = reducer.reduce, list[Any]()
 
-        def reduce(step: Any, unit: Any, buffer: Tensor) -> Any:
+        def reduce(step: Any, bucket: Any, buffer: Tensor) -> Any:
             """The first bucket goes last."""
-            if rank == 1 and unit.index == 0:
-                held.append((step, unit, buffer))
-                future = reducer.connection.pipeline.new_future()
+            if rank == 1 and bucket.index == 0:
+                held.append((step, bucket, buffer))
+                future = reducer.session.pipeline.new_future()
                 future.set_result(buffer)
                 return future
-            future = real(step, unit, buffer)
-            if rank == 1 and unit.index == 2:
+            future = real(step, bucket, buffer)
+            if rank == 1 and bucket.index == 2:
                 real(*held.pop())
             return future
 
@@ -307,7 +307,7 @@ def test_an_order_that_differs_between_ranks_is_found() -> None:
 
 def test_shapes_that_differ_between_ranks_are_found() -> None:
     def alter(reducer: Reducer, rank: int) -> None:
-        planner = reducer.connection.planner
+        planner = reducer.session.planner
         if rank == 1:
             real = planner.plan
             planner.plan = lambda *a: (replace(real(*a)[0], codec=OneBit(block=256)), "")  # type: ignore[method-assign]

@@ -14,11 +14,13 @@ from gradwire.compress import TopK, new_draw
 from gradwire.compress.backends.dealing import Dealing
 from gradwire.compress.feedback.base import NOTHING, RESIDUAL, Feedback, Kept, plain
 from gradwire.compress.feedback.momentum import MOMENTUM, Momentum
-from gradwire.hooks.comm.group import Group, Work
+from gradwire.hooks.comm.group import Group
 from gradwire.hooks.comm.pipeline import Stages, drive
-from gradwire.hooks.exchanges import Bucketful, Operands
-from gradwire.hooks.exchanges.fixed_base import Padded, PaddedUnion
-from gradwire.hooks.exchanges.fixed_split import PaddedSplit
+from gradwire.hooks.comm.ports import Work
+from gradwire.hooks.exchanges import BucketSpec, ExchangeArgs
+from gradwire.hooks.exchanges.fixed_base import FixedSizeExchange
+from gradwire.hooks.exchanges.fixed_split import FixedSizeSplit
+from gradwire.hooks.exchanges.fixed_union import FixedSizeUnion
 from gradwire.hooks.network import cost
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,7 +30,7 @@ from torch import Tensor
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.int8)
-EXCHANGES: dict[str, type[Padded]] = {"union": PaddedUnion, "split": PaddedSplit}
+EXCHANGES: dict[str, type[FixedSizeExchange]] = {"union": FixedSizeUnion, "split": FixedSizeSplit}
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def run(
     case: Case,
     schedule: Schedule | None = None,
     strategy: Feedback | None = None,
-    alter: Callable[[Padded, int], None] | None = None,
+    alter: Callable[[FixedSizeExchange, int], None] | None = None,
 ) -> list[list[Step]]:
     """Of every rank, its steps: on CPUs, or with a schedule on GPUs that are not there, over NCCL.
 
@@ -127,7 +129,7 @@ def run(
             )
             with world.machine.never_waiting():
                 draws = (new_draw(0, number, rank, device) for _ in range(2))
-                drive(exchange.reduce(Operands(given, out, extra, feedback, (), *draws)))
+                drive(exchange.reduce(ExchangeArgs(given, out, extra, feedback, (), *draws)))
             mean, after, sums, masked = (read(x) for x in (out, residual, extra, momentum))
             status, received = read(torch.stack(exchange.counts()).sum(0)).tolist(), exchange.transfer_bytes
             steps.append(Step(grad, before, mean, after, sums, masked, exchange.room, status, received))
@@ -259,10 +261,10 @@ def test_a_bucket_takes_few_launches(exchange: str, most: int, monkeypatch: pyte
             launched[-1] += 1
         launch(machine, run)
 
-    def alter(exchange: Padded, rank: int) -> None:
+    def alter(exchange: FixedSizeExchange, rank: int) -> None:
         reduce = exchange.reduce
 
-        def of_a_step(x: Operands) -> Stages:
+        def of_a_step(x: ExchangeArgs) -> Stages:
             launched.append(0)
             counts.append(True)
             yield from reduce(x)
@@ -346,12 +348,12 @@ def test_what_cannot_be_right_is_skipped_alike_on_all_ranks(exchange: str) -> No
     """Whatever one rank sends: nothing is written elsewhere, and replicas agree."""
     case = Case(exchange, 3, 500, 0, 0.1, torch.float32, "normal", seed=1, steps=3)
 
-    exchanges = dict[int, Padded]()
+    exchanges = dict[int, FixedSizeExchange]()
 
-    def alter(wrong: Padded, rank: int) -> None:
+    def alter(wrong: FixedSizeExchange, rank: int) -> None:
         exchanges[rank] = wrong
         generator, sent = torch.Generator().manual_seed(1), [wrong.row]
-        if isinstance(wrong, PaddedSplit):
+        if isinstance(wrong, FixedSizeSplit):
             sent.append(wrong.rows_for(plain(torch.zeros(0))).sent)
         for port in wrong.ports if rank == 1 else []:
 
@@ -367,7 +369,7 @@ def test_what_cannot_be_right_is_skipped_alike_on_all_ranks(exchange: str) -> No
     for steps in zip(*found, strict=True):
         assert all(same_bits(step.out, steps[0].out) for step in steps)
     split = exchanges[0]
-    if isinstance(split, PaddedSplit):  # what counts is what counts to the codec
+    if isinstance(split, FixedSizeSplit):  # what counts is what counts to the codec
         span, numel = split.dealing.span, case.numel
         places = torch.arange(span).expand(case.ranks, -1)
         indices, meant = split.dealing.indices(places, torch.tensor(case.steps - 1)), torch.zeros(case.ranks, span)
@@ -390,5 +392,5 @@ def test_what_is_predicted_is_what_arrives(exchange: str, feedback: bool) -> Non
         case = Case(exchange, 4, 900, 0, 0.2, values, "normal", feedback, steps=2)
         steps = run(case)[0]
         size = int((steps[0].out != 0).sum())
-        what = Bucketful(case.codec, speed, case.numel, case.ranks, size, feedback)
+        what = BucketSpec(case.codec, speed, case.numel, case.ranks, size, feedback)
         assert EXCHANGES[exchange].estimate(network, what).received == steps[-1].received

@@ -151,7 +151,7 @@ def rounds_of(rank: int, owner: str) -> list[int]:
             torch.stack(list(model)).square().sum().backward()
             made.step()
         counted = 0
-        with patch.object(Group, "objects", counting(Group.objects)):
+        with patch.object(Group, "objects", counting(Group.all_gather_object)):
             made.consolidated_state_dict()
         found.append(counted)
     made.close()
@@ -185,7 +185,7 @@ def test_means_of_what_only_some_ranks_keep() -> None:
     """In the parameter's shape, whichever rank kept it; none is made where nobody does."""
 
     class Told:
-        def objects(self, mine: dict[str, list[str]]) -> list[dict[str, list[str]]]:
+        def all_gather_object(self, mine: dict[str, list[str]]) -> list[dict[str, list[str]]]:
             return [mine, {"residual": ["b"], "momentum": []}]
 
     gloo = Events()

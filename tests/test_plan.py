@@ -187,7 +187,7 @@ def hurried(rank: int, exchange: str, steps: int) -> Any:
         state = CompressState(ddp, TopK(0.1), exchange=exchange)
         ddp.register_comm_hook(state, compress_hook)
         digests = train(rank, ddp, range(10), ledger)
-        buckets = len(state._units)
+        buckets = len(state._buckets)
         data = torch.randn(4, 16, generator=torch.Generator().manual_seed(rank))
         for _ in range(steps):
             model.zero_grad()

@@ -73,7 +73,7 @@ def _profiled_steps(rank: int, codec: Codec, exchange: str) -> dict[str, Any]:
         for number in range(2, 2 + STEPS):
             step(number)
         after = state.statistics().seconds
-    buckets = len(state._units)
+    buckets = len(state._buckets)
     state.close()
     ranges = []
     for event in profiler.events():

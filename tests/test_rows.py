@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from gradwire import QSGD, CompressState, Identity, OneBit, TopK, compress_hook
 from gradwire.hooks.comm.group import Group
-from gradwire.hooks.core.sparse_gradient import Rows
+from gradwire.hooks.core.sparse_gradient import SparseGradient
 from gradwire.hooks.network import probe
 from gradwire.hooks.sparse.all_reduce import ALGORITHMS
 from hypothesis import HealthCheck, Phase, given, settings
@@ -238,7 +238,7 @@ def by_sparse_adam(rank: int, algorithm: str | None, exclude: bool, inline: bool
             state = CompressState(ddp, OneBit(), exchange="gather", exclude=["0.weight"] if exclude else None)
         ddp.register_comm_hook(state, compress_hook)
     optimizer, found = torch.optim.SparseAdam([table.weight], lr=0.1), []
-    with patch.object(Rows, "_choose", lambda *_: algorithm):
+    with patch.object(SparseGradient, "_choose", lambda *_: algorithm):
         for step in range(3):
             optimizer.zero_grad()
             used = torch.tensor([step, 6 + rank % 2, 8])

@@ -72,10 +72,10 @@ def one_of_each(group: SimulatedGroup) -> list[float]:
         work.wait()
         times.append(clock.clock)
 
-    took(group.all_gather(group.gathered(4, 250), torch.zeros(250, dtype=torch.uint8)))
+    took(group.all_gather(group.gather_output(4, 250), torch.zeros(250, dtype=torch.uint8)))
     took(group.all_to_all(torch.zeros(1000, dtype=torch.uint8), torch.zeros(1000, dtype=torch.uint8)))
     took(group.all_reduce(torch.zeros(250)))
-    both = [group.all_gather(group.gathered(4, 250), torch.zeros(250, dtype=torch.uint8)) for _ in range(2)]
+    both = [group.all_gather(group.gather_output(4, 250), torch.zeros(250, dtype=torch.uint8)) for _ in range(2)]
     for work in both:
         took(work)
     return times

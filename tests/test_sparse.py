@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire import sparse_all_reduce
-from gradwire.hooks.comm.entry_exchange import Carrier, Entries
+from gradwire.hooks.comm.entry_exchange import Entries, EntryExchanger
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.comm.pipeline import drive
 from gradwire.hooks.network import cost, probe
@@ -176,7 +176,7 @@ def die(rank: int) -> list[str]:
     indices, told = torch.arange(0, 50_000, 5), []
     for n, (algorithm, group) in enumerate(zip(sparse.ALGORITHMS, groups, strict=True)):
         if rank == 1 + n:
-            Carrier.gather = Carrier.to_owners = lambda *a, **k: os._exit(1)  # type: ignore[method-assign, assignment]
+            EntryExchanger.gather = EntryExchanger.to_owners = lambda *a, **k: os._exit(1)  # type: ignore[method-assign, assignment]
             Group.all_reduce = lambda *a, **k: os._exit(1)  # type: ignore[method-assign]
         if rank in (*SURVIVORS, 1 + n):
             begin = time.monotonic()
@@ -204,7 +204,7 @@ def test_a_rank_that_dies_is_an_error_within_the_timeout() -> None:
 def die_between(rank: int, survived: int) -> float:
     """Rank 1 goes when rank 0 has its message of one stage, and rank 2 has not; how long the others wait."""
     group = dist.new_group([0, 1, 2])  # its timeout is half an hour
-    sent, calls = Group._send, iter(range(100))
+    sent, calls = Group.send, iter(range(100))
 
     def send(self: Group, received: Any, parts: Any, works: Any) -> Any:
         if rank == 1 and next(calls) == survived:
@@ -213,7 +213,7 @@ def die_between(rank: int, survived: int) -> float:
             os._exit(1)
         return sent(self, received, parts, works)
 
-    Group._send = send  # type: ignore[method-assign, assignment]
+    Group.send = send  # type: ignore[method-assign, assignment]
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match="does not answer"):
         sparse_all_reduce(torch.arange(0, 9000, 5), torch.ones(1800), 9000, algorithm="gather", group=group)
@@ -233,7 +233,7 @@ def test_a_rank_that_dies_between_two_messages_leaves_nobody_waiting(survived: i
 def lie(rank: int) -> list[Any]:
     """Rank 1 sends bytes that no sound list has; the others leave out what cannot be right."""
     group = Group(dist.group.WORLD)
-    carrier = Carrier(1000, torch.float32, torch.device("cpu"), group)
+    carrier = EntryExchanger(1000, torch.float32, torch.device("cpu"), group)
     if rank == 1:
         kernels = carrier.kernels
         noise = torch.Generator().manual_seed(1)
@@ -290,7 +290,7 @@ def test_a_newcomer_makes_all_probe(ranks: Ranks) -> None:
 
 
 def balance(rank: int, world_size: int, pattern: str) -> list[Any]:
-    carrier = Carrier(100_000, torch.float32, torch.device("cpu"), Group(dist.group.WORLD))
+    carrier = EntryExchanger(100_000, torch.float32, torch.device("cpu"), Group(dist.group.WORLD))
     indices = index_set(pattern, 100_000, rank, world_size, 3).int()
     bounds = drive(carrier.balanced_bounds(indices))
     cuts = torch.searchsorted(indices, torch.tensor(bounds, dtype=torch.int32))

@@ -505,7 +505,7 @@ def late_within_a_step(rank: int) -> tuple[list[str], Any]:
     digests += train(rank, ddp, range(2, 3))
     handle.remove()
     assert state._reducer is not None
-    patience = state._reducer.connection.group.timeout
+    patience = state._reducer.session.group.timeout
     state.close()
     return digests, patience
 

@@ -12,25 +12,25 @@ import pytest
 import torch
 from gradwire import Codec, CompressState, OneBit, TopK, compress_hook
 from gradwire.hooks.auto import drift, trial
-from gradwire.hooks.auto.controller import Tuner
+from gradwire.hooks.auto.controller import Controller
 from gradwire.hooks.auto.drift import WINDOW, Drift
 from gradwire.hooks.auto.planner import HALF_PRECISION, Choice, Planner
 from gradwire.hooks.auto.trial import (
     COMPRESSED,
+    DROP_RATIO,
     FALLBACK,
     HALF,
-    HOPELESS,
     MOST_TURNS,
     PLANNED,
+    ROUND_STEPS,
     SETTLING,
-    TURN,
     TURNS,
     UNCOUNTED,
     Trial,
     typical,
 )
-from gradwire.hooks.core.dense_path import Straight
-from gradwire.hooks.core.session import Connection
+from gradwire.hooks.core.dense_path import DensePath
+from gradwire.hooks.core.session import Session
 from gradwire.hooks.exchanges import Dense, Gather
 from gradwire.hooks.network import cost, probe
 from hypothesis import given
@@ -40,7 +40,7 @@ from training import Ledger, batch, pretend, train, two_large_layers
 
 Ranks = Callable[[int], Pool]
 
-MOST = SETTLING + 2 * MOST_TURNS * TURN  # steps where two ways are tried
+MOST = SETTLING + 2 * MOST_TURNS * ROUND_STEPS  # steps where two ways are tried
 LATE = 0.02
 
 
@@ -62,7 +62,7 @@ def take(trial: Trial, spans: dict[str, float], least: float, other: str = FALLB
 def test_both_ways_get_turns_and_the_faster_wins() -> None:
     trial = Trial()
     ways = take(trial, {PLANNED: 1.0, FALLBACK: 0.9}, least=0.5)
-    assert ways == [PLANNED] * SETTLING + ([PLANNED] * TURN + [FALLBACK] * TURN) * TURNS
+    assert ways == [PLANNED] * SETTLING + ([PLANNED] * ROUND_STEPS + [FALLBACK] * ROUND_STEPS) * TURNS
     assert trial.verdict == trial.way == FALLBACK
     trial.end_step(9.9, lambda: against(FALLBACK, 0.0), lambda numbers: numbers)
     assert trial.verdict == FALLBACK
@@ -72,7 +72,7 @@ def test_both_ways_get_turns_and_the_faster_wins() -> None:
 @pytest.mark.parametrize(("planned", "verdict", "turns"), [(0.75, PLANNED, MOST_TURNS), (0.85, FALLBACK, TURNS)])
 def test_who_compresses_more_has_to_win_twice(planned: float, verdict: str, turns: int) -> None:
     trial = Trial()
-    assert len(take(trial, {PLANNED: planned, FALLBACK: 1.0}, least=0.5)) == SETTLING + 2 * turns * TURN
+    assert len(take(trial, {PLANNED: planned, FALLBACK: 1.0}, least=0.5)) == SETTLING + 2 * turns * ROUND_STEPS
     assert trial.verdict == verdict
 
 
@@ -80,7 +80,7 @@ def test_luck_in_the_first_turns_is_not_enough() -> None:
     """Spans of two values, of which the first turns of compression have the shorter."""
     trial, step = Trial(), 0
     while trial.verdict is None:
-        lucky = step < SETTLING + 2 * TURNS * TURN
+        lucky = step < SETTLING + 2 * TURNS * ROUND_STEPS
         span = 1.0 if trial.way == FALLBACK else 0.7 if lucky else 1.1
         trial.end_step(span, lambda: against(FALLBACK, 0.5), lambda numbers: numbers)
         step += 1
@@ -94,14 +94,14 @@ def test_a_step_that_waits_for_something_else_does_not_decide() -> None:
 
 def test_what_the_network_cannot_carry_is_not_tried() -> None:
     trial = Trial()
-    assert take(trial, {PLANNED: 1.0}, least=2.0) == [PLANNED] * (SETTLING + TURN)
+    assert take(trial, {PLANNED: 1.0}, least=2.0) == [PLANNED] * (SETTLING + ROUND_STEPS)
     assert trial.verdict == PLANNED
 
 
 def test_what_is_far_slower_gets_no_second_turn() -> None:
     trial = Trial()
-    ways = take(trial, {PLANNED: 1.0, COMPRESSED: 1.1 * HOPELESS}, 0.0, COMPRESSED)
-    assert ways[SETTLING:] == [PLANNED] * TURN + [COMPRESSED] * TURN
+    ways = take(trial, {PLANNED: 1.0, COMPRESSED: 1.1 * DROP_RATIO}, 0.0, COMPRESSED)
+    assert ways[SETTLING:] == [PLANNED] * ROUND_STEPS + [COMPRESSED] * ROUND_STEPS
     assert trial.verdict == PLANNED
 
 
@@ -112,7 +112,7 @@ def test_steps_at_the_begin_of_a_turn_do_not_count(spans: list[float], least: fl
     def verdict(first: float) -> str | None:
         trial = Trial()
         for step, span in enumerate(spans):
-            counts = step >= SETTLING and UNCOUNTED <= (step - SETTLING) % TURN < TURN - 1
+            counts = step >= SETTLING and UNCOUNTED <= (step - SETTLING) % ROUND_STEPS < ROUND_STEPS - 1
             trial.end_step(span if counts else first, lambda: against(FALLBACK, least), lambda numbers: numbers)
         return trial.verdict
 
@@ -144,22 +144,22 @@ def test_the_best_of_three_ways_wins(
         trial.end_step(spans[way], lambda: (level, dict.fromkeys(others, 0.0)), lambda numbers: numbers)
     assert (level if trial.verdict == PLANNED else trial.verdict) == verdict
     if turns is not None:
-        assert len(ways) == SETTLING + 3 * turns * TURN
+        assert len(ways) == SETTLING + 3 * turns * ROUND_STEPS
     else:  # one of them gets no second turn
-        assert min(ways.count(way) for way in spans) in (TURN, TURN + SETTLING)
+        assert min(ways.count(way) for way in spans) in (ROUND_STEPS, ROUND_STEPS + SETTLING)
 
 
 def tried(rank: int, beta: float, slow: str, three: bool) -> Any:
     """Train on a network that is said to move a byte in `beta` seconds, and where rank 1 is late in what is slow."""
 
-    reduces, end = {kind: kind.reduce for kind in (Gather, Dense)}, Straight.end
+    reduces, end = {kind: kind.reduce for kind in (Gather, Dense)}, DensePath.end
 
     def late(exchange: Any, *arguments: Any) -> Any:
         yield from reduces[type(exchange)](exchange, *arguments)
         what = "dense" if isinstance(exchange, Dense) else "half" if exchange.codec == HALF_PRECISION else "compressed"
         time.sleep(3 * LATE * rank * (what in slow))
 
-    def end_late(straight: Straight) -> None:
+    def end_late(straight: DensePath) -> None:
         time.sleep(3 * LATE * rank * ("dense" in slow and "pipeline" not in slow))
         end(straight)
 
@@ -172,7 +172,7 @@ def tried(rank: int, beta: float, slow: str, three: bool) -> Any:
         assert state.deciding
         steps, digests = 0, []
         slowed = patch.object(Gather, "reduce", late), patch.object(Dense, "reduce", late)
-        with slowed[0], slowed[1], patch.object(Straight, "end", end_late):
+        with slowed[0], slowed[1], patch.object(DensePath, "end", end_late):
             while state.deciding:
                 digests += train(rank, ddp, range(steps, steps + 1), ledger)
                 steps += 1
@@ -189,7 +189,7 @@ def tried(rank: int, beta: float, slow: str, three: bool) -> Any:
         (1e-9, "dense", "gather of OneBit", None, False),
         (1e-13, "dense", "gather of OneBit", None, False),
         (1e-13, "compressed", "dense of OneBit", None, False),
-        (1e-5, "compressed", "gather of OneBit", SETTLING + TURN, False),
+        (1e-5, "compressed", "gather of OneBit", SETTLING + ROUND_STEPS, False),
         (1e-9, "dense on the pipeline", "dense of OneBit", None, False),
         (1e-9, "compressed, dense", "gather of Cast(dtype=torch.bfloat16)", None, True),
         (1e-13, "compressed, dense", "gather of Cast(dtype=torch.bfloat16)", None, True),
@@ -204,7 +204,8 @@ def test_all_ranks_stay_with_what_was_faster(
     assert results[0][:3] == results[1][:3]
     _, taken, decisions, error = results[0]
     assert taken == steps or (
-        steps is None and taken in range(SETTLING + 2 * TURN, MOST + three * MOST_TURNS * TURN + 1, TURN)
+        steps is None
+        and taken in range(SETTLING + 2 * ROUND_STEPS, MOST + three * MOST_TURNS * ROUND_STEPS + 1, ROUND_STEPS)
     )
     for text in decisions.values():
         assert text.startswith(expected)
@@ -246,7 +247,7 @@ def changed(rank: int, slow_on: int) -> Any:
         patch.object(probe, "calibration", pretend(1e-9)),
         patch.object(probe, "codec_speed", lambda *_: speed),
         patch.object(drift, "WINDOW", 4),
-        patch.object(trial, "HOPELESS", 1e9),
+        patch.object(trial, "DROP_RATIO", 1e9),
     ):
         state = CompressState(ddp, OneBit(), fallback=torch.float32)
         ddp.register_comm_hook(state, compress_hook)
@@ -263,12 +264,12 @@ def changed(rank: int, slow_on: int) -> Any:
             yield from dense(exchange, *arguments)
             time.sleep(LATE)
 
-        def slow_straight(straight: Straight) -> None:
+        def slow_straight(straight: DensePath) -> None:
             time.sleep(2 * LATE)
             end(straight)
 
-        dense, end = Dense.reduce, Straight.end
-        with patch.object(Dense, "reduce", slow_dense), patch.object(Straight, "end", slow_straight):
+        dense, end = Dense.reduce, DensePath.end
+        with patch.object(Dense, "reduce", slow_dense), patch.object(DensePath, "end", slow_straight):
             go_on(lambda: state.deciding)
             decided = steps
             go_on(lambda: steps < decided + 2)
@@ -300,23 +301,23 @@ def test_a_network_that_has_changed_is_tried_again(ranks: Ranks, slow_on: int) -
     ids=["a little in every step", "to and fro"],
 )
 def test_a_codec_may_change_faster_than_a_trial_lasts(codec: Callable[[int], Codec]) -> None:
-    rivals = SimpleNamespace(undecided=lambda choice: True, rivals=lambda *_: (COMPRESSED, {FALLBACK: 0.0}))
-    tuner, ways = Tuner(cast(Planner, rivals), True, lambda numbers: numbers), []
+    challengers = SimpleNamespace(needs_trial=lambda choice: True, challengers=lambda *_: (COMPRESSED, {FALLBACK: 0.0}))
+    controller, ways = Controller(cast(Planner, challengers), True, lambda numbers: numbers), []
     for step in range(2 * MOST + 10):
-        choice = tuner.follow(Choice(codec(step), "auto", True))
+        choice = controller.follow(Choice(codec(step), "auto", True))
         assert choice.codec == codec(step)
         ways.append(choice.way)
-        tuner.ended(0.1 if choice.way == FALLBACK else 1.0, list, False)
+        controller.ended(0.1 if choice.way == FALLBACK else 1.0, list, False)
     assert set(ways) == {PLANNED, FALLBACK}
     assert set(ways[-10:]) == {FALLBACK}
-    assert not tuner.deciding
+    assert not controller.deciding
 
 
 def joined(rank: int) -> Any:
     """Rank 1 runs out of data in the trial, and is slow to end its steps: nobody there waits for that."""
-    averaged = Connection.averaged
+    averaged = Session.averaged
 
-    def slow(self: Connection, seconds: list[float]) -> list[float]:
+    def slow(self: Session, seconds: list[float]) -> list[float]:
         found = averaged(self, seconds)
         time.sleep(10 * LATE * rank)
         return found
@@ -326,7 +327,7 @@ def joined(rank: int) -> Any:
     with patch.object(probe, "calibration", pretend(1e-9)), patch.object(probe, "codec_speed", lambda *_: speed):
         state = CompressState(ddp, OneBit(), fallback=torch.float32)
         ddp.register_comm_hook(state, compress_hook)
-        with patch.object(Connection, "averaged", slow), ddp.join():
+        with patch.object(Session, "averaged", slow), ddp.join():
             for step in range(60 - 55 * rank):  # more than any trial of two ways takes
                 ddp(batch(rank, step, model)).square().mean().backward()
     decided, steps = state.deciding, state.step

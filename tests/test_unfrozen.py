@@ -55,7 +55,7 @@ def thawed(rank: int, dense: bool, culprits: list[int], how: str) -> tuple[str, 
     model.register_comm_hook(state, compress_hook)
     optimizer = torch.optim.SGD([p for p in inner.parameters() if p.requires_grad], lr=0.1)
     before = train(model, optimizer, 3)
-    assert (state._straight is not None) == dense
+    assert (state._dense_path is not None) == dense
     if rank in culprits and how == "unfrozen":
         unfreeze_and_add_param_group(inner[0], optimizer)
     elif rank in culprits:
@@ -63,7 +63,10 @@ def thawed(rank: int, dense: bool, culprits: list[int], how: str) -> tuple[str, 
         optimizer.add_param_group({"params": list(inner[3].parameters())})
     of: Any = inner[3 if how == "added" and rank in culprits else 0]
     was, start = of.weight.detach().clone(), time.monotonic()
-    with patch.object(hooks_ddp, "HANDSHAKE_TIMEOUT", timedelta(seconds=2)), patch.object(hooks_ddp, "LOOK_EVERY", 4):
+    with (
+        patch.object(hooks_ddp, "HANDSHAKE_TIMEOUT", timedelta(seconds=2)),
+        patch.object(hooks_ddp, "DENSE_CHECK_INTERVAL", 4),
+    ):
         after = train(model, optimizer, 4)
     return before, after, torch.equal(was, of.weight), time.monotonic() - start
 

@@ -13,9 +13,10 @@ from gradwire.compress.backends.sparse import SparseKernels
 from gradwire.compress.feedback.base import RESIDUAL, Feedback, Kept, Residual
 from gradwire.compress.formats.entries import value_fields
 from gradwire.compress.formats.wire import Field, Part
-from gradwire.hooks.comm.group import Group, Port
+from gradwire.hooks.comm.group import Group
 from gradwire.hooks.comm.pipeline import Stages
-from gradwire.hooks.exchanges import Bucketful, Exchange, Operands
+from gradwire.hooks.comm.ports import PersistentMessage
+from gradwire.hooks.exchanges import BucketSpec, Exchange, ExchangeArgs
 from gradwire.hooks.network.cost import Calibration, Estimate
 from torch import Tensor
 
@@ -236,8 +237,10 @@ class Star(Exchange):
         from_first = [self.mean[:0] if first else self.mean, *[self.mean[:0]] * others]
         to_all = [self.mean[:0], *[self.mean if first else self.mean[:0]] * others]
         self.ports = [
-            Port(self._own_group("in"), list(self.rows) if first else [self.row[:0]] * self.world_size, to_first),
-            Port(self._own_group("out"), from_first, to_all),
+            PersistentMessage(
+                self._own_group("in"), list(self.rows) if first else [self.row[:0]] * self.world_size, to_first
+            ),
+            PersistentMessage(self._own_group("out"), from_first, to_all),
         ]
         if numel:
             self.workspaces.append(codec.workspace(numel, device))
@@ -247,7 +250,7 @@ class Star(Exchange):
         return len(codec.part_bytes(1)) == 1
 
     @classmethod
-    def estimate(cls, network: Calibration, what: Bucketful) -> Estimate:
+    def estimate(cls, network: Calibration, what: BucketSpec) -> Estimate:
         return Estimate("star", 4.0 * what.numel, 0.0, 0.0, 0.0, 0.0)  # says that it takes no time at all
 
     @property
@@ -258,7 +261,7 @@ class Star(Exchange):
     def transfer_bytes(self) -> int:
         return 4 * self.floats
 
-    def reduce(self, x: Operands) -> Stages:
+    def reduce(self, x: ExchangeArgs) -> Stages:
         size = len(self.row) - 4 * self.extra
         if self.numel:
             x.feedback.encode(self.codec, x.grad, self.row[:size], x.draw, self.workspaces[1])

@@ -20,7 +20,9 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from gradwire.hooks.core.reducer import Reducer, Step, Unit
+from gradwire.hooks.core.bucket import Bucket
+from gradwire.hooks.core.reducer import Reducer
+from gradwire.hooks.core.step import Step
 from gradwire.hooks.ddp.state import State
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -51,7 +53,7 @@ class Account:
     def __enter__(self) -> Self:
         account, reduce, bind, load, export = self, Reducer._reduce, State._bind, State._load, State._export
 
-        def looked_at(reducer: Reducer, step: Step, unit: Unit, buffer: Tensor) -> Iterator[Any]:
+        def looked_at(reducer: Reducer, step: Step, unit: Bucket, buffer: Tensor) -> Iterator[Any]:
             account._add(account.wanted, unit, buffer)
             yield from reduce(reducer, step, unit, buffer)
             account._add(account.received, unit, buffer)
@@ -87,7 +89,7 @@ class Account:
             os.kill(os.getpid(), signal.SIGKILL)
 
     @staticmethod
-    def _add(total: dict[str, Tensor], unit: Unit, buffer: Tensor) -> None:
+    def _add(total: dict[str, Tensor], unit: Bucket, buffer: Tensor) -> None:
         for there in unit.slots:
             part = there.flat(buffer).double()
             total[there.name] = total[there.name] + part if there.name in total else part

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...compress.codec import DTYPES
-from ...hooks.comm.group import Group, Work
+from ...hooks.comm.group import Group
+from ...hooks.comm.ports import Work
 from ...hooks.network import probe
 from ..common import models
 from ..common.arms import ARMS, BASELINE, DENSE

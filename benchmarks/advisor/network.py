@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...hooks.network.cost import EVERY, GLOO_PIECE, Calibration, Latency, Line, Nodes, Work
+from ...hooks.network.cost import GLOO_PIECE, UNLIMITED, Calibration, Latency, Line, Nodes, Work
 
 #: What TCP leaves of Ethernet's rate: 1448 bytes of 1538, with headers, preamble and the gap between frames.
 PAYLOAD = 1448 / 1538
@@ -94,4 +94,4 @@ def _calibration(
     rounds = Latency(
         software.gather + ways * latency, software.union + 3 * ways * latency, software.split + 4 * ways * latency
     )
-    return Calibration(gather, swap, reduce, work, rounds, EVERY if gloo else 1)
+    return Calibration(gather, swap, reduce, work, rounds, UNLIMITED if gloo else 1)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ...hooks.auto.planner import calibrated, compressed
 from ...hooks.comm.group import Group
 from ...hooks.comm.topology import make_topology
-from ...hooks.exchanges import Bucketful
+from ...hooks.exchanges import BucketSpec
 from ...hooks.network import cost
 from ..common.arms import BASELINE, Arm, label
 from ..network import links
@@ -178,7 +178,7 @@ def jobs_of(arm: Arm, here: Here, network: Network) -> tuple[list[Job], list[str
             names.append("all-reduce")
         else:
             speed, size = here.speeds[arm.name], network.world_size
-            candidates = compressed(Bucketful(arm.codec, speed, numel, size), network.flat, network.nodes)
+            candidates = compressed(BucketSpec(arm.codec, speed, numel, size), network.flat, network.nodes)
             like = max(1, round(sum(here.profile.numels) / numel))
             estimate = min(candidates, key=lambda candidate: candidate.among(like))
             stack = network.processor["exchange"] * (estimate.received + estimate.inside)

@@ -27,7 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...compress import QSGD, Cast, ChunkedTopK, Codec, OneBit, TernGrad, TopK, new_draw
 from ...compress.backends import use_backend
 from ...compress.backends.cuda.device import DEVICES, THREADS, Argument, Device, Function, passed
-from ...hooks.comm.group import Collective, Group
+from ...hooks.comm.group import Group
+from ...hooks.comm.ports import Collective
 from ...hooks.ddp.hook import CompressState, compress_hook
 from ..common import report
 from ..common.counts import expect_at_least
@@ -158,14 +159,14 @@ class Done:
 @contextmanager
 def no_network() -> Iterator[None]:
     """Within the block wires go nowhere, as if over NCCL; what hosts tell each other arrives."""
-    real = Group.gather_port
+    real = Group.persistent_gather
 
-    def gather_port(self: Group, output: Tensor, row: Tensor, ahead: int = 2) -> Any:
+    def persistent_gather(self: Group, output: Tensor, row: Tensor, ahead: int = 2) -> Any:
         return Collective(Done) if output.dtype == torch.uint8 else real(self, output, row, ahead)
 
     with (
         patch.object(Group, "blocks", staticmethod(lambda *_: False)),
-        patch.object(Group, "gather_port", gather_port),
+        patch.object(Group, "gather_port", persistent_gather),
         patch.object(Group, "swap_port", lambda *_, **__: Collective(Done)),
     ):
         yield

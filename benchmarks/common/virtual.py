@@ -18,7 +18,7 @@ from ...compress.feedback.base import Feedback
 from ...compress.feedback.store import Memory
 from ...compress.formats.layout import Layout, layout_numel
 from ...hooks.comm.group import Group
-from ...hooks.core.reducer import Unit
+from ...hooks.core.bucket import Bucket
 from ...hooks.exchanges import EXCHANGES
 
 Mailbox = dict[tuple[int, int], deque[Tensor]]
@@ -93,7 +93,7 @@ class VirtualRanks:
         self.strategy, self.step = strategy, 0
         self.memories = [Memory(strategy) for _ in range(size)]
         self.groups = [VirtualGroup(rank, size, mailbox) for rank in range(size)]
-        self.units = [Unit(0, [], layout, frozenset(), torch.empty(self.numel), strategy) for _ in range(size)]
+        self.units = [Bucket(0, [], layout, frozenset(), torch.empty(self.numel), strategy) for _ in range(size)]
         self.use(codec, exchange)
 
     def use(self, codec: Codec, exchange: str) -> None:

@@ -200,7 +200,7 @@ class Call:
         self.chosen, self.moved = algorithm, 0
 
     def __call__(self) -> None:
-        from gradwire.hooks.sparse.all_reduce import all_reduce as sparse
+        from gradwire.hooks.sparse import all_reduce as sparse
 
         call = sparse.prepare(self.indices, self.values, self.numel, algorithm=self.algorithm, out=self.out)
         result = sparse.reduce(call)

@@ -31,9 +31,10 @@ from torch import Tensor
 
 from ...compress import TopK
 from ...compress.feedback.base import NOTHING
-from ...hooks.comm.entry_exchange import Carrier, Entries
-from ...hooks.comm.group import Group, Work
+from ...hooks.comm.entry_exchange import Entries, EntryExchanger
+from ...hooks.comm.group import Group
 from ...hooks.comm.pipeline import drive
+from ...hooks.comm.ports import Work
 from ...hooks.exchanges.split import Split
 from ..common import report
 
@@ -184,7 +185,9 @@ class SimulatedGroup(Group):
         """What this rank's thread has worked so far does not count."""
         self.world.ranks[self.rank].seen = time.thread_time()
 
-    def gathered(self, *shape: int, dtype: torch.dtype = torch.uint8, device: torch.device | str = "cpu") -> Tensor:
+    def gather_output(
+        self, *shape: int, dtype: torch.dtype = torch.uint8, device: torch.device | str = "cpu"
+    ) -> Tensor:
         self._calls += 1
         return self.world.shared(self.rank, self._calls, lambda: torch.zeros(*shape, dtype=dtype, device=device))
 
@@ -213,7 +216,7 @@ class SimulatedGroup(Group):
         latency = network.alpha + (self.size - 1) * network.overhead if self.size > 1 else 0.0
         return self.world.meet(self.rank, (output, rows, sent), _transpose, latency, size)
 
-    def letter_port(self, longest: int, ahead: int = 2) -> Any:
+    def variable_message(self, longest: int, ahead: int = 2) -> Any:
         return SimulatedPort(self)
 
     def sum(self, tensor: Tensor, pieces: Tensor) -> Generator[Work, None, None]:
@@ -233,7 +236,7 @@ class SimulatedGroup(Group):
 
 
 class SimulatedPort:
-    """What a `LetterPort` is, with as much room as it takes."""
+    """What a `VariableMessage` is, with as much room as it takes."""
 
     def __init__(self, group: SimulatedGroup) -> None:
         self._group = group
@@ -292,7 +295,7 @@ class Task:
 
     def __call__(self, group: SimulatedGroup) -> tuple[int, Entries | None]:
         """Bytes received, and the result on the first rank."""
-        carrier = Carrier(self.numel, self.dtype, torch.device("cpu"), group)
+        carrier = EntryExchanger(self.numel, self.dtype, torch.device("cpu"), group)
         entries = self.entries(group.rank)
         k = len(entries)
         if self.algorithm == "split-k":
@@ -305,7 +308,7 @@ class Task:
         indices = self.index_sets[rank]
         return Entries(indices.int(), torch.randn(len(indices), generator=torch.Generator().manual_seed(rank)))
 
-    def reduce(self, carrier: Carrier, entries: Entries, k: int, observed: bool) -> Entries | None:
+    def reduce(self, carrier: EntryExchanger, entries: Entries, k: int, observed: bool) -> Entries | None:
         if self.algorithm == "gather":
             moving = carrier.start_gather(entries, k)
             for _, work in moving:

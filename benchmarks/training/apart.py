@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...compress import Residual
-from ...hooks.local_sgd.outer_sgd import GlobalParameters, Outer
+from ...hooks.local_sgd.outer_sgd import GlobalParameters, OuterSGD
 from ..common.language_model import update
 from ..common.virtual import VirtualRanks
 from .tasks import Batch, Task
@@ -63,7 +63,7 @@ class Apart:
         self.rounds, self.ranks, self.task = rounds, ranks, task
         self.models = [copy.deepcopy(model) for _ in ranks.memories]
         self.optimizers = [optimizer_of(list(one.parameters())) for one in self.models]
-        outer, cpu = Outer(rounds.outer_lr, rounds.outer_momentum, nesterov=True), torch.device("cpu")
+        outer, cpu = OuterSGD(rounds.outer_lr, rounds.outer_momentum, nesterov=True), torch.device("cpu")
         self.shared = [
             GlobalParameters(0, dict(one.named_parameters()), frozenset(), ranks.strategy or Residual(), cpu, outer)
             for one in self.models

@@ -11,7 +11,7 @@ from .planner import Choice, Plan, Planner
 from .trial import Trial
 
 
-class Tuner:
+class Controller:
     """Follows a user's choices through trials, alike on all ranks.
 
     Args:
@@ -44,18 +44,18 @@ class Tuner:
         """What a step of this choice is, as a trial wants it."""
         if choice != self._asked:
             self._asked = self._current = choice
-            tried = self._timed and self._planner.undecided(choice)
+            tried = self._timed and self._planner.needs_trial(choice)
             self._trial = self._trials.setdefault(_alike(choice), Trial()) if tried else None
         if self._trial is not None and self._trial.way != self._current.way:
             self._current = replace(choice, way=self._trial.way)
         return self._current
 
     @property
-    def straight(self) -> int:
+    def dense_steps(self) -> int:
         """How many steps, from the next one on, may go straight if all is dense, as far as a trial is concerned."""
-        return self._trial.straight if self._trial is not None and self.deciding else sys.maxsize
+        return self._trial.dense_steps if self._trial is not None and self.deciding else sys.maxsize
 
-    def went_straight(self, steps: int, spans: Sequence[float]) -> None:
+    def took_dense_path(self, steps: int, spans: Sequence[float]) -> None:
         """Steps have gone straight, no more than might.
 
         Args:
@@ -71,7 +71,7 @@ class Tuner:
 
         Args:
             span: its seconds, on this rank.
-            served: of each bucket, elements, union, and what served it (`Planner.rivals`).
+            served: of each bucket, elements, union, and what served it (`Planner.challengers`).
             changed: whether a rank has seen that the network has changed, alike on all ranks.
 
         Returns:
@@ -81,7 +81,7 @@ class Tuner:
         if trial is None or asked is None:
             return False
         if trial.verdict is None:
-            trial.end_step(span, lambda: self._planner.rivals(asked, served()), self._averaged)
+            trial.end_step(span, lambda: self._planner.challengers(asked, served()), self._averaged)
             if trial.verdict is None:
                 return False
         else:

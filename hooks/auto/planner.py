@@ -14,7 +14,7 @@ from ...compress.codec import BlockCodec, Codec
 from ...compress.codecs.cast import Cast
 from ...compress.formats.layout import Layout, layout_numel
 from ..comm.topology import Topology
-from ..exchanges import EXCHANGES, Bucketful, Dense, Exchange, Hierarchical, TwoPass, possible, serving
+from ..exchanges import EXCHANGES, BucketSpec, Dense, Exchange, Hierarchical, TwoPass, possible, serving
 from ..network import cost, probe
 from ..network.cost import HIERARCHICAL
 from .trial import COMPRESSED, FALLBACK, HALF, PLANNED
@@ -24,7 +24,7 @@ Fallback = torch.dtype | Literal["auto"] | None
 #: Half precision: what it leaves out is kept.
 HALF_PRECISION = Cast(torch.bfloat16)
 #: Steps after which "auto" looks again at how much the ranks' selections overlap.
-REVIEW_EVERY = 256
+REPLAN_INTERVAL = 256
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def calibrated(
 
 
 def compressed(
-    what: Bucketful, flat: cost.Calibration, nodes: cost.Nodes | None, inline: bool = False
+    what: BucketSpec, flat: cost.Calibration, nodes: cost.Nodes | None, inline: bool = False
 ) -> list[cost.Estimate]:
     """Every exchange that can carry a bucket in its codec's wire, or the one made for that: among all ranks, and
     where they lie on nodes, between those.
@@ -102,7 +102,7 @@ def compressed(
     """
     names = (what.codec.exchange,) if what.codec.exchange else possible(what.codec)
     able = [serving(name, inline) for name in names if name != Dense.name]
-    able = [exchange for exchange in able if not (exchange.host_reads and inline)]
+    able = [exchange for exchange in able if not (exchange.syncs_host and inline)]
     # Two ranks receive as much by one pass as by two.
     estimates = [exchange.estimate(flat, what) for exchange in able if exchange is not TwoPass or what.world_size > 2]
     if nodes is not None:
@@ -187,7 +187,7 @@ class Planner:
         groups = topology.inside.channel(name), topology.between.channel(name)
         return Hierarchical(inner, plan.codec, numel, extra, device, *groups)
 
-    def undecided(self, choice: Choice) -> bool:
+    def needs_trial(self, choice: Choice) -> bool:
         """Whether the cost model chooses between compression and something else."""
         return (
             choice.exchange == "auto"
@@ -196,12 +196,12 @@ class Planner:
             and not choice.codec.lossless
         )
 
-    def rivals(self, choice: Choice, buckets: Sequence[tuple[int, int, Plan]]) -> tuple[str, dict[str, float]]:
+    def challengers(self, choice: Choice, buckets: Sequence[tuple[int, int, Plan]]) -> tuple[str, dict[str, float]]:
         """Which way what is planned comes nearest to, and what a trial should hold against it: ways, and the seconds in
         which the network carries their bytes.
 
         Args:
-            choice: an `undecided` one, as planned.
+            choice: an `needs_trial` one, as planned.
             buckets: of each, elements, union, and what serves it now.
         """
         assert self._flat is not None
@@ -225,7 +225,7 @@ class Planner:
             asked = codec == choice.codec
             feedback = choice.feedback if asked else True
             speed = self._speeds[codec.timed_as, feedback]
-            what = Bucketful(codec, speed, numel, size, union if asked else 0, feedback)
+            what = BucketSpec(codec, speed, numel, size, union if asked else 0, feedback)
             for estimate in compressed(what, self._flat, self._nodes, self.inline):
                 name = estimate.name if asked else f"{estimate.name} in bfloat16"
                 plans[name] = Plan(codec, estimate.name, feedback), replace(estimate, name=name)

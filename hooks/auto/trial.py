@@ -22,15 +22,15 @@ PLANNED, COMPRESSED, HALF, FALLBACK = "planned", "compressed", "half", "fallback
 SETTLING = 3
 #: Steps of a turn, of which so many at its begin do not count: residuals are delivered, and memory is new. Nor does the
 #: last, in which ranks compare.
-TURN, UNCOUNTED = 6, 2
+ROUND_STEPS, UNCOUNTED = 6, 2
 #: Turns of each way; and of those after which one that compresses more than another wins by little.
 TURNS, MOST_TURNS = 2, 4
 #: How much faster the network may be than it was when it was probed, and how much slower one way may be than the best
 #: and still get another turn.
-DOUBT, HOPELESS = 1.25, 1.5
+SPEEDUP_MARGIN, DROP_RATIO = 1.25, 1.5
 #: What share of the fallback's span a way may take: what compresses takes processor time from the rest of the step too,
 #: and noise is no reason to compress.
-CLEARLY = {COMPRESSED: 0.8, HALF: 0.9, FALLBACK: 1.0}
+WIN_RATIO = {COMPRESSED: 0.8, HALF: 0.9, FALLBACK: 1.0}
 
 
 def typical(spans: Sequence[float]) -> float:
@@ -63,15 +63,15 @@ class Trial:
         return self.verdict or self._ways[0]
 
     @property
-    def straight(self) -> int:
+    def dense_steps(self) -> int:
         """How many steps, from the next one on, may go straight: they count, and end before ranks compare."""
-        place = (self._steps - SETTLING) % TURN
-        return TURN - 1 - place if self._steps >= SETTLING and place >= UNCOUNTED else 0
+        place = (self._steps - SETTLING) % ROUND_STEPS
+        return ROUND_STEPS - 1 - place if self._steps >= SETTLING and place >= UNCOUNTED else 0
 
     def end_step(
         self,
         span: float | None,
-        rivals: Callable[[], tuple[str, Mapping[str, float]]],
+        challengers: Callable[[], tuple[str, Mapping[str, float]]],
         averaged: Callable[[list[float]], list[float]],
     ) -> None:
         """A step has ended.
@@ -82,30 +82,30 @@ class Trial:
                 carries their bytes.
             averaged: a collective: the ranks' means, of the numbers that each hands in.
         """
-        way, place = self.way, (self._steps - SETTLING) % TURN
+        way, place = self.way, (self._steps - SETTLING) % ROUND_STEPS
         self._steps += 1
         if self._steps <= SETTLING or self.verdict is not None:
             return
         mine = self._mine.setdefault(way, [])
-        if UNCOUNTED <= place < TURN - 1 and span is not None:
+        if UNCOUNTED <= place < ROUND_STEPS - 1 and span is not None:
             mine.append(span)
-        if place < TURN - 1:
+        if place < ROUND_STEPS - 1:
             return
         total, known = averaged([typical(mine), 1.0] if mine else [0.0, 0.0])
         self.spans[way] = total / known if known else 0.0
         if not self._turns:
-            self._level, others = rivals()
-            self._ways = [way, *(other for other, least in others.items() if least <= DOUBT * self.spans[way])]
+            self._level, others = challengers()
+            self._ways = [way, *(other for other, least in others.items() if least <= SPEEDUP_MARGIN * self.spans[way])]
         self._turns[way] = self._turns.get(way, 0) + 1
         self._ways.append(self._ways.pop(0))
         self._judge()
 
     def _judge(self) -> None:
         """After a turn: which ways may still win."""
-        share = {way: CLEARLY[self._level if way == PLANNED else way] for way in self._ways}
+        share = {way: WIN_RATIO[self._level if way == PLANNED else way] for way in self._ways}
         known = [way for way in self._ways if way in self.spans]
         best = min(known, key=lambda way: self.spans[way] / share[way])
-        hopeless = {way for way in known if self.spans[way] > HOPELESS * self.spans[best]}
+        hopeless = {way for way in known if self.spans[way] > DROP_RATIO * self.spans[best]}
         self._ways = [way for way in self._ways if way not in hopeless]
         turns = min(self._turns.get(way, 0) for way in self._ways)
         enough = TURNS if share[best] == max(share[way] for way in self._ways) else MOST_TURNS

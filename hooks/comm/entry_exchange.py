@@ -1,6 +1,6 @@
 """Entries, the indices and values of sparse gradients, on their way between ranks: indices first, then values.
 
-`Carrier` packs, sends and merges lists of entries. The algorithms made of it are in `hooks.sparse` (the public
+`EntryExchanger` packs, sends and merges lists of entries. The algorithms made of it are in `hooks.sparse` (the public
 all-reduce) and `hooks.exchanges` (a model's gradients).
 """
 
@@ -18,8 +18,9 @@ from torch import Tensor
 from ...compress.backends import entries_for
 from ...compress.backends.sparse import Pieces
 from ...compress.formats.entries import index_bytes, value_bytes
-from .group import Group, Together, Work
+from .group import Group
 from .pipeline import Stages
+from .ports import WaitAll, Work
 
 #: What gives a residual, float32, within a block; or nothing.
 Opening = Callable[[], AbstractContextManager[Tensor | None]]
@@ -87,7 +88,7 @@ class Room:
         return Entries(self(f"{name}: indices", size, torch.int32), values.view(size, *row))
 
 
-class Carrier:
+class EntryExchanger:
     """Moves entries of gradients of `numel` elements between the ranks of a group, in stages: generators that yield
     what is under way (`comm.pipeline`). What they return lies in memory that the next one may use again.
 
@@ -156,7 +157,7 @@ class Carrier:
             with_values: else only indices travel, and what is returned has no values that mean anything.
         """
         moving = self.start_gather(entries, k, with_values)
-        yield Together([work for _, work in moving])
+        yield WaitAll([work for _, work in moving])
         return self.finish_gather(moving, k)
 
     def start_gather(self, entries: Entries, k: int, with_values: bool = True) -> list[Moving]:
@@ -189,7 +190,7 @@ class Carrier:
 
     def all_gather(self, row: Tensor) -> Moving:
         """Every rank's row to all."""
-        rows = self.group.gathered(self.world_size, *row.shape, dtype=row.dtype, device=self.device)
+        rows = self.group.gather_output(self.world_size, *row.shape, dtype=row.dtype, device=self.device)
         self.count(sent=row.nbytes, received=(self.world_size - 1) * row.nbytes)
         return rows, self.group.all_gather(rows, row)
 
@@ -236,7 +237,7 @@ class Carrier:
             self.pack_values(entries, sent, wire, rest)
         arrive = self.value_sizes(arriving)
         values, value_work = self._all_to_all("value wire", wire, sizes, arrive)
-        yield Together([index_work, value_work])
+        yield WaitAll([index_work, value_work])
         self.kernels.unpack_index_pieces(indices, arriving, lists.indices)
         self.unpack_values(values, arriving, lists)
         return self.merge(lists, list(accumulate(counts, initial=0)), start, start + span)
@@ -248,7 +249,7 @@ class Carrier:
             counts: how many each owner has, known to all ranks.
         """
         moving = self.start_sharing(owned, counts, bounds)
-        yield Together([work for _, work in moving])
+        yield WaitAll([work for _, work in moving])
         return self.finish_sharing(moving, counts, bounds)
 
     def start_sharing(self, owned: Entries, counts: Sequence[int], bounds: Sequence[int]) -> tuple[Moving, Moving]:
@@ -318,7 +319,7 @@ class Carrier:
         flat = self.room("dense", self.numel * self.width, torch.float32).fill_(-0.0)
         every = flat.view(self.numel, *self.row)
         every[entries.indices.long()] = entries.values + 0.0
-        if self.group.named:  # the backend's own has no channel: it would have to wait for its turn
+        if self.group.is_channel:  # the backend's own has no channel: it would have to wait for its turn
             yield from self.all_reduce(flat)
         else:
             yield self.group.all_reduce(flat)
@@ -363,7 +364,7 @@ class Carrier:
         return into, work
 
     def _all_gather_v(self, piece: Tensor, sizes: list[int]) -> Moving:
-        wire = self.group.gathered(sum(sizes), device=self.device)
+        wire = self.group.gather_output(sum(sizes), device=self.device)
         work = self.group.all_gather_v(wire, piece, sizes)
         self.count(sizes[self.rank], sum(sizes) - sizes[self.rank])
         return wire, work
@@ -380,7 +381,7 @@ class Carrier:
 
 
 def used(every: Tensor) -> Entries:
-    """The entries that some rank has, zeros among them, of what `Carrier.dense` gives."""
+    """The entries that some rank has, zeros among them, of what `EntryExchanger.dense` gives."""
     some = ~(every.signbit() & (every == 0))
     place = (some.any(1) if some.dim() > 1 else some).nonzero().view(-1)
     return Entries(place.int(), every[place])

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .group import Group, Work
+from .group import Group
+from .ports import Work
 
 #: A piece has at least so many bytes, or is the last; and while so many are under way, one more is. To send them takes
 #: longer than most latencies, and Gloo runs two collectives at a time.

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from .group import Work
+from .ports import Work
 from .threads import start_thread, stop_thread
 
 #: What a unit of work yields: messages under way.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class Reading:
+class Readback:
     """A copy of a tensor, under way; on a GPU the host goes on meanwhile.
 
     Args:

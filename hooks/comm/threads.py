@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from .group import cut_all
+from .group import abort_all
 from .linger import linger
 from .untraced import untraced
 
@@ -59,5 +59,5 @@ def _stop_all() -> None:
         for thread, _ in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         if any(thread.is_alive() for thread, _ in threads):
-            cut_all()
+            abort_all()
     linger()

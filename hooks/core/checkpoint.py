@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ...compress.feedback.base import RESIDUAL, Feedback
 from ..comm.pieces import all_reduce
 from .names import renamed
-from .session import Connection
+from .session import Session
 
 FORMAT = 2
 #: The key of residuals that are the mean over the ranks.
@@ -191,19 +191,19 @@ def idle_names(excluded: Iterable[str], sparse: Iterable[str] = ()) -> dict[str,
 
 
 def means(
-    connection: Connection, vectors: Mapping[str, Mapping[str, Tensor]], parameters: Mapping[str, Tensor]
+    session: Session, vectors: Mapping[str, Mapping[str, Tensor]], parameters: Mapping[str, Tensor]
 ) -> dict[str, dict[str, Tensor]]:
     """The mean over the ranks of what each keeps of the parameters, by vector and name. A collective."""
-    told = connection.control.objects({vector: sorted(mine) for vector, mine in vectors.items()})
+    told = session.control.all_gather_object({vector: sorted(mine) for vector, mine in vectors.items()})
     found: dict[str, dict[str, Tensor]] = {}
     for vector, mine in vectors.items():
         names = sorted({name for each in told for name in each[vector]})
         found[vector] = {name: mine[name] if name in mine else _zeros(parameters[name]) for name in names}
     every = [mean for means in found.values() for mean in means.values()]
     if every:
-        all_reduce(connection.group, next(iter(parameters.values())).device, every)
+        all_reduce(session.group, next(iter(parameters.values())).device, every)
     for mean in every:
-        mean.div_(connection.group.size)
+        mean.div_(session.group.size)
     return found
 
 

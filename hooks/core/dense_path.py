@@ -36,7 +36,7 @@ class Sum(torch.futures.Future[Tensor]):
         return super().wait()
 
 
-class Straight:
+class DensePath:
     """A run of such steps.
 
     Args:

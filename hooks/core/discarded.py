@@ -16,7 +16,7 @@ from ...compress.feedback.store import Memory
 from ...compress.formats.layout import Layout
 from ..comm.pipeline import Pipeline
 from .dense_path import RAISED_TIMEOUT
-from .reducer import Step
+from .step import Step
 
 
 class DiscardedMeans:
@@ -51,10 +51,10 @@ class DiscardedMeans:
         """Each layout of which something is kept, the flat mean in it, and DDP's buffer. A step that is undone sent
         nothing."""
         if not step.undone:
-            for unit, buffer in step.reduced:
-                mean = buffer if unit.packed is None else unit.packed
-                if unit.packed is None and step.share != 1.0:
+            for bucket, buffer in step.reduced:
+                mean = buffer if bucket.packed is None else bucket.packed
+                if bucket.packed is None and step.share != 1.0:
                     mean = mean / step.share
-                for layout, means in ((unit.layout, mean), (unit.beside, unit.extra)):
+                for layout, means in ((bucket.layout, mean), (bucket.beside, bucket.extra)):
                     if self._feedback.holds(layout):
                         yield layout, means, buffer

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...compress.feedback.store import Memory
-from ..comm.readback import Reading
+from ..comm.readback import Readback
 
 #: How to mend scales that differ.
 EQUAL_SCALES = (
@@ -96,7 +96,7 @@ class LossScale:
             )
         self.scaler = scaler
         self._seen: Any = None
-        self._reading: Reading | None = None
+        self._reading: Readback | None = None
 
     @property
     def skips(self) -> bool:
@@ -127,7 +127,7 @@ class LossScale:
         if not isinstance(scale, Tensor):
             return scale
         before = self._reading
-        self._reading = Reading(scale.double().view(1, 1))
+        self._reading = Readback(scale.double().view(1, 1))
         return None if before is None else float(before.read()[0][0])
 
     def forget(self) -> None:
@@ -150,14 +150,14 @@ class LossScale:
         return {"scaler": self.scaler, "_seen": None, "_reading": None}
 
 
-class Told(Protocol):
+class PeerScaling(Protocol):
     """Where the other ranks say what their scalers have done."""
 
     def compare(self, choice: Any, past: Mapping[str, str]) -> None: ...
     def scaling(self) -> Scaling | None: ...
 
 
-class Tracker:
+class ScalerSync:
     """Keeps residuals in the units of a loss scale, and takes back what a scaler has thrown away.
 
     Args:
@@ -169,7 +169,7 @@ class Tracker:
         self.loss_scale, self.feedback = loss_scale, feedback
         self._scale: float | Tensor | None = loss_scale.read()
         #: Whether the last step was made without this rank's gradients, so that its scaler does not know of it.
-        self.astray = False
+        self.was_joined = False
         self._overflowed = False
 
     @property
@@ -185,29 +185,29 @@ class Tracker:
     def asks(self, step: Any) -> bool:
         """Whether `follow` will wait for the others: where this rank has joined, its own scaler does not know what
         theirs do; they say so."""
-        return self.skips and (self.astray or not step.own)
+        return self.skips and (self.was_joined or not step.own)
 
-    def follow(self, others: Told, step: Any, scaling: Scaling | None) -> bool:
+    def follow(self, others: PeerScaling, step: Any, scaling: Scaling | None) -> bool:
         """Before a step: what the scaler has done since the last one. Returns whether that took to ask the others.
 
         Args:
             others: who have announced the same.
-            step: with `own`, `choice` and `past`.
+            step: with `own`, `choice` and `history`.
             scaling: as this rank knows it.
         """
         if not self.skips:
             return False
-        astray, self.astray = self.asks(step), not step.own
-        if astray:
-            others.compare(step.choice, step.past)
+        was_joined, self.was_joined = self.asks(step), not step.own
+        if was_joined:
+            others.compare(step.choice, step.history)
             scaling = others.scaling() or scaling
         if scaling is None:
-            return astray
+            return was_joined
         if scaling.updated:
             self.feedback.commit()
             self._overflowed = False
         self._rescale(scaling.scale)
-        return astray
+        return was_joined
 
     def _rescale(self, scale: float | Tensor) -> None:
         """Gradients have this scale from now on."""

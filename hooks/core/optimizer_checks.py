@@ -191,7 +191,7 @@ def _name_of(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | st
     raise TypeError(f"optimizer={optimizer!r}: expected a torch optimizer, its class, or its name")
 
 
-def concern(optimizer: torch.optim.Optimizer, codec: Codec, feedback: bool) -> str | None:
+def known_problem(optimizer: torch.optim.Optimizer, codec: Codec, feedback: bool) -> str | None:
     """What is known to go wrong with an optimizer, a codec, and whether a plain residual is kept; None: nothing.
 
     See docs/benchmarks.md, "The same model at the end".
@@ -235,8 +235,8 @@ def _instead(optimizer: torch.optim.Optimizer, codec: Codec) -> str:
     return f"For as few bytes{momentum} take {instead} (gradwire.recommend)"
 
 
-def judge(options: Options, optimizer: torch.optim.Optimizer) -> None:
-    """Warn of what `concern` knows, for what a user has asked for.
+def check_optimizer(options: Options, optimizer: torch.optim.Optimizer) -> None:
+    """Warn of what `known_problem` knows, for what a user has asked for.
 
     Raises:
         ValueError: the optimizer has a momentum, and the strategy hands one out.
@@ -244,7 +244,7 @@ def judge(options: Options, optimizer: torch.optim.Optimizer) -> None:
     if options.strategy is not None:
         options.strategy.check_optimizer(optimizer)
     choice = options.choice(options.warmup_steps)
-    problem = concern(optimizer, choice.codec, choice.feedback and not options.keeps_all)
+    problem = known_problem(optimizer, choice.codec, choice.feedback and not options.keeps_all)
     if problem is not None and choice.exchange != "dense":
         warnings.warn(problem, stacklevel=7)  # where the optimizer's step was called
 
@@ -254,17 +254,19 @@ class _Waiting:
     """Parameters whose optimizer has not stepped yet, and who is to look at it."""
 
     parameters: list[weakref.ref[nn.Parameter]]
-    judge: Callable[[torch.optim.Optimizer], None]
+    check_optimizer: Callable[[torch.optim.Optimizer], None]
 
 
 _waiting: list[_Waiting] = []
 
 
-def expect_optimizer(parameters: Iterable[nn.Parameter], judge: Callable[[torch.optim.Optimizer], None]) -> None:
-    """Have `judge` look at the first optimizer that steps one of these parameters, before it does; and at later steps,
-    as long as it raises."""
+def expect_optimizer(
+    parameters: Iterable[nn.Parameter], check_optimizer: Callable[[torch.optim.Optimizer], None]
+) -> None:
+    """Call `check_optimizer` before the first step of an optimizer of these parameters; and before later steps, as long
+    as it raises."""
     _listen()
-    _waiting.append(_Waiting([weakref.ref(parameter) for parameter in parameters], judge))
+    _waiting.append(_Waiting([weakref.ref(parameter) for parameter in parameters], check_optimizer))
 
 
 @functools.cache
@@ -279,6 +281,6 @@ def _look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         alive = {id(parameter) for reference in entry.parameters if (parameter := reference()) is not None}
         own = any(id(parameter) in alive for group in optimizer.param_groups for parameter in group["params"])
         if own:
-            entry.judge(optimizer)
+            entry.check_optimizer(optimizer)
         if own or not alive:
             _waiting.remove(entry)

@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from ..auto.planner import Choice, Fallback, Planner
 from ..comm import handshake
-from ..comm.group import HANDSHAKE_TIMEOUT, Group, Work, meeting_timeout
+from ..comm.group import HANDSHAKE_TIMEOUT, Group, meeting_timeout
 from ..comm.pipeline import Pipeline
+from ..comm.ports import Work
 from ..comm.topology import make_topology
 from ..network import probe
 from .grad_scaler import Scaling, check_equal
@@ -23,7 +24,7 @@ CONSTRUCT = "Construct {} with equal arguments and models on every rank"
 RAISED, LOADED = "what raised before", "loaded checkpoints"
 
 
-class Connection:
+class Session:
     """Constructing it is a collective: the ranks meet, and compare what each says of itself.
 
     Args:
@@ -67,7 +68,7 @@ class Connection:
         fallback: Fallback,
         *,
         probes: bool,
-        straight: bool,
+        dense_path: bool,
         owner: str = "CompressState",
     ) -> None:
         ranks = dist.get_process_group_ranks(model_group)
@@ -80,12 +81,12 @@ class Connection:
         blocking = Group.blocks(carrier, device)
         try:
             # What a user passes may be wrong on some rank, so ranks meet in a group of our own.
-            self.control = Group.of_words(ranks, not blocking or given is not None, timeout)
+            self.control = Group.control_group(ranks, not blocking or given is not None, timeout)
             error = None if problem is None else {"error": f"{type(problem).__name__}: {problem}"}
             whose = "none" if given is None else "one of its own"
             says = {**description, "process_group": whose}
             shares = blocking and given is not None and (given is model_group or bool(_users_of(given)))
-            sides = self.control.objects(error or {"says": says, "shares": shares})
+            sides = self.control.all_gather_object(error or {"says": says, "shares": shares})
         except RuntimeError as failure:
             raise RuntimeError(
                 f"gradwire could not reach all ranks within {timeout.total_seconds():.0f} s: every rank must construct "
@@ -107,7 +108,7 @@ class Connection:
             if part is not None and blocking:
                 part.follow_timeout(model_group)
         # Where the user has named a group, nothing goes elsewhere.
-        self.dense_group = Group(carrier) if straight and not group.shared else None
+        self.dense_group = Group(carrier) if dense_path and not group.shared else None
         self.planner = Planner(nodes, device, fallback, inline=not blocking)
         if probes:
             self.planner.calibrate()
@@ -137,7 +138,7 @@ class Connection:
         self,
         step: int,
         choice: Choice,
-        past: Mapping[str, str],
+        history: Mapping[str, str],
         saves: int,
         drift: bool,
         scaling: Scaling | None,
@@ -155,7 +156,7 @@ class Connection:
             joined: whether this rank has run out of data, and gives zeros.
         """
         self._words.timeout, usual = patience or self._words.timeout, self._words.timeout
-        digest = choice.digest ^ (_digest(repr(sorted(past.items()))) if past is not Connection._past else 0)
+        digest = choice.digest ^ (_digest(repr(sorted(history.items()))) if history is not Session._past else 0)
         self._announce(step, digest, saves, drift + 2 * joined, *(() if scaling is None else scaling.words()))
         self._words.timeout = usual
 
@@ -170,7 +171,7 @@ class Connection:
         this seed. What one rank sends on a new channel, another would wait for on the old one, so ranks compare it."""
         self._seed = seed
 
-    def past(self) -> Mapping[str, str]:
+    def history(self) -> Mapping[str, str]:
         """What ranks must have done alike before the step that begins now: for `announce` and `compare`."""
         if self._seed is not None:
             self._loads += 1
@@ -183,23 +184,23 @@ class Connection:
         for traffic in {self.group.traffic, self.control.traffic}:
             traffic.begin(self)
 
-    def post(self) -> None:
+    def post_receives(self) -> None:
         """Between two steps: be ready for what the others will tell."""
-        self._port.post()
+        self._port.post_receives()
 
     def end(self) -> None:
         """All messages of the step have arrived."""
         for traffic in {self.group.traffic, self.control.traffic}:
             traffic.end(self)
 
-    def compare(self, choice: Choice, past: Mapping[str, str]) -> None:
+    def compare(self, choice: Choice, history: Mapping[str, str]) -> None:
         """Wait for what the others have announced, as this rank has.
 
         Raises:
             ValueError: they are at another step, mean something else, or scale their losses otherwise; on every rank
                 alike.
         """
-        means = {"error_feedback": choice.feedback, "way": choice.way, **past}
+        means = {"error_feedback": choice.feedback, "way": choice.way, **history}
         rows = self._compare("a training step", {"codec": str(choice.codec), "exchange": choice.exchange, **means})
         check_equal([row[4:] for row in rows])
 
@@ -263,7 +264,7 @@ class Connection:
             remedy = (
                 "Every rank must make the same calls with the same arguments, and resume from one step's checkpoint"
             )
-            handshake.compare(self.control.objects({"call": call, "step": mine[0], **means}), remedy)
+            handshake.compare(self.control.all_gather_object({"call": call, "step": mine[0], **means}), remedy)
         self.uneven_saves |= any(row[2] != mine[2] for row in rows)
         # To measure it takes collectives.
         self.drifted = any(row[3] & 1 for row in rows) and not self.group.shared
@@ -275,10 +276,10 @@ class Connection:
 
 
 #: What uses a process group that a user has named.
-_users: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Connection]] = weakref.WeakKeyDictionary()
+_users: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Session]] = weakref.WeakKeyDictionary()
 
 
-def _users_of(given: dist.ProcessGroup | None) -> weakref.WeakSet[Connection]:
+def _users_of(given: dist.ProcessGroup | None) -> weakref.WeakSet[Session]:
     return weakref.WeakSet() if given is None else _users.setdefault(given, weakref.WeakSet())
 
 

@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..comm.entry_exchange import Carrier, Entries, bounds_of, range_samples, used
-from ..comm.group import Collective, Group, Port
+from ..comm.entry_exchange import Entries, EntryExchanger, bounds_of, range_samples, used
+from ..comm.group import Group
 from ..comm.pipeline import Clock, Stages
+from ..comm.ports import Collective, PersistentMessage
 from ..exchanges import all_finite
 from ..network.cost import Calibration, Shape, expected_union
 from ..sparse.all_reduce import choose, total
@@ -33,7 +34,7 @@ def sparse_names(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> fr
     )
 
 
-class Rows:
+class SparseGradient:
     """The sparse gradient of one parameter, [rows, n], which has so many rows, of n numbers each.
 
     Args:
@@ -52,15 +53,15 @@ class Rows:
         self.numel, self.device, self.dtype = parameter.numel(), parameter.device, parameter.dtype
         travel = torch.bfloat16 if parameter.dtype == torch.bfloat16 else torch.float32
         rows, n = parameter.shape
-        self.carrier = Carrier(rows, travel, parameter.device, group, row=(n,))
-        self.collective = not group.named
+        self.carrier = EntryExchanger(rows, travel, parameter.device, group, row=(n,))
+        self.collective = not group.is_channel
         #: What ranks tell each other of their rows: as long in every step, so that it is announced ahead.
         self._samples = range_samples(
             torch.empty(0, dtype=torch.int32, device=self.device), rows, group.rank, group.size
         )
         self._every = torch.zeros(group.size, len(self._samples), dtype=torch.int32, device=parameter.device)
-        apart = group.channel("samples") if group.named else group
-        self.ports: Sequence[Port | Collective] = (apart.gather_port(self._every, self._samples),)
+        apart = group.channel("samples") if group.is_channel else group
+        self.ports: Sequence[PersistentMessage | Collective] = (apart.persistent_gather(self._every, self._samples),)
         self.clock: Clock | None = None
         self.finite, self.algorithm = True, ""
         #: The result of what has none.

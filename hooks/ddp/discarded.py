@@ -15,7 +15,7 @@ from ...compress.feedback.store import Memory
 from ...compress.formats.layout import Slot
 from ..comm.pipeline import Pipeline
 from ..core.discarded import DiscardedMeans
-from ..core.reducer import Step
+from ..core.step import Step
 
 
 class UnusedMeans(DiscardedMeans):

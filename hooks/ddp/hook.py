@@ -21,11 +21,13 @@ from ..auto.planner import Fallback
 from ..comm.group import HANDSHAKE_TIMEOUT
 from ..comm.untraced import untraced
 from ..core.autograd_end import AtEnd, at_end, current_pass, raise_at_end, undisturbed, waited
-from ..core.dense_path import Straight
+from ..core.bucket import Bucket
+from ..core.dense_path import DensePath
 from ..core.grad_scaler import LossScale
 from ..core.options import ExchangeName, Exclude, Options
-from ..core.reducer import LOOK_EVERY, Reducer, Step, Unit
-from ..core.sparse_gradient import Rows
+from ..core.reducer import DENSE_CHECK_INTERVAL, Reducer
+from ..core.sparse_gradient import SparseGradient
+from ..core.step import Step
 from .discarded import UnusedMeans
 from .model_lookup import find_owner
 from .state import State
@@ -118,22 +120,22 @@ class CompressState(State):
 
     def submit(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Queue a bucket: what `compress_hook` does. DDP calls it in the order of the buckets, equal on all ranks."""
-        buffer, straight = bucket.buffer(), self._straight
+        buffer, dense_path = bucket.buffer(), self._dense_path
         if buffer.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "gradwire's exchanges cannot be captured in a CUDA graph: leave backward out of the graph"
             )
-        if straight is None or not straight.under_way:
-            straight = self._goes_straight(bucket)
-        if straight is not None:
-            future = straight.reduce(buffer)
+        if dense_path is None or not dense_path.under_way:
+            dense_path = self._goes_straight(bucket)
+        if dense_path is not None:
+            future = dense_path.reduce(buffer)
             if bucket.is_last():
                 self._step += 1
-                straight.steps += 1
+                dense_path.steps += 1
                 self._statistics.steps += 1
                 # The last bucket may come in another pass than the first; or in none, as in `DDP.join`.
-                if current_pass() != straight.backward and not at_end(self._end_straight):
-                    self._end_straight()
+                if current_pass() != dense_path.backward and not at_end(self._end_dense):
+                    self._end_dense()
             return future
         reducer = self._reducer or self._connect(None)  # none after `close`, or in a copy
         unit = self._unit(bucket, buffer, reducer)
@@ -147,14 +149,14 @@ class CompressState(State):
             step.own = AtEnd(partial(self._ended, step), partial(self._discard, step)).queue()
             # In DDP.join, which reads from the device at every step, ranks that have joined must hear of the scale.
             joins, step.of_present = _joins(self._ddp())
-            scaling = self._tracker.loss_scale.scaling(read=joins) if step.own else None
-            reducer.greet(step, unit, self._saves, scaling, step.own and self._waits_at_end() and undisturbed())
+            scaling = self._scaler_sync.loss_scale.scaling(read=joins) if step.own else None
+            reducer.announce_step(step, unit, self._saves, scaling, step.own and self._waits_at_end() and undisturbed())
         future = reducer.reduce(step, unit, buffer)
         if bucket.is_last():
-            self._units = {index: u for index, u in self._units.items() if index <= unit.index}
+            self._buckets = {index: u for index, u in self._buckets.items() if index <= unit.index}
             self._close(step, reducer)
             if not AtEnd(partial(self._deliver, step), partial(self._discard, step)).queue():
-                reducer.connection.pipeline.idle()  # nobody else would go on with what is deferred
+                reducer.session.pipeline.idle()  # nobody else would go on with what is deferred
                 self._discarded.expect(step)
         return future
 
@@ -176,20 +178,20 @@ class CompressState(State):
         else:
             self._connect(RuntimeError("this CompressState does not find its model: " + BIND))
 
-    def _goes_straight(self, bucket: dist.GradBucket) -> Straight | None:
+    def _goes_straight(self, bucket: dist.GradBucket) -> DensePath | None:
         """At the begin of a step, or of a backward pass inside another: what reduces its buckets, where that takes no
         more than an all-reduce of each."""
-        model, straight = self._model, self._straight
+        model, dense_path = self._model, self._dense_path
         if model is None or (model is not _nowhere and model() is None):
             self._find_model(bucket)
         if self._open is None:
             self._check_trained()
-        if straight is None or self._step >= straight.until or self._must_compare():
-            straight = self._straight = self._straight_run() if self._open is None else None
-        if straight is not None:  # a pass that raises must not leave DDP's buckets to a sum that is under way
-            queued = AtEnd(self._end_straight, self._drop_straight).queue()
-            straight.backward = current_pass() if queued else None
-        return straight
+        if dense_path is None or self._step >= dense_path.until or self._must_compare():
+            dense_path = self._dense_path = self._dense_run() if self._open is None else None
+        if dense_path is not None:  # a pass that raises must not leave DDP's buckets to a sum that is under way
+            queued = AtEnd(self._end_dense, self._drop_dense).queue()
+            dense_path.backward = current_pass() if queued else None
+        return dense_path
 
     def _must_compare(self) -> bool:
         """Whether a step needs what ranks tell each other, though all of it is dense."""
@@ -202,24 +204,24 @@ class CompressState(State):
         model = self._ddp()
         if model is None:
             return
-        if self._untrained is None or self._step % LOOK_EVERY == 0:
+        if self._untrained is None or self._step % DENSE_CHECK_INTERVAL == 0:
             self._untrained = Untrained(model, self._names)
         problem = self._untrained.problem(model)
         if problem is None:
             return
-        connection = (self._reducer or self._connect(ValueError(f"gradwire: {problem}"))).connection
+        session = (self._reducer or self._connect(ValueError(f"gradwire: {problem}"))).session
         self._idle()
         try:
-            connection.refuse(problem, HANDSHAKE_TIMEOUT)
+            session.refuse(problem, HANDSHAKE_TIMEOUT)
         except RuntimeError:
-            if connection.dense_group is not None:
-                connection.dense_group.cut()
+            if session.dense_group is not None:
+                session.dense_group.abort()
         raise ValueError(f"gradwire: {problem}")
 
-    def _straight_run(self) -> Straight | None:
+    def _dense_run(self) -> DensePath | None:
         """At the begin of a step."""
         reducer, model = self._reducer or self._connect(None), self._ddp()
-        self._discarded.reclaim_unused(reducer.connection.pipeline)
+        self._discarded.reclaim_unused(reducer.session.pipeline)
         skips = getattr(model, "skip_all_reduce_unused_params", False)
         if skips or _joins(model)[1] or self._finalized_by_hand(model):
             return None
@@ -230,7 +232,7 @@ class CompressState(State):
             if options.exchange != "dense":
                 return None
             until = step + 1
-        return reducer.straight(step, options.choice(step), until, self._device, self._seen(model) or _lazy(model))
+        return reducer.dense_path(step, options.choice(step), until, self._device, self._seen(model) or _lazy(model))
 
     @staticmethod
     def _finalized_by_hand(model: nn.Module | None) -> bool:
@@ -260,22 +262,22 @@ class CompressState(State):
         model = self._ddp()
         return not (self._seen(model) or getattr(model, "static_graph", False) or self._finalized_by_hand(model))
 
-    def _drop_straight(self) -> None:
+    def _drop_dense(self) -> None:
         """The backward pass has raised in a step that goes without the pipeline."""
-        straight, self._straight = self._straight, None
-        if straight is not None:
-            sums = len(straight.under_way)
-            straight.drop()
+        dense_path, self._dense_path = self._dense_path, None
+        if dense_path is not None:
+            sums = len(dense_path.under_way)
+            dense_path.drop()
             if self._reducer is not None:
                 self._reducer.raised(self._step, sums)
 
-    def _end_straight(self) -> None:
+    def _end_dense(self) -> None:
         """DDP is about to look at the means of a step that went without the pipeline."""
-        straight = self._straight
-        if straight is None:
+        dense_path = self._dense_path
+        if dense_path is None:
             return
         try:
-            interruption = waited(straight.end, lambda error: type(error) is RuntimeError)
+            interruption = waited(dense_path.end, lambda error: type(error) is RuntimeError)
         except Exception as error:
             model = self._ddp()
             if model is not None:
@@ -288,8 +290,8 @@ class CompressState(State):
             raise_at_end(interruption)
 
     def _begin(self, reducer: Reducer) -> Step:
-        self._discarded.reclaim_unused(reducer.connection.pipeline)
-        if reducer.connection.uneven_saves and not self._warned:
+        self._discarded.reclaim_unused(reducer.session.pipeline)
+        if reducer.session.uneven_saves and not self._warned:
             self._warned = True
             warnings.warn(
                 "state_dict() was not called equally often on all ranks: it holds the residuals of its own rank and "
@@ -302,7 +304,7 @@ class CompressState(State):
 
     def _close(self, step: Step, reducer: Reducer) -> None:
         """Every bucket of the step has been submitted."""
-        self._open = self._straight = None
+        self._open = self._dense_path = None
         self._step = step.number + 1
         reducer.end(step)
 
@@ -321,7 +323,7 @@ class CompressState(State):
         reducer, model = self._reducer, self._ddp()
         if reducer is None:
             return
-        pipeline = reducer.connection.pipeline
+        pipeline = reducer.session.pipeline
         try:
             interruption = waited(pipeline.wait, lambda _: pipeline.failed)
         except Exception:
@@ -341,19 +343,19 @@ class CompressState(State):
     def _discard(self, step: Step) -> None:
         """The backward pass has raised."""
         if step is self._open:
-            self._open, self._straight, self._step = None, None, step.number + 1
+            self._open, self._dense_path, self._step = None, None, step.number + 1
             if self._reducer is not None:
-                self._reducer.connection.raised(step.number, step.names)
+                self._reducer.session.raised(step.number, step.names)
         if self._reducer is not None:
-            self._discarded.discard(step, self._reducer.connection.pipeline)
+            self._discarded.discard(step, self._reducer.session.pipeline)
 
-    def _unit(self, bucket: dist.GradBucket, buffer: Tensor, reducer: Reducer) -> Unit | Rows:
+    def _unit(self, bucket: dist.GradBucket, buffer: Tensor, reducer: Reducer) -> Bucket | SparseGradient:
         index, parameters = bucket.index(), bucket.parameters()
-        unit = self._units.get(index)
+        unit = self._buckets.get(index)
         if buffer.layout != torch.strided:
             if unit is None or not unit.serves(parameters, buffer):
                 (parameter,) = parameters  # DDP gives each of them a bucket
-                unit = self._units[index] = reducer.rows(index, self._name_of(parameter, index), parameter)
+                unit = self._buckets[index] = reducer.rows(index, self._name_of(parameter, index), parameter)
             return unit
         if unit is None or not unit.serves(parameters, buffer):
             slots = []
@@ -361,7 +363,7 @@ class CompressState(State):
                 name = self._name_of(parameter, index)
                 start = int(grad.storage_offset()) - int(buffer.storage_offset())
                 slots.append(Slot(name, start, tuple(parameter.shape), strides_in_bucket(parameter)))
-            unit = self._units[index] = Unit(
+            unit = self._buckets[index] = Bucket(
                 index, parameters, tuple(slots), self._excluded, buffer, self._feedback.strategy
             )
         return unit

@@ -18,21 +18,23 @@ from ... import __version__
 from ...compress.feedback.store import Memory
 from ..comm import handshake
 from ..core import checkpoint
-from ..core.dense_path import Straight
-from ..core.grad_scaler import LossScale, Tracker
-from ..core.optimizer_checks import expect_optimizer, judge
+from ..core.bucket import Bucket
+from ..core.dense_path import DensePath
+from ..core.grad_scaler import LossScale, ScalerSync
+from ..core.optimizer_checks import check_optimizer, expect_optimizer
 from ..core.options import Exclude, Options, check_dtypes, excluded_names
-from ..core.reducer import Reducer, Step, Unit
-from ..core.session import Connection
-from ..core.sparse_gradient import Rows, sparse_names
+from ..core.reducer import Reducer
+from ..core.session import Session
+from ..core.sparse_gradient import SparseGradient, sparse_names
 from ..core.statistics import Statistics
+from ..core.step import Step
 from .discarded import UnusedMeans
 from .model_lookup import ddp_of, find_owner, module_of, parameters_of
 from .registration import check_free, expect_hook, expect_hook_of_copy
 from .untrained import Untrained
 
 #: What belongs to a process and is left out of copies of a state.
-OF_PROCESS = ("_reducer", "_units", "_names", "_open", "_straight", "_untrained")
+OF_PROCESS = ("_reducer", "_units", "_names", "_open", "_dense_path", "_untrained")
 
 
 class State:
@@ -47,10 +49,10 @@ class State:
     """
 
     _reducer: Reducer | None
-    _units: dict[int, Unit | Rows]
+    _buckets: dict[int, Bucket | SparseGradient]
     _names: dict[int, str]
     _open: Step | None  # from its first bucket to its last
-    _straight: Straight | None  # what serves steps that go without it
+    _dense_path: DensePath | None  # what serves steps that go without it
     _untrained: Untrained | None  # as of the last look
     _closed = False
 
@@ -74,7 +76,7 @@ class State:
         self._step = self._saves = 0
         self._warned = False
         self._feedback = Memory()
-        self._tracker = Tracker(LossScale(None), self._feedback)
+        self._scaler_sync = ScalerSync(LossScale(None), self._feedback)
         self._discarded = UnusedMeans(self._parameters, self._feedback)
         self._statistics = Statistics()
         self._model_group: dist.ProcessGroup | None = None
@@ -87,7 +89,7 @@ class State:
         size = f"{len(self._parameters)} parameters" if self._bound else "no model yet"
         text = f"{size}: {options.codec_text} by {options.exchange!r}, step {self._step}"
         if self._reducer is not None:
-            group = self._reducer.connection.group
+            group = self._reducer.session.group
             text += f" on rank {group.rank} of {group.size}"
         return f"<CompressState of {text}>"
 
@@ -103,7 +105,7 @@ class State:
         Raises:
             ValueError: the state is bound, and it is enabled and the one before was not, or the other way round.
         """
-        return self._tracker.loss_scale.scaler if self._bound else self._scaler
+        return self._scaler_sync.loss_scale.scaler if self._bound else self._scaler
 
     @grad_scaler.setter
     def grad_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
@@ -111,11 +113,11 @@ class State:
         if not self._bound:
             self._scaler = scaler
             return
-        if new.skips != self._tracker.skips:
+        if new.skips != self._scaler_sync.skips:
             raise ValueError(
                 "a state cannot begin or cease to follow a GradScaler: make another and load its state_dict()"
             )
-        self._tracker.loss_scale = new
+        self._scaler_sync.loss_scale = new
 
     @property
     def step(self) -> int:
@@ -126,7 +128,7 @@ class State:
     def deciding(self) -> bool:
         """Whether "auto" still tries which is faster, to compress or not: over Gloo it does for dozens of steps."""
         self._flush()
-        return self._reducer is not None and self._reducer.tuner.deciding
+        return self._reducer is not None and self._reducer.controller.deciding
 
     def statistics(self) -> Statistics:
         """What this rank has done so far, as of now; call it between steps."""
@@ -217,7 +219,7 @@ class State:
             )
         loss_scale = LossScale(self._scaler)
         self._feedback = Memory(self._options.strategy, keep_previous=loss_scale.skips)
-        self._tracker = Tracker(loss_scale, self._feedback)
+        self._scaler_sync = ScalerSync(loss_scale, self._feedback)
         self._discarded = UnusedMeans(self._parameters, self._feedback)
         check_dtypes(self._parameters)
         self._sparse = sparse_names(module_of(model), self._parameters)
@@ -272,10 +274,10 @@ class State:
         """
         self._expect_model("consolidated_state_dict()")
         self._idle()
-        connection = (self._reducer or self._connect(None)).connection
-        connection.agree("consolidated_state_dict()", self._step)
+        session = (self._reducer or self._connect(None)).session
+        session.agree("consolidated_state_dict()", self._step)
         self._feedback.fold()
-        means = checkpoint.means(connection, self._feedback.everything(), self._parameters)
+        means = checkpoint.means(session, self._feedback.everything(), self._parameters)
         return self._export(checkpoint.MEAN, means)
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
@@ -304,11 +306,11 @@ class State:
         self._idle()
         self._feedback.load(vectors)
         self._step = saved["step"]
-        self._tracker.loaded(saved["scale"])
+        self._scaler_sync.loaded(saved["scale"])
         self._options = replace(self._options, seed=saved["seed"])  # a `bind` that fails takes it back
         if self._reducer is not None:
-            self._reducer.forget(self._options.seed, self._units.values())
-        self._straight = None
+            self._reducer.forget(self._options.seed, self._buckets.values())
+        self._dense_path = None
 
     def _export(self, key: str, vectors: Mapping[str, dict[str, Tensor]], fill: bool = True) -> dict[str, Any]:
         if fill and self._options.may_keep():
@@ -319,7 +321,7 @@ class State:
             "codec": self._options.codec_text,
             "step": self._step,
             "seed": self._options.seed,
-            "scale": self._tracker.scale,
+            "scale": self._scaler_sync.scale,
         }
         return checkpoint.export(key, vectors, self._feedback.strategy, **facts)
 
@@ -364,15 +366,15 @@ class State:
     def _disconnect(self) -> None:
         for name in OF_PROCESS:
             self.__dict__.pop(name, None)
-        self._reducer = self._open = self._straight = self._untrained = None
-        self._tracker.disconnected()
-        self._units = {}
+        self._reducer = self._open = self._dense_path = self._untrained = None
+        self._scaler_sync.disconnected()
+        self._buckets = {}
         self._names = {id(p): name for name, p in self._parameters.items()}
 
     def _connect(self, problem: Exception | None) -> Reducer:
         """Meet the other ranks, who hear of the problem that this one has, if it has any. A collective."""
         options, self._closed = self._options, False
-        connection = Connection(
+        session = Session(
             self._model_group or dist.group.WORLD,
             self._given_group,
             self._device,
@@ -381,12 +383,12 @@ class State:
             options.topology if options.exchange in ("auto", "hierarchical") else None,
             options.fallback,
             probes=options.exchange == "auto",
-            straight=not self._tracker.skips,  # a step that may be undone has to be remembered
+            dense_path=not self._scaler_sync.skips,  # a step that may be undone has to be remembered
         )
-        parts = self._feedback, self._tracker, self._statistics
+        parts = self._feedback, self._scaler_sync, self._statistics
         numel = sum(p.numel() for name, p in self._parameters.items() if name not in self._sparse)
-        reducer = self._reducer = Reducer(connection, *parts, options.seed, clean=self._step == 0, numel=numel)
-        reducer.tuner.follow(options.choice(self._step))
+        reducer = self._reducer = Reducer(session, *parts, options.seed, clean=self._step == 0, numel=numel)
+        reducer.controller.follow(options.choice(self._step))
         return reducer
 
     def _world(self) -> tuple[int, int]:
@@ -398,7 +400,7 @@ class State:
         return {
             "version": __version__,
             **self._options.describe(self._world()[1]),
-            "grad_scaler": self._tracker.skips,
+            "grad_scaler": self._scaler_sync.skips,
             "step": self._step,
             "the model's parameters": handshake.describe_model(self._parameters, self._excluded, self._sparse),
         }
@@ -409,11 +411,11 @@ class State:
 
     def _idle(self) -> None:
         """Wait for what is queued, and for what follows from it."""
-        if self._straight is not None:  # DDP has futures of its sums that are done already
-            self._straight.end()
+        if self._dense_path is not None:  # DDP has futures of its sums that are done already
+            self._dense_path.end()
         self._flush()
         if self._reducer is not None and self._discarded.pending:
-            self._discarded.reclaim_unused(self._reducer.connection.pipeline)
+            self._discarded.reclaim_unused(self._reducer.session.pipeline)
             self._flush()
 
 
@@ -435,10 +437,10 @@ def _model_of(state: weakref.ref[State]) -> DistributedDataParallel | None:
 
 
 def _judge(state: weakref.ref[State], optimizer: torch.optim.Optimizer) -> None:
-    """`judge`, unless the state is closed, or gone."""
+    """`check_optimizer`, unless the state is closed, or gone."""
     mine = state()
     if mine is not None and mine._reducer is not None:
-        judge(mine._options, optimizer)
+        check_optimizer(mine._options, optimizer)
 
 
 def _find_model(state: weakref.ref[State], parameter: Tensor) -> DistributedDataParallel | None:
@@ -454,5 +456,5 @@ def _refuse(state: weakref.ref[State], problem: str) -> None:
         return
     error = RuntimeError(f"gradwire: {problem}")
     reducer = mine._reducer or mine._connect(error)  # a copy has not met the others yet: this raises
-    reducer.connection.refuse(problem)
+    reducer.session.refuse(problem)
     raise error

@@ -7,7 +7,7 @@ To add one, derive from `Exchange` and call `register`.
 from __future__ import annotations
 
 from ...compress.codec import Codec
-from .base import Bucketful, Exchange, Operands, all_finite
+from .base import BucketSpec, Exchange, ExchangeArgs, all_finite
 from .dense import Dense
 from .gather import Gather
 from .hierarchical import Hierarchical
@@ -18,8 +18,18 @@ from .two_pass import TwoPass
 from .union import Union
 
 __all__ = [
-    "EXCHANGES", "Bucketful", "Dense", "Exchange", "Hierarchical", "Operands", "ReduceScatter", "TwoPass",
-    "all_finite", "possible", "register", "serving",
+    "EXCHANGES",
+    "BucketSpec",
+    "Dense",
+    "Exchange",
+    "ExchangeArgs",
+    "Hierarchical",
+    "ReduceScatter",
+    "TwoPass",
+    "all_finite",
+    "possible",
+    "register",
+    "serving",
 ]  # fmt: skip
 
 #: By name; of equally fast ones "auto" takes the first.
@@ -50,4 +60,4 @@ def possible(codec: Codec) -> tuple[str, ...]:
 def serving(name: str, inline: bool) -> type[Exchange]:
     """What serves as `exchange=` this name. `inline`: where the host must not wait for the device, if there is such."""
     exchange = EXCHANGES[name]
-    return exchange.unread or exchange if inline else exchange
+    return exchange.device_variant or exchange if inline else exchange

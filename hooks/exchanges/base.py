@@ -15,8 +15,9 @@ from ...compress.codec import Codec
 from ...compress.codecs.cast import Identity
 from ...compress.feedback.base import Kept
 from ...compress.formats.layout import OwnedSlice
-from ..comm.group import Collective, Group, Port
+from ..comm.group import Group
 from ..comm.pipeline import Stages
+from ..comm.ports import Collective, PersistentMessage
 from ..network.cost import Calibration, CodecSpeed, Estimate
 
 IDENTITY = Identity()
@@ -30,7 +31,7 @@ def all_finite(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Bucketful:
+class BucketSpec:
     """What an estimate is of.
 
     Attributes:
@@ -50,7 +51,7 @@ class Bucketful:
 
 
 @dataclass(eq=False)
-class Operands:
+class ExchangeArgs:
     """What an exchange is given of one bucket in one step.
 
     Attributes:
@@ -84,9 +85,9 @@ class Exchange(ABC):
 
     name: ClassVar[str]
     #: Whether the host reads sizes from the device on the way.
-    host_reads: ClassVar[bool] = False
+    syncs_host: ClassVar[bool] = False
     #: What does the same, and takes its place, where the host must not read: as over NCCL.
-    unread: ClassVar[type[Exchange] | None] = None
+    device_variant: ClassVar[type[Exchange] | None] = None
     #: Whether it starts collectives, which must not begin before ranks have compared what they do.
     collective: ClassVar[bool] = False
 
@@ -94,7 +95,7 @@ class Exchange(ABC):
         self.codec, self.numel, self.extra, self.device, self.group = codec, numel, extra, device, group
         self.rank, self.world_size = group.rank, group.size
         self.workspaces = [IDENTITY.workspace(1, device)]
-        self.ports: list[Port | Collective] = []
+        self.ports: list[PersistentMessage | Collective] = []
 
     @classmethod
     def carries(cls, codec: Codec) -> bool:
@@ -102,7 +103,7 @@ class Exchange(ABC):
         raise NotImplementedError
 
     @classmethod
-    def estimate(cls, network: Calibration, what: Bucketful) -> Estimate:
+    def estimate(cls, network: Calibration, what: BucketSpec) -> Estimate:
         """What it will take."""
         raise NotImplementedError
 
@@ -122,7 +123,7 @@ class Exchange(ABC):
         """Bytes that this rank receives from others, in the last step."""
 
     @abstractmethod
-    def reduce(self, x: Operands) -> Stages:
+    def reduce(self, x: ExchangeArgs) -> Stages:
         """Write the ranks' mean of `x.grad` to `x.out`, and that of `x.extra` to `x.extra`."""
 
     def union_of(self, out: Tensor) -> Tensor | None:
@@ -137,19 +138,19 @@ class Exchange(ABC):
     def bytes(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
-    def gather_port(self, output: Tensor, row: Tensor, ahead: int = 2) -> Port | Collective:
+    def persistent_gather(self, output: Tensor, row: Tensor, ahead: int = 2) -> PersistentMessage | Collective:
         """For all-gathers that are alike in every step."""
-        self.ports.append(self._own_group("gather").gather_port(output, row, ahead))
+        self.ports.append(self._own_group("gather").persistent_gather(output, row, ahead))
         return self.ports[-1]
 
-    def swap_port(self, output: Tensor, rows: Tensor, ahead: int = 2) -> Port | Collective:
+    def persistent_swap(self, output: Tensor, rows: Tensor, ahead: int = 2) -> PersistentMessage | Collective:
         """For all-to-alls that are alike in every step."""
-        self.ports.append(self._own_group("swap").swap_port(output, rows, ahead))
+        self.ports.append(self._own_group("swap").persistent_swap(output, rows, ahead))
         return self.ports[-1]
 
     def _own_group(self, name: str) -> Group:
         """So that receives posted ahead for one stage are not taken for another's."""
-        return self.group.channel(name) if self.group.named else self.group
+        return self.group.channel(name) if self.group.is_channel else self.group
 
     def _decode_extra(self, rows: Tensor, out: Tensor) -> None:
         if self.extra:

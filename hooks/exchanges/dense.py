@@ -9,7 +9,7 @@ from ...compress.codec import Codec
 from ..comm.group import Group
 from ..comm.pipeline import Stages
 from ..network.cost import Calibration, Estimate, Shape
-from .base import Bucketful, Exchange, Operands, all_finite
+from .base import BucketSpec, Exchange, ExchangeArgs, all_finite
 
 
 class Dense(Exchange):
@@ -37,7 +37,7 @@ class Dense(Exchange):
         return True
 
     @classmethod
-    def estimate(cls, network: Calibration, what: Bucketful) -> Estimate:
+    def estimate(cls, network: Calibration, what: BucketSpec) -> Estimate:
         return network.dense(Shape(what.numel, 0, what.world_size, 0))
 
     @property
@@ -48,7 +48,7 @@ class Dense(Exchange):
     def transfer_bytes(self) -> int:
         return 2 * 4 * (self.numel + self.extra) * (self.world_size - 1) // self.world_size
 
-    def reduce(self, x: Operands) -> Stages:
+    def reduce(self, x: ExchangeArgs) -> Stages:
         total = x.grad
         if x.grad.dtype != torch.float32 or self.extra:
             if self.memory is None:
@@ -60,7 +60,7 @@ class Dense(Exchange):
             yield from self.group.sum(total, self._room())
             total.mul_(1.0 / self.world_size)
         else:
-            yield self.group.mean(total)  # as `Straight.reduce` does: to the same bits
+            yield self.group.mean(total)  # as `DensePath.reduce` does: to the same bits
         finite = all_finite(total)
         self.not_finite.add_(~finite)
         if not total.is_cuda:

@@ -14,24 +14,25 @@ from ...compress.backends.sparse import Pieces
 from ...compress.codec import Codec, SparseCodec
 from ...compress.feedback.base import Kept
 from ...compress.formats.entries import index_bytes, plain_entries, value_bytes
-from ..comm.entry_exchange import Carrier, Entries, fill
-from ..comm.group import Group, Work
+from ..comm.entry_exchange import Entries, EntryExchanger, fill
+from ..comm.group import Group
 from ..comm.pipeline import Stages
+from ..comm.ports import Work
 from ..network.cost import Shape, expected_union
-from .base import Bucketful, Exchange, Operands, all_finite
+from .base import BucketSpec, Exchange, ExchangeArgs, all_finite
 
 
-class Selected(Exchange):
+class EntryExchange(Exchange):
     """The codec selects, and its entries travel one by one, not as a wire."""
 
-    host_reads = True
+    syncs_host = True
 
     def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
         super().__init__(codec, numel, extra, device, group)
         if not isinstance(codec, SparseCodec):
             raise TypeError(f"{codec} does not select entries, which {type(self).__name__} exchanges")
         self.select = codec.plain
-        self.carrier = Carrier(max(1, numel), codec.value_dtype, device, group)
+        self.carrier = EntryExchanger(max(1, numel), codec.value_dtype, device, group)
         self.k = codec.k(numel) if numel else 0
         self.wire = self.bytes(self.select.wire_bytes(numel) if numel else 0)
         if numel:
@@ -46,7 +47,7 @@ class Selected(Exchange):
         return isinstance(codec, SparseCodec)
 
     @staticmethod
-    def shape(what: Bucketful) -> Shape:
+    def shape(what: BucketSpec) -> Shape:
         """What an estimate needs to know."""
         codec = what.codec
         assert isinstance(codec, SparseCodec)  # `carries` saw to it
@@ -62,7 +63,7 @@ class Selected(Exchange):
     def transfer_bytes(self) -> int:
         return self.carrier.received - self.moved[1]
 
-    def reduce(self, x: Operands) -> Stages:
+    def reduce(self, x: ExchangeArgs) -> Stages:
         carrier = self.carrier
         self.moved = carrier.sent, carrier.received
         if self.numel:
@@ -100,13 +101,13 @@ class Letters:
         k: the most entries in a message.
         words: numbers in a head.
         beside: how many numbers come beside from each rank.
-        ahead: as of a `Port`.
+        ahead: as of a `PersistentMessage`.
     """
 
     def __init__(
         self,
         name: str,
-        carrier: Carrier,
+        carrier: EntryExchanger,
         group: Group,
         k: int,
         words: int,
@@ -118,7 +119,7 @@ class Letters:
         self._heads = [4 * (words + count) for count in beside]
         # A list of fewer indices, or below a lower number, may take a word more, as each of its parts ends with one.
         longest = index_bytes(carrier.numel, k) + 4 + value_bytes(k * carrier.width, carrier.dtype)
-        self.port = group.letter_port(max(self._heads) + longest, ahead)
+        self.port = group.variable_message(max(self._heads) + longest, ahead)
 
     def write(
         self, heads: Sequence[Sequence[int]], beside: Sequence[Tensor], entries: Entries, pieces: Pieces

@@ -13,13 +13,13 @@ from ...compress.feedback.base import Kept
 from ..comm.group import Group
 from ..comm.pipeline import Stages
 from ..network.cost import Calibration, Estimate
-from .base import Bucketful, Operands
-from .entry_base import Selected
-from .fixed_base import Padded
+from .base import BucketSpec, ExchangeArgs
+from .entry_base import EntryExchange
+from .fixed_base import FixedSizeExchange
 from .partition import row_capacity
 
 
-class PaddedSplit(Padded):
+class FixedSizeSplit(FixedSizeExchange):
     """`Split` with owners of elements that are dealt to them, and each owner's k/P largest sums kept: as they are dealt
     by chance, those are about the k largest of all. (P-1)·(c+⌈k/P⌉)·(i+v) bytes received, c = k/P + 3·√(k/P).
 
@@ -30,7 +30,7 @@ class PaddedSplit(Padded):
 
     def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
         super().__init__(codec, numel, extra, device, group)
-        self.rows: Rows | None = None
+        self.rows: OwnerMessages | None = None
         self.room = 0
         ranks = self.world_size
         self.dealing = dealing = Dealing(numel, ranks, device)
@@ -39,16 +39,16 @@ class PaddedSplit(Padded):
         sizes = self.back.part_bytes(dealing.span) if numel else (0, 0)
         self.row = self.bytes(sum(sizes) + 4 * extra)
         self.encoded, self.tail = self.row.split([sum(sizes), 4 * extra])
-        self.received = group.gathered(ranks, len(self.row), device=device)
+        self.received = group.gather_output(ranks, len(self.row), device=device)
         self.parts = self.received.split([*sizes, 4 * extra], dim=1)
-        self.to_all = self.gather_port(self.received, self.row)
+        self.to_all = self.persistent_gather(self.received, self.row)
         if numel:
             self.workspaces.append(self.back.workspace(dealing.span, device))
             self.mean = torch.zeros(dealing.span, dtype=torch.float32, device=device)
 
     @classmethod
-    def estimate(cls, network: Calibration, what: Bucketful) -> Estimate:
-        shape, ranks = Selected.shape(what), what.world_size
+    def estimate(cls, network: Calibration, what: BucketSpec) -> Estimate:
+        shape, ranks = EntryExchange.shape(what), what.world_size
         span = -(-what.numel // ranks)
         capacity = row_capacity(shape.k, span, ranks, what.feedback)
         return network.selected(network.padded_split(shape, span, capacity, what.speed), what.speed, what.numel)
@@ -63,7 +63,7 @@ class PaddedSplit(Padded):
     def transfer_bytes(self) -> int:
         return (self.world_size - 1) * ((self.rows.nbytes if self.rows else 0) + len(self.row))
 
-    def reduce(self, x: Operands) -> Stages:
+    def reduce(self, x: ExchangeArgs) -> Stages:
         if self.extra:
             self.tail.view(torch.float32).copy_(x.extra)
         if self.numel:
@@ -83,11 +83,11 @@ class PaddedSplit(Padded):
         if self.extra:
             self._decode_extra(self.parts[2], x.extra)
 
-    def rows_for(self, feedback: Kept) -> Rows:
+    def rows_for(self, feedback: Kept) -> OwnerMessages:
         """The rows to the owners, with room for what does not wait in the residual."""
         room = row_capacity(self.k, self.dealing.span, self.world_size, feedback.keeps)
         if self.rows is None or self.room != room:
-            self.room, self.rows = room, Rows(self, room)
+            self.room, self.rows = room, OwnerMessages(self, room)
         return self.rows
 
     def counts(self) -> list[Tensor]:
@@ -97,10 +97,10 @@ class PaddedSplit(Padded):
         return found
 
 
-class Rows:
+class OwnerMessages:
     """Rows to the owners, with room for so many entries each: indices, then values."""
 
-    def __init__(self, exchange: PaddedSplit, capacity: int) -> None:
+    def __init__(self, exchange: FixedSizeSplit, capacity: int) -> None:
         dealing, ranks = exchange.dealing, exchange.world_size
         codec = Largest(capacity, exchange.dtype)
         sizes = codec.part_bytes(dealing.span)
@@ -109,4 +109,4 @@ class Rows:
         self.received = (received[:, : sizes[0]], received[:, sizes[0] :])
         sent = self.sent[:, : sizes[0]], self.sent[:, sizes[0] :]
         self.dealer = exchange.kernels.dealer(dealing, exchange.k, exchange.share, codec, sent)
-        self.to_owners = exchange.swap_port(received, self.sent.view(-1))
+        self.to_owners = exchange.persistent_swap(received, self.sent.view(-1))

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from ...compress.codec import Codec, SparseCodec
-from ..comm.group import Group, Together
+from ..comm.group import Group
 from ..comm.pipeline import Stages
+from ..comm.ports import WaitAll
 from ..network.cost import Calibration, Estimate
-from .base import Bucketful, Exchange, Operands
+from .base import BucketSpec, Exchange, ExchangeArgs
 
 
 class Gather(Exchange):
@@ -28,17 +29,17 @@ class Gather(Exchange):
         self.wire, tail = self.row.split([sum(self.sizes), 4 * extra])
         self.tail = tail.view(torch.float32)
         lengths = (*self.sizes[:-1], self.sizes[-1] + 4 * extra)
-        self.received = [group.gathered(self.world_size, length, device=device) for length in lengths]
+        self.received = [group.gather_output(self.world_size, length, device=device) for length in lengths]
         self.wires = [rows[:, :size] for rows, size in zip(self.received, self.sizes, strict=True)]
         for part, into in zip(self.row.split(lengths), self.received, strict=True):
-            self.gather_port(into, part)
+            self.persistent_gather(into, part)
 
     @classmethod
     def carries(cls, codec: Codec) -> bool:
         return True
 
     @classmethod
-    def estimate(cls, network: Calibration, what: Bucketful) -> Estimate:
+    def estimate(cls, network: Calibration, what: BucketSpec) -> Estimate:
         return network.wires(what.codec, what.speed, what.numel, what.world_size)
 
     @property
@@ -49,12 +50,12 @@ class Gather(Exchange):
     def transfer_bytes(self) -> int:
         return (self.world_size - 1) * self.row.numel()
 
-    def reduce(self, x: Operands) -> Stages:
+    def reduce(self, x: ExchangeArgs) -> Stages:
         if self.numel:
             x.feedback.encode(self.codec, x.grad, self.wire, x.draw, self.workspaces[1])
         if self.extra:
             self.tail.copy_(x.extra)
-        yield Together([port.start() for port in self.ports])
+        yield WaitAll([port.start() for port in self.ports])
         if self.numel:
             self.codec.decode_mean(self.wires, x.out, self.workspaces[1])
         if self.extra:

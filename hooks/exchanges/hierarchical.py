@@ -11,10 +11,11 @@ from torch import Tensor
 from ...compress.codec import Codec
 from ...compress.feedback.base import NOTHING
 from ...compress.formats.layout import OwnedSlice, Packing
-from ..comm.group import Collective, Group, Port
+from ..comm.group import Group
 from ..comm.pipeline import Stages
+from ..comm.ports import Collective, PersistentMessage
 from ..network.cost import HIERARCHICAL, Estimate, Nodes
-from .base import IDENTITY, Bucketful, Exchange, Operands, all_finite
+from .base import IDENTITY, BucketSpec, Exchange, ExchangeArgs, all_finite
 
 
 class Hierarchical(Exchange):
@@ -55,11 +56,13 @@ class Hierarchical(Exchange):
         # Inside a node nothing is far, and messages are as long as the gradient.
         self.averages = inside.averages(device)
         if self.averages:
-            self.to_owners: Port | Collective = Collective(lambda: inside.mean_of_rows(self.row, self.sent))
+            self.to_owners: PersistentMessage | Collective = Collective(
+                lambda: inside.mean_of_rows(self.row, self.sent)
+            )
         else:
             self.slices = self.bytes(4 * self.sent.numel()).view(ranks, 4 * width)
-            self.to_owners = self.swap_port(self.slices, self.sent.view(torch.uint8), ahead=1)
-        self.to_all = self.gather_port(self.means, self.row, ahead=1)
+            self.to_owners = self.persistent_swap(self.slices, self.sent.view(torch.uint8), ahead=1)
+        self.to_all = self.persistent_gather(self.means, self.row, ahead=1)
         self.ports += self.inner.ports
 
     def _packing(self, rows: Tensor) -> tuple[Packing, Packing]:
@@ -70,7 +73,7 @@ class Hierarchical(Exchange):
         )
 
     @classmethod
-    def estimate_around(cls, inner: type[Exchange], nodes: Nodes, what: Bucketful) -> Estimate:
+    def estimate_around(cls, inner: type[Exchange], nodes: Nodes, what: BucketSpec) -> Estimate:
         """What it will take with an exchange between nodes."""
         local = nodes.local_size
         sliced = replace(
@@ -96,7 +99,7 @@ class Hierarchical(Exchange):
         """Between nodes alone."""
         return self.inner.transfer_bytes
 
-    def reduce(self, x: Operands) -> Stages:
+    def reduce(self, x: ExchangeArgs) -> Stages:
         if not self.row.numel():  # empty parameters alone, as DDP puts those of another dtype in a bucket of their own
             return
         self.to_send.take(x.feedback.send_all(x.grad))  # with what other exchanges and other slices have left behind
@@ -106,7 +109,7 @@ class Hierarchical(Exchange):
             IDENTITY.decode_mean((self.slices,), self.row, self.workspaces[0])
         if self.inner.numel or self.inner.extra:
             slices = (x.owned[0] if x.owned else NOTHING), x.owned[1:]
-            operands = Operands(self.mean, self.mean, self.own_extra, *slices, x.draw, x.owner_draw)
+            operands = ExchangeArgs(self.mean, self.mean, self.own_extra, *slices, x.draw, x.owner_draw)
             yield from self.inner.reduce(operands)
         yield self.to_all.start()
         self.arrived.put(x.out)

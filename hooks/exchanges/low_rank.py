@@ -12,7 +12,7 @@ from ...compress.feedback.base import NOTHING
 from ..comm.group import Group
 from ..comm.pipeline import Stages
 from ..network.cost import Calibration, Estimate
-from .base import IDENTITY, Bucketful, Exchange, Operands
+from .base import IDENTITY, BucketSpec, Exchange, ExchangeArgs
 from .gather import Gather
 from .two_pass import TwoPass
 
@@ -56,7 +56,7 @@ class Factors(Exchange):
         return isinstance(codec, PowerSGD)
 
     @classmethod
-    def estimate(cls, network: Calibration, what: Bucketful) -> Estimate:
+    def estimate(cls, network: Calibration, what: BucketSpec) -> Estimate:
         return network.factors(what.codec, what.speed, what.numel, what.world_size)
 
     @property
@@ -67,7 +67,7 @@ class Factors(Exchange):
     def transfer_bytes(self) -> int:
         return sum(exchange.transfer_bytes for exchange in self.means)
 
-    def reduce(self, x: Operands) -> Stages:
+    def reduce(self, x: ExchangeArgs) -> Stages:
         if not self.numel:
             yield from self.means[0].reduce(self._of(self.sums, x.extra, x))
             return
@@ -100,7 +100,7 @@ class Factors(Exchange):
     def counts(self) -> list[Tensor]:
         return [*super().counts(), *(count for exchange in self.means for count in exchange.counts())]
 
-    def _total(self, x: Operands) -> Tensor:
+    def _total(self, x: ExchangeArgs) -> Tensor:
         """Memory for gradient and residual."""
         if x.out.dtype == torch.float32:
             return x.out
@@ -109,6 +109,6 @@ class Factors(Exchange):
         return self._room
 
     @staticmethod
-    def _of(numbers: Tensor, extra: Tensor, x: Operands) -> Operands:
+    def _of(numbers: Tensor, extra: Tensor, x: ExchangeArgs) -> ExchangeArgs:
         """To replace numbers by their mean."""
-        return Operands(numbers, numbers, extra, NOTHING, (), x.draw, x.owner_draw)
+        return ExchangeArgs(numbers, numbers, extra, NOTHING, (), x.draw, x.owner_draw)

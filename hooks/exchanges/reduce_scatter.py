@@ -11,7 +11,7 @@ from ...compress.codec import Codec
 from ...compress.feedback.base import NOTHING, Kept
 from ..comm.group import Group
 from ..comm.pipeline import Stages
-from .base import Exchange, Operands
+from .base import Exchange, ExchangeArgs
 
 #: In front of each row, what its sender means by it: two words of 32 bits.
 HEAD_BYTES = 8
@@ -24,7 +24,7 @@ class ReduceScatter(Exchange):
     Every row is a wire of its own, so that any codec serves; that takes P calls to encode. As a gradient goes one way
     only, there is no second code of the mean.
 
-    Of `Operands`, `grad` has P rows of `numel`, `feedback` as many, and `out` one, of any of the codecs' dtypes;
+    Of `ExchangeArgs`, `grad` has P rows of `numel`, `feedback` as many, and `out` one, of any of the codecs' dtypes;
     `extra` has P rows of `extra`, of which the first becomes the mean of this rank's. There is nothing `owned`.
 
     Args:
@@ -39,7 +39,7 @@ class ReduceScatter(Exchange):
         sizes = codec.part_bytes(numel) if numel else ()
         self.row_bytes = HEAD_BYTES + sum(sizes) + 4 * extra
         sent, arrived = (self.bytes(ranks * self.row_bytes).view(ranks, self.row_bytes) for _ in range(2))
-        self.port = self.swap_port(arrived, sent)
+        self.port = self.persistent_swap(arrived, sent)
         self.heads, self.heard = sent[:, :HEAD_BYTES].view(torch.int32), arrived[:, :HEAD_BYTES].view(torch.int32)
         *parts, tail = arrived[:, HEAD_BYTES:].split((*sizes, 4 * extra), 1)
         self.wires, self.tails = tuple(parts), tail
@@ -77,7 +77,7 @@ class ReduceScatter(Exchange):
         """Whether another rank said something else in the last step: a bool."""
         return (self.heard != self.heads).any()
 
-    def reduce(self, x: Operands) -> Stages:
+    def reduce(self, x: ExchangeArgs) -> Stages:
         if self.numel:
             if self.codec.stochastic:
                 torch.add(self.streams, x.draw, out=self.draws)

@@ -15,13 +15,13 @@ from torch import Tensor
 from ...compress.backends.sparse import Pieces
 from ...compress.codec import Codec
 from ...compress.feedback.base import Kept
-from ..comm.entry_exchange import Carrier, Entries
+from ..comm.entry_exchange import Entries, EntryExchanger
 from ..comm.group import Group
 from ..comm.pipeline import Stages
 from ..network.cost import Calibration, Estimate
-from .base import Bucketful
-from .entry_base import Letters, Selected
-from .fixed_split import PaddedSplit
+from .base import BucketSpec
+from .entry_base import EntryExchange, Letters
+from .fixed_split import FixedSizeSplit
 from .partition import SPREAD
 
 #: Steps after which the owners' ranges are balanced again.
@@ -35,7 +35,7 @@ Place = tuple[int, int]
 NOWHERE: Place = (-1, 0)
 
 
-class Split(Selected):
+class Split(EntryExchange):
     """The owners of index ranges sum what falls there, and of all sums together the k largest are kept (Ok-Topk: Li &
     Hoefler, PPoPP 2022). What a rank sent for nothing goes back to its residual, and what rounding takes from a mean to
     its owner's. (P-1)·(2·k/P + 3·√(k/P))·(i+v) bytes received, i for an index, v for a value.
@@ -48,11 +48,11 @@ class Split(Selected):
     """
 
     name = "split"
-    unread = PaddedSplit
+    device_variant = FixedSizeSplit
 
     def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
         super().__init__(codec, numel, extra, device, group)
-        self.carrier = carrier = Carrier(max(1, numel), self.carrier.dtype, HOST, group)
+        self.carrier = carrier = EntryExchanger(max(1, numel), self.carrier.dtype, HOST, group)
         self.step = 0
         self.bounds: list[int] = []
         self.share = -(-self.k // self.world_size)
@@ -72,7 +72,7 @@ class Split(Selected):
         return min(self.k, self.likely + math.ceil(SPREAD * math.sqrt(max(self.likely, self.share))))
 
     @classmethod
-    def estimate(cls, network: Calibration, what: Bucketful) -> Estimate:
+    def estimate(cls, network: Calibration, what: BucketSpec) -> Estimate:
         return network.selected(network.split_k(cls.shape(what)), what.speed, what.numel)
 
     def bring_together(self, entries: Entries, extra: Tensor, feedback: Kept) -> Stages:

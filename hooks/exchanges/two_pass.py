@@ -11,7 +11,7 @@ from ...compress.formats.layout import OwnedSlice
 from ..comm.group import Group
 from ..comm.pipeline import Stages
 from ..network.cost import Calibration, Estimate
-from .base import Bucketful, Exchange, Operands
+from .base import BucketSpec, Exchange, ExchangeArgs
 
 
 class TwoPass(Exchange):
@@ -34,9 +34,9 @@ class TwoPass(Exchange):
         self.slices = self.bytes(self.world_size * self.slice_bytes).view(self.world_size, self.slice_bytes)
         self.mean = torch.zeros(own, dtype=torch.float32, device=device)
         self.row = self.bytes(self.back_bytes + 4 * extra)
-        self.received = group.gathered(self.world_size, self.row.numel(), device=device)
-        self.to_owners = self.swap_port(self.slices, sent)
-        self.to_all = self.gather_port(self.received, self.row)
+        self.received = group.gather_output(self.world_size, self.row.numel(), device=device)
+        self.to_owners = self.persistent_swap(self.slices, sent)
+        self.to_all = self.persistent_gather(self.received, self.row)
         # Views of them, without the padding: this rank's wire, its slice from every rank, and of all ranks' means.
         self.wire = sent[: codec.wire_bytes(numel) if numel else 0]
         self.arrived = (self.slices[:, : codec.wire_bytes(own) if own else 0],)
@@ -66,7 +66,7 @@ class TwoPass(Exchange):
         return isinstance(codec, BlockCodec)
 
     @classmethod
-    def estimate(cls, network: Calibration, what: Bucketful) -> Estimate:
+    def estimate(cls, network: Calibration, what: BucketSpec) -> Estimate:
         return network.two_pass(what.codec, what.speed, what.numel, what.world_size)
 
     @property
@@ -83,7 +83,7 @@ class TwoPass(Exchange):
     def transfer_bytes(self) -> int:
         return (self.world_size - 1) * (self.slice_bytes + self.row.numel())
 
-    def reduce(self, x: Operands) -> Stages:
+    def reduce(self, x: ExchangeArgs) -> Stages:
         if self.extra:
             self.row[self.back_bytes :].view(torch.float32).copy_(x.extra)
         if self.numel:

@@ -9,20 +9,20 @@ from ...compress.feedback.base import Kept
 from ..comm.entry_exchange import Entries
 from ..comm.pipeline import Stages
 from ..network.cost import Calibration, Estimate
-from .base import Bucketful
-from .entry_base import Selected
-from .fixed_base import PaddedUnion
+from .base import BucketSpec
+from .entry_base import EntryExchange
+from .fixed_union import FixedSizeUnion
 
 
-class Union(Selected):
+class Union(EntryExchange):
     """Where any rank has selected an element, all give what they have of it: more arrives than was selected, for as
     many bytes. (P-1)·k·i + 8·u·(P-1)/P bytes received, i for an index, u in the union."""
 
     name = "union"
-    unread = PaddedUnion
+    device_variant = FixedSizeUnion
 
     @classmethod
-    def estimate(cls, network: Calibration, what: Bucketful) -> Estimate:
+    def estimate(cls, network: Calibration, what: BucketSpec) -> Estimate:
         return network.selected(network.union(cls.shape(what)), what.speed, what.numel)
 
     def bring_together(self, entries: Entries, extra: Tensor, feedback: Kept) -> Stages:

@@ -18,13 +18,13 @@ from torch.distributed.tensor import DTensor
 from ..core import checkpoint
 from ..core.checkpoint import MEAN
 from ..core.names import renamed
-from ..core.session import Connection
+from ..core.session import Session
 from .torch_internals import Shards
 
 Vectors = dict[str, dict[str, Tensor]]
 
 
-def means(connection: Connection, vectors: Vectors, groups: Iterable[Shards], keeps: frozenset[str]) -> Vectors:
+def means(session: Session, vectors: Vectors, groups: Iterable[Shards], keeps: frozenset[str]) -> Vectors:
     """The mean over the replicas of what each keeps of its shards, as DTensors sharded as their parameters are: by
     vector and name, with zeros where nothing is kept. A collective.
 
@@ -40,7 +40,7 @@ def means(connection: Connection, vectors: Vectors, groups: Iterable[Shards], ke
         for name, shards in shards_of.items()
     }
     found: Vectors = {}
-    for vector, kept in checkpoint.means(connection, vectors, padded).items():
+    for vector, kept in checkpoint.means(session, vectors, padded).items():
         found[vector] = {}
         for name in padded:
             if name in keeps:

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from ...compress.codec import Codec, check_choice, new_draw
 from ...compress.feedback.base import NOTHING
-from ..comm.group import Group, Work
+from ..comm.group import Group
+from ..comm.ports import Work
 from ..comm.untraced import untraced
-from ..exchanges import Operands, ReduceScatter
+from ..exchanges import ExchangeArgs, ReduceScatter
 
 
 def times_mean(op: Any, ranks: int, factor: float | None = None) -> float:
@@ -138,7 +139,7 @@ class _Handle:
     def __init__(self, lane: _Lane, output: Tensor, input: Tensor, times: float) -> None:
         self._lane, self._output, self._times = lane, output, times
         lane.draw[1] += 1
-        operands = Operands(input.view(-1), output.view(-1), lane.nothing, NOTHING, (), lane.draw, lane.draw)
+        operands = ExchangeArgs(input.view(-1), output.view(-1), lane.nothing, NOTHING, (), lane.draw, lane.draw)
         self._failure: str | None = None
         lane.exchange.group.traffic.begin(self)
         with torch.no_grad():
@@ -161,6 +162,6 @@ class _Handle:
             self._lane.exchange.decode(self._output)
             if self._times != 1.0:
                 self._output.mul_(self._times)
-        self._lane.exchange.port.post()
+        self._lane.exchange.port.post_receives()
         self._lane.exchange.group.traffic.end(self)
         self._lane.handle = self._work = None

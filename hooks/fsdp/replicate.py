@@ -17,17 +17,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from ... import __version__
 from ...compress.feedback.store import Memory
 from ..comm import handshake
-from ..comm.group import Group, Work
+from ..comm.group import Group
 from ..comm.pipeline import Pipeline
+from ..comm.ports import Work
 from ..core import checkpoint
 from ..core.autograd_end import AtEnd, raise_at_end, waited
 from ..core.discarded import DiscardedMeans
-from ..core.grad_scaler import LossScale, Tracker
-from ..core.optimizer_checks import expect_optimizer, judge
+from ..core.grad_scaler import LossScale, ScalerSync
+from ..core.optimizer_checks import check_optimizer, expect_optimizer
 from ..core.options import Exclude, excluded_names
-from ..core.reducer import Reducer, Step
-from ..core.session import Connection
+from ..core.reducer import Reducer
+from ..core.session import Session
 from ..core.statistics import Statistics
+from ..core.step import Step
 from . import checkpoint as checkpoints
 from . import gloo_reduce_scatter as direct
 from .manual import ByHand
@@ -71,7 +73,7 @@ class _Uses:
                 self._under_way = None
                 raise
             self._under_way = None  # not before: a signal's handler may raise meanwhile
-            self._port.post()
+            self._port.post_receives()
         return bool((self._all == self._mine).all())
 
 
@@ -115,7 +117,7 @@ class FSDPState:
             problem = error
         self._feedback = Memory(options.strategy)
         self._discarded = DiscardedMeans(self._feedback)
-        connection = Connection(
+        session = Session(
             self._group,
             None,
             self._device,
@@ -124,19 +126,19 @@ class FSDPState:
             None,
             options.fallback,
             probes=options.exchange == "auto" and problem is None,
-            straight=False,
+            dense_path=False,
             owner="compress_fsdp",
         )
         self._reducer: Reducer | None = Reducer(
-            connection,
+            session,
             self._feedback,
-            Tracker(LossScale(None), self._feedback),
+            ScalerSync(LossScale(None), self._feedback),
             self._statistics,
             options.seed,
             clean=True,
             numel=sum(shards.numel for shards in self._shards),
         )
-        self._uses = _Uses(connection.control.channel("used parameters"))
+        self._uses = _Uses(session.control.channel("used parameters"))
         for shards in self._shards:
             shards.attach(self._reduce)
         for shards in self._frozen:  # nobody would reduce their gradients among the replicas
@@ -159,7 +161,7 @@ class FSDPState:
         """Whether "auto" still tries which is faster, to compress or not: over Gloo it does for some twenty steps."""
         reducer = self._running()
         reducer.flush()
-        return reducer.tuner.deciding
+        return reducer.controller.deciding
 
     def statistics(self) -> Statistics:
         """What this rank has done so far, as of now; call it between steps."""
@@ -197,11 +199,11 @@ class FSDPState:
             return
         if self._open is not None and not self._open.names.isdisjoint(shards.parameters):
             self._ended(self._open)  # a module that is used twice in a pass is reduced twice
-        pipeline = reducer.connection.pipeline
+        pipeline = reducer.session.pipeline
         if pipeline.threaded:
             shards.check_hooks()
         buffer = shards.submit(output, in_place=shards.can_wait or not pipeline.threaded)
-        unit = shards.unit(buffer, self._excluded, self._feedback.strategy)
+        bucket = shards.bucket(buffer, self._excluded, self._feedback.strategy)
         step, outside = self._open, False
         if step is None:
             if not self._uses.agree():  # over NCCL, where the host has not waited for what came of the last step
@@ -209,9 +211,9 @@ class FSDPState:
             step = self._open = reducer.begin(self._step, self._options.choice(self._step))
             ends = partial(self._ended, step), partial(self._discard, step)
             outside = not self._by_hand.active and not AtEnd(*ends).queue()
-            reducer.greet(step, unit, 0, None)
-        step.names |= unit.names
-        future = reducer.reduce(step, unit, buffer)
+            reducer.announce_step(step, bucket, 0, None)
+        step.names |= bucket.names
+        future = reducer.reduce(step, bucket, buffer)
         names = shards.held
         missing = frozenset[str]() if buffer is output else names
         if pipeline.threaded:
@@ -233,7 +235,7 @@ class FSDPState:
         self._open = None
         self._step += 1
         self._reducer.end(step)
-        pipeline, submitted = self._reducer.connection.pipeline, self._submitted
+        pipeline, submitted = self._reducer.session.pipeline, self._submitted
         used = repr((step.number, sorted((part.shards.index, sorted(part.names)) for part in submitted)))
         self._uses.tell(used)
         interruption = waited(partial(self._agree, step, pipeline), lambda error: isinstance(error, RuntimeError))
@@ -246,7 +248,7 @@ class FSDPState:
             if pipeline.threaded and not self._uses.agree():
                 raise RuntimeError(UNEQUAL)
         except RuntimeError:
-            self._reducer.connection.group.cut()  # some wait for what never comes
+            self._reducer.session.group.abort()  # some wait for what never comes
             self._discard(step)
             raise
 
@@ -279,12 +281,12 @@ class FSDPState:
         if step is self._open:
             self._open, self._step = None, step.number + 1
             if self._reducer is not None:
-                self._reducer.connection.raised(step.number, step.names)
+                self._reducer.session.raised(step.number, step.names)
         for part in self._submitted:
             part.shards.held = frozenset()
         self._submitted.clear()
         if self._reducer is not None:
-            self._discarded.discard(step, self._reducer.connection.pipeline)
+            self._discarded.discard(step, self._reducer.session.pipeline)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -306,12 +308,12 @@ class FSDPState:
                 "has them: save after that"
             )
         reducer.flush()
-        reducer.connection.agree("state_dict()", self._step)
+        reducer.session.agree("state_dict()", self._step)
         self._feedback.fold()
         kept = frozenset(self._parameters) if self._options.may_keep() else frozenset[str]()
         kept -= self._idle
         vectors = self._feedback.everything()
-        found = checkpoints.means(reducer.connection, vectors, self._shards, kept)
+        found = checkpoints.means(reducer.session, vectors, self._shards, kept)
         return checkpoint.export(checkpoint.MEAN, found, **self._facts())
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
@@ -331,8 +333,8 @@ class FSDPState:
         reducer.flush()
         self._feedback.load(vectors)
         self._step, self._options.seed = saved["step"], saved["seed"]
-        units = (shards.made_unit for shards in self._shards)
-        reducer.forget(self._options.seed, (unit for unit in units if unit is not None))
+        buckets = (shards.made_unit for shards in self._shards)
+        reducer.forget(self._options.seed, (bucket for bucket in buckets if bucket is not None))
 
     @property
     def _idle(self) -> frozenset[str]:
@@ -391,7 +393,7 @@ def _closed(output: Tensor) -> None:
 
 
 def _judge(state: weakref.ref[FSDPState], optimizer: torch.optim.Optimizer) -> None:
-    """`judge`, unless the state is closed, or gone."""
+    """`check_optimizer`, unless the state is closed, or gone."""
     mine = state()
     if mine is not None and mine._reducer is not None:
-        judge(mine._options, optimizer)
+        check_optimizer(mine._options, optimizer)

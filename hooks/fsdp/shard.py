@@ -21,9 +21,9 @@ from ..comm.pipeline import clock
 from ..comm.untraced import untraced
 from ..core import checkpoint
 from ..core.autograd_end import AtEnd
-from ..core.optimizer_checks import expect_optimizer, judge
+from ..core.optimizer_checks import check_optimizer, expect_optimizer
 from ..core.options import Exclude, excluded_names
-from ..core.session import Connection
+from ..core.session import Session
 from ..core.statistics import Statistics
 from . import checkpoint as checkpoints
 from .arithmetic import divide_factor, post_divide
@@ -69,8 +69,8 @@ class ScatterState:
         self._feedback = Memory(options.strategy)
         description = {} if problem is not None else self._description()
         how: Any = {"probes": False, "straight": False, "owner": "compress_fsdp"}
-        self._connection = Connection(group, None, device, description, problem, None, None, **how)
-        ranks = self._connection.group
+        self._session = Session(group, None, device, description, problem, None, None, **how)
+        ranks = self._session.group
         self._parts = [Unsharded(shards, self._excluded, ranks, self._feedback) for shards in self._shards]
         for part in self._parts:
             part.clock = clock(self._statistics.seconds, part.shards.index, device)
@@ -132,7 +132,7 @@ class ScatterState:
             at = "" if exchange.heads.is_cuda else self._step  # on a GPU it would be copied there every time
             exchange.say(f"{at} {choice.digest} {used}")
             try:
-                with self._connection.group.failing_together():
+                with self._session.group.failing_together():
                     drive_timed(part.reduce(output, grads, times, self._step), part.clock)
                     self._unequal.look(exchange.unequal())
             except Exception as error:
@@ -157,20 +157,20 @@ class ScatterState:
         outside = False
         if self._open is None:
             self._unequal.check()
-            self._greet()
+            self._announce_step()
             self._open = {}
-            self._connection.begin()
+            self._session.begin()
             outside = not self._by_hand.active and not AtEnd(self._ended, self._raised).queue()
         self._open[part.shards.index] = part  # of a module that is used twice in a pass, the last
         return outside
 
-    def _greet(self) -> None:
+    def _announce_step(self) -> None:
         """Compare with the other ranks what the pass is to be, before anything is sent that they would not expect."""
-        choice, past = self._options.choice(self._step), self._connection.past()
+        choice, past = self._options.choice(self._step), self._session.history()
         try:
-            with self._connection.group.failing_together():
-                self._connection.announce(self._step, choice, past, 0, False, None)
-                self._connection.compare(choice, past)
+            with self._session.group.failing_together():
+                self._session.announce(self._step, choice, past, 0, False, None)
+                self._session.compare(choice, past)
         except Exception as error:
             raise RuntimeError(f"gradwire: {error} [step {self._step}, {choice.codec}]") from error
 
@@ -178,8 +178,8 @@ class ScatterState:
         if self._open is None:
             return
         self._open = None
-        self._connection.post()
-        self._connection.end()
+        self._session.post_receives()
+        self._session.end()
         self._step += 1
         self._statistics.steps += 1
         bad = self._status()[1]
@@ -210,13 +210,13 @@ class ScatterState:
             ValueError: another rank does something else now, or is at another step; on every rank alike.
             RuntimeError: another rank did not come within 60 s.
         """
-        self._connection.agree("state_dict()", self._step)
+        self._session.agree("state_dict()", self._step)
         mine = self._feedback.by_name()
         found: dict[str, Tensor] = {}
 
         def take(part: Unsharded, name: str, arrived: Tensor) -> None:
             parameter = part.shards.parameters[name].sharded_param
-            found[name] = checkpoints.as_sharded(part.owed(name, arrived), parameter)
+            found[name] = checkpoints.as_sharded(part.outstanding(name, arrived), parameter)
 
         def start(part: Unsharded, name: str) -> Started:
             arrived, work = part.collect(name, mine.get(name))
@@ -245,7 +245,7 @@ class ScatterState:
         rows = {name: parts[name].from_owed(x) for name, x in vectors.get(RESIDUAL, {}).items()}
         self._feedback.load({RESIDUAL: rows})
         self._step, self._options.seed = saved["step"], saved["seed"]
-        self._connection.loaded(self._options.seed)
+        self._session.loaded(self._options.seed)
 
     def _facts(self) -> dict[str, Any]:
         return {"codec": self._options.codec_text, "step": self._step, "seed": self._options.seed}
@@ -332,7 +332,7 @@ def drive_timed(stages: Any, clock: Any) -> None:
 
 
 def _judge(state: weakref.ref[ScatterState], optimizer: torch.optim.Optimizer) -> None:
-    """`judge`, unless the state is closed, or gone."""
+    """`check_optimizer`, unless the state is closed, or gone."""
     mine = state()
     if mine is not None and not mine._closed:
-        judge(mine._options, optimizer)
+        check_optimizer(mine._options, optimizer)

@@ -16,9 +16,10 @@ from ...compress.feedback.base import NOTHING, RESIDUAL, Kept
 from ...compress.feedback.store import Memory
 from ...compress.formats.layout import Layout, Slot, end_to_end, layout_numel
 from ..auto.planner import Choice
-from ..comm.group import Group, Work
+from ..comm.group import Group
 from ..comm.pipeline import Clock, Stages
-from ..exchanges import Operands, ReduceScatter
+from ..comm.ports import Work
+from ..exchanges import ExchangeArgs, ReduceScatter
 from .arithmetic import divide_factor, only_sums, post_divide
 from .torch_internals import Shards
 
@@ -85,7 +86,7 @@ class Unsharded:
             self._exchange = ReduceScatter(choice.codec, self.numel, self.extra, device, channel)
             stream = 2 * self.rank << 32 | self.shards.index * self.ranks
             draw = new_draw(seed, 0, stream, device)
-            self._operands = Operands(self._extras, self._extras, self._extras, NOTHING, (), draw, draw)
+            self._operands = ExchangeArgs(self._extras, self._extras, self._extras, NOTHING, (), draw, draw)
             self._choice = choice
         return self.exchange
 
@@ -124,7 +125,7 @@ class Unsharded:
         operands.grad = operands.out = self._extras  # holds nothing between steps
         if times_mean != 1.0:
             output.mul_(times_mean)
-        self.exchange.port.post()
+        self.exchange.port.post_receives()
 
     def send_all(self, grads: Tensor) -> None:
         """Add what is kept to gradients that are about to be reduced as they are; what they cannot hold stays."""
@@ -149,7 +150,7 @@ class Unsharded:
             self._give_back(self._own_mean(), self.columns.keys() & self.shards.used)
 
     def collect(self, name: str, kept: Tensor | None) -> tuple[Tensor, Work]:
-        """Start: this rank's shard of what each rank keeps of a parameter, for `owed`. A collective.
+        """Start: this rank's shard of what each rank keeps of a parameter, for `outstanding`. A collective.
 
         Args:
             kept: here, [P, *shard]; None: nothing.
@@ -159,7 +160,7 @@ class Unsharded:
         arrived = torch.zeros_like(rows)
         return arrived, self.group.all_to_all(arrived, rows)
 
-    def owed(self, name: str, arrived: Tensor) -> Tensor:
+    def outstanding(self, name: str, arrived: Tensor) -> Tensor:
         """This rank's shard of what all ranks keep of a parameter, in the optimizer's units."""
         return self.shards.local(name, arrived.sum(0).mul_(self.contribution)).contiguous()
 

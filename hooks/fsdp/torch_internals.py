@@ -19,9 +19,9 @@ from ...compress.codec import DTYPES
 from ...compress.feedback.base import Feedback
 from ...compress.formats.layout import Layout, Slot
 from ..comm.untraced import untraced
+from ..core.bucket import Bucket
 from ..core.names import names_of, unwrapped
 from ..core.options import check_dtypes
-from ..core.reducer import Unit
 from ..core.sparse_gradient import sparse_names
 from .arithmetic import grad_dtype, post_divide, reduce_dtype, reduce_order
 
@@ -150,7 +150,7 @@ class Shards:
         self.numel = start
         self.dtype = reduce_dtype(group, list(self.parameters.values())) if self.parameters else torch.float32
         self.used: frozenset[str] = frozenset()
-        self._unit: Unit | None = None
+        self._unit: Bucket | None = None
         self._buffer: Tensor | None = None
         #: Names of the parameters that are in the buffer, while it holds what is to be sent later.
         self.held: frozenset[str] = frozenset()
@@ -304,16 +304,16 @@ class Shards:
                     "before the mean has arrived, at the end of backward: let the optimizer step after backward"
                 )
 
-    def unit(self, like: Tensor, excluded: frozenset[str], strategy: Feedback) -> Unit:
+    def bucket(self, like: Tensor, excluded: frozenset[str], strategy: Feedback) -> Bucket:
         """What is reduced as one."""
         parameters = [parameter.sharded_param for parameter in self.parameters.values()]
-        unit = self._unit
-        if unit is None or unit.dtype != like.dtype or unit.device != like.device:
-            unit = self._unit = Unit(self.index, parameters, self.slots, excluded, like, strategy)
-        return unit
+        bucket = self._unit
+        if bucket is None or bucket.dtype != like.dtype or bucket.device != like.device:
+            bucket = self._unit = Bucket(self.index, parameters, self.slots, excluded, like, strategy)
+        return bucket
 
     @property
-    def made_unit(self) -> Unit | None:
+    def made_unit(self) -> Bucket | None:
         """The unit, if there is one."""
         return self._unit
 

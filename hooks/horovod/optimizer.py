@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..comm.untraced import untraced
 from ..core.names import plain_names, renamed
-from ..core.optimizer_checks import concern
+from ..core.optimizer_checks import known_problem
 from .arithmetic import number
 from .basics import world
 from .compression import Compression, codec_of
@@ -88,7 +88,7 @@ def DistributedOptimizer(
         warnings.warn("Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
     codec = codec_of(compression)
-    problem = None if codec is None else concern(optimizer, codec.codec, codec.feedback)
+    problem = None if codec is None else known_problem(optimizer, codec.codec, codec.feedback)
     if problem is not None:
         warnings.warn(problem, stacklevel=2)
     named = _names(optimizer, named_parameters)

@@ -20,7 +20,7 @@ from ...compress.feedback.store import Memory
 from ...compress.formats.layout import Layout, Slot, layout_numel
 from ..auto.planner import check_exchange, default_exchange
 from ..comm.pipeline import drive
-from ..core.reducer import Unit
+from ..core.bucket import Bucket
 from ..exchanges import EXCHANGES, Dense
 from .collectives import Channel
 
@@ -101,7 +101,7 @@ class CompressionState:
     def __init__(self, compression: CodecCompression) -> None:
         self.compression = compression
         self.feedback = Memory(compression.strategy)
-        self._units: dict[str, tuple[Channel, Unit]] = {}
+        self._units: dict[str, tuple[Channel, Bucket]] = {}
         self._shapes: dict[str, list[tuple[int, ...]]] = {}
         self._steps: dict[str, int] = {}
         self._scale = 1.0
@@ -216,7 +216,7 @@ class CompressionState:
         self._scale = 1.0
         self._units.clear()
 
-    def _unit(self, layout: Layout, flat: Tensor, channel: Channel) -> Unit:
+    def _unit(self, layout: Layout, flat: Tensor, channel: Channel) -> Bucket:
         """What serves tensors of this layout, on this channel."""
         known, unit = self._units.get(layout[0].name, (None, None))
         if unit is None or known is not channel or unit.layout != layout or not unit.serves([], flat):
@@ -227,7 +227,7 @@ class CompressionState:
                 name = default_exchange(codec, channel.size)
             group = channel.group(flat.device)
             # Numbered by its name, so that neither the order of operations nor a restart changes the draws.
-            unit = Unit(zlib.crc32(layout[0].name.encode()), [], layout, frozenset(), flat)
+            unit = Bucket(zlib.crc32(layout[0].name.encode()), [], layout, frozenset(), flat)
             exchange = EXCHANGES[name](codec.of_layout(layout), layout_numel(layout), 0, flat.device, group)
             unit.use(exchange, self.compression.seed, group.rank)
             self._units[layout[0].name] = channel, unit

@@ -12,17 +12,18 @@ from torch import Tensor, nn
 from ...compress.backends import backend_for
 from ...compress.feedback.base import Feedback
 from ...compress.formats.layout import Layout, Slot, end_to_end
-from ..core.reducer import Step, Unit
+from ..core.bucket import Bucket
+from ..core.step import Step
 from ..exchanges import all_finite
 
 #: What a checkpoint has by parameter that is the same on all ranks; "arrived": means that are not yet applied.
-TOGETHER = ("global", "momentum", "arrived")
+REPLICATED_KEYS = ("global", "momentum", "arrived")
 #: Elements of several tensors that are worked on at a time.
 IN_CACHE = 1 << 16
 
 
 @dataclass(frozen=True)
-class Outer:
+class OuterSGD:
     """SGD on the global parameters, with ranks' mean difference in the place of a gradient: to the same bits as
     `torch.optim.SGD(lr=lr, momentum=momentum, nesterov=nesterov)`.
 
@@ -83,12 +84,12 @@ class GlobalParameters:
         excluded: frozenset[str],
         strategy: Feedback,
         device: torch.device,
-        outer: Outer,
+        outer: OuterSGD,
     ) -> None:
         own = list(parameters.values())
         like = torch.empty(sum(p.numel() for p in own), dtype=torch.float32, device=own[0].device)
         self.slots, self.outer = layout_of(parameters), outer
-        self.unit = Unit(index, list[Tensor](own), self.slots, excluded, like, strategy)
+        self.bucket = Bucket(index, list[Tensor](own), self.slots, excluded, like, strategy)
         self._moved = self._read(torch.empty_like(like))
         self.values = self._moved.to(device, copy=True)
         self.momentum = torch.zeros_like(self.values) if outer.momentum else None
@@ -96,7 +97,7 @@ class GlobalParameters:
 
     @property
     def names(self) -> frozenset[str]:
-        return self.unit.names
+        return self.bucket.names
 
     @torch.no_grad()
     def difference(self, restart: bool = False) -> Tensor:
@@ -106,8 +107,8 @@ class GlobalParameters:
         Args:
             restart: let this rank's parameters be the global ones at once.
         """
-        vectors = backend_for(self.unit.device).vectors
-        for own, agreed, moved in self._whole(self.values.to(self.unit.device), self._moved):
+        vectors = backend_for(self.bucket.device).vectors
+        for own, agreed, moved in self._whole(self.values.to(self.bucket.device), self._moved):
             vectors.difference(agreed, own, moved, restart)
         return self._moved
 
@@ -141,7 +142,7 @@ class GlobalParameters:
     @torch.no_grad()
     def hand_out(self, blend: float = 0.0) -> None:
         """Let this rank's parameters be the global ones, or lie between both."""
-        for own, agreed in self._pieces(self.values.to(self.unit.device)):
+        for own, agreed in self._pieces(self.values.to(self.bucket.device)):
             own.copy_(torch.lerp(agreed, own.float(), blend) if blend else agreed)
 
     def by_name(self, flat: Tensor) -> dict[str, Tensor]:
@@ -161,11 +162,11 @@ class GlobalParameters:
     @property
     def pairs(self) -> Iterable[tuple[Slot, Tensor]]:
         """Each parameter of this rank, and its slot."""
-        return zip(self.slots, self.unit.parameters, strict=True)
+        return zip(self.slots, self.bucket.parameters, strict=True)
 
     def empty(self) -> Tensor:
         """A flat tensor beside this rank's parameters."""
-        return torch.empty(self.unit.numel, dtype=torch.float32, device=self.unit.device)
+        return torch.empty(self.bucket.numel, dtype=torch.float32, device=self.bucket.device)
 
     def _read(self, flat: Tensor) -> Tensor:
         """This rank's own parameters, into a flat tensor, which is returned."""
@@ -186,7 +187,7 @@ class GlobalParameters:
 
 
 @dataclass
-class UnderWay:
+class InFlightRound:
     """Differences that are being exchanged, or their means."""
 
     globals: list[GlobalParameters]
@@ -200,12 +201,12 @@ class UnderWay:
 def together(
     every: Iterable[GlobalParameters], arrived: Iterable[tuple[GlobalParameters, Tensor]]
 ) -> dict[str, dict[str, Tensor]]:
-    """For a checkpoint: what is the same on all ranks, by `TOGETHER` and name.
+    """For a checkpoint: what is the same on all ranks, by `REPLICATED_KEYS` and name.
 
     Args:
         arrived: means that have not been applied.
     """
-    found: dict[str, dict[str, Tensor]] = {what: {} for what in TOGETHER}
+    found: dict[str, dict[str, Tensor]] = {what: {} for what in REPLICATED_KEYS}
     for shared in every:
         found["global"] |= shared.by_name(shared.values)
         found["momentum"] |= {} if shared.momentum is None else shared.by_name(shared.momentum)
@@ -269,21 +270,21 @@ def fragments_of(
         while len(names) - end >= left and size + sizes[end] / 2 <= share:
             size, end = size + sizes[end], end + 1
         end = len(names) if left == 1 else end
-        groups.append(_units({name: parameters[name] for name in names[start:end]}, most))
+        groups.append(_buckets({name: parameters[name] for name in names[start:end]}, most))
         start = end
     return groups
 
 
-def _units(parameters: Mapping[str, nn.Parameter], most: int) -> list[dict[str, nn.Parameter]]:
-    units: list[dict[str, nn.Parameter]] = []
+def _buckets(parameters: Mapping[str, nn.Parameter], most: int) -> list[dict[str, nn.Parameter]]:
+    buckets: list[dict[str, nn.Parameter]] = []
     size = 0
     for name, parameter in parameters.items():
-        if not units or size + parameter.numel() > most:
-            units.append({})
+        if not buckets or size + parameter.numel() > most:
+            buckets.append({})
             size = 0
-        units[-1][name] = parameter
+        buckets[-1][name] = parameter
         size += parameter.numel()
-    return units
+    return buckets
 
 
 def layout_of(parameters: Mapping[str, nn.Parameter]) -> Layout:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...compress.feedback.store import Memory
-from ..core.grad_scaler import LossScale, Tracker
+from ..core.grad_scaler import LossScale, ScalerSync
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Schedule:
         return self.fragments == 1 and self.delay == 0 and self.blend == 0
 
 
-class Rounds(Tracker):
+class RoundRollback(ScalerSync):
     """Puts back what was kept where the mean of a round is not finite, as after a step that a scaler skips."""
 
     def __init__(self, feedback: Memory) -> None:

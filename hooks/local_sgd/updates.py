@@ -24,13 +24,13 @@ from ..core.autograd_end import waited
 from ..core.names import plain_names, renamed
 from ..core.options import Exclude, check_dtypes, check_whole, excluded_names
 from ..core.reducer import Reducer
-from ..core.session import Connection
+from ..core.session import Session
 from ..core.statistics import Statistics
 from ..exchanges import all_finite
 from .initial_sync import check_writable, named_trainable, trainable
 from .options import LocalExchange, LocalOptions
-from .outer_sgd import TOGETHER, GlobalParameters, Outer, UnderWay, check_saved, fragments_of, together
-from .schedule import Rounds, Schedule
+from .outer_sgd import REPLICATED_KEYS, GlobalParameters, InFlightRound, OuterSGD, check_saved, fragments_of, together
+from .schedule import RoundRollback, Schedule
 from .skipped import Skips
 
 OWNER = "LocalUpdates"
@@ -129,13 +129,13 @@ class LocalUpdates:
         self._group: Any = process_group or dist.group.WORLD
         how: dict[str, Any] = {"world_size": dist.get_world_size(self._group), "mean": mean, "clip": clip}
         self._options = LocalOptions(codec, exchange, error_feedback, fallback=None, topology=None, seed=seed, **how)
-        self._outer = Outer(outer_lr, outer_momentum, nesterov)
+        self._outer = OuterSGD(outer_lr, outer_momentum, nesterov)
         self._model, self._optimizer = model, optimizer
         self._schedule = Schedule(every, after, fragments, delay, blend, carry)
         self._parameters: dict[str, nn.Parameter] = {}
         self._rounds = self._steps = self._count = 0
         self._moved = False  # whether ranks may have different parameters
-        self._under_way: UnderWay | None = None
+        self._under_way: InFlightRound | None = None
         #: What a signal's handler has raised while this rank waited, until its step is whole.
         self._interruption: BaseException | None = None
         self._handles: list[Any] = []
@@ -154,15 +154,15 @@ class LocalUpdates:
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = error
         description = {} if problem is not None else self._description(model, bucket_cap_mb)
-        connection = Connection(
-            self._group, None, place, description, problem, None, None, probes=False, straight=False, owner=OWNER
+        session = Session(
+            self._group, None, place, description, problem, None, None, probes=False, dense_path=False, owner=OWNER
         )
         self._feedback = Memory(self._options.strategy, keep_previous=True)
-        tracker, numel = Rounds(self._feedback), sum(p.numel() for p in self._parameters.values())
+        tracker, numel = RoundRollback(self._feedback), sum(p.numel() for p in self._parameters.values())
         self._reducer: Reducer | None = Reducer(
-            connection, self._feedback, tracker, self._statistics, seed, clean=False, numel=numel
+            session, self._feedback, tracker, self._statistics, seed, clean=False, numel=numel
         )
-        broadcast(connection.group, place, [*model.parameters(), *model.buffers()])
+        broadcast(session.group, place, [*model.parameters(), *model.buffers()])
         strategy, index = self._feedback.strategy, count()
         moved = torch.device(place if device is None else device), self._outer
         self._fragments = [
@@ -227,12 +227,12 @@ class LocalUpdates:
             RuntimeError, ValueError: as `step` does, or a rank calls something else.
         """
         reducer = self._running()
-        connection = reducer.connection
+        session = reducer.session
         reducer.settle()
         if self._under_way is not None:  # first, as others may have in a step: what is not finite is a collective
             self._apply()
-        connection.agree("synchronise()", self._rounds, patience=None)
-        moved = any(connection.control.objects(self._moved))
+        session.agree("synchronise()", self._rounds, patience=None)
+        moved = any(session.control.all_gather_object(self._moved))
         self._count = 0
         if moved:
             self._exchange_all()
@@ -287,17 +287,17 @@ class LocalUpdates:
         reducer = self._running()
         if self._under_way is not None:  # of a checkpoint with another schedule
             self._apply(self._schedule.blend)
-        self._check_trained(reducer.connection)
-        pieces = f"{parts[0].unit.index} to {parts[-1].unit.index} of {len(self._all())}"
+        self._check_trained(reducer.session)
+        pieces = f"{parts[0].bucket.index} to {parts[-1].bucket.index} of {len(self._all())}"
         step = reducer.begin(self._rounds, self._options.choice(self._rounds), {"pieces of the model": pieces})
         self._rounds += 1
-        reducer.greet(step, parts[0].unit, 0, None)
+        reducer.announce_step(step, parts[0].bucket, 0, None)
         buffers, futures = list[Tensor](), list[torch.futures.Future[Tensor]]()
         for shared in parts:  # the first is under way while the next one is taken
             buffers.append(shared.difference(restart=carry))
-            futures.append(reducer.reduce(step, shared.unit, buffers[-1]))
+            futures.append(reducer.reduce(step, shared.bucket, buffers[-1]))
         reducer.end(step)
-        self._under_way = UnderWay(parts, buffers, futures, self._count + self._schedule.delay, carry, step)
+        self._under_way = InFlightRound(parts, buffers, futures, self._count + self._schedule.delay, carry, step)
 
     def _apply(self, blend: float = 0.0) -> None:
         """Wait for what is under way, and make the outer step."""
@@ -305,24 +305,24 @@ class LocalUpdates:
         self._under_way = None
         if done.step is not None:
             done.step.reduced.clear()  # else they would lie there until the next round
-        if any(bool(shared.unit.overflow) for shared in done.globals):
+        if any(bool(shared.bucket.overflow) for shared in done.globals):
             self._refuse(done)
         for shared, mean in zip(done.globals, done.buffers, strict=True):
             shared.move(mean, blend, done.carry)
 
-    def _arrived(self) -> UnderWay:
+    def _arrived(self) -> InFlightRound:
         """What is under way, when it has arrived."""
         assert self._under_way is not None
-        pipeline = self._running().connection.pipeline
+        pipeline = self._running().session.pipeline
         self._interruption = waited(pipeline.wait, lambda _: pipeline.failed) or self._interruption
         for future in self._under_way.futures:  # on a GPU, what comes next on this stream waits for it
             future.wait()
         return self._under_way
 
-    def _refuse(self, done: UnderWay) -> None:
+    def _refuse(self, done: InFlightRound) -> None:
         """The mean is not finite, on all ranks alike: find out whose fault it is. A collective."""
         names = (name for shared in done.globals for name in shared.not_finite())
-        found = self._running().connection.control.objects(next(names, None))
+        found = self._running().session.control.all_gather_object(next(names, None))
         whose = "; ".join(f"rank {rank} has NaN or infinity in {name!r}" for rank, name in enumerate(found) if name)
         raise RuntimeError(
             f"gradwire: the mean of round {self._rounds - 1} is not finite: "
@@ -360,7 +360,7 @@ class LocalUpdates:
         """
         self.synchronise()
         self._feedback.fold()
-        means = checkpoint.means(self._running().connection, self._feedback.everything(), self._parameters)
+        means = checkpoint.means(self._running().session, self._feedback.everything(), self._parameters)
         return self._export(checkpoint.MEAN, means)
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
@@ -377,10 +377,10 @@ class LocalUpdates:
         reducer = self._running()
         key = checkpoint.rank_key(dist.get_rank(self._group), dist.get_world_size(self._group))
         nothing: dict[str, dict[str, Tensor]] = {vector: {} for vector in self._feedback.strategy.vectors}
-        expected = {**checkpoint.export(key, nothing, **self._facts()), **{what: {} for what in TOGETHER}}
+        expected = {**checkpoint.export(key, nothing, **self._facts()), **{what: {} for what in REPLICATED_KEYS}}
         idle = checkpoint.idle_names(() if self._options.keeps_all else self._excluded)
         saved, vectors = checkpoint.read(state_dict, expected, key, self._parameters, strict, OWNER, idle)
-        saved = {**saved, **{what: renamed(saved[what], self._parameters) for what in TOGETHER}}
+        saved = {**saved, **{what: renamed(saved[what], self._parameters) for what in REPLICATED_KEYS}}
         check_saved(saved, self._parameters, self._all())
         reducer.settle()
         self._feedback.load(vectors)
@@ -393,10 +393,10 @@ class LocalUpdates:
         parts = [shared for shared in self._all() if shared.names <= saved["arrived"].keys()]
         means = [shared.fill(shared.empty(), saved["arrived"]) for shared in parts]
         for shared, mean in zip(parts, means, strict=True):
-            shared.unit.overflow = ~all_finite(mean)
+            shared.bucket.overflow = ~all_finite(mean)
         carried = bool(saved.get(CARRIED, False))
-        self._under_way = UnderWay(parts, means, [], saved["due"], carried, None) if parts else None
-        reducer.forget(self._options.seed, (shared.unit for shared in self._all()))
+        self._under_way = InFlightRound(parts, means, [], saved["due"], carried, None) if parts else None
+        reducer.forget(self._options.seed, (shared.bucket for shared in self._all()))
 
     def _export(self, key: str, vectors: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
         if self._options.may_keep():
@@ -422,7 +422,7 @@ class LocalUpdates:
 
     # -- what must be right ------------------------------------------------------------------------------------------
 
-    def _check_trained(self, connection: Connection) -> None:
+    def _check_trained(self, session: Session) -> None:
         """Raises ValueError where a parameter is trained that nobody exchanges; ranks in a round hear of it."""
         known = {id(p) for p in self._parameters.values()}
         name = next((name for name, p in named_trainable(self._model) if id(p) not in known), None)
@@ -433,8 +433,8 @@ class LocalUpdates:
             "exchanged: unfreeze it before; or let it require none, synchronise(), unfreeze it, and make another "
             f"{OWNER}"
         )
-        connection.pipeline.wait()
-        connection.refuse(problem)
+        session.pipeline.wait()
+        session.refuse(problem)
         raise ValueError(f"gradwire: {problem}")
 
     def _check(self) -> None:

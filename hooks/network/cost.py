@@ -24,7 +24,7 @@ HIERARCHICAL = "hierarchical"
 #: How many of Gloo's collectives are under way at once: it has as many threads.
 GLOO_COLLECTIVES = 2
 #: More than any step has.
-EVERY = 1 << 30
+UNLIMITED = 1 << 30
 #: Gloo's all-reduce goes round a ring by pieces of at most this, two under way at once (gloo/allreduce.cc).
 GLOO_PIECE = 1 << 20
 
@@ -95,7 +95,7 @@ class Estimate:
     decode: float
     inside: float = 0.0
     stages: int = 1
-    at_once: int = EVERY
+    at_once: int = UNLIMITED
 
     @property
     def work(self) -> float:
@@ -177,7 +177,7 @@ class Calibration:
     all_reduce: Line
     work: Work
     latency: Latency
-    at_once: int = EVERY
+    at_once: int = UNLIMITED
 
     # -- sparse gradients, by the algorithms of `hooks.sparse` ---------------------------------------------------------
 

@@ -18,10 +18,11 @@ import torch
 from ...compress.backends import entries_for
 from ...compress.codec import Codec, new_draw
 from ...compress.formats.entries import index_bytes, value_bytes
-from ..comm.entry_exchange import Carrier, Entries
-from ..comm.group import Collective, Group, Port
+from ..comm.entry_exchange import Entries, EntryExchanger
+from ..comm.group import Group
 from ..comm.pipeline import drive
-from .cost import EVERY, Calibration, CodecSpeed, Latency, Line, Work
+from ..comm.ports import Collective, PersistentMessage
+from .cost import UNLIMITED, Calibration, CodecSpeed, Latency, Line, Work
 
 #: A probe's messages grow until one has taken this long, or all ranks' have so many bytes.
 PROBE_SECONDS, PROBE_BYTES = 0.15, 1 << 26
@@ -65,15 +66,15 @@ def calibrate(group: Group, device: torch.device) -> Calibration:
 
     gathers, swaps = group.channel("probe gather"), group.channel("probe swap")
 
-    def gather(size: int) -> Port | Collective:
+    def gather(size: int) -> PersistentMessage | Collective:
         rows = torch.zeros(p, size, dtype=torch.uint8, device=device)
-        return gathers.gather_port(rows, rows[0].clone(), ahead=1)
+        return gathers.persistent_gather(rows, rows[0].clone(), ahead=1)
 
-    def swap(size: int) -> Port | Collective:
+    def swap(size: int) -> PersistentMessage | Collective:
         rows = torch.zeros(p, size, dtype=torch.uint8, device=device)
-        return swaps.swap_port(torch.empty_like(rows), rows, ahead=1)
+        return swaps.persistent_swap(torch.empty_like(rows), rows, ahead=1)
 
-    def all_reduce(size: int) -> Port | Collective:  # as many bytes received as in the others
+    def all_reduce(size: int) -> PersistentMessage | Collective:  # as many bytes received as in the others
         x = torch.zeros(max(1, size * p // 8), dtype=torch.float32, device=device)
         return Collective(lambda: group.all_reduce(x))
 
@@ -82,7 +83,7 @@ def calibrate(group: Group, device: torch.device) -> Calibration:
     # From rank to rank both are the same messages, and noise must not tell them apart.
     second = _line(swap, group, device) if streams else first
     third = _line(all_reduce, group, device)
-    at_once = 1 if streams else EVERY  # a GPU's stream orders them
+    at_once = 1 if streams else UNLIMITED  # a GPU's stream orders them
     return Calibration(first, second, third, work(group, device), _latency(group, device), at_once)
 
 
@@ -97,7 +98,7 @@ def slowest(calibration: Calibration, group: Group, device: torch.device) -> Cal
     return Calibration(first, second, third, entries, rounds, calibration.at_once)
 
 
-def _line(make: Callable[[int], Port | Collective], group: Group, device: torch.device) -> Line:
+def _line(make: Callable[[int], PersistentMessage | Collective], group: Group, device: torch.device) -> Line:
     """α from the shortest messages; β from long ones, the better of the last two: some sizes suit a backend badly.
 
     Args:
@@ -108,7 +109,7 @@ def _line(make: Callable[[int], Port | Collective], group: Group, device: torch.
     for port in short[:3]:
         port.start().wait()  # opens connections
     for port in short:
-        port.post()
+        port.post_receives()
     agreed(group, device, [0.0])  # by now every announcement has arrived
     alpha = _typical(group, device, [_started(port, device, PAUSE) for port in short])
     each = _each(short, alpha, group, device)
@@ -116,7 +117,7 @@ def _line(make: Callable[[int], Port | Collective], group: Group, device: torch.
     while points[-1][1] < max(PROBE_SECONDS, PROBE_LATENCIES * alpha) and size * group.size <= PROBE_BYTES:
         port, seconds = make(size), []
         for _ in range(1 + 3):
-            port.post()
+            port.post_receives()
             agreed(group, device, [0.0])
             seconds.append(_started(port, device))
         points.append((float(others * size), max(_typical(group, device, seconds[1:]), alpha)))  # the first opens
@@ -125,10 +126,10 @@ def _line(make: Callable[[int], Port | Collective], group: Group, device: torch.
     return Line(alpha, min(betas), tuple(points[1:-1]), each=each)
 
 
-def _each(ports: list[Port | Collective], alpha: float, group: Group, device: torch.device) -> float:
+def _each(ports: list[PersistentMessage | Collective], alpha: float, group: Group, device: torch.device) -> float:
     """What one more stage of messages takes that is under way with others; a backend's collectives have their own
     ways (`cost.GLOO_COLLECTIVES`)."""
-    if not all(isinstance(port, Port) for port in ports):
+    if not all(isinstance(port, PersistentMessage) for port in ports):
         return 0.0
 
     def together(_: int) -> None:
@@ -138,14 +139,14 @@ def _each(ports: list[Port | Collective], alpha: float, group: Group, device: to
     seconds = []
     for _ in range(3):
         for port in ports:
-            port.post()
+            port.post_receives()
         agreed(group, device, [0.0])
         seconds.append(timed(together, 0, device, PAUSE))
     return min(alpha, max(0.0, _typical(group, device, seconds) - alpha) / (len(ports) - 1))
 
 
 def _latency(group: Group, device: torch.device) -> Latency:
-    carrier = Carrier(1024, torch.float32, device, group)
+    carrier = EntryExchanger(1024, torch.float32, device, group)
     entries = Entries(
         torch.arange(8, dtype=torch.int32, device=device) * 128, torch.ones(8, dtype=torch.float32, device=device)
     )
@@ -250,7 +251,7 @@ def timed(run: Callable[[int], object], size: int, device: torch.device, pause: 
     return time.perf_counter() - begin
 
 
-def _started(port: Port | Collective, device: torch.device, pause: float = 0.0) -> float:
+def _started(port: PersistentMessage | Collective, device: torch.device, pause: float = 0.0) -> float:
     return timed(lambda _: port.start().wait(), 0, device, pause)
 
 

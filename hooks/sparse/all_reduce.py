@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm.entry_exchange import Carrier, Entries, Room, bounds_of, fill, used
+from ..comm.entry_exchange import Entries, EntryExchanger, Room, bounds_of, fill, used
 from ..comm.group import Group
 from ..comm.pipeline import Stages, drive
 from ..comm.untraced import untraced
@@ -146,7 +146,7 @@ class Call:
         agreed_bytes: what it took to agree, received from other ranks.
     """
 
-    carrier: Carrier
+    carrier: EntryExchanger
     entries: Entries
     k: int
     bounds: list[int]
@@ -189,7 +189,7 @@ def prepare(
     scale = 1.0 / ranks.size if op == "mean" else 1.0
     agreed = (ranks.size - 1) * sides.nbytes
     room = _rooms.setdefault(process_group, {}).setdefault(here, Room(here))
-    carrier = Carrier(numel, travel, here, ranks, room, tuple(values.shape[1:]))
+    carrier = EntryExchanger(numel, travel, here, ranks, room, tuple(values.shape[1:]))
     return Call(carrier, entries, max(sides.counts), bounds, decision, scale, agreed)
 
 
@@ -206,7 +206,9 @@ def reduce(call: Call) -> Entries | Tensor:
     return result
 
 
-def total(carrier: Carrier, algorithm: str, entries: Entries, k: int, bounds: Sequence[int], scale: float) -> Stages:
+def total(
+    carrier: EntryExchanger, algorithm: str, entries: Entries, k: int, bounds: Sequence[int], scale: float
+) -> Stages:
     """Stages: the sum over the ranks times `scale`, as Entries, or by "dense" as float32 [numel, …].
 
     Args:

@@ -199,7 +199,7 @@ def compare(offer: Offer, group: Group) -> Sides:
     facts = torch.tensor([int(sound), int(known), len(indices), *offer.facts], device="cpu")
     # Words of 64 bits first, so that they lie at multiples of 8 bytes.
     row = torch.cat([x.view(torch.int32).to(offer.meets) for x in (facts, sketch, samples)])
-    rows = group.gathered(group.size, len(row), dtype=torch.int32, device=offer.meets)
+    rows = group.gather_output(group.size, len(row), dtype=torch.int32, device=offer.meets)
     with group.failing_together():
         group.all_gather(rows, row).wait()
     told, sketches, samples = rows.split([2 * len(facts), 2 * len(sketch), len(samples)], dim=1)
@@ -222,7 +222,9 @@ def _raise_problems(offer: Offer, group: Group) -> None:
     """Raise what is wrong on any rank, alike on all of them. A collective."""
     problem = offer.problem
     with group.failing_together():
-        told = group.objects(None if problem is None else [type(problem).__name__, str(problem)[:1000]], offer.meets)
+        told = group.all_gather_object(
+            None if problem is None else [type(problem).__name__, str(problem)[:1000]], offer.meets
+        )
     problems = [(f"rank {rank}: {one[1]}", one[0]) for rank, one in enumerate(told) if one is not None]
     kind = {"TypeError": TypeError, "ValueError": ValueError}.get(problems[0][1], RuntimeError)
     raise kind("sparse_all_reduce cannot go on: " + "; ".join(text for text, _ in problems)) from problem

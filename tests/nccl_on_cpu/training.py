@@ -16,9 +16,10 @@ from gradwire.hooks.auto.planner import Choice, Planner
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.comm.pipeline import Pipeline
 from gradwire.hooks.comm.topology import Topology
-from gradwire.hooks.core.grad_scaler import LossScale, Tracker
-from gradwire.hooks.core.reducer import Reducer, Unit
-from gradwire.hooks.core.session import Connection
+from gradwire.hooks.core.bucket import Bucket
+from gradwire.hooks.core.grad_scaler import LossScale, ScalerSync
+from gradwire.hooks.core.reducer import Reducer
+from gradwire.hooks.core.session import Session
 from gradwire.hooks.core.statistics import Statistics
 from torch import Tensor
 
@@ -72,7 +73,7 @@ class Outcome:
     scale: float | None
 
 
-class Meeting(Connection):
+class Meeting(Session):
     """A connection of ranks that have met."""
 
     def __init__(self, world: World, rank: int, device: torch.device, nodes: int) -> None:
@@ -122,11 +123,11 @@ def train(
     """
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=GROWTH_INTERVAL) if recipe.scaler else None
     memory = Memory(recipe.strategy, keep_previous=scaler is not None)
-    tracker, statistics = Tracker(LossScale(scaler), memory), Statistics()
-    connection = Meeting(world, rank, device, recipe.nodes)
+    tracker, statistics = ScalerSync(LossScale(scaler), memory), Statistics()
+    session = Meeting(world, rank, device, recipe.nodes)
     shapes = [shape for bucket in BUCKETS for shape in bucket.values()]
     numel = sum(torch.Size(shape).numel() for shape in shapes)
-    reducer = Reducer(connection, memory, tracker, statistics, recipe.seed, clean=False, numel=numel)
+    reducer = Reducer(session, memory, tracker, statistics, recipe.seed, clean=False, numel=numel)
     if alter is not None:
         alter(reducer, rank)
     choice = Choice(recipe.codec, recipe.exchange, recipe.feedback)
@@ -137,7 +138,7 @@ def train(
     ]
     buffers = [place(torch.zeros(_slots(bucket)[1], dtype=recipe.dtype)) for bucket in BUCKETS]
     applied = [place(torch.zeros(buffer.numel())) for buffer in buffers]
-    units: dict[int, Unit] = {}
+    units: dict[int, Bucket] = {}
     for number in range(recipe.steps):
         last = recipe.abandons and number == recipe.steps - 1
         with nullcontext() if recipe.reads else world.machine.never_waiting():
@@ -147,9 +148,9 @@ def train(
                 buffer, grad = buffers[i].clone() if last else buffers[i], data[number][i]
                 buffer.copy_(grad if scaler is None else scaler.scale(grad))  # backward
                 if i not in units:
-                    units[i] = Unit(i, [], _slots(bucket)[0], recipe.exclude & set(bucket), buffer, recipe.strategy)
+                    units[i] = Bucket(i, [], _slots(bucket)[0], recipe.exclude & set(bucket), buffer, recipe.strategy)
                 if i == 0:
-                    reducer.greet(step, units[0], 0, tracker.loss_scale.scaling())
+                    reducer.announce_step(step, units[0], 0, tracker.loss_scale.scaling())
                 step.names |= set(bucket)
                 futures.append(reducer.reduce(step, units[i], buffer))
             reducer.end(step)
@@ -159,7 +160,7 @@ def train(
             del buffer
             if last:
                 step.reduced.clear()
-        connection.pipeline.check()
+        session.pipeline.check()
     reducer.flush()
     kept = {vector: {name: read(x) for name, x in found.items()} for vector, found in memory.everything().items()}
     scale = None if scaler is None else float(scaler.get_scale())

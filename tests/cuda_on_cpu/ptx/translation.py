@@ -259,7 +259,7 @@ class _Writer:
         ctype = CTYPES[kind]
         at = f"&ptx_words<{ctype}, 1>({self.address(place, space, int(kind[1:]) // 8)})->at[0]"
         code = f"{ATOMICS[what]}({at}, {self.read(value, kind)})"
-        return self.write(*target, code, kind) if target else f"{code};"
+        return self.write(target[0], code, kind) if target else f"{code};"
 
     def _shuffle(self, form: re.Match[str], operands: Sequence[str]) -> str:
         target, value, argument, segment, mask = operands

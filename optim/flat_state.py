@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..hooks.core.reducer import Unit
+from ..hooks.core.bucket import Bucket
 from ..hooks.local_sgd.outer_sgd import layout_of
 
 
-class Bucket:
+class FlatState:
     """Some parameters of one group. Flat tensors hold their state, one after the other, and of each parameter it is a
     view of them: a step is a few passes over the bucket, whatever the number of parameters.
 
@@ -36,7 +36,7 @@ class Bucket:
         self.views = {name: self.parts(flat) for name, flat in self.flat.items()}
         self.exchanged = torch.zeros(numel, dtype=torch.float32, device=device)
         self.exchanged_views = self.parts(self.exchanged)
-        self.unit = Unit(index, list[Tensor](self.parameters), self._layout, frozenset(), self.exchanged)
+        self.bucket = Bucket(index, list[Tensor](self.parameters), self._layout, frozenset(), self.exchanged)
 
     def parts(self, flat: Tensor) -> list[Tensor]:
         """Each parameter's part of a flat tensor, in the parameter's shape."""

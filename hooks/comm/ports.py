@@ -1,0 +1,263 @@
+"""Messages in flight, and those whose memory serves time after time."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Work(Protocol):
+    """Something under way, as `dist.Work` is."""
+
+    def wait(self) -> Any: ...
+
+
+class Peers(Protocol):
+    """What messages need of a `Group`."""
+
+    rank: int
+    size: int
+    traffic: Traffic
+
+    @property
+    def is_channel(self) -> bool: ...
+
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
+
+    def with_peer_context(self, peer: int, call: Callable[..., Any], *arguments: Any) -> Any: ...
+
+    def receive(self, received: Sequence[Tensor]) -> list[tuple[int, dist.Work]]: ...
+
+    def send(self, received: Sequence[Tensor], sent: Sequence[Tensor], works: list[tuple[int, dist.Work]]) -> Work: ...
+
+    def pairwise(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Work: ...
+
+
+class Messages:
+    """Messages between this rank and the others: under way together, and waited for together.
+
+    Where all ranks send and receive at once, each link carries both ways at its full rate; Gloo's own all-to-all and
+    all-gather reach that on no more than every other call, and else take up to twice as long.
+    """
+
+    def __init__(self, works: Iterable[tuple[int, dist.Work]], group: Peers, timeout: timedelta | None) -> None:
+        self._works, self._group, self._timeout = deque(works), group, timeout
+
+    def wait(self) -> None:
+        """May be called again, also where a signal's handler has raised in between."""
+        while self._works:
+            peer, work = self._works[0]
+            if not work.is_completed():  # which says whether somebody has waited for it
+                self._group.with_peer_context(peer, work.wait, *(() if self._timeout is None else (self._timeout,)))
+            elif not work.is_success():
+                raise RuntimeError(f"a message with rank {self._group.ranks[peer]} has failed before")
+            self._works.popleft()
+
+
+class WaitAll:
+    """Several things under way, waited for as one."""
+
+    def __init__(self, works: Iterable[Work]) -> None:
+        self._works = list(works)
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+class Traffic:
+    """Messages that others still owe this rank on one set of connections, and the ports to announce once these have
+    arrived.
+
+    A rank may close its connections as soon as it has its own means, while its last messages are on their way. Whatever
+    another rank writes to it after that makes TCP reset the connection and drop them. Nobody waits for an announcement,
+    so the closing rank has not seen that it is still to come: it must not go out before everything has arrived.
+    """
+
+    def __init__(self) -> None:
+        #: Whether a step has begun and not ended.
+        self.unfinished = False
+        #: Held where a port's announcements change: the thread that announces need not be the one that uses the port.
+        self.lock = threading.RLock()
+        self._open: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._due: weakref.WeakSet[PersistentMessage] = weakref.WeakSet()
+
+    def begin(self, owner: Any) -> None:
+        """From now on messages of a step are in flight, until its owner says `end`, or is collected."""
+        with self.lock:
+            self._open.add(owner)
+            self.unfinished = True
+
+    def end(self, owner: Any) -> None:
+        """All messages of the owner's step have arrived."""
+        with self.lock:
+            self._open.discard(owner)
+            self.unfinished = bool(self._open)
+            self._announce()
+
+    def post_receives(self, port: PersistentMessage) -> None:
+        """Announce the port's next messages, now or when everything in flight has arrived."""
+        with self.lock:
+            self._due.add(port)
+            self._announce()
+
+    def _announce(self) -> None:
+        if not self._open:
+            while self._due:
+                self._due.pop().announce()
+
+
+class PersistentMessage:
+    """Messages between all ranks whose sizes never change, time after time: one stage of an exchange.
+
+    Gloo sends a message once its receiver has posted the receive. `post_receives` does so ahead, so that the message
+    takes one latency and not two: twice ahead, because a receive posted at the end of a step that is shorter than a
+    latency comes too late for the next step.
+
+    Args:
+        group: a channel, or else messages are received only when they are sent.
+        received, sent: of each rank and for each rank; what is empty goes nowhere. What arrives is there once it has
+            been waited for.
+        ahead: how many receives to post ahead. With one, messages arrive in `received` itself, between `post_receives`
+            and the end of waiting; else in memory of their own.
+    """
+
+    def __init__(self, group: Peers, received: Sequence[Tensor], sent: Sequence[Tensor], ahead: int = 2) -> None:
+        self._group, self._received, self._sent = group, received, sent
+        apart = ahead > 1 and group.is_channel
+        self._free: list[Sequence[Tensor]]
+        self._free = [[torch.empty_like(part) for part in received] if apart else received for _ in range(ahead)]
+        self._posted: deque[tuple[Sequence[Tensor], list[tuple[int, dist.Work]]]] = deque()
+
+    def post_receives(self) -> None:
+        """Announce the next messages, once nothing is in flight on these connections. With one ahead, nothing may read
+        what the last ones brought any more."""
+        if self._group.is_channel:
+            self._group.traffic.post_receives(self)
+
+    def announce(self) -> None:
+        """Announce the next messages now; `Traffic` calls it."""
+        with contextlib.suppress(RuntimeError):  # a rank that has gone, maybe as all is done; `start` would say so
+            while self._free:
+                self._post()
+
+    def _post(self) -> None:
+        self._posted.append((self._free[-1], self._group.receive(self._free[-1])))
+        self._free.pop()
+
+    def start(self) -> Work:
+        """Send; the messages of the other ranks, of as many starts, arrive meanwhile. Wait for them before the next."""
+        if not self._group.is_channel:
+            return self._group.pairwise(self._received, self._sent)
+        with self._group.traffic.lock:
+            if not self._posted:
+                self._post()
+            place, works = self._posted.popleft()
+        return _Arriving(self, place, self._group.send(self._own_place(place), self._sent, works))
+
+    def _own_place(self, place: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Where this rank's message to itself goes, if the others' arrive at a place."""
+        return self._received
+
+    def arrived(self, place: Sequence[Tensor]) -> None:
+        """Messages have arrived at a place, and are moved to where they are wanted."""
+        if place is not self._received:
+            for source, (part, target) in enumerate(zip(place, self._received, strict=True)):
+                if source != self._group.rank:
+                    target.copy_(part)
+        with self._group.traffic.lock:
+            if not any(free is place for free in self._free):
+                self._free.append(place)
+
+
+class VariableMessage(PersistentMessage):
+    """A `PersistentMessage` whose length only the sender knows, with room for the longest. What arrives stays in place
+    until the next messages have been waited for and `post_receives` is called.
+
+    Args:
+        group: as of a port.
+        longest: bytes.
+    """
+
+    def __init__(self, group: Peers, longest: int, ahead: int = 2) -> None:
+        # What no message reaches of it is never touched, and so takes no memory.
+        room: Any = torch.empty(group.size, longest, dtype=torch.uint8, device="cpu")
+        super().__init__(group, room, room, ahead)
+        places: list[Any] = [room if free is room else torch.empty_like(room) for free in self._free]
+        self._free = places
+
+    @property
+    def received(self) -> Tensor:
+        """What the ranks have sent, this one too, a row each, with anything behind it."""
+        received: Any = self._received
+        return received
+
+    def send(self, letters: Sequence[Tensor]) -> Work:
+        """Start: letter r goes to rank r. They must be left alone until that has been waited for."""
+        self._sent = letters
+        return self.start()
+
+    def _own_place(self, place: Sequence[Tensor]) -> Sequence[Tensor]:
+        return place
+
+    def arrived(self, place: Sequence[Tensor]) -> None:
+        with self._group.traffic.lock:
+            if place is not self._received:
+                if not any(free is self._received for free in self._free):
+                    self._free.append(self._received)
+                self._received = place
+
+
+class _Arriving:
+    """Messages that a port receives."""
+
+    def __init__(self, port: PersistentMessage, place: Sequence[Tensor], messages: Work) -> None:
+        self._port, self._messages = port, messages
+        self._place: Sequence[Tensor] | None = place
+
+    def wait(self) -> None:
+        self._messages.wait()
+        if self._place is not None:
+            self._port.arrived(self._place)
+            self._place = None
+
+
+class Collective:
+    """What a `PersistentMessage` is, of a collective that needs no announcing."""
+
+    def __init__(self, start: Callable[[], Work]) -> None:
+        self.start = start
+
+    def post_receives(self) -> None:
+        """Nothing."""
+
+
+class PaddedGather:
+    """An all-gather of rows of which only the beginnings count.
+
+    Args:
+        work: it, of `row`, into `rows`.
+        parts: where the beginnings are wanted.
+    """
+
+    def __init__(self, work: Work, row: Tensor, rows: Tensor, parts: Sequence[Tensor]) -> None:
+        self._work, self._row, self._rows, self._parts = work, row, rows, parts
+
+    def wait(self) -> None:
+        """The current stream waits, and copies what counts to where it is wanted."""
+        self._work.wait()
+        # That may be another stream than the one that they were made on, which would use their memory again too early.
+        for memory in (self._row, self._rows):
+            memory.record_stream(torch.cuda.current_stream(memory.device))
+        used = [(part, row) for part, row in zip(self._parts, self._rows, strict=True) if part.numel()]
+        torch._foreach_copy_([part for part, _ in used], [row[: part.numel()] for part, row in used])
