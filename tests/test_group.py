@@ -76,7 +76,7 @@ def connected_at_last(rank: int, failing: int) -> tuple[int, list[int]]:
             raise RuntimeError("Gloo connectFullMesh failed: connection closed by peer")
         return made
 
-    with patch.object(meeting, "_connected", connect):
+    with patch.object(rendezvous, "_connected", connect):
         group = Group.of_ranks(list(range(dist.get_world_size())))
     rows = torch.zeros(group.size, 1, dtype=torch.int64)
     group.all_gather(rows, torch.tensor([rank])).wait()
