@@ -27,11 +27,22 @@ from .compress import (
     Tracking,
     schedules,
 )
-from .hooks import CompressState, LocalUpdates, compress_fsdp, compress_hook, recommend, sparse_all_reduce
+from .hooks import (
+    Aggregate,
+    CompressState,
+    LocalUpdates,
+    OuterSGD,
+    Rounds,
+    compress_fsdp,
+    compress_hook,
+    recommend,
+    sparse_all_reduce,
+)
 
 __all__ = [
     "CODECS",
     "QSGD",
+    "Aggregate",
     "Cast",
     "ChunkedTopK",
     "Codec",
@@ -40,10 +51,12 @@ __all__ = [
     "LocalUpdates",
     "Momentum",
     "OneBit",
+    "OuterSGD",
     "Outliers",
     "PowerSGD",
     "RandomK",
     "Residual",
+    "Rounds",
     "TernGrad",
     "Ternary",
     "Threshold",

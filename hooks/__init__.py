@@ -4,13 +4,19 @@ from .core.optimizer_checks import Recommendation, recommend
 from .core.statistics import Statistics
 from .ddp.hook import CompressState, compress_hook
 from .fsdp import compress_fsdp
+from .local_sgd.options import Aggregate
+from .local_sgd.outer_sgd import OuterSGD
+from .local_sgd.schedule import Rounds
 from .local_sgd.updates import LocalUpdates
 from .sparse.all_reduce import sparse_all_reduce
 
 __all__ = [
+    "Aggregate",
     "CompressState",
     "LocalUpdates",
+    "OuterSGD",
     "Recommendation",
+    "Rounds",
     "Statistics",
     "compress_fsdp",
     "compress_hook",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire import QSGD, ChunkedTopK, Codec, Identity, LocalUpdates, OneBit, Residual, TopK, Tracking
+from gradwire import QSGD, Aggregate, ChunkedTopK, Codec, Identity, LocalUpdates, OneBit, Residual, TopK, Tracking
 from gradwire.compress import aggregation
 from gradwire.compress.aggregation import Aggregation
 from gradwire.hooks.exchanges import possible
@@ -39,8 +39,8 @@ def sparse_loco(rank: int, codec: Codec, mean: Any, clip: Any) -> Any:
     """How far rounds are from what they should be, and from the plain mean, relative to the latter; and a digest."""
     model, learning_rate = perceptron(20, 24), 0.01 * 3.0**rank  # so that norms differ
     optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
-    options: dict[str, Any] = {"exchange": "gather", "error_feedback": Residual(decay=0.95), "exclude": ["0.bias"]}
-    updates = LocalUpdates(model, optimizer, codec, every=3, mean=mean, clip=clip, **options)
+    options: dict[str, Any] = {"error_feedback": Residual(decay=0.95), "exclude": ["0.bias"]}
+    updates = LocalUpdates(model, optimizer, codec, every=3, exchange=Aggregate(mean, clip), **options)
     named = {name: p for name, p in model.named_parameters() if name != "0.bias"}
     excluded = model.get_parameter("0.bias")
     size = sum(p.numel() for p in named.values())
@@ -183,7 +183,7 @@ def test_a_norm_that_cannot_be_clips_nothing(norm: float) -> None:
 def one_is_not_finite(rank: int, mean: Any, clip: Any) -> Any:
     model = perceptron(20, 24)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    updates = LocalUpdates(model, optimizer, ChunkedTopK(), every=1, mean=mean, clip=clip)
+    updates = LocalUpdates(model, optimizer, ChunkedTopK(), every=1, exchange=Aggregate(mean, clip))
     before = digest(updates.state_dict()["global"].values())
     with torch.no_grad():
         next(model.parameters()).flatten()[3] = float("nan") if rank == 1 else 1.0
@@ -209,14 +209,11 @@ def refused(rank: int, options: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"mean": "sender"}, "mean='sender': expected one of 'ranks', 'senders'"),
-        ({"clip": "mean"}, "clip='mean': expected one of None, 'median'"),
-        (
-            {"mean": "senders", "exchange": "union"},
-            "exchange='union' hands out nothing but the ranks' mean: use 'gather'",
-        ),
-        ({"clip": "median", "exchange": "two_pass", "codec": OneBit()}, "exchange='two_pass' hands out nothing but"),
-        ({"mean": "senders", "error_feedback": Tracking()}, "use Residual()"),
+        ({"exchange": Aggregate(mean=cast(Any, "sender"))}, "mean='sender': expected one of 'ranks', 'senders'"),
+        ({"exchange": Aggregate(clip=cast(Any, "mean"))}, "clip='mean': expected one of None, 'median'"),
+        ({"mean": "senders", "exchange": "union"}, "exchange='union' hands out the ranks' mean alone"),
+        ({"clip": "median", "exchange": "two_pass"}, "exchange='two_pass' hands out the ranks' mean alone"),
+        ({"exchange": Aggregate("senders"), "error_feedback": Tracking()}, "use Residual()"),
     ],
     ids=str,
 )

@@ -41,7 +41,7 @@ from ranks import RankError
 from strategies import GPU
 from test_cuda_hooks import gradients_of
 from torch import Tensor
-from training import Ledger, batch, digest, perceptron, train, wrap
+from training import Ledger, batch, digest, in_groups, perceptron, train, wrap
 
 #: Where there is no GPU, a few rehearse the rest.
 pytestmark = [pytest.mark.cuda] if GPU else []
@@ -263,7 +263,7 @@ def stepped_alone(rank: int, options: dict[str, Any]) -> Any:
     model = perceptron(32, 64, 2).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     updates = LocalUpdates(
-        model, optimizer, ChunkedTopK(k=64, chunk=1024, values=2), every=3, exchange="gather", **options
+        model, optimizer, ChunkedTopK(k=64, chunk=1024, values=2), every=3, exchange="gather", **in_groups(options)
     )
     for step in range(7):
         model(batch(rank, step, model)).square().mean().backward()
@@ -277,7 +277,10 @@ def stepped_alone(rank: int, options: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize(
     "options",
-    [pytest.param(o, marks=SLOW) for o in ({}, {"outer_lr": 0.7, "outer_momentum": 0.9}, {"delay": 1, "carry": True})],
+    [
+        pytest.param(o, marks=SLOW)
+        for o in ({}, {"outer_lr": 0.7, "outer_momentum": 0.9}, {"delay": 1, "keep_local": True})
+    ],
     ids=str,
 )
 def test_local_updates(shared: Shared, options: dict[str, Any]) -> None:

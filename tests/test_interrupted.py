@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fsdp_drawn import mesh_of
-from gradwire import Identity, LocalUpdates, TopK, compress_fsdp
+from gradwire import Identity, LocalUpdates, Rounds, TopK, compress_fsdp
 from gradwire.hooks.comm.pipeline import Pipeline
 from gradwire.hooks.core import reducer
 from gradwire.hooks.core.dense_path import DensePath, Sum
@@ -161,8 +161,8 @@ def by_itself(rank: int, way: str, raised: BaseException | None) -> list[str]:
         step, optimizer = made.step, made
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        how: dict[str, Any] = {"delay": 1, "carry": True} if way == "delay" else {}
-        made = LocalUpdates(model, optimizer, TopK(0.1), every=2, fragments=2 if way == "fragments" else 1, **how)
+        rounds = {"delay": Rounds(delay=1, keep_local=True), "fragments": Rounds(fragments=2)}.get(way, Rounds())
+        made = LocalUpdates(model, optimizer, TopK(0.1), every=2, rounds=rounds)
         step = made.step
     for number in range(6):
         optimizer.zero_grad()

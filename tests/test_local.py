@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from gradwire import (
     QSGD,
+    Aggregate,
     Cast,
     ChunkedTopK,
     Codec,
@@ -19,9 +20,11 @@ from gradwire import (
     LocalUpdates,
     Momentum,
     OneBit,
+    OuterSGD,
     Outliers,
     PowerSGD,
     Residual,
+    Rounds,
     Ternary,
     TernGrad,
     TopK,
@@ -30,6 +33,7 @@ from gradwire import (
 from gradwire.compress.feedback.base import Kept
 from gradwire.hooks.exchanges import possible
 from gradwire.hooks.local_sgd import outer_sgd as outer
+from gradwire.hooks.local_sgd.options import modern
 from gradwire.hooks.local_sgd.outer_sgd import fragments_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,7 +41,7 @@ from ranks import Pool
 from rounded import counted as rounding
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from training import batch, digest, perceptron, residuals_of
+from training import batch, digest, in_groups, perceptron, residuals_of
 
 Ranks = Callable[[int], Pool]
 
@@ -132,7 +136,7 @@ def rounds_with_a_ledger(rank: int, codec: Codec, exchange: Any, forget: bool = 
     model, optimizer = parts_and_groups()
     options: dict[str, Any] = {"exchange": exchange, "exclude": ["norm.*"], "bucket_cap_mb": 0.004}
     options["error_feedback"] = feedback
-    updates = LocalUpdates(model, optimizer, codec, every=3, **options)
+    updates = LocalUpdates(model, optimizer, codec, every=3, **in_groups(options))
     ledger, same = Ledger(model, updates), []
     for step in train(rank, model, optimizer, range(11 + (rank == 1))):
         if step % 3 == 2 and step < 9:
@@ -225,13 +229,20 @@ def diloco(rank: int, options: dict[str, Any], nesterov: bool) -> Any:
     lr, momentum = options.get("outer_lr", 1.0), options.get("outer_momentum", 0.0)
     models = [perceptron(20, 24), perceptron(20, 24)]
     inner = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
-    updates = LocalUpdates(models[0], inner[0], Identity(), every=4, exchange="gather", nesterov=nesterov, **options)
+    updates = LocalUpdates(
+        models[0],
+        inner[0],
+        Identity(),
+        every=4,
+        exchange="gather",
+        **in_groups({**options, "outer_nesterov": nesterov}),
+    )
     theta0 = [p.detach().clone().requires_grad_() for p in models[1].parameters()]
     outer = torch.optim.SGD(theta0, lr=lr, momentum=momentum, nesterov=nesterov and momentum > 0)
     walks = zip(*(train(rank, *both, range(12)) for both in zip(models, inner, strict=True)), strict=True)
     for step, _ in walks:
         updates.step()
-        if step < options.get("after", 0) or (step - options.get("after", 0)) % 4 == 3:
+        if step < options.get("sync_until", 0) or (step - options.get("sync_until", 0)) % 4 == 3:
             for shared, p in zip(theta0, models[1].parameters(), strict=True):
                 shared.grad = rank_mean(all_ranks(shared.detach() - p.detach()))
             outer.step()
@@ -246,8 +257,8 @@ def diloco(rank: int, options: dict[str, Any], nesterov: bool) -> Any:
     ("options", "nesterov"),
     [
         ({"outer_lr": 0.7, "outer_momentum": 0.9}, True),
-        ({"outer_lr": 0.7, "outer_momentum": 0.9, "device": "cpu", "bucket_cap_mb": 0.002}, False),
-        ({"outer_lr": 0.5, "after": 4}, True),
+        ({"outer_lr": 0.7, "outer_momentum": 0.9, "outer_device": "cpu", "bucket_cap_mb": 0.002}, False),
+        ({"outer_lr": 0.5, "sync_until": 4}, True),
         ({}, True),
     ],
     ids=str,
@@ -276,7 +287,7 @@ def overlapping(rank: int) -> list[bool]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(outer.GlobalParameters, "difference", difference)
         patch.setattr(Kept, "encode", encoding)
-        updates = LocalUpdates(*plain(), OneBit(), every=1, bucket_cap_mb=1e-6)
+        updates = LocalUpdates(*plain(), OneBit(), every=1, rounds=Rounds(bucket_cap_mb=1e-6))
         updates.step()
         updates.close()
     return seen
@@ -346,10 +357,10 @@ def streaming(rank: int, fragments: int, delay: int, blend: float, carry: bool) 
         "outer_momentum": 0.9,
         "fragments": fragments,
         "delay": delay,
-        "blend": blend,
-        "carry": carry,
+        "mixing": blend,
+        "keep_local": carry,
     }
-    updates = LocalUpdates(models[0], inner[0], Identity(), every=6, exchange="gather", **options)
+    updates = LocalUpdates(models[0], inner[0], Identity(), every=6, exchange="gather", **in_groups(options))
     names = dict(models[1].named_parameters())
     parts = [list(units[0]) for units in fragments_of(names, fragments, 25)]
     theta0 = {name: p.detach().clone() for name, p in names.items()}
@@ -386,7 +397,7 @@ def streaming(rank: int, fragments: int, delay: int, blend: float, carry: bool) 
 
 
 @pytest.mark.parametrize(
-    ("fragments", "delay", "blend", "carry"),
+    ("fragments", "delay", "mixing", "keep_local"),
     [
         (3, 0, 0.0, False),
         (3, 1, 0.0, False),
@@ -404,7 +415,7 @@ def test_streaming_diloco(ranks: Ranks, fragments: int, delay: int, blend: float
 
 
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
-@pytest.mark.parametrize(("blend", "carry"), [(0.0, False), (0.3, False), (0.0, True)])
+@pytest.mark.parametrize(("mixing", "keep_local"), [(0.0, False), (0.3, False), (0.0, True)])
 @pytest.mark.parametrize("lr", [0.7, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_outer_step_is_the_same_by_pieces_and_at_once(
@@ -425,7 +436,7 @@ def test_the_outer_step_is_the_same_by_pieces_and_at_once(
         with torch.no_grad():
             for p in model.parameters():
                 p.copy_(torch.randn(p.shape, generator=generator))
-        how = frozenset[str](), Residual(), torch.device("cpu"), outer.OuterSGD(lr, momentum, nesterov)
+        how = frozenset[str](), Residual(), OuterSGD(lr, momentum, nesterov, "cpu")
         shared = outer.GlobalParameters(0, dict(model.named_parameters()), *how)
         assert shared.piecewise
         shared.piecewise = piecewise
@@ -443,7 +454,7 @@ def carried(rank: int, codec: Codec, exchange: Any, options: dict[str, Any], ste
     """How far off the law is that all of every local step is in the global parameters or in a residual: relative to
     all that was trained, and to the parameters, of which every step rounds the sum."""
     model, optimizer = parts_and_groups()
-    updates = LocalUpdates(model, optimizer, codec, exchange=exchange, exclude=["norm.*"], **options)
+    updates = LocalUpdates(model, optimizer, codec, exchange=exchange, exclude=["norm.*"], **in_groups(options))
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     start, trained = globals_of(updates), {name: torch.zeros(p.shape).double() for name, p in parameters.items()}
     before = {name: p.detach().clone() for name, p in parameters.items()}
@@ -470,7 +481,7 @@ def carried(rank: int, codec: Codec, exchange: Any, options: dict[str, Any], ste
     ("codec", "exchange", "size", "options"),
     [
         (ChunkedTopK(k=16, chunk=256), "gather", 3, {"every": 3, "delay": 2}),
-        (Ternary(), "two_pass", 3, {"every": 4, "delay": 1, "after": 3, "bucket_cap_mb": 0.004}),
+        (Ternary(), "two_pass", 3, {"every": 4, "delay": 1, "sync_until": 3, "bucket_cap_mb": 0.004}),
         (TopK(0.05), "split", 2, {"every": 6, "delay": 1, "fragments": 3}),
         (PowerSGD(rank=1), "factors", 2, {"every": 5, "delay": 4}),
     ],
@@ -479,7 +490,7 @@ def carried(rank: int, codec: Codec, exchange: Any, options: dict[str, Any], ste
 def test_what_is_trained_during_the_delay_is_carried_on(
     ranks: Ranks, codec: Codec, exchange: str, size: int, options: dict[str, Any]
 ) -> None:
-    same, errors, _ = zip(*ranks(size).run(carried, codec, exchange, options | {"carry": True}), strict=True)
+    same, errors, _ = zip(*ranks(size).run(carried, codec, exchange, options | {"keep_local": True}), strict=True)
     assert len(set(same)) == 1
     assert max(errors) < 2e-6
     _, errors, _ = zip(*ranks(size).run(carried, codec, exchange, options), strict=True)
@@ -494,9 +505,9 @@ def schedules(draw: st.DrawFn) -> dict[str, Any]:
         "every": fragments * interval,
         "fragments": fragments,
         "delay": draw(st.integers(1, interval - 1)),
-        "after": draw(st.integers(0, 3)),
+        "sync_until": draw(st.integers(0, 3)),
         "bucket_cap_mb": draw(st.sampled_from([0.002, 0.004, 25.0])),
-        "carry": True,
+        "keep_local": True,
     }
 
 
@@ -550,7 +561,7 @@ def one_is_not_finite(rank: int, codec: Codec, exchange: Any, bad: float, strate
     model, optimizer = plain()
     outer = 0.0 if isinstance(strategy, Momentum | Tracking) else 0.5  # which have one already
     updates = LocalUpdates(
-        model, optimizer, codec, every=2, exchange=exchange, error_feedback=strategy, outer_momentum=outer
+        model, optimizer, codec, every=2, exchange=exchange, error_feedback=strategy, outer=OuterSGD(momentum=outer)
     )
     for _ in train(rank, model, optimizer, range(2)):
         updates.step()
@@ -613,7 +624,7 @@ def test_what_is_not_finite_on_one_rank_is_refused_on_all(
 def not_finite_and_uneven(rank: int) -> str:
     """What is sent after the third step is applied in rank 0's fifth, and in rank 1's synchronise()."""
     model, optimizer = plain()
-    updates = LocalUpdates(model, optimizer, OneBit(), every=3, delay=2)
+    updates = LocalUpdates(model, optimizer, OneBit(), every=3, rounds=Rounds(delay=2))
     message = ""
     try:
         for step in train(rank, model, optimizer, range(5 - rank)):
@@ -649,14 +660,14 @@ def resumed(rank: int, codec: Codec, exchange: Any, options: dict[str, Any], sav
     ends = []
     for save in (False, True):
         model, optimizer = plain()
-        updates = LocalUpdates(model, optimizer, codec, exchange=exchange, **options)
+        updates = LocalUpdates(model, optimizer, codec, exchange=exchange, **in_groups(options))
         for _ in train(rank, model, optimizer, range(save_at)):
             updates.step()
         saved = through_a_file([model.state_dict(), updates.state_dict()])  # also folds what owners of slices keep
         if save:
             updates.close()
             model, optimizer = plain()
-            updates = LocalUpdates(model, optimizer, codec, exchange=exchange, **options)
+            updates = LocalUpdates(model, optimizer, codec, exchange=exchange, **in_groups(options))
             model.load_state_dict(saved[0])
             updates.load_state_dict(saved[1])
         for _ in train(rank, model, optimizer, range(save_at, 13)):
@@ -674,9 +685,9 @@ def resumed(rank: int, codec: Codec, exchange: Any, options: dict[str, Any], sav
         (TopK(0.1), "split", {"every": 3, "outer_momentum": 0.5, "bucket_cap_mb": 0.002}, 5),
         (QSGD(bits=4), "gather", STREAMING, 6),
         (PowerSGD(rank=1), "gather", {"every": 3}, 5),
-        (TopK(0.1), "gather", STREAMING | {"blend": 0.5}, 7),
-        (TopK(0.1), "gather", STREAMING | {"carry": True, "error_feedback": Residual(dtype=torch.bfloat16)}, 7),
-        (OneBit(), "two_pass", {"every": 5, "delay": 3, "carry": True, "bucket_cap_mb": 0.002}, 6),
+        (TopK(0.1), "gather", STREAMING | {"mixing": 0.5}, 7),
+        (TopK(0.1), "gather", STREAMING | {"keep_local": True, "error_feedback": Residual(dtype=torch.bfloat16)}, 7),
+        (OneBit(), "two_pass", {"every": 5, "delay": 3, "keep_local": True, "bucket_cap_mb": 0.002}, 6),
         (Ternary(), "gather", {"every": 2, "error_feedback": Tracking()}, 5),
         (TopK(0.1), "union", {"every": 2, "error_feedback": Momentum(nesterov=True)}, 5),
         (OneBit(), "gather", {"every": 2, "error_feedback": Residual(dtype=torch.bfloat16)}, 5),
@@ -720,10 +731,10 @@ def test_resuming_by_factors_loses_nothing_though_they_are_drawn_anew(ranks: Ran
 def under_another_schedule(rank: int, carry: bool) -> list[Tensor]:
     """The global parameters after a checkpoint with means under way has gone on under several schedules."""
     ends, saved = [], None
-    for schedule in ({"every": 4, "delay": 3}, {"every": 2, "delay": 1}, {"every": 2}, {"every": 4, "after": 9}):
+    for schedule in ({"every": 4, "delay": 3}, {"every": 2, "delay": 1}, {"every": 2}, {"every": 4, "sync_until": 9}):
         model, optimizer = plain()
-        more: dict[str, Any] = {"carry": carry and "delay" in schedule} | schedule
-        updates = LocalUpdates(model, optimizer, Identity(), **more)
+        more: dict[str, Any] = {"keep_local": carry and "delay" in schedule} | schedule
+        updates = LocalUpdates(model, optimizer, Identity(), **in_groups(more))
         if saved is None:
             for _ in train(rank, model, optimizer, range(5)):
                 updates.step()
@@ -738,7 +749,7 @@ def under_another_schedule(rank: int, carry: bool) -> list[Tensor]:
     return ends
 
 
-@pytest.mark.parametrize("carry", [False, True])
+@pytest.mark.parametrize("keep_local", [False, True])
 def test_what_is_under_way_in_a_checkpoint_arrives_under_any_schedule(ranks: Ranks, carry: bool) -> None:
     for same, *others in ranks(2).run(under_another_schedule, carry):
         for other in others:
@@ -747,7 +758,7 @@ def test_what_is_under_way_in_a_checkpoint_arrives_under_any_schedule(ranks: Ran
 
 def save_consolidated(rank: int) -> Any:
     model, optimizer = plain()
-    updates = LocalUpdates(model, optimizer, TopK(0.05), **STREAMING)
+    updates = LocalUpdates(model, optimizer, TopK(0.05), **in_groups(STREAMING))
     for _ in train(rank, model, optimizer, range(6)):  # one fragment is under way
         updates.step()
     saved = updates.consolidated_state_dict()
@@ -775,7 +786,9 @@ def _tensors(tree: Any) -> Any:
 
 def load_consolidated(rank: int, weights: Any, saved: Any) -> Any:
     model, optimizer = plain(0.5)
-    updates = LocalUpdates(model, optimizer, TopK(0.05), **STREAMING | {"outer_lr": 1.0, "outer_momentum": 0.0})
+    updates = LocalUpdates(
+        model, optimizer, TopK(0.05), **in_groups(STREAMING | {"outer_lr": 1.0, "outer_momentum": 0.0})
+    )
     model.load_state_dict({name: torch.tensor(x) for name, x in weights.items()})
     updates.load_state_dict(_tensors(saved))
     ledger = Ledger(model, updates)
@@ -798,7 +811,7 @@ def test_a_consolidated_checkpoint_loads_on_another_number_of_ranks_and_nothing_
 
 def wrong_checkpoints(rank: int) -> list[str]:
     model, optimizer = plain()
-    updates = LocalUpdates(model, optimizer, TopK(0.05), every=2, outer_momentum=0.9)
+    updates = LocalUpdates(model, optimizer, TopK(0.05), every=2, outer=OuterSGD(momentum=0.9))
     good = updates.state_dict()
     before = digest(leaves(good["global"]))
     first = next(iter(good["global"]))
@@ -856,7 +869,7 @@ def refused(rank: int, options: dict[str, Any], culprit: int | None) -> str:
         model.register_buffer("adjacent", BUFFERS[mine.get("buffer", "sound")]())
     rest = {key: value for key, value in mine.items() if key not in ("model", "optimizer", "parameters", "buffer")}
     with pytest.raises((ValueError, TypeError)) as raised:
-        LocalUpdates(model, optimizer, rest.pop("codec", TopK(0.1)), **{"every": 4, **rest})
+        LocalUpdates(model, optimizer, rest.pop("codec", TopK(0.1)), **in_groups({"every": 4, **rest}))
     return str(raised.value)
 
 
@@ -865,16 +878,16 @@ def refused(rank: int, options: dict[str, Any], culprit: int | None) -> str:
     [
         ({"every": 0}, "every=0: expected a whole number of 1 or more"),
         ({"every": 2.5}, "every=2.5"),
-        ({"after": -1}, "after=-1: expected a whole number of 0 or more"),
+        ({"sync_until": -1}, "sync_until=-1: expected a whole number of 0 or more"),
         ({"fragments": 3}, "every=4 is no multiple of fragments=3"),
         ({"every": 12, "fragments": 12}, "fragments=12 of 6 trainable parameters"),
         ({"fragments": 2, "delay": 2}, "fewer than every / fragments = 2"),
-        ({"carry": 1}, "carry=1: expected True or False"),
-        ({"carry": True}, "carry=True with delay=0"),
-        ({"carry": True, "delay": 1, "blend": 0.5}, "leaves nothing to blend"),
-        ({"blend": 1.0}, "blend=1.0: expected a number in [0, 1)"),
-        ({"outer_lr": 0}, "outer_lr=0: expected a number above 0"),
-        ({"outer_momentum": 1.0}, "outer_momentum=1.0: expected a number in [0, 1)"),
+        ({"keep_local": 1}, "keep_local=1: expected True or False"),
+        ({"keep_local": True}, "keep_local=True with delay=0"),
+        ({"keep_local": True, "delay": 1, "mixing": 0.5}, "leaves nothing to mix"),
+        ({"mixing": 1.0}, "mixing=1.0: expected a number in [0, 1)"),
+        ({"outer_lr": 0}, "OuterSGD(lr=0): expected a number above 0"),
+        ({"outer_momentum": 1.0}, "OuterSGD(momentum=1.0): expected a number in [0, 1)"),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb=0: expected a number of MiB above 0"),
         ({"exchange": "hierarchical"}, "exchange='hierarchical': expected one of 'auto'"),
         ({"codec": OneBit(), "exchange": "union"}, "needs indices on the wire"),
@@ -898,7 +911,7 @@ def test_wrong_use_is_refused(ranks: Ranks, options: dict[str, Any], text: str) 
     ("options", "text"),
     [
         ({"every": 0}, "rank 1: ValueError: every=0"),
-        ({"outer_lr": 0.7}, "ranks disagree on outer optimizer: rank 0 has Outer(lr=1.0"),
+        ({"outer_lr": 0.7}, "ranks disagree on outer optimizer: rank 0 has OuterSGD(lr=1.0"),
         ({"every": 8}, "ranks disagree on schedule: rank 0 has Schedule(every=4"),
         ({"parameters": "other"}, "ranks disagree on what the model holds"),
         ({"codec": OneBit()}, "ranks disagree on codec"),
@@ -982,3 +995,19 @@ def test_fragments_are_of_about_equal_size(fragments: int) -> None:
     counts = [sum(p.numel() for unit in fragment for p in unit.values()) for fragment in found]
     assert min(counts) > 0
     assert max(counts) <= sum(sizes) / fragments + max(sizes)
+
+
+def test_arguments_of_former_versions_mean_the_same_for_a_release() -> None:
+    now = {"rounds": Rounds(), "outer": OuterSGD(), "exchange": "auto"}
+    then = {"after": 3, "fragments": 2, "delay": 1, "blend": 0.5, "carry": True, "bucket_cap_mb": 1.0}
+    outer = {"outer_lr": 0.7, "outer_momentum": 0.9, "nesterov": False, "device": "cpu"}
+    with pytest.warns(DeprecationWarning, match=r"LocalUpdates\(\w+=…\) becomes \w+=\w+\(\w+=…\)") as warned:
+        found = modern({**then, **outer, "mean": "senders", "clip": "median"}, **now)
+    assert len(warned) == 12
+    assert found == {
+        "rounds": Rounds(2, 1, 0.5, True, 3, 1.0),
+        "outer": OuterSGD(0.7, 0.9, False, "cpu"),
+        "exchange": Aggregate("senders", "median"),
+    }
+    with pytest.raises(TypeError, match="unexpected keyword argument 'afterwards'"):
+        modern({"afterwards": 3}, **now)

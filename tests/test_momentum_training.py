@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from gradwire import Codec, Identity, LocalUpdates, Momentum, OneBit, Residual, TopK, Tracking
+from gradwire import Codec, Identity, LocalUpdates, Momentum, OneBit, OuterSGD, Residual, TopK, Tracking
 from gradwire.compress.feedback.base import RESIDUAL
 from gradwire.compress.feedback.momentum import MOMENTUM
 from ranks import Pool
@@ -264,8 +264,8 @@ def refused_outside(rank: int) -> list[str]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)  # of the local steps, which is another one
     found = []
     for strategy in (Momentum(), Tracking()):
-        with pytest.raises(ValueError, match=r"outer_momentum=0\.9") as refused:
-            LocalUpdates(model, optimizer, TopK(0.1), every=2, outer_momentum=0.9, error_feedback=strategy)
+        with pytest.raises(ValueError, match=r"OuterSGD\(momentum=0\.9") as refused:
+            LocalUpdates(model, optimizer, TopK(0.1), every=2, outer=OuterSGD(momentum=0.9), error_feedback=strategy)
         found.append(str(refused.value))
         LocalUpdates(model, optimizer, TopK(0.1), every=2, error_feedback=strategy).close()
     return found

@@ -10,7 +10,7 @@ import gradwire.hooks.horovod as hvd
 import pytest
 import torch
 from fsdp_drawn import mesh_of
-from gradwire import CompressState, LocalUpdates, OneBit, compress_fsdp, compress_hook
+from gradwire import CompressState, LocalUpdates, OneBit, OuterSGD, compress_fsdp, compress_hook
 from gradwire.hooks.core.names import names_of, plain_names, renamed
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -96,7 +96,7 @@ def front(kind: str, wrapped: bool, exclude: str = "1.bias") -> tuple[Any, Calla
         owner: Any = CompressState(model, OneBit(), fallback=None, exclude=[exclude])
         model.register_comm_hook(owner, compress_hook)
     elif kind == "local":
-        owner = LocalUpdates(model, optimizer, OneBit(), every=1, outer_momentum=0.9, exclude=[exclude])
+        owner = LocalUpdates(model, optimizer, OneBit(), every=1, outer=OuterSGD(momentum=0.9), exclude=[exclude])
         optimizer.register_step_post_hook(lambda *_: owner.step())
     elif kind == "horovod":
         hvd.init()

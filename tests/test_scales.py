@@ -9,7 +9,7 @@ from typing import Any
 import gradwire.hooks.horovod as hvd
 import pytest
 import torch
-from gradwire import Identity, LocalUpdates, OneBit
+from gradwire import Identity, LocalUpdates, OneBit, Rounds
 from gradwire.hooks.core.grad_scaler import BEFORE, LossScale, Scaling, check_equal
 from gradwire.optim import DistributedLion, OneBitAdam
 from hypothesis import HealthCheck, example, given, settings
@@ -137,7 +137,7 @@ def unequal_pieces(rank: int) -> tuple[str, bool]:
     """Learning rates may differ; the fragment whose turn it is may not."""
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + rank))
-    updates = LocalUpdates(model, optimizer, Identity(), every=4, fragments=2)
+    updates = LocalUpdates(model, optimizer, Identity(), every=4, rounds=Rounds(fragments=2))
 
     def step() -> None:
         optimizer.zero_grad()

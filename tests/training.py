@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from gradwire import CompressState, compress_hook
+from gradwire import CompressState, OuterSGD, Rounds, compress_hook
 from gradwire.compress.feedback.base import RESIDUAL, Residual
 from gradwire.hooks.comm import group
 from gradwire.hooks.comm.group import Group
@@ -21,6 +22,9 @@ from gradwire.hooks.core import session as connection
 from gradwire.hooks.network import cost
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+#: Fields of `Rounds`.
+ROUNDS = frozenset(field.name for field in dataclasses.fields(Rounds))
 
 
 def convnet(width: int = 64) -> nn.Module:
@@ -47,6 +51,15 @@ def batch(rank: int, step: int, model: nn.Module) -> Tensor:
     first = next(model.parameters())
     shape = (4, 3, 8, 8) if first.dim() == 4 else (4, first.shape[1])
     return torch.randn(shape, generator=generator).to(first.device)
+
+
+def in_groups(options: Mapping[str, Any]) -> dict[str, Any]:
+    """`LocalUpdates`' arguments, from options that name fields of `Rounds`, and those of `OuterSGD` as `outer_…`."""
+    rounds = {name: value for name, value in options.items() if name in ROUNDS}
+    outer = {name: value for name, value in options.items() if name.startswith("outer_")}
+    rest = {name: value for name, value in options.items() if name not in rounds and name not in outer}
+    outers = {name.removeprefix("outer_"): value for name, value in outer.items()}
+    return {**rest, "rounds": Rounds(**rounds), "outer": OuterSGD(**outers)}
 
 
 @contextlib.contextmanager

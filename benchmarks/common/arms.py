@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ... import CompressState, LocalUpdates, compress_hook
+from ... import CompressState, LocalUpdates, Rounds, compress_hook
 from ...compress import QSGD, Cast, ChunkedTopK, Codec, OneBit, Outliers, PowerSGD, Ternary, TernGrad, TopK
 from ...hooks import Statistics
 from ...hooks.auto.planner import HALF_PRECISION
@@ -181,8 +181,9 @@ class Installed:
         collective."""
         if self.arm.every:
             assert self.arm.codec is not None
-            how: dict[str, Any] = {"every": self.arm.every, "delay": self.arm.delay, "carry": self.arm.delay > 0}
-            self.state = LocalUpdates(self.module, optimizer, self.arm.codec, **how, seed=self.seed)
+            rounds = Rounds(delay=self.arm.delay, keep_local=self.arm.delay > 0)
+            every, codec = self.arm.every, self.arm.codec
+            self.state = LocalUpdates(self.module, optimizer, codec, every=every, rounds=rounds, seed=self.seed)
             self.state.__enter__()
         if not self.arm.horovod:
             return optimizer

@@ -63,9 +63,9 @@ class Apart:
         self.rounds, self.ranks, self.task = rounds, ranks, task
         self.models = [copy.deepcopy(model) for _ in ranks.memories]
         self.optimizers = [optimizer_of(list(one.parameters())) for one in self.models]
-        outer, cpu = OuterSGD(rounds.outer_lr, rounds.outer_momentum, nesterov=True), torch.device("cpu")
+        outer = OuterSGD(rounds.outer_lr, rounds.outer_momentum, device="cpu")
         self.shared = [
-            GlobalParameters(0, dict(one.named_parameters()), frozenset(), ranks.strategy or Residual(), cpu, outer)
+            GlobalParameters(0, dict(one.named_parameters()), frozenset(), ranks.strategy or Residual(), outer)
             for one in self.models
         ]
         self.steps, self.agree = 0, True
@@ -103,5 +103,5 @@ class Apart:
     def _move(self, carry: bool) -> None:
         """What has been exchanged arrives."""
         for shared, mean in zip(self.shared, self._means, strict=True):
-            shared.move(mean, carry=carry)
+            shared.move(mean, keep_local=carry)
         self._due = None

@@ -1,7 +1,8 @@
-"""What `LocalUpdates` is told, and what is said about what cannot be meant."""
+"""Options of `LocalUpdates`, and their validation."""
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -11,13 +12,43 @@ from ..auto.planner import Choice, default_exchange
 from ..core.options import Options
 from ..exchanges import EXCHANGES
 
-#: The argument `exchange` of `LocalUpdates`: one of these, or the name of a class that was registered.
-LocalExchange = Literal["auto", "gather", "two_pass", "union", "split", "factors", "dense"] | str
+#: An argument of former versions: the argument that took its place, and the field there.
+FORMER = {
+    **dict.fromkeys(("fragments", "delay", "bucket_cap_mb"), ("rounds", "")),
+    "after": ("rounds", "sync_until"),
+    "blend": ("rounds", "mixing"),
+    "carry": ("rounds", "keep_local"),
+    "outer_lr": ("outer", "lr"),
+    "outer_momentum": ("outer", "momentum"),
+    **dict.fromkeys(("nesterov", "device"), ("outer", "")),
+    **dict.fromkeys(("mean", "clip"), ("exchange", "")),
+}
+
+
+@dataclass(frozen=True)
+class Aggregate:
+    """An exchange by "gather" in which every rank's part is decoded by itself, at some P passes, and put together in
+    another way than by the ranks' mean. What is excluded from compression keeps its mean.
+
+    Args:
+        mean: "senders" divides each coordinate by how many ranks have sent it, rather than by their number P. It then
+            moves up to P times as far as the mean: what is handed out and what is kept no longer add up to what the
+            ranks have moved.
+        clip: "median" scales what a rank has sent of a piece (`Rounds.bucket_cap_mb`) down to the median of all ranks'
+            Euclidean norms there, so that one that has gone astray weighs no more than most. What is clipped is lost.
+    """
+
+    mean: Literal["ranks", "senders"] = "ranks"
+    clip: Literal["median"] | None = None
+
+
+#: The argument `exchange` of `LocalUpdates`: one of these, the name of a class that was registered, or an `Aggregate`.
+LocalExchange = Literal["auto", "gather", "two_pass", "union", "split", "factors", "dense"] | str | Aggregate
 
 
 @dataclass
 class LocalOptions(Options):
-    """What is equal on all ranks, so many of them. The arguments are `LocalUpdates`'."""
+    """Options that are equal on all ranks. The arguments are `LocalUpdates`'."""
 
     world_size: int = 1
     mean: Literal["ranks", "senders"] = "ranks"
@@ -29,18 +60,13 @@ class LocalOptions(Options):
         check_choice("exchange", self.exchange, ("auto", *EXCHANGES))
         if self.aggregates:
             asked = f"mean={self.mean!r}, clip={self.clip!r}"
-            if self.exchange not in ("auto", "gather"):
-                raise ValueError(
-                    f"{asked} takes every rank's part by itself, and exchange={self.exchange!r} hands out nothing but "
-                    "the ranks' mean: use 'gather'"
-                )
             if self.keeps_all:
                 raise ValueError(f"{asked} is not the mean that {self.strategy} follows: use Residual()")
         super().check(world_size)
 
     @property
     def aggregates(self) -> bool:
-        """Whether something else than the ranks' mean is asked for."""
+        """Something else than the ranks' mean is asked for."""
         return self.mean != "ranks" or self.clip is not None
 
     def describe(self, world_size: int) -> dict[str, Any]:
@@ -53,3 +79,31 @@ class LocalOptions(Options):
         if choice.exchange == "auto":
             return replace(choice, exchange=default_exchange(choice.codec, self.world_size))
         return choice
+
+
+def modern(former: dict[str, Any], **arguments: Any) -> dict[str, Any]:
+    """Arguments with those of former versions put where they belong now, with a warning.
+
+    Raises:
+        TypeError: an argument is unknown, or is given twice.
+    """
+    for name, value in former.items():
+        if name not in FORMER:
+            raise TypeError(f"LocalUpdates got an unexpected keyword argument {name!r}")
+        place, field = FORMER[name][0], FORMER[name][1] or name
+        given = arguments[place]
+        if place == "exchange":
+            aggregate = given if isinstance(given, Aggregate) else Aggregate()
+            if aggregate is not given and given not in ("auto", "gather") and value != getattr(aggregate, field):
+                raise ValueError(
+                    f"{name}={value!r} takes every rank's part by itself, and exchange={given!r} hands out the ranks' "
+                    "mean alone: use exchange=Aggregate(…)"
+                )
+            given = aggregate
+        arguments[place] = replace(given, **{field: value})
+        warnings.warn(
+            f"LocalUpdates({name}=…) becomes {place}={type(given).__name__}({field}=…) and will go in the next release",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+    return arguments

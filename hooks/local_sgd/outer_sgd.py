@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,23 +29,26 @@ class OuterSGD:
 
     Args:
         lr: above 0.
-        momentum: 0 or more, below 1; with 0 there is none, and nothing is kept.
+        momentum: 0 or more, below 1; with 0 there is none, and nothing is kept. Leave it at 0 where `error_feedback`
+            has a momentum, as `Momentum` and `Tracking` have.
         nesterov: the kind of momentum.
+        device: where θ0 and the momentum live; "cpu" saves memory of the GPU. By default with the parameters.
     """
 
-    lr: float
-    momentum: float
-    nesterov: bool
+    lr: float = 1.0
+    momentum: float = 0.0
+    nesterov: bool = True
+    device: torch.device | str | None = field(default=None, repr=False)
 
     def check(self, strategy: Feedback | None = None) -> None:
         """Raises ValueError for numbers that cannot be meant, with what a strategy hands out."""
         if not _is_number(self.lr) or not 0.0 < self.lr < float("inf"):
-            raise ValueError(f"outer_lr={self.lr!r}: expected a number above 0, such as 1.0 or DiLoCo's 0.7")
+            raise ValueError(f"OuterSGD(lr={self.lr!r}): expected a number above 0, such as 1.0 or DiLoCo's 0.7")
         if not _is_number(self.momentum) or not 0.0 <= self.momentum < 1.0:
-            raise ValueError(f"outer_momentum={self.momentum!r}: expected a number in [0, 1), such as DiLoCo's 0.9")
+            raise ValueError(f"OuterSGD(momentum={self.momentum!r}): expected a number in [0, 1), such as DiLoCo's 0.9")
         if self.momentum and strategy is not None and strategy.has_momentum:
             raise ValueError(
-                f"outer_momentum={self.momentum!r}: error_feedback={strategy} hands out a momentum already: leave "
+                f"OuterSGD(momentum={self.momentum!r}): error_feedback={strategy} hands out a momentum already: leave "
                 "it at 0, or take Residual()"
             )
 
@@ -70,7 +73,6 @@ class GlobalParameters:
         parameters: this rank's, by name, which training changes.
         excluded: names of those that are not compressed.
         strategy: what is kept between rounds.
-        device: where the global ones and their momentum live.
         outer: what moves them.
 
     Attributes:
@@ -83,7 +85,6 @@ class GlobalParameters:
         parameters: Mapping[str, nn.Parameter],
         excluded: frozenset[str],
         strategy: Feedback,
-        device: torch.device,
         outer: OuterSGD,
     ) -> None:
         own = list(parameters.values())
@@ -91,7 +92,7 @@ class GlobalParameters:
         self.slots, self.outer = layout_of(parameters), outer
         self.bucket = Bucket(index, list[Tensor](own), self.slots, excluded, like, strategy)
         self._moved = self._read(torch.empty_like(like))
-        self.values = self._moved.to(device, copy=True)
+        self.values = self._moved.to(like.device if outer.device is None else outer.device, copy=True)
         self.momentum = torch.zeros_like(self.values) if outer.momentum else None
         self.piecewise = like.device == self.values.device == torch.device("cpu")
 
@@ -113,19 +114,19 @@ class GlobalParameters:
         return self._moved
 
     @torch.no_grad()
-    def move(self, mean: Tensor, blend: float = 0.0, carry: bool = False) -> None:
+    def move(self, mean: Tensor, mixing: float = 0.0, keep_local: bool = False) -> None:
         """The outer step, by the mean of the ranks' differences. This rank's parameters become the global ones, or lie
-        between both, global + blend·(local - global); with `carry` they make the same step."""
-        if self.piecewise and self.outer.plain and not blend:
+        between both, global + mixing·(local - global); with `keep_local` they make the same step."""
+        if self.piecewise and self.outer.plain and not mixing:
             vectors = backend_for(mean.device).vectors
             for own, agreed, step in self._whole(self.values, mean):
-                vectors.descend(agreed, step, own, carry)
+                vectors.descend(agreed, step, own, keep_local)
             return
         if not self.piecewise:
             update = self.outer.update(self.momentum, mean.to(self.values.device))
             self.values.add_(update, alpha=-self.outer.lr)
-            if not carry:
-                self.hand_out(blend)
+            if not keep_local:
+                self.hand_out(mixing)
                 return
             for own, step in self._whole(update.to(mean.device)):
                 own.add_(step, alpha=-self.outer.lr)
@@ -134,16 +135,16 @@ class GlobalParameters:
         for own, agreed, part, *momentum in self._pieces(*held):
             update = self.outer.update(momentum[0] if momentum else None, part)
             agreed.add_(update, alpha=-self.outer.lr)
-            if carry:
+            if keep_local:
                 own.add_(update, alpha=-self.outer.lr)
             else:
-                own.copy_(torch.lerp(agreed, own.float(), blend) if blend else agreed)
+                own.copy_(torch.lerp(agreed, own.float(), mixing) if mixing else agreed)
 
     @torch.no_grad()
-    def hand_out(self, blend: float = 0.0) -> None:
+    def hand_out(self, mixing: float = 0.0) -> None:
         """Let this rank's parameters be the global ones, or lie between both."""
         for own, agreed in self._pieces(self.values.to(self.bucket.device)):
-            own.copy_(torch.lerp(agreed, own.float(), blend) if blend else agreed)
+            own.copy_(torch.lerp(agreed, own.float(), mixing) if mixing else agreed)
 
     def by_name(self, flat: Tensor) -> dict[str, Tensor]:
         """Copies of the parts of a flat tensor in this layout, in the parameters' shapes."""
@@ -194,7 +195,7 @@ class InFlightRound:
     buffers: list[Tensor]
     futures: list[torch.futures.Future[Tensor]]
     due: int  # after so many counted steps they are applied
-    carry: bool  # whether what ranks train meanwhile is kept
+    keep_local: bool  # whether what ranks train meanwhile is kept
     step: Step | None  # None: from a checkpoint
 
 

@@ -1,4 +1,4 @@
-"""Periodic updates: which parameters are exchanged after which of the local steps, and when the outcome is applied."""
+"""When parameters are exchanged, and when the outcome is applied."""
 
 from __future__ import annotations
 
@@ -10,56 +10,81 @@ from ..core.grad_scaler import LossScale, ScalerSync
 
 
 @dataclass(frozen=True)
+class Rounds:
+    """How the rounds of `LocalUpdates` proceed. Equal on all ranks.
+
+    Args:
+        fragments: F groups of parameters of about equal size. Each is exchanged every H steps, one group every H/F.
+        delay: τ steps from sending to applying, fewer than H/F. Training goes on while messages are in flight.
+        mixing: α in [0, 1): θ becomes θ0 + α·(θ - θ0). The rest of what is trained during the delay is lost.
+        keep_local: keep what is trained during the delay: θ becomes θ0 as soon as Δ is taken, and makes θ0's step when
+            that is made, so that the next round sends what was trained in between, as in Overlap-Local-SGD with its
+            anchor (Wang et al., ICASSP 2020). Needs a delay, and excludes mixing.
+        sync_until: an exchange follows every step before this one (post-local SGD).
+        bucket_cap_mb: size of the pieces in which Δ is compressed and sent, in MiB, as of DDP's buckets.
+    """
+
+    fragments: int = 1
+    delay: int = 0
+    mixing: float = 0.0
+    keep_local: bool = False
+    sync_until: int = 0
+    bucket_cap_mb: float = 25.0
+
+
+@dataclass(frozen=True)
 class Schedule:
-    """Equal on all ranks. The arguments are `LocalUpdates`'."""
+    """H, and how rounds proceed. Equal on all ranks."""
 
     every: int
-    after: int
-    fragments: int
-    delay: int
-    blend: float
-    carry: bool
+    rounds: Rounds
 
     def check(self) -> None:
-        """Raises ValueError for what cannot be meant."""
-        for name, least in (("every", 1), ("after", 0), ("fragments", 1)):
-            value = getattr(self, name)
+        """Raises TypeError or ValueError for arguments that exclude each other, or have no meaning."""
+        rounds = self.rounds
+        if not isinstance(rounds, Rounds):
+            raise TypeError(f"rounds={rounds!r}: expected Rounds(fragments=…, delay=…)")
+        for name, value, least in (
+            ("every", self.every, 1),
+            ("sync_until", rounds.sync_until, 0),
+            ("fragments", rounds.fragments, 1),
+        ):
             if not _is_whole(value) or value < least:
                 raise ValueError(f"{name}={value!r}: expected a whole number of {least} or more")
-        if self.every % self.fragments:
+        if self.every % rounds.fragments:
             raise ValueError(
-                f"every={self.every} is no multiple of fragments={self.fragments}: one fragment is exchanged every "
+                f"every={self.every} is no multiple of fragments={rounds.fragments}: one fragment is exchanged every "
                 "every / fragments steps, so choose numbers that divide"
             )
-        if not _is_whole(self.delay) or not 0 <= self.delay < self.interval:
+        delay, mixing = rounds.delay, rounds.mixing
+        if not _is_whole(delay) or not 0 <= delay < self.interval:
             raise ValueError(
-                f"delay={self.delay!r}: expected 0 or more steps, fewer than every / fragments = {self.interval}"
+                f"delay={delay!r}: expected 0 or more steps, fewer than every / fragments = {self.interval}"
             )
-        blend = self.blend
-        if isinstance(blend, bool) or not isinstance(blend, int | float) or not 0 <= blend < 1:
-            raise ValueError(f"blend={blend!r}: expected a number in [0, 1), where 0 takes the global parameters")
-        if not isinstance(self.carry, bool):
-            raise ValueError(f"carry={self.carry!r}: expected True or False")
-        if self.carry and (not self.delay or blend):
+        if isinstance(mixing, bool) or not isinstance(mixing, int | float) or not 0 <= mixing < 1:
+            raise ValueError(f"mixing={mixing!r}: expected a number in [0, 1), where 0 takes the global parameters")
+        if not isinstance(rounds.keep_local, bool):
+            raise ValueError(f"keep_local={rounds.keep_local!r}: expected True or False")
+        if rounds.keep_local and (not delay or mixing):
             raise ValueError(
-                f"carry=True with delay={self.delay}, blend={blend}: it keeps all that a rank trains while messages "
-                "are under way, so it needs a delay of 1 or more, and leaves nothing to blend"
+                f"keep_local=True with delay={delay}, mixing={mixing}: it keeps all that a rank trains while messages "
+                "are in flight, so it needs a delay of 1 or more, and leaves nothing to mix"
             )
 
     @property
     def interval(self) -> int:
         """Steps between two exchanges."""
-        return self.every // self.fragments
+        return self.every // self.rounds.fragments
 
     def fragment(self, count: int) -> int | None:
-        """Which fragment is exchanged after so many steps; None: none."""
-        turn, rest = divmod(count, self.interval)
-        return None if rest or not turn else (turn - 1) % self.fragments
+        """The fragment that is exchanged after `count` steps, if any."""
+        number, rest = divmod(count, self.interval)
+        return None if rest or not number else (number - 1) % self.rounds.fragments
 
     @property
     def agrees(self) -> bool:
-        """Whether every exchange leaves all ranks with the same parameters."""
-        return self.fragments == 1 and self.delay == 0 and self.blend == 0
+        """Every exchange leaves all ranks with the same parameters."""
+        return self.rounds.fragments == 1 and self.rounds.delay == 0 and self.rounds.mixing == 0
 
 
 class RoundRollback(ScalerSync):

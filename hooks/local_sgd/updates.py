@@ -28,9 +28,9 @@ from ..core.session import Session
 from ..core.statistics import Statistics
 from ..exchanges import all_finite
 from .initial_sync import check_writable, named_trainable, trainable
-from .options import LocalExchange, LocalOptions
+from .options import Aggregate, LocalExchange, LocalOptions, modern
 from .outer_sgd import REPLICATED_KEYS, GlobalParameters, InFlightRound, OuterSGD, check_saved, fragments_of, together
-from .schedule import RoundRollback, Schedule
+from .schedule import RoundRollback, Rounds, Schedule
 from .skipped import Skips
 
 OWNER = "LocalUpdates"
@@ -45,10 +45,11 @@ class LocalUpdates:
         e = β·e + Δ;  send the code of e, keep in e what it leaves out;  ū = the ranks' mean
         m = μ·m + ū;  θ0 = θ0 - lr·(ū + μ·m)  (nesterov; else lr·m, and lr·ū without momentum);  θ = θ0
 
-    which is local SGD as it stands (Stich, ICLR 2019), post-local SGD with `after` (Lin et al., ICLR 2020), DiLoCo with
-    `outer_lr=0.7, outer_momentum=0.9` (Douillard et al., 2023), Streaming DiLoCo with `fragments`, `delay` and `blend`
-    (Douillard et al., 2025), and SparseLoCo with `ChunkedTopK`, `exchange="gather"` and
-    `error_feedback=Residual(decay=0.95)` (Sarfi et al., 2025), as its code has it with `mean="senders", clip="median"`.
+    which is local SGD as it stands (Stich, ICLR 2019), post-local SGD with `Rounds(sync_until=…)` (Lin et al., ICLR
+    2020), DiLoCo with `OuterSGD(lr=0.7, momentum=0.9)` (Douillard et al., 2023), Streaming DiLoCo with
+    `Rounds(fragments=…, delay=…, mixing=…)` (Douillard et al., 2025), and SparseLoCo with `ChunkedTopK`,
+    `exchange="gather"` and `error_feedback=Residual(decay=0.95)` (Sarfi et al., 2025), as its code has it with
+    `exchange=Aggregate(mean="senders", clip="median")`.
 
         updates = LocalUpdates(model, optimizer, codec, every=30)
         for batch in data:
@@ -69,28 +70,13 @@ class LocalUpdates:
         optimizer: of some or all of its parameters; any of torch's.
         codec: what compresses Δ, or a function of the round (counted from 0) that returns one, equal on all ranks.
         every: H, local steps from one exchange to the next, of each parameter.
-        after: before so many steps, every one is followed by an exchange.
-        outer_lr, outer_momentum, nesterov: of the outer optimizer, as in torch.optim.SGD. No momentum where
-            `error_feedback` has it, as `Momentum` and `Tracking`.
-        fragments: F groups of parameters, of about equal size; each has its exchange every H steps, one every H/F.
-        delay: τ steps from sending to applying, fewer than H/F: training goes on while messages are under way.
-        blend: α in [0, 1): θ becomes θ0 + α·(θ - θ0). What is trained during the delay is lost, but for α.
-        carry: keep it: θ becomes θ0 as soon as Δ is taken, and makes θ0's step when that is made, so that the next
-            round sends what was trained in between, as in Overlap-Local-SGD with its anchor (Wang et al., ICASSP 2020).
-            With a delay, and without blend.
+        rounds: how a round proceeds: fragments, delay, mixing and more.
+        outer: the outer optimizer, SGD; with `OuterSGD(device="cpu")` θ0 and its momentum live there.
         exchange: "gather", "two_pass", "union", "split", "factors" or "dense"; "auto" is the one with the fewest bytes
             to receive where nothing is measured: "dense" for `Identity`, "factors" for `PowerSGD`, "two_pass" for codes
-            of blocks on more than two ranks, else "gather".
-        mean: "senders" divides each coordinate by how many ranks have sent it, rather than by their number P. It then
-            moves up to P times as far as the mean: what is handed out and what is kept no longer add up to what the
-            ranks have moved. Every rank's part is decoded by itself, at some P passes; by exchange "gather" alone.
-        clip: "median" scales what a rank has sent of a piece (`bucket_cap_mb`) down to the median of all ranks'
-            Euclidean norms there, so that one that has gone astray weighs no more than most. What is clipped is lost.
-            By "gather" alone. Neither concerns what is excluded: its mean is taken as ever.
+            of blocks on more than two ranks, else "gather". `Aggregate` replaces the ranks' mean.
         error_feedback: as in `CompressState`: e's strategy; False: e = Δ, and what the code leaves out is forgotten.
         exclude: as in `CompressState`: names of parameters that travel as float32.
-        device: where θ0 and momentum live; "cpu" saves memory of the GPU. By default with the parameters.
-        bucket_cap_mb: Δ is compressed and sent in pieces of about so many MiB, as DDP's buckets are.
         process_group: the ranks; by default all.
         seed: of stochastic rounding.
 
@@ -106,32 +92,27 @@ class LocalUpdates:
         codec: Codec | Callable[[int], Codec],
         *,
         every: int,
-        after: int = 0,
-        outer_lr: float = 1.0,
-        outer_momentum: float = 0.0,
-        nesterov: bool = True,
-        fragments: int = 1,
-        delay: int = 0,
-        blend: float = 0.0,
-        carry: bool = False,
+        rounds: Rounds = Rounds(),  # noqa: B008 - frozen
+        outer: OuterSGD = OuterSGD(),  # noqa: B008 - frozen
         exchange: LocalExchange = "auto",
-        mean: Literal["ranks", "senders"] = "ranks",
-        clip: Literal["median"] | None = None,
         error_feedback: bool | Literal["auto"] | Feedback = "auto",
         exclude: Exclude | None = None,
-        device: torch.device | str | None = None,
-        bucket_cap_mb: float = 25.0,
         process_group: dist.ProcessGroup | None = None,
         seed: int = 0,
+        **former: Any,
     ) -> None:
+        given = modern(former, rounds=rounds, outer=outer, exchange=exchange)
+        rounds, outer, exchange = given["rounds"], given["outer"], given["exchange"]
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError(f"{OWNER} needs torch.distributed: call torch.distributed.init_process_group() first")
         self._group: Any = process_group or dist.group.WORLD
-        how: dict[str, Any] = {"world_size": dist.get_world_size(self._group), "mean": mean, "clip": clip}
+        how: dict[str, Any] = {"world_size": dist.get_world_size(self._group)}
+        if isinstance(exchange, Aggregate):
+            how, exchange = {**how, "mean": exchange.mean, "clip": exchange.clip}, "gather"
         self._options = LocalOptions(codec, exchange, error_feedback, fallback=None, topology=None, seed=seed, **how)
-        self._outer = OuterSGD(outer_lr, outer_momentum, nesterov)
+        self._outer = outer
         self._model, self._optimizer = model, optimizer
-        self._schedule = Schedule(every, after, fragments, delay, blend, carry)
+        self._schedule = Schedule(every, rounds)
         self._parameters: dict[str, nn.Parameter] = {}
         self._rounds = self._steps = self._count = 0
         self._moved = False  # whether ranks may have different parameters
@@ -149,11 +130,11 @@ class LocalUpdates:
             place = next(iter(self._parameters.values())).device
             self._check()
             self._excluded = excluded_names(exclude, self._parameters)
-            fragments_in = fragments_of(self._parameters, fragments, bucket_cap_mb)
+            fragments_in = fragments_of(self._parameters, rounds.fragments, rounds.bucket_cap_mb)
             self._options.prepare(0, [torch.float32], place)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = error
-        description = {} if problem is not None else self._description(model, bucket_cap_mb)
+        description = {} if problem is not None else self._description(model)
         session = Session(
             self._group, None, place, description, problem, None, None, probes=False, dense_path=False, owner=OWNER
         )
@@ -164,9 +145,8 @@ class LocalUpdates:
         )
         broadcast(session.group, place, [*model.parameters(), *model.buffers()])
         strategy, index = self._feedback.strategy, count()
-        moved = torch.device(place if device is None else device), self._outer
         self._fragments = [
-            [GlobalParameters(next(index), part, self._excluded, strategy, *moved) for part in fragment]
+            [GlobalParameters(next(index), part, self._excluded, strategy, outer) for part in fragment]
             for fragment in fragments_in
         ]
 
@@ -208,7 +188,7 @@ class LocalUpdates:
 
         Raises:
             RuntimeError: the mean of a round is not finite, on every rank alike: then θ0, momentum and residuals are as
-                they were before the round, and the model is untouched, but that with `carry` it has gone on from θ0; or
+                they were before the round, and the model is untouched, but with `keep_local` it has gone on from θ0; or
                 another rank has failed or is gone.
             ValueError: another rank means something else; on every rank alike. Or the model has parameters to train
                 that it had not: local progress is as it was.
@@ -219,7 +199,7 @@ class LocalUpdates:
 
     @untraced
     def synchronise(self) -> None:
-        """Make a round of all parameters now, without delay and blend, and count from here on: before evaluation,
+        """Make a round of all parameters now, without delay and mixing, and count from here on: before evaluation,
         before saving a model, and at the end. All ranks then have the same parameters. Nothing happens where no rank
         has made a step since they last had. A collective; ranks may have made different numbers of steps.
 
@@ -264,29 +244,29 @@ class LocalUpdates:
         self._running()
         schedule, self._moved = self._schedule, True
         self._steps += 1
-        if self._steps <= schedule.after:
+        if self._steps <= schedule.rounds.sync_until:
             self._exchange_all()
             return
         self._count += 1
         if self._under_way is not None and self._count >= self._under_way.due:
-            self._apply(schedule.blend)
+            self._apply(schedule.rounds.mixing)
         fragment = schedule.fragment(self._count)
         if fragment is not None:
-            self._send(self._fragments[fragment], schedule.carry)
-            if schedule.delay == 0:
-                self._apply(schedule.blend)
+            self._send(self._fragments[fragment], schedule.rounds.keep_local)
+            if schedule.rounds.delay == 0:
+                self._apply(schedule.rounds.mixing)
                 self._moved = not schedule.agrees
 
     def _exchange_all(self) -> None:
-        self._send(self._all(), carry=False)
+        self._send(self._all(), keep_local=False)
         self._apply()
         self._moved = False
 
-    def _send(self, parts: list[GlobalParameters], carry: bool) -> None:
+    def _send(self, parts: list[GlobalParameters], keep_local: bool) -> None:
         """Begin to exchange how far this rank's parameters have moved."""
         reducer = self._running()
         if self._under_way is not None:  # of a checkpoint with another schedule
-            self._apply(self._schedule.blend)
+            self._apply(self._schedule.rounds.mixing)
         self._check_trained(reducer.session)
         pieces = f"{parts[0].bucket.index} to {parts[-1].bucket.index} of {len(self._all())}"
         step = reducer.begin(self._rounds, self._options.choice(self._rounds), {"pieces of the model": pieces})
@@ -294,12 +274,13 @@ class LocalUpdates:
         reducer.announce_step(step, parts[0].bucket, 0, None)
         buffers, futures = list[Tensor](), list[torch.futures.Future[Tensor]]()
         for shared in parts:  # the first is under way while the next one is taken
-            buffers.append(shared.difference(restart=carry))
+            buffers.append(shared.difference(restart=keep_local))
             futures.append(reducer.reduce(step, shared.bucket, buffers[-1]))
         reducer.end(step)
-        self._under_way = InFlightRound(parts, buffers, futures, self._count + self._schedule.delay, carry, step)
+        due = self._count + self._schedule.rounds.delay
+        self._under_way = InFlightRound(parts, buffers, futures, due, keep_local, step)
 
-    def _apply(self, blend: float = 0.0) -> None:
+    def _apply(self, mixing: float = 0.0) -> None:
         """Wait for what is under way, and make the outer step."""
         done = self._arrived()
         self._under_way = None
@@ -308,7 +289,7 @@ class LocalUpdates:
         if any(bool(shared.bucket.overflow) for shared in done.globals):
             self._refuse(done)
         for shared, mean in zip(done.globals, done.buffers, strict=True):
-            shared.move(mean, blend, done.carry)
+            shared.move(mean, mixing, done.keep_local)
 
     def _arrived(self) -> InFlightRound:
         """What is under way, when it has arrived."""
@@ -406,7 +387,7 @@ class LocalUpdates:
         kept = checkpoint.export(key, vectors, self._feedback.strategy, **self._facts())
         kept |= together(self._all(), arrived)
         if done is not None:
-            kept[CARRIED] = done.carry
+            kept[CARRIED] = done.keep_local
         return kept
 
     def _facts(self) -> dict[str, Any]:
@@ -445,7 +426,7 @@ class LocalUpdates:
         check_whole(self._parameters, "LocalUpdates")
         check_writable(self._model)
 
-    def _description(self, model: nn.Module, bucket_cap_mb: float) -> dict[str, Any]:
+    def _description(self, model: nn.Module) -> dict[str, Any]:
         named = dict[str, Tensor](model.named_parameters()) | dict(model.named_buffers())
         held = {name: named[full] for full, name in plain_names(named).items()}
         return {
@@ -453,7 +434,6 @@ class LocalUpdates:
             **self._options.describe(dist.get_world_size(self._group)),
             "schedule": str(self._schedule),
             "outer optimizer": str(self._outer),
-            "bucket_cap_mb": bucket_cap_mb,
             "the model's parameters": handshake.describe_model(self._parameters, self._excluded),
             "what the model holds": handshake.describe_model(held, ()),
         }
