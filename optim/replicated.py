@@ -14,7 +14,7 @@ from ..hooks.comm.untraced import untraced
 
 
 @untraced
-def keep_gradients(state: object, flat: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def keep_gradients(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """A hook of DDP that leaves every rank its own gradients, for an optimizer that exchanges something itself:
 
         model.register_comm_hook(None, gradwire.optim.keep_gradients)
@@ -27,7 +27,7 @@ def keep_gradients(state: object, flat: dist.GradBucket) -> torch.futures.Future
         A future of the bucket's buffer, as it is.
     """
     future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(flat.buffer())
+    future.set_result(bucket.buffer())
     return future
 
 

@@ -153,7 +153,7 @@ def early_announcements(rank: int, exchange: ExchangeName) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Messages, "__init__", noted_init)
         patch.setattr(Messages, "wait", noted_wait)
-        patch.setattr(PersistentMessage, "post", noted_post)
+        patch.setattr(PersistentMessage, "post_receives", noted_post)
         for _ in range(3):
             model(torch.randn(2, endings.WIDTH)).sum().backward()
     state.close()

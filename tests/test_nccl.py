@@ -153,7 +153,10 @@ def test_exchanges_say_whether_the_host_has_to_read() -> None:
             assert not (inline and exchange.syncs_host)
 
 
-@pytest.mark.parametrize("exchange", [name for name, exchange in EXCHANGES.items() if exchange.syncs_host])
+@pytest.mark.parametrize(
+    "exchange",  # split's messages go from host to host
+    [name for name, exchange in EXCHANGES.items() if exchange.syncs_host and name != "split"],
+)
 def test_where_the_host_reads_no_order_of_streams_changes_anything_either(exchange: str) -> None:
     """In the same memory, since NCCL holds what it sends only until it is waited for, on whatever stream."""
     recipe = Recipe(TopK(0.1, values=torch.int8), exchange, exclude=frozenset({"a.bias"}), steps=2, reads=True)

@@ -35,7 +35,7 @@ class Session:
         problem: why this rank cannot start, if it cannot: the others hear of it, and it is raised here.
         topology, fallback: `CompressState`'s.
         probes: whether to measure the group, for `exchange="auto"`.
-        straight: whether steps in which all is dense may go without the pipeline.
+        dense_path: steps in which all is dense may go without the pipeline.
         owner: what the user constructs, for messages.
 
     Attributes:

@@ -34,7 +34,7 @@ from .registration import check_free, expect_hook, expect_hook_of_copy
 from .untrained import Untrained
 
 #: What belongs to a process and is left out of copies of a state.
-OF_PROCESS = ("_reducer", "_units", "_names", "_open", "_dense_path", "_untrained")
+OF_PROCESS = ("_reducer", "_buckets", "_names", "_open", "_dense_path", "_untrained")
 
 
 class State:

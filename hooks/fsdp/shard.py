@@ -68,7 +68,7 @@ class ScatterState:
             problem = error
         self._feedback = Memory(options.strategy)
         description = {} if problem is not None else self._description()
-        how: Any = {"probes": False, "straight": False, "owner": "compress_fsdp"}
+        how: Any = {"probes": False, "dense_path": False, "owner": "compress_fsdp"}
         self._session = Session(group, None, device, description, problem, None, None, **how)
         ranks = self._session.group
         self._parts = [Unsharded(shards, self._excluded, ranks, self._feedback) for shards in self._shards]
