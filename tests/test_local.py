@@ -348,7 +348,7 @@ def test_sparse_loco(ranks: Ranks) -> None:
         assert off < 1e-7
 
 
-def streaming(rank: int, fragments: int, delay: int, blend: float, carry: bool) -> Any:
+def streaming(rank: int, fragments: int, delay: int, mixing: float, keep_local: bool) -> Any:
     """Fragments in turn, applied `delay` steps after they were sent, and blended into what training has made since."""
     models = [perceptron(20, 24), perceptron(20, 24)]
     inner = [torch.optim.SGD(model.parameters(), lr=0.05) for model in models]
@@ -357,8 +357,8 @@ def streaming(rank: int, fragments: int, delay: int, blend: float, carry: bool) 
         "outer_momentum": 0.9,
         "fragments": fragments,
         "delay": delay,
-        "mixing": blend,
-        "keep_local": carry,
+        "mixing": mixing,
+        "keep_local": keep_local,
     }
     updates = LocalUpdates(models[0], inner[0], Identity(), every=6, exchange="gather", **in_groups(options))
     names = dict(models[1].named_parameters())
@@ -377,15 +377,15 @@ def streaming(rank: int, fragments: int, delay: int, blend: float, carry: bool) 
             turn = (count // interval - 1) % fragments
             for name in parts[turn]:
                 theta0[name].grad = local[name].grad = rank_mean(all_ranks(theta0[name] - local[name]))
-                if carry:
+                if keep_local:
                     local[name].copy_(theta0[name])
             arriving.setdefault(count + delay, []).append(turn)
         for turn in arriving.pop(count, []):
             outers[turn].step()
-            if carry:  # what has been trained since stays
+            if keep_local:  # what has been trained since stays
                 steps[turn].step()
-            for name in () if carry else parts[turn]:
-                local[name].copy_(torch.lerp(theta0[name], local[name], blend))
+            for name in () if keep_local else parts[turn]:
+                local[name].copy_(torch.lerp(theta0[name], local[name], mixing))
         same.append(digest(models[0].parameters()) == digest(models[1].parameters()))
     apart = digest(models[0].parameters())
     updates.synchronise()
@@ -407,8 +407,8 @@ def streaming(rank: int, fragments: int, delay: int, blend: float, carry: bool) 
         (1, 5, 0.0, True),
     ],
 )
-def test_streaming_diloco(ranks: Ranks, fragments: int, delay: int, blend: float, carry: bool) -> None:
-    same, apart, together = zip(*ranks(2).run(streaming, fragments, delay, blend, carry), strict=True)
+def test_streaming_diloco(ranks: Ranks, fragments: int, delay: int, mixing: float, keep_local: bool) -> None:
+    same, apart, together = zip(*ranks(2).run(streaming, fragments, delay, mixing, keep_local), strict=True)
     assert all(same)
     assert apart[0] != apart[1]
     assert together[0] == together[1]
@@ -421,8 +421,8 @@ def test_streaming_diloco(ranks: Ranks, fragments: int, delay: int, blend: float
 def test_the_outer_step_is_the_same_by_pieces_and_at_once(
     momentum: float,
     nesterov: bool,
-    blend: float,
-    carry: bool,
+    mixing: float,
+    keep_local: bool,
     lr: float,
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
@@ -444,8 +444,8 @@ def test_the_outer_step_is_the_same_by_pieces_and_at_once(
             with torch.no_grad():
                 for p in model.parameters():
                     p.add_(torch.randn(p.shape, generator=generator))
-            moved = shared.difference(restart=carry).clone()
-            shared.move(moved.mul_(0.5), blend, carry)
+            moved = shared.difference(restart=keep_local).clone()
+            shared.move(moved.mul_(0.5), mixing, keep_local)
             found.append(digest([*model.parameters(), shared.values, moved]))
     assert found[:3] == found[3:]
 
@@ -728,12 +728,12 @@ def test_resuming_by_factors_loses_nothing_though_they_are_drawn_anew(ranks: Ran
     assert max(errors) < 2e-6
 
 
-def under_another_schedule(rank: int, carry: bool) -> list[Tensor]:
+def under_another_schedule(rank: int, keep_local: bool) -> list[Tensor]:
     """The global parameters after a checkpoint with means under way has gone on under several schedules."""
     ends, saved = [], None
     for schedule in ({"every": 4, "delay": 3}, {"every": 2, "delay": 1}, {"every": 2}, {"every": 4, "sync_until": 9}):
         model, optimizer = plain()
-        more: dict[str, Any] = {"keep_local": carry and "delay" in schedule} | schedule
+        more: dict[str, Any] = {"keep_local": keep_local and "delay" in schedule} | schedule
         updates = LocalUpdates(model, optimizer, Identity(), **in_groups(more))
         if saved is None:
             for _ in train(rank, model, optimizer, range(5)):
@@ -750,8 +750,8 @@ def under_another_schedule(rank: int, carry: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("keep_local", [False, True])
-def test_what_is_under_way_in_a_checkpoint_arrives_under_any_schedule(ranks: Ranks, carry: bool) -> None:
-    for same, *others in ranks(2).run(under_another_schedule, carry):
+def test_what_is_under_way_in_a_checkpoint_arrives_under_any_schedule(ranks: Ranks, keep_local: bool) -> None:
+    for same, *others in ranks(2).run(under_another_schedule, keep_local):
         for other in others:
             torch.testing.assert_close(other, same, atol=1e-7, rtol=0)
 
@@ -999,7 +999,7 @@ def test_fragments_are_of_about_equal_size(fragments: int) -> None:
 
 def test_arguments_of_former_versions_mean_the_same_for_a_release() -> None:
     now = {"rounds": Rounds(), "outer": OuterSGD(), "exchange": "auto"}
-    then = {"after": 3, "fragments": 2, "delay": 1, "blend": 0.5, "carry": True, "bucket_cap_mb": 1.0}
+    then = {"after": 3, "fragments": 2, "delay": 1, "mixing": 0.5, "keep_local": True, "bucket_cap_mb": 1.0}
     outer = {"outer_lr": 0.7, "outer_momentum": 0.9, "nesterov": False, "device": "cpu"}
     with pytest.warns(DeprecationWarning, match=r"LocalUpdates\(\w+=…\) becomes \w+=\w+\(\w+=…\)") as warned:
         found = modern({**then, **outer, "mean": "senders", "clip": "median"}, **now)
