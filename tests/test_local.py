@@ -999,7 +999,7 @@ def test_fragments_are_of_about_equal_size(fragments: int) -> None:
 
 def test_arguments_of_former_versions_mean_the_same_for_a_release() -> None:
     now = {"rounds": Rounds(), "outer": OuterSGD(), "exchange": "auto"}
-    then = {"after": 3, "fragments": 2, "delay": 1, "mixing": 0.5, "keep_local": True, "bucket_cap_mb": 1.0}
+    then = {"after": 3, "fragments": 2, "delay": 1, "blend": 0.5, "carry": True, "bucket_cap_mb": 1.0}
     outer = {"outer_lr": 0.7, "outer_momentum": 0.9, "nesterov": False, "device": "cpu"}
     with pytest.warns(DeprecationWarning, match=r"LocalUpdates\(\w+=…\) becomes \w+=\w+\(\w+=…\)") as warned:
         found = modern({**then, **outer, "mean": "senders", "clip": "median"}, **now)
