@@ -19,7 +19,6 @@ from emulated import EmulatedDevice, emulated_gpu
 from hypothesis import settings
 from ranks import Pool
 
-PLAIN_PYTHON = sys.executable
 PYTHON = pytest.StashKey[str]()
 SERVER = pytest.StashKey[preloaded.Server]()
 
@@ -85,7 +84,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Tests start processes with `sys.executable`: the server's, or a plain one where they stop and kill them."""
-    python = PLAIN_PYTHON if item.get_closest_marker("soak") else item.config.stash[PYTHON]
+    python = preloaded.PLAIN_PYTHON if item.get_closest_marker("soak") else item.config.stash[PYTHON]
     sys.executable = python
     multiprocessing.spawn.set_executable(python)
 

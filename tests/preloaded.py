@@ -26,6 +26,8 @@ from typing import Any
 
 import preloaded_client
 
+#: The interpreter of the tests, before the server's takes its place.
+PLAIN_PYTHON = sys.executable
 #: Imported before the first fork: what ranks of DDP import by and by, and the test files that they load.
 MODULES = (
     "hypothesis.strategies",

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import PLAIN_PYTHON
 from emulated import CSRC, EmulatedDevice, emulated_gpu
 from gradwire.benchmarks import cli
 from gradwire.benchmarks.common import report
@@ -23,6 +22,7 @@ from gradwire.benchmarks.gpu import gpu, page, paths, sections, speed
 from gradwire.benchmarks.gpu.processes import Ended, Processes
 from gradwire.compress.backends import use_backend
 from gradwire.compress.backends.cuda import compiler
+from preloaded import PLAIN_PYTHON
 from strategies import GPU
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -13,7 +13,7 @@ from typing import Any
 
 import preloaded_client
 import pytest
-from conftest import PLAIN_PYTHON
+from preloaded import PLAIN_PYTHON
 
 SAYS = "import sys; print('torch' in sys.modules)"
 

@@ -14,7 +14,6 @@ import emulated
 import numpy as np
 import pytest
 import torch
-from conftest import PLAIN_PYTHON
 from cuda_on_cpu import EmulationError, Module
 from cuda_on_cpu.ptx import OPTIONS, PtxError, translate
 from emulated import EmulatedDevice, emulated_gpu
@@ -24,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nvrtc import ARCHITECTURES, FILES, build
 from parity import equal
+from preloaded import PLAIN_PYTHON
 from strategies import KINDS
 
 TESTS = Path(__file__).resolve().parent
