@@ -37,7 +37,7 @@ from .options import FSDPOptions
 from .torch_internals import Shards, find_shards
 
 #: Where the reduce-scatter comes from that is compressed.
-_SCATTER = f"{__package__}.scatter"
+_SCATTER = f"{__package__}.shard"
 #: For all replicas, when one has submitted something else.
 UNEQUAL = (
     "gradwire: in the last backward pass not all replicas had gradients of the same parameters: let all use the "
