@@ -26,7 +26,7 @@ LINK := $(VENV)/mypy/gradwire
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 TYPED := $(addprefix $(LINK)/,__init__.py benchmarks compress csrc hooks optim trainers) tests
 
-.PHONY: help demo test test-all soak drawn lint docs matrix bench benchmarks gpu-report clean
+.PHONY: help demo test test-all soak drawn lint types docs matrix bench benchmarks gpu-report clean
 
 help:
 	@echo 'make demo      train a small model on two processes, dense and with four codecs (SEEDS=$(SEEDS))'
@@ -34,11 +34,11 @@ help:
 	@echo 'make test-all  the slow tests too'
 	@echo 'make soak      ranks killed, stopped and delayed, processes ended by the hundred: an hour or so'
 	@echo 'make drawn     training scripts drawn for $(DRAWN_SECONDS) seconds (DRAWN_SECONDS=7200), and what breaks a law'
-	@echo 'make lint      ruff and mypy alone'
+	@echo 'make lint      ruff and mypy alone; make types: mypy'
 	@echo 'make docs      the pages of docs/ as a site, in site/'
 	@echo 'make matrix    sdist and wheel, installed and run with each Python and torch that can be had (MATRIX_ARGS=--help)'
 	@echo 'make bench     gradwire-bench $(BENCH_ARGS)'
-	@echo 'make benchmarks  regenerate every figure of docs/benchmarks.md: hours, on a machine that does nothing else'
+	@echo 'make benchmarks  regenerate every figure of docs/benchmark-tables.md: hours, on a machine that does nothing else'
 	@echo 'make gpu-report  test, check and time the CUDA kernels on this machine’s GPU'
 	@echo 'make clean     remove .venv and everything that was built'
 
@@ -63,6 +63,9 @@ drawn: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(MAKE) --no-print-directory types
+
+types: $(INSTALLED)
 	MYPYPATH=$(VENV)/mypy:tests $(BIN)/mypy --explicit-package-bases $(TYPED)
 
 # Not quietly: with --quiet, mkdocs drops the warnings that --strict would count.

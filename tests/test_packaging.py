@@ -50,7 +50,8 @@ def build(kind: str, source: Path, target: Path) -> Path:
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the repository that also holds kernels."""
     copy = tmp_path_factory.mktemp("packaging") / "some-clone.1"
-    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info", ".[!c]*", "build", "dist")
+    made = (".git", ".venv*", ".gpu", ".editable", ".matrix", ".hypothesis", ".*_cache", "build", "dist")
+    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info", *made)
     shutil.copytree(ROOT, copy, ignore=ignore)
     (copy / "csrc" / "probe.cu").write_text("// a kernel\n")
     (copy / "csrc" / "probe.cuh").write_text("// its header\n")
@@ -192,3 +193,17 @@ def test_version_can_be_read_without_importing_torch() -> None:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__version__"
     ]
     assert [ast.literal_eval(value) for value in assigned] == [gradwire.__version__]
+
+
+def test_continuous_integration_runs_every_python_and_the_pinned_linters() -> None:
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text("utf-8")
+    classifiers = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text("utf-8"))
+    versions = ", ".join(f'"{version}"' for version in classifiers)
+    assert f"python: [{versions}]" in workflow
+    commands = [line.split() for line in re.findall(r"- run: (.*)", workflow)]
+    assert [command for command in commands if command[0] != "python"] == [[".ci/run"]]
+    (matrix,) = (command for command in commands if command[0] == "python")
+    assert {"--stranger", "--resolve", *classifiers} <= set(matrix)
+    assert os.access(ROOT / ".ci/run", os.X_OK)
+    pins = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE))
+    assert f"rev: v{pins['ruff']}\n" in (ROOT / ".pre-commit-config.yaml").read_text("utf-8")
