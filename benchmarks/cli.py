@@ -30,7 +30,7 @@ COMMANDS = {
     "advise": (advise, "predict from measurements here whether compression pays on a given network"),
     "links": (program, "run a program on links of a known speed and length"),
     "profile": (timeline, "draw one bucket's way through a real step"),
-    "publish": (publish, "regenerate every figure of docs/benchmarks.md"),
+    "publish": (publish, "regenerate every figure of docs/benchmark-tables.md"),
     "warm": (warm, "compile kernels ahead, so that no training begins with it"),
     "gpu-model": (gpu_model, "count the CUDA kernels' instructions, and model what they take on GPUs; needs none"),
     "host": (host, "time what the CUDA backend takes of the host, a bucket, with launches left out; needs no GPU"),

@@ -1,4 +1,4 @@
-"""Regenerate every figure of docs/benchmarks.md: run the whole set, then write its tables into the page.
+"""Regenerate every figure of docs/benchmark-tables.md: run the whole set, then write its tables into the page.
 
 Each entry of the set is one `gradwire-bench` command, which writes its JSON file to benchmarks/results/ and its picture
 to docs/. Those that need shaped links are left out where links cannot be had, and said to be; their older figures stay.
@@ -27,7 +27,7 @@ from .training import learn, train
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, DOCS = Path("benchmarks/results"), Path("docs")
-PAGE = DOCS / "benchmarks.md"
+PAGE = DOCS / "benchmark-tables.md"
 COMMANDS: dict[str, ModuleType] = {
     "advise": advise,
     "allreduce": allreduce,

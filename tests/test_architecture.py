@@ -142,6 +142,16 @@ def test_imports_run_one_way() -> None:
     assert not violations(library())
 
 
+def test_the_picture_of_the_rooms_is_drawn_from_these_imports() -> None:
+    import page_pictures
+
+    drawn = page_pictures.ROOMS.read_text("utf-8")
+    assert page_pictures.rooms_picture(library()) == drawn, "run `python tests/page_pictures.py`"
+    changed = library() | {"csrc": "from ..hooks.comm import group"}
+    with pytest.raises(ValueError, match="imports run in a circle"):
+        page_pictures.rooms_picture(changed)
+
+
 SOUND = {
     "": "from .compress.codecs.topk import TopK\nfrom .hooks import CompressState",
     "csrc": "",

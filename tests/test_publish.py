@@ -1,4 +1,4 @@
-"""The published set: its commands parse, and docs/benchmarks.md has what their JSON files say."""
+"""The published set: its commands parse, and docs/benchmark-tables.md has what their JSON files say."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def result(name: str) -> Any:
 
 
 def times_faster() -> dict[str, list[str]]:
-    """The cells of the README's first table, by the names of its rows: at 100 Mbit/s, 1 Gbit/s and 10 Gbit/s."""
+    """The cells of a table of docs/benchmarks.md by the names of its rows: at 100 Mbit/s, 1 Gbit/s and 10 Gbit/s."""
 
     def shown(ratio: float) -> str:
         return f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}"
@@ -50,24 +50,28 @@ def times_faster() -> dict[str, list[str]]:
     rates = [{row["arm"]: row for row in rate["arms"]} for rate in result("exchange")["rates"][:3]]
     gradient = {arm: [shown(rate[arm]["times_faster_above_floor"]) for rate in rates] for arm in ("onebit", "topk")}
     return {
-        "one gradient of 25.6 M elements[^1], `OneBit`": gradient["onebit"],
-        "the same, `TopK` of 0.1 %": gradient["topk"],
+        "one gradient of 25.6 M elements, `OneBit`": gradient["onebit"],
+        "one gradient of 25.6 M elements, `TopK` of 0.1 %": gradient["topk"],
         "a DDP step of 25 M parameters, `OneBit`": ["", step("step", "onebit"), ""],
-        "a DDP step over 25 ms of distance[^2], `OneBit`": [
+        "a DDP step, 25 ms one way, `OneBit`": [
             step("step-far-slow", "onebit-gather"),
             step("step-far", "onebit-gather"),
             "",
         ],
-        "the same, `TopK` of 1 %": [step("step-far-slow", "topk-gather"), step("step-far", "topk-gather"), ""],
+        "a DDP step, 25 ms one way, `TopK` of 1 %": [
+            step("step-far-slow", "topk-gather"),
+            step("step-far", "topk-gather"),
+            "",
+        ],
     }
 
 
 def times_sooner() -> tuple[dict[str, list[str]], list[str]]:
-    """The cells of its second table, and what the rows have at 10 Gbit/s beside float32 without a hook."""
+    """The cells of the table of equal losses, and its rows' speedups at 10 Gbit/s over float32 without a hook."""
     (near,), (far,) = result("train-large")["worlds"], result("train-far")["worlds"]
     rows, beside = {}, []
     names = {
-        "[`LocalUpdates`](docs/periodic.md) every tenth step, ternary": "local",
+        "[`LocalUpdates`](periodic.md) every tenth step, ternary": "local",
         "`TernGrad()`": "terngrad",
         "`TopK` of 8 %, int8": "topk8",
         "PyTorch's PowerSGD hook": "powersgd",
@@ -84,12 +88,20 @@ def times_sooner() -> tuple[dict[str, list[str]], list[str]]:
     return rows, beside
 
 
-def test_the_readme_says_what_was_measured() -> None:
-    text = (ROOT / "README.md").read_text("utf-8")
-    cells = {line.split(" | ")[0].removeprefix("| "): line.split("|")[2:-1] for line in text.splitlines()}
-    second, beside = times_sooner()
-    for title, expected in (times_faster() | second).items():
-        assert [cell.strip() for cell in cells[title]] == expected, title
+def cells(text: str) -> dict[str, list[str]]:
+    """The rows of a page's tables by their first cell, whose links are taken as written from docs/."""
+    lines = text.replace("](docs/", "](").splitlines()
+    return {line.split(" | ")[0].removeprefix("| "): [cell.strip() for cell in line.split("|")[2:-1]] for line in lines}
+
+
+def test_the_results_are_what_was_measured() -> None:
+    text = (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
+    found, readme = cells(text), cells((ROOT / "README.md").read_text("utf-8"))
+    sooner, beside = times_sooner()
+    for title, expected in (times_faster() | sooner).items():
+        assert found[title] == expected, title
+    for title, (fewer, _, slow, _, fast, _) in sooner.items():
+        assert readme[title] == [fewer, slow, fast], title
     assert f"compared with it the rows have {', '.join(beside[:-1])} and {beside[-1]}." in text
 
 
@@ -108,13 +120,13 @@ def said(text: str) -> str:
 
 
 def test_pages_say_how_models_ended() -> None:
-    readme, choose = (said((ROOT / name).read_text("utf-8")) for name in ("README.md", "docs/choose.md"))
+    results, choose = (said((ROOT / "docs" / name).read_text("utf-8")) for name in ("benchmarks.md", "choose.md"))
     long, wide = ended("learn-long", "chunked25-b5"), ended("learn-long", "wide0.7-b5")
-    assert f"{long} with 21 times fewer bytes, and {wide} with 207 times" in readme
+    assert f"{long} with 21 times fewer bytes, and {wide} with 207 times" in results
     less = ended("learn-long", "float32-b8").partition(" [")[0].replace("below", "lower").replace("above", "higher")
-    assert f"Float32 itself ends {less} with a β1 of 0.8 than with the usual 0.9" in readme
+    assert f"Float32 itself ends {less} with a β1 of 0.8 than with the usual 0.9" in results
     late = {arm: ended("learn-large-sgd", arm) for arm in ("local10-ternary", "terngrad")}
-    assert f"`LocalUpdates` ends {late['local10-ternary']} float32 and `TernGrad` {late['terngrad'][:5]}" in readme
+    assert f"`LocalUpdates` ends {late['local10-ternary']} float32 and `TernGrad` {late['terngrad'][:5]}" in results
     side, _, interval = long.partition(" [")
     assert f"ended {side} float32 with 21 times fewer bytes [{interval}" in choose
     for arm, times in (("chunked25-b5", 21), ("wide1.5-b5", 103), ("wide0.7-b5", 207)):

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import gradwire
+import page_pictures
 import pytest
 import torch
 import torch.distributed as dist
 from gradwire import Codec, CompressState, OneBit, TopK, compress_hook
 from ranks import Pool
+from test_architecture import library
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import train
@@ -66,3 +68,10 @@ def test_a_bucket_s_way_is_short(ranks: Ranks, codec: Codec, exchange: str, most
         assert any(name.endswith("/reducer.py") for name in names)
 
         assert len(names) <= most, names
+
+
+def test_the_picture_of_the_way_has_these_files(ranks: Ranks) -> None:
+    drawn = page_pictures.WAY.read_text("utf-8")
+    assert page_pictures.way_picture(page_pictures.measured(ranks(2)), library()) == drawn, (
+        "run `python tests/page_pictures.py`"
+    )

@@ -21,7 +21,7 @@ from ...compress.feedback.base import Feedback, betas_of
 from ..comm.untraced import untraced
 from .options import Options
 
-#: See docs/benchmarks.md, "The same model at the end".
+#: See docs/benchmark-tables.md, "The same model at the end".
 CHUNKED = (
     "sends the largest elements of each chunk, in two bits each and with the chunk's own levels, and keeps the rest in "
     "a residual. Of all codecs this small, models under adaptive optimizers have ended closest to float32 with it. "
@@ -194,7 +194,7 @@ def _name_of(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | st
 def known_problem(optimizer: torch.optim.Optimizer, codec: Codec, feedback: bool) -> str | None:
     """What is known to go wrong with an optimizer, a codec, and whether a plain residual is kept; None: nothing.
 
-    See docs/benchmarks.md, "The same model at the end".
+    See docs/benchmark-tables.md, "The same model at the end".
     """
     name, inner = type(optimizer).__name__, codec.inner if isinstance(codec, Outliers) else codec
     if feedback and isinstance(codec, TopK | ChunkedTopK):
