@@ -321,6 +321,18 @@ def test_statistics_exist() -> None:
     assert set(names) <= known
 
 
+def test_what_is_to_be_changed_is_where_contributing_says() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8").partition("## Where would I change")[2].partition("\n## ")[0]
+    found = re.findall(r"`([\w/]+/(?:\w+\.py)?)`(?:, `(\w+)`)?", text)
+    assert len(found) > 10
+    for path, name in found:
+        place = ROOT / path
+        assert place.exists(), path
+        assert (
+            not name or place.is_dir() or re.search(rf"^\s*(?:def |class )?{name}\b", place.read_text("utf-8"), re.M)
+        ), name
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     """For readers of the repository; `test_site.py` follows those of the site, anchors too."""
