@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from gradwire.hooks.horovod import functions
-from gradwire.hooks.horovod.collectives import Channel
-from gradwire.hooks.horovod.engine import Engine, Pending, memory_of
-from gradwire.hooks.horovod.operations import AllReduce, Broadcast, stand_in
-from gradwire.hooks.horovod.residuals import States
+from gradwire.hooks.horovod.gradients.residuals import States
+from gradwire.hooks.horovod.runtime.channel import Channel
+from gradwire.hooks.horovod.runtime.engine import Engine, Pending, memory_of
+from gradwire.hooks.horovod.runtime.operations import AllReduce, Broadcast, stand_in
 from torch import Tensor
 
 SECOND = torch.device("cuda", 1)

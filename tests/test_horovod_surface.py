@@ -21,10 +21,10 @@ import gradwire.hooks.horovod as hvd
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire.hooks.horovod import launch
-from gradwire.hooks.horovod.control import Coordinator, addresses
-from gradwire.hooks.horovod.negotiation import Negotiator, request_bytes
-from gradwire.hooks.horovod.operations import AllReduce, Sum
+from gradwire.hooks.horovod.consensus.coordinator import Coordinator, addresses
+from gradwire.hooks.horovod.consensus.negotiation import Negotiator, request_bytes
+from gradwire.hooks.horovod.runtime import launch
+from gradwire.hooks.horovod.runtime.operations import AllReduce, Sum
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import Pool

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...compress import QSGD, ChunkedTopK, OneBit, Outliers, Ternary, TernGrad, TopK
 from ...compress.codec import Codec
-from .residuals import CodecCompression
+from .gradients.residuals import CodecCompression
 
 
 class Compressor:

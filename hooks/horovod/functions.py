@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .basics import world
-from .operations import Broadcast
 from .process_sets import ProcessSet, global_process_set
-from .submission import (
+from .runtime.context import world
+from .runtime.handles import (
     allgather_operation,
     broadcast_operation,
     check,
@@ -25,6 +24,7 @@ from .submission import (
     submit,
     synchronize,
 )
+from .runtime.operations import Broadcast
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:

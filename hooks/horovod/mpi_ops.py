@@ -23,7 +23,17 @@ import torch
 from torch import Tensor
 
 from ..comm.untraced import untraced
-from .basics import (
+from .compression import Compression, codec_of
+from .errors import HorovodInternalError
+from .gradients.autograd import (
+    AllGatherFunction,
+    AllReduceFunction,
+    AllToAllFunction,
+    BroadcastFunction,
+    ReduceScatterFunction,
+)
+from .process_sets import ProcessSet, add_process_set, global_process_set, process_set_ids, remove_process_set
+from .runtime.context import (
     ccl_built,
     cross_rank,
     cross_size,
@@ -48,12 +58,7 @@ from .basics import (
     stop_timeline,
     world,
 )
-from .compression import Compression, codec_of
-from .errors import HorovodInternalError
-from .gradients import AllGatherFunction, AllReduceFunction, AllToAllFunction, BroadcastFunction, ReduceScatterFunction
-from .operations import Adasum, Average, Barrier, Join, Max, Min, Product, Sum
-from .process_sets import ProcessSet, add_process_set, global_process_set, process_set_ids, remove_process_set
-from .submission import (
+from .runtime.handles import (
     allgather_operation,
     allreduce_operation,
     alltoall_operation,
@@ -68,6 +73,7 @@ from .submission import (
     submit,
     synchronize,
 )
+from .runtime.operations import Adasum, Average, Barrier, Join, Max, Min, Product, Sum
 
 # -- allreduce ---------------------------------------------------------------------------------------------------------
 

@@ -15,15 +15,15 @@ from torch import Tensor
 from ..comm.untraced import untraced
 from ..core.names import plain_names, renamed
 from ..core.optimizer_checks import known_problem
-from .arithmetic import number
-from .basics import world
 from .compression import Compression, codec_of
 from .functions import allgather_object
-from .operations import Adasum, Average, ResidualMean
+from .gradients.bucketing import GradientReducer, Options
+from .gradients.residuals import check_residuals
 from .process_sets import ProcessSet, global_process_set
-from .reducer import GradientReducer, Options
-from .residuals import check_residuals
-from .submission import allreduce_operation, key_of, reduction
+from .runtime.arithmetic import number
+from .runtime.context import world
+from .runtime.handles import allreduce_operation, key_of, reduction
+from .runtime.operations import Adasum, Average, ResidualMean
 
 #: Where a state_dict has the residuals.
 ENTRY = "gradwire"

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from . import basics
-from .arithmetic import integers
-from .basics import World, world
-from .collectives import Channel
-from .engine import Engine
-from .negotiation import REMOVE
-from .operations import Operation
+from .consensus.negotiation import REMOVE
+from .runtime import context
+from .runtime.arithmetic import integers
+from .runtime.channel import Channel
+from .runtime.context import World, world
+from .runtime.engine import Engine
+from .runtime.operations import Operation
 
 
 class ProcessSet:
@@ -33,7 +33,7 @@ class ProcessSet:
     @property
     def process_set_id(self) -> int | None:
         """The same number on all ranks; None while this set is not registered."""
-        if self._place is None or self._place[0] is not basics._world:
+        if self._place is None or self._place[0] is not context._world:
             return None
         return self._place[1]
 
@@ -174,4 +174,4 @@ def _register(process_sets: Sequence[Any]) -> None:
         add_process_set(process_set)
 
 
-basics.started.append(_register)
+context.started.append(_register)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..basics import rank, size
+from ..runtime.context import rank, size
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):

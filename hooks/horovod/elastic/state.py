@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..basics import init, local_rank, rank, shutdown
 from ..errors import HorovodInternalError, HostsUpdatedInterrupt
 from ..functions import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from ..launch import private_folder
+from ..runtime.context import init, local_rank, rank, shutdown
+from ..runtime.launch import private_folder
 from .sampler import ElasticSampler
 
 #: Set by SIGTERM, with which torchrun announces a restart.

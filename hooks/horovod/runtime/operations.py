@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..consensus.negotiation import LOSS_SCALE, Request
+from ..gradients.residuals import CompressionState, States, layout_of
 from .adasum import adasum
 from .arithmetic import divide, number, reduce_rows, scale, shares
-from .collectives import Channel, OpenedParcels, as_bytes, flat_memory, is_plain
-from .negotiation import LOSS_SCALE, Request
-from .residuals import CompressionState, States, layout_of
+from .channel import Channel, OpenedParcels, as_bytes, flat_memory, is_plain
 
 Average, Sum, Adasum, Min, Max, Product = range(6)
 #: Larger allreduces are not fused: copying them costs more than the message that it saves.

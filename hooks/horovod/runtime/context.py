@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..errors import not_initialized
 from . import launch
 from .engine import Engine
-from .errors import not_initialized
 from .timeline import Timeline
 
 

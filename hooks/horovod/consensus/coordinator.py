@@ -27,7 +27,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .desk import Desk
+from .epoch_coordinator import Desk
 from .negotiation import REMOVE, Negotiator
 
 log = logging.getLogger("gradwire.horovod")
@@ -261,7 +261,7 @@ class Coordinator:
     def _read(self, peer: _Peer) -> None:
         for message in peer.messages():
             if peer.rank is None:
-                self._announce_step(peer, message)
+                self._greet(peer, message)
             elif "done" in message:
                 self.desk.negotiator.done(message["done"])
             elif "failed" in message:
@@ -298,7 +298,7 @@ class Coordinator:
             while True:
                 self._inbox.get_nowait()()
 
-    def _announce_step(self, peer: _Peer, message: dict[str, Any]) -> None:
+    def _greet(self, peer: _Peer, message: dict[str, Any]) -> None:
         if not secrets.compare_digest(str(message.get("secret")), self._secret):
             raise ValueError("a stranger")
         if int(message["rank"]) in self._peers:

@@ -15,11 +15,12 @@ from typing import Any
 import gradwire.hooks.horovod as hvd
 import pytest
 import torch
-from gradwire.hooks.horovod import ahead, basics
-from gradwire.hooks.horovod.agreement import Agreement, Sinks
-from gradwire.hooks.horovod.ahead import Actions, Delivered, Entry, Ledger
-from gradwire.hooks.horovod.desk import Desk
-from gradwire.hooks.horovod.negotiation import Negotiator, Request
+from gradwire.hooks.horovod.consensus import epoch_log
+from gradwire.hooks.horovod.consensus.epoch_coordinator import Desk
+from gradwire.hooks.horovod.consensus.epoch_log import Actions, Delivered, Entry, Ledger
+from gradwire.hooks.horovod.consensus.negotiation import Negotiator, Request
+from gradwire.hooks.horovod.consensus.protocol import Agreement, Sinks
+from gradwire.hooks.horovod.runtime import context
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from ranks import Pool
@@ -242,7 +243,7 @@ def scripts(draw: st.DrawFn) -> list[list[Op]]:
 def check(lines: list[list[Op]], number: int) -> World:
     """Play a script in an order drawn by `number`, and hold the outcome against the coordinator's."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ahead, "PATIENCE", -1.0)  # nothing moves any more when the worlds look
+        patch.setattr(epoch_log, "PATIENCE", -1.0)  # nothing moves any more when the worlds look
         got, expected = World(lines, random.Random(number)), World(lines, random.Random(number), coordinator_only=True)
         assert got.play() == expected.play()
         assert [member.script for member in got.members] == [member.script for member in expected.members]
@@ -257,8 +258,8 @@ def test_the_outcome_is_the_coordinators(lines: list[list[Op]], number: int) -> 
 
 
 def runs_what_differs(patch: pytest.MonkeyPatch) -> None:
-    agree = ahead.agree
-    patch.setattr(ahead, "agree", lambda requests, members: (agree(requests, members)[0], None))
+    agree = epoch_log.agree
+    patch.setattr(epoch_log, "agree", lambda requests, members: (agree(requests, members)[0], None))
 
 
 def answers_no_mark(patch: pytest.MonkeyPatch) -> None:
@@ -266,12 +267,12 @@ def answers_no_mark(patch: pytest.MonkeyPatch) -> None:
         if line is not None:
             original(self, rank, epoch, line)
 
-    original = ahead.Ledger.receive
-    patch.setattr(ahead.Ledger, "receive", receive)
+    original = epoch_log.Ledger.receive
+    patch.setattr(epoch_log.Ledger, "receive", receive)
 
 
 def hears_the_coordinator_too_early(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ahead.Ledger, "follow", lambda self, message: self._do.follow(message))
+    patch.setattr(epoch_log.Ledger, "follow", lambda self, message: self._do.follow(message))
 
 
 def forgets_what_is_left(patch: pytest.MonkeyPatch) -> None:
@@ -280,30 +281,30 @@ def forgets_what_is_left(patch: pytest.MonkeyPatch) -> None:
 
 
 def counts_twice(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ahead.Parcels, "deal", lambda self, key, ranks: None)
+    patch.setattr(epoch_log.Parcels, "deal", lambda self, key, ranks: None)
 
 
 def leaves_parcels_alone(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ahead.Parcels, "surrender", lambda self, key, ranks: [])
+    patch.setattr(epoch_log.Parcels, "surrender", lambda self, key, ranks: [])
 
 
 def counts_no_joins(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ahead.Parcels, "join", lambda self, rank: iter(()))
+    patch.setattr(epoch_log.Parcels, "join", lambda self, rank: iter(()))
 
 
 def is_patient_for_ever(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ahead.Ledger, "look", lambda self: None)
+    patch.setattr(epoch_log.Ledger, "look", lambda self: None)
 
 
 def fuses_by_its_own_count(patch: pytest.MonkeyPatch) -> None:
-    original = ahead.Ledger._agree
+    original = epoch_log.Ledger._agree
 
     def agree(self: Any, lines: Any) -> None:
         if self.rank == 1:
             lines = {rank: line._replace(ends=True) for rank, line in lines.items()}
         original(self, lines)
 
-    patch.setattr(ahead.Ledger, "_agree", agree)
+    patch.setattr(epoch_log.Ledger, "_agree", agree)
 
 
 FAULTS = (
@@ -353,7 +354,7 @@ def test_what_comes_while_enough_is_under_way_shares_a_buffer() -> None:
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 6), max_size=40), st.integers(0, 4))
 def test_requests_come_back_from_their_slots(numbers: list[int], capacity: int) -> None:
-    sender, receiver = ahead.Texts(capacity), ahead.Texts(capacity)
+    sender, receiver = epoch_log.Texts(capacity), epoch_log.Texts(capacity)
     for place, number in enumerate(numbers):
         request = {"key": f"op{number}"}
         slot, text = sender.outgoing(json.dumps(request))
@@ -369,7 +370,7 @@ def counted(rank: int) -> dict[str, tuple[int, int, int]]:
     """Messages, requests in full and words to the coordinator that ten of each take once they are known."""
     hvd.shutdown()
     hvd.init()
-    engine = basics.world().engine
+    engine = context.world().engine
     asked: list[Any] = []
     send = engine._connection.send
 
@@ -481,7 +482,7 @@ def ended_early(rank: int) -> float:
     """The sum of all ranks, of which rank 2 hears rank 1's part late, when rank 0 has got its result and left."""
     hvd.init()
     hvd.barrier()
-    agreement = basics.world().engine.agreement
+    agreement = context.world().engine.agreement
     if rank == 2:
         receive = agreement.receive
         late = ThreadPoolExecutor(1)

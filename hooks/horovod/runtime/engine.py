@@ -23,16 +23,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .agreement import Agreement, Sinks
-from .ahead import Delivered
-from .collectives import Channel, OpenedParcels
-from .control import Connection, Coordinator, connect
-from .errors import HorovodInternalError
+from ..consensus.coordinator import Connection, Coordinator, connect
+from ..consensus.epoch_log import Delivered
+from ..consensus.negotiation import Negotiator
+from ..consensus.protocol import Agreement, Sinks
+from ..errors import HorovodInternalError
+from ..gradients.residuals import States
+from ..transport.peer_mesh import Mesh
+from .channel import Channel, OpenedParcels
 from .launch import START_SECONDS
-from .mesh import Mesh
-from .negotiation import Negotiator
 from .operations import CompressedReduce, Operation, ResidualMean, stand_in
-from .residuals import States
 from .timeline import Timeline
 
 #: How long the ranks wait for each other at an orderly end.

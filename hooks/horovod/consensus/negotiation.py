@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from ..core.grad_scaler import EQUAL_SCALES
+from ...core.grad_scaler import EQUAL_SCALES
 
 Request = dict[str, Any]
 #: What all agree on, and what `describe` says of it.

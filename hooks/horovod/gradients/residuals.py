@@ -14,15 +14,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...compress.codec import Codec
-from ...compress.feedback.base import RESIDUAL, RESIDUAL_DTYPES, Residual
-from ...compress.feedback.store import Memory
-from ...compress.formats.layout import Layout, Slot, layout_numel
-from ..auto.planner import check_exchange, default_exchange
-from ..comm.pipeline import drive
-from ..core.bucket import Bucket
-from ..exchanges import EXCHANGES, Dense
-from .collectives import Channel
+from ....compress.codec import Codec
+from ....compress.feedback.base import RESIDUAL, RESIDUAL_DTYPES, Residual
+from ....compress.feedback.store import Memory
+from ....compress.formats.layout import Layout, Slot, layout_numel
+from ...auto.planner import check_exchange, default_exchange
+from ...comm.pipeline import drive
+from ...core.bucket import Bucket
+from ...exchanges import EXCHANGES, Dense
+from ..runtime.channel import Channel
 
 
 class Numbered(Protocol):

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm.group import Group
+from ...comm.group import Group
+from ..transport.peer_mesh import Carrier, Mesh
 from .arithmetic import reduce_rows
-from .mesh import Carrier, Mesh
 
 #: How long a collective may take once every rank has said that it is ready for it.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..comm.untraced import untraced
+from ...comm.untraced import untraced
+from ..gradients.residuals import CodecCompression, CompressionState
+from ..process_sets import ProcessSet
 from .arithmetic import integers
-from .basics import world
+from .context import world
 from .engine import Pending
 from .operations import (
     OP_NAMES,
@@ -30,8 +32,6 @@ from .operations import (
     Scaled,
     Sum,
 )
-from .process_sets import ProcessSet
-from .residuals import CodecCompression, CompressionState
 
 #: What the backends can add up.
 SUMMABLE = (

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .ahead import Actions, Delivered, Entry, Ledger, Line, Parcels, Texts
-from .mesh import Mesh
+from ..transport.peer_mesh import Mesh
+from .epoch_log import Actions, Delivered, Entry, Ledger, Line, Parcels, Texts
 from .negotiation import Overdue, Ready, Request
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .control import addresses, let_go_in_children, tune
+from ..consensus.coordinator import addresses, let_go_in_children, tune
 
 #: Lengths of what follows: text, then bytes.
 _HEAD = struct.Struct("!IQ")

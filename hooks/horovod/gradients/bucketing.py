@@ -17,17 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.untraced import untraced
-from ..core.grad_scaler import LossScale
-from .basics import world
-from .compression import codec_of
-from .engine import Pending
-from .functions import allgather_object
-from .operations import Average
-from .process_sets import ProcessSet
+from ...comm.untraced import untraced
+from ...core.grad_scaler import LossScale
+from ..compression import codec_of
+from ..functions import allgather_object
+from ..process_sets import ProcessSet
+from ..runtime.context import world
+from ..runtime.engine import Pending
+from ..runtime.handles import allreduce_operation, key_of, overlaps, sparse_operation
+from ..runtime.operations import Average
 from .residuals import state_of_optimizer
-from .scaling import REMEDY, Unscaling, are_finite, version
-from .submission import allreduce_operation, key_of, overlaps, sparse_operation
+from .unscaling import REMEDY, Unscaling, are_finite, version
 
 #: Bytes of a bucket that a codec compresses as one; what DDP's are.
 BUCKET_BYTES = 25 << 20
