@@ -494,7 +494,7 @@ def test_a_process_set_can_be_removed_once_its_operations_have_ended(ranks: Rank
     ranks(2).run(removed_at_once)
 
 
-def removed_while_its_last_parcel_is_on_its_way(rank: int) -> None:
+def removed_while_its_last_payload_is_on_its_way(rank: int) -> None:
     hvd.init()
     members = hvd.add_process_set([1, 2])
     mesh = context.world().engine._mesh
@@ -524,7 +524,7 @@ def removed_while_its_last_parcel_is_on_its_way(rank: int) -> None:
 
 
 def test_rank_0_need_not_have_heard_of_an_operation_that_has_ended(ranks: Ranks) -> None:
-    ranks(3).run(removed_while_its_last_parcel_is_on_its_way)
+    ranks(3).run(removed_while_its_last_payload_is_on_its_way)
 
 
 def used_by_another_thread(rank: int) -> None:

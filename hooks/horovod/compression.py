@@ -1,4 +1,4 @@
-"""What an operation may do to tensors before they are sent.
+"""Compressions of tensors before they are sent.
 
 Two kinds. A *compressor*, as in Horovod, has `compress(tensor) -> (smaller tensor, context)` and `decompress(tensor,
 context)`; the smaller tensors are what is summed, so it must be linear: `none`, `fp16`, `bf16`, or one of your own. A
@@ -69,7 +69,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Any]:
 
 
 class Compression:
-    """What `compression=` takes: one of these, any codec of `gradwire.compress`, or your own `Compressor`.
+    """Values of `compression=`: one of these, any codec of `gradwire.compress`, or your own `Compressor`.
 
     `Compression.topk(density=0.01)`, `.onebit()`, `.ternary()`, `.qsgd(bits=4)`, `.terngrad()`,
     `.chunked_topk(k=64)` and `.outliers(OneBit())` are codecs with their arguments;
@@ -102,7 +102,7 @@ _EXAMPLES = {
 
 
 def codec_of(compression: Any) -> CodecCompression | None:
-    """How to use the codec that was asked for; None for compressors.
+    """The codec and its use; None for compressors.
 
     Raises:
         ValueError: it is neither.

@@ -68,7 +68,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """What `obj` is on the root: anything that pickle, or torch.save, can carry.
+    """The root's `obj`: anything that pickle, or torch.save, can carry.
 
     Args:
         obj: read on the root only.
@@ -100,8 +100,8 @@ def _broadcast(tensor: Tensor, root: int, name: str | None, process_set: Process
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """What `obj` is on each rank of the set that has not joined, in their order: anything that pickle, or torch.save,
-    can carry.
+    """The `obj` of each rank of the set that has not joined, in their order: anything that pickle, or torch.save, can
+    carry.
 
     Raises:
         ValueError: some rank's cannot be pickled; on every rank.
@@ -119,8 +119,10 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 
 
 def _packed(obj: Any) -> tuple[Tensor, Tensor, Exception | None]:
-    """How long its bytes are, these, and None; or, where it has none, who says what is wrong with it in its place,
-    under a length below 0: the other ranks wait for a message."""
+    """Length, bytes and None; for an object that has no bytes, a length below 0, a message and the error.
+
+    The other ranks wait for a message in any case.
+    """
     problem = None
     try:
         data = _to_bytes(obj)
@@ -150,7 +152,7 @@ def _from_bytes(data: Tensor) -> Any:
 
 
 def _here(storage: Any, location: str) -> Any:
-    """What was on some rank's GPU goes to this rank's."""
+    """Move a tensor of some rank's GPU to this rank's."""
     if location.startswith("cuda") and torch.cuda.is_available():
         return storage.cuda(torch.cuda.current_device())
     return storage
@@ -221,7 +223,7 @@ def _undo_casts(optimizer: torch.optim.Optimizer, loaded: dict[str, Any]) -> Non
 
 
 class _Placeholder:
-    """Where a tensor goes."""
+    """Stands for a tensor, by its number."""
 
     def __init__(self, number: int) -> None:
         self.number = number

@@ -25,9 +25,9 @@ from .runtime.context import world
 from .runtime.handles import allreduce_operation, key_of, reduction
 from .runtime.operations import Adasum, Average, ResidualMean
 
-#: Where a state_dict has the residuals.
+#: Key of the residuals in a state_dict.
 ENTRY = "gradwire"
-#: What is the wrapped optimizer's own, which may put others in their place, as loading does.
+#: Attributes that stay the wrapped optimizer's, which may replace them, as loading does.
 _SHARED = ("state", "param_groups")
 
 
@@ -194,7 +194,7 @@ def _restore(base: type, state: dict[str, Any], names: list[str], options: Optio
 
 
 class _Distributed(torch.optim.Optimizer):
-    """What `DistributedOptimizer` puts before the user's class."""
+    """The class that `DistributedOptimizer` puts before the user's."""
 
     _wrapped: torch.optim.Optimizer
     _names: list[str]
@@ -224,7 +224,7 @@ class _Distributed(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether `step` unscales gradients itself. A GradScaler's step asks this first. With Adasum each rank has an
+        """True if `step` unscales gradients itself. A GradScaler's step asks this first. With Adasum each rank has an
         overflow of its own, and all must make the step."""
         if "_reducer" in self.__dict__:
             self._reducer.unscaling.look(self)
@@ -233,11 +233,11 @@ class _Distributed(torch.optim.Optimizer):
 
     @property
     def _unscales(self) -> bool:
-        """Whether the user's class does, as fused optimizers do."""
+        """True if the user's class does, as fused optimizers do."""
         return bool(getattr(self._wrapped, "_step_supports_amp_scaling", False))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """What loading ends with."""
+        """Take state that was loaded."""
         for name in _SHARED:
             if name in state:
                 setattr(self, name, state[name])
@@ -247,7 +247,7 @@ class _Distributed(torch.optim.Optimizer):
 
     @property
     def backward_passes_per_step(self) -> int:
-        """How many gradients are summed before a reduction."""
+        """Number of gradients that are summed before a reduction."""
         return self._reducer.options.backward_passes_per_step
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -451,7 +451,7 @@ class _Distributed(torch.optim.Optimizer):
             self._load_residuals(own)
 
     def _checked(self, own: dict[str, Any] | None) -> dict[str, Any] | None:
-        """What this rank's compression can go on from."""
+        """The part of a checkpoint from which this rank's compression can go on."""
         state, here = self._reducer.state, world()
         if state is None and own is not None and own["residuals"]:
             warnings.warn(
@@ -488,8 +488,10 @@ class _Distributed(torch.optim.Optimizer):
             state.load_state_dict(own)
 
     def _shared_compression(self) -> dict[str, Any] | None:
-        """What `broadcast_optimizer_state` hands to the other ranks of this rank's compression: counters, but residuals
-        only where these were consolidated, and so are everybody's, and no step has been made with them."""
+        """The part of this rank's compression that `broadcast_optimizer_state` hands to the other ranks: counters.
+
+        Residuals only if they are consolidated, and so everybody's, and no step has been made with them.
+        """
         state = self._reducer.state
         if state is None:
             return None

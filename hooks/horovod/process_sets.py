@@ -43,7 +43,7 @@ class ProcessSet:
         return list(range(world().size)) if self._ranks is None else list(self._ranks)
 
     def size(self) -> int | None:
-        """How many ranks, or None while it is not registered."""
+        """Number of ranks, or None while it is not registered."""
         return None if self.process_set_id is None else len(self.ranks)
 
     def rank(self) -> int | None:
@@ -51,7 +51,7 @@ class ProcessSet:
         return self.ranks.index(world().rank) if self.included() else None
 
     def included(self) -> bool | None:
-        """Whether this process is in the set; None while it is not registered."""
+        """True if this process is in the set; None while it is not registered."""
         return None if self.process_set_id is None else world().rank in self.ranks
 
     def __getstate__(self) -> dict[str, Any]:
@@ -87,20 +87,20 @@ _registered: dict[int, ProcessSet] = {}
 class _Change(Operation):
     """Every rank makes a process set, or gives one up, at the same place in the order of operations."""
 
-    def __init__(self, engine: Engine, same: dict[str, Any]) -> None:
-        self.kind = "process_set.add" if "ranks" in same else REMOVE  # type: ignore[misc]
+    def __init__(self, engine: Engine, must_match: dict[str, Any]) -> None:
+        self.kind = "process_set.add" if "ranks" in must_match else REMOVE  # type: ignore[misc]
         super().__init__(self.kind, 0)
-        self._engine, self._same = engine, same
+        self._engine, self._must_match = engine, must_match
 
-    def same(self) -> dict[str, Any]:
-        return self._same
+    def must_match(self) -> dict[str, Any]:
+        return self._must_match
 
     def run(self, channel: Channel, info: dict[str, Any]) -> int:
-        if "ranks" not in self._same:
-            self._engine.remove_channel(self._same["id"])
-            return int(self._same["id"])
-        if self._engine.rank in self._same["ranks"]:
-            self._engine.add_channel(info["id"], self._same["ranks"])
+        if "ranks" not in self._must_match:
+            self._engine.remove_channel(self._must_match["id"])
+            return int(self._must_match["id"])
+        if self._engine.rank in self._must_match["ranks"]:
+            self._engine.add_channel(info["id"], self._must_match["ranks"])
         return int(info["id"])
 
 

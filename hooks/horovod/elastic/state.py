@@ -1,4 +1,4 @@
-"""What a job must not lose when its workers are restarted, and the function that resumes from there.
+"""State that survives a restart of a job's workers, and the function that resumes from it.
 
 torchrun is what makes a job elastic: with `--max-restarts` it starts all workers again when one has failed, and with
 `--nnodes=MIN:MAX` also when hosts come or go, with new ranks. So `commit` keeps the state in memory *and* in a file,
@@ -36,7 +36,7 @@ _terminating = threading.Event()
 
 
 def commit_file() -> Path | None:
-    """Where this host's commits are, or None where they stay in memory."""
+    """The file of this host's commits; None if they stay in memory."""
     folder = os.environ.get("GRADWIRE_ELASTIC_DIR")
     if folder:
         path = Path(folder)
@@ -152,7 +152,7 @@ class TorchState:
         os.replace(draft, path)  # a reader finds the old commit or the new one, whole
 
     def _share_samplers(self) -> None:
-        """What any rank has processed is processed."""
+        """Count samples that any rank has processed as processed."""
         for name in self._names:
             if isinstance(value := getattr(self, name), ElasticSampler):
                 states = allgather_object(value.state_dict())

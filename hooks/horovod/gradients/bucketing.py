@@ -1,8 +1,8 @@
 """Gradients to their average: submitted as backward makes them, in units, and waited for before the step.
 
-A unit is what goes into one operation. Without a codec that is one gradient, or a group that the user asked for; the
-engine fuses them as they come. A codec compresses buckets, which must hold the same gradients on all ranks and in every
-run, for its choice and its residuals depend on them: about 25 MB of parameters, in the reverse of their order.
+A unit goes into one operation. Without a codec it is one gradient, or a group that the user asked for; the engine fuses
+units as they come. A codec compresses buckets: about 25 MB of parameters, in the reverse of their order. A bucket must
+hold the same gradients on all ranks and in every run, for the codec's choice and residuals depend on them.
 """
 
 from __future__ import annotations
@@ -31,17 +31,21 @@ from .unscaling import REMEDY, Unscaling, are_finite, version
 
 #: Bytes of a bucket that a codec compresses as one; what DDP's are.
 BUCKET_BYTES = 25 << 20
-#: How long to wait for gradients that nobody asks for any more.
+#: Seconds to wait for gradients that nobody asks for any more.
 WAIT_SECONDS = 10.0
 
-#: Who reduces a parameter's gradient, by its id: the optimizer made last, should there be several.
+#: The reducer of a parameter's gradient, by its id: of the optimizer made last, should there be several.
 _owners: weakref.WeakValueDictionary[int, GradientReducer] = weakref.WeakValueDictionary()
 
 
 @dataclass
 class Options:
-    """What `DistributedOptimizer` was asked for. `groups` are positions in the optimizer's list of parameters; with
-    `only_sparse` the optimizer takes no dense gradient."""
+    """Arguments of `DistributedOptimizer`.
+
+    Attributes:
+        groups: positions in the optimizer's list of parameters.
+        only_sparse: the optimizer takes no dense gradient.
+    """
 
     compression: Any
     backward_passes_per_step: int
@@ -79,9 +83,9 @@ class GradientReducer:
         self._loss_scale: float | None = None  # of the gradients of this step
         #: The start of Horovod, and how often ranks had joined: since then all have made the same steps.
         self._place: tuple[object, int] | None = None
-        #: Whether backward has been here since the last synchronization, and whether that was the last thing.
+        #: Backward has been here since the last synchronization; or not since one.
         self.started = self.synchronized = False
-        #: Whether the script has called `synchronize` since the last step.
+        #: The script has called `synchronize` since the last step.
         self.by_hand = False
         self._delay: dict[Tensor, int] = {}
         self._unit_of: dict[Tensor, _Unit] = {}
@@ -98,8 +102,8 @@ class GradientReducer:
         self._add_units(rest, joined=codec is not None and not options.only_sparse)
         #: Parameters that required no gradient: nobody hears of one that comes all the same.
         self._frozen = [p for _, p in named if not p.requires_grad]
-        #: What is to be reduced together, by name, before any of it is known to be sparse: a rank that has joined may
-        #: not hear of that before the others.
+        #: Names that are reduced together, before any is known to be sparse: a rank that has joined may not hear of
+        #: that before the others.
         self._together = [[self.names[p] for p in unit.parameters] for unit in self._units if len(unit.parameters) > 1]
         self._settled_at: object = None
 
@@ -121,11 +125,11 @@ class GradientReducer:
 
     @property
     def loss_scale(self) -> LossScale:
-        """What the scaler does, where it is known."""
+        """The scaler's loss scale, where it is known."""
         return self.unscaling.loss_scale
 
     def takes_part(self) -> bool:
-        """Whether this rank is in the optimizer's process set.
+        """True if this rank is in the optimizer's process set.
 
         Raises:
             ValueError: the set is not registered, and nobody knows.
@@ -190,7 +194,7 @@ class GradientReducer:
             self.synchronize()
 
     def reduce_before_unscaling(self, optimizer: torch.optim.Optimizer) -> None:
-        """Where a scaler is about to unscale the optimizer's gradients, and they have not been reduced: do so first. A
+        """Reduce the optimizer's gradients if a scaler is about to unscale them, and they have not been reduced. A
         collective of the ranks whose scalers do."""
         known, state = self.loss_scale, self.state
         try:
@@ -209,7 +213,7 @@ class GradientReducer:
             state.keep_previous()
 
     def is_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the gradients were reduced for the scaler that is at this optimizer, and none has come since."""
+        """True if the gradients were reduced for the scaler that is at this optimizer, and none has come since."""
         return not self.started and self.unscaling.has_begun(optimizer)
 
     def check_unchanged(self, besides: Tensor | None = None) -> None:
@@ -325,7 +329,7 @@ class GradientReducer:
 
     @property
     def _settled(self) -> bool:
-        """Whether this rank and all others know which gradients are sparse: units of several must not hold any."""
+        """True if all ranks know which gradients are sparse: units of several must not hold any."""
         return not self._together or self._settled_at is world().meeting
 
     def _settle_sparse(self) -> None:
@@ -369,7 +373,7 @@ class GradientReducer:
             raise
 
     def _start(self, unit: _Unit) -> None:
-        fill = all(p.grad is None for p in unit.parameters)
+        no_gradient = all(p.grad is None for p in unit.parameters)
         for p in unit.parameters:
             made = p.grad
             if p.grad is None:
@@ -388,10 +392,10 @@ class GradientReducer:
         if any(grad.is_sparse for grad in grads):
             self._sparse[unit.parameters[0]] = grads[0].sparse_dim()
             operation: Any = sparse_operation(key, grads[0], self.options.op)
-            operation.fill = fill
+            operation.no_gradient = no_gradient
             unit.contexts = [None]
         else:
-            operation = self._dense(key, grads, names, fill, unit)
+            operation = self._dense(key, grads, names, no_gradient, unit)
         operation.loss_scale = self._loss_scale
         unit.pending = world().engine.submit(operation, alone=False)
 
@@ -406,20 +410,22 @@ class GradientReducer:
                 stacklevel=2,
             )
 
-    def _dense(self, key: tuple[str, int], grads: list[Tensor], names: list[str], fill: bool, unit: _Unit) -> Any:
+    def _dense(
+        self, key: tuple[str, int], grads: list[Tensor], names: list[str], no_gradient: bool, unit: _Unit
+    ) -> Any:
         options = self.options
         if self.state is not None:
             unit.contexts = [None] * len(grads)
             # Not divided before: what is left out is kept in the gradient's own units, and sums are float32 anyway.
             return allreduce_operation(
                 key, grads, options.op, 1.0, 1.0, grads, contiguous=False, codec=self.state.compression,
-                state=self.state, names=names, fill=fill,
+                state=self.state, names=names, no_gradient=no_gradient,
             )  # fmt: skip
         predivide = options.predivide if options.op == Average else 1.0
         scales = (options.op, 1.0 / predivide, predivide)
         pairs = [options.compression.compress(grad) for grad in grads]
         sent, unit.contexts = [tensor for tensor, _ in pairs], [context for _, context in pairs]
-        return allreduce_operation(key, sent, *scales, sent, contiguous=False, fill=fill)
+        return allreduce_operation(key, sent, *scales, sent, contiguous=False, no_gradient=no_gradient)
 
     def _finish(self, unit: _Unit) -> None:
         assert unit.pending is not None

@@ -107,7 +107,7 @@ class CompressionState:
         self._scale = 1.0
         self._keeps_previous = False
         #: How often what was sent has been applied, and how often it was thrown away, since this engine began.
-        self.outcomes = [0, 0]
+        self.applied_counts = [0, 0]
         #: Whether the residuals are the mean over all ranks, just loaded.
         self.consolidated = False
         #: The process set of the optimizer that made it.
@@ -171,19 +171,19 @@ class CompressionState:
 
     def settle(self, applied: bool) -> None:
         """What was sent since the last call has been applied; or it was thrown away, so put it back."""
-        self.outcomes[not applied] += 1
+        self.applied_counts[not applied] += 1
         if applied:
             self.feedback.commit()
         else:
             self.feedback.undo()
 
-    def follow_outcomes(self, outcomes: Sequence[int]) -> None:
+    def follow_applied_counts(self, applied_counts: Sequence[int]) -> None:
         """On a rank that has joined: what has become of its part in the others' steps."""
-        if outcomes[1] != self.outcomes[1]:
+        if applied_counts[1] != self.applied_counts[1]:
             self.feedback.undo()
-        if list(outcomes) != self.outcomes:
+        if list(applied_counts) != self.applied_counts:
             self.feedback.commit()
-        self.outcomes = list(outcomes)
+        self.applied_counts = list(applied_counts)
 
     def state_dict(self, rank: int, size: int) -> dict[str, Any]:
         """What this rank needs to go on: tensors, numbers and strings only. Folds second residuals into the first."""
@@ -334,21 +334,24 @@ class States:
             state.disconnect()
         self._recent.clear()
 
-    def outcomes(self) -> list[tuple[str, int, int, list[int]]]:
+    def applied_counts(self) -> list[tuple[str, int, int, list[int]]]:
         """What has become of the optimizers' steps, by their labels."""
-        return [(*label, list(state.outcomes)) for label, state in sorted(self._used.items(), key=lambda item: item[0])]
+        return [
+            (*label, list(state.applied_counts))
+            for label, state in sorted(self._used.items(), key=lambda item: item[0])
+        ]
 
-    def follow_outcomes(self, told: Iterable[tuple[str, int, int, list[int]]]) -> None:
-        """As `outcomes` was on the rank that has made the most steps."""
-        for key, set_id, number, outcomes in told:
+    def follow_applied_counts(self, told: Iterable[tuple[str, int, int, list[int]]]) -> None:
+        """As `applied_counts` was on the rank that has made the most steps."""
+        for key, set_id, number, applied_counts in told:
             state = self._used.get((key, set_id, number))
             if state is not None:
-                state.follow_outcomes(outcomes)
+                state.follow_applied_counts(applied_counts)
 
     def _use(self, key: str, set_id: int, number: int, state: CompressionState) -> None:
         self._used[key, set_id, number] = state
         self._labels[state] = set_id, number
-        state.outcomes = [0, 0]
+        state.applied_counts = [0, 0]
         self._counts[key, set_id] = max(self._counts[key, set_id], number + 1)
 
 

@@ -33,12 +33,12 @@ from .operations import (
     Sum,
 )
 
-#: What the backends can add up.
+#: Dtypes that the backends can add up.
 SUMMABLE = (
     torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
 )  # fmt: skip
 FLOATING = SUMMABLE[4:]
-#: What the codecs take.
+#: Dtypes that the codecs take.
 COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
 
 _handles: dict[int, tuple[Pending, Callable[[Any], Any]]] = {}
@@ -60,7 +60,7 @@ def submit(operation: Operation, finish: Callable[[Any], Any] = lambda result: r
 
 @untraced
 def poll(handle: int) -> bool:
-    """Whether `synchronize(handle)` would return at once: the operation has ended, well or not.
+    """True if `synchronize(handle)` would return at once: the operation has ended, well or not.
 
     Raises:
         ValueError: no operation has had this handle.
@@ -91,8 +91,8 @@ def first(results: Sequence[Any]) -> Any:
 
 
 class Unnumbered(str):
-    """The key of a nameless operation, which is numbered when it is submitted: of one that is refused on a rank the
-    others have counted nothing."""
+    """The key of a nameless operation. It is numbered at submission, so a call rejected on one rank does not shift
+    numbering."""
 
     _place: tuple[str, int]
 
@@ -102,7 +102,7 @@ class Unnumbered(str):
         return new
 
     def numbered(self, next_name: Callable[[str, int], str]) -> str:
-        """With the number that comes next."""
+        """The key with the next number."""
         kind, set_id = self._place
         return _key(kind, next_name(kind, set_id), set_id)
 
@@ -112,7 +112,7 @@ def _key(kind: str, name: str, set_id: int) -> str:
 
 
 def key_of(kind: str, name: str | None, process_set: ProcessSet) -> tuple[str, int]:
-    """What the ranks call an operation, and its process set's id. Nameless ones are numbered, by kind and set.
+    """An operation's key, the same on all ranks, and its process set's id. Nameless ones are numbered, by kind and set.
 
     Raises:
         ValueError: this process is not in the process set, or that is not registered.
@@ -150,7 +150,7 @@ def reduction(op: int | None, average: bool | None) -> int:
 
 
 def unusual(tensor: Tensor) -> str | None:
-    """What keeps the engine from the memory of a tensor, if anything does."""
+    """The reason why the engine cannot reach the memory of a tensor, if there is one."""
     if tensor.device.type == "meta":
         return "a tensor on the meta device"
     if tensor.is_quantized or tensor.is_nested:
@@ -161,7 +161,7 @@ def unusual(tensor: Tensor) -> str | None:
 
 
 def overlaps(tensor: Tensor) -> bool:
-    """Whether elements share a place in memory, as in an expanded tensor, which nothing can be written to."""
+    """True if elements share a place in memory, as in an expanded tensor, which nothing can be written to."""
     return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
@@ -190,8 +190,7 @@ def check(tensor: Any, kind: str, dtypes: Sequence[torch.dtype] | None = None, c
 
 
 def elements(tensor: Tensor) -> Tensor:
-    """What an operation sends: the tensor without its history, and what it is a conjugate or negative view of made so
-    in memory."""
+    """The tensor that an operation sends: without history, and with conjugation and negation carried out in memory."""
     return memory(tensor.detach().resolve_conj().resolve_neg())
 
 
@@ -207,7 +206,7 @@ def memory(tensor: Tensor) -> Tensor:
 
 def allreduce_operation(
     key: tuple[str, int], tensors: Sequence[Tensor], op: int, prescale: float, postscale: float,
-    outputs: Sequence[Tensor] | None = None, contiguous: bool = True, fill: bool = False,
+    outputs: Sequence[Tensor] | None = None, contiguous: bool = True, no_gradient: bool = False,
     codec: CodecCompression | None = None, state: CompressionState | None = None, names: Sequence[str] = (),
     nameless: bool = False,
 ) -> Scaled:  # fmt: skip
@@ -231,9 +230,9 @@ def allreduce_operation(
             raise ValueError(f"Adasum pairs the ranks and needs a power of two of them, not {size}: use op=hvd.Average")
         if codec is not None:
             raise ValueError(f"op=Adasum cannot be combined with {codec.codec}: use Compression.fp16 or none")
-        return AdasumReduce(*arguments, outputs=outputs, fill=fill)
+        return AdasumReduce(*arguments, outputs=outputs, no_gradient=no_gradient)
     if codec is None:
-        return AllReduce(*arguments, outputs=outputs, fill=fill)
+        return AllReduce(*arguments, outputs=outputs, no_gradient=no_gradient)
     if op not in (Average, Sum):
         raise ValueError(f"op={OP_NAMES[op]} cannot be combined with {codec.codec}: use op=hvd.Average or hvd.Sum")
     if len({t.dtype for t in tensors}) > 1:
@@ -249,7 +248,9 @@ def allreduce_operation(
         name = f"noname in process set {key[1]}" if nameless else key[0]
         names = [f"{name}.{i}" for i in range(len(tensors))]
         state.check_shapes(names[0], [t.shape for t in tensors])
-    return CompressedReduce(*arguments, outputs=outputs, fill=fill, names=names, state=state, keep=not nameless)
+    return CompressedReduce(
+        *arguments, outputs=outputs, no_gradient=no_gradient, names=names, state=state, keep=not nameless
+    )
 
 
 def allgather_operation(key: tuple[str, int], tensors: Sequence[Tensor]) -> AllGather:

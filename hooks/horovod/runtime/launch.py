@@ -1,4 +1,4 @@
-"""Who am I, and where do the ranks meet? Read from the environment that the launcher left.
+"""This process's rank, and the place where ranks meet, from the environment that the launcher left.
 
 | launcher                | rank, size                                  | place on the host                     |
 | ----------------------- | ------------------------------------------- | ------------------------------------- |
@@ -31,15 +31,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-#: How long ranks wait for each other in `init`.
+#: Seconds that ranks wait for each other in `init`.
 START_SECONDS = 120.0
-#: Where rank 0 listens if MASTER_ADDR is set and MASTER_PORT is not, as torchrun has it.
+#: Rank 0's port if MASTER_ADDR is set and MASTER_PORT is not, as torchrun has it.
 DEFAULT_PORT = 29500
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher says of this process. Places on the host are None where it does not say."""
+    """The launcher's variables of this process; None for places on the host that it does not tell."""
 
     rank: int
     size: int
@@ -164,7 +164,7 @@ def _wait_for(path: Path, deadline: float) -> int:
 
 
 def job_name(environment: Mapping[str, str] = os.environ) -> str:
-    """What the ranks of one job, and no other, have in common."""
+    """A name that the ranks of one job share, and no other job has."""
     names = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "HYDI_CONTROL_FD")
     found = [f"{name}-{environment[name]}" for name in names if environment.get(name)]
     if environment.get("SLURM_JOB_ID"):
