@@ -188,11 +188,15 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     )
     counts = [len(group["params"]) for group in optimizer.param_groups]
     theirs = [len(group["params"]) for group in described[0]["param_groups"]]
-    if any(other != theirs for other in allgather_object(counts)):
+    every = allgather_object((counts, getattr(optimizer, "_is_fresh", None)))
+    if any(other != theirs for other, _ in every):
         raise ValueError(
             f"the optimizer has groups of {counts} parameters here, on rank {root_rank} of {theirs}: make it alike on "
             "all ranks"
         )
+    check_compression = getattr(optimizer, "_check_broadcast", None)
+    if check_compression is not None:
+        check_compression(described[0].get("gradwire"), [fresh for _, fresh in every])
     device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
     if not is_root:
         tensors = [

@@ -6,19 +6,20 @@ import contextlib
 import copy
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...compress.feedback.base import RESIDUAL
 from ..comm.untraced import untraced
 from ..core.names import plain_names, renamed
 from ..core.optimizer_checks import known_problem
 from .compression import Compression, codec_of
 from .functions import allgather_object
 from .gradients.bucketing import GradientReducer, Options
-from .gradients.residuals import check_residuals
+from .gradients.residuals import check_residuals, vectors_of, without_vectors
 from .process_sets import ProcessSet, global_process_set
 from .runtime.arithmetic import number
 from .runtime.context import world
@@ -88,7 +89,10 @@ def DistributedOptimizer(
         warnings.warn("Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
     codec = codec_of(compression)
-    problem = None if codec is None else known_problem(optimizer, codec.codec, codec.feedback)
+    problem = None
+    if codec is not None:
+        codec.strategy.check_optimizer(optimizer)
+        problem = known_problem(optimizer, codec.codec, codec.feedback and codec.strategy.only_residual)
     if problem is not None:
         warnings.warn(problem, stacklevel=2)
     named = _names(optimizer, named_parameters)
@@ -416,22 +420,22 @@ class _Distributed(torch.optim.Optimizer):
         own = state[ENTRY]
         if self._reducer.takes_part():
             process_set = self._reducer.options.process_set
-            residuals = own["residuals"]
+            vectors = vectors_of(own)
             # Not every rank need have some: a checkpoint may have been loaded on some ranks only.
-            shapes = {name: tuple(residual.shape) for name, residual in residuals.items()}
-            every = {
-                name: shape
-                for found in allgather_object(shapes, self._reducer.talk, process_set)
-                for name, shape in found.items()
-            }
+            shapes = {(v, name): tuple(x.shape) for v, found in vectors.items() for name, x in found.items()}
+            told = allgather_object(shapes, self._reducer.talk, process_set)
+            every = {place: shape for found in told for place, shape in found.items()}
             devices = {name: p.device for name, p in _named(self)}
-            pending = {}  # all under way before the first is waited for
-            for name, shape in sorted(every.items()):
-                if name not in residuals:
-                    residuals[name] = torch.zeros(shape, dtype=torch.float32, device=devices.get(name))
-                key = key_of("residual", name, process_set)
-                pending[name] = world().engine.submit(ResidualMean(*key, residuals[name], compression, name))
-            residuals.update({name: operation.wait()[0] for name, operation in pending.items()})
+            pending = []  # all in flight before the first is waited for
+            for (vector, name), shape in sorted(every.items()):
+                mine = vectors[vector].get(name)
+                if mine is None:
+                    mine = torch.zeros(shape, dtype=torch.float32, device=devices.get(name))
+                key = key_of(vector, name, process_set)
+                mean = world().engine.submit(ResidualMean(*key, mine, compression, name, vector))
+                pending.append((vectors[vector], name, mean))
+            for found, name, mean in pending:
+                found[name] = mean.wait()[0]
         own["rank"] = own["world_size"] = -1
         return state
 
@@ -453,7 +457,7 @@ class _Distributed(torch.optim.Optimizer):
     def _checked(self, own: dict[str, Any] | None) -> dict[str, Any] | None:
         """The part of a checkpoint from which this rank's compression can go on."""
         state, here = self._reducer.state, world()
-        if state is None and own is not None and own["residuals"]:
+        if state is None and own is not None and any(vectors_of(own).values()):
             warnings.warn(
                 f"what {own['compression']} had left out is in the checkpoint and is dropped, as this optimizer does "
                 "not compress: pass compression= as it was to go on with it",
@@ -467,17 +471,20 @@ class _Distributed(torch.optim.Optimizer):
                 "as it was when the checkpoint was saved"
             )
         if own["rank"] not in (-1, here.rank) or own["world_size"] not in (-1, here.size):
-            warnings.warn(
+            problem = (
                 f"what compression had left out on rank {own['rank']} of {own['world_size']} does not belong to rank "
-                f"{here.rank} of {here.size} and is dropped: save optimizer.state_dict() on every rank, or "
-                "optimizer.consolidated_state_dict()",
-                stacklevel=3,
+                f"{here.rank} of {here.size}"
             )
-            return {**own, "residuals": {}}
+            remedy = "save optimizer.state_dict() on every rank, or optimizer.consolidated_state_dict()"
+            if not state.compression.strategy.only_residual:  # the ranks' estimates would differ for ever
+                raise ValueError(f"{problem}, and {state.compression.strategy} cannot go on without: {remedy}")
+            warnings.warn(f"{problem} and is dropped: {remedy}", stacklevel=3)
+            return without_vectors(own)
         shapes = {name: tuple(p.shape) for name, p in _named(self)}
-        own = {**own, "residuals": renamed(own["residuals"], shapes)}
-        check_residuals(own["residuals"], shapes)
-        return own
+        vectors = {vector: renamed(found, shapes) for vector, found in vectors_of(own).items()}
+        for found in vectors.values():
+            check_residuals(found, shapes)
+        return {**own, "residuals": vectors.pop(RESIDUAL), **({"vectors": vectors} if vectors else {})}
 
     def _load_residuals(self, own: dict[str, Any] | None) -> None:
         state = self._reducer.state
@@ -498,8 +505,31 @@ class _Distributed(torch.optim.Optimizer):
         here = world()
         own = state.state_dict(here.rank, here.size)
         if not state.consolidated:
-            own["residuals"] = None
+            own = {**without_vectors(own), "residuals": None}
         return own
+
+    def _check_broadcast(self, own: dict[str, Any] | None, fresh: Sequence[bool | None]) -> None:
+        """Raises ValueError, on every rank, if some ranks have feedback that the root cannot give to the others.
+
+        Args:
+            own: the root's `_shared_compression`.
+            fresh: `_is_fresh` of each rank.
+        """
+        state = self._reducer.state
+        if state is None or own is None or state.compression.strategy.only_residual:
+            return
+        if own["residuals"] is None and len({each for each in fresh if each is not None}) > 1:
+            raise ValueError(
+                f"{state.compression.strategy} has trained on some ranks and not on others, whose estimates would "
+                "differ: save optimizer.consolidated_state_dict(), made on every rank, for one to load; or "
+                "optimizer.state_dict() on every rank"
+            )
+
+    @property
+    def _is_fresh(self) -> bool | None:
+        """True if this rank's compression has kept nothing yet; None if it does not compress."""
+        state = self._reducer.state
+        return None if state is None or not self._reducer.takes_part() else not state.feedback
 
     def _follow_broadcast(self, own: dict[str, Any] | None) -> None:
         state = self._reducer.state
@@ -515,7 +545,8 @@ class _Distributed(torch.optim.Optimizer):
                     stacklevel=3,
                 )
             state.follow_scale(own["scale"] or 1.0)
-            own["residuals"] = state.feedback.by_name()
+            vectors = state.feedback.everything()
+            own |= {"residuals": vectors.pop(RESIDUAL, {}), "vectors": vectors}
         state.load_state_dict(own)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:

@@ -174,6 +174,7 @@ class GradientReducer:
                 self.check_unchanged()  # before anything that other ranks have to come to
                 self._begin()
                 self._settle_sparse()
+                self._clip()
                 for unit in self._units:
                     if unit.pending is None:
                         self._launch(unit)
@@ -257,7 +258,7 @@ class GradientReducer:
         if self._delay[p] == 0:
             unit = self._unit_of[p]
             unit.arrived[p] = p.grad, version(p.grad)
-            if len(unit.arrived) == len(unit.parameters) and self._settled:
+            if len(unit.arrived) == len(unit.parameters) and self._settled and self._largest_norm is None:
                 self._launch(unit)
 
     def _begin(self) -> None:
@@ -275,6 +276,27 @@ class GradientReducer:
                 if self.loss_scale.skips and self.loss_scale.updated():
                     self.state.settle(applied=True)  # or put back already
                 self.state.follow_scale(self.loss_scale.read() or 1.0)
+
+    @property
+    def _largest_norm(self) -> float | None:
+        """The largest norm of this rank's own gradients that the feedback strategy allows."""
+        return None if self.state is None else self.state.compression.strategy.largest_norm
+
+    def _clip(self) -> None:
+        """Scale this rank's dense gradients, before any goes, to the norm that the strategy allows."""
+        if self.state is None or self._largest_norm is None:
+            return
+        for p in self.names if self.options.sparse_as_dense else ():
+            p.grad = None if p.grad is None else p.grad.to_dense()
+        grads = [p.grad for unit in self._units for p in unit.parameters if p.grad is not None and not p.grad.is_sparse]
+        if not grads:
+            return
+        norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
+        norm = torch.stack([each.to(norms[0].device) for each in norms]).double().norm()
+        factor = (self._largest_norm * self.state.scale / norm).clamp(max=1.0)
+        if norm.isfinite() and factor < 1.0:  # one that is not finite must not spread
+            for grad in grads:
+                grad.mul_(factor.to(grad.device))
 
     def _check_frozen(self) -> None:
         for p in self._frozen:

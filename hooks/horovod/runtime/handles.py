@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...comm.untraced import untraced
-from ..gradients.residuals import CodecCompression, CompressionState
+from ..compression import CodecCompression
+from ..gradients.residuals import CompressionState
 from ..process_sets import ProcessSet
 from .arithmetic import integers
 from .context import world
@@ -238,6 +239,11 @@ def allreduce_operation(
     if len({t.dtype for t in tensors}) > 1:
         raise ValueError(f"tensors that {codec.codec} compresses together must have one dtype")
     if state is None:
+        if codec.strategy.largest_norm is not None:
+            raise ValueError(
+                f"{codec.strategy} scales the gradients of all parameters together, and an allreduce knows its own "
+                "tensors alone: use it in a DistributedOptimizer, or leave clip out"
+            )
         if nameless and codec.keeps:
             raise ValueError(
                 f"an allreduce by {codec.codec} needs a name: what it leaves out is kept by that and added the next "

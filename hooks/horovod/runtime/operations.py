@@ -243,26 +243,29 @@ class CompressedReduce(Scaled):
 
 
 class ResidualMean(AllReduce):
-    """The mean of what the ranks have left out of one tensor, with that of ranks that have joined.
+    """The mean over the ranks of one tensor's residual, or of another vector, with that of ranks that have joined.
 
     Args:
         residual: this rank's, float32.
         state: which keeps it.
         name: of the tensor.
+        vector: of the feedback strategy.
     """
 
     kind = "residual"
 
-    def __init__(self, key: str, set_id: int, residual: Tensor, state: CompressionState, name: str) -> None:
+    def __init__(
+        self, key: str, set_id: int, residual: Tensor, state: CompressionState, name: str, vector: str
+    ) -> None:
         super().__init__(key, set_id, [residual], Average, 1.0, 1.0)
-        self.state, self.name = state, name
+        self.state, self.name, self.vector = state, name, vector
         self.label: int | None = None
 
     def must_match(self) -> dict[str, Any]:
         return {**super().must_match(), "compression": repr(self.state.compression)}
 
     def per_rank(self) -> dict[str, Any]:
-        return {"name": self.name, **state_facts(self.state, self.label)}
+        return {"name": self.name, "vector": self.vector, **state_facts(self.state, self.label)}
 
     def fuse(self) -> str | None:
         return (text := super().fuse()) and f"residual {text}"
@@ -467,7 +470,8 @@ def zero_input(reference: Request, states: States, device: torch.device) -> Oper
         state.follow_applied_counts(theirs["applied_counts"])
         state.follow_scale(theirs["scale"])
         if kind == "residual":
-            residual = state.feedback.by_name().get(theirs["name"])
-            return ResidualMean(*place, tensors[0] if residual is None else residual, state, theirs["name"])
+            name, vector = theirs["name"], theirs["vector"]
+            residual = state.feedback.by_name(vector).get(name)
+            return ResidualMean(*place, tensors[0] if residual is None else residual, state, name, vector)
         return CompressedReduce(*place, tensors, *scales, state=state, names=theirs["names"], keep=theirs["keep"])
     return {"allreduce": AllReduce, "adasum": AdasumReduce}[kind](*place, tensors, *scales)
