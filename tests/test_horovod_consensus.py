@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import gradwire.hooks.horovod as hvd
+import horovod_latency
 import pytest
 import torch
 from gradwire.hooks.horovod.consensus import eager_payloads, epoch_log
@@ -505,3 +506,17 @@ def ended_early(rank: int) -> float:
 
 def test_a_clean_end_overtakes_nothing_that_was_announced(ranks: Ranks) -> None:
     assert ranks(4).run(ended_early) == [4.0] * 4
+
+
+def measured(rank: int) -> None:
+    hvd.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(horovod_latency, "CALLS", 1)
+        for way in horovod_latency.WAYS:
+            assert all(horovod_latency.turn(way).values())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:OneBit")
+def test_the_ways_to_agree_can_be_compared(ranks: Ranks) -> None:
+    ranks(2).run(measured)

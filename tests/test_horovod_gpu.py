@@ -12,8 +12,9 @@ import torch
 from gradwire.hooks.horovod import functions
 from gradwire.hooks.horovod.gradients.residuals import States
 from gradwire.hooks.horovod.runtime.channel import Channel
+from gradwire.hooks.horovod.runtime.compressed import zero_input
 from gradwire.hooks.horovod.runtime.engine import Engine, Pending, memory_of
-from gradwire.hooks.horovod.runtime.operations import AllReduce, Broadcast, zero_input
+from gradwire.hooks.horovod.runtime.operations import AllReduce, Broadcast
 from torch import Tensor
 
 SECOND = torch.device("cuda", 1)

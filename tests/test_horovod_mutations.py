@@ -10,7 +10,6 @@ import pytest
 import test_horovod_optimizer as tests
 import torch
 from gradwire import OneBit, TopK
-from gradwire.hooks.horovod import optimizer
 from gradwire.hooks.horovod.gradients import bucketing, residuals
 from gradwire.hooks.horovod.runtime import operations
 from ranks import Pool
@@ -51,9 +50,9 @@ def keeps_no_residual(patch: pytest.MonkeyPatch) -> None:
 
 def forgets_residuals(patch: pytest.MonkeyPatch) -> None:
     def nothing(self: Any, own: Any) -> None:
-        self._reducer.state.reset()
+        self.reset()
 
-    patch.setattr(optimizer._Distributed, "_load_residuals", nothing)
+    patch.setattr(residuals.CompressionState, "load_state_dict", nothing)
 
 
 def reduces_every_pass(patch: pytest.MonkeyPatch) -> None:

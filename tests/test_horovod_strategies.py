@@ -9,14 +9,15 @@ from typing import Any
 import gradwire.hooks.horovod as hvd
 import pytest
 import torch
-from gradwire import CompressState, Momentum, OneBit, Residual, TopK, Tracking, compress_hook
+from gradwire import Codec, CompressState, Momentum, OneBit, Residual, TopK, Tracking, compress_hook
+from gradwire.compress.feedback.base import Feedback
 from ranks import Pool
 from test_horovod_operations import raised
 from test_horovod_optimizer import close, identical, loss_of, model_of, train, weights
 from torch.nn.parallel import DistributedDataParallel
 
 Ranks = Callable[[int], Pool]
-STRATEGIES = {
+STRATEGIES: dict[str, tuple[Codec, Feedback, str]] = {
     "momentum": (TopK(0.1), Momentum(), "gather"),
     "nesterov by split": (TopK(0.1), Momentum(nesterov=True), "split"),
     "momentum without masks": (TopK(0.1), Momentum(masking=False), "gather"),

@@ -26,7 +26,7 @@ class Compressor:
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """The tensor to send, and what `decompress` needs to know."""
+        """The tensor to send, and context for `decompress`."""
         raise NotImplementedError("a Compressor needs a static method compress(tensor) -> (tensor, context)")
 
     @staticmethod
@@ -106,7 +106,7 @@ class CodecCompression:
 
     @property
     def feedback(self) -> bool:
-        """True if something is kept where a step does not send everything."""
+        """True if a step that does not send everything keeps the rest."""
         wanted = self.codec.default_feedback if self.error_feedback == "auto" else bool(self.error_feedback)
         return wanted and not self.codec.lossless
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .gradients import checkpoint
+from .gradients.residuals import CompressionState
 from .process_sets import ProcessSet, global_process_set
 from .runtime.context import world
 from .runtime.handles import (
@@ -188,15 +190,15 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     )
     counts = [len(group["params"]) for group in optimizer.param_groups]
     theirs = [len(group["params"]) for group in described[0]["param_groups"]]
-    every = allgather_object((counts, getattr(optimizer, "_is_fresh", None)))
+    state: CompressionState | None = getattr(optimizer, "_compression_state", None)  # of a DistributedOptimizer
+    every = allgather_object((counts, None if state is None or not state.included else not state.feedback))
     if any(other != theirs for other, _ in every):
         raise ValueError(
             f"the optimizer has groups of {counts} parameters here, on rank {root_rank} of {theirs}: make it alike on "
             "all ranks"
         )
-    check_compression = getattr(optimizer, "_check_broadcast", None)
-    if check_compression is not None:
-        check_compression(described[0].get("gradwire"), [fresh for _, fresh in every])
+    if state is not None:
+        checkpoint.check_broadcast(state, described[0].get("gradwire"), [fresh for _, fresh in every])
     device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
     if not is_root:
         tensors = [
@@ -206,18 +208,17 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     tensors = [t.contiguous() for t in tensors]
     broadcast_parameters([(f"optimizer.{i}", t) for i, t in enumerate(tensors)], root_rank)
     if not is_root:
-        state = _filled(described[0], tensors)
-        compression = state.pop("gradwire", None)
+        saved = _filled(described[0], tensors)
+        compression = saved.pop("gradwire", None)
         # The wrapped class's own method: a DistributedOptimizer's would drop this rank's residuals.
-        torch.optim.Optimizer.load_state_dict(optimizer, state)
-        _undo_casts(optimizer, state)
-        follow = getattr(optimizer, "_follow_broadcast", None)
-        if follow is not None:
-            follow(compression)
+        torch.optim.Optimizer.load_state_dict(optimizer, saved)
+        _undo_casts(optimizer, saved)
+        if state is not None:
+            checkpoint.follow_broadcast(state, compression)
 
 
 def _undo_casts(optimizer: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
-    """Loading casts a state to the dtype of its parameter, where the root's may have another, such as float32."""
+    """Restore dtypes: loading casts a state to its parameter's, and the root's may be another, such as float32."""
     for theirs, group in zip(loaded["param_groups"], optimizer.param_groups, strict=True):
         for number, p in zip(theirs["params"], group["params"], strict=True):
             for name, value in loaded["state"].get(number, {}).items():
@@ -236,9 +237,9 @@ class _Placeholder:
 def _outline(optimizer: torch.optim.Optimizer, tensors: list[Tensor]) -> dict[str, Any]:
     """The state dict with placeholders for its tensors, which are put into `tensors`."""
     state = torch.optim.Optimizer.state_dict(optimizer)
-    shared = getattr(optimizer, "_shared_compression", None)
-    if shared is not None:
-        state["gradwire"] = shared()
+    compression = getattr(optimizer, "_compression_state", None)
+    if compression is not None:
+        state["gradwire"] = checkpoint.shared(compression)
 
     def replace(value: Any) -> Any:
         if isinstance(value, Tensor) and value.layout == torch.strided:  # others, as of sparse gradients, go as objects

@@ -33,6 +33,7 @@ from .gradients.autograd import (
     ReduceScatterFunction,
 )
 from .process_sets import ProcessSet, add_process_set, global_process_set, process_set_ids, remove_process_set
+from .runtime.compressed import Join
 from .runtime.context import (
     ccl_built,
     cross_rank,
@@ -73,7 +74,7 @@ from .runtime.handles import (
     submit,
     synchronize,
 )
-from .runtime.operations import Adasum, Average, Barrier, Join, Max, Min, Product, Sum
+from .runtime.operations import Adasum, Average, Barrier, Max, Min, Product, Sum
 
 # -- allreduce ---------------------------------------------------------------------------------------------------------
 

@@ -146,7 +146,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """Give up a process set; a collective of all ranks. Its operations must have been synchronized.
 
     Returns:
-        Whether there was something to remove: not for the global one, or one that is not registered.
+        False for the global one, and for one that is not registered; else True.
     """
     if not isinstance(process_set, ProcessSet):
         raise ValueError(f"process_set={process_set!r}: expected what add_process_set() returns")

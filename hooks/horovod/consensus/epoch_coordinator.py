@@ -66,7 +66,7 @@ class EpochCoordinator:
                 self.hear(other, message)
 
     def collect(self, key: str) -> None:
-        """Announce to the negotiator what ranks have announced with payload of a key that others announced without."""
+        """Announce to the negotiator each rank's payload of a key that others announced without payload."""
         self.negotiator.look_again(REMOVE)
         ranks = self.negotiator.waiting(key)
         for rank, request in self.agreement.release(key, ranks) if ranks else ():
@@ -88,7 +88,7 @@ class EpochCoordinator:
         self.collect(request["key"])
 
     def look(self) -> None:
-        """Look, now and then, for what has come in another order, or too late."""
+        """Look, now and then, for announcements in another order, and for late ones."""
         for key in self.negotiator.pending():
             self.collect(key)
         self.agreement.look()

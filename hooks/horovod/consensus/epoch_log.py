@@ -10,6 +10,10 @@ and all that is submitted until the next epoch, go to rank 0 (`coordinator`, `ne
 order and says why others never match. Rank 0 starts the next epoch once no operation is waiting.
 
 Small inputs need no order, and travel with their announcement instead (`eager_payloads`).
+
+On four ranks 50 ms apart, an allreduce of 80 kB takes 769 ms with epochs and 835 ms by rank 0 alone, a step of
+`OneBit()` by "gather" 157 and 197 ms, an uncompressed one 2125 and 2169 ms:
+`gradwire-bench links --world 4 --delay 50ms -- python tests/horovod_latency.py`.
 """
 
 from __future__ import annotations

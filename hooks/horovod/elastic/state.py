@@ -74,7 +74,7 @@ class TorchState:
         self._callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """The ranks may be others now: divide what samplers have left, and call the callbacks."""
+        """Divide the rest of each sampler among the present ranks, and call the callbacks."""
         for name in self._names:
             if isinstance(value := getattr(self, name), ElasticSampler):
                 value.reset()
@@ -86,7 +86,7 @@ class TorchState:
         self._saved = {name: self._snapshot(name) for name in self._names}
 
     def restore(self) -> None:
-        """Go back to what was kept last."""
+        """Go back to the last saved state."""
         self._load(self._saved)
 
     def commit(self) -> None:
@@ -102,7 +102,7 @@ class TorchState:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """See whether the launcher is about to restart the workers, of which SIGTERM tells `run`. A collective.
+        """Raise if the launcher is about to restart the workers, of which SIGTERM tells `run`. A collective.
 
         Raises:
             HostsUpdatedInterrupt: it is, on some rank.

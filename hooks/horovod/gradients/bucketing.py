@@ -11,7 +11,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,49 +20,19 @@ from ...comm.untraced import untraced
 from ...core.grad_scaler import LossScale
 from ..compression import codec_of
 from ..functions import allgather_object
-from ..process_sets import ProcessSet
 from ..runtime.context import world
-from ..runtime.engine import Pending
 from ..runtime.handles import allreduce_operation, key_of, overlaps, sparse_operation
 from ..runtime.operations import Average
+from .arguments import Options
 from .residuals import state_of_optimizer
+from .units import Unit, buckets_of, check_alike, empty_rows
 from .unscaling import REMEDY, Unscaling, are_finite, version
 
-#: Bytes of a bucket that a codec compresses as one; what DDP's are.
-BUCKET_BYTES = 25 << 20
 #: Seconds to wait for gradients that nobody asks for any more.
 WAIT_SECONDS = 10.0
 
 #: The reducer of a parameter's gradient, by its id: of the optimizer made last, should there be several.
 _owners: weakref.WeakValueDictionary[int, GradientReducer] = weakref.WeakValueDictionary()
-
-
-@dataclass
-class Options:
-    """Arguments of `DistributedOptimizer`.
-
-    Attributes:
-        groups: positions in the optimizer's list of parameters.
-        only_sparse: the optimizer takes no dense gradient.
-    """
-
-    compression: Any
-    backward_passes_per_step: int
-    op: int
-    predivide: float
-    groups: list[list[int]] | None
-    sparse_as_dense: bool
-    process_set: ProcessSet
-    only_sparse: bool = False
-
-
-@dataclass(eq=False)
-class _Unit:
-    parameters: list[Tensor]
-    #: The gradients that backward has made, and the versions of their memory then.
-    arrived: dict[Tensor, tuple[Tensor | None, int]] = field(default_factory=dict)
-    pending: Pending | None = None
-    contexts: list[Any] = field(default_factory=list)
 
 
 class GradientReducer:
@@ -88,8 +57,8 @@ class GradientReducer:
         #: The script has called `synchronize` since the last step.
         self.by_hand = False
         self._delay: dict[Tensor, int] = {}
-        self._unit_of: dict[Tensor, _Unit] = {}
-        self._units: list[_Unit] = []
+        self._unit_of: dict[Tensor, Unit] = {}
+        self._units: list[Unit] = []
         #: Parameters with sparse gradients, and how many dimensions of these are sparse.
         self._sparse: dict[Tensor, int] = {}
         self._late: set[Tensor] = set()
@@ -108,7 +77,7 @@ class GradientReducer:
         self._settled_at: object = None
 
     def add(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        """More parameters, whose gradients are reduced one by one."""
+        """Add parameters, whose gradients are reduced one by one."""
         self.names.update({p: name for name, p in named})
         for _, p in named:
             if p.requires_grad:
@@ -118,8 +87,11 @@ class GradientReducer:
 
     @property
     def talk(self) -> str | None:
-        """The name of what ranks tell each other of these parameters. None in the main thread, where numbers tell such
-        operations apart, even of ranks whose parameters have other names; several threads would mix these up."""
+        """A name for messages among ranks about these parameters; None in the main thread.
+
+        There numbers tell such operations apart, even if ranks name parameters otherwise. Several threads would mix
+        these numbers up.
+        """
         main = threading.current_thread() is threading.main_thread()
         return None if main else f"optimizer of {min(self.names.values(), default='')}"
 
@@ -143,13 +115,13 @@ class GradientReducer:
         return included
 
     def set_passes(self, passes: int) -> None:
-        """Backward passes before the gradients are reduced; of those of a step that has begun, after it."""
+        """Set the number of backward passes before a reduction, from the next step on."""
         self.options.backward_passes_per_step = passes
         if not self.started:
             self._delay = dict.fromkeys(self._delay, passes)
 
     def reset(self) -> None:
-        """Forget what is under way."""
+        """Forget reductions in flight."""
         self.wait()
         for unit in self._units:
             unit.pending = None
@@ -188,7 +160,7 @@ class GradientReducer:
         self.unscaling.reduced()
 
     def synchronize_once(self) -> None:
-        """As `synchronize`, but not again where no rank has been through backward since: that would change a sum."""
+        """As `synchronize`, unless no rank has been through backward since: a second reduction would multiply a sum."""
         members = self.options.process_set
         # This rank may have had none of these parameters in its graph, where others wait for it.
         if not (self.by_hand and self.takes_part()) or any(allgather_object(self.started, self.talk, members)):
@@ -218,8 +190,10 @@ class GradientReducer:
         return not self.started and self.unscaling.has_begun(optimizer)
 
     def check_unchanged(self, besides: Tensor | None = None) -> None:
-        """Raises RuntimeError where anything but the reduction has changed a gradient since backward made it: of what
-        ranks reduce meanwhile, it may have changed a part. What is under way is forgotten then."""
+        """Raise RuntimeError if anything but the reduction has changed a gradient since backward made it.
+
+        Ranks may have reduced a part of the change. Reductions in flight are forgotten then.
+        """
         for p, (grad, before) in [pair for unit in self._units for pair in unit.arrived.items()]:
             changed = p.grad is not grad or version(grad) != before
             if changed and p.grad is not None and p is not besides:
@@ -308,7 +282,7 @@ class GradientReducer:
                 )
 
     def _settle_overflow(self) -> None:
-        """The scaler will skip the step, with all that was synchronized since the last one, where it has overflowed."""
+        """Restore the feedback if the scaler will skip the step, with all that was synchronized since the last one."""
         if (
             self.state is not None
             and self.loss_scale.skips
@@ -317,29 +291,20 @@ class GradientReducer:
             self.state.settle(applied=False)
 
     def _add_units(self, parameters: list[Tensor], joined: bool) -> None:
-        """Of the given parameters: one unit, or one each, or buckets for a codec."""
+        """Add one unit of all parameters, or one of each, or buckets for a codec."""
         if not joined:
             for p in parameters:
                 self._add_unit([p])
         elif self.state is None:
             self._add_unit(parameters)
         else:
-            # Only equal dtypes on one device can be compressed together.
-            kinds = dict.fromkeys((p.dtype, p.device) for p in parameters)
-            for kind in kinds:
-                bucket, filled = list[Tensor](), 0
-                for p in reversed([p for p in parameters if (p.dtype, p.device) == kind]):
-                    if bucket and filled + _bytes(p) > BUCKET_BYTES:
-                        self._add_unit(bucket)
-                        bucket, filled = [], 0
-                    bucket.append(p)
-                    filled += _bytes(p)
+            for bucket in buckets_of(parameters):
                 self._add_unit(bucket)
 
     def _add_unit(self, parameters: list[Tensor]) -> None:
         if not parameters:
             return
-        unit = _Unit(parameters)
+        unit = Unit(parameters)
         self._units.append(unit)
         for p in parameters:
             if self.options.only_sparse:
@@ -355,8 +320,9 @@ class GradientReducer:
         return not self._together or self._settled_at is world().meeting
 
     def _settle_sparse(self) -> None:
-        """Before the first reduction of units of several, and again where a rank may have missed that: sparse gradients
-        on any rank get units of their own. A collective.
+        """Give gradients that are sparse on any rank units of their own. A collective.
+
+        Called before the first reduction of units of several, and again if a rank may have missed it.
 
         Raises:
             ValueError: the ranks' units are not of the same parameters in the same order.
@@ -366,7 +332,7 @@ class GradientReducer:
         mine = {self.names[p]: dimensions for p, dimensions in self._sparse.items()}
         mine |= {self.names[p]: grad.sparse_dim() for p in self._delay if (grad := self._sparse_grad(p)) is not None}
         every = allgather_object((world().rank, mine, self._together), self.talk, self.options.process_set)
-        _check_alike([(rank, theirs) for rank, _, theirs in every])
+        check_alike([(rank, theirs) for rank, _, theirs in every])
         found: dict[str, int] = {}
         for _, names, _ in every:
             found.update(names)
@@ -387,19 +353,19 @@ class GradientReducer:
 
     # -- one unit ----------------------------------------------------------------------------------------------------
 
-    def _launch(self, unit: _Unit) -> None:
+    def _launch(self, unit: Unit) -> None:
         try:
             self._start(unit)
         except ValueError:  # the others are refused it too: nobody comes to wait for what is under way
             self.reset()
             raise
 
-    def _start(self, unit: _Unit) -> None:
+    def _start(self, unit: Unit) -> None:
         no_gradient = all(p.grad is None for p in unit.parameters)
         for p in unit.parameters:
             made = p.grad
             if p.grad is None:
-                p.grad = _empty_rows(p, self._sparse[p]) if p in self._sparse else torch.zeros_like(p)
+                p.grad = empty_rows(p, self._sparse[p]) if p in self._sparse else torch.zeros_like(p)
             elif p.grad.is_sparse and (self.options.sparse_as_dense or len(unit.parameters) > 1):
                 self._warn_of_late_rows(p)
                 p.grad = p.grad.to_dense()
@@ -422,7 +388,7 @@ class GradientReducer:
         unit.pending = world().engine.submit(operation, alone=False)
 
     def _warn_of_late_rows(self, p: Tensor) -> None:
-        """The other ranks are about to reduce it densely with others, and cannot be told to do otherwise."""
+        """Warn: the other ranks reduce it densely with others already."""
         if not self.options.sparse_as_dense and p not in self._late:
             self._late.add(p)
             warnings.warn(
@@ -432,9 +398,7 @@ class GradientReducer:
                 stacklevel=2,
             )
 
-    def _dense(
-        self, key: tuple[str, int], grads: list[Tensor], names: list[str], no_gradient: bool, unit: _Unit
-    ) -> Any:
+    def _dense(self, key: tuple[str, int], grads: list[Tensor], names: list[str], no_gradient: bool, unit: Unit) -> Any:
         options = self.options
         if self.state is not None:
             unit.contexts = [None] * len(grads)
@@ -449,7 +413,7 @@ class GradientReducer:
         sent, unit.contexts = [tensor for tensor, _ in pairs], [context for _, context in pairs]
         return allreduce_operation(key, sent, *scales, sent, contiguous=False, no_gradient=no_gradient)
 
-    def _finish(self, unit: _Unit) -> None:
+    def _finish(self, unit: Unit) -> None:
         assert unit.pending is not None
         results = unit.pending.wait()
         for p, result, context in zip(unit.parameters, results, unit.contexts, strict=True):
@@ -483,29 +447,3 @@ def _weak(reducer: GradientReducer) -> Callable[[Tensor], None]:
             found._hook(p)
 
     return hook
-
-
-def _check_alike(every: Sequence[tuple[int, list[list[str]]]]) -> None:
-    """Raises ValueError unless all ranks' units of several are the same, by name: in a unit places count."""
-    (first, units), *others = every
-    for rank, theirs in others:
-        if theirs != units:
-            pairs = zip(
-                (name for unit in units for name in unit), (name for unit in theirs for name in unit), strict=False
-            )
-            what = next((f": {a} and {b} have one place" for a, b in pairs if a != b), "")
-            raise ValueError(
-                f"ranks {first} and {rank} do not have their parameters in one order, or in one way of grouping{what}. "
-                "What is reduced together is told apart by order: make model, optimizer and groups alike everywhere; "
-                "that of a set differs from process to process"
-            )
-
-
-def _bytes(p: Tensor) -> int:
-    return p.numel() * p.element_size()
-
-
-def _empty_rows(p: Tensor, dimensions: int) -> Tensor:
-    indices = torch.zeros((dimensions, 0), dtype=torch.int64, device=p.device)
-    values = torch.zeros((0, *p.shape[dimensions:]), dtype=p.dtype, device=p.device)
-    return torch.sparse_coo_tensor(indices, values, p.shape, check_invariants=True)

@@ -7,7 +7,7 @@ import itertools
 import weakref
 import zlib
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +29,8 @@ class Numbered(Protocol):
 
     @property
     def process_set_id(self) -> int | None: ...
+
+    def included(self) -> bool | None: ...
 
 
 class CompressionState:
@@ -59,6 +61,11 @@ class CompressionState:
         self.applied_counts = [0, 0]
         self.consolidated = False
         self.process_set: Numbered | None = None
+
+    @property
+    def included(self) -> bool:
+        """True if this rank is in the process set of the optimizer that made it."""
+        return self.process_set is not None and bool(self.process_set.included())
 
     def check_shapes(self, name: str, shapes: Sequence[Sequence[int]]) -> None:
         """Raises ValueError if tensors whose first is called `name` had other shapes, in which feedback is kept."""
@@ -152,8 +159,8 @@ class CompressionState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
-        self.feedback.load(vectors_of(state))
+        """Go on from a `state_dict`."""
+        self.feedback.load({RESIDUAL: state["residuals"], **state.get("vectors", {})})
         self._steps = dict(state["steps"])
         self._scale = state["scale"] or 1.0
         self.consolidated = state["rank"] == -1
@@ -202,7 +209,7 @@ def state_of_optimizer(compression: CodecCompression, process_set: Numbered) -> 
 
 
 def _made_by_optimizers(key: str, set_id: int) -> list[CompressionState]:
-    """Those alive of the compression whose text is `key` and of this process set, in their order."""
+    """Living states of the compression whose text is `key` and of this process set, in order of their making."""
     return [
         state
         for _, state in sorted(_of_optimizers.items())
@@ -308,28 +315,6 @@ class States:
         self._labels[state] = set_id, number
         state.applied_counts = [0, 0]
         self._counts[key, set_id] = max(self._counts[key, set_id], number + 1)
-
-
-def vectors_of(state: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
-    """The vectors of a `state_dict`, by parameter. 0.2 has residuals alone."""
-    return {RESIDUAL: state["residuals"], **state.get("vectors", {})}
-
-
-def without_vectors(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A `state_dict` with counters alone."""
-    return {**{key: value for key, value in state.items() if key != "vectors"}, "residuals": {}}
-
-
-def check_residuals(residuals: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises ValueError if loaded vectors are not of parameters with these names and shapes."""
-    for name, residual in residuals.items():
-        shape = tuple(residual.shape)
-        if shapes.get(name) != shape:
-            known = f"it has {list(shapes[name])}" if name in shapes else f"are {', '.join(sorted(shapes))}"
-            raise ValueError(
-                f"the checkpoint has what compression left out of {name}, of shape {list(shape)}, and here {known}: "
-                "pass the named_parameters with which it was saved, or leave out its entry 'gradwire' to go on without"
-            )
 
 
 def layout_of(names: Sequence[str], shapes: Sequence[Sequence[int]]) -> Layout:

@@ -102,10 +102,10 @@ class Channel:
         work.wait()
 
     def close(self, failed: bool = False) -> None:
-        """Let go of the connections. Ranks that still wait for this one get an error.
+        """Close the connections. Ranks that still wait for this one get an error.
 
         Args:
-            failed: whether ranks may be gone: NCCL's collectives under way are aborted then, and else waited for.
+            failed: ranks may be gone: NCCL's collectives in flight are aborted then, and else waited for.
         """
         nccl, self._gloo, self._nccl = self._nccl, None, None
         if nccl is not None:
@@ -125,7 +125,7 @@ class Channel:
         return self._nccl
 
     def _run(self, flat: Tensor, start: Callable[[Any, Tensor], Any]) -> None:
-        """Start a collective on `flat`, or on a copy of it on the host where the backend cannot reach it."""
+        """Start a collective on `flat`, or on a copy on the host if the backend cannot reach it."""
         backend = self._backend(flat.device)
         if backend is None:
             raise RuntimeError("the connections to the other ranks are closed")

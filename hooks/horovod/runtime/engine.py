@@ -31,8 +31,9 @@ from ..gradients.residuals import States
 from ..transport.peer_mesh import PeerMesh
 from ..transport.sockets import Connection
 from .channel import Channel, EagerChannel
+from .compressed import CompressedReduce, ResidualMean, zero_input
 from .launch import START_SECONDS
-from .operations import CompressedReduce, Operation, ResidualMean, zero_input
+from .operations import Operation
 from .timeline import Timeline
 
 #: Seconds that ranks wait for each other at an orderly end.
@@ -84,7 +85,7 @@ class Pending:
 
 
 def memory_of(result: Any) -> Iterator[Tensor]:
-    """The tensors on GPUs of what an operation returns."""
+    """Tensors on GPUs in a result."""
     if isinstance(result, Tensor):
         parts = (result._indices(), result._values()) if result.is_sparse else (result,)
         yield from (part for part in parts if part.is_cuda)
@@ -203,7 +204,7 @@ class Engine:
             channel.close()
 
     def stop(self) -> None:
-        """Leave. What all ranks are ready for still runs; all else fails here and on the other ranks."""
+        """Leave. Operations that all ranks are ready for still run; all others fail here and on the other ranks."""
         self._connection.send({"bye": True})
         self._executor.join(2 * END_SECONDS)
         self._connection.close()
@@ -344,8 +345,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _on_stream(self, pending: Sequence[Pending | None], device: torch.device) -> Iterator[None]:
-        """On a GPU, which becomes the current one: work on a stream of the engine's own, after the inputs are there;
-        leave behind when it is done."""
+        """On a GPU: work on a stream of the engine's own, after the inputs are there, and record when it is done."""
         if device.type != "cuda":
             yield
             return

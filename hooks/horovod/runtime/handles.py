@@ -16,6 +16,7 @@ from ..compression import CodecCompression
 from ..gradients.residuals import CompressionState
 from ..process_sets import ProcessSet
 from .arithmetic import integers
+from .compressed import CompressedReduce
 from .context import world
 from .engine import Pending
 from .operations import (
@@ -27,7 +28,6 @@ from .operations import (
     AllToAll,
     Average,
     Broadcast,
-    CompressedReduce,
     Operation,
     ReduceScatter,
     Scaled,
@@ -48,7 +48,7 @@ _next_handle = 0
 
 
 def submit(operation: Operation, finish: Callable[[Any], Any] = lambda result: result) -> int:
-    """Start an operation; `finish` makes of its result what `synchronize` returns."""
+    """Start an operation; `finish` turns its result into that of `synchronize`."""
     global _next_handle
     if isinstance(operation.key, Unnumbered):
         operation.key = operation.key.numbered(world().next_name)
@@ -129,7 +129,7 @@ def key_of(kind: str, name: str | None, process_set: ProcessSet) -> tuple[str, i
 
 
 def reduction(op: int | None, average: bool | None) -> int:
-    """`op`, or what the deprecated `average` says instead.
+    """`op`, or that of the deprecated `average`.
 
     Raises:
         ValueError: both were given, or there is no such op.
@@ -196,8 +196,10 @@ def elements(tensor: Tensor) -> Tensor:
 
 
 def memory(tensor: Tensor) -> Tensor:
-    """The tensor without its history, as one that the engine's threads may write to: to what has been made in
-    torch.inference_mode nobody may outside of it, and that mode is a thread's own."""
+    """The tensor without its history, writable by the engine's threads.
+
+    A tensor made in torch.inference_mode is read-only outside of that mode, which is a thread's own.
+    """
     with torch.inference_mode(False):
         if not tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
             return tensor.detach()
@@ -260,7 +262,12 @@ def allreduce_operation(
 
 
 def allgather_operation(key: tuple[str, int], tensors: Sequence[Tensor]) -> AllGather:
-    """Raises ValueError for scalars, which have no first dimension to go along."""
+    """The allreduce that `op` and `codec` ask for.
+
+    Args:
+        state, names: of a codec's feedback; without, it is kept by the name of the operation.
+        nameless: the operation's key is a number.
+    """
     for tensor in tensors:
         check(tensor, "allgather")
         if tensor.dim() == 0:

@@ -119,7 +119,7 @@ def open_store(launch: Launch, environment: Mapping[str, str] = os.environ) -> d
 
 
 def _meet_at_mpirun(launch: Launch, environment: Mapping[str, str], timeout: timedelta) -> dist.Store:
-    """Several hosts, none of them named: rank 0 is expected beside mpirun, whose address Open MPI hands down."""
+    """A store of several hosts, none of them named: rank 0 is expected beside mpirun, whose address Open MPI tells."""
     uri = next((environment[n] for n in ("OMPI_MCA_orte_hnp_uri", "PMIX_SERVER_URI2") if n in environment), "")
     addresses = re.findall(r"(?<![\d.])(?:\d{1,3}\.){3}\d{1,3}(?![\d.])", uri)
     address = next((a for a in addresses if not a.startswith("127.")), None)
@@ -133,7 +133,7 @@ def _meet_at_mpirun(launch: Launch, environment: Mapping[str, str], timeout: tim
 
 
 def _meet_through_file(launch: Launch, environment: Mapping[str, str], timeout: timedelta) -> dist.Store:
-    """One host: rank 0 takes a free port and writes it into a file, which only this user can read."""
+    """A store of one host: rank 0 takes a free port and writes it into a file that only this user can read."""
     path = private_folder("gradwire") / job_name(environment)
     if launch.rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, launch.size, True, timeout, wait_for_workers=False)
