@@ -3,8 +3,8 @@ tells them what to run next.
 
 Rank 0 listens; every rank, rank 0 too, holds one connection to it. The address and two secrets go through the store in
 which the ranks meet: a caller without the first secret is not let in, and an answer without the second is not believed.
-Nobody polls, so an idle job costs nothing. The end of a process ends its connection: rank 0 sees that at once and tells
-the others.
+Nobody polls, but that rank 0 looks for stalls four times a second. The end of a process ends its connection: rank 0
+sees that at once and tells the others.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ class CompressionState:
 
     One thread at a time may call `reduce`; the other methods are for when no reduction is in flight.
 
-    It shares units, exchanges, strategies and the store with `core.Reducer`, and cannot be one: Horovod negotiates by
-    name which tensors go and in which order, with ranks that have joined, and a Reducer's steps are all units alike.
+    It shares buckets, exchanges, strategies and the store with `core.Reducer`, and cannot be one: Horovod negotiates
+    which tensors go and in which order, also with ranks that have joined, and a Reducer's steps are alike on all ranks.
 
     Args:
         compression: codec, strategy and exchange.
@@ -53,7 +53,7 @@ class CompressionState:
     def __init__(self, compression: CodecCompression) -> None:
         self.compression = compression
         self.feedback = Memory(compression.strategy)
-        self._units: dict[str, tuple[Channel, Bucket]] = {}
+        self._buckets: dict[str, tuple[Channel, Bucket]] = {}
         self._shapes: dict[str, list[tuple[int, ...]]] = {}
         self._steps: dict[str, int] = {}
         self._scale = 1.0
@@ -82,24 +82,24 @@ class CompressionState:
             return
         self.consolidated = False
         self._shapes[layout[0].name] = [slot.shape for slot in layout]
-        unit, key = self._unit(layout, flat, channel), layout[0].name
+        bucket, key = self._bucket(layout, flat, channel), layout[0].name
         step = self._steps.get(key, max(self._steps.values(), default=1) - 1)
-        keeps = self.compression.encodes_feedback and unit.exchange.name != Dense.name
-        drive(unit.reduce(flat, self.feedback, keeps, step))
+        keeps = self.compression.encodes_feedback and bucket.exchange.name != Dense.name
+        drive(bucket.reduce(flat, self.feedback, keeps, step))
         self._steps[key] = step + 1
         if not keep:
-            del self._units[key], self._shapes[key]
+            del self._buckets[key], self._shapes[key]
 
     def is_new(self, name: str) -> bool:
         """True if there is no exchange yet for tensors whose first is called `name`.
 
         Exchanges remember earlier steps, which must be equal on all ranks.
         """
-        return name not in self._units
+        return name not in self._buckets
 
     def restart(self, name: str) -> None:
         """Discard the exchange of tensors whose first is called `name`."""
-        self._units.pop(name, None)
+        self._buckets.pop(name, None)
 
     def keep_previous(self) -> None:
         """Keep a snapshot of the feedback before each step from now on, for `undo`."""
@@ -164,23 +164,23 @@ class CompressionState:
         self._steps = dict(state["steps"])
         self._scale = state["scale"] or 1.0
         self.consolidated = state["rank"] == -1
-        self._units.clear()
+        self._buckets.clear()
 
     def disconnect(self) -> None:
         """Release the connections and every buffer, but keep the feedback."""
-        self._units.clear()
+        self._buckets.clear()
 
     def reset(self) -> None:
         """Forget everything."""
         self.feedback.load({})
         self._steps.clear()
         self._scale = 1.0
-        self._units.clear()
+        self._buckets.clear()
 
-    def _unit(self, layout: Layout, flat: Tensor, channel: Channel) -> Bucket:
-        """The unit for tensors of this layout, on this channel."""
-        known, unit = self._units.get(layout[0].name, (None, None))
-        if unit is None or known is not channel or unit.layout != layout or not unit.serves([], flat):
+    def _bucket(self, layout: Layout, flat: Tensor, channel: Channel) -> Bucket:
+        """The bucket of tensors of this layout, on this channel."""
+        known, bucket = self._buckets.get(layout[0].name, (None, None))
+        if bucket is None or known is not channel or bucket.layout != layout or not bucket.serves([], flat):
             codec = self.compression.codec
             codec = codec.with_feedback() if self.compression.feedback else codec
             name = self.compression.exchange
@@ -189,11 +189,11 @@ class CompressionState:
             group = channel.group(flat.device)
             # Numbered by its name, so that neither the order of operations nor a restart changes the draws.
             index = zlib.crc32(layout[0].name.encode())
-            unit = Bucket(index, [], layout, frozenset(), flat, self.compression.strategy)
+            bucket = Bucket(index, [], layout, frozenset(), flat, self.compression.strategy)
             exchange = EXCHANGES[name](codec.of_layout(layout), layout_numel(layout), 0, flat.device, group)
-            unit.use(exchange, self.compression.seed, group.rank)
-            self._units[layout[0].name] = channel, unit
-        return unit
+            bucket.use(exchange, self.compression.seed, group.rank)
+            self._buckets[layout[0].name] = channel, bucket
+        return bucket
 
 
 #: The states that optimizers have made, in their order: one that has not been used yet may be another rank's first.
