@@ -14,6 +14,7 @@ from gradwire.compress.feedback.base import Feedback
 from ranks import Pool
 from test_horovod_operations import raised
 from test_horovod_optimizer import close, identical, loss_of, model_of, train, weights
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 Ranks = Callable[[int], Pool]
@@ -32,7 +33,7 @@ STRATEGIES["tracking of slices"] = OneBit(), Tracking(), "two_pass"  # whose blo
 KEEPING = pytest.mark.parametrize("name", ["momentum", "tracking"])
 
 
-def optimizer_of(model: torch.nn.Module, name: str, **options: Any) -> Any:
+def optimizer_of(model: nn.Module, name: str, **options: Any) -> Any:
     codec, feedback, exchange = STRATEGIES[name]
     compression = hvd.Compression.codec(codec, error_feedback=feedback, exchange=exchange)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -48,6 +49,13 @@ def balance(optimizer: Any) -> float:
     }
     assert all(torch.equal(row, rows["estimate"][0]) for row in rows["estimate"])
     return float((rows["estimate"][0] + rows["residual"].mean(0) - rows["momentum"].mean(0)).abs().max())
+
+
+class Half(nn.Sequential):
+    """A model whose gradients are bfloat16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.bfloat16()).float()
 
 
 def as_under_ddp(rank: int, name: str) -> None:
@@ -67,6 +75,19 @@ def as_under_ddp(rank: int, name: str) -> None:
 @EVERY
 def test_a_strategy_does_what_it_does_under_ddp(ranks: Ranks, name: str) -> None:
     ranks(2).run(as_under_ddp, name)
+
+
+def halved(rank: int) -> None:
+    hvd.init()
+    model = Half(*model_of()).bfloat16()
+    optimizer = optimizer_of(model, "tracking")
+    train(model, optimizer, rank, range(6))
+    assert balance(optimizer) < 1e-6
+    identical(model)
+
+
+def test_means_of_16_bits_are_added_up_in_32(ranks: Ranks) -> None:
+    ranks(2).run(halved)
 
 
 def resumed(rank: int, name: str) -> None:
