@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from gradwire.hooks.horovod import functions
-from gradwire.hooks.horovod.collectives import Channel
-from gradwire.hooks.horovod.engine import Engine, Pending, memory_of
-from gradwire.hooks.horovod.operations import AllReduce, Broadcast, stand_in
-from gradwire.hooks.horovod.residuals import States
+from gradwire.hooks.horovod.gradients.residuals import States
+from gradwire.hooks.horovod.runtime.channel import Channel
+from gradwire.hooks.horovod.runtime.compressed import zero_input
+from gradwire.hooks.horovod.runtime.engine import Engine, Pending, memory_of
+from gradwire.hooks.horovod.runtime.operations import AllReduce, Broadcast
 from torch import Tensor
 
 SECOND = torch.device("cuda", 1)
@@ -99,14 +100,15 @@ def test_the_memory_of_sparse_results_is_that_of_their_parts() -> None:
 
 
 def test_a_joined_ranks_part_is_on_its_own_gpu() -> None:
-    reference: dict[str, Any] = {"key": "x", "set": 0, "kind": "allreduce", "tensors": [["float32", [2]]], "own": {},
-                 "same": {"device": "cuda", "op": "Sum", "prescale factor": 1.0, "postscale factor": 1.0}}  # fmt: skip
+    reference: dict[str, Any] = {"key": "x", "set": 0, "kind": "allreduce", "tensors": [["float32", [2]]],
+                 "must_match": {"device": "cuda", "op": "Sum", "prescale factor": 1.0, "postscale factor": 1.0},
+                 "per_rank": {}}  # fmt: skip
     ops = [{"key": "x", "info": {"reference": reference}}]
     engine: Any = SimpleNamespace(device=SECOND)
     assert Engine._device_of(engine, ops, [None]) == SECOND
     # Not on whatever GPU is current, but where it is told; here one that needs no memory.
-    assert stand_in(reference, States(), torch.device("meta")).device.type == "meta"
-    reference["same"]["device"] = "cpu"
+    assert zero_input(reference, States(), torch.device("meta")).device.type == "meta"
+    reference["must_match"]["device"] = "cpu"
     assert Engine._device_of(engine, ops, [None]).type == "cpu"
 
 

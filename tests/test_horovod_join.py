@@ -15,7 +15,7 @@ import gradwire.hooks.horovod as hvd
 import pytest
 import torch
 from gradwire import QSGD, Codec, OneBit, PowerSGD, TopK
-from gradwire.hooks.horovod import basics
+from gradwire.hooks.horovod.runtime import context
 from ranks import Pool
 from torch import Tensor, nn
 
@@ -132,7 +132,7 @@ def test_what_an_optimizer_that_is_gone_has_left_out_is_not_sent(ranks: Ranks, l
 def let_go(rank: int) -> bool:
     hvd.init()
     hvd.allreduce(torch.ones(1))
-    engine = weakref.ref(basics.world().engine)
+    engine = weakref.ref(context.world().engine)
     hvd.shutdown()
     gc.collect()
     return engine() is None

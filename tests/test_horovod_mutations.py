@@ -10,7 +10,8 @@ import pytest
 import test_horovod_optimizer as tests
 import torch
 from gradwire import OneBit, TopK
-from gradwire.hooks.horovod import operations, optimizer, reducer, residuals
+from gradwire.hooks.horovod.gradients import bucketing, residuals
+from gradwire.hooks.horovod.runtime import operations
 from ranks import Pool
 
 Ranks = Callable[[int], Pool]
@@ -21,8 +22,8 @@ def never_communicates(patch: pytest.MonkeyPatch) -> None:
         self.reset()
         self.synchronized = True
 
-    patch.setattr(reducer.GradientReducer, "_launch", lambda self, unit: None)
-    patch.setattr(reducer.GradientReducer, "synchronize", synchronize)
+    patch.setattr(bucketing.GradientReducer, "_launch", lambda self, unit: None)
+    patch.setattr(bucketing.GradientReducer, "synchronize", synchronize)
 
 
 def sums(patch: pytest.MonkeyPatch) -> None:
@@ -34,13 +35,13 @@ def averages_always(patch: pytest.MonkeyPatch) -> None:
 
 
 def ignores_compression(patch: pytest.MonkeyPatch) -> None:
-    init = reducer.GradientReducer.__init__
+    init = bucketing.GradientReducer.__init__
 
     def without(self: Any, named: Any, options: Any) -> None:
         options.compression = hvd.Compression.none
         init(self, named, options)
 
-    patch.setattr(reducer.GradientReducer, "__init__", without)
+    patch.setattr(bucketing.GradientReducer, "__init__", without)
 
 
 def keeps_no_residual(patch: pytest.MonkeyPatch) -> None:
@@ -49,21 +50,21 @@ def keeps_no_residual(patch: pytest.MonkeyPatch) -> None:
 
 def forgets_residuals(patch: pytest.MonkeyPatch) -> None:
     def nothing(self: Any, own: Any) -> None:
-        self._reducer.state.reset()
+        self.reset()
 
-    patch.setattr(optimizer._Distributed, "_load_residuals", nothing)
+    patch.setattr(residuals.CompressionState, "load_state_dict", nothing)
 
 
 def reduces_every_pass(patch: pytest.MonkeyPatch) -> None:
-    set_passes = reducer.GradientReducer.set_passes
-    add_unit = reducer.GradientReducer._add_unit
+    set_passes = bucketing.GradientReducer.set_passes
+    add_unit = bucketing.GradientReducer._add_unit
 
     def add(self: Any, parameters: Any) -> None:
         self.options.backward_passes_per_step = 1
         add_unit(self, parameters)
 
-    patch.setattr(reducer.GradientReducer, "_add_unit", add)
-    patch.setattr(reducer.GradientReducer, "set_passes", lambda self, passes: set_passes(self, 1))
+    patch.setattr(bucketing.GradientReducer, "_add_unit", add)
+    patch.setattr(bucketing.GradientReducer, "set_passes", lambda self, passes: set_passes(self, 1))
 
 
 def ignores_predivide(patch: pytest.MonkeyPatch) -> None:
@@ -76,7 +77,7 @@ def ignores_predivide(patch: pytest.MonkeyPatch) -> None:
 
 
 def ignores_residuals_of_a_skipped_step(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(reducer, "are_finite", lambda tensors: True)
+    patch.setattr(bucketing, "are_finite", lambda tensors: True)
 
 
 FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], list[tuple[str, tuple[Any, ...]]]]] = {

@@ -17,8 +17,8 @@ import gradwire.hooks.horovod as hvd
 import pytest
 import torch
 from gradwire import QSGD, TopK
-from gradwire.hooks.horovod import basics
-from gradwire.hooks.horovod.submission import allreduce_operation, key_of
+from gradwire.hooks.horovod.runtime import context
+from gradwire.hooks.horovod.runtime.handles import allreduce_operation, key_of
 from ranks import Pool
 from torch import Tensor
 
@@ -481,7 +481,7 @@ def removed_at_once(rank: int) -> None:
     hvd.init()
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0:  # its connection to itself, which another thread reads, may be slow
-            connection = basics.world().engine._connection
+            connection = context.world().engine._connection
             send = connection.send
             patch.setattr(connection, "send", lambda message: threading.Timer(0.3, send, [message]).start())
         alone = hvd.add_process_set([0])
@@ -494,10 +494,10 @@ def test_a_process_set_can_be_removed_once_its_operations_have_ended(ranks: Rank
     ranks(2).run(removed_at_once)
 
 
-def removed_while_its_last_parcel_is_on_its_way(rank: int) -> None:
+def removed_while_its_last_payload_is_on_its_way(rank: int) -> None:
     hvd.init()
     members = hvd.add_process_set([1, 2])
-    mesh = basics.world().engine._mesh
+    mesh = context.world().engine._mesh
     send, late = mesh.send, []
 
     def slow(target: int, text: dict[str, Any], data: Any = b"") -> Any:
@@ -524,12 +524,12 @@ def removed_while_its_last_parcel_is_on_its_way(rank: int) -> None:
 
 
 def test_rank_0_need_not_have_heard_of_an_operation_that_has_ended(ranks: Ranks) -> None:
-    ranks(3).run(removed_while_its_last_parcel_is_on_its_way)
+    ranks(3).run(removed_while_its_last_payload_is_on_its_way)
 
 
 def used_by_another_thread(rank: int) -> None:
     hvd.init()
-    members, engine = hvd.add_process_set([0, 1]), basics.world().engine
+    members, engine = hvd.add_process_set([0, 1]), context.world().engine
     set_id = members.process_set_id or 0
     known = engine._members.get(set_id, ())
     looked = [key_of("allreduce", f"late{numel}", members) for numel in (5, 5000)] if rank == 1 else []
@@ -875,7 +875,7 @@ def test_the_timeline_is_a_chrome_trace(ranks: Ranks, tmp_path: Path) -> None:
 def stopped_meanwhile(rank: int, path: str) -> None:
     hvd.init()
     hvd.start_timeline(path, mark_cycles=True)
-    timeline = basics.world().engine.timeline
+    timeline = context.world().engine.timeline
     if timeline is not None:
         mark = timeline.mark
         timeline.mark = lambda name: (mark(name), hvd.stop_timeline())  # type: ignore[assignment, func-returns-value]

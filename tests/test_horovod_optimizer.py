@@ -19,7 +19,7 @@ import pytest
 import torch
 from gradwire import CODECS, QSGD, ChunkedTopK, Codec, OneBit, Residual, TernGrad, TopK
 from gradwire.compress import SparseCodec
-from gradwire.hooks.horovod.collectives import Channel
+from gradwire.hooks.horovod.runtime.channel import Channel
 from ranks import Pool
 from test_horovod_operations import equal, raised
 from torch import Tensor, nn

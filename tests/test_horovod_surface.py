@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -21,10 +22,11 @@ import gradwire.hooks.horovod as hvd
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire.hooks.horovod import launch
-from gradwire.hooks.horovod.control import Coordinator, addresses
-from gradwire.hooks.horovod.negotiation import Negotiator, request_bytes
-from gradwire.hooks.horovod.operations import AllReduce, Sum
+from gradwire.hooks.horovod.consensus.coordinator import Coordinator
+from gradwire.hooks.horovod.consensus.negotiation import Negotiator, request_bytes
+from gradwire.hooks.horovod.runtime import launch
+from gradwire.hooks.horovod.runtime.operations import AllReduce, Sum
+from gradwire.hooks.horovod.transport.sockets import addresses
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import Pool
@@ -352,8 +354,8 @@ def test_communicators_and_subsets(ranks: Ranks) -> None:
 
 
 def request(key: str, fuse: str | None = "f", numel: int = 10, **changes: Any) -> dict[str, Any]:
-    return {"key": key, "set": 0, "kind": "allreduce", "tensors": [["float32", [numel]]], "same": {}, "own": {},
-            "fuse": fuse, "fill": False, **changes}  # fmt: skip
+    return {"key": key, "set": 0, "kind": "allreduce", "tensors": [["float32", [numel]]], "must_match": {},
+            "per_rank": {}, "fuse": fuse, "no_gradient": False, **changes}  # fmt: skip
 
 
 def ran(negotiator: Negotiator) -> list[list[str]]:
@@ -394,13 +396,17 @@ def test_nothing_runs_before_all_are_ready() -> None:
     assert ran(negotiator) == [["a"]]
 
 
+def framed(text: bytes) -> bytes:
+    return struct.pack("!IQ", len(text), 0) + text
+
+
 def test_strangers_are_not_let_in() -> None:
     store = torch.distributed.HashStore()
     coordinator = Coordinator(store, Negotiator(1), 0.0, 0.0)
     place = json.loads(store.get("control"))
     assert addresses()
-    for message in (b"\x00\x00\x00\x02{}", b"\xff\xff\xff\xff" + b"x" * 9000, b"GET / HTTP/1.0\r\n\r\n" * 500,
-                    b"\x00\x00\x00\x1e" + json.dumps({"secret": "guess", "rank": 0}).encode()):  # fmt: skip
+    for message in (framed(b"{}"), b"\xff" * 12 + b"x" * 9000, b"GET / HTTP/1.0\r\n\r\n" * 500,
+                    framed(json.dumps({"secret": "guess", "rank": 0}).encode())):  # fmt: skip
         with socket.create_connection(("127.0.0.1", place["port"]), timeout=5) as end:
             end.sendall(message)
             end.settimeout(5)

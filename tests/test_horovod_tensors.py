@@ -13,7 +13,7 @@ import gradwire.hooks.horovod as hvd
 import pytest
 import torch
 from gradwire import TopK
-from gradwire.hooks.horovod.submission import COMPRESSIBLE, FLOATING, SUMMABLE
+from gradwire.hooks.horovod.runtime.handles import COMPRESSIBLE, FLOATING, SUMMABLE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import Pool

@@ -2,8 +2,8 @@
 
 >>> import gradwire.hooks.horovod as hvd  # instead of: import horovod.torch as hvd
 
-Launch it with torchrun, mpirun, srun or plain python (`launch`). Operations match across ranks by name, whatever order
-they are called in (`agreement`, `engine`); `compression=` also takes gradwire's codecs (`compression`).
+Launch it with torchrun, mpirun, srun or plain python (`runtime.launch`). Operations match across ranks by name, in
+whatever order they are called (`consensus`, `runtime`); `compression=` also takes gradwire's codecs (`compression`).
 """
 
 from . import elastic

@@ -1,4 +1,4 @@
-"""What an operation may do to tensors before they are sent.
+"""Compressions of tensors before they are sent.
 
 Two kinds. A *compressor*, as in Horovod, has `compress(tensor) -> (smaller tensor, context)` and `decompress(tensor,
 context)`; the smaller tensors are what is summed, so it must be linear: `none`, `fp16`, `bf16`, or one of your own. A
@@ -8,6 +8,7 @@ out is kept by name and added the next time.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from torch import Tensor
 
 from ...compress import QSGD, ChunkedTopK, OneBit, Outliers, Ternary, TernGrad, TopK
 from ...compress.codec import Codec
-from .residuals import CodecCompression
+from ...compress.feedback.base import RESIDUAL_DTYPES, Feedback, Residual
+from ..auto.planner import check_exchange
+from ..core.options import Options
 
 
 class Compressor:
@@ -23,7 +26,7 @@ class Compressor:
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """The tensor to send, and what `decompress` needs to know."""
+        """The tensor to send, and context for `decompress`."""
         raise NotImplementedError("a Compressor needs a static method compress(tensor) -> (tensor, context)")
 
     @staticmethod
@@ -68,8 +71,73 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Any]:
     return (tensor.to(dtype), tensor.dtype) if tensor.is_floating_point() else (tensor, None)
 
 
+@dataclass(frozen=True)
+class CodecCompression:
+    """A codec and its use.
+
+    Args:
+        codec: any of `gradwire.compress`.
+        error_feedback: keep what compression leaves out, and add it to the next tensor of that name. "auto" does so for
+            codecs that contract (the deterministic ones); True makes stochastic codecs round to nearest. A strategy,
+            such as `gradwire.Residual(decay=…, dtype=…)`, `Momentum()` or `Tracking()`, also says how.
+        exchange: "gather", "two_pass", "union", "split", "factors", "dense" or "auto": the one that receives the
+            fewest bytes, or is made for the codec.
+        seed: of stochastic rounding, equal on all ranks.
+    """
+
+    codec: Codec
+    error_feedback: bool | str | Feedback = "auto"
+    exchange: str = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.codec, type) and issubclass(self.codec, Codec):
+            raise TypeError(
+                f"codec={self.codec.__name__} is a class: make a codec of it, such as {self.codec.__name__}()"
+            )
+        if not isinstance(self.codec, Codec):
+            raise TypeError(f"codec={self.codec!r}: expected a codec, such as gradwire.TopK(density=0.01)")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not -(1 << 63) <= self.seed < 1 << 63:
+            raise ValueError(f"seed={self.seed!r}: expected a whole number of 64 bits, equal on all ranks")
+        Options(self.codec, error_feedback=self.error_feedback, seed=self.seed).check(None)  # type: ignore[arg-type]
+        check_exchange(self.exchange, self.codec, besides=("auto",))
+        if self.feedback:
+            self.strategy.check(self.codec.with_feedback())
+
+    @property
+    def feedback(self) -> bool:
+        """True if a step that does not send everything keeps the rest."""
+        wanted = self.codec.default_feedback if self.error_feedback == "auto" else bool(self.error_feedback)
+        return wanted and not self.codec.lossless
+
+    @property
+    def encodes_feedback(self) -> bool:
+        """True if steps encode with feedback."""
+        return self.feedback and self.exchange != "dense"
+
+    @property
+    def keeps(self) -> bool:
+        """True if anything is kept between steps."""
+        return self.encodes_feedback or not self.strategy.only_residual
+
+    @property
+    def strategy(self) -> Feedback:
+        """The feedback strategy."""
+        return self.error_feedback if isinstance(self.error_feedback, Feedback) else Residual()
+
+    def goes_on_from(self, text: str) -> bool:
+        """True if a checkpoint of a compression of this text fits: one that keeps the same, in whatever dtype."""
+        same: list[bool | str | Feedback] = [self.error_feedback]
+        if isinstance(self.strategy, Residual):
+            same += [replace(self.strategy, dtype=dtype) for dtype in RESIDUAL_DTYPES]
+            if self.strategy.decay == 1.0:
+                same += ["auto", True]
+        others = (replace(self, error_feedback=each) for each in same)
+        return any(repr(other) == text and other.feedback == self.feedback for other in others)
+
+
 class Compression:
-    """What `compression=` takes: one of these, any codec of `gradwire.compress`, or your own `Compressor`.
+    """Values of `compression=`: one of these, any codec of `gradwire.compress`, or your own `Compressor`.
 
     `Compression.topk(density=0.01)`, `.onebit()`, `.ternary()`, `.qsgd(bits=4)`, `.terngrad()`,
     `.chunked_topk(k=64)` and `.outliers(OneBit())` are codecs with their arguments;
@@ -102,7 +170,7 @@ _EXAMPLES = {
 
 
 def codec_of(compression: Any) -> CodecCompression | None:
-    """How to use the codec that was asked for; None for compressors.
+    """The codec and its use; None for compressors.
 
     Raises:
         ValueError: it is neither.

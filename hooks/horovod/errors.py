@@ -1,4 +1,4 @@
-"""What a Horovod script catches."""
+"""Exceptions for a Horovod script to catch."""
 
 from __future__ import annotations
 

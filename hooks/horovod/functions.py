@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .basics import world
-from .operations import Broadcast
+from .gradients import checkpoint
+from .gradients.residuals import CompressionState
 from .process_sets import ProcessSet, global_process_set
-from .submission import (
+from .runtime.context import world
+from .runtime.handles import (
     allgather_operation,
     broadcast_operation,
     check,
@@ -25,6 +26,7 @@ from .submission import (
     submit,
     synchronize,
 )
+from .runtime.operations import Broadcast
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
@@ -68,7 +70,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """What `obj` is on the root: anything that pickle, or torch.save, can carry.
+    """The root's `obj`: anything that pickle, or torch.save, can carry.
 
     Args:
         obj: read on the root only.
@@ -100,8 +102,8 @@ def _broadcast(tensor: Tensor, root: int, name: str | None, process_set: Process
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """What `obj` is on each rank of the set that has not joined, in their order: anything that pickle, or torch.save,
-    can carry.
+    """The `obj` of each rank of the set that has not joined, in their order: anything that pickle, or torch.save, can
+    carry.
 
     Raises:
         ValueError: some rank's cannot be pickled; on every rank.
@@ -119,8 +121,10 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 
 
 def _packed(obj: Any) -> tuple[Tensor, Tensor, Exception | None]:
-    """How long its bytes are, these, and None; or, where it has none, who says what is wrong with it in its place,
-    under a length below 0: the other ranks wait for a message."""
+    """Length, bytes and None; for an object that has no bytes, a length below 0, a message and the error.
+
+    The other ranks wait for a message in any case.
+    """
     problem = None
     try:
         data = _to_bytes(obj)
@@ -150,7 +154,7 @@ def _from_bytes(data: Tensor) -> Any:
 
 
 def _here(storage: Any, location: str) -> Any:
-    """What was on some rank's GPU goes to this rank's."""
+    """Move a tensor of some rank's GPU to this rank's."""
     if location.startswith("cuda") and torch.cuda.is_available():
         return storage.cuda(torch.cuda.current_device())
     return storage
@@ -186,11 +190,15 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     )
     counts = [len(group["params"]) for group in optimizer.param_groups]
     theirs = [len(group["params"]) for group in described[0]["param_groups"]]
-    if any(other != theirs for other in allgather_object(counts)):
+    state: CompressionState | None = getattr(optimizer, "_compression_state", None)  # of a DistributedOptimizer
+    every = allgather_object((counts, None if state is None or not state.included else not state.feedback))
+    if any(other != theirs for other, _ in every):
         raise ValueError(
             f"the optimizer has groups of {counts} parameters here, on rank {root_rank} of {theirs}: make it alike on "
             "all ranks"
         )
+    if state is not None:
+        checkpoint.check_broadcast(state, described[0].get("gradwire"), [fresh for _, fresh in every])
     device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
     if not is_root:
         tensors = [
@@ -200,18 +208,17 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     tensors = [t.contiguous() for t in tensors]
     broadcast_parameters([(f"optimizer.{i}", t) for i, t in enumerate(tensors)], root_rank)
     if not is_root:
-        state = _filled(described[0], tensors)
-        compression = state.pop("gradwire", None)
+        saved = _filled(described[0], tensors)
+        compression = saved.pop("gradwire", None)
         # The wrapped class's own method: a DistributedOptimizer's would drop this rank's residuals.
-        torch.optim.Optimizer.load_state_dict(optimizer, state)
-        _undo_casts(optimizer, state)
-        follow = getattr(optimizer, "_follow_broadcast", None)
-        if follow is not None:
-            follow(compression)
+        torch.optim.Optimizer.load_state_dict(optimizer, saved)
+        _undo_casts(optimizer, saved)
+        if state is not None:
+            checkpoint.follow_broadcast(state, compression)
 
 
 def _undo_casts(optimizer: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
-    """Loading casts a state to the dtype of its parameter, where the root's may have another, such as float32."""
+    """Restore dtypes: loading casts a state to its parameter's, and the root's may be another, such as float32."""
     for theirs, group in zip(loaded["param_groups"], optimizer.param_groups, strict=True):
         for number, p in zip(theirs["params"], group["params"], strict=True):
             for name, value in loaded["state"].get(number, {}).items():
@@ -221,7 +228,7 @@ def _undo_casts(optimizer: torch.optim.Optimizer, loaded: dict[str, Any]) -> Non
 
 
 class _Placeholder:
-    """Where a tensor goes."""
+    """Stands for a tensor, by its number."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -230,9 +237,9 @@ class _Placeholder:
 def _outline(optimizer: torch.optim.Optimizer, tensors: list[Tensor]) -> dict[str, Any]:
     """The state dict with placeholders for its tensors, which are put into `tensors`."""
     state = torch.optim.Optimizer.state_dict(optimizer)
-    shared = getattr(optimizer, "_shared_compression", None)
-    if shared is not None:
-        state["gradwire"] = shared()
+    compression = getattr(optimizer, "_compression_state", None)
+    if compression is not None:
+        state["gradwire"] = checkpoint.shared(compression)
 
     def replace(value: Any) -> Any:
         if isinstance(value, Tensor) and value.layout == torch.strided:  # others, as of sparse gradients, go as objects

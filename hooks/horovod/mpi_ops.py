@@ -1,6 +1,6 @@
 """The operations on tensors, as `horovod.torch.mpi_ops` has them.
 
-Each comes up to four times: `operation` waits for the result, and autograd goes back through it (`gradients`);
+Each comes up to four times: `operation` waits for the result, and autograd goes back through it (`autograd`);
 `operation_async` returns a handle for `poll` and `synchronize`; a trailing underscore means in place. Operations match
 across ranks by `name`, in whatever order the ranks call them; those without a name match by their number. Until an
 operation has been synchronized its tensors must stay as they are.
@@ -23,7 +23,18 @@ import torch
 from torch import Tensor
 
 from ..comm.untraced import untraced
-from .basics import (
+from .compression import Compression, codec_of
+from .errors import HorovodInternalError
+from .gradients.autograd import (
+    AllGatherFunction,
+    AllReduceFunction,
+    AllToAllFunction,
+    BroadcastFunction,
+    ReduceScatterFunction,
+)
+from .process_sets import ProcessSet, add_process_set, global_process_set, process_set_ids, remove_process_set
+from .runtime.compressed import Join
+from .runtime.context import (
     ccl_built,
     cross_rank,
     cross_size,
@@ -48,12 +59,7 @@ from .basics import (
     stop_timeline,
     world,
 )
-from .compression import Compression, codec_of
-from .errors import HorovodInternalError
-from .gradients import AllGatherFunction, AllReduceFunction, AllToAllFunction, BroadcastFunction, ReduceScatterFunction
-from .operations import Adasum, Average, Barrier, Join, Max, Min, Product, Sum
-from .process_sets import ProcessSet, add_process_set, global_process_set, process_set_ids, remove_process_set
-from .submission import (
+from .runtime.handles import (
     allgather_operation,
     allreduce_operation,
     alltoall_operation,
@@ -68,6 +74,7 @@ from .submission import (
     submit,
     synchronize,
 )
+from .runtime.operations import Adasum, Average, Barrier, Max, Min, Product, Sum
 
 # -- allreduce ---------------------------------------------------------------------------------------------------------
 
@@ -80,8 +87,8 @@ def allreduce(
 ) -> Tensor:  # fmt: skip
     """The reduction of `tensor` over the ranks, by default its average; `tensor` stays as it is. Differentiable.
 
-    With a codec as `compression`, what that leaves out is kept by `name` and added the next time; its gradient is
-    reduced without compression.
+    A codec as `compression` leaves a residual, which is kept by `name` and added the next time. The gradient is reduced
+    without compression.
 
     Raises:
         ValueError: both `op` and `average` were given; a codec with another op than Average and Sum; or one that leaves
@@ -241,7 +248,7 @@ def grouped_allgather_async(
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """What `tensor` is on `root_rank`, a global rank; `tensor` stays as it is. Differentiable."""
+    """The `tensor` of `root_rank`, a global rank; this rank's stays as it is. Differentiable."""
     result: Tensor = BroadcastFunction.apply(tensor, root_rank, name, process_set)
     return result
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -13,21 +12,23 @@ import torch
 from torch import Tensor
 
 from ..comm.untraced import untraced
-from ..core.names import plain_names, renamed
 from ..core.optimizer_checks import known_problem
-from .arithmetic import number
-from .basics import world
 from .compression import Compression, codec_of
 from .functions import allgather_object
-from .operations import Adasum, Average, ResidualMean
+from .gradients import checkpoint
+from .gradients.arguments import Options, group_positions, name_parameters, parameters_of
+from .gradients.bucketing import GradientReducer
+from .gradients.residuals import CompressionState
 from .process_sets import ProcessSet, global_process_set
-from .reducer import GradientReducer, Options
-from .residuals import check_residuals
-from .submission import allreduce_operation, key_of, reduction
+from .runtime.arithmetic import number
+from .runtime.compressed import ResidualMean
+from .runtime.context import world
+from .runtime.handles import allreduce_operation, key_of, reduction
+from .runtime.operations import Adasum, Average
 
-#: Where a state_dict has the residuals.
+#: Key of the residuals in a state_dict.
 ENTRY = "gradwire"
-#: What is the wrapped optimizer's own, which may put others in their place, as loading does.
+#: Attributes that stay the wrapped optimizer's, which may replace them, as loading does.
 _SHARED = ("state", "param_groups")
 
 
@@ -88,13 +89,16 @@ def DistributedOptimizer(
         warnings.warn("Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
     codec = codec_of(compression)
-    problem = None if codec is None else known_problem(optimizer, codec.codec, codec.feedback)
+    problem = None
+    if codec is not None:
+        codec.strategy.check_optimizer(optimizer)
+        problem = known_problem(optimizer, codec.codec, codec.feedback and codec.strategy.only_residual)
     if problem is not None:
         warnings.warn(problem, stacklevel=2)
-    named = _names(optimizer, named_parameters)
+    named = name_parameters(optimizer, named_parameters)
     options = Options(
-        compression, backward_passes_per_step, op, gradient_predivide_factor, _groups(groups, named), sparse_as_dense,
-        process_set, isinstance(optimizer, torch.optim.SparseAdam),
+        compression, backward_passes_per_step, op, gradient_predivide_factor, group_positions(groups, named),
+        sparse_as_dense, process_set, isinstance(optimizer, torch.optim.SparseAdam),
     )  # fmt: skip
     if options.only_sparse and sparse_as_dense:
         raise ValueError("torch.optim.SparseAdam takes no dense gradients: leave sparse_as_dense=False")
@@ -104,60 +108,6 @@ def DistributedOptimizer(
 def _check_passes(passes: Any) -> None:
     if isinstance(passes, bool) or not isinstance(passes, int) or passes <= 0:
         raise ValueError(f"backward_passes_per_step={passes!r}: must be > 0")
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _names(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]] | None) -> list[tuple[str, Tensor]]:
-    """The optimizer's parameters in its order, with their names."""
-    if named is None:
-        groups = enumerate(optimizer.param_groups)
-        return [(f"noname.{i}.{j}", p) for i, group in groups for j, p in enumerate(group["params"])]
-    pairs = list(named)
-    if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
-        raise ValueError(
-            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
-            "model.named_parameters()."
-        )
-    names = [name for name, _ in pairs]
-    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
-    if twice:
-        raise ValueError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(twice)}")
-    name_of = {p: name for name, p in pairs}
-    parameters = _parameters(optimizer)
-    missing = [tuple(p.shape) for p in parameters if p not in name_of]
-    if missing:
-        shapes = ", ".join(map(str, missing))
-        raise ValueError(
-            "named_parameters was specified, but one or more model parameters were not named: those of shape "
-            f"{shapes}. Pass the names of all parameters of the optimizer"
-        )
-    plain = plain_names(names)
-    return [(plain[name_of[p]], p) for p in parameters]
-
-
-def _groups(groups: Any, named: list[tuple[str, Tensor]]) -> list[list[int]] | None:
-    """Positions of each group's parameters."""
-    problem = f"groups={groups!r}: " if isinstance(groups, int | str | float) else "groups: "
-    problem += "groups should be a non-negative integer or a list of lists of the optimizer's parameters, each in one"
-    if groups is None:
-        return None
-    if isinstance(groups, int) and not isinstance(groups, bool):
-        if groups < 0:
-            raise ValueError(problem)
-        chosen = [i for i, (_, p) in enumerate(named) if p.requires_grad]
-        share, more = divmod(len(chosen), groups) if groups else (0, 0)
-        starts = [share * i + min(i, more) for i in range(groups + 1)]
-        return [chosen[a:b] for a, b in itertools.pairwise(starts) if b > a] or None
-    position = {p: i for i, (_, p) in enumerate(named)}
-    if not isinstance(groups, list | tuple) or not all(isinstance(group, list | tuple) for group in groups):
-        raise ValueError(problem)
-    flat = [p for group in groups for p in group]
-    if any(not isinstance(p, Tensor) or p not in position for p in flat) or len(set(flat)) < len(flat):
-        raise ValueError(problem)
-    return [[position[p] for p in group] for group in groups]
 
 
 def _wrap(optimizer: torch.optim.Optimizer, names: list[str], options: Options) -> Any:
@@ -175,7 +125,7 @@ def _wrap(optimizer: torch.optim.Optimizer, names: list[str], options: Options) 
 
 def _named(optimizer: Any) -> list[tuple[str, Tensor]]:
     optimizer._take_in()
-    return list(zip(optimizer._names, _parameters(optimizer), strict=True))
+    return list(zip(optimizer._names, parameters_of(optimizer), strict=True))
 
 
 def _is_adasum(options: Options) -> bool:
@@ -194,7 +144,7 @@ def _restore(base: type, state: dict[str, Any], names: list[str], options: Optio
 
 
 class _Distributed(torch.optim.Optimizer):
-    """What `DistributedOptimizer` puts before the user's class."""
+    """The class that `DistributedOptimizer` puts before the user's."""
 
     _wrapped: torch.optim.Optimizer
     _names: list[str]
@@ -213,7 +163,7 @@ class _Distributed(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> Any:
-        """The wrapped optimizer's. A GradScaler finds here what it unscales, which has to be reduced before."""
+        """The wrapped optimizer's. A GradScaler reads them to unscale gradients, which are reduced before."""
         if "_reducer" in self.__dict__:  # not while this one is made
             self._reducer.reduce_before_unscaling(self)
         return self._wrapped.param_groups
@@ -224,7 +174,7 @@ class _Distributed(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether `step` unscales gradients itself. A GradScaler's step asks this first. With Adasum each rank has an
+        """True if `step` unscales gradients itself. A GradScaler's step asks this first. With Adasum each rank has an
         overflow of its own, and all must make the step."""
         if "_reducer" in self.__dict__:
             self._reducer.unscaling.look(self)
@@ -233,11 +183,11 @@ class _Distributed(torch.optim.Optimizer):
 
     @property
     def _unscales(self) -> bool:
-        """Whether the user's class does, as fused optimizers do."""
+        """True if the user's class does, as fused optimizers do."""
         return bool(getattr(self._wrapped, "_step_supports_amp_scaling", False))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """What loading ends with."""
+        """Take state that was loaded."""
         for name in _SHARED:
             if name in state:
                 setattr(self, name, state[name])
@@ -247,7 +197,7 @@ class _Distributed(torch.optim.Optimizer):
 
     @property
     def backward_passes_per_step(self) -> int:
-        """How many gradients are summed before a reduction."""
+        """Number of gradients that are summed before a reduction."""
         return self._reducer.options.backward_passes_per_step
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -322,14 +272,14 @@ class _Distributed(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]
 
     def _unscaled_step(self, *args: Any, **kwargs: Any) -> Any:
-        """This rank's own step, which is none where a scaler says that its gradients have overflowed."""
+        """This rank's own step; none if a scaler says that its gradients have overflowed."""
         told = self.__dict__
         if "found_inf" not in told or self._unscales:
             return super().step(*args, **kwargs)
         scale, overflow = told["grad_scale"], told["found_inf"]
         if float(overflow):
             return None
-        grads = [p.grad for p in _parameters(self) if p.grad is not None and scale is not None]
+        grads = [p.grad for p in parameters_of(self) if p.grad is not None and scale is not None]
         for grad in grads:
             grad.div_(scale.to(grad.device))
         told["grad_scale"] = told["found_inf"] = None  # which other optimizers refuse
@@ -388,7 +338,7 @@ class _Distributed(torch.optim.Optimizer):
     def _take_in(self) -> None:
         """Reduce the gradients of groups that were added here, or to the wrapped optimizer."""
         if sum(len(group["params"]) for group in self.param_groups) > len(self._names):
-            new = _names(self, None)[len(self._names) :]
+            new = name_parameters(self, None)[len(self._names) :]
             self._names = [*self._names, *(name for name, _ in new)]
             if not _is_adasum(self._reducer.options):
                 self._reducer.add(new)
@@ -416,22 +366,22 @@ class _Distributed(torch.optim.Optimizer):
         own = state[ENTRY]
         if self._reducer.takes_part():
             process_set = self._reducer.options.process_set
-            residuals = own["residuals"]
+            vectors = checkpoint.vectors_of(own)
             # Not every rank need have some: a checkpoint may have been loaded on some ranks only.
-            shapes = {name: tuple(residual.shape) for name, residual in residuals.items()}
-            every = {
-                name: shape
-                for found in allgather_object(shapes, self._reducer.talk, process_set)
-                for name, shape in found.items()
-            }
+            shapes = {(v, name): tuple(x.shape) for v, found in vectors.items() for name, x in found.items()}
+            told = allgather_object(shapes, self._reducer.talk, process_set)
+            every = {place: shape for found in told for place, shape in found.items()}
             devices = {name: p.device for name, p in _named(self)}
-            pending = {}  # all under way before the first is waited for
-            for name, shape in sorted(every.items()):
-                if name not in residuals:
-                    residuals[name] = torch.zeros(shape, dtype=torch.float32, device=devices.get(name))
-                key = key_of("residual", name, process_set)
-                pending[name] = world().engine.submit(ResidualMean(*key, residuals[name], compression, name))
-            residuals.update({name: operation.wait()[0] for name, operation in pending.items()})
+            pending = []  # all in flight before the first is waited for
+            for (vector, name), shape in sorted(every.items()):
+                mine = vectors[vector].get(name)
+                if mine is None:
+                    mine = torch.zeros(shape, dtype=torch.float32, device=devices.get(name))
+                key = key_of(vector, name, process_set)
+                mean = world().engine.submit(ResidualMean(*key, mine, compression, name, vector))
+                pending.append((vectors[vector], name, mean))
+            for found, name, mean in pending:
+                found[name] = mean.wait()[0]
         own["rank"] = own["world_size"] = -1
         return state
 
@@ -444,77 +394,17 @@ class _Distributed(torch.optim.Optimizer):
         Raises:
             ValueError: it has residuals of another compression, or of other parameters. Nothing has changed then.
         """
-        own = self._checked(state_dict.get(ENTRY))
+        own = checkpoint.checked(self._reducer.state, state_dict.get(ENTRY), dict(_named(self)))
         self._reducer.reset()
         super().load_state_dict({key: value for key, value in state_dict.items() if key != ENTRY})
-        if self._reducer.state is not None:
-            self._load_residuals(own)
+        if self._reducer.state is not None and own is None:
+            self._reducer.state.reset()
+        elif self._reducer.state is not None and own is not None:
+            self._reducer.state.load_state_dict(own)
 
-    def _checked(self, own: dict[str, Any] | None) -> dict[str, Any] | None:
-        """What this rank's compression can go on from."""
-        state, here = self._reducer.state, world()
-        if state is None and own is not None and own["residuals"]:
-            warnings.warn(
-                f"what {own['compression']} had left out is in the checkpoint and is dropped, as this optimizer does "
-                "not compress: pass compression= as it was to go on with it",
-                stacklevel=3,
-            )
-        if state is None or own is None:
-            return None
-        if not state.compression.goes_on_from(own["compression"]):
-            raise ValueError(
-                f"the checkpoint was compressed by {own['compression']}, not by {state.compression}: pass compression= "
-                "as it was when the checkpoint was saved"
-            )
-        if own["rank"] not in (-1, here.rank) or own["world_size"] not in (-1, here.size):
-            warnings.warn(
-                f"what compression had left out on rank {own['rank']} of {own['world_size']} does not belong to rank "
-                f"{here.rank} of {here.size} and is dropped: save optimizer.state_dict() on every rank, or "
-                "optimizer.consolidated_state_dict()",
-                stacklevel=3,
-            )
-            return {**own, "residuals": {}}
-        shapes = {name: tuple(p.shape) for name, p in _named(self)}
-        own = {**own, "residuals": renamed(own["residuals"], shapes)}
-        check_residuals(own["residuals"], shapes)
-        return own
-
-    def _load_residuals(self, own: dict[str, Any] | None) -> None:
-        state = self._reducer.state
-        assert state is not None
-        if own is None:
-            state.reset()
-        else:
-            state.load_state_dict(own)
-
-    def _shared_compression(self) -> dict[str, Any] | None:
-        """What `broadcast_optimizer_state` hands to the other ranks of this rank's compression: counters, but residuals
-        only where these were consolidated, and so are everybody's, and no step has been made with them."""
-        state = self._reducer.state
-        if state is None:
-            return None
-        here = world()
-        own = state.state_dict(here.rank, here.size)
-        if not state.consolidated:
-            own["residuals"] = None
-        return own
-
-    def _follow_broadcast(self, own: dict[str, Any] | None) -> None:
-        state = self._reducer.state
-        if state is None or own is None:
-            return
-        if own["residuals"] is None:
-            is_fresh = state.compression.keeps and not state.feedback
-            if own["steps"] and is_fresh and self._reducer.options.process_set.included():
-                warnings.warn(
-                    f"rank {own['rank']} has trained before, and has nothing of what compression had left out on rank "
-                    f"{world().rank}, which goes on without: save optimizer.consolidated_state_dict(), made on every "
-                    "rank, for one to load; or optimizer.state_dict() on every rank",
-                    stacklevel=3,
-                )
-            state.follow_scale(own["scale"] or 1.0)
-            own["residuals"] = state.feedback.by_name()
-        state.load_state_dict(own)
+    @property
+    def _compression_state(self) -> CompressionState | None:
+        return self._reducer.state
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         self._take_in()

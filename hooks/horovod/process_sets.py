@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from . import basics
-from .arithmetic import integers
-from .basics import World, world
-from .collectives import Channel
-from .engine import Engine
-from .negotiation import REMOVE
-from .operations import Operation
+from .consensus.negotiation import REMOVE
+from .runtime import context
+from .runtime.arithmetic import integers
+from .runtime.channel import Channel
+from .runtime.context import World, world
+from .runtime.engine import Engine
+from .runtime.operations import Operation
 
 
 class ProcessSet:
@@ -33,7 +33,7 @@ class ProcessSet:
     @property
     def process_set_id(self) -> int | None:
         """The same number on all ranks; None while this set is not registered."""
-        if self._place is None or self._place[0] is not basics._world:
+        if self._place is None or self._place[0] is not context._world:
             return None
         return self._place[1]
 
@@ -43,7 +43,7 @@ class ProcessSet:
         return list(range(world().size)) if self._ranks is None else list(self._ranks)
 
     def size(self) -> int | None:
-        """How many ranks, or None while it is not registered."""
+        """Number of ranks, or None while it is not registered."""
         return None if self.process_set_id is None else len(self.ranks)
 
     def rank(self) -> int | None:
@@ -51,7 +51,7 @@ class ProcessSet:
         return self.ranks.index(world().rank) if self.included() else None
 
     def included(self) -> bool | None:
-        """Whether this process is in the set; None while it is not registered."""
+        """True if this process is in the set; None while it is not registered."""
         return None if self.process_set_id is None else world().rank in self.ranks
 
     def __getstate__(self) -> dict[str, Any]:
@@ -87,20 +87,20 @@ _registered: dict[int, ProcessSet] = {}
 class _Change(Operation):
     """Every rank makes a process set, or gives one up, at the same place in the order of operations."""
 
-    def __init__(self, engine: Engine, same: dict[str, Any]) -> None:
-        self.kind = "process_set.add" if "ranks" in same else REMOVE  # type: ignore[misc]
+    def __init__(self, engine: Engine, must_match: dict[str, Any]) -> None:
+        self.kind = "process_set.add" if "ranks" in must_match else REMOVE  # type: ignore[misc]
         super().__init__(self.kind, 0)
-        self._engine, self._same = engine, same
+        self._engine, self._must_match = engine, must_match
 
-    def same(self) -> dict[str, Any]:
-        return self._same
+    def must_match(self) -> dict[str, Any]:
+        return self._must_match
 
     def run(self, channel: Channel, info: dict[str, Any]) -> int:
-        if "ranks" not in self._same:
-            self._engine.remove_channel(self._same["id"])
-            return int(self._same["id"])
-        if self._engine.rank in self._same["ranks"]:
-            self._engine.add_channel(info["id"], self._same["ranks"])
+        if "ranks" not in self._must_match:
+            self._engine.remove_channel(self._must_match["id"])
+            return int(self._must_match["id"])
+        if self._engine.rank in self._must_match["ranks"]:
+            self._engine.add_channel(info["id"], self._must_match["ranks"])
         return int(info["id"])
 
 
@@ -146,7 +146,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """Give up a process set; a collective of all ranks. Its operations must have been synchronized.
 
     Returns:
-        Whether there was something to remove: not for the global one, or one that is not registered.
+        False for the global one, and for one that is not registered; else True.
     """
     if not isinstance(process_set, ProcessSet):
         raise ValueError(f"process_set={process_set!r}: expected what add_process_set() returns")
@@ -174,4 +174,4 @@ def _register(process_sets: Sequence[Any]) -> None:
         add_process_set(process_set)
 
 
-basics.started.append(_register)
+context.started.append(_register)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .basics import size
 from .mpi_ops import allreduce
-from .operations import Sum
+from .runtime.context import size
+from .runtime.operations import Sum
 
 
 class SyncBatchNorm(_BatchNorm):

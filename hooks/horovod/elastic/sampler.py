@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..basics import rank, size
+from ..runtime.context import rank, size
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
@@ -20,7 +20,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     Args:
         dataset: of a known length.
-        shuffle: whether to.
+        shuffle: shuffle every epoch.
         seed: of the order, together with the epoch; equal on all ranks.
     """
 
@@ -63,7 +63,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def reset(self) -> None:
-        """Divide what is left of the epoch among the ranks there are now."""
+        """Divide the rest of the epoch among the present ranks."""
         self.num_replicas, self.rank = size(), rank()
         self.remaining_indices = [i for i in range(len(self.dataset)) if i not in self.processed_indices]
         self.num_samples = math.ceil(len(self.remaining_indices) / self.num_replicas)

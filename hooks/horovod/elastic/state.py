@@ -1,4 +1,4 @@
-"""What a job must not lose when its workers are restarted, and the function that resumes from there.
+"""State that survives a restart of a job's workers, and the function that resumes from it.
 
 torchrun is what makes a job elastic: with `--max-restarts` it starts all workers again when one has failed, and with
 `--nnodes=MIN:MAX` also when hosts come or go, with new ranks. So `commit` keeps the state in memory *and* in a file,
@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..basics import init, local_rank, rank, shutdown
 from ..errors import HorovodInternalError, HostsUpdatedInterrupt
 from ..functions import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from ..launch import private_folder
+from ..runtime.context import init, local_rank, rank, shutdown
+from ..runtime.launch import private_folder
 from .sampler import ElasticSampler
 
 #: Set by SIGTERM, with which torchrun announces a restart.
@@ -36,7 +36,7 @@ _terminating = threading.Event()
 
 
 def commit_file() -> Path | None:
-    """Where this host's commits are, or None where they stay in memory."""
+    """The file of this host's commits; None if they stay in memory."""
     folder = os.environ.get("GRADWIRE_ELASTIC_DIR")
     if folder:
         path = Path(folder)
@@ -74,7 +74,7 @@ class TorchState:
         self._callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """The ranks may be others now: divide what samplers have left, and call the callbacks."""
+        """Divide the rest of each sampler among the present ranks, and call the callbacks."""
         for name in self._names:
             if isinstance(value := getattr(self, name), ElasticSampler):
                 value.reset()
@@ -86,7 +86,7 @@ class TorchState:
         self._saved = {name: self._snapshot(name) for name in self._names}
 
     def restore(self) -> None:
-        """Go back to what was kept last."""
+        """Go back to the last saved state."""
         self._load(self._saved)
 
     def commit(self) -> None:
@@ -102,7 +102,7 @@ class TorchState:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """See whether the launcher is about to restart the workers, of which SIGTERM tells `run`. A collective.
+        """Raise if the launcher is about to restart the workers, of which SIGTERM tells `run`. A collective.
 
         Raises:
             HostsUpdatedInterrupt: it is, on some rank.
@@ -152,7 +152,7 @@ class TorchState:
         os.replace(draft, path)  # a reader finds the old commit or the new one, whole
 
     def _share_samplers(self) -> None:
-        """What any rank has processed is processed."""
+        """Count samples that any rank has processed as processed."""
         for name in self._names:
             if isinstance(value := getattr(self, name), ElasticSampler):
                 states = allgather_object(value.state_dict())

@@ -32,7 +32,7 @@ def integers(name: str, values: Any, expected: str) -> list[int]:
 
 
 def shares(rows: int, size: int) -> list[int]:
-    """How many of the rows each of `size` ranks gets: what is left over goes to the first ones."""
+    """Numbers of rows of each of `size` ranks; the first ranks get one more of a remainder."""
     return [rows // size + (rank < rows % size) for rank in range(size)]
 
 

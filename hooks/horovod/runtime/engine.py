@@ -1,10 +1,9 @@
 """The engine: operations go in under a name, in any order, and come out in one order on all ranks.
 
-`submit` announces an operation to all ranks (`agreement`, over `mesh`), or, where these submit different things, to
-rank 0 (`control`), and returns. Threads hear what the ranks agree on; another carries it out, in this order, which is
-the same on every rank, on connections of its own. Thus nothing that the script does in between can mix up two
-collectives, and no rank enters one before all are ready. Only what needs no exchange any more, for its input came with
-the announcements, is carried out at once, in any order.
+`submit` announces an operation to all ranks (`protocol`, over `peer_mesh`), or to rank 0 (`coordinator`) if ranks
+submit different operations, and returns. Threads hear what the ranks agree on. Another thread carries it out, in an
+order that is the same on every rank, on connections of its own. Thus the script cannot mix up two collectives, and no
+rank enters one before all are ready. Operations whose inputs came with the announcements end at once, in any order.
 
 When a rank is gone, every operation that has not ended fails on every other rank, at once.
 """
@@ -23,26 +22,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .agreement import Agreement, Sinks
-from .ahead import Delivered
-from .collectives import Channel, OpenedParcels
-from .control import Connection, Coordinator, connect
-from .errors import HorovodInternalError
+from ..consensus.coordinator import Coordinator, connect
+from ..consensus.eager_payloads import Delivered
+from ..consensus.negotiation import Negotiator
+from ..consensus.protocol import Agreement, ProtocolCallbacks
+from ..errors import HorovodInternalError
+from ..gradients.residuals import States
+from ..transport.peer_mesh import PeerMesh
+from ..transport.sockets import Connection
+from .channel import Channel, EagerChannel
+from .compressed import CompressedReduce, ResidualMean, zero_input
 from .launch import START_SECONDS
-from .mesh import Mesh
-from .negotiation import Negotiator
-from .operations import CompressedReduce, Operation, ResidualMean, stand_in
-from .residuals import States
+from .operations import Operation
 from .timeline import Timeline
 
-#: How long the ranks wait for each other at an orderly end.
+#: Seconds that ranks wait for each other at an orderly end.
 END_SECONDS = 5.0
-#: How long to wait for a thread that a dead peer may keep.
+#: Seconds to wait for a thread that a dead peer may keep.
 STOP_SECONDS = 5.0
 
 
 class Pending:
-    """An operation that was submitted, and what became of it."""
+    """A submitted operation and its result."""
 
     def __init__(self, operation: Operation) -> None:
         self.operation, self.ended = operation, threading.Event()
@@ -61,7 +62,7 @@ class Pending:
             self.ready = torch.cuda.current_stream(operation.device).record_event()
 
     def poll(self) -> bool:
-        """Whether `wait` would return at once."""
+        """True if `wait` would return at once."""
         return self.ended.is_set() and (self.done is None or self.done.query())
 
     def wait(self) -> Any:
@@ -84,7 +85,7 @@ class Pending:
 
 
 def memory_of(result: Any) -> Iterator[Tensor]:
-    """The tensors on GPUs of what an operation returns."""
+    """Tensors on GPUs in a result."""
     if isinstance(result, Tensor):
         parts = (result._indices(), result._values()) if result.is_sparse else (result,)
         yield from (part for part in parts if part.is_cuda)
@@ -110,7 +111,7 @@ class Engine:
         self._lock = threading.Lock()
         self._pending: dict[str, Pending] = {}
         self._stopped: str | None = None
-        #: Whether all ranks have agreed to leave.
+        #: True once all ranks have agreed to leave.
         self._ended = False
         #: Of the compressions that this rank uses.
         self.states = States()
@@ -119,8 +120,8 @@ class Engine:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._coordinator: Coordinator | None = None
         fusion_bytes = int(os.environ.get("HOROVOD_FUSION_THRESHOLD") or 64 << 20)
-        self._mesh = Mesh(rank)
-        sinks = Sinks(self._ask, self._follow, self._deliver, lambda *_: None, lambda _: None)
+        self._mesh = PeerMesh(rank)
+        callbacks = ProtocolCallbacks(self._ask, self._follow, self._deliver, lambda *_: None, lambda _: None)
         if rank == 0:
             stall = float(os.environ.get("HOROVOD_STALL_CHECK_TIME_SECONDS") or 60)
             if os.environ.get("HOROVOD_STALL_CHECK_DISABLE") == "1":
@@ -128,12 +129,12 @@ class Engine:
             give_up = float(os.environ.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS") or 0)
             negotiator = Negotiator(size, fusion_bytes)
             self._coordinator = Coordinator(store, negotiator, stall, give_up)
-            sinks = sinks._replace(
-                ask=self._coordinator.ask, left=self._coordinator.take_over, parcel=self._coordinator.look_at
+            callbacks = callbacks._replace(
+                ask=self._coordinator.ask, hand_over=self._coordinator.take_over, announced=self._coordinator.look_at
             )
-        self.agreement = Agreement(self._mesh, size, fusion_bytes, sinks)
+        self.agreement = Agreement(self._mesh, size, fusion_bytes, callbacks)
         if self._coordinator is not None:
-            self._coordinator.desk.own = self.agreement
+            self._coordinator.epochs.agreement = self.agreement
             negotiator.busy, negotiator.behind = self.agreement.busy, self.agreement.behind
         hello = {"rank": rank, "host": host_identity(), "place": self._mesh.place}
         self._connection: Connection
@@ -167,7 +168,7 @@ class Engine:
         if operation.device.type == "cuda":
             self.device = operation.device
         pending = Pending(operation)
-        members, payload = self._members.get(operation.set_id), operation.parcel(self.rank) if alone else None
+        members, payload = self._members.get(operation.set_id), operation.eager_payload(self.rank) if alone else None
         if members is None:  # another thread has removed it since this one looked
             raise ValueError(f"{operation.key}: process set {operation.set_id} has been removed")
         with self._lock:
@@ -203,9 +204,8 @@ class Engine:
             channel.close()
 
     def stop(self) -> None:
-        """Leave. What all ranks are ready for still runs; all else fails here and on the other ranks."""
-        with contextlib.suppress(OSError):
-            self._connection.send({"bye": True})
+        """Leave. Operations that all ranks are ready for still run; all others fail here and on the other ranks."""
+        self._connection.send({"bye": True})
         self._executor.join(2 * END_SECONDS)
         self._connection.close()
         self._mesh.close()
@@ -219,11 +219,13 @@ class Engine:
 
     def _listen(self) -> None:
         why = "rank 0 is gone"
-        while (message := self._connection.receive()) is not None:
-            if message["do"] == "stop" and not message["clean"]:
-                why = message["message"]
-                break
-            self.agreement.follow(message)
+        with contextlib.suppress(OSError):  # the end of the connection
+            while True:
+                message, _ = self._connection.receive()
+                if message["do"] == "stop" and not message["clean"]:
+                    why = message["message"]
+                    break
+                self.agreement.follow(message)
         if not self._ended:
             # At once: the executor may be waiting for the one who is gone.
             self._fail(f"Horovod has been shut down: {why}")
@@ -231,26 +233,25 @@ class Engine:
         self._queue.put(None)
 
     def _ask(self, request: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # the listener hears of it too, and says so to every operation
-            self._connection.send(request)
+        self._connection.send(request)
 
     def _follow(self, message: dict[str, Any]) -> None:
         if message["do"] == "fail":
-            self._carried_out(message["key"], message["parcels"])
+            self._carried_out(message["key"], message["eager"])
             self._end(message["key"], error=message["message"])
         else:
             if message["do"] == "stop":
                 self._ended = True
             for item in message.get("ops", ()):
-                self._carried_out(item["key"], item["info"].get("parcels"))
+                self._carried_out(item["key"], item["info"].get("eager"))
             self._queue.put(message)
 
-    def _carried_out(self, key: str, parcels: Sequence[int] | None) -> None:
-        if parcels:
-            self.agreement.deal(key, parcels)
+    def _carried_out(self, key: str, eager: Sequence[int] | None) -> None:
+        if eager:
+            self.agreement.discard(key, eager)
 
     def _deliver(self, delivered: Delivered) -> None:
-        """All have sent what an operation needs."""
+        """Carry out an operation whose inputs are all here."""
         pending = self._pending.get(delivered.key)
         if pending is None:  # all has failed meanwhile
             return
@@ -259,7 +260,7 @@ class Engine:
             return
         begin = self._begin()
         with torch.no_grad():
-            opened = OpenedParcels(delivered.members, self.rank, delivered.payloads)
+            opened = EagerChannel(delivered.members, self.rank, delivered.payloads)
             result = pending.operation.run(opened, delivered.ready[1])
         self._end(delivered.key, result=result, begin=begin)
 
@@ -271,8 +272,7 @@ class Engine:
 
     def _give_up(self, error: Exception) -> None:
         self._fail(f"Horovod has been shut down: {type(error).__name__}: {error}")
-        with contextlib.suppress(OSError):
-            self._connection.send({"failed": f"{type(error).__name__}: {error}"})
+        self._connection.send({"failed": f"{type(error).__name__}: {error}"})
 
     @torch.no_grad()
     def _execute(self) -> None:
@@ -320,33 +320,32 @@ class Engine:
             self._end(operation.key, result=result, begin=begin)
 
     def _begin(self) -> float:
-        """When what was decided begins, for the timeline."""
+        """The time at which a decision is carried out, for the timeline."""
         if (timeline := self.timeline) is None:
             return 0.0
         timeline.mark("CYCLE_START")
         return timeline.now()
 
     def _device_of(self, ops: Sequence[dict[str, Any]], pending: Sequence[Pending | None]) -> torch.device:
-        """Where this rank's part takes place. What threads make without being told goes to the first GPU."""
+        """The device of this rank's part. Threads would otherwise allocate on the first GPU."""
         for each in pending:
             if each is not None:
                 return each.operation.device
         reference = ops[0]["info"]["reference"]
-        if reference["same"]["device"] != "cuda":
+        if reference["must_match"]["device"] != "cuda":
             return torch.device("cpu")
         return self.device or torch.device("cuda", torch.cuda.current_device())
 
     def _operation(self, item: dict[str, Any], device: torch.device) -> Operation:
-        """This rank's part: what it submitted, or what stands in for it."""
+        """This rank's part: the operation that it submitted, or one with zero input."""
         pending, reference = self._pending.get(item["key"]), item["info"].get("reference")
         if pending is None or (reference is not None and reference["kind"] != pending.operation.kind):
-            return stand_in(reference, self.states, device)
+            return zero_input(reference, self.states, device)
         return pending.operation
 
     @contextlib.contextmanager
     def _on_stream(self, pending: Sequence[Pending | None], device: torch.device) -> Iterator[None]:
-        """On a GPU, which becomes the current one: work on a stream of the engine's own, after the inputs are there;
-        leave behind when it is done."""
+        """On a GPU: work on a stream of the engine's own, after the inputs are there, and record when it is done."""
         if device.type != "cuda":
             yield
             return

@@ -1,4 +1,4 @@
-"""Changes of gradients that ranks reduce: a GradScaler's, which has to come after, and a script's."""
+"""Changes of gradients while ranks reduce them: a GradScaler's, which has to come after, and a script's."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from ..core.grad_scaler import LossScale
-from ..exchanges.base import all_finite
+from ...core.grad_scaler import LossScale
+from ...exchanges.base import all_finite
 
-#: How to change gradients that ranks reduce.
+#: The right way to change gradients that ranks reduce.
 REMEDY = (
     "call optimizer.synchronize() before what changes gradients, such as clipping or scaler.unscale_(optimizer), and "
     "then step inside `with optimizer.skip_synchronize():`"
@@ -22,8 +22,9 @@ REMEDY = (
 
 
 class Unscaling:
-    """Notices that a GradScaler has come to an optimizer. What it keeps of an optimizer, from there to its `update`,
-    says so: on every rank, whatever the gradients are there.
+    """Notices that a GradScaler has come to an optimizer, by the entry that the scaler keeps of it until `update`.
+
+    Every rank notices, whatever its gradients are.
 
     Attributes:
         loss_scale: of the scaler, once it is known: the user has named it, or it has come.
@@ -32,9 +33,9 @@ class Unscaling:
     def __init__(self) -> None:
         self.loss_scale = LossScale(None)
         self._found: list[weakref.ref[torch.amp.GradScaler]] | None = None
-        #: What the scaler keeps of an optimizer whose gradients were reduced for it.
+        #: The scaler's entry of an optimizer whose gradients were reduced for it.
         self._reduced: Any = None
-        #: What scalers kept when gradients were reduced last.
+        #: The scalers' entries when gradients were reduced last.
         self._since: list[Any] = []
 
     def use(self, scaler: torch.amp.GradScaler) -> None:
@@ -43,8 +44,8 @@ class Unscaling:
         self._found = [weakref.ref(scaler)]
 
     def look(self, optimizer: torch.optim.Optimizer | None = None) -> bool:
-        """Look for scalers, of which one may come: once, and for the one that has come to this optimizer. Returns
-        whether there are any that were not known."""
+        """Look for scalers that may come, once, and for the one that has come to this optimizer; true if there are new
+        ones."""
         if self._found is None or (optimizer is not None and not any(self._entries(optimizer))):
             # No `isinstance`: it asks each object for its class, and some proxies raise.
             every = [found for found in gc.get_objects() if issubclass(type(found), torch.amp.GradScaler)]
@@ -53,7 +54,7 @@ class Unscaling:
         return False
 
     def _entries(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.amp.GradScaler, dict[str, Any]]]:
-        """The scalers that have come to it, and what they keep of it."""
+        """The scalers that have come to it, and their entries of it."""
         for reference in self._found or ():
             scaler = reference()
             entry = _states_of(scaler).get(id(optimizer))
@@ -61,10 +62,10 @@ class Unscaling:
                 yield scaler, entry
 
     def begins(self, optimizer: torch.optim.Optimizer, started: bool) -> bool:
-        """Whether a scaler is about to unscale gradients that have not been reduced. Says so once.
+        """True if a scaler is about to unscale gradients that have not been reduced. Says so once.
 
         Args:
-            started: whether there are some that were made since the last reduction.
+            started: gradients were made since the last reduction.
 
         Raises:
             RuntimeError: it has unscaled these already.
@@ -85,7 +86,7 @@ class Unscaling:
         return False
 
     def has_begun(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the gradients were reduced for the scaler that is at this optimizer."""
+        """True if the gradients were reduced for the scaler that is at this optimizer."""
         scaler = self.loss_scale.scaler
         return self._reduced is not None and _states_of(scaler).get(id(optimizer)) is self._reduced
 
@@ -95,19 +96,18 @@ class Unscaling:
 
 
 def _states_of(scaler: torch.amp.GradScaler | None) -> dict[int, dict[str, Any]]:
-    """What it keeps of each optimizer; `update` begins anew with another dictionary."""
+    """The scaler's entries, by optimizer; `update` begins anew with another dictionary."""
     states: dict[int, dict[str, Any]] | None = getattr(scaler, "_per_optimizer_states", None)
     return {} if states is None else states
 
 
 def version(grad: Tensor | None) -> int:
-    """How often it has been written to, where that is counted."""
+    """Number of writes to a gradient, if that is counted."""
     return -1 if grad is None or grad.is_inference() else grad._version
 
 
 def are_finite(grads: Iterable[Tensor]) -> bool:
-    """Whether the reduced gradients are: the same on all ranks, as a scaler will see them. Waits for the device, as a
-    scaler does."""
+    """True if all reduced gradients are finite, alike on all ranks. Waits for the device, as a scaler does."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for grad in grads:
         finite = all_finite(grad._values() if grad.is_sparse else grad)

@@ -1,4 +1,4 @@
-"""The operations: what each announces to the other ranks, and what it does once all are ready."""
+"""The operations: each has a request, which it announces, and a run, once all ranks are ready."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..consensus.negotiation import LOSS_SCALE, Request
 from .adasum import adasum
 from .arithmetic import divide, number, reduce_rows, scale, shares
-from .collectives import Channel, OpenedParcels, as_bytes, flat_memory, is_plain
-from .negotiation import LOSS_SCALE, Request
-from .residuals import CompressionState, States, layout_of
+from .channel import Channel, EagerChannel, as_bytes, flat_memory, is_plain
 
 Average, Sum, Adasum, Min, Max, Product = range(6)
 #: Larger allreduces are not fused: copying them costs more than the message that it saves.
 FUSE_BELOW_BYTES = 4 << 20
 #: Tensors up to this size go along with the request, to every rank.
-PARCEL_BYTES = 4 << 10
+EAGER_BYTES = 4 << 10
 OP_NAMES = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
 _REDUCTIONS = {
     Average: dist.ReduceOp.SUM,
@@ -38,46 +37,46 @@ class Operation(ABC):
         key: what the ranks call it.
         set_id: its process set.
         tensors: what this rank puts in.
-        fill: this rank has nothing of its own, and goes along with what the others announce.
+        no_gradient: this rank has nothing of its own, and goes along with what the others announce.
     """
 
     kind: ClassVar[str]
-    #: Where the results go, if they have a place already.
+    #: Tensors that take the results, if there are any already.
     outputs: Sequence[Tensor] | None = None
     #: Of gradients: by what a GradScaler has multiplied them, where that is known.
     loss_scale: float | None = None
 
-    def __init__(self, key: str, set_id: int, tensors: Sequence[Tensor] = (), fill: bool = False) -> None:
-        self.key, self.set_id, self.tensors, self.fill = key, set_id, list(tensors), fill
+    def __init__(self, key: str, set_id: int, tensors: Sequence[Tensor] = (), no_gradient: bool = False) -> None:
+        self.key, self.set_id, self.tensors, self.no_gradient = key, set_id, list(tensors), no_gradient
 
     def request(self) -> Request:
-        """What the other ranks, through the negotiator, hear of it."""
+        """Its announcement to the other ranks."""
         return {
             "key": self.key,
             "set": self.set_id,
             "kind": self.kind,
             "tensors": [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in self.tensors],
-            "same": self.same(),
-            "own": self.own(),
+            "must_match": self.must_match(),
+            "per_rank": self.per_rank(),
             "fuse": self.fuse(),
-            "fill": self.fill,
+            "no_gradient": self.no_gradient,
         }
 
-    def same(self) -> dict[str, Any]:
-        """What has to be equal on all ranks, besides the tensors."""
+    def must_match(self) -> dict[str, Any]:
+        """Facts that must be equal on all ranks, besides the tensors."""
         scale = {} if self.loss_scale is None else {LOSS_SCALE: self.loss_scale}
         return {"device": self.device.type, **scale}
 
-    def own(self) -> dict[str, Any]:
-        """What the other ranks need to know of this one."""
+    def per_rank(self) -> dict[str, Any]:
+        """Facts of this rank that others need."""
         return {}
 
     def fuse(self) -> str | None:
         """Operations that say the same here may share a buffer."""
         return None
 
-    def parcel(self, rank: int) -> bytes | None:
-        """All that the other ranks need of this one, global rank `rank`, if it can go along with the request."""
+    def eager_payload(self, rank: int) -> bytes | None:
+        """Everything that others need of this global rank, if it can go along with the request."""
         return None
 
     @staticmethod
@@ -87,9 +86,9 @@ class Operation(ABC):
 
     @property
     def small(self) -> bool:
-        """Whether the tensors can go along with the request."""
+        """True if the tensors can go along with the request."""
         size = sum(t.numel() * t.element_size() for t in self.tensors)
-        return self.device.type == "cpu" and size <= PARCEL_BYTES
+        return self.device.type == "cpu" and size <= EAGER_BYTES
 
     @property
     def device(self) -> torch.device:
@@ -97,8 +96,8 @@ class Operation(ABC):
 
     @abstractmethod
     def run(self, channel: Any, info: dict[str, Any]) -> Any:
-        """Carry it out, together with all other ranks; the result. `channel` is a `Channel`, or, if `parcel` gave
-        anything, `OpenedParcels`."""
+        """Carry it out, together with all other ranks; the result. `channel` is a `Channel`, or an `EagerChannel` after
+        `eager_payload` gave anything."""
 
 
 class Scaled(Operation):
@@ -106,18 +105,18 @@ class Scaled(Operation):
 
     def __init__(
         self, key: str, set_id: int, tensors: Sequence[Tensor], op: int, prescale: float, postscale: float,
-        outputs: Sequence[Tensor] | None = None, fill: bool = False,
+        outputs: Sequence[Tensor] | None = None, no_gradient: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(key, set_id, tensors, fill)
+        super().__init__(key, set_id, tensors, no_gradient)
         self.op, self.outputs = op, outputs
         self.prescale, self.postscale = number("prescale_factor", prescale), number("postscale_factor", postscale)
 
-    def same(self) -> dict[str, Any]:
+    def must_match(self) -> dict[str, Any]:
         scales = {"prescale factor": self.prescale, "postscale factor": self.postscale}
-        return {**super().same(), "op": OP_NAMES[self.op], **scales}
+        return {**super().must_match(), "op": OP_NAMES[self.op], **scales}
 
     def results(self) -> list[Tensor]:
-        """Where the results go: the inputs themselves in in-place operations."""
+        """Tensors for the results: the inputs themselves in in-place operations."""
         return list(self.outputs) if self.outputs is not None else [torch.empty_like(t) for t in self.tensors]
 
     def finish(self, reduced: Tensor, size: int) -> None:
@@ -133,9 +132,9 @@ class AllReduce(Scaled):
         dtypes = sorted({str(t.dtype) for t in self.tensors})
         if sum(t.numel() * t.element_size() for t in self.tensors) > FUSE_BELOW_BYTES:
             return None
-        return " ".join(map(str, [*dtypes, self.device, *self.same().values()])) if len(dtypes) == 1 else None
+        return " ".join(map(str, [*dtypes, self.device, *self.must_match().values()])) if len(dtypes) == 1 else None
 
-    def parcel(self, rank: int) -> bytes | None:
+    def eager_payload(self, rank: int) -> bytes | None:
         if not self.small:
             return None
         parts = [t.flatten() for t in self.tensors if t.numel()]  # as in `run_fused`, whose order of dtypes counts
@@ -144,7 +143,7 @@ class AllReduce(Scaled):
             scale(buffer, self.prescale)
         return b"".join(map(bytes_of, buffers))
 
-    def run(self, channel: Channel | OpenedParcels, info: dict[str, Any]) -> list[Tensor]:
+    def run(self, channel: Channel | EagerChannel, info: dict[str, Any]) -> list[Tensor]:
         return run_fused([self], channel)[0]
 
     @staticmethod
@@ -152,7 +151,7 @@ class AllReduce(Scaled):
         return run_fused(operations, channel)
 
 
-def run_fused(operations: Sequence[AllReduce], channel: Channel | OpenedParcels) -> list[list[Tensor]]:
+def run_fused(operations: Sequence[AllReduce], channel: Channel | EagerChannel) -> list[list[Tensor]]:
     """Allreduces of one dtype and kind, in one buffer; the results of each."""
     first = operations[0]
     results = [operation.results() for operation in operations]
@@ -194,94 +193,12 @@ class AdasumReduce(Scaled):
         return results
 
 
-class CompressedReduce(Scaled):
-    """Average or sum through a codec; the tensors of one operation are compressed together.
-
-    Args:
-        names: of the tensors, by which their residuals are kept.
-        state: those residuals.
-        keep: whether tensors of these names will come again.
-
-    Attributes:
-        label: of the state, the same on all ranks (`States`).
-    """
-
-    kind = "exchange"
-
-    def __init__(
-        self, *args: Any, names: Sequence[str], state: CompressionState, keep: bool = True, **options: Any
-    ) -> None:
-        super().__init__(*args, **options)
-        self.names, self.state, self.keep = list(names), state, keep
-        self.label: int | None = None
-
-    def same(self) -> dict[str, Any]:
-        return {**super().same(), "compression": repr(self.state.compression)}
-
-    def own(self) -> dict[str, Any]:
-        return {
-            "names": self.names,
-            "keep": self.keep,
-            **own_of(self.state, self.label),
-            "restart": self.state.is_new(self.names[0]),
-        }
-
-    def run(self, channel: Channel, info: dict[str, Any]) -> list[Tensor]:
-        results = self.results()
-        layout = layout_of(self.names, [t.shape for t in self.tensors])
-        first = self.tensors[0]
-        buffer = channel.scratch(sum(t.numel() for t in self.tensors), first.dtype, first.device)
-        torch.cat([t.reshape(-1) for t in self.tensors], out=buffer)
-        scale(buffer, self.prescale)
-        if info["restart"]:
-            self.state.restart(self.names[0])
-        self.state.reduce(layout, buffer, channel, self.keep)
-        scale(buffer, self.postscale * (channel.size if self.op == Sum else 1))
-        for slot, target in zip(layout, results, strict=True):
-            target.copy_(slot.view(buffer))
-        return results
-
-
-class ResidualMean(AllReduce):
-    """The mean of what the ranks have left out of one tensor, with that of ranks that have joined.
-
-    Args:
-        residual: this rank's, float32.
-        state: which keeps it.
-        name: of the tensor.
-    """
-
-    kind = "residual"
-
-    def __init__(self, key: str, set_id: int, residual: Tensor, state: CompressionState, name: str) -> None:
-        super().__init__(key, set_id, [residual], Average, 1.0, 1.0)
-        self.state, self.name = state, name
-        self.label: int | None = None
-
-    def same(self) -> dict[str, Any]:
-        return {**super().same(), "compression": repr(self.state.compression)}
-
-    def own(self) -> dict[str, Any]:
-        return {"name": self.name, **own_of(self.state, self.label)}
-
-    def fuse(self) -> str | None:
-        return (text := super().fuse()) and f"residual {text}"
-
-    def parcel(self, rank: int) -> None:
-        return None  # a rank that has joined sends none, and counts as zeros
-
-
-def own_of(state: CompressionState, label: int | None) -> dict[str, Any]:
-    """What a rank that has joined needs to find its own part of a state, and to follow what became of that."""
-    return {"label": label, "scale": state.scale, "outcomes": list(state.outcomes)}
-
-
 class AllGather(Operation):
     """The ranks' tensors along the first dimension. With `sparse`, of a sparse tensor's indices and values.
 
     Args:
         sparse: shape of the sparse tensor whose transposed indices and values `tensors` are.
-        average: whether a sparse result is divided by the number of ranks.
+        average: divide a sparse result by the number of ranks.
 
     Attributes:
         rows: once it has run, of each tensor: how many rows every rank of the set had, 0 where it has joined.
@@ -297,15 +214,15 @@ class AllGather(Operation):
         super().__init__(key, set_id, tensors)
         self.sparse, self.average = sparse, average
 
-    def same(self) -> dict[str, Any]:
+    def must_match(self) -> dict[str, Any]:
         if self.sparse is None:
-            return super().same()
-        return {**super().same(), "sparse shape": list(self.sparse), "average": self.average}
+            return super().must_match()
+        return {**super().must_match(), "sparse shape": list(self.sparse), "average": self.average}
 
-    def parcel(self, rank: int) -> bytes | None:
+    def eager_payload(self, rank: int) -> bytes | None:
         return b"".join(map(bytes_of, self.tensors)) if self.small and self.sparse is None else None
 
-    def run(self, channel: Channel | OpenedParcels, info: dict[str, Any]) -> list[Tensor]:
+    def run(self, channel: Channel | EagerChannel, info: dict[str, Any]) -> list[Tensor]:
         self.rows = info["rows"]
         gathered = [channel.all_gather(t, rows) for t, rows in zip(self.tensors, self.rows, strict=True)]
         if self.sparse is None:
@@ -325,19 +242,19 @@ class Broadcast(Operation):
         super().__init__(key, set_id, tensors)
         self.root, self.outputs = root, outputs
 
-    def same(self) -> dict[str, Any]:
-        return {**super().same(), "root rank": self.root}
+    def must_match(self) -> dict[str, Any]:
+        return {**super().must_match(), "root rank": self.root}
 
     def fuse(self) -> str | None:
         size = sum(t.nbytes for t in self.tensors)
         return f"broadcast {self.root} {self.device}" if size <= FUSE_BELOW_BYTES else None
 
-    def parcel(self, rank: int) -> bytes | None:
+    def eager_payload(self, rank: int) -> bytes | None:
         if not self.small:
             return None
         return b"".join(map(bytes_of, self.tensors)) if rank == self.root else b""
 
-    def run(self, channel: Channel | OpenedParcels, info: dict[str, Any]) -> list[Tensor]:
+    def run(self, channel: Channel | EagerChannel, info: dict[str, Any]) -> list[Tensor]:
         root = channel.ranks.index(self.root)
         for source, target in zip(self.tensors, self.outputs, strict=True):
             if source.data_ptr() != target.data_ptr() and channel.rank == root:
@@ -377,7 +294,7 @@ class AllToAll(Operation):
         super().__init__(key, set_id, [tensor])
         self.splits = splits
 
-    def own(self) -> dict[str, Any]:
+    def per_rank(self) -> dict[str, Any]:
         return {"splits": self.splits}
 
     def run(self, channel: Channel, info: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -406,32 +323,15 @@ class ReduceScatter(Scaled):
 
 
 class Barrier(Operation):
-    """Nothing to do: that all ranks are ready for it is what it waits for."""
+    """Does nothing: it waits until all ranks are ready for it."""
 
     kind = "barrier"
 
-    def parcel(self, rank: int) -> bytes | None:
+    def eager_payload(self, rank: int) -> bytes | None:
         return b""
 
-    def run(self, channel: Channel | OpenedParcels, info: dict[str, Any]) -> None:
+    def run(self, channel: Channel | EagerChannel, info: dict[str, Any]) -> None:
         return None
-
-
-class Join(Operation):
-    """All ranks join. The last one tells the others what has become of their part in its steps."""
-
-    kind = "join"
-
-    def __init__(self, states: States) -> None:
-        super().__init__("join", 0)
-        self.states = states
-
-    def own(self) -> dict[str, Any]:
-        return {"outcomes": self.states.outcomes()}
-
-    def run(self, channel: Channel, info: dict[str, Any]) -> int:
-        self.states.follow_outcomes(info["outcomes"])
-        return int(info["last"])
 
 
 def bytes_of(tensor: Tensor) -> bytes:
@@ -440,33 +340,5 @@ def bytes_of(tensor: Tensor) -> bytes:
 
 
 def elements_of(tensor: Tensor) -> Tensor:
-    """The elements of a tensor, one after the other, as bytes; its own memory, where that is them."""
+    """The elements of a tensor, one after the other, as bytes: its own memory, if that is so already."""
     return as_bytes(tensor.resolve_conj().resolve_neg().contiguous())
-
-
-def stand_in(reference: Request, states: States, device: torch.device) -> Operation:
-    """What a rank runs that takes part without a tensor of its own: zeros, or no rows. What a codec has left out on
-    this rank is still sent, and this rank keeps what it owes to all for the slices that it owns.
-
-    Args:
-        reference: what the other ranks announced.
-        states: of the compressions that this rank knows.
-        device: where this rank takes part, of the kind that the others announced.
-    """
-    kind, same = reference["kind"], reference["same"]
-    tensors = [torch.zeros(shape, dtype=getattr(torch, dtype), device=device) for dtype, shape in reference["tensors"]]
-    place = (reference["key"], reference["set"])
-    if kind == "allgather":
-        empty = [t.new_empty((0, *t.shape[1:])) for t in tensors]
-        return AllGather(*place, empty, same.get("sparse shape"), same.get("average", False))
-    scales = (OP_NAMES.index(same["op"]), same["prescale factor"], same["postscale factor"])
-    if kind in ("exchange", "residual"):
-        own = reference["own"]
-        state = states.find(same["compression"], reference["set"], own["label"])
-        state.follow_outcomes(own["outcomes"])
-        state.follow_scale(own["scale"])
-        if kind == "residual":
-            residual = state.feedback.by_name().get(own["name"])
-            return ResidualMean(*place, tensors[0] if residual is None else residual, state, own["name"])
-        return CompressedReduce(*place, tensors, *scales, state=state, names=own["names"], keep=own["keep"])
-    return {"allreduce": AllReduce, "adasum": AdasumReduce}[kind](*place, tensors, *scales)

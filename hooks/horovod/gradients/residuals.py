@@ -1,4 +1,4 @@
-"""Tensors through a codec and back as their mean, with what the codec leaves out kept by name."""
+"""Tensors through a codec and back as their mean, with the state of a feedback strategy by name."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ import itertools
 import weakref
 import zlib
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ...compress.codec import Codec
-from ...compress.feedback.base import RESIDUAL, RESIDUAL_DTYPES, Residual
-from ...compress.feedback.store import Memory
-from ...compress.formats.layout import Layout, Slot, layout_numel
-from ..auto.planner import check_exchange, default_exchange
-from ..comm.pipeline import drive
-from ..core.bucket import Bucket
-from ..exchanges import EXCHANGES, Dense
-from .collectives import Channel
+from ....compress.feedback.base import RESIDUAL
+from ....compress.feedback.store import Memory
+from ....compress.formats.layout import Layout, Slot, layout_numel
+from ...auto.planner import default_exchange
+from ...comm.pipeline import drive
+from ...core.bucket import Bucket
+from ...exchanges import EXCHANGES, Dense
+from ..compression import CodecCompression
+from ..runtime.channel import Channel
 
 
 class Numbered(Protocol):
@@ -31,90 +30,45 @@ class Numbered(Protocol):
     @property
     def process_set_id(self) -> int | None: ...
 
-
-@dataclass(frozen=True)
-class CodecCompression:
-    """A codec and how it is used.
-
-    Args:
-        codec: any of `gradwire.compress`.
-        error_feedback: whether to keep what compression leaves out and add it to the next tensor of that name. "auto"
-            does so for codecs that contract (the deterministic ones); True makes stochastic codecs round to nearest.
-            `gradwire.Residual(decay=…, dtype=…)` also says how.
-        exchange: "gather", "two_pass", "union", "split", "factors", "dense" or "auto": the one that receives the
-            fewest bytes, or is made for the codec.
-        seed: of stochastic rounding, equal on all ranks.
-    """
-
-    codec: Codec
-    error_feedback: bool | str | Residual = "auto"
-    exchange: str = "auto"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if isinstance(self.codec, type) and issubclass(self.codec, Codec):
-            raise TypeError(
-                f"codec={self.codec.__name__} is a class: make a codec of it, such as {self.codec.__name__}()"
-            )
-        if not isinstance(self.codec, Codec):
-            raise TypeError(f"codec={self.codec!r}: expected a codec, such as gradwire.TopK(density=0.01)")
-        if not (isinstance(self.error_feedback, bool | Residual) or self.error_feedback == "auto"):
-            raise ValueError(f"error_feedback={self.error_feedback!r}: expected True, False, 'auto' or Residual()")
-        check_exchange(self.exchange, self.codec, besides=("auto",))
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not -(1 << 63) <= self.seed < 1 << 63:
-            raise ValueError(f"seed={self.seed!r}: expected a whole number of 64 bits, equal on all ranks")
-
-    @property
-    def feedback(self) -> bool:
-        wanted = self.codec.default_feedback if self.error_feedback == "auto" else bool(self.error_feedback)
-        return wanted and not self.codec.lossless
-
-    @property
-    def keeps(self) -> bool:
-        """Whether anything is left to be sent later."""
-        return self.feedback and self.exchange != "dense"
-
-    @property
-    def strategy(self) -> Residual:
-        """What is done with that."""
-        return self.error_feedback if isinstance(self.error_feedback, Residual) else Residual()
-
-    def goes_on_from(self, text: str) -> bool:
-        """Whether a checkpoint of a compression of this text fits: one that keeps the same, in whatever bytes."""
-        ways: list[bool | str | Residual] = [replace(self.strategy, dtype=dtype) for dtype in RESIDUAL_DTYPES]
-        if self.strategy.decay == 1.0:
-            ways += ["auto", True]
-        if not isinstance(self.error_feedback, Residual):
-            ways.append(self.error_feedback)
-        others = (replace(self, error_feedback=way) for way in ways)
-        return any(repr(other) == text and other.feedback == self.feedback for other in others)
+    def included(self) -> bool | None: ...
 
 
 class CompressionState:
-    """One rank's residuals and counters for one way of compressing. `reduce` is for one thread at a time; the other
-    methods are for when no reduction is under way.
+    """One rank's feedback and counters for one compression.
+
+    One thread at a time may call `reduce`; the other methods are for when no reduction is in flight.
+
+    It shares buckets, exchanges, strategies and the store with `core.Reducer`, and cannot be one: Horovod negotiates
+    which tensors go and in which order, also with ranks that have joined, and a Reducer's steps are alike on all ranks.
 
     Args:
-        compression: how to compress.
+        compression: codec, strategy and exchange.
+
+    Attributes:
+        applied_counts: how often sent gradients were applied, and how often discarded, since this engine began.
+        consolidated: the feedback is the mean over all ranks, just loaded.
+        process_set: of the optimizer that made it.
     """
 
     def __init__(self, compression: CodecCompression) -> None:
         self.compression = compression
         self.feedback = Memory(compression.strategy)
-        self._units: dict[str, tuple[Channel, Bucket]] = {}
+        self._buckets: dict[str, tuple[Channel, Bucket]] = {}
         self._shapes: dict[str, list[tuple[int, ...]]] = {}
         self._steps: dict[str, int] = {}
         self._scale = 1.0
         self._keeps_previous = False
-        #: How often what was sent has been applied, and how often it was thrown away, since this engine began.
-        self.outcomes = [0, 0]
-        #: Whether the residuals are the mean over all ranks, just loaded.
+        self.applied_counts = [0, 0]
         self.consolidated = False
-        #: The process set of the optimizer that made it.
         self.process_set: Numbered | None = None
 
+    @property
+    def included(self) -> bool:
+        """True if this rank is in the process set of the optimizer that made it."""
+        return self.process_set is not None and bool(self.process_set.included())
+
     def check_shapes(self, name: str, shapes: Sequence[Sequence[int]]) -> None:
-        """Raises ValueError if tensors whose first is called `name` have had other shapes, in which residuals are."""
+        """Raises ValueError if tensors whose first is called `name` had other shapes, in which feedback is kept."""
         before, now = self._shapes.get(name), [tuple(shape) for shape in shapes]
         if self.compression.keeps and before is not None and before != now:
             raise ValueError(
@@ -128,25 +82,27 @@ class CompressionState:
             return
         self.consolidated = False
         self._shapes[layout[0].name] = [slot.shape for slot in layout]
-        unit, key = self._unit(layout, flat, channel), layout[0].name
+        bucket, key = self._bucket(layout, flat, channel), layout[0].name
         step = self._steps.get(key, max(self._steps.values(), default=1) - 1)
-        keeps = self.compression.keeps and unit.exchange.name != Dense.name
-        drive(unit.reduce(flat, self.feedback, keeps, step))
+        keeps = self.compression.encodes_feedback and bucket.exchange.name != Dense.name
+        drive(bucket.reduce(flat, self.feedback, keeps, step))
         self._steps[key] = step + 1
         if not keep:
-            del self._units[key], self._shapes[key]
+            del self._buckets[key], self._shapes[key]
 
     def is_new(self, name: str) -> bool:
-        """Whether nothing is kept of the exchanges of tensors whose first is called `name`: what an exchange remembers
-        of earlier steps must be equal on all ranks."""
-        return name not in self._units
+        """True if there is no exchange yet for tensors whose first is called `name`.
+
+        Exchanges remember earlier steps, which must be equal on all ranks.
+        """
+        return name not in self._buckets
 
     def restart(self, name: str) -> None:
-        """Let that be so."""
-        self._units.pop(name, None)
+        """Discard the exchange of tensors whose first is called `name`."""
+        self._buckets.pop(name, None)
 
     def keep_previous(self) -> None:
-        """From now on keep the residuals as they were before each step, for `undo`."""
+        """Keep a snapshot of the feedback before each step from now on, for `undo`."""
         if self._keeps_previous:
             return
         self._keeps_previous = True
@@ -170,56 +126,61 @@ class CompressionState:
         self._scale = scale
 
     def settle(self, applied: bool) -> None:
-        """What was sent since the last call has been applied; or it was thrown away, so put it back."""
-        self.outcomes[not applied] += 1
+        """Take gradients sent since the last call as applied; or as discarded, and restore the feedback."""
+        self.applied_counts[not applied] += 1
         if applied:
             self.feedback.commit()
         else:
             self.feedback.undo()
 
-    def follow_outcomes(self, outcomes: Sequence[int]) -> None:
-        """On a rank that has joined: what has become of its part in the others' steps."""
-        if outcomes[1] != self.outcomes[1]:
+    def follow_applied_counts(self, applied_counts: Sequence[int]) -> None:
+        """On a rank that has joined: follow whether the others applied the steps in which it took part."""
+        if applied_counts[1] != self.applied_counts[1]:
             self.feedback.undo()
-        if list(outcomes) != self.outcomes:
+        if list(applied_counts) != self.applied_counts:
             self.feedback.commit()
-        self.outcomes = list(outcomes)
+        self.applied_counts = list(applied_counts)
 
     def state_dict(self, rank: int, size: int) -> dict[str, Any]:
-        """What this rank needs to go on: tensors, numbers and strings only. Folds second residuals into the first."""
+        """Everything that this rank needs to go on: tensors, numbers and strings only.
+
+        Folds residuals of the slices that this rank owns into its own.
+        """
         self.feedback.fold()
+        vectors = self.feedback.everything()
         return {
             "rank": rank,
             "world_size": size,
             "compression": repr(self.compression),
             "steps": dict(self._steps),
             "scale": self._scale,
-            "residuals": self.feedback.by_name(),
+            "residuals": vectors.pop(RESIDUAL, {}),
+            **({"vectors": vectors} if vectors else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
-        self.feedback.load({RESIDUAL: state["residuals"]})
+        """Go on from a `state_dict`."""
+        self.feedback.load({RESIDUAL: state["residuals"], **state.get("vectors", {})})
         self._steps = dict(state["steps"])
         self._scale = state["scale"] or 1.0
         self.consolidated = state["rank"] == -1
-        self._units.clear()
+        self._buckets.clear()
 
     def disconnect(self) -> None:
-        """Let go of the connections, and of every buffer, but keep the residuals."""
-        self._units.clear()
+        """Release the connections and every buffer, but keep the feedback."""
+        self._buckets.clear()
 
     def reset(self) -> None:
         """Forget everything."""
         self.feedback.load({})
         self._steps.clear()
         self._scale = 1.0
-        self._units.clear()
+        self._buckets.clear()
 
-    def _unit(self, layout: Layout, flat: Tensor, channel: Channel) -> Bucket:
-        """What serves tensors of this layout, on this channel."""
-        known, unit = self._units.get(layout[0].name, (None, None))
-        if unit is None or known is not channel or unit.layout != layout or not unit.serves([], flat):
+    def _bucket(self, layout: Layout, flat: Tensor, channel: Channel) -> Bucket:
+        """The bucket of tensors of this layout, on this channel."""
+        known, bucket = self._buckets.get(layout[0].name, (None, None))
+        if bucket is None or known is not channel or bucket.layout != layout or not bucket.serves([], flat):
             codec = self.compression.codec
             codec = codec.with_feedback() if self.compression.feedback else codec
             name = self.compression.exchange
@@ -227,11 +188,12 @@ class CompressionState:
                 name = default_exchange(codec, channel.size)
             group = channel.group(flat.device)
             # Numbered by its name, so that neither the order of operations nor a restart changes the draws.
-            unit = Bucket(zlib.crc32(layout[0].name.encode()), [], layout, frozenset(), flat)
+            index = zlib.crc32(layout[0].name.encode())
+            bucket = Bucket(index, [], layout, frozenset(), flat, self.compression.strategy)
             exchange = EXCHANGES[name](codec.of_layout(layout), layout_numel(layout), 0, flat.device, group)
-            unit.use(exchange, self.compression.seed, group.rank)
-            self._units[layout[0].name] = channel, unit
-        return unit
+            bucket.use(exchange, self.compression.seed, group.rank)
+            self._buckets[layout[0].name] = channel, bucket
+        return bucket
 
 
 #: The states that optimizers have made, in their order: one that has not been used yet may be another rank's first.
@@ -247,7 +209,7 @@ def state_of_optimizer(compression: CodecCompression, process_set: Numbered) -> 
 
 
 def _made_by_optimizers(key: str, set_id: int) -> list[CompressionState]:
-    """Those alive of the compression whose text is `key` and of this process set, in their order."""
+    """Living states of the compression whose text is `key` and of this process set, in order of their making."""
     return [
         state
         for _, state in sorted(_of_optimizers.items())
@@ -301,7 +263,7 @@ class States:
         return number
 
     def find(self, key: str, set_id: int, label: int | None) -> CompressionState:
-        """What other ranks of a process set call by this label, of the compression whose text is `key`.
+        """The state to which other ranks of a process set give this label, of the compression whose text is `key`.
 
         Raises:
             RuntimeError: this rank knows of no such compression.
@@ -334,34 +296,25 @@ class States:
             state.disconnect()
         self._recent.clear()
 
-    def outcomes(self) -> list[tuple[str, int, int, list[int]]]:
-        """What has become of the optimizers' steps, by their labels."""
-        return [(*label, list(state.outcomes)) for label, state in sorted(self._used.items(), key=lambda item: item[0])]
+    def applied_counts(self) -> list[tuple[str, int, int, list[int]]]:
+        """`applied_counts` of the optimizers' states, by their labels."""
+        return [
+            (*label, list(state.applied_counts))
+            for label, state in sorted(self._used.items(), key=lambda item: item[0])
+        ]
 
-    def follow_outcomes(self, told: Iterable[tuple[str, int, int, list[int]]]) -> None:
-        """As `outcomes` was on the rank that has made the most steps."""
-        for key, set_id, number, outcomes in told:
+    def follow_applied_counts(self, told: Iterable[tuple[str, int, int, list[int]]]) -> None:
+        """As `applied_counts` was on the rank that has made the most steps."""
+        for key, set_id, number, applied_counts in told:
             state = self._used.get((key, set_id, number))
             if state is not None:
-                state.follow_outcomes(outcomes)
+                state.follow_applied_counts(applied_counts)
 
     def _use(self, key: str, set_id: int, number: int, state: CompressionState) -> None:
         self._used[key, set_id, number] = state
         self._labels[state] = set_id, number
-        state.outcomes = [0, 0]
+        state.applied_counts = [0, 0]
         self._counts[key, set_id] = max(self._counts[key, set_id], number + 1)
-
-
-def check_residuals(residuals: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises ValueError if loaded residuals are not of parameters with these names and shapes."""
-    for name, residual in residuals.items():
-        shape = tuple(residual.shape)
-        if shapes.get(name) != shape:
-            known = f"it has {list(shapes[name])}" if name in shapes else f"are {', '.join(sorted(shapes))}"
-            raise ValueError(
-                f"the checkpoint has what compression left out of {name}, of shape {list(shape)}, and here {known}: "
-                "pass the named_parameters with which it was saved, or leave out its entry 'gradwire' to go on without"
-            )
 
 
 def layout_of(names: Sequence[str], shapes: Sequence[Sequence[int]]) -> Layout:

@@ -11,9 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..comm.untraced import untraced
+from ...comm.untraced import untraced
+from ..compression import CodecCompression
+from ..gradients.residuals import CompressionState
+from ..process_sets import ProcessSet
 from .arithmetic import integers
-from .basics import world
+from .compressed import CompressedReduce
+from .context import world
 from .engine import Pending
 from .operations import (
     OP_NAMES,
@@ -24,21 +28,18 @@ from .operations import (
     AllToAll,
     Average,
     Broadcast,
-    CompressedReduce,
     Operation,
     ReduceScatter,
     Scaled,
     Sum,
 )
-from .process_sets import ProcessSet
-from .residuals import CodecCompression, CompressionState
 
-#: What the backends can add up.
+#: Dtypes that the backends can add up.
 SUMMABLE = (
     torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
 )  # fmt: skip
 FLOATING = SUMMABLE[4:]
-#: What the codecs take.
+#: Dtypes that the codecs take.
 COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
 
 _handles: dict[int, tuple[Pending, Callable[[Any], Any]]] = {}
@@ -47,7 +48,7 @@ _next_handle = 0
 
 
 def submit(operation: Operation, finish: Callable[[Any], Any] = lambda result: result) -> int:
-    """Start an operation; `finish` makes of its result what `synchronize` returns."""
+    """Start an operation; `finish` turns its result into that of `synchronize`."""
     global _next_handle
     if isinstance(operation.key, Unnumbered):
         operation.key = operation.key.numbered(world().next_name)
@@ -60,7 +61,7 @@ def submit(operation: Operation, finish: Callable[[Any], Any] = lambda result: r
 
 @untraced
 def poll(handle: int) -> bool:
-    """Whether `synchronize(handle)` would return at once: the operation has ended, well or not.
+    """True if `synchronize(handle)` would return at once: the operation has ended, well or not.
 
     Raises:
         ValueError: no operation has had this handle.
@@ -91,8 +92,8 @@ def first(results: Sequence[Any]) -> Any:
 
 
 class Unnumbered(str):
-    """The key of a nameless operation, which is numbered when it is submitted: of one that is refused on a rank the
-    others have counted nothing."""
+    """The key of a nameless operation. It is numbered at submission, so a call rejected on one rank does not shift
+    numbering."""
 
     _place: tuple[str, int]
 
@@ -102,7 +103,7 @@ class Unnumbered(str):
         return new
 
     def numbered(self, next_name: Callable[[str, int], str]) -> str:
-        """With the number that comes next."""
+        """The key with the next number."""
         kind, set_id = self._place
         return _key(kind, next_name(kind, set_id), set_id)
 
@@ -112,7 +113,7 @@ def _key(kind: str, name: str, set_id: int) -> str:
 
 
 def key_of(kind: str, name: str | None, process_set: ProcessSet) -> tuple[str, int]:
-    """What the ranks call an operation, and its process set's id. Nameless ones are numbered, by kind and set.
+    """An operation's key, the same on all ranks, and its process set's id. Nameless ones are numbered, by kind and set.
 
     Raises:
         ValueError: this process is not in the process set, or that is not registered.
@@ -128,7 +129,7 @@ def key_of(kind: str, name: str | None, process_set: ProcessSet) -> tuple[str, i
 
 
 def reduction(op: int | None, average: bool | None) -> int:
-    """`op`, or what the deprecated `average` says instead.
+    """`op`, or that of the deprecated `average`.
 
     Raises:
         ValueError: both were given, or there is no such op.
@@ -150,7 +151,7 @@ def reduction(op: int | None, average: bool | None) -> int:
 
 
 def unusual(tensor: Tensor) -> str | None:
-    """What keeps the engine from the memory of a tensor, if anything does."""
+    """The reason why the engine cannot reach the memory of a tensor, if there is one."""
     if tensor.device.type == "meta":
         return "a tensor on the meta device"
     if tensor.is_quantized or tensor.is_nested:
@@ -161,7 +162,7 @@ def unusual(tensor: Tensor) -> str | None:
 
 
 def overlaps(tensor: Tensor) -> bool:
-    """Whether elements share a place in memory, as in an expanded tensor, which nothing can be written to."""
+    """True if elements share a place in memory, as in an expanded tensor, which nothing can be written to."""
     return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
@@ -190,14 +191,15 @@ def check(tensor: Any, kind: str, dtypes: Sequence[torch.dtype] | None = None, c
 
 
 def elements(tensor: Tensor) -> Tensor:
-    """What an operation sends: the tensor without its history, and what it is a conjugate or negative view of made so
-    in memory."""
+    """The tensor that an operation sends: without history, and with conjugation and negation carried out in memory."""
     return memory(tensor.detach().resolve_conj().resolve_neg())
 
 
 def memory(tensor: Tensor) -> Tensor:
-    """The tensor without its history, as one that the engine's threads may write to: to what has been made in
-    torch.inference_mode nobody may outside of it, and that mode is a thread's own."""
+    """The tensor without its history, writable by the engine's threads.
+
+    A tensor made in torch.inference_mode is read-only outside of that mode, which is a thread's own.
+    """
     with torch.inference_mode(False):
         if not tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
             return tensor.detach()
@@ -207,7 +209,7 @@ def memory(tensor: Tensor) -> Tensor:
 
 def allreduce_operation(
     key: tuple[str, int], tensors: Sequence[Tensor], op: int, prescale: float, postscale: float,
-    outputs: Sequence[Tensor] | None = None, contiguous: bool = True, fill: bool = False,
+    outputs: Sequence[Tensor] | None = None, contiguous: bool = True, no_gradient: bool = False,
     codec: CodecCompression | None = None, state: CompressionState | None = None, names: Sequence[str] = (),
     nameless: bool = False,
 ) -> Scaled:  # fmt: skip
@@ -231,14 +233,19 @@ def allreduce_operation(
             raise ValueError(f"Adasum pairs the ranks and needs a power of two of them, not {size}: use op=hvd.Average")
         if codec is not None:
             raise ValueError(f"op=Adasum cannot be combined with {codec.codec}: use Compression.fp16 or none")
-        return AdasumReduce(*arguments, outputs=outputs, fill=fill)
+        return AdasumReduce(*arguments, outputs=outputs, no_gradient=no_gradient)
     if codec is None:
-        return AllReduce(*arguments, outputs=outputs, fill=fill)
+        return AllReduce(*arguments, outputs=outputs, no_gradient=no_gradient)
     if op not in (Average, Sum):
         raise ValueError(f"op={OP_NAMES[op]} cannot be combined with {codec.codec}: use op=hvd.Average or hvd.Sum")
     if len({t.dtype for t in tensors}) > 1:
         raise ValueError(f"tensors that {codec.codec} compresses together must have one dtype")
     if state is None:
+        if codec.strategy.largest_norm is not None:
+            raise ValueError(
+                f"{codec.strategy} scales the gradients of all parameters together, and an allreduce knows its own "
+                "tensors alone: use it in a DistributedOptimizer, or leave clip out"
+            )
         if nameless and codec.keeps:
             raise ValueError(
                 f"an allreduce by {codec.codec} needs a name: what it leaves out is kept by that and added the next "
@@ -249,11 +256,18 @@ def allreduce_operation(
         name = f"noname in process set {key[1]}" if nameless else key[0]
         names = [f"{name}.{i}" for i in range(len(tensors))]
         state.check_shapes(names[0], [t.shape for t in tensors])
-    return CompressedReduce(*arguments, outputs=outputs, fill=fill, names=names, state=state, keep=not nameless)
+    return CompressedReduce(
+        *arguments, outputs=outputs, no_gradient=no_gradient, names=names, state=state, keep=not nameless
+    )
 
 
 def allgather_operation(key: tuple[str, int], tensors: Sequence[Tensor]) -> AllGather:
-    """Raises ValueError for scalars, which have no first dimension to go along."""
+    """The allreduce that `op` and `codec` ask for.
+
+    Args:
+        state, names: of a codec's feedback; without, it is kept by the name of the operation.
+        nameless: the operation's key is a number.
+    """
     for tensor in tensors:
         check(tensor, "allgather")
         if tensor.dim() == 0:

@@ -1,4 +1,4 @@
-"""Who am I, and where do the ranks meet? Read from the environment that the launcher left.
+"""This process's rank, and the place where ranks meet, from the environment that the launcher left.
 
 | launcher                | rank, size                                  | place on the host                     |
 | ----------------------- | ------------------------------------------- | ------------------------------------- |
@@ -31,15 +31,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-#: How long ranks wait for each other in `init`.
+#: Seconds that ranks wait for each other in `init`.
 START_SECONDS = 120.0
-#: Where rank 0 listens if MASTER_ADDR is set and MASTER_PORT is not, as torchrun has it.
+#: Rank 0's port if MASTER_ADDR is set and MASTER_PORT is not, as torchrun has it.
 DEFAULT_PORT = 29500
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher says of this process. Places on the host are None where it does not say."""
+    """The launcher's variables of this process; None for places on the host that it does not tell."""
 
     rank: int
     size: int
@@ -119,7 +119,7 @@ def open_store(launch: Launch, environment: Mapping[str, str] = os.environ) -> d
 
 
 def _meet_at_mpirun(launch: Launch, environment: Mapping[str, str], timeout: timedelta) -> dist.Store:
-    """Several hosts, none of them named: rank 0 is expected beside mpirun, whose address Open MPI hands down."""
+    """A store of several hosts, none of them named: rank 0 is expected beside mpirun, whose address Open MPI tells."""
     uri = next((environment[n] for n in ("OMPI_MCA_orte_hnp_uri", "PMIX_SERVER_URI2") if n in environment), "")
     addresses = re.findall(r"(?<![\d.])(?:\d{1,3}\.){3}\d{1,3}(?![\d.])", uri)
     address = next((a for a in addresses if not a.startswith("127.")), None)
@@ -133,7 +133,7 @@ def _meet_at_mpirun(launch: Launch, environment: Mapping[str, str], timeout: tim
 
 
 def _meet_through_file(launch: Launch, environment: Mapping[str, str], timeout: timedelta) -> dist.Store:
-    """One host: rank 0 takes a free port and writes it into a file, which only this user can read."""
+    """A store of one host: rank 0 takes a free port and writes it into a file that only this user can read."""
     path = private_folder("gradwire") / job_name(environment)
     if launch.rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, launch.size, True, timeout, wait_for_workers=False)
@@ -164,7 +164,7 @@ def _wait_for(path: Path, deadline: float) -> int:
 
 
 def job_name(environment: Mapping[str, str] = os.environ) -> str:
-    """What the ranks of one job, and no other, have in common."""
+    """A name that the ranks of one job share, and no other job has."""
     names = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "HYDI_CONTROL_FD")
     found = [f"{name}-{environment[name]}" for name in names if environment.get(name)]
     if environment.get("SLURM_JOB_ID"):

@@ -12,16 +12,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..errors import not_initialized
 from . import launch
 from .engine import Engine
-from .errors import not_initialized
 from .timeline import Timeline
 
 
 @dataclass
 class World:
-    """What `init` made. `counters` number the operations that have no name, by kind and process set; `meeting` is
-    another object each time that all ranks have met, in `init` or in `join`."""
+    """One start of Horovod.
+
+    Attributes:
+        counters: numbers of the operations that have no name, by kind and process set.
+        meeting: another object each time that all ranks have met, in `init` or in `join`.
+    """
 
     engine: Engine
     rank: int
@@ -36,14 +40,14 @@ class World:
     meeting: object = field(default_factory=object)
 
     def next_name(self, kind: str, set_id: int) -> str:
-        """For an operation that has none: its number among those of its kind since all ranks last joined."""
+        """A name for an operation without one: its number among those of its kind since all ranks last joined."""
         with self.counting:
             number = self.counters.get((kind, set_id), 0)
             self.counters[kind, set_id] = number + 1
             return f"noname.{self.joins}.{number}"
 
     def joined(self) -> None:
-        """All ranks have joined: those with fewer batches have counted fewer operations, so counting restarts."""
+        """Count operations from zero: all ranks have joined, and those with fewer batches have counted fewer."""
         with self.counting:
             self.counters.clear()
             self.joins += 1
@@ -60,7 +64,7 @@ _owner: int | None = None
 
 
 def world() -> World:
-    """What `init` made.
+    """The world that `init` made.
 
     Raises:
         ValueError: before `init`, or after `shutdown`.
@@ -171,7 +175,7 @@ def _at_exit() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether `init` has been called, and `shutdown` not since."""
+    """True after `init`, until `shutdown`."""
     return _world is not None
 
 
@@ -181,7 +185,7 @@ def rank() -> int:
 
 
 def size() -> int:
-    """How many processes there are."""
+    """Number of processes."""
     return world().size
 
 
@@ -191,7 +195,7 @@ def local_rank() -> int:
 
 
 def local_size() -> int:
-    """How many processes there are on this host."""
+    """Number of processes on this host."""
     return world().local_size
 
 
@@ -201,12 +205,12 @@ def cross_rank() -> int:
 
 
 def cross_size() -> int:
-    """How many hosts there are."""
+    """Number of hosts."""
     return world().cross_size
 
 
 def is_homogeneous() -> bool:
-    """Whether every host has as many processes as this one."""
+    """True if every host has as many processes as this one."""
     hosts = world().engine.hosts
     return len({hosts.count(host) for host in hosts}) == 1
 
@@ -242,12 +246,12 @@ def nccl_built() -> int:
 
 
 def gloo_built() -> bool:
-    """Whether torch has Gloo."""
+    """True if torch has Gloo."""
     return bool(dist.is_available() and dist.is_gloo_available())
 
 
 def gloo_enabled() -> bool:
-    """Whether Gloo serves: where torch has it."""
+    """True if torch has Gloo, which then serves."""
     return gloo_built()
 
 
@@ -282,10 +286,10 @@ def ccl_built() -> bool:
 
 
 def cuda_built() -> bool:
-    """Whether torch was built for CUDA."""
+    """True if torch was built for CUDA."""
     return torch.version.cuda is not None
 
 
 def rocm_built() -> bool:
-    """Whether torch was built for ROCm."""
+    """True if torch was built for ROCm."""
     return getattr(torch.version, "hip", None) is not None

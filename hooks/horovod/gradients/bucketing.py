@@ -1,8 +1,8 @@
 """Gradients to their average: submitted as backward makes them, in units, and waited for before the step.
 
-A unit is what goes into one operation. Without a codec that is one gradient, or a group that the user asked for; the
-engine fuses them as they come. A codec compresses buckets, which must hold the same gradients on all ranks and in every
-run, for its choice and its residuals depend on them: about 25 MB of parameters, in the reverse of their order.
+A unit goes into one operation. Without a codec it is one gradient, or a group that the user asked for; the engine fuses
+units as they come. A codec compresses buckets: about 25 MB of parameters, in the reverse of their order. A bucket must
+hold the same gradients on all ranks and in every run, for the codec's choice and residuals depend on them.
 """
 
 from __future__ import annotations
@@ -11,55 +11,28 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..comm.untraced import untraced
-from ..core.grad_scaler import LossScale
-from .basics import world
-from .compression import codec_of
-from .engine import Pending
-from .functions import allgather_object
-from .operations import Average
-from .process_sets import ProcessSet
+from ...comm.untraced import untraced
+from ...core.grad_scaler import LossScale
+from ..compression import codec_of
+from ..functions import allgather_object
+from ..runtime.context import world
+from ..runtime.handles import allreduce_operation, key_of, overlaps, sparse_operation
+from ..runtime.operations import Average
+from .arguments import Options
 from .residuals import state_of_optimizer
-from .scaling import REMEDY, Unscaling, are_finite, version
-from .submission import allreduce_operation, key_of, overlaps, sparse_operation
+from .units import Unit, buckets_of, check_alike, empty_rows
+from .unscaling import REMEDY, Unscaling, are_finite, version
 
-#: Bytes of a bucket that a codec compresses as one; what DDP's are.
-BUCKET_BYTES = 25 << 20
-#: How long to wait for gradients that nobody asks for any more.
+#: Seconds to wait for gradients that nobody asks for any more.
 WAIT_SECONDS = 10.0
 
-#: Who reduces a parameter's gradient, by its id: the optimizer made last, should there be several.
+#: The reducer of a parameter's gradient, by its id: of the optimizer made last, should there be several.
 _owners: weakref.WeakValueDictionary[int, GradientReducer] = weakref.WeakValueDictionary()
-
-
-@dataclass
-class Options:
-    """What `DistributedOptimizer` was asked for. `groups` are positions in the optimizer's list of parameters; with
-    `only_sparse` the optimizer takes no dense gradient."""
-
-    compression: Any
-    backward_passes_per_step: int
-    op: int
-    predivide: float
-    groups: list[list[int]] | None
-    sparse_as_dense: bool
-    process_set: ProcessSet
-    only_sparse: bool = False
-
-
-@dataclass(eq=False)
-class _Unit:
-    parameters: list[Tensor]
-    #: The gradients that backward has made, and the versions of their memory then.
-    arrived: dict[Tensor, tuple[Tensor | None, int]] = field(default_factory=dict)
-    pending: Pending | None = None
-    contexts: list[Any] = field(default_factory=list)
 
 
 class GradientReducer:
@@ -79,13 +52,13 @@ class GradientReducer:
         self._loss_scale: float | None = None  # of the gradients of this step
         #: The start of Horovod, and how often ranks had joined: since then all have made the same steps.
         self._place: tuple[object, int] | None = None
-        #: Whether backward has been here since the last synchronization, and whether that was the last thing.
+        #: Backward has been here since the last synchronization; or not since one.
         self.started = self.synchronized = False
-        #: Whether the script has called `synchronize` since the last step.
+        #: The script has called `synchronize` since the last step.
         self.by_hand = False
         self._delay: dict[Tensor, int] = {}
-        self._unit_of: dict[Tensor, _Unit] = {}
-        self._units: list[_Unit] = []
+        self._unit_of: dict[Tensor, Unit] = {}
+        self._units: list[Unit] = []
         #: Parameters with sparse gradients, and how many dimensions of these are sparse.
         self._sparse: dict[Tensor, int] = {}
         self._late: set[Tensor] = set()
@@ -98,13 +71,13 @@ class GradientReducer:
         self._add_units(rest, joined=codec is not None and not options.only_sparse)
         #: Parameters that required no gradient: nobody hears of one that comes all the same.
         self._frozen = [p for _, p in named if not p.requires_grad]
-        #: What is to be reduced together, by name, before any of it is known to be sparse: a rank that has joined may
-        #: not hear of that before the others.
+        #: Names that are reduced together, before any is known to be sparse: a rank that has joined may not hear of
+        #: that before the others.
         self._together = [[self.names[p] for p in unit.parameters] for unit in self._units if len(unit.parameters) > 1]
         self._settled_at: object = None
 
     def add(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        """More parameters, whose gradients are reduced one by one."""
+        """Add parameters, whose gradients are reduced one by one."""
         self.names.update({p: name for name, p in named})
         for _, p in named:
             if p.requires_grad:
@@ -114,18 +87,21 @@ class GradientReducer:
 
     @property
     def talk(self) -> str | None:
-        """The name of what ranks tell each other of these parameters. None in the main thread, where numbers tell such
-        operations apart, even of ranks whose parameters have other names; several threads would mix these up."""
+        """A name for messages among ranks about these parameters; None in the main thread.
+
+        There numbers tell such operations apart, even if ranks name parameters otherwise. Several threads would mix
+        these numbers up.
+        """
         main = threading.current_thread() is threading.main_thread()
         return None if main else f"optimizer of {min(self.names.values(), default='')}"
 
     @property
     def loss_scale(self) -> LossScale:
-        """What the scaler does, where it is known."""
+        """The scaler's loss scale, where it is known."""
         return self.unscaling.loss_scale
 
     def takes_part(self) -> bool:
-        """Whether this rank is in the optimizer's process set.
+        """True if this rank is in the optimizer's process set.
 
         Raises:
             ValueError: the set is not registered, and nobody knows.
@@ -139,13 +115,13 @@ class GradientReducer:
         return included
 
     def set_passes(self, passes: int) -> None:
-        """Backward passes before the gradients are reduced; of those of a step that has begun, after it."""
+        """Set the number of backward passes before a reduction, from the next step on."""
         self.options.backward_passes_per_step = passes
         if not self.started:
             self._delay = dict.fromkeys(self._delay, passes)
 
     def reset(self) -> None:
-        """Forget what is under way."""
+        """Forget reductions in flight."""
         self.wait()
         for unit in self._units:
             unit.pending = None
@@ -170,6 +146,7 @@ class GradientReducer:
                 self.check_unchanged()  # before anything that other ranks have to come to
                 self._begin()
                 self._settle_sparse()
+                self._clip()
                 for unit in self._units:
                     if unit.pending is None:
                         self._launch(unit)
@@ -183,14 +160,14 @@ class GradientReducer:
         self.unscaling.reduced()
 
     def synchronize_once(self) -> None:
-        """As `synchronize`, but not again where no rank has been through backward since: that would change a sum."""
+        """As `synchronize`, unless no rank has been through backward since: a second reduction would multiply a sum."""
         members = self.options.process_set
         # This rank may have had none of these parameters in its graph, where others wait for it.
         if not (self.by_hand and self.takes_part()) or any(allgather_object(self.started, self.talk, members)):
             self.synchronize()
 
     def reduce_before_unscaling(self, optimizer: torch.optim.Optimizer) -> None:
-        """Where a scaler is about to unscale the optimizer's gradients, and they have not been reduced: do so first. A
+        """Reduce the optimizer's gradients if a scaler is about to unscale them, and they have not been reduced. A
         collective of the ranks whose scalers do."""
         known, state = self.loss_scale, self.state
         try:
@@ -209,12 +186,14 @@ class GradientReducer:
             state.keep_previous()
 
     def is_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the gradients were reduced for the scaler that is at this optimizer, and none has come since."""
+        """True if the gradients were reduced for the scaler that is at this optimizer, and none has come since."""
         return not self.started and self.unscaling.has_begun(optimizer)
 
     def check_unchanged(self, besides: Tensor | None = None) -> None:
-        """Raises RuntimeError where anything but the reduction has changed a gradient since backward made it: of what
-        ranks reduce meanwhile, it may have changed a part. What is under way is forgotten then."""
+        """Raise RuntimeError if anything but the reduction has changed a gradient since backward made it.
+
+        Ranks may have reduced a part of the change. Reductions in flight are forgotten then.
+        """
         for p, (grad, before) in [pair for unit in self._units for pair in unit.arrived.items()]:
             changed = p.grad is not grad or version(grad) != before
             if changed and p.grad is not None and p is not besides:
@@ -253,7 +232,7 @@ class GradientReducer:
         if self._delay[p] == 0:
             unit = self._unit_of[p]
             unit.arrived[p] = p.grad, version(p.grad)
-            if len(unit.arrived) == len(unit.parameters) and self._settled:
+            if len(unit.arrived) == len(unit.parameters) and self._settled and self._largest_norm is None:
                 self._launch(unit)
 
     def _begin(self) -> None:
@@ -272,6 +251,27 @@ class GradientReducer:
                     self.state.settle(applied=True)  # or put back already
                 self.state.follow_scale(self.loss_scale.read() or 1.0)
 
+    @property
+    def _largest_norm(self) -> float | None:
+        """The largest norm of this rank's own gradients that the feedback strategy allows."""
+        return None if self.state is None else self.state.compression.strategy.largest_norm
+
+    def _clip(self) -> None:
+        """Scale this rank's dense gradients, before any goes, to the norm that the strategy allows."""
+        if self.state is None or self._largest_norm is None:
+            return
+        for p in self.names if self.options.sparse_as_dense else ():
+            p.grad = None if p.grad is None else p.grad.to_dense()
+        grads = [p.grad for unit in self._units for p in unit.parameters if p.grad is not None and not p.grad.is_sparse]
+        if not grads:
+            return
+        norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
+        norm = torch.stack([each.to(norms[0].device) for each in norms]).double().norm()
+        factor = (self._largest_norm * self.state.scale / norm).clamp(max=1.0)
+        if norm.isfinite() and factor < 1.0:  # one that is not finite must not spread
+            for grad in grads:
+                grad.mul_(factor.to(grad.device))
+
     def _check_frozen(self) -> None:
         for p in self._frozen:
             if p.grad is not None and p.requires_grad:  # one of before it was frozen may be left
@@ -282,7 +282,7 @@ class GradientReducer:
                 )
 
     def _settle_overflow(self) -> None:
-        """The scaler will skip the step, with all that was synchronized since the last one, where it has overflowed."""
+        """Restore the feedback if the scaler will skip the step, with all that was synchronized since the last one."""
         if (
             self.state is not None
             and self.loss_scale.skips
@@ -291,29 +291,20 @@ class GradientReducer:
             self.state.settle(applied=False)
 
     def _add_units(self, parameters: list[Tensor], joined: bool) -> None:
-        """Of the given parameters: one unit, or one each, or buckets for a codec."""
+        """Add one unit of all parameters, or one of each, or buckets for a codec."""
         if not joined:
             for p in parameters:
                 self._add_unit([p])
         elif self.state is None:
             self._add_unit(parameters)
         else:
-            # Only equal dtypes on one device can be compressed together.
-            kinds = dict.fromkeys((p.dtype, p.device) for p in parameters)
-            for kind in kinds:
-                bucket, filled = list[Tensor](), 0
-                for p in reversed([p for p in parameters if (p.dtype, p.device) == kind]):
-                    if bucket and filled + _bytes(p) > BUCKET_BYTES:
-                        self._add_unit(bucket)
-                        bucket, filled = [], 0
-                    bucket.append(p)
-                    filled += _bytes(p)
+            for bucket in buckets_of(parameters):
                 self._add_unit(bucket)
 
     def _add_unit(self, parameters: list[Tensor]) -> None:
         if not parameters:
             return
-        unit = _Unit(parameters)
+        unit = Unit(parameters)
         self._units.append(unit)
         for p in parameters:
             if self.options.only_sparse:
@@ -325,12 +316,13 @@ class GradientReducer:
 
     @property
     def _settled(self) -> bool:
-        """Whether this rank and all others know which gradients are sparse: units of several must not hold any."""
+        """True if all ranks know which gradients are sparse: units of several must not hold any."""
         return not self._together or self._settled_at is world().meeting
 
     def _settle_sparse(self) -> None:
-        """Before the first reduction of units of several, and again where a rank may have missed that: sparse gradients
-        on any rank get units of their own. A collective.
+        """Give gradients that are sparse on any rank units of their own. A collective.
+
+        Called before the first reduction of units of several, and again if a rank may have missed it.
 
         Raises:
             ValueError: the ranks' units are not of the same parameters in the same order.
@@ -340,7 +332,7 @@ class GradientReducer:
         mine = {self.names[p]: dimensions for p, dimensions in self._sparse.items()}
         mine |= {self.names[p]: grad.sparse_dim() for p in self._delay if (grad := self._sparse_grad(p)) is not None}
         every = allgather_object((world().rank, mine, self._together), self.talk, self.options.process_set)
-        _check_alike([(rank, theirs) for rank, _, theirs in every])
+        check_alike([(rank, theirs) for rank, _, theirs in every])
         found: dict[str, int] = {}
         for _, names, _ in every:
             found.update(names)
@@ -361,19 +353,19 @@ class GradientReducer:
 
     # -- one unit ----------------------------------------------------------------------------------------------------
 
-    def _launch(self, unit: _Unit) -> None:
+    def _launch(self, unit: Unit) -> None:
         try:
             self._start(unit)
         except ValueError:  # the others are refused it too: nobody comes to wait for what is under way
             self.reset()
             raise
 
-    def _start(self, unit: _Unit) -> None:
-        fill = all(p.grad is None for p in unit.parameters)
+    def _start(self, unit: Unit) -> None:
+        no_gradient = all(p.grad is None for p in unit.parameters)
         for p in unit.parameters:
             made = p.grad
             if p.grad is None:
-                p.grad = _empty_rows(p, self._sparse[p]) if p in self._sparse else torch.zeros_like(p)
+                p.grad = empty_rows(p, self._sparse[p]) if p in self._sparse else torch.zeros_like(p)
             elif p.grad.is_sparse and (self.options.sparse_as_dense or len(unit.parameters) > 1):
                 self._warn_of_late_rows(p)
                 p.grad = p.grad.to_dense()
@@ -388,15 +380,15 @@ class GradientReducer:
         if any(grad.is_sparse for grad in grads):
             self._sparse[unit.parameters[0]] = grads[0].sparse_dim()
             operation: Any = sparse_operation(key, grads[0], self.options.op)
-            operation.fill = fill
+            operation.no_gradient = no_gradient
             unit.contexts = [None]
         else:
-            operation = self._dense(key, grads, names, fill, unit)
+            operation = self._dense(key, grads, names, no_gradient, unit)
         operation.loss_scale = self._loss_scale
         unit.pending = world().engine.submit(operation, alone=False)
 
     def _warn_of_late_rows(self, p: Tensor) -> None:
-        """The other ranks are about to reduce it densely with others, and cannot be told to do otherwise."""
+        """Warn: the other ranks reduce it densely with others already."""
         if not self.options.sparse_as_dense and p not in self._late:
             self._late.add(p)
             warnings.warn(
@@ -406,22 +398,22 @@ class GradientReducer:
                 stacklevel=2,
             )
 
-    def _dense(self, key: tuple[str, int], grads: list[Tensor], names: list[str], fill: bool, unit: _Unit) -> Any:
+    def _dense(self, key: tuple[str, int], grads: list[Tensor], names: list[str], no_gradient: bool, unit: Unit) -> Any:
         options = self.options
         if self.state is not None:
             unit.contexts = [None] * len(grads)
             # Not divided before: what is left out is kept in the gradient's own units, and sums are float32 anyway.
             return allreduce_operation(
                 key, grads, options.op, 1.0, 1.0, grads, contiguous=False, codec=self.state.compression,
-                state=self.state, names=names, fill=fill,
+                state=self.state, names=names, no_gradient=no_gradient,
             )  # fmt: skip
         predivide = options.predivide if options.op == Average else 1.0
         scales = (options.op, 1.0 / predivide, predivide)
         pairs = [options.compression.compress(grad) for grad in grads]
         sent, unit.contexts = [tensor for tensor, _ in pairs], [context for _, context in pairs]
-        return allreduce_operation(key, sent, *scales, sent, contiguous=False, fill=fill)
+        return allreduce_operation(key, sent, *scales, sent, contiguous=False, no_gradient=no_gradient)
 
-    def _finish(self, unit: _Unit) -> None:
+    def _finish(self, unit: Unit) -> None:
         assert unit.pending is not None
         results = unit.pending.wait()
         for p, result, context in zip(unit.parameters, results, unit.contexts, strict=True):
@@ -455,29 +447,3 @@ def _weak(reducer: GradientReducer) -> Callable[[Tensor], None]:
             found._hook(p)
 
     return hook
-
-
-def _check_alike(every: Sequence[tuple[int, list[list[str]]]]) -> None:
-    """Raises ValueError unless all ranks' units of several are the same, by name: in a unit places count."""
-    (first, units), *others = every
-    for rank, theirs in others:
-        if theirs != units:
-            pairs = zip(
-                (name for unit in units for name in unit), (name for unit in theirs for name in unit), strict=False
-            )
-            what = next((f": {a} and {b} have one place" for a, b in pairs if a != b), "")
-            raise ValueError(
-                f"ranks {first} and {rank} do not have their parameters in one order, or in one way of grouping{what}. "
-                "What is reduced together is told apart by order: make model, optimizer and groups alike everywhere; "
-                "that of a set differs from process to process"
-            )
-
-
-def _bytes(p: Tensor) -> int:
-    return p.numel() * p.element_size()
-
-
-def _empty_rows(p: Tensor, dimensions: int) -> Tensor:
-    indices = torch.zeros((dimensions, 0), dtype=torch.int64, device=p.device)
-    values = torch.zeros((0, *p.shape[dimensions:]), dtype=p.dtype, device=p.device)
-    return torch.sparse_coo_tensor(indices, values, p.shape, check_invariants=True)

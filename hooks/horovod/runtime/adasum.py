@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .collectives import Channel
+from .channel import Channel
 
 
 def adasum(tensor: Tensor, channel: Channel) -> Tensor:

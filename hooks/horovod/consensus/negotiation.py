@@ -1,4 +1,4 @@
-"""What is ready to run, and do all ranks mean the same by it? Decided in one place, from what the ranks announce.
+"""Matching of the ranks' announcements: which operations are ready to run, and whether all ranks mean the same.
 
 Ranks announce operations under a key, in any order. An operation is ready once every member of its process set has
 announced its key, or has joined. Then the announcements are compared: equal ones run, in the order in which they became
@@ -6,14 +6,14 @@ ready; others fail, on every rank. Nothing here talks to a network or touches a 
 
 A request is a dictionary that JSON can carry:
 
-    key      what the ranks call the operation
-    set      id of its process set
-    kind     "allreduce", "allgather", …
-    tensors  dtype and shape of each tensor: [["float32", [2, 3]], …]
-    same     what must be equal on all ranks, by the name to complain with
-    own      what each rank has for itself, e.g. the splits of an alltoall
-    fuse     operations with equal text here may share one buffer; None for others
-    fill     true: this rank has no gradient, and goes along with whatever the others announce
+    key          name of the operation, the same on all ranks
+    set          id of its process set
+    kind         "allreduce", "allgather", …
+    tensors      dtype and shape of each tensor: [["float32", [2, 3]], …]
+    must_match   facts that must be equal on all ranks, by the name to complain with
+    per_rank     facts of each rank by itself, e.g. the splits of an alltoall
+    fuse         operations with equal text here may share one buffer; None for others
+    no_gradient  true: this rank has no gradient, and goes along with whatever the others announce
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from typing import Any
 
 import torch
 
-from ..core.grad_scaler import EQUAL_SCALES
+from ...core.grad_scaler import EQUAL_SCALES
 
 Request = dict[str, Any]
-#: What all agree on, and what `describe` says of it.
+#: A request that all agree on, and `describe` of it.
 Ready = tuple[Request, dict[str, Any]]
-#: What some ranks wait for: key, who waits, who is missing, for how many seconds.
+#: An operation that some ranks wait for: key, waiting ranks, missing ranks, seconds.
 Overdue = tuple[str, list[int], list[int], float]
 
-#: What gradients of equal scale say of it.
+#: Key of the loss scale among facts that must match.
 LOSS_SCALE = "loss scale"
-#: What gives up a process set: its kind, and its key.
+#: Kind and key of the operation that gives up a process set.
 REMOVE = "process_set.remove"
 #: Kinds whose tensors may differ in their first dimension.
 UNEVEN = ("allgather", "alltoall")
 #: Kinds in which ranks that have joined can take part: with zeros, with no rows, or with what they have left out.
 JOINABLE = ("allreduce", "adasum", "exchange", "allgather", "residual")
 
-#: How many decisions a process set may have under way before fused ones wait: the next one is formed while these run,
-#: from what has come together meanwhile, so that buffers grow where the network is the bottleneck.
-AHEAD = 2
+#: Decisions of a process set in flight at which fused ones wait. The next one is formed while these run, from all that
+#: comes meanwhile, so that buffers grow if the network is the bottleneck.
+MAX_IN_FLIGHT = 2
 
 
 @dataclass
 class Decision:
-    """What some ranks are to do next. `members` are global ranks; `acknowledge` is the one who says when it is done."""
+    """A message for some ranks. `members` are global ranks; `acknowledge` is the one that says when it is done."""
 
     members: tuple[int, ...]
     message: dict[str, Any]
@@ -70,14 +70,14 @@ class Negotiator:
 
     Args:
         size: number of ranks.
-        fusion_bytes: operations are put together up to this many bytes.
+        fusion_bytes: the most bytes of operations that share a buffer.
     """
 
     def __init__(self, size: int, fusion_bytes: int = 64 << 20) -> None:
         self.size, self.fusion_bytes = size, fusion_bytes
-        #: Whether operations of a process set are under way that nobody has announced here.
+        #: True if operations of a process set are in flight that nobody has announced here.
         self.busy: Callable[[int], bool] = lambda set_id: False
-        #: Whether a rank has announced fewer than so many of these here: the rest is on its way.
+        #: True if fewer of these have come from a rank than it has announced: the rest is on its way.
         self.behind: Callable[[int, int], bool] = lambda rank, announced: False
         self.sets: dict[int, tuple[int, ...]] = {0: tuple(range(size))}
         self._next_set = 1
@@ -88,29 +88,29 @@ class Negotiator:
         self._joined: list[int] = []
 
     def announce(self, rank: int, request: Request) -> None:
-        """A rank is ready for an operation."""
+        """Take a rank's announcement of an operation."""
         if request["kind"] == "join":
             self._join(rank, request)
             return
         key, set_id = request["key"], request["set"]
         if rank not in self.sets.get(set_id, ()):
             message = f"rank {rank} is not in process set {set_id}, or that was removed"
-            self._urgent.append(Decision((rank,), {"do": "fail", "key": key, "message": message, "parcels": []}))
+            self._urgent.append(Decision((rank,), {"do": "fail", "key": key, "message": message, "eager": []}))
             return
         pending = self._pending.setdefault(key, _Pending(set_id, time.monotonic()))
         pending.requests[rank] = request
         self._settle(key)
 
     def done(self, set_id: int) -> None:
-        """A decision for this process set has been carried out."""
+        """Count a decision for this process set as carried out."""
         self._running[set_id] -= 1
 
     def decisions(self) -> Iterator[Decision]:
-        """Everything that can be said now, in the order in which it must be sent."""
+        """Every decision that can be made now, in the order in which it must be sent."""
         yield from self._urgent
         self._urgent.clear()
         for set_id, ready in self._ready.items():
-            while ready and (taken := self._take(ready, self._running.get(set_id, 0) < AHEAD)):
+            while ready and (taken := self._take(ready, self._running.get(set_id, 0) < MAX_IN_FLIGHT)):
                 self._running[set_id] = self._running.get(set_id, 0) + 1
                 members = self.sets[set_id]
                 batch = [{"key": request["key"], "info": info} for request, info in taken]
@@ -118,28 +118,28 @@ class Negotiator:
 
     @property
     def idle(self) -> bool:
-        """Whether no rank waits for anything."""
+        """True if no rank waits for anything."""
         return not (self._pending or any(self._ready.values()) or self._urgent or self._joined)
 
     def __contains__(self, key: str) -> bool:
         return key in self._pending
 
     def waiting(self, key: str) -> dict[int, int]:
-        """The ranks that have announced a key that others have not, and what they were `after` (`Agreement`)."""
+        """The ranks that have announced a key that others have not, with their requests' `after` (`Agreement`)."""
         pending = self._pending.get(key)
         return {} if pending is None else {rank: request.get("after", 0) for rank, request in pending.requests.items()}
 
     def look_again(self, key: str) -> None:
-        """What was on its way when the last rank announced a key may have come."""
+        """Match a key again: messages that were on their way may have come."""
         if key in self._pending:
             self._settle(key)
 
     def pending(self) -> list[str]:
-        """What ranks wait for."""
+        """Keys that ranks wait for."""
         return list(self._pending)
 
     def overdue(self, seconds: float, again: bool = False) -> Iterator[Overdue]:
-        """What some ranks wait for longer than this. Each once, unless `again`."""
+        """Keys that some ranks have waited for longer than this. Each once, unless `again`."""
         now = time.monotonic()
         for key, pending in self._pending.items():
             if now - pending.since > seconds and (again or not pending.warned):
@@ -153,7 +153,7 @@ class Negotiator:
         for key in list(self._pending):
             self._settle(key)
         if len(self._joined) == self.size:
-            info = {"last": rank, **request["own"]}
+            info = {"last": rank, **request["per_rank"]}
             self._ready.setdefault(0, []).append(({"key": "join", "fuse": None}, info))
             self._joined = []
 
@@ -169,27 +169,27 @@ class Negotiator:
         if problem is None:
             problem = self._change_sets(reference)
         # Of these ranks all others have, or will have, an announcement that nobody may count any more.
-        parcels = [rank for rank, request in pending.requests.items() if request.get("parcel")]
+        eager = [rank for rank, request in pending.requests.items() if request.get("eager")]
         if problem is not None:
-            message = {"do": "fail", "key": key, "message": f"{key}: {problem}", "parcels": parcels}
+            message = {"do": "fail", "key": key, "message": f"{key}: {problem}", "eager": eager}
             self._urgent.append(Decision(members, message))
             return
         if reference["kind"] == "process_set.add":
             info["id"] = reference["id"]
-        if parcels:
-            info["parcels"] = parcels
+        if eager:
+            info["eager"] = eager
         self._ready.setdefault(pending.set_id, []).append((reference, info))
 
     def _change_sets(self, reference: Request) -> str | None:
         if reference["kind"] == "process_set.add":
-            ranks = tuple(reference["same"]["ranks"])
+            ranks = tuple(reference["must_match"]["ranks"])
             if ranks in self.sets.values():
                 return f"a process set of ranks {list(ranks)} exists already"
             reference["id"] = self._next_set
             self.sets[self._next_set] = ranks
             self._next_set += 1
         elif reference["kind"] == REMOVE:
-            set_id = reference["same"]["id"]
+            set_id = reference["must_match"]["id"]
             waiting = any(pending.set_id == set_id for pending in self._pending.values())
             if self.busy(set_id) or waiting or self._ready.get(set_id) or self._running.get(set_id):
                 return f"process set {set_id} has operations under way: synchronize them before you remove it"
@@ -197,8 +197,8 @@ class Negotiator:
         return None
 
     def _take(self, ready: list[Ready], fused: bool) -> list[Ready]:
-        """What to run next: an operation by itself, or, if it is time for a `fused` one, the first that can be and
-        those that fit into one buffer with it."""
+        """The next operations to run: one by itself or, if `fused` ones may go, the first and those that fit into one
+        buffer with it."""
         for place, (request, _) in enumerate(ready):
             if request["fuse"] is None:  # gains nothing by waiting
                 return [ready.pop(place)]
@@ -219,11 +219,11 @@ def request_bytes(request: Request) -> int:
 
 
 def compare(requests: dict[int, Request]) -> tuple[Request, str | None]:
-    """What the ranks agree on, and the first thing they do not, in words."""
-    given = {rank: request for rank, request in sorted(requests.items()) if not request["fill"]}
+    """The request that ranks agree on, and the first difference, in words."""
+    given = {rank: request for rank, request in sorted(requests.items()) if not request["no_gradient"]}
     first, reference = next(iter((given or requests).items()))
     for rank, request in sorted(requests.items()):
-        if request["fill"] and request["kind"] != reference["kind"]:
+        if request["no_gradient"] and request["kind"] != reference["kind"]:
             continue
         difference = _difference(reference, request)
         if difference is not None:
@@ -247,14 +247,14 @@ def _difference(a: Request, b: Request) -> tuple[str, Any, Any] | None:
         start = 1 if a["kind"] in UNEVEN else 0
         if len(shape) != len(other_shape) or shape[start:] != other_shape[start:]:
             return "shape", shape, other_shape
-    for what in dict.fromkeys([*a["same"], *b["same"]]):
-        if a["same"].get(what) != b["same"].get(what):
-            return what, a["same"].get(what), b["same"].get(what)
+    for what in dict.fromkeys([*a["must_match"], *b["must_match"]]):
+        if a["must_match"].get(what) != b["must_match"].get(what):
+            return what, a["must_match"].get(what), b["must_match"].get(what)
     return None
 
 
 def agree(requests: dict[int, Request], members: Iterable[int]) -> tuple[Ready, str | None]:
-    """What ranks that are all ready for an operation, or have joined, agree on; and the first problem, in words."""
+    """The request of ranks that are all ready or have joined, with its description; and the first problem, in words."""
     reference, problem = compare(requests)
     joined = [rank for rank in members if rank not in requests]
     if problem is None and joined and reference["kind"] not in JOINABLE:
@@ -263,7 +263,7 @@ def agree(requests: dict[int, Request], members: Iterable[int]) -> tuple[Ready, 
 
 
 def describe(reference: Request, requests: dict[int, Request], members: Iterable[int]) -> dict[str, Any]:
-    """What the ranks need to know of each other before they run an operation."""
+    """Facts that the ranks need of each other before they run an operation."""
     members = list(members)
     info: dict[str, Any] = {}
     if reference["kind"] == "allgather":
@@ -272,9 +272,9 @@ def describe(reference: Request, requests: dict[int, Request], members: Iterable
             for index in range(len(reference["tensors"]))
         ]
     elif reference["kind"] == "alltoall":
-        info["splits"] = [requests[rank]["own"]["splits"] for rank in members]
+        info["splits"] = [requests[rank]["per_rank"]["splits"] for rank in members]
     elif reference["kind"] == "exchange":
-        info["restart"] = any(request["own"].get("restart") for request in requests.values())
+        info["restart"] = any(request["per_rank"].get("restart") for request in requests.values())
     if any(rank not in requests or requests[rank]["kind"] != reference["kind"] for rank in members):
         info["reference"] = reference
     return info

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .operations import OP_NAMES, Adasum, Average, Operation, Sum
-from .process_sets import ProcessSet
-from .submission import (
+from ..process_sets import ProcessSet
+from ..runtime.handles import (
     allgather_operation,
     allreduce_operation,
     alltoall_operation,
@@ -26,6 +25,7 @@ from .submission import (
     submit,
     synchronize,
 )
+from ..runtime.operations import OP_NAMES, Adasum, Average, Operation, Sum
 
 
 def _now(operation: Operation) -> Any:

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm.group import Group
+from ...comm.group import Group
+from ..transport.peer_mesh import MeshGroup, PeerMesh
 from .arithmetic import reduce_rows
-from .mesh import Carrier, Mesh
 
-#: How long a collective may take once every rank has said that it is ready for it.
+#: Limit of a collective, once every rank has said that it is ready for it.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
@@ -33,25 +33,25 @@ class Channel:
         mesh: between all ranks; carries the messages of the compressed exchanges, which go out without being asked for.
     """
 
-    def __init__(self, store: dist.Store, ranks: Sequence[int], rank: int, set_id: int, mesh: Mesh) -> None:
+    def __init__(self, store: dist.Store, ranks: Sequence[int], rank: int, set_id: int, mesh: PeerMesh) -> None:
         self.ranks, self.rank, self.size = tuple(ranks), tuple(ranks).index(rank), len(ranks)
         self._store = store
         gloo = dist.PrefixStore("gloo", store)
         self._gloo: Any = dist.ProcessGroupGloo(gloo, self.rank, self.size, COLLECTIVE_TIMEOUT)
         self._nccl: Any = None
-        self._carrier = Carrier(mesh, self._gloo, set_id, self.ranks)
+        self._mesh_group = MeshGroup(mesh, self._gloo, set_id, self.ranks)
         self._groups: dict[str, Group] = {}
         self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def group(self, device: torch.device) -> Group:
         """For the compressed exchanges."""
         if device.type not in self._groups:
-            backend = self._carrier if device.type == "cpu" else self._backend(device)
+            backend = self._mesh_group if device.type == "cpu" else self._backend(device)
             self._groups[device.type] = Group(backend, self.ranks)
         return self._groups[device.type]
 
     def scratch(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for one operation, flat: the same each time, for fresh pages cost as much as filling them."""
+        """Flat memory for one operation. It is reused, as fresh pages cost as much as filling them."""
         have = self._scratch.get((dtype, device))
         if have is None or have.numel() < numel:
             have = self._scratch[dtype, device] = torch.empty(numel, dtype=dtype, device=device)
@@ -102,10 +102,10 @@ class Channel:
         work.wait()
 
     def close(self, failed: bool = False) -> None:
-        """Let go of the connections. Ranks that still wait for this one get an error.
+        """Close the connections. Ranks that still wait for this one get an error.
 
         Args:
-            failed: whether ranks may be gone: NCCL's collectives under way are aborted then, and else waited for.
+            failed: ranks may be gone: NCCL's collectives in flight are aborted then, and else waited for.
         """
         nccl, self._gloo, self._nccl = self._nccl, None, None
         if nccl is not None:
@@ -125,7 +125,7 @@ class Channel:
         return self._nccl
 
     def _run(self, flat: Tensor, start: Callable[[Any, Tensor], Any]) -> None:
-        """Start a collective on `flat`, or on a copy of it on the host where the backend cannot reach it."""
+        """Start a collective on `flat`, or on a copy on the host if the backend cannot reach it."""
         backend = self._backend(flat.device)
         if backend is None:
             raise RuntimeError("the connections to the other ranks are closed")
@@ -137,13 +137,13 @@ class Channel:
             start(backend, flat).wait()
 
 
-class OpenedParcels:
-    """A channel for an operation whose inputs have all come with the announcements.
+class EagerChannel:
+    """A channel for an operation whose inputs have come with the announcements.
 
     Args:
         ranks: global ranks of the process set, ascending.
         rank: this process's global rank.
-        payloads: of the ranks that take part, what `Operation.parcel` gave; the others' part is zeros, or no rows.
+        payloads: `Operation.eager_payload` of each rank that takes part; the others have zeros, or no rows.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, payloads: dict[int, bytes]) -> None:
@@ -182,7 +182,7 @@ class OpenedParcels:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether the memory of a tensor is its elements, one after the other."""
+    """True if the memory of a tensor is its elements, one after the other."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 

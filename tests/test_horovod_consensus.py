@@ -13,13 +13,17 @@ from functools import partial
 from typing import Any
 
 import gradwire.hooks.horovod as hvd
+import horovod_latency
 import pytest
 import torch
-from gradwire.hooks.horovod import ahead, basics
-from gradwire.hooks.horovod.agreement import Agreement, Sinks
-from gradwire.hooks.horovod.ahead import Actions, Delivered, Entry, Ledger
-from gradwire.hooks.horovod.desk import Desk
-from gradwire.hooks.horovod.negotiation import Negotiator, Request
+from gradwire.hooks.horovod.consensus import eager_payloads, epoch_log
+from gradwire.hooks.horovod.consensus.eager_payloads import Delivered
+from gradwire.hooks.horovod.consensus.epoch_coordinator import EpochCoordinator
+from gradwire.hooks.horovod.consensus.epoch_log import Entry, EpochLog, LogCallbacks
+from gradwire.hooks.horovod.consensus.negotiation import Negotiator, Request
+from gradwire.hooks.horovod.consensus.protocol import Agreement, ProtocolCallbacks
+from gradwire.hooks.horovod.consensus.request_cache import RequestCache
+from gradwire.hooks.horovod.runtime import context
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from ranks import Pool
@@ -36,15 +40,16 @@ class Op:
     kind: str = "allreduce"
     same: int = 0
     fused: bool = True
-    parcel: bool = False
+    eager: bool = False
     waits: bool = True
     set_id: int = 0
 
     def request(self) -> Request:
-        shape = [2] if self.parcel else [2000]
+        shape = [2] if self.eager else [2000]
         return {
             "key": self.key, "set": self.set_id, "kind": self.kind, "tensors": [["float32", shape]],
-            "same": {"op": self.same}, "own": {"outcomes": []}, "fuse": "f" if self.fused else None, "fill": False,
+            "must_match": {"op": self.same}, "per_rank": {"applied_counts": []},
+            "fuse": "f" if self.fused else None, "no_gradient": False,
         }  # fmt: skip
 
 
@@ -78,15 +83,15 @@ class World:
         self.members = [Member(deque(script)) for script in scripts]
         self.negotiator = Negotiator(self.size, fusion_bytes=20_000)
         self.negotiator.sets[1] = tuple(range(self.size - 1)) if self.size > 2 else (0, 1)
-        self.desk = Desk(self.negotiator)
+        self.epochs = EpochCoordinator(self.negotiator)
         self.sides = [self._side(rank) for rank in range(self.size)]
-        self.desk.own = self.sides[0]
+        self.epochs.agreement = self.sides[0]
         self._coordinator_only = coordinator_only
         if coordinator_only:
-            self.desk.take_over([(rank, None) for rank in range(self.size)], 0)
-            self.desk._until_next = 10**9
+            self.epochs.take_over([(rank, None) for rank in range(self.size)], 0)
+            self.epochs._until_next = 10**9
             for side in self.sides:
-                side._ledger.open = side._ledger.appending = False
+                side._epoch_log.open = side._epoch_log.appending = False
 
     def _side(self, rank: int) -> Agreement:
         class Mesh:
@@ -97,16 +102,16 @@ class World:
                 self._world._put(rank, to, lambda: self._world.sides[to].receive(rank, text, bytearray(data)))
 
         def ask(request: Request) -> None:
-            self._put(rank, "desk", lambda: self.desk.hear(rank, request))
+            self._put(rank, "epochs", lambda: self.epochs.hear(rank, request))
 
-        sinks = Sinks(
+        callbacks = ProtocolCallbacks(
             ask,
             lambda message: self._follow(rank, message),
             lambda delivered: self._deliver(rank, delivered),
-            lambda left, agreed: self._put(rank, "desk", lambda: self.desk.take_over(left, agreed)),
-            lambda key: self._put(rank, "desk", lambda: self.desk.collect(key)),
+            lambda left, agreed: self._put(rank, "epochs", lambda: self.epochs.take_over(left, agreed)),
+            lambda key: self._put(rank, "epochs", lambda: self.epochs.collect(key)),
         )
-        return Agreement(Mesh(self), self.size, 20_000, sinks)  # type: ignore[arg-type]
+        return Agreement(Mesh(self), self.size, 20_000, callbacks)  # type: ignore[arg-type]
 
     def _put(self, source: int | str, target: int | str, action: Callable[[], None]) -> None:
         self._links.setdefault((source, target), deque()).append(action)
@@ -114,8 +119,8 @@ class World:
     def _follow(self, rank: int, message: dict[str, Any]) -> None:
         named = message.get("ops") or [{"key": message["key"], "info": message}]
         for item in named:
-            if item["info"].get("parcels"):
-                self.sides[rank].deal(item["key"], item["info"]["parcels"])
+            if item["info"].get("eager"):
+                self.sides[rank].discard(item["key"], item["info"]["eager"])
         if message["do"] == "fail":
             if message["key"] in self.members[rank].under_way:
                 self.members[rank].end(message["key"], message["message"])
@@ -129,10 +134,10 @@ class World:
         self.members[rank].end(delivered.key, result)
 
     def _say(self) -> None:
-        for decision in self.desk.decisions():
+        for decision in self.epochs.decisions():
             for rank in decision.members:
                 message = decision.message | ({"acknowledge": True} if rank == decision.acknowledge else {})
-                self._put("desk", rank, partial(self.sides[rank].follow, message))
+                self._put("epochs", rank, partial(self.sides[rank].follow, message))
 
     def _execute(self) -> bool:
         """Run what every member has come to; whether there was anything."""
@@ -149,7 +154,7 @@ class World:
                     if "epoch" in mine:
                         self.sides[rank].done(mine["epoch"])
                     if mine.get("acknowledge"):
-                        self._put(rank, "desk", partial(self.negotiator.done, mine["set"]))
+                        self._put(rank, "epochs", partial(self.negotiator.done, mine["set"]))
                     for key in keys:
                         if key in self.members[rank].under_way:
                             self.members[rank].end(key, "done")
@@ -166,7 +171,7 @@ class World:
         member.under_way.add(op.key)
         if op.waits:
             member.blocked = op.key
-        payload = b"xx" if op.parcel and not self._coordinator_only else None
+        payload = b"xx" if op.eager and not self._coordinator_only else None
         self.sides[rank].submit(op.request(), self.negotiator.sets[op.set_id], payload)
 
     def play(self) -> list[list[tuple[str, str]]]:
@@ -183,7 +188,7 @@ class World:
                 if looked:
                     break
                 looked = True
-                self.desk.look()
+                self.epochs.look()
                 continue
             looked = False
             chosen = self._order.choice(choices)
@@ -205,7 +210,7 @@ def scripts(draw: st.DrawFn) -> list[list[Op]]:
             f"op{i}",
             draw(st.sampled_from(["allreduce", "allreduce", "broadcast"])),
             fused=draw(st.booleans()),
-            parcel=draw(st.integers(0, 2)) == 0,
+            eager=draw(st.integers(0, 2)) == 0,
             waits=draw(st.integers(0, 3)) == 0,
             set_id=draw(st.sampled_from([0] * 7 + [1])),
         )
@@ -227,7 +232,7 @@ def scripts(draw: st.DrawFn) -> list[list[Op]]:
             elif rank == who and change == "word":
                 cycle[place] = Op(**{**vars(cycle[place]), "same": 1})
             elif rank == who and change == "size":
-                cycle[place] = Op(**{**vars(cycle[place]), "parcel": not cycle[place].parcel})
+                cycle[place] = Op(**{**vars(cycle[place]), "eager": not cycle[place].eager})
             elif rank == who and change == "wait":
                 cycle = [Op(**{**vars(op), "waits": True}) for op in cycle]
             lines[rank] += [op for op in cycle if op.set_id == 0 or rank < max(2, size - 1)]
@@ -242,7 +247,7 @@ def scripts(draw: st.DrawFn) -> list[list[Op]]:
 def check(lines: list[list[Op]], number: int) -> World:
     """Play a script in an order drawn by `number`, and hold the outcome against the coordinator's."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ahead, "PATIENCE", -1.0)  # nothing moves any more when the worlds look
+        patch.setattr(epoch_log, "PATIENCE", -1.0)  # nothing moves any more when the worlds look
         got, expected = World(lines, random.Random(number)), World(lines, random.Random(number), coordinator_only=True)
         assert got.play() == expected.play()
         assert [member.script for member in got.members] == [member.script for member in expected.members]
@@ -257,8 +262,8 @@ def test_the_outcome_is_the_coordinators(lines: list[list[Op]], number: int) -> 
 
 
 def runs_what_differs(patch: pytest.MonkeyPatch) -> None:
-    agree = ahead.agree
-    patch.setattr(ahead, "agree", lambda requests, members: (agree(requests, members)[0], None))
+    agree = epoch_log.agree
+    patch.setattr(epoch_log, "agree", lambda requests, members: (agree(requests, members)[0], None))
 
 
 def answers_no_mark(patch: pytest.MonkeyPatch) -> None:
@@ -266,49 +271,49 @@ def answers_no_mark(patch: pytest.MonkeyPatch) -> None:
         if line is not None:
             original(self, rank, epoch, line)
 
-    original = ahead.Ledger.receive
-    patch.setattr(ahead.Ledger, "receive", receive)
+    original = epoch_log.EpochLog.receive
+    patch.setattr(epoch_log.EpochLog, "receive", receive)
 
 
 def hears_the_coordinator_too_early(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ahead.Ledger, "follow", lambda self, message: self._do.follow(message))
+    patch.setattr(epoch_log.EpochLog, "follow", lambda self, message: self._callbacks.follow(message))
 
 
 def forgets_what_is_left(patch: pytest.MonkeyPatch) -> None:
-    original = Desk.take_over
-    patch.setattr(Desk, "take_over", lambda self, left, agreed: original(self, [], agreed))
+    original = EpochCoordinator.take_over
+    patch.setattr(EpochCoordinator, "take_over", lambda self, left, agreed: original(self, [], agreed))
 
 
 def counts_twice(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ahead.Parcels, "deal", lambda self, key, ranks: None)
+    patch.setattr(eager_payloads.EagerPayloads, "discard", lambda self, key, ranks: None)
 
 
-def leaves_parcels_alone(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ahead.Parcels, "surrender", lambda self, key, ranks: [])
+def leaves_payloads_alone(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(eager_payloads.EagerPayloads, "release", lambda self, key, ranks: [])
 
 
 def counts_no_joins(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ahead.Parcels, "join", lambda self, rank: iter(()))
+    patch.setattr(eager_payloads.EagerPayloads, "join", lambda self, rank: iter(()))
 
 
 def is_patient_for_ever(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ahead.Ledger, "look", lambda self: None)
+    patch.setattr(epoch_log.EpochLog, "look", lambda self: None)
 
 
 def fuses_by_its_own_count(patch: pytest.MonkeyPatch) -> None:
-    original = ahead.Ledger._agree
+    original = epoch_log.EpochLog._agree
 
     def agree(self: Any, lines: Any) -> None:
         if self.rank == 1:
             lines = {rank: line._replace(ends=True) for rank, line in lines.items()}
         original(self, lines)
 
-    patch.setattr(ahead.Ledger, "_agree", agree)
+    patch.setattr(epoch_log.EpochLog, "_agree", agree)
 
 
 FAULTS = (
     runs_what_differs, answers_no_mark, hears_the_coordinator_too_early, forgets_what_is_left, counts_twice,
-    leaves_parcels_alone, counts_no_joins, is_patient_for_ever, fuses_by_its_own_count,
+    leaves_payloads_alone, counts_no_joins, is_patient_for_ever, fuses_by_its_own_count,
 )  # fmt: skip
 
 
@@ -329,15 +334,15 @@ def test_faults_are_found(fault: Callable[[pytest.MonkeyPatch], None]) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("parcel", [True, False])
-def test_what_repeats_takes_one_message_a_rank(size: int, parcel: bool) -> None:
-    cycle = [Op(f"op{i}", fused=False, parcel=parcel, waits=i == 2) for i in range(3)]
+@pytest.mark.parametrize("eager", [True, False])
+def test_what_repeats_takes_one_message_a_rank(size: int, eager: bool) -> None:
+    cycle = [Op(f"op{i}", fused=False, eager=eager, waits=i == 2) for i in range(3)]
     world = check([cycle * 10] * size, 0)
     for side, member in zip(world.sides, world.members, strict=True):
-        assert side.counts == {"messages": 30, "texts": 3}
+        assert side.counts == {"messages": 30, "full_requests": 3}
         assert len(member.results) == 30
-    assert not any(link for (source, _), link in world._links.items() if source == "desk")
-    assert ("desk", 0) not in world._links, "the coordinator has had something to say"
+    assert not any(link for (source, _), link in world._links.items() if source == "epochs")
+    assert ("epochs", 0) not in world._links, "the coordinator has had something to say"
 
 
 def test_what_comes_while_enough_is_under_way_shares_a_buffer() -> None:
@@ -353,7 +358,7 @@ def test_what_comes_while_enough_is_under_way_shares_a_buffer() -> None:
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 6), max_size=40), st.integers(0, 4))
 def test_requests_come_back_from_their_slots(numbers: list[int], capacity: int) -> None:
-    sender, receiver = ahead.Texts(capacity), ahead.Texts(capacity)
+    sender, receiver = RequestCache(capacity), RequestCache(capacity)
     for place, number in enumerate(numbers):
         request = {"key": f"op{number}"}
         slot, text = sender.outgoing(json.dumps(request))
@@ -369,13 +374,13 @@ def counted(rank: int) -> dict[str, tuple[int, int, int]]:
     """Messages, requests in full and words to the coordinator that ten of each take once they are known."""
     hvd.shutdown()
     hvd.init()
-    engine = basics.world().engine
+    engine = context.world().engine
     asked: list[Any] = []
     send = engine._connection.send
 
-    def told(message: dict[str, Any]) -> None:
-        asked.append(message)
-        send(message)
+    def told(text: dict[str, Any], data: Any = b"", sent: Any = None) -> bool:
+        asked.append(text)
+        return send(text, data, sent)
 
     engine._connection.send = told  # type: ignore[method-assign]
     model = torch.nn.Sequential(torch.nn.Linear(300, 50), torch.nn.Linear(50, 300))
@@ -403,8 +408,8 @@ def counted(rank: int) -> dict[str, tuple[int, int, int]]:
             action()
         counts = engine.agreement.counts
         found[name] = (
-            counts["messages"] - before["messages"], counts["texts"] - before["texts"],
-            len(asked) - asked_before if rank else len(engine._coordinator.desk._held),  # type: ignore[union-attr]
+            counts["messages"] - before["messages"], counts["full_requests"] - before["full_requests"],
+            len(asked) - asked_before if rank else len(engine._coordinator.epochs._held),  # type: ignore[union-attr]
         )  # fmt: skip
     return found
 
@@ -443,12 +448,12 @@ def test_a_change_is_heard_of_on_every_rank(ranks: Ranks, world: int) -> None:
         assert f"rank {world - 1} has [{other}]" in text
 
 
-def alone() -> tuple[Ledger, list[tuple[int, list[str]]]]:
+def alone() -> tuple[EpochLog, list[tuple[int, list[str]]]]:
     """Rank 1 of two, by itself, and what it was told to run: epoch, keys."""
     runs: list[tuple[int, list[str]]] = []
     nothing = lambda *_: None  # noqa: E731
     run = lambda epoch, ready: runs.append((epoch, [request["key"] for request, _ in ready]))  # noqa: E731
-    return Ledger(1, 2, 20_000, Actions(nothing, nothing, run, nothing, nothing)), runs
+    return EpochLog(1, 2, 20_000, LogCallbacks(nothing, nothing, run, nothing, nothing)), runs
 
 
 def test_what_all_agree_on_is_not_kept() -> None:
@@ -481,7 +486,7 @@ def ended_early(rank: int) -> float:
     """The sum of all ranks, of which rank 2 hears rank 1's part late, when rank 0 has got its result and left."""
     hvd.init()
     hvd.barrier()
-    agreement = basics.world().engine.agreement
+    agreement = context.world().engine.agreement
     if rank == 2:
         receive = agreement.receive
         late = ThreadPoolExecutor(1)
@@ -501,3 +506,17 @@ def ended_early(rank: int) -> float:
 
 def test_a_clean_end_overtakes_nothing_that_was_announced(ranks: Ranks) -> None:
     assert ranks(4).run(ended_early) == [4.0] * 4
+
+
+def measured(rank: int) -> None:
+    hvd.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(horovod_latency, "CALLS", 1)
+        for way in horovod_latency.WAYS:
+            assert all(horovod_latency.turn(way).values())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:OneBit")
+def test_the_ways_to_agree_can_be_compared(ranks: Ranks) -> None:
+    ranks(2).run(measured)

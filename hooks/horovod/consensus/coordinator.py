@@ -1,0 +1,195 @@
+"""Rank 0's connections to all ranks: they announce to it what they do not agree on by themselves (`epoch_log`), and it
+tells them what to run next.
+
+Rank 0 listens; every rank, rank 0 too, holds one connection to it. The address and two secrets go through the store in
+which the ranks meet: a caller without the first secret is not let in, and an answer without the second is not believed.
+Nobody polls, but that rank 0 looks for stalls four times a second. The end of a process ends its connection: rank 0
+sees that at once and tells the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from ..transport.sockets import Connection, SocketLoop, addresses, dial, listen
+from .epoch_coordinator import EpochCoordinator
+from .negotiation import REMOVE, Negotiator
+
+log = logging.getLogger("gradwire.horovod")
+
+#: Seconds to wait, after the end has been said, until the others have heard it.
+_FAREWELL_SECONDS = 5.0
+#: Seconds between two looks for ranks that wait for others.
+_LOOK_SECONDS = 0.25
+
+
+def connect(store: dist.Store, hello: dict[str, Any], seconds: float) -> tuple[Connection, dict[str, Any]]:
+    """Connect this rank to rank 0; the connection, and rank 0's answer, which comes once all ranks have come.
+
+    The store may still hold the address of a rank 0 that is gone, where a launcher restarts workers: that leads
+    nowhere, or to one that has all its ranks, and is read again.
+
+    Raises:
+        ConnectionError: rank 0 cannot be reached, or not all ranks came within `seconds`.
+    """
+    try:
+        return dial(
+            lambda: json.loads(store.get("control")),
+            lambda place: {**hello, "secret": place["secret"]},
+            lambda place, answer: secrets.compare_digest(str(answer.get("answer")), place["answer"]),
+            seconds,
+        )
+    except ConnectionError as error:
+        raise ConnectionError(
+            f"rank {hello['rank']} did not meet all ranks within {seconds:.0f} s (rank 0 is said to be at {error}): "
+            "start every rank, and set GLOO_SOCKET_IFNAME to the network interface that joins the hosts"
+        ) from error
+
+
+class Coordinator:
+    """Rank 0's side: a thread that hears all ranks and tells them what the negotiator decides.
+
+    Args:
+        store: takes the address.
+        negotiator: decides.
+        stall_seconds: warn once some ranks have waited for others for so long; 0: never.
+        stall_shutdown_seconds: give up after so long; 0: never.
+    """
+
+    def __init__(
+        self, store: dist.Store, negotiator: Negotiator, stall_seconds: float, stall_shutdown_seconds: float
+    ) -> None:
+        self.epochs = EpochCoordinator(negotiator)
+        self._size = negotiator.size
+        self._stall, self._stall_shutdown = stall_seconds, stall_shutdown_seconds
+        listener = listen(backlog=max(128, self._size))
+        self._secret, self._answer, self._session = (secrets.token_hex(16) for _ in range(3))
+        place = {
+            "hosts": addresses(),
+            "port": listener.getsockname()[1],
+            "secret": self._secret,
+            "answer": self._answer,
+        }
+        store.set("control", json.dumps(place))
+        self._loop = SocketLoop(listener)
+        self._peers: dict[int, Connection] = {}
+        self._hellos: dict[int, dict[str, Any]] = {}
+        self._ending: float | None = None
+        #: Actions of this process's other threads for this one.
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._run, name="gradwire-coordinator", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            while self._ending is None or (self._loop.connections and time.monotonic() < self._ending):
+                for connection in self._loop.poll(_LOOK_SECONDS):
+                    # This process's actions come before anything that it has said on its connection later.
+                    self._read_inbox()
+                    if connection is not None:
+                        self._read(connection)
+                self._read_inbox()
+                self._decide()
+                self._look_for_stalls()
+        finally:
+            self._loop.close("rank 0 has ended")
+
+    def _read(self, peer: Connection) -> None:
+        """Take a rank's messages. A connection that breaks, or says what nobody can read, is a rank that is gone."""
+        try:
+            for message, _ in peer.messages():
+                if not peer.trusted:
+                    self._greet(peer, message)
+                elif "done" in message:
+                    self.epochs.negotiator.done(message["done"])
+                elif "failed" in message:
+                    self._end(f"rank {peer.rank}: {message['failed']}", clean=False)
+                else:
+                    self.epochs.hear(peer.rank, message)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            self._loop.drop(peer, str(error))
+            if peer.trusted:
+                self._end(f"rank {peer.rank} is gone ({error or 'its connection ended'})", clean=False)
+
+    def ask(self, request: dict[str, Any]) -> None:
+        """Announce an operation of rank 0 itself. For any thread, as are the next three."""
+        self._put(partial(self.epochs.hear, 0, request))
+
+    def take_over(self, left: list[tuple[int, dict[str, Any] | None]], agreed: int | None) -> None:
+        """See `LogCallbacks.hand_over`."""
+        self._put(partial(self.epochs.take_over, left, agreed))
+
+    def look_at(self, key: str) -> None:
+        """Look at a key that a rank has announced with its payload: others may have announced it without."""
+        if key in self.epochs.negotiator or REMOVE in self.epochs.negotiator:
+            self._put(partial(self.epochs.collect, key))
+
+    def done(self, set_id: int) -> None:
+        """Count a decision for this process set as carried out by rank 0."""
+        self._put(partial(self.epochs.negotiator.done, set_id))
+
+    def _put(self, action: Callable[[], None]) -> None:
+        self._inbox.put(action)
+        self._loop.wake()
+
+    def _read_inbox(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._inbox.get_nowait()()
+
+    def _greet(self, peer: Connection, message: dict[str, Any]) -> None:
+        if not secrets.compare_digest(str(message.get("secret")), self._secret):
+            raise ValueError("a stranger")
+        rank = int(message["rank"])
+        if rank in self._peers:
+            raise ValueError("a rank that is here already: of a later start")
+        peer.rank, peer.trusted = rank, True
+        self._peers[rank], self._hellos[rank] = peer, message
+        if len(self._peers) == self._size:
+            told = {key: [self._hellos[rank][key] for rank in range(self._size)] for key in ("host", "place")}
+            for other in self._peers.values():
+                self._loop.send(other, {"answer": self._answer, "session": self._session, **told})
+
+    def _decide(self) -> None:
+        if self._ending is not None or len(self._peers) < self._size:
+            return
+        for decision in self.epochs.decisions():
+            for rank in decision.members:
+                message = decision.message
+                if decision.acknowledge == rank:
+                    message = {**message, "acknowledge": True}
+                self._loop.send(self._peers[rank], message)
+        if self.epochs.leaving is not None:
+            self._end(f"rank {self.epochs.leaving} has shut down", clean=True)
+
+    def _end(self, message: str, clean: bool) -> None:
+        if self._ending is not None:
+            return
+        self._ending = time.monotonic() + _FAREWELL_SECONDS
+        for peer in self._peers.values():
+            self._loop.send(peer, {"do": "stop", "clean": clean, "message": message})
+
+    def _look_for_stalls(self) -> None:
+        if len(self._peers) < self._size or self._ending is not None:
+            return
+        self.epochs.look()
+        if self._stall > 0:
+            for key, waiting, missing, seconds in self.epochs.overdue(self._stall):
+                log.warning(
+                    "ranks %s have waited %.0f s in %s for ranks %s: does every rank call it, under the same name?",
+                    waiting, seconds, key, missing,
+                )  # fmt: skip
+        if self._stall_shutdown > 0:
+            for key, _, missing, seconds in self.epochs.overdue(self._stall_shutdown, again=True):
+                self._end(f"{key} has waited {seconds:.0f} s for ranks {missing}", clean=False)
