@@ -20,10 +20,13 @@ from types import ModuleType
 from typing import Any
 
 from .advisor import advise
-from .codec import codecs, gpu_model
+from .codec import codecs
 from .common import report
-from .network import allreduce, exchange, hsdp, links, paired, step, timeline
-from .training import learn, train
+from .gpu import gpu_model
+from .learning import learn, train
+from .links import links
+from .sparse import allreduce
+from .steps import exchange, hsdp, paired, profile, step
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, DOCS = Path("benchmarks/results"), Path("docs")
@@ -37,7 +40,7 @@ COMMANDS: dict[str, ModuleType] = {
     "hsdp": hsdp,
     "learn": learn,
     "paired": paired,
-    "profile": timeline,
+    "profile": profile,
     "step": step,
     "train": train,
 }

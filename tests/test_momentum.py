@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from gradwire import QSGD, Codec, Momentum, OneBit, Outliers, Residual, TopK, Tracking
-from gradwire.benchmarks.common.virtual import VirtualRanks
+from gradwire.benchmarks.common.in_process import VirtualRanks
 from gradwire.compress import SparseCodec, new_draw
 from gradwire.compress.backends import MomentumKernels, _backend, use_backend
 from gradwire.compress.codec import DTYPES

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gradwire import Codec, Identity, PowerSGD, Residual, TopK, Tracking
-from gradwire.benchmarks.common.virtual import VirtualRanks
+from gradwire.benchmarks.common.in_process import VirtualRanks
 from gradwire.compress import Feedback, new_draw
 from gradwire.compress.backends import backend_kernels
 from gradwire.compress.backends.low_rank import LowRankKernels, Matrices

@@ -11,8 +11,8 @@ import pytest
 from gradwire.benchmarks import publish
 from gradwire.benchmarks.common import report
 from gradwire.benchmarks.common.report import Table
+from gradwire.benchmarks.learning import learn
 from gradwire.benchmarks.publish import PAGE, ROOT, SET, Publication
-from gradwire.benchmarks.training import learn
 
 
 def test_the_page_says_what_was_measured() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire.benchmarks.network.allreduce import IndexSets
-from gradwire.benchmarks.network.simulation import Network, SimulatedGroup, Task, World, check, simulate
+from gradwire.benchmarks.sparse.allreduce import IndexSets
+from gradwire.benchmarks.sparse.simulation import Network, SimulatedGroup, Task, World, check, simulate
 from gradwire.hooks.comm.entry_exchange import Entries
 from gradwire.hooks.comm.group import Group
 from ranks import Pool

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import training
-from gradwire.benchmarks.common.virtual import VirtualGroup
+from gradwire.benchmarks.common.in_process import VirtualGroup
 from gradwire.compress import TopK
 from gradwire.compress.feedback.base import plain
 from gradwire.hooks.comm.entry_exchange import Entries, fill

@@ -15,9 +15,9 @@ import pytest
 import torch
 from gradwire.benchmarks.cli import main
 from gradwire.benchmarks.common import report
-from gradwire.benchmarks.training import summary
-from gradwire.benchmarks.training.tasks import ARMS, DIGITS, SMALL, TASKS, Task
-from gradwire.benchmarks.training.train import by_length
+from gradwire.benchmarks.learning import summary
+from gradwire.benchmarks.learning.tasks import ARMS, DIGITS, SMALL, TASKS, Task
+from gradwire.benchmarks.learning.train import by_length
 from ranks import Pool
 
 Ranks = Callable[[int], Pool]

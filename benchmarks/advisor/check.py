@@ -19,8 +19,9 @@ from typing import Any
 
 from ..common import report
 from ..common.arms import ARMS, FLOOR
-from ..network import flags, links, step
-from ..network.proof import caption
+from ..links import flags, links
+from ..links.verification import caption
+from ..steps import step
 from . import advice
 from .measurement import PREDICTED
 from .prediction import Here, measure, predictions

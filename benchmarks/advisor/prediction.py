@@ -16,7 +16,7 @@ from ...hooks.comm.topology import make_topology
 from ...hooks.exchanges import BucketSpec
 from ...hooks.network import cost
 from ..common.arms import BASELINE, Arm, label
-from ..network import links
+from ..links import links
 from . import measurement
 from .network import Network, from_flags
 from .step_simulation import Job, Prediction, Processors, Profile, predict

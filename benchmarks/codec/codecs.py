@@ -26,8 +26,8 @@ from torch import Tensor
 
 from ...compress import CODECS, Codec, TopK
 from ..common import report
+from ..common.arguments import expect_at_least
 from ..common.arms import label
-from ..common.counts import expect_at_least
 from ..common.progress import Progress
 from . import inputs
 from .baselines import pytorch_baselines

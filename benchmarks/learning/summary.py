@@ -10,8 +10,8 @@ from typing import Any
 
 from ..common import report
 from ..common.arms import BASELINE, COMPRESSED, DENSE, FLOOR, HALF, WHOLE
-from ..network import flags
-from ..network.proof import caption
+from ..links import flags
+from ..links.verification import caption
 from .search import loss_of, origin
 from .tasks import ARMS
 

@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, record_function
 
 from ..common import report
+from ..common.arguments import expect_at_least
 from ..common.arms import ARMS
-from ..common.counts import expect_at_least
 from ..common.models import perceptron
-from . import flags, links
-from .proof import caption
+from ..links import flags, links
+from ..links.verification import caption
 
 CHOICES = ("onebit", "topk", "qsgd", "terngrad")
 PHASES = ("encode", "exchange", "decode")

@@ -28,12 +28,11 @@ import torch.nn.functional as F
 
 from ...compress import TopK
 from ..common import report
+from ..common.arguments import add_arms, expect_at_least
 from ..common.arms import ARMS, BASELINE, FLOOR, Floor, average, in_turns, slowest
-from ..common.choices import add_arms
-from ..common.counts import expect_at_least
 from ..common.models import perceptron
-from . import flags, links
-from .proof import caption, sent_bytes
+from ..links import flags, links
+from ..links.verification import caption, sent_bytes
 
 #: Untimed steps of a round on links with a distance.
 OPENING = 3

@@ -32,13 +32,12 @@ import torch.nn.functional as F
 
 from ..common import arms as common
 from ..common import report
+from ..common.arguments import add_arms, expect_at_least
 from ..common.arms import Arm, Installed
-from ..common.choices import add_arms
-from ..common.counts import expect_at_least
 from ..common.models import perceptron
-from ..training import tasks, train
-from . import flags, links
-from .proof import caption
+from ..learning import tasks, train
+from ..links import flags, links
+from ..links.verification import caption
 
 LINEAR = "linear"
 #: The reference's second model.

@@ -25,12 +25,11 @@ import torch
 import torch.distributed as dist
 
 from ..common import report
+from ..common.arguments import add_arms, expect_at_least
 from ..common.arms import BASELINE, DENSE, FLOOR, Arm, Installed, average, in_turns, slowest
-from ..common.choices import add_arms
-from ..common.counts import expect_at_least
 from ..common.progress import Progress
-from ..network import flags, links
-from ..network.step import OPENING
+from ..links import flags, links
+from ..steps.step import OPENING
 from . import summary
 from .search import Runs, best_rate, finite, still_needed
 from .summary import tables

@@ -31,7 +31,7 @@ from ...hooks.comm.group import Group
 from ...hooks.comm.ports import Collective
 from ...hooks.ddp.hook import CompressState, compress_hook
 from ..common import report
-from ..common.counts import expect_at_least
+from ..common.arguments import expect_at_least
 
 CPU = torch.device("cpu")
 CODECS: tuple[Codec, ...] = (

@@ -23,12 +23,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ... import Codec, OneBit, TopK, compress_fsdp
 from ..common import report
+from ..common.arguments import add_arms, expect_at_least
 from ..common.arms import in_turns, label, slowest
-from ..common.choices import add_arms
-from ..common.counts import expect_at_least
 from ..common.models import perceptron
-from . import flags, links
-from .proof import caption, sent_bytes
+from ..links import flags, links
+from ..links.verification import caption, sent_bytes
 
 FLOOR, HSDP = "none", "hsdp"
 #: Ranks on each node, which share its link.

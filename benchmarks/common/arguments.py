@@ -1,9 +1,17 @@
-"""The option that says which arms to compare."""
+"""Options that several subcommands have, and what their numbers must be."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Mapping
+
+
+def expect_at_least(options: argparse.Namespace, **least: int) -> None:
+    """Raises ValueError, naming the option, where one of these is smaller than it may be; an option may be a list."""
+    for name, smallest in least.items():
+        value = getattr(options, name)
+        if min(value if isinstance(value, list) else [value]) < smallest:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: expected at least {smallest}")
 
 
 def add_arms(parser: argparse.ArgumentParser, titles: Mapping[str, str], default: Iterable[str] | None = None) -> None:

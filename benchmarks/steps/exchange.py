@@ -25,11 +25,10 @@ from torch import Tensor, nn
 
 from ...compress import TopK
 from ..common import report
+from ..common.arguments import add_arms, expect_at_least
 from ..common.arms import ARMS, BASELINE, FLOOR, in_turns, slowest
-from ..common.choices import add_arms
-from ..common.counts import expect_at_least
-from . import flags, links
-from .proof import caption, sent_bytes
+from ..links import flags, links
+from ..links.verification import caption, sent_bytes
 
 CHOICES = tuple(arm.name for arm in ARMS.values() if not arm.horovod and not arm.rank)  # PowerSGD needs matrices
 DEFAULT_ARMS = [FLOOR, "fp32", BASELINE, "onebit", "topk", "qsgd", "terngrad", "auto"]

@@ -11,8 +11,8 @@ from torch import nn
 
 from ...compress import Residual
 from ...hooks.local_sgd.outer_sgd import GlobalParameters, OuterSGD
+from ..common.in_process import VirtualRanks
 from ..common.language_model import update
-from ..common.virtual import VirtualRanks
 from .tasks import Batch, Task
 
 
@@ -41,7 +41,7 @@ class Rounds:
         return steps <= self.after or (steps - self.after) % self.every == 0
 
 
-class Apart:
+class IndependentReplicas:
     """The models and optimizers of all ranks, and the parameters that they agree on.
 
     Args:

@@ -26,13 +26,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...compress import TopK
 from ...compress.feedback.base import plain
-from ...hooks.comm.entry_exchange import fill
+from ...hooks.comm.entry_exchange import Entries, fill
+from ...hooks.comm.group import Group
 from ...hooks.comm.pipeline import drive
+from ...hooks.exchanges.split import Split
+from ...hooks.sparse import all_reduce as sparse
 from ..common import report
-from ..common.counts import expect_at_least
-from . import flags, links, simulation
-from .proof import caption, received_bytes
+from ..common.arguments import expect_at_least
+from ..links import flags, links
+from ..links.verification import caption, received_bytes
+from . import simulation
 
 ALGORITHMS = ("gather", "union", "split", "dense")
 AUTO, KEPT = "auto", "split-k"
@@ -200,8 +205,6 @@ class Call:
         self.chosen, self.moved = algorithm, 0
 
     def __call__(self) -> None:
-        from gradwire.hooks.sparse import all_reduce as sparse
-
         call = sparse.prepare(self.indices, self.values, self.numel, algorithm=self.algorithm, out=self.out)
         result = sparse.reduce(call)
         self.out.copy_(result) if isinstance(result, torch.Tensor) else fill(self.out, result)
@@ -213,11 +216,6 @@ class Kept:
     """The exchange of a model's gradients in which owners keep the k largest sums, after the selection."""
 
     def __init__(self, indices: Tensor, values: Tensor, numel: int, dtype: str) -> None:
-        from gradwire import TopK
-        from gradwire.hooks.comm.entry_exchange import Entries
-        from gradwire.hooks.comm.group import Group
-        from gradwire.hooks.exchanges.split import Split
-
         codec = TopK(density=len(indices) / numel, values=DTYPES[dtype])
         self.exchange = Split(codec, numel, 0, torch.device("cpu"), Group(dist.group.WORLD))
         self.entries = Entries(indices.int(), values)
