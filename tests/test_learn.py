@@ -32,11 +32,11 @@ from gradwire import (
 )
 from gradwire.benchmarks import cli
 from gradwire.benchmarks.common import report
-from gradwire.benchmarks.common.in_process import VirtualRanks
 from gradwire.benchmarks.learning import learn, search
 from gradwire.benchmarks.learning.arms import LEARNED, LearningArm
 from gradwire.benchmarks.learning.independent_replicas import IndependentReplicas, Rounds
 from gradwire.benchmarks.learning.optimizer_methods import BETAS, WEIGHT_DECAY, OptimizerMethod
+from gradwire.benchmarks.learning.ranks import InProcessRanks
 from gradwire.compress import Feedback
 from gradwire.compress.aggregation import Aggregation
 from gradwire.compress.feedback.store import Memory
@@ -93,7 +93,7 @@ def really(rank: int, codec: Codec, exchange: str, strategy: Feedback | None) ->
     ids=str,
 )
 def test_virtual_ranks_are_as_real_ones(ranks: Ranks, codec: Codec, exchange: str, strategy: Feedback | None) -> None:
-    virtual = VirtualRanks(3, LAYOUT, codec, exchange, strategy, seed=3)
+    virtual = InProcessRanks(3, LAYOUT, codec, exchange, strategy, seed=3)
     digests = [digest([virtual.reduce([gradient(rank, step) for rank in range(3)])]) for step in range(STEPS)]
     real = ranks(3).run(really, codec, exchange, strategy)
     assert [found for found, _ in real] == [digests] * 3
@@ -130,7 +130,7 @@ def some_zeros(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("arm", ["onebit-adam", "lion", "lion-mean"])
 def test_optimizers_on_virtual_ranks_are_the_real_ones(ranks: Ranks, arm: str) -> None:
-    virtual = VirtualRanks(3, LAYOUT, LEARNED[arm].codec, LEARNED[arm].exchange, LEARNED[arm].strategy)
+    virtual = InProcessRanks(3, LAYOUT, LEARNED[arm].codec, LEARNED[arm].exchange, LEARNED[arm].strategy)
     values, one = gradient(9, 9), OptimizerMethod(LEARNED[arm], virtual, 3, 5, clip=1e9)
     for step in range(5):
         one.move(values, [some_zeros(gradient(rank, step)) for rank in range(3)], 0.1)
@@ -142,7 +142,7 @@ def test_optimizers_on_virtual_ranks_are_the_real_ones(ranks: Ranks, arm: str) -
 
 
 def test_virtual_ranks_clip_each_gradient() -> None:
-    virtual = VirtualRanks(2, LAYOUT, Identity(), "dense", Tracking(0.0, clip=1.0))
+    virtual = InProcessRanks(2, LAYOUT, Identity(), "dense", Tracking(0.0, clip=1.0))
     large, small = 5 * gradient(0, 0), 1e-3 * gradient(1, 0)
     expected = (large / large.norm() + small) / 2
     assert torch.allclose(virtual.reduce([large.clone(), small.clone()]), expected, atol=1e-6)
@@ -150,14 +150,14 @@ def test_virtual_ranks_clip_each_gradient() -> None:
 
 @pytest.mark.parametrize(("codec", "exchange"), [(OneBit(), "two_pass"), (TopK(0.1), "gather"), (Identity(), "dense")])
 def test_ranks_whose_gradients_are_not_numbers_do_not_differ(codec: Codec, exchange: str) -> None:
-    virtual = VirtualRanks(2, LAYOUT, codec, exchange, Residual())
+    virtual = InProcessRanks(2, LAYOUT, codec, exchange, Residual())
     spoilt = gradient(1, 0)
     spoilt[7] = torch.nan
     assert virtual.reduce([gradient(0, 0), spoilt])[7].isnan()
 
 
 def test_ranks_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    virtual = VirtualRanks(2, LAYOUT, OneBit(), "gather", None)
+    virtual = InProcessRanks(2, LAYOUT, OneBit(), "gather", None)
     reduce = Bucket.reduce
 
     def wrong(self: Bucket, buffer: torch.Tensor, *others: object) -> object:
@@ -265,7 +265,7 @@ def test_gradients_arrive_as_late_as_they_should(monkeypatch: pytest.MonkeyPatch
     """The first one until then, and afterwards that of so many steps before."""
     arrived: list[float] = []
     reduced = iter(range(5))
-    monkeypatch.setattr(VirtualRanks, "reduce", lambda self, flats: flats[0].fill_(next(reduced)))
+    monkeypatch.setattr(InProcessRanks, "reduce", lambda self, flats: flats[0].fill_(next(reduced)))
     monkeypatch.setattr(learn, "put", lambda parameters, flat, layout: arrived.append(float(flat[0])))
     monkeypatch.setattr(learn, "update", lambda optimizer, rate, clip: None)
     task = learn.task_of("digits", "sgd", 16, 5)
@@ -407,7 +407,7 @@ def small_model() -> torch.nn.Module:
 def test_rounds_of_virtual_ranks_are_the_real_ones(ranks: Ranks, way: LearningArm, rounds: Rounds) -> None:
     task, model = learn.task_of("digits", "adamw", 6, 7), small_model()
     layout = learn.in_order(dict(model.named_parameters()))
-    virtual = VirtualRanks(3, layout, way.codec, way.exchange, way.strategy, seed=3)
+    virtual = InProcessRanks(3, layout, way.codec, way.exchange, way.strategy, seed=3)
     one = IndependentReplicas(
         rounds, virtual, model, lambda parameters: learn.optimizer_of(task, parameters, way), task
     )

@@ -36,7 +36,7 @@ class LearningArm:
     """One way to learn.
 
     Attributes:
-        codec, exchange, strategy: as of `VirtualRanks`.
+        codec, exchange, strategy: as of `InProcessRanks`.
         begins: so many steps, to begin with, send 8 bits an element.
         method: what ranks exchange in the place of gradients, a name of `training.inside`; "": gradients.
         corrected: the learning rate of step t is divided by 1 - β^t, which corrects the bias of the estimate that is

@@ -11,8 +11,8 @@ from torch import nn
 
 from ...compress import Residual
 from ...hooks.local_sgd.outer_sgd import GlobalParameters, OuterSGD
-from ..common.in_process import VirtualRanks
 from ..common.language_model import update
+from .ranks import InProcessRanks
 from .tasks import Batch, Task
 
 
@@ -55,7 +55,7 @@ class IndependentReplicas:
     def __init__(
         self,
         rounds: Rounds,
-        ranks: VirtualRanks,
+        ranks: InProcessRanks,
         model: nn.Module,
         optimizer_of: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer],
         task: Task,

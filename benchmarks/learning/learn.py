@@ -1,6 +1,6 @@
 """Loss against bytes: what models learn through each way of compressing, every way at its own best learning rate.
 
-Ranks share a process (`common.virtual`), so a network plays no part: bytes are what a rank receives by the exchange
+Ranks share a process (`ranks`), so a network plays no part: bytes are what a rank receives by the exchange
 that the arm names, compared with those of a float32 ring all-reduce. Every arm searches its learning rate with the
 first seed, float32 too: half, once and twice a rate to begin with, then on as long as the best one lies at an end. The
 other seeds train at that rate. Differences to float32 are paired by seed.
@@ -27,12 +27,12 @@ from ...compress.formats.layout import Layout, Slot, end_to_end
 from ...hooks.local_sgd.outer_sgd import layout_of as in_order
 from ..common import report
 from ..common.arguments import add_arms, expect_at_least
-from ..common.in_process import VirtualRanks
 from ..common.language_model import update
 from ..common.progress import Progress
 from .arms import FLOAT32, LEARNED, LearningArm
 from .independent_replicas import IndependentReplicas
 from .optimizer_methods import OptimizerMethod
+from .ranks import InProcessRanks
 from .search import Runs, best_rate, finite, loss_of, origin, still_needed
 from .tasks import TASKS, Batch, Task
 
@@ -130,7 +130,7 @@ def train_apart(
     """Every rank a model of its own, and rounds. Returns the model that they agree on, and the bytes received."""
     assert way.rounds is not None
     layout = in_order(dict(model.named_parameters()))
-    ranks = VirtualRanks(len(data), layout, way.codec, way.exchange, way.strategy, seed)
+    ranks = InProcessRanks(len(data), layout, way.codec, way.exchange, way.strategy, seed)
     apart = IndependentReplicas(way.rounds, ranks, model, lambda parameters: optimizer_of(job, parameters, way), job)
     received = sum(apart.step(data, rate) for rate in rates) + apart.synchronise()
     return apart.models[0], received
@@ -144,7 +144,7 @@ def train_together(
     parameters = list(model.parameters())
     layout = layout_of(model)
     strategy, clip = way.clipped(job.clip, world)
-    ranks = VirtualRanks(world, layout, way.codec, way.exchange, strategy, seed)
+    ranks = InProcessRanks(world, layout, way.codec, way.exchange, strategy, seed)
     if way.begins:
         ranks.use(QSGD(bits=8), "two_pass")
     updates = optimizer_of(job, parameters, way)

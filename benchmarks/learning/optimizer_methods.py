@@ -11,8 +11,8 @@ from ...compress import Identity
 from ...compress.codecs.sign_vote import vote
 from ...optim.adam import divisor
 from ...optim.lion import no_opinion, nobody
-from ..common.in_process import VirtualRanks
 from .arms import LearningArm
+from .ranks import InProcessRanks
 
 #: The share of the steps in which 1-bit Adam is plain Adam.
 WARM_UP = 0.2
@@ -30,7 +30,7 @@ class OptimizerMethod:
         clip: largest norm of a rank's own gradient.
     """
 
-    def __init__(self, way: LearningArm, ranks: VirtualRanks, size: int, steps: int, clip: float) -> None:
+    def __init__(self, way: LearningArm, ranks: InProcessRanks, size: int, steps: int, clip: float) -> None:
         self.way, self.ranks, self.size, self.clip, self.step = way, ranks, size, clip, 0
         self.warmup_steps = round(WARM_UP * steps) if way.method == "adam" else 0
         self.momenta = torch.zeros(size if way.method == "lion" else 1, ranks.numel)

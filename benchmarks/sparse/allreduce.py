@@ -7,8 +7,8 @@ received, as the kernel counts them, which algorithm was fastest, and what "auto
 
 Links need root and iproute2; `--rate none` runs over loopback, where bytes cannot be told apart by rank.
 
-`--simulate 16 256 4096` runs the same algorithms in one process instead, on simulated ranks (see `simulation`) with
-links of `--rate` and a latency of `--alpha` microseconds.
+`--simulate 16 256 4096` runs the same algorithms in one process instead, on simulated ranks (see `common.in_process`)
+with links of `--rate` and a latency of `--alpha` microseconds.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from ...hooks.exchanges.split import Split
 from ...hooks.sparse import all_reduce as sparse
 from ..common import report
 from ..common.arguments import expect_at_least
+from ..common.in_process import Network
 from ..links import flags, links
 from ..links.verification import caption, received_bytes
 from . import simulation
@@ -98,7 +99,7 @@ def run_simulation(options: argparse.Namespace, rate: int | None, distance: flag
     torch.set_num_threads(1)  # of each simulated rank
     try:
         result = report.document("allreduce-simulation", {name: getattr(options, name) for name in names} | recorded)
-        network = simulation.Network(options.alpha * 1e-6 if distance is None else distance.delay, 8 / rate)
+        network = Network(options.alpha * 1e-6 if distance is None else distance.delay, 8 / rate)
         simulated_cell(options, 2, 0.01, 0.5, network)  # compiles
         cells = itertools.product(options.simulate, options.density, options.overlap)
         result["cells"] = [simulated_cell(options, *cell, network) for cell in cells]
@@ -109,7 +110,7 @@ def run_simulation(options: argparse.Namespace, rate: int | None, distance: flag
 
 
 def simulated_cell(
-    options: argparse.Namespace, world_size: int, density: float, overlap: float, network: simulation.Network
+    options: argparse.Namespace, world_size: int, density: float, overlap: float, network: Network
 ) -> dict[str, Any]:
     numel = options.numel
     k = max(1, math.ceil(density * numel))
