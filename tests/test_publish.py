@@ -133,6 +133,27 @@ def test_published_figures_name_the_machine_and_the_command() -> None:
                 assert result["arguments"][name] == options[name], f"{publication.name} was made with other options"
 
 
+def test_results_are_files_with_a_row_a_line() -> None:
+    for publication in SET:
+        text = (ROOT / publication.json).read_text("utf-8")
+        assert text == report.json_text(json.loads(text)) + "\n", publication.json
+    rows = {"rows": [{"a": [1.5, None], "b": {}}, {"a": list(range(500))}], "name": "ä"}
+    text = report.json_text({**rows, "long": "x" * report.LINE})
+    assert json.loads(text) == {**rows, "long": "x" * report.LINE}
+    assert [line.strip()[:5] for line in text.splitlines()] == [
+        "{",
+        '"rows',
+        '{"a":',
+        "{",
+        '"a": ',
+        "}",
+        "],",
+        '"name',
+        '"long',
+        "}",
+    ]
+
+
 def test_what_needs_links_is_known() -> None:
     assert Publication("a", "step --rate 1gbit", plot=False).shaped
     assert not Publication("a", "step --rate none", plot=False).shaped
