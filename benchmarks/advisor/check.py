@@ -18,12 +18,11 @@ from statistics import fmean
 from typing import Any
 
 from ..common import report
-from ..common.arms import ARMS, FLOOR
+from ..common.arms import ARMS, FLOOR, PREDICTED
 from ..links import flags, links
 from ..links.verification import caption
 from ..steps import step
 from . import advice
-from .measurement import PREDICTED
 from .prediction import Here, measure, predictions
 
 WORLD = 2

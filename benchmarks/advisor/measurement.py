@@ -26,11 +26,9 @@ from ...hooks.comm.group import Group
 from ...hooks.comm.ports import Work
 from ...hooks.network import probe
 from ..common import models
-from ..common.arms import ARMS, BASELINE, DENSE
+from ..common.arms import PREDICTED
 from ..common.report import median
 
-#: What is predicted, PyTorch's own ways first.
-PREDICTED = tuple(ARMS[name] for name in (DENSE, BASELINE, "onebit", "topk", "topk-0.1", "qsgd", "terngrad"))
 CODECS = {arm.name: arm.codec for arm in PREDICTED if arm.codec is not None}
 #: Short names for models that come along.
 MODELS = {name: f"{models.__name__}:{name}" for name in ("linear", "small", "language")}

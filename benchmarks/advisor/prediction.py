@@ -15,7 +15,7 @@ from ...hooks.comm.group import Group
 from ...hooks.comm.topology import make_topology
 from ...hooks.exchanges import BucketSpec
 from ...hooks.network import cost
-from ..common.arms import BASELINE, Arm, label
+from ..common.arms import BASELINE, PREDICTED, Arm, label
 from ..links import links
 from . import measurement
 from .network import Network, from_flags
@@ -137,7 +137,7 @@ def read(found: Mapping[str, Any], messages: Mapping[str, Any], cores: float, th
 def predictions(here: Here, network: Network) -> list[dict[str, Any]]:
     """One row for each arm."""
     rows = []
-    for arm in measurement.PREDICTED:
+    for arm in PREDICTED:
         jobs, exchanges, received = jobs_of(arm, here, network)
         at_once = network.flat.at_once if arm.codec is not None else min(network.flat.at_once, cost.GLOO_COLLECTIVES)
         prediction = predict(here.profile, jobs, here.processors, at_once)

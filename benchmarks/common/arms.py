@@ -1,10 +1,9 @@
-"""The arms of benchmarks: the ways to exchange gradients that are compared, and how they take turns."""
+"""The arms of benchmarks: the ways to exchange gradients that are compared, and which of them each benchmark takes."""
 
 # Annotations stay evaluated here: DDP compares those of a hook with its own.
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import fmean
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -297,20 +296,47 @@ ARMS = {
     )
 }
 
+#: `gradwire-bench train`'s, which learn. "auto" takes the codec that a short run learns well with.
+TRAINED = {
+    name: ARMS[name]
+    for name in [
+        "none",
+        "fp32",
+        "fp16",
+        "bf16",
+        "powersgd",
+        "qsgd",
+        "low-rank",
+        "terngrad",
+        "onebit",
+        "topk",
+        "topk8",
+        "chunked6",
+        "chunked1.5",
+        "local",
+        "local30",
+        "carried",
+        "auto",
+    ]
+}
+TRAINED["powersgd"] = replace(ARMS["powersgd"], rank=4)
+TRAINED["auto"] = replace(ARMS["auto"], codec=EIGHT_PERCENT, learns_as="topk8")
 
-def in_turns(turns: Mapping[str, Callable[[], None]], rounds: int) -> None:
-    """Give every arm its turn in every round, in another order each: nobody always follows the one that heats most."""
-    names = list(turns)
-    for round_ in range(rounds):
-        for place in range(len(names)):
-            turns[names[(place + round_) % len(names)]]()
+#: The demo's.
+DEMONSTRATED = {name: ARMS[name] for name in (DENSE, BASELINE, "qsgd", "terngrad", "onebit", "topk")}
 
+#: `gradwire-bench advise`'s, PyTorch's own ways first.
+PREDICTED = tuple(ARMS[name] for name in (DENSE, BASELINE, "onebit", "topk", "topk-0.1", "qsgd", "terngrad"))
 
-def average(ranks: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
-    """Times [rounds][steps], each the mean of the ranks'."""
-    return [[fmean(step) for step in zip(*turns, strict=True)] for turns in zip(*ranks, strict=True)]
-
-
-def slowest(ranks: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
-    """Times [rounds][steps] of which each lasts until its slowest rank is done."""
-    return [[max(step) for step in zip(*turns, strict=True)] for turns in zip(*ranks, strict=True)]
+#: `gradwire-bench hsdp`'s, between replicas of a sharded model; `bits` are those of FSDP's own reductions.
+HSDP = "hsdp"
+REPLICATED = {
+    arm.name: arm
+    for arm in (
+        Arm(FLOOR, what="no replicas: sharding alone"),
+        Arm(HSDP, what="FSDP2's own HSDP"),
+        Arm("hsdp-bf16", what="FSDP2's own HSDP, reduce_dtype=bfloat16", bits=16.0),
+        ARMS["onebit"],
+        ARMS["topk"],
+    )
+}

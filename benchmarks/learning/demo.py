@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 
 from ... import Codec, TopK
-from ..common import arms as common
-from ..common.arms import BASELINE, DENSE, Arm
+from ..common.arms import DEMONSTRATED as ARMS
+from ..common.arms import Arm
 from ..common.language_model import (
     Corpus,
     LanguageModel,
@@ -58,10 +58,6 @@ def falling_density(step: int, steps: int) -> Codec:
     ramp = (0.25, 0.0625, 0.015625)
     stage = step * 2 * len(ramp) // steps
     return TopK(ramp[stage] if stage < len(ramp) else 0.01)
-
-
-#: The arms of the demo, by name.
-ARMS = {name: common.ARMS[name] for name in (DENSE, BASELINE, "qsgd", "terngrad", "onebit", "topk")}
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from ...compress import QSGD, Tracking
 from ...compress.formats.layout import Layout, Slot, end_to_end
 from ...hooks.local_sgd.outer_sgd import layout_of as in_order
 from ..common import report
-from ..common.arguments import add_arms, expect_at_least
+from ..common.arguments import add_arms, add_output, expect_counts
 from ..common.language_model import update
 from ..common.progress import Progress
 from .arms import FLOAT32, LEARNED, LearningArm
@@ -51,13 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--begin", type=float, help="the rate that searches begin at (default: the task's own)")
     parser.add_argument("--seeds", type=int, default=3, help="train with seeds 0 to N-1 (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time (default: %(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="write arguments, environment and all runs there")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw loss against bytes there")
+    add_output(parser, plot="loss against bytes")
 
 
 def run(options: argparse.Namespace) -> int:
     """`gradwire-bench learn`."""
-    expect_at_least(options, world=2, steps=1, seeds=1, jobs=1)
+    expect_counts(options)
     task = task_of(options.task, options.optimizer, options.batch, options.steps)
     task.share(options.world)
     arms = list(dict.fromkeys([FLOAT32, *options.arms]))

@@ -56,6 +56,28 @@ class Distance:
             raise ValueError(f"an MTU of {self.mtu}: expected 1500 to 65000 bytes")
 
 
+def add_links(parser: argparse.ArgumentParser, *rates: str, whose: str = "rank", world: bool = True) -> None:
+    """`--rate`, or where several are usual `--rates`; the options of links with a distance; and `--world`.
+
+    Args:
+        rates: usual ones; none: one of 1 Gbit/s.
+        whose: links these are; each rank's may have a distance.
+        world: whether the number of ranks is an option too.
+    """
+    if rates:
+        usual = " ".join(rates)
+        parser.add_argument(
+            "--rates", nargs="+", default=list(rates), metavar="RATE", help=f"of the links; none: loopback ({usual})"
+        )
+    else:
+        shown = f"of each {whose}'s link, such as 100mbit; none: unshaped loopback (default: %(default)s)"
+        parser.add_argument("--rate", default="1gbit", help=shown)
+    if whose == "rank":
+        add_distance(parser)
+    if world:
+        parser.add_argument("--world", type=int, default=2, help="ranks (default: %(default)s)")
+
+
 def add_distance(parser: argparse.ArgumentParser) -> None:
     """The options of links with a distance, beside those of their rate."""
     parser.add_argument("--delay", help="of each packet, one way, such as 25ms (default: none but the machine's own)")
@@ -65,8 +87,8 @@ def add_distance(parser: argparse.ArgumentParser) -> None:
 
 def distance_of(options: argparse.Namespace) -> Distance | None:
     """What `add_distance`'s options say; None without a delay. Raises ValueError where they make no sense."""
-    if options.delay is None:
-        if options.loss is not None or options.mtu is not None:
+    if getattr(options, "delay", None) is None:
+        if getattr(options, "loss", None) is not None or getattr(options, "mtu", None) is not None:
             raise ValueError("--loss and --mtu are of links with a distance: give them a --delay")
         return None
     lost = re.fullmatch(r"(\d+(?:\.\d+)?)%", options.loss or "0%")

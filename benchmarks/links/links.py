@@ -285,12 +285,14 @@ class DistantLinks(ShapedLinks):
         return dict(zip(_TCP, (" ".join(value.split()) for value in values), strict=True))
 
 
-def open_links(world_size: int, rate: int | None, distance: Distance | None = None) -> Loopback:
+def open_links(world_size: int, rate: int | None, distance: Distance | None = None, per_node: int = 1) -> Loopback:
     """`ShapedLinks` at `rate`, `DistantLinks` if there is a distance, or `Loopback` where the rate is None; to be used
     in a `with` statement."""
     if rate is None:
         return Loopback(world_size)
-    return ShapedLinks(world_size, rate) if distance is None else DistantLinks(world_size, rate, distance)
+    if distance is None:
+        return ShapedLinks(world_size, rate, per_node=per_node)
+    return DistantLinks(world_size, rate, distance)
 
 
 def remove_leftovers() -> None:

@@ -34,9 +34,10 @@ from ...hooks.comm.pipeline import drive
 from ...hooks.exchanges.split import Split
 from ...hooks.sparse import all_reduce as sparse
 from ..common import report
-from ..common.arguments import expect_at_least
+from ..common.arguments import add_output, expect_counts
 from ..common.in_process import Network
-from ..links import flags, links
+from ..links import flags
+from ..links.driver import document, measured, slowest
 from ..links.verification import caption, received_bytes
 from . import simulation
 
@@ -54,42 +55,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--numel", type=int, default=1 << 22, help="elements of the vector (%(default)s)")
     parser.add_argument("--values", choices=tuple(DTYPES), default="float32", help="how values travel")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM", help=", ".join(ARMS))
-    parser.add_argument("--rate", default="1gbit", help="of each link: 100mbit, 1gbit, 2.5gbit … or none")
-    flags.add_distance(parser)
+    flags.add_links(parser, world=False)
     parser.add_argument("--repeats", type=int, default=5, help="calls of each arm a cell (%(default)s)")
-    parser.add_argument("--timeout", type=float, default=1200.0, help="seconds for each world size")
     parser.add_argument("--simulate", type=int, nargs="+", metavar="P", help="simulated world sizes, up to 4096")
     parser.add_argument("--alpha", type=float, default=50.0, help="simulated latency in µs (%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw time against density")
+    add_output(parser, timeout=1200, each="each world size", plot="time against density")
 
 
 def run(options: argparse.Namespace) -> int:
     """`gradwire-bench allreduce`."""
-    expect_at_least(options, world=2, numel=1, repeats=1)
-    rates, distance = flags.network_of(options)
-    rate = rates[options.rate]
+    expect_counts(options)
     for name, values in (("density", options.density), ("overlap", options.overlap)):
         if not all(0 <= value <= 1 for value in values) or (name == "density" and 0 in values):
             raise ValueError(f"--{name} {values}: expected numbers up to 1, and densities above 0")
     if options.simulate:
-        return run_simulation(options, rate, distance)
+        return run_simulation(options)
     arguments = {name: getattr(options, name) for name in ("density", "overlap", "numel", "values", "arms", "repeats")}
-    network = {"world": options.world, "rate": options.rate, **flags.recorded(distance)}
-    result = report.document("allreduce", {**arguments, **network})
-    result["environment"]["threads"] = 1  # of each rank
+    result = document("allreduce", options, **arguments)
     result["links"], result["cells"] = {}, []
     for world_size in options.world:
-        with links.open_links(world_size, rate, distance) as connection:
-            proof, ranks = connection.run_proven(measure, arguments, options.timeout)
-            result["links"][str(world_size)] = proof
-        result["cells"] += summarize(ranks, world_size, shaped=rate is not None)
+        found, ranks = measured(options, options.rate, measure, arguments, world_size)
+        result["links"][str(world_size)] = found["proof"]
+        result["cells"] += summarize(ranks, world_size, shaped=found["bits_per_s"] is not None)
     report.deliver(result, tables(result), options, plot)
     return 0
 
 
-def run_simulation(options: argparse.Namespace, rate: int | None, distance: flags.Distance | None) -> int:
+def run_simulation(options: argparse.Namespace) -> int:
     """The same algorithms on simulated ranks; a delay is their latency."""
+    rates, distance = flags.network_of(options)
+    rate = rates[options.rate]
     if rate is None:
         raise ValueError("--simulate needs a --rate: nothing is known of a loopback's")
     if not all(2 <= size <= 4096 for size in options.simulate):
@@ -259,7 +254,7 @@ def summarize(ranks: Sequence[Sequence[Mapping[str, Any]]], world_size: int, sha
     for sides in zip(*ranks, strict=True):
         arms = {}
         for name, arm in sides[0]["arms"].items():
-            turns = [max(turn) for turn in zip(*(side["arms"][name]["times_s"] for side in sides), strict=True)]
+            (turns,) = slowest([[side["arms"][name]["times_s"]] for side in sides])
             arms[name] = {
                 "seconds": report.median(turns),
                 "quartiles_s": report.quartiles(turns),

@@ -11,155 +11,100 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ... import Codec, OneBit, TopK, compress_fsdp
+from ... import compress_fsdp
 from ..common import report
-from ..common.arguments import add_arms, expect_at_least
-from ..common.arms import in_turns, label, slowest
+from ..common.arguments import add_arms, add_layers, add_output, add_turns
+from ..common.arms import FLOOR, HSDP, REPLICATED, Arm
 from ..common.models import perceptron
-from ..links import flags, links
-from ..links.verification import caption, sent_bytes
+from ..links import flags
+from ..links.driver import Runner, document, measured, megabytes, span, take_turns, timed
+from ..links.verification import caption
 
-FLOOR, HSDP = "none", "hsdp"
 #: Ranks on each node, which share its link.
 NODES, PER_NODE = 2, 2
 
 
-@dataclass(frozen=True)
-class Arm:
-    """One way to reduce gradients over replicas.
-
-    Attributes:
-        title: for people.
-        codec: gradwire's; None: FSDP's own.
-        dtype: of FSDP's reductions.
-    """
-
-    title: str
-    codec: Codec | None = None
-    dtype: torch.dtype = torch.float32
-
-
-ARMS = {
-    FLOOR: Arm("no replicas: sharding alone"),
-    HSDP: Arm("FSDP2's own HSDP"),
-    "hsdp-bf16": Arm("FSDP2's own HSDP, reduce_dtype=bfloat16", dtype=torch.bfloat16),
-    "onebit": Arm("", OneBit()),
-    "topk": Arm("", TopK(density=0.01)),
-}
-
-
-def title(name: str) -> str:
-    """An arm's, for people."""
-    codec = ARMS[name].codec
-    return ARMS[name].title if codec is None else f"gradwire, {label(codec)}"
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rate", default="1gbit", help="of each node's link, such as 100mbit; none: unshaped loopback")
-    add_arms(parser, {name: title(name) for name in ARMS})
-    parser.add_argument("--steps", type=int, default=4, help="timed in each round (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="each runs every arm once (default: %(default)s)")
-    parser.add_argument("--warmup", type=int, default=2, help="untimed steps of each arm first (default: %(default)s)")
-    parser.add_argument("--width", type=int, default=2048, help="of each linear layer (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=6, help="linear layers (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=8, help="samples a rank (default: %(default)s)")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds for all of it (default: %(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="write arguments, environment and every timing there")
+    flags.add_links(parser, whose="node", world=False)
+    add_arms(parser, {name: arm.title for name, arm in REPLICATED.items()})
+    add_turns(parser, steps=4, rounds=3, warmup=2)
+    add_layers(parser)
+    add_output(parser, timeout=300)
 
 
 def run(options: argparse.Namespace) -> int:
     """`gradwire-bench hsdp`."""
-    expect_at_least(options, steps=1, rounds=1, warmup=0, width=1, layers=1, batch=1)
-    rate = flags.parse_rate(options.rate)
     arms = list(dict.fromkeys([FLOOR, HSDP, *options.arms]))
     names = ("steps", "rounds", "warmup", "width", "layers", "batch")
     arguments = {"arms": arms, **{name: getattr(options, name) for name in names}}
-    world = NODES * PER_NODE
-    result = report.document("hsdp", {"rate": options.rate, "nodes": NODES, "ranks_per_node": PER_NODE, **arguments})
-    result["environment"]["threads"] = 1
-    shaped = rate is not None
-    with links.Loopback(world) if rate is None else links.ShapedLinks(world, rate, per_node=PER_NODE) as connection:
-        proof, ranks = connection.run_proven(measure, arguments, options.timeout)
+    result = document("hsdp", options, nodes=NODES, ranks_per_node=PER_NODE, **arguments)
+    found, ranks = measured(options, options.rate, measure, arguments, NODES * PER_NODE, PER_NODE)
     result |= {
-        "links": str(connection),
-        "proof": proof,
+        "links": found["links"],
+        "proof": found["proof"],
         "parameters": ranks[0]["parameters"],
-        "arms": summarize([rank["arms"] for rank in ranks], shaped),
+        "arms": summarize([rank["arms"] for rank in ranks], found["bits_per_s"] is not None),
     }
     report.deliver(result, tables(result), options)
     return 0
 
 
-def measure(
-    arms: Sequence[str], steps: int, rounds: int, warmup: int, width: int, layers: int, batch: int
-) -> dict[str, Any]:
-    """What every rank does: for each arm its step times in seconds, what its node sent, and what the formula says."""
+def measure(arms: Sequence[str], steps: int, rounds: int, warmup: int, **size: int) -> dict[str, Any]:
+    """Every rank's part: for each arm its step times in seconds, what its node sent, and what the formula says."""
     mesh = init_device_mesh("cpu", (NODES, PER_NODE), mesh_dim_names=("replicate", "shard"))
-    runners = {name: Runner(name, mesh, width, layers, batch) for name in arms}
+    models = {name: perceptron(**size) for name in arms}
+    numels = [sum(p.numel() for p in layer.parameters()) for layer in models[FLOOR][0].children()]
+    shards = [numel // PER_NODE for numel in numels if numel]
+    runners = {name: Runner(stepper(name, mesh, *models[name])) for name in arms}
     for runner in runners.values():
-        for _ in range(warmup):
-            runner.step()
-    in_turns({name: partial(runner.round, steps) for name, runner in runners.items()}, rounds)
-    return {
-        "parameters": runners[FLOOR].numel,
-        "arms": {name: runner.result() for name, runner in runners.items()},
+        runner.settle(warmup)
+    found = take_turns(runners, rounds, steps)
+    for name in arms:
+        found[name]["formula_bytes"] = formula(name, shards)
+    return {"parameters": sum(numels), "arms": found}
+
+
+def stepper(name: str, mesh: DeviceMesh, model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], float]:
+    """A function that takes one training step of an arm, started on all ranks together, and returns its seconds."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    arm = REPLICATED[name]
+    how: Any = {
+        "mesh": mesh if arm.codec is None and name != FLOOR else mesh["shard"],
+        "mp_policy": MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=dtype_of(arm), output_dtype=torch.float32),
+        "reshard_after_forward": False,
     }
-
-
-class Runner:
-    """An arm's model, and its steps."""
-
-    def __init__(self, name: str, mesh: DeviceMesh, width: int, layers: int, batch: int) -> None:
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-        arm = ARMS[name]
-        model, self.x, self.y = perceptron(width, layers, batch)
-        self.numel = sum(p.numel() for p in model.parameters())
-        layers_of = [layer for layer in model.children() if list(layer.parameters())]
-        shards = [sum(p.numel() for p in layer.parameters()) // PER_NODE for layer in layers_of]
-        how: Any = {
-            "mesh": mesh if arm.codec is None and name != FLOOR else mesh["shard"],
-            "mp_policy": MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=arm.dtype, output_dtype=torch.float32),
-            "reshard_after_forward": False,
-        }
-        for layer in layers_of:
+    for layer in model.children():
+        if list(layer.parameters()):
             fully_shard(layer, **how)
-        fully_shard(model, **how)
-        if arm.codec is not None:
-            compress_fsdp(model, arm.codec, mesh=mesh["replicate"], exchange="gather")
-        self.formula = formula(name, shards)
-        self.model, self.optimizer = model, torch.optim.SGD(model.parameters(), lr=1e-3)
-        self.times: list[list[float]] = []
-        self.sent = 0
+    fully_shard(model, **how)
+    if arm.codec is not None:
+        compress_fsdp(model, arm.codec, mesh=mesh["replicate"], exchange="gather")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
-    def step(self) -> float:
-        """Seconds of one training step, started on all ranks together."""
+    def step() -> float:
         dist.barrier()
         begin = time.perf_counter()
-        self.optimizer.zero_grad()
-        F.mse_loss(self.model(self.x), self.y).backward()
-        self.optimizer.step()
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
         return time.perf_counter() - begin
 
-    def round(self, steps: int) -> None:
-        self.step()  # its connections were idle while the others had their turn
-        sent = sent_bytes()
-        self.times.append([self.step() for _ in range(steps)])
-        self.sent += sent_bytes() - sent
+    return step
 
-    def result(self) -> dict[str, Any]:
-        steps = sum(len(turn) for turn in self.times)
-        return {"times": self.times, "sent_bytes": self.sent / steps, "formula_bytes": self.formula}
+
+def dtype_of(arm: Arm) -> torch.dtype:
+    """Of FSDP's own reductions."""
+    return torch.bfloat16 if arm.bits == 16 else torch.float32
 
 
 def formula(name: str, shards: Sequence[int]) -> int:
@@ -167,37 +112,36 @@ def formula(name: str, shards: Sequence[int]) -> int:
 
     A ring all-reduce sends 2·(R-1)/R of a shard, an all-gather R-1 wires of it; R are the nodes.
     """
-    arm = ARMS[name]
+    arm = REPLICATED[name]
     if name == FLOOR:
         return 0
     if arm.codec is not None:
         return PER_NODE * (NODES - 1) * sum(arm.codec.wire_bytes(numel) for numel in shards)
-    return PER_NODE * 2 * (NODES - 1) * arm.dtype.itemsize * sum(shards) // NODES
+    return PER_NODE * 2 * (NODES - 1) * dtype_of(arm).itemsize * sum(shards) // NODES
 
 
 def summarize(ranks: Sequence[Mapping[str, Any]], shaped: bool) -> list[dict[str, Any]]:
     """One row for each arm: medians over all steps, each as long as its slowest rank's.
 
     Args:
-        ranks: for each rank, for each arm, `Runner.result`.
+        ranks: for each rank, for each arm, `Runner.result` and `formula_bytes`.
         shaped: whether the interface's count is the node's alone.
     """
-    rounds = {name: slowest([rank[name]["times"] for rank in ranks]) for name in ranks[0]}
-    own = rounds[HSDP]
+    arms = timed(ranks, shaped)
+    own = arms[HSDP]
     rows = []
-    for name, turns in rounds.items():
-        times = [step for turn in turns for step in turn]
-        by_round = [report.median(a) / report.median(b) for a, b in zip(own, turns, strict=True)]
+    for name, arm in arms.items():
+        by_round = [report.median(a) / report.median(b) for a, b in zip(own.turns, arm.turns, strict=True)]
         rows.append(
             {
                 "arm": name,
-                "step_s": report.median(times),
-                "step_quartiles_s": report.quartiles(times),
-                "times_faster": report.median([step for turn in own for step in turn]) / report.median(times),
+                "step_s": arm.seconds,
+                "step_quartiles_s": arm.quartiles,
+                "times_faster": own.seconds / arm.seconds,
                 "times_faster_by_round": by_round,
-                "sent_bytes": max(rank[name]["sent_bytes"] for rank in ranks) if shaped else None,
+                "sent_bytes": arm.sent_bytes,
                 "formula_bytes": ranks[0][name]["formula_bytes"],
-                "times_s": turns,
+                "times_s": arm.turns,
             }
         )
     return rows
@@ -207,16 +151,15 @@ def tables(result: Mapping[str, Any]) -> list[report.Table]:
     """One row for each arm."""
     arguments, rows = result["arguments"], []
     for row in result["arms"]:
-        low, high = row["step_quartiles_s"]
-        spread, sent = row["times_faster_by_round"], row["sent_bytes"]
+        spread = row["times_faster_by_round"]
         rows.append(
             [
-                title(row["arm"]),
+                REPLICATED[row["arm"]].title,
                 f"{row['step_s'] * 1e3:.0f}",
-                f"{low * 1e3:.0f} to {high * 1e3:.0f}",
+                span(row["step_quartiles_s"], digits=0),
                 f"{row['times_faster']:.2f}",
                 f"{min(spread):.2f} to {max(spread):.2f}",
-                "" if sent is None else f"{sent / 1e6:.2f}",
+                megabytes(row["sent_bytes"]),
                 f"{row['formula_bytes'] / 1e6:.2f}",
             ]
         )
