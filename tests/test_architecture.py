@@ -204,8 +204,8 @@ def test_a_sound_library_passes() -> None:
         ("hooks.fsdp.shard", "from ...optim.adam import OneBitAdam", "optim.adam (optimizers) from below (fronts)"),
         (
             "hooks.ddp.hook",
-            "from ...benchmarks.training import demo",
-            "training.demo (benchmarks) from below",
+            "from ...benchmarks.learning import demo",
+            "learning.demo (benchmarks) from below",
         ),
         ("optim.adam", "from .. import TopK", "the root (public names) from below"),
         ("compress.codecs.topk", "import torch.distributed", "torch.distributed, which compress/ never does"),
