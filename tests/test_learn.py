@@ -34,7 +34,7 @@ from gradwire.benchmarks import cli
 from gradwire.benchmarks.common import report
 from gradwire.benchmarks.learning import learn, search
 from gradwire.benchmarks.learning.arms import LEARNED, LearningArm
-from gradwire.benchmarks.learning.independent_replicas import IndependentReplicas, Rounds
+from gradwire.benchmarks.learning.independent_replicas import IndependentReplicas, RoundSchedule
 from gradwire.benchmarks.learning.optimizer_methods import BETAS, WEIGHT_DECAY, OptimizerMethod
 from gradwire.benchmarks.learning.ranks import InProcessRanks
 from gradwire.compress import Feedback
@@ -350,7 +350,7 @@ def test_float32_on_virtual_ranks_learns_alike_on_any_number() -> None:
     assert four["loss"] == pytest.approx(two["loss"], rel=1e-3)
 
 
-def really_apart(rank: int, way: LearningArm, rounds: Rounds) -> tuple[str, int]:
+def really_apart(rank: int, way: LearningArm, rounds: RoundSchedule) -> tuple[str, int]:
     """A digest of the parameters after rounds of a real rank, and the bytes received in the last."""
     task, model, optimizer = learn.task_of("digits", "adamw", 6, 7), small_model(), None
     optimizer = learn.optimizer_of(task, list(model.parameters()), way)
@@ -386,25 +386,25 @@ def small_model() -> torch.nn.Module:
 @pytest.mark.parametrize(
     ("way", "rounds"),
     [
-        (LearningArm(Ternary(), "two_pass", Residual()), Rounds(3)),
+        (LearningArm(Ternary(), "two_pass", Residual()), RoundSchedule(3)),
         (
             LearningArm(TopK(0.05), "gather", Residual(0.9)),
-            Rounds(2, after=2, outer_lr=0.7, outer_momentum=0.9),
+            RoundSchedule(2, after=2, outer_lr=0.7, outer_momentum=0.9),
         ),
         (
             LearningArm(Aggregation(TopK(0.05), "senders"), "gather", Residual(0.95)),
-            Rounds(1),
+            RoundSchedule(1),
         ),
-        (LearningArm(QSGD(bits=4), "two_pass"), Rounds(4)),
-        (LearningArm(TopK(0.05), "gather", Residual()), Rounds(3, delay=2)),
+        (LearningArm(QSGD(bits=4), "two_pass"), RoundSchedule(4)),
+        (LearningArm(TopK(0.05), "gather", Residual()), RoundSchedule(3, delay=2)),
         (
             LearningArm(Ternary(), "two_pass", Residual()),
-            Rounds(2, after=2, delay=1, carry=True),
+            RoundSchedule(2, after=2, delay=1, carry=True),
         ),
     ],
     ids=["ternary", "momentum", "senders", "qsgd", "late", "carried"],
 )
-def test_rounds_of_virtual_ranks_are_the_real_ones(ranks: Ranks, way: LearningArm, rounds: Rounds) -> None:
+def test_rounds_of_virtual_ranks_are_the_real_ones(ranks: Ranks, way: LearningArm, rounds: RoundSchedule) -> None:
     task, model = learn.task_of("digits", "adamw", 6, 7), small_model()
     layout = learn.in_order(dict(model.named_parameters()))
     virtual = InProcessRanks(3, layout, way.codec, way.exchange, way.strategy, seed=3)
@@ -424,7 +424,7 @@ def test_rounds_of_virtual_ranks_are_the_real_ones(ranks: Ranks, way: LearningAr
 
 def test_rounds_share_their_bytes_among_steps() -> None:
     options: dict[str, Any] = {"task": "digits", "optimizer": "sgd", "world": 2, "batch": 8, "learning_rate": 0.1}
-    rare = LearningArm(rounds=Rounds(5))
+    rare = LearningArm(rounds=RoundSchedule(5))
     with patch.dict(os.environ), patch.dict(LEARNED, rare=rare):
         shares = {steps: learn.learn(arm="rare", steps=steps, seed=0, **options) for steps in (10, 11)}
     assert shares[10]["share_of_bytes"] == pytest.approx(1 / 5)

@@ -166,8 +166,8 @@ def no_network() -> Iterator[None]:
 
     with (
         patch.object(Group, "blocks", staticmethod(lambda *_: False)),
-        patch.object(Group, "gather_port", persistent_gather),
-        patch.object(Group, "swap_port", lambda *_, **__: Collective(Done)),
+        patch.object(Group, "persistent_gather", persistent_gather),
+        patch.object(Group, "persistent_swap", lambda *_, **__: Collective(Done)),
     ):
         yield
 

@@ -25,7 +25,7 @@ from ...compress import (
 from ...compress.codecs.sign_vote import Votes
 from ...compress.feedback.base import Feedback
 from ..common.arms import CARRIED, WIDE, label
-from .independent_replicas import Rounds
+from .independent_replicas import RoundSchedule
 
 FLOAT32 = "float32"
 MOMENTUM = 0.9
@@ -53,7 +53,7 @@ class LearningArm:
     begins: int = 0
     corrected: bool = False
     method: str = ""
-    rounds: Rounds | None = None
+    rounds: RoundSchedule | None = None
     momentum: float = MOMENTUM
     late: int = 0
 
@@ -162,19 +162,19 @@ LEARNED = {
     "wide0.7-b5": LearningArm(ChunkedTopK(k=448, chunk=65536), "gather", Residual(), momentum=0.5),
     "wide0.2-b5": LearningArm(ChunkedTopK(k=160, chunk=65536), "gather", Residual(), momentum=0.5),
     "chunked3": LearningArm(ChunkedTopK(k=138, values=2), "two_pass", Residual()),
-    "local1-ternary": LearningArm(Ternary(), "two_pass", Residual(), rounds=Rounds(1)),
-    "local2-ternary": LearningArm(Ternary(), "two_pass", Residual(), rounds=Rounds(2)),
-    "local5-qsgd8": LearningArm(QSGD(bits=8), "two_pass", Residual(), rounds=Rounds(5)),
-    "local3-wide0.7-b8": LearningArm(WIDE[3], "gather", Residual(), rounds=Rounds(3), momentum=0.8),
-    "local4-wide1.2-b8": LearningArm(WIDE[4], "gather", Residual(), rounds=Rounds(4), momentum=0.8),
-    "local5-wide1.5-b8": LearningArm(WIDE[5], "gather", Residual(), rounds=Rounds(5), momentum=0.8),
+    "local1-ternary": LearningArm(Ternary(), "two_pass", Residual(), rounds=RoundSchedule(1)),
+    "local2-ternary": LearningArm(Ternary(), "two_pass", Residual(), rounds=RoundSchedule(2)),
+    "local5-qsgd8": LearningArm(QSGD(bits=8), "two_pass", Residual(), rounds=RoundSchedule(5)),
+    "local3-wide0.7-b8": LearningArm(WIDE[3], "gather", Residual(), rounds=RoundSchedule(3), momentum=0.8),
+    "local4-wide1.2-b8": LearningArm(WIDE[4], "gather", Residual(), rounds=RoundSchedule(4), momentum=0.8),
+    "local5-wide1.5-b8": LearningArm(WIDE[5], "gather", Residual(), rounds=RoundSchedule(5), momentum=0.8),
     "carried3-wide0.9-b8": LearningArm(
-        CARRIED, "gather", Residual(), rounds=Rounds(3, delay=1, carry=True), momentum=0.8
+        CARRIED, "gather", Residual(), rounds=RoundSchedule(3, delay=1, carry=True), momentum=0.8
     ),
-    "local5-wide1.5": LearningArm(WIDE[5], "gather", Residual(), rounds=Rounds(5)),
+    "local5-wide1.5": LearningArm(WIDE[5], "gather", Residual(), rounds=RoundSchedule(5)),
     "local8-wide2.6-b8": LearningArm(
-        ChunkedTopK(k=430, chunk=16384), "gather", Residual(), rounds=Rounds(8), momentum=0.8
+        ChunkedTopK(k=430, chunk=16384), "gather", Residual(), rounds=RoundSchedule(8), momentum=0.8
     ),
-    "local10-ternary": LearningArm(Ternary(), "two_pass", Residual(), rounds=Rounds(10)),
-    "local30-ternary": LearningArm(Ternary(), "two_pass", Residual(), rounds=Rounds(30)),
+    "local10-ternary": LearningArm(Ternary(), "two_pass", Residual(), rounds=RoundSchedule(10)),
+    "local30-ternary": LearningArm(Ternary(), "two_pass", Residual(), rounds=RoundSchedule(30)),
 }

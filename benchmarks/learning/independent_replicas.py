@@ -17,7 +17,7 @@ from .tasks import Batch, Task
 
 
 @dataclass(frozen=True)
-class Rounds:
+class RoundSchedule:
     """When ranks exchange how far their parameters have moved, and how the mean moves those they agree on: arguments of
     `LocalUpdates`."""
 
@@ -54,7 +54,7 @@ class IndependentReplicas:
 
     def __init__(
         self,
-        rounds: Rounds,
+        rounds: RoundSchedule,
         ranks: InProcessRanks,
         model: nn.Module,
         optimizer_of: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer],
