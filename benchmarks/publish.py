@@ -71,7 +71,7 @@ class Publication:
 
     @property
     def shaped(self) -> bool:
-        """Whether it needs shaped links."""
+        """True if it needs shaped links."""
         options = parsed(self.arguments)
         if getattr(options, "simulate", None):
             return False
@@ -79,7 +79,7 @@ class Publication:
         return any(rate not in (None, "none") for rate in rates) or getattr(options, "check", False)
 
 
-#: What the commands of several begin with.
+#: Beginnings that commands share, by name.
 BEGINNINGS = {
     "large": "train --task large --search --runs benchmarks/results/train.jsonl --readings 10 --timed 8 --warmup 2",
     "learn": "learn benchmarks/results/learn.jsonl",
@@ -139,7 +139,7 @@ allreduce-simulated: allreduce --simulate 16 256 1024 --numel 1048576 --density 
 
 
 def publications(text: str) -> tuple[Publication, ...]:
-    """What a text like `COMMANDS_OF` says, whose lines go on where the next ones are indented."""
+    """The publications of a text like `COMMANDS_OF`. An indented line continues the one before."""
     entries = [line.partition(": ") for line in text.format(**BEGINNINGS).strip().replace("\n    ", " ").splitlines()]
     return tuple(Publication(name.lstrip("*"), command, plot=name.startswith("*")) for name, _, command in entries)
 

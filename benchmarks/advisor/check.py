@@ -26,7 +26,7 @@ from . import advice
 from .prediction import Here, measure, predictions
 
 WORLD = 2
-#: What the rig of `step` takes for each model that it knows.
+#: Options of `step` for each model that it knows.
 RIGS: dict[str, dict[str, Any]] = {
     "linear": {"width": 2048, "layers": 6, "batch": 8},
     "small": {"width": 512, "layers": 8, "batch": 8},

@@ -30,7 +30,7 @@ TIMEOUT = 600.0
 
 @dataclass(frozen=True)
 class Here:
-    """What was measured here.
+    """Measurements of this machine.
 
     Attributes:
         parameters, device, element_bytes: of the model's gradients.
@@ -102,8 +102,8 @@ def measure_group(model: str, local: int, cores: float, bucket_mb: float | None 
 
 
 def read(found: Mapping[str, Any], messages: Mapping[str, Any], cores: float, threads: int) -> Here:
-    """What `measurement`'s functions returned. On a GPU, nothing of a network's software is counted: NCCL's is in the
-    latency that flags give."""
+    """The results of `measurement`'s functions. On a GPU, a network's software counts nothing: NCCL's is in the latency
+    that flags give."""
     profile = found["profile"]
     processors = Processors(cores, threads, messages["waking"])
     messages = {**messages, "gloo": not found["device"].startswith("cuda")}

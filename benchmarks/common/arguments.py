@@ -43,7 +43,7 @@ def add_arms(parser: argparse.ArgumentParser, titles: Mapping[str, str], default
 
 
 def add_turns(parser: argparse.ArgumentParser, steps: int, rounds: int, warmup: int) -> None:
-    """How long arms take their turns."""
+    """The length of a run: rounds, and steps in each."""
     parser.add_argument("--steps", type=int, default=steps, help="timed in each round (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=rounds, help="each runs every arm once (default: %(default)s)")
     parser.add_argument(
@@ -61,7 +61,7 @@ def add_layers(parser: argparse.ArgumentParser, width: int = 2048, layers: int =
 def add_output(
     parser: argparse.ArgumentParser, plot: str = "", timeout: float | None = None, each: str = "all of it"
 ) -> None:
-    """Where results go: `--json`, `--plot` if something can be drawn; and when to give up."""
+    """`--json`, `--plot` if something can be drawn, and `--timeout`."""
     if timeout is not None:
         parser.add_argument("--timeout", type=float, default=timeout, help=f"seconds for {each} (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write arguments, environment and everything measured there")

@@ -25,7 +25,7 @@ ONE_BUCKET_MB = 10_000
 
 
 class Hook(NamedTuple):
-    """What `register_comm_hook` takes, or one of DDP's in C++; no function: no hook, and DDP's own all-reduce."""
+    """Arguments of `register_comm_hook`, or one of DDP's hooks in C++. Without a function: DDP's own all-reduce."""
 
     state: Any
     function: Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]] | dist.BuiltinCommHookType | None
@@ -160,7 +160,7 @@ class Arm:
         return Installed(self, model, ddp, hook.state)
 
 
-#: What `Installed.sends` says.
+#: Values of `Installed.sends`.
 WHOLE, HALF, COMPRESSED = "dense", "half precision", "compressed"
 
 
@@ -196,11 +196,11 @@ class Installed:
 
     @property
     def deciding(self) -> bool:
-        """Whether the arm still tries what to do, if it is one that decides. Alike on all ranks."""
+        """True while "auto" still tries candidates; the same on all ranks."""
         return bool(getattr(self.state, "deciding", False))
 
     def statistics(self) -> Statistics | None:
-        """What gradwire has counted so far; None of the other arms."""
+        """gradwire's statistics so far; None for other arms."""
         return self.state.statistics() if isinstance(self.state, CompressState | LocalUpdates) else None
 
     def bits_per_element(self) -> float:
@@ -214,7 +214,7 @@ class Installed:
         return self.arm.bits
 
     def share_of_bytes(self) -> float:
-        """What a rank has received so far, of what a float32 ring all-reduce brings it: by `gather` as much as the
+        """Bytes that a rank received so far, as a share of a float32 ring all-reduce's: by `gather` as much as the
         other ranks have sent, so that it is not `bits_per_element` of 32 on more than two."""
         done = self.statistics()
         if done is None:
@@ -224,7 +224,7 @@ class Installed:
         return done.transfer_bytes / ring / (self.arm.every or 1)
 
     def sends(self) -> str:
-        """What travels: `WHOLE` or `HALF`, where "auto" has decided for it in every bucket, else `COMPRESSED`."""
+        """`WHOLE` or `HALF` if "auto" decided for it in every bucket, else `COMPRESSED`."""
         done = self.statistics()
         if done is None or self.arm.every:
             return COMPRESSED
@@ -251,7 +251,7 @@ ONE_PERCENT = TopK(density=0.01)
 #: delay, of about 1/density steps, is short beside a run of a few hundred.
 EIGHT_PERCENT = TopK(density=0.08, values=torch.int8)
 
-#: What differences of parameters travel in, by the steps between two rounds: 514 to 622 times fewer bytes than float32
+#: Codecs of differences of parameters, by the steps between two rounds: 514 to 622 times fewer bytes than float32
 #: of a model of 0.85 M parameters on four ranks; and where rounds arrive late.
 WIDE = {3: ChunkedTopK(k=448, chunk=65536), 4: ChunkedTopK(k=780, chunk=65536), 5: ChunkedTopK(k=1000, chunk=65536)}
 CARRIED = ChunkedTopK(k=560, chunk=65536)

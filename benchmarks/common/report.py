@@ -1,4 +1,4 @@
-"""What every benchmark prints and writes: where it ran, a table for people, one JSON file for programs."""
+"""Output of every benchmark: where it ran, a table for people, one JSON file for programs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LINE = 500
 
 
 def environment() -> dict[str, Any]:
-    """What the figures depend on besides the code: machine, versions, threads, date (UTC), load (1 minute)."""
+    """The environment of the figures: machine, versions, threads, date (UTC), load (1 minute)."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "cpu": cpu_model(),
@@ -39,7 +39,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-#: What says of a run where and how it was made, among `environment()`.
+#: Fields of `environment()` that are kept with a run.
 STAMP = ("date", "cpu", "cores", "threads", "python", "torch", "numpy", "numba", "gradwire", "revision")
 
 
@@ -55,7 +55,7 @@ def describe(facts: Mapping[str, Any]) -> str:
     return f"{facts['cpu']}, {facts['threads']} of {facts['cores']} cores, {versions}, {facts['date']}"
 
 
-#: What the kernel says of a processor besides its name, and our word for it.
+#: The kernel's fields on a processor besides its name, and our word for each.
 CPU_KIND = {"cpu family": "family", "model": "model"}
 
 

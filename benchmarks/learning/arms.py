@@ -59,7 +59,7 @@ class LearningArm:
 
     @property
     def plain(self) -> bool:
-        """Whether this is float32, whatever its momentum, and however late."""
+        """True for float32, with any momentum and delay."""
         return replace(self, momentum=MOMENTUM, late=0) == LearningArm()
 
     @property
@@ -78,7 +78,7 @@ class LearningArm:
 
     @property
     def kind(self) -> str:
-        """What is exchanged, in the legend of a plot."""
+        """The legend of a plot: what is exchanged."""
         if self.plain:
             return FLOAT32
         if self.rounds is not None:
@@ -90,7 +90,7 @@ class LearningArm:
 
     @property
     def has_momentum(self) -> bool:
-        """Whether the optimizer must have none."""
+        """True if the optimizer must have no momentum of its own."""
         return self.strategy is not None and self.strategy.has_momentum
 
     def clipped(self, clip: float, world: int) -> tuple[Feedback | None, float]:

@@ -198,7 +198,7 @@ def table(summaries: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[
 
 
 def limits(seeds: int, ranks: int, cores: int | None) -> list[str]:
-    """What this machine can and cannot show, one sentence a line."""
+    """The limits of what this machine shows, one sentence a line."""
     learning = "one seed: differences of a few per cent are chance; --seeds 3 shows how large chance is"
     if seeds > 1:
         learning = f"mean ± standard deviation over {seeds} seeds"

@@ -1,4 +1,4 @@
-"""What `LocalUpdates` does, on ranks that share a process: each trains a model of its own."""
+"""`LocalUpdates` on ranks of one process: each trains a model of its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .tasks import Batch, Task
 
 @dataclass(frozen=True)
 class RoundSchedule:
-    """When ranks exchange how far their parameters have moved, and how the mean moves those they agree on: arguments of
+    """The schedule of exchanges, and the step that the mean of all differences makes: arguments of
     `LocalUpdates`."""
 
     every: int
@@ -37,7 +37,7 @@ class RoundSchedule:
         return f"every {self.every} steps{outer}"
 
     def due(self, steps: int) -> bool:
-        """Whether ranks exchange after so many steps."""
+        """True if ranks exchange after so many steps."""
         return steps <= self.after or (steps - self.after) % self.every == 0
 
 
@@ -101,7 +101,7 @@ class IndependentReplicas:
         return self.ranks.transfer_bytes
 
     def _move(self, carry: bool) -> None:
-        """What has been exchanged arrives."""
+        """Apply the means that have been exchanged."""
         for shared, mean in zip(self.shared, self._means, strict=True):
             shared.move(mean, keep_local=carry)
         self._due = None

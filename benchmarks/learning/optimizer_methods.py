@@ -1,4 +1,4 @@
-"""What `gradwire.optim` does, on ranks that share a process: of all of them at once, and flat."""
+"""The optimizers of `gradwire.optim` on ranks of one process: all ranks at once, on flat parameters."""
 
 from __future__ import annotations
 

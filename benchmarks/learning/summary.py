@@ -105,7 +105,7 @@ def communication(name: str, timings: Mapping[str, Any]) -> float:
 
 
 def speedup(row: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[str, float] | None:
-    """How many times sooner than the baseline with the same seed: geometric mean and interval. None if ever late."""
+    """The speedup over the baseline, paired by seed: geometric mean and interval; None if a seed misses the target."""
     mine, theirs = row["time_to_target_s"], baseline["time_to_target_s"]
     if mine is None or None in mine or None in theirs:
         return None
@@ -159,7 +159,7 @@ def tables(result: Mapping[str, Any]) -> list[report.Table]:
 
 
 def learning_table(result: Mapping[str, Any], world: Mapping[str, Any]) -> report.Table:
-    """What each arm learned."""
+    """Table of what each arm learned."""
     task, seeds = result["task"], result["arguments"]["seeds"]
     accurate = any(learned["accuracy"][0] is not None for learned in world["learning"].values())
     columns = ["arm", "bits an element", "times fewer", f"final loss, {task['loss_unit']}", "against float32, paired"]
@@ -204,7 +204,7 @@ def learning_table(result: Mapping[str, Any], world: Mapping[str, Any]) -> repor
 
 
 def times_fewer(runs: Sequence[Mapping[str, Any]], world: int) -> str:
-    """How many times fewer bytes a rank receives than by a float32 ring; nothing where nobody has counted."""
+    """The ratio of a float32 ring's bytes to those a rank receives; nothing if they were not counted."""
     # Between two ranks as many as it sends, which is all that older runs say.
     shares = [run.get("share_of_bytes", run["bits_per_element"] / 32 if world == 2 else None) for run in runs]
     return "" if None in shares else f"{1 / fmean(shares):.1f}"
@@ -216,7 +216,7 @@ def percent(interval: Mapping[str, float], seeds: int) -> str:
 
 
 def time_table(result: Mapping[str, Any], world: Mapping[str, Any]) -> report.Table:
-    """When each arm reached the target."""
+    """Table of the time to the target of each arm."""
     rates, seeds = list(world["joined"]), result["arguments"]["seeds"]
     columns = ["arm", *(f"{spoken(rate)}:\nstep ms, to target s" for rate in rates)]
     columns += [f"communication,\n% of a step, {spoken(rates[0])}", f"times sooner than\nfp16, {spoken(rates[0])}"]

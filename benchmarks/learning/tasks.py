@@ -1,4 +1,4 @@
-"""What the training benchmark learns: three tasks that need no download, the same in every arm.
+"""Three tasks of learning that need no download, the same in every arm.
 
 A task's global batch does not depend on the number of ranks, so its float32 curve does not either, up to rounding.
 """
@@ -64,7 +64,7 @@ class Task(ABC):
     @property
     @abstractmethod
     def source(self) -> str:
-        """What tells its data from others': losses on different data do not compare."""
+        """The name of its data: losses on different data do not compare."""
 
     @abstractmethod
     def model(self) -> nn.Module:

@@ -149,7 +149,7 @@ def measure_world(task: Task, world_size: int, arms: Sequence[str], options: arg
 
 
 def by_length(steps: int, arms: Sequence[str], longer: Mapping[str, float]) -> dict[int, list[str]]:
-    """How many steps are trained, and the arms that train so many."""
+    """The arms by the number of steps that they train."""
     found: dict[int, list[str]] = {}
     for arm in arms:
         found.setdefault(round(steps * longer.get(arm, 1.0)), []).append(arm)
@@ -182,7 +182,7 @@ def resolve(task: str, optimizer: str, steps: int, learning_rate: float | None =
 def learn(
     task: str, optimizer: str, steps: int, arm: str, learning_rate: float, seed: int, readings: int
 ) -> dict[str, Any]:
-    """What every rank does: train an arm. Returns its curve."""
+    """Every rank's part: train an arm. Returns its curve."""
     return train(resolve(task, optimizer, steps, learning_rate), TRAINED[arm], seed, readings)
 
 
@@ -237,7 +237,7 @@ def prepared(task: Task, arm: Arm, seed: int) -> tuple[Installed, torch.optim.Op
 def time_steps(
     task: str, optimizer: str, steps: int, arms: Sequence[str], timed: int, warmup: int, distant: bool
 ) -> dict[str, dict[str, Any]]:
-    """What every rank does on links: time steps of every arm, in turns. Returns seconds and what the arm decided.
+    """Every rank's part on links: time steps of every arm, in turns. Returns seconds and what the arm decided.
 
     Where parameters are exchanged every few steps, a turn is as many, which share its time; the last one has the round,
     and the others tell what a step takes without. With a delay, as many go before, so that what arrives in a turn is

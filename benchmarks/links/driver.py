@@ -101,7 +101,7 @@ class Runner:
         self.sent += sent_bytes() - sent
 
     def counted(self) -> dict[str, float]:
-        """What gradwire has counted so far; nothing for other arms."""
+        """gradwire's counts so far; nothing for other arms."""
         statistics = None if self.arm is None else self.arm.statistics()
         if statistics is None:
             return {}

@@ -1,4 +1,4 @@
-"""How fast and how long links are, as the flags of subcommands say it."""
+"""Speed and length of links, as flags of subcommands."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def parse_time(text: str, option: str) -> float:
 
 @dataclass(frozen=True)
 class Distance:
-    """What makes a link long.
+    """The length of a link.
 
     Attributes:
         delay: seconds, one way.
@@ -86,7 +86,7 @@ def add_distance(parser: argparse.ArgumentParser) -> None:
 
 
 def distance_of(options: argparse.Namespace) -> Distance | None:
-    """What `add_distance`'s options say; None without a delay. Raises ValueError where they make no sense."""
+    """The distance of `add_distance`'s options; None without a delay. Raises ValueError where they make no sense."""
     if getattr(options, "delay", None) is None:
         if getattr(options, "loss", None) is not None or getattr(options, "mtu", None) is not None:
             raise ValueError("--loss and --mtu are of links with a distance: give them a --delay")
@@ -98,7 +98,7 @@ def distance_of(options: argparse.Namespace) -> Distance | None:
 
 
 def network_of(options: argparse.Namespace) -> tuple[dict[str, int | None], Distance | None]:
-    """What `--rate`, or `--rates`, and `add_distance`'s options say: bits a second by how they were written.
+    """The rates of `--rate` or `--rates`, in bits a second by how they were written, and the distance.
 
     Raises:
         ValueError: they make no sense, by themselves or together.
@@ -111,5 +111,5 @@ def network_of(options: argparse.Namespace) -> tuple[dict[str, int | None], Dist
 
 
 def recorded(distance: Distance | None) -> dict[str, Any]:
-    """What a document's arguments say of it; nothing where there is none."""
+    """A distance as arguments of a document; nothing if there is none."""
     return {} if distance is None else {"distance": asdict(distance)}

@@ -212,7 +212,7 @@ class DistantLinks(ShapedLinks):
         super().__init__(world_size, rate)
         self.distance, self.delay = distance, distance.delay
         self._emulator: subprocess.Popen[str] | None = None
-        #: What `delay` has counted, once the links are gone.
+        #: Counts of the process `delay`, once the links are gone.
         self.carried: dict[str, float] = {}
 
     def __str__(self) -> str:

@@ -124,7 +124,7 @@ def simulated_cell(
 
 
 def tables(result: Mapping[str, Any]) -> list[report.Table]:
-    """What was measured, or simulated."""
+    """The table of a measurement, or of a simulation."""
     return [(simulation_table if result["benchmark"] == "allreduce-simulation" else link_table)(result)]
 
 
@@ -154,7 +154,7 @@ def simulation_table(result: Mapping[str, Any]) -> report.Table:
 def measure(
     density: Sequence[float], overlap: Sequence[float], numel: int, values: str, arms: Sequence[str], repeats: int
 ) -> list[dict[str, Any]]:
-    """What every rank does: each arm in each cell."""
+    """Every rank's part: each arm in each cell."""
     cells = []
     for share in density:
         for common in overlap:
@@ -303,7 +303,7 @@ def link_table(result: Mapping[str, Any]) -> report.Table:
 
 
 def overhead(cells: Sequence[Mapping[str, Any]]) -> str:
-    """How far the kernel's count lies above what collectives move."""
+    """The overhead of protocols: the kernel's count of bytes above that of the collectives."""
     large = [
         arm["received_bytes"] / arm["formula_bytes"] - 1
         for cell in cells

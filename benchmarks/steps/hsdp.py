@@ -1,4 +1,4 @@
-"""What a step of hybrid-sharded training takes where nodes are joined by links of a known speed.
+"""The time of a step of hybrid-sharded training where nodes are joined by links of a known speed.
 
 Two nodes of two ranks each: the ranks of a node share its link and shard the model between them over its loopback, and
 the nodes hold replicas. Mixed precision is as usual: bfloat16 to compute, float32 for the rest. FSDP's own

@@ -1,4 +1,4 @@
-"""How the steps of several arms compare, to a percent: what a hook costs beside PyTorch's own, say.
+"""A comparison of several arms' steps, to a percent: the cost of a hook beside PyTorch's own, say.
 
 All arms live in the same processes, each with models of its own that begin alike, and take turns every few steps, in an
 order that is drawn again in each round, as is which of the models: where one lies in memory makes a percent. What the
@@ -140,7 +140,7 @@ def measure(
     batch: int,
     bucket_mb: float | None,
 ) -> dict[str, Any]:
-    """What every rank does: for each arm, seconds of a step in each round, and whether its models compress."""
+    """Every rank's part: for each arm, seconds of a step in each round, and whether its models compress."""
     make: Callable[[Arm], Trainee]
     if task == LINEAR:
         known, make = ARMS, partial(linear, width=width, layers=layers, batch=batch, bucket_mb=bucket_mb)
@@ -233,7 +233,7 @@ def tables(result: Mapping[str, Any]) -> list[report.Table]:
 
 
 def describe(sends: Sequence[str]) -> str:
-    """What the models of "auto" decided."""
+    """The decisions of the models of "auto"."""
     counted = Counter(sends)
     return ", ".join(f"{n} of {len(sends)} {what}" if len(counted) > 1 else what for what, n in counted.most_common())
 

@@ -29,7 +29,7 @@ from ..links.verification import caption
 CHOICES = ("onebit", "topk", "qsgd", "terngrad")
 PHASES = ("encode", "exchange", "decode")
 STEP, READY, BACKWARD = "step", "ready bucket", "backward"
-#: What the main thread is seen doing, besides its backward pass.
+#: Ranges of the main thread besides its backward pass.
 MAIN = ("forward", "optimizer")
 #: Autograd's ranges, one inside the other; the wait for the buckets comes behind the last.
 COMPUTING = "autograd::engine::evaluate_function"
@@ -44,7 +44,7 @@ COLOURS = {
     "decode": "#CC79A7",
 }
 
-#: What happened from when to when, in seconds; bucket -1: to no bucket.
+#: A range with its start and end in seconds; bucket -1: of no bucket.
 Span = dict[str, Any]
 
 

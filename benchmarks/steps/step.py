@@ -1,4 +1,4 @@
-"""What communication costs a DDP step on a link of known speed.
+"""The cost of communication in a DDP step on a link of known speed.
 
 The communication tax of an arm is its step less the step without communication: what is left after overlap. The model
 is six linear layers of 2048 × 2048 with ReLU between them, 25 million parameters, at batch 8 and one thread a rank,
