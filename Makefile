@@ -44,7 +44,7 @@ help:
 
 demo: $(INSTALLED)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node 2 \
-		-m gradwire.benchmarks.training.demo --seeds $(SEEDS) $(DEMO_ARGS)
+		-m gradwire.benchmarks.learning.demo --seeds $(SEEDS) $(DEMO_ARGS)
 
 # mypy goes by the types of one torch.
 test: $(if $(TORCH),$(INSTALLED),lint)

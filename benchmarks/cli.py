@@ -10,10 +10,13 @@ from collections.abc import Sequence
 
 from . import publish
 from .advisor import advise
-from .codec import codecs, gpu_model, host, warm
-from .gpu import gpu
-from .network import allreduce, exchange, hsdp, links, paired, program, step, timeline
-from .training import learn, train
+from .codec import codecs, warm
+from .common.launch import LinkError
+from .gpu import gpu, gpu_model, host
+from .learning import learn, train
+from .links import run
+from .sparse import allreduce
+from .steps import exchange, hsdp, paired, profile, step
 
 COMMANDS = {
     "codecs": (codecs, "time every codec beside the memory roofline and what one would write in torch"),
@@ -28,8 +31,8 @@ COMMANDS = {
     "train": (train, "train with each way of exchanging gradients, and find the time to equal loss at each bandwidth"),
     "learn": (learn, "train with each way of compressing, on ranks that share a process: loss against bytes"),
     "advise": (advise, "predict from measurements here whether compression pays on a given network"),
-    "links": (program, "run a program on links of a known speed and length"),
-    "profile": (timeline, "draw one bucket's way through a real step"),
+    "links": (run, "run a program on links of a known speed and length"),
+    "profile": (profile, "draw one bucket's way through a real step"),
     "publish": (publish, "regenerate every figure of docs/benchmark-tables.md"),
     "warm": (warm, "compile kernels ahead, so that no training begins with it"),
     "gpu-model": (gpu_model, "count the CUDA kernels' instructions, and model what they take on GPUs; needs none"),
@@ -53,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     before = signal.signal(signal.SIGTERM, _terminate)  # so that it cleans up too
     try:
         return COMMANDS[options.command][0].run(options)
-    except (links.LinkError, ValueError) as error:
+    except (LinkError, ValueError) as error:
         return _fail(str(error))
     except KeyboardInterrupt:
         return _fail("interrupted") + 128

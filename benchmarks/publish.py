@@ -20,10 +20,13 @@ from types import ModuleType
 from typing import Any
 
 from .advisor import advise
-from .codec import codecs, gpu_model
+from .codec import codecs
 from .common import report
-from .network import allreduce, exchange, hsdp, links, paired, step, timeline
-from .training import learn, train
+from .gpu import gpu_model
+from .learning import learn, train
+from .links import links
+from .sparse import allreduce
+from .steps import exchange, hsdp, paired, profile, step
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, DOCS = Path("benchmarks/results"), Path("docs")
@@ -37,7 +40,7 @@ COMMANDS: dict[str, ModuleType] = {
     "hsdp": hsdp,
     "learn": learn,
     "paired": paired,
-    "profile": timeline,
+    "profile": profile,
     "step": step,
     "train": train,
 }
@@ -68,7 +71,7 @@ class Publication:
 
     @property
     def shaped(self) -> bool:
-        """Whether it needs shaped links."""
+        """True if it needs shaped links."""
         options = parsed(self.arguments)
         if getattr(options, "simulate", None):
             return False
@@ -76,167 +79,72 @@ class Publication:
         return any(rate not in (None, "none") for rate in rates) or getattr(options, "check", False)
 
 
-SET = (
-    Publication("exchange", "exchange"),
-    Publication(
-        "train-large",
-        "train --task large --search --runs benchmarks/results/train.jsonl --readings 10 --timed 8 --warmup 2 "
-        "--arms powersgd terngrad topk8 chunked6 chunked1.5 local local30 auto",
-    ),
-    Publication(
-        "train-far",
-        "train --task large --search --runs benchmarks/results/train.jsonl --readings 10 --timed 8 --warmup 2 "
-        "--rates 100mbit --delay 25ms --arms powersgd terngrad topk8 chunked6 chunked1.5 local local30 auto",
-        plot=False,
-    ),
-    Publication(
-        "train-low-rank",
-        "train --task large --search --runs benchmarks/results/train.jsonl --readings 10 --timed 8 --warmup 2 "
-        "--rates 100mbit --arms powersgd low-rank",
-        plot=False,
-    ),
-    Publication(
-        "train-low-rank-far",
-        "train --task large --search --runs benchmarks/results/train.jsonl --readings 10 --timed 8 --warmup 2 "
-        "--rates 100mbit --delay 25ms --arms powersgd low-rank",
-        plot=False,
-    ),
-    Publication("codecs", "codecs"),
-    Publication("gpu-model", "gpu-model", plot=False),
-    Publication(
-        "step",
-        "step --rate 1gbit --rounds 4 --warmup 4 "
-        "--arms fp32 fp16 powersgd onebit topk auto hvd-none hvd-onebit hvd-topk",
-        plot=False,
-    ),
-    Publication(
-        "step-far",
-        "step --rate 1gbit --delay 25ms --width 512 --layers 8 --bucket-mb 1 --rounds 4 --steps 5 --warmup 3 "
-        "--arms fp16 onebit-gather onebit-two_pass topk-gather auto",
-        plot=False,
-    ),
-    Publication(
-        "step-far-slow",
-        "step --rate 100mbit --delay 25ms --rounds 3 --steps 3 --warmup 2 --arms fp16 onebit-gather topk-gather",
-        plot=False,
-    ),
-    Publication("paired", "paired --rounds 900 --arms fp32 python dense auto", plot=False),
-    Publication(
-        "paired-digits",
-        "paired --task digits --rates 100mbit 300mbit 600mbit 1gbit 10gbit none --reference fp32 fp16 --arms auto "
-        "--rounds 80",
-        plot=False,
-    ),
-    Publication(
-        "paired-far",
-        "paired --task large --rates 100mbit --delay 25ms --reference none --arms local3 local4 local5 carried "
-        "chunked1.5 --rounds 12 --steps 29 --models 1",
-        plot=False,
-    ),
-    Publication("hsdp", "hsdp --rate 1gbit", plot=False),
-    Publication(
-        "learn-adamw",
-        "learn benchmarks/results/learn.jsonl --learning-rates 4e-3 8e-3 "
-        "--arms float32-b8 chunked25 chunked25-b5 topk1 wide1.5-b5 wide0.7-b5",
-    ),
-    Publication(
-        "learn-late",
-        "learn benchmarks/results/learn.jsonl --seeds 1 --learning-rates 8e-3 "
-        "--arms float32-b8 float32-b5 float32-late3 float32-late3-b5 chunked25 chunked25-b8 chunked25-b5 chunked25-b3",
-        plot=False,
-    ),
-    Publication(
-        "learn-tried",
-        "learn benchmarks/results/learn.jsonl --seeds 1 --learning-rates 8e-3 "
-        "--arms chunked25 chunked25-late chunked18 topk7.5-split topk4 topk1 tracking-ternary",
-        plot=False,
-    ),
-    Publication(
-        "learn-long",
-        "learn benchmarks/results/learn.jsonl --steps 4500 --learning-rates 4e-3 "
-        "--arms float32-b8 chunked25-b5 wide0.7-b5",
-        plot=False,
-    ),
-    Publication(
-        "learn-long-tried",
-        "learn benchmarks/results/learn.jsonl --steps 4500 --learning-rates 4e-3 --seeds 1 "
-        "--arms float32-b8 chunked25 powersgd4-b5 chunked1.4-b5 wide0.2-b5 local10-ternary local30-ternary",
-        plot=False,
-    ),
-    Publication(
-        "learn-large",
-        "learn benchmarks/results/learn.jsonl --task large --batch 8 --steps 300 --learning-rates 4e-3 "
-        "--arms chunked25-b5",
-        plot=False,
-    ),
-    Publication(
-        "learn-periodic",
-        "learn benchmarks/results/learn.jsonl --steps 4500 --learning-rates 4e-3 8e-3 1.2e-2 "
-        "--arms local3-wide0.7-b8 local4-wide1.2-b8 local5-wide1.5-b8",
-        plot=False,
-    ),
-    Publication(
-        "learn-periodic-tried",
-        "learn benchmarks/results/learn.jsonl --steps 4500 --learning-rates 8e-3 --seeds 1 "
-        "--arms local10-ternary local8-wide2.6-b8 local5-wide1.5 local5-wide1.5-b8 local3-wide0.7-b8",
-        plot=False,
-    ),
-    Publication(
-        "learn-periodic-late",
-        "learn benchmarks/results/learn.jsonl --steps 4500 --learning-rates 1.2e-2 --seeds 1 "
-        "--arms local3-wide0.7-b8 local5-wide1.5-b8 carried3-wide0.9-b8",
-        plot=False,
-    ),
-    Publication(
-        "learn-batch",
-        "learn benchmarks/results/learn.jsonl --batch 64 --seeds 1 --learning-rates 8e-3 "
-        "--arms chunked25 local10-ternary",
-        plot=False,
-    ),
-    Publication(
-        "learn-sgd",
-        "learn benchmarks/results/learn.jsonl --optimizer sgd --steps 500 --learning-rates 0.3 "
-        "--arms topk4 onebit-outliers chunked25",
-    ),
-    Publication(
-        "learn-sgd-long",
-        "learn benchmarks/results/learn.jsonl --optimizer sgd --steps 4500 --learning-rates 0.3 "
-        "--arms topk9-split topk7.5-split",
-        plot=False,
-    ),
-    Publication(
-        "learn-large-sgd",
-        "learn benchmarks/results/learn.jsonl --task large --optimizer sgd --world 2 --batch 8 --steps 400 --seeds 1 "
-        "--learning-rates 0.2 --arms terngrad local10-ternary",
-        plot=False,
-    ),
-    Publication(
-        "learn-digits",
-        "learn benchmarks/results/learn.jsonl --task digits --optimizer sgd --batch 64 --steps 220 "
-        "--arms chunked25 topk4 onebit-outliers onebit dgc-topk1 local2-ternary local10-ternary",
-    ),
-    Publication("train-digits", "train --task digits --world 2 4"),
-    Publication("train-small", "train --task small --readings 8 --timed 4"),
-    Publication(
-        "train-small-adamw",
-        "train --task small --optimizer adamw --rates 100mbit 1gbit --arms powersgd onebit topk topk8 --readings 8 "
-        "--timed 4",
-    ),
-    Publication("advise-check", "advise --check", plot=False),
-    Publication("profiling", "profile --rate 1gbit"),
-    Publication("allreduce", "allreduce --world 8 --repeats 3"),
-    Publication(
-        "allreduce-bytes",
-        "allreduce --world 8 --numel 25600000 --density 0.01 --overlap 0 --arms gather split-k --repeats 2",
-        plot=False,
-    ),
-    Publication(
-        "allreduce-simulated",
-        "allreduce --simulate 16 256 1024 --numel 1048576 --density 0.001 --overlap 0 "
-        "--arms gather split split-k dense --rate 10gbit",
-        plot=False,
-    ),
-)
+#: Beginnings that commands share, by name.
+BEGINNINGS = {
+    "large": "train --task large --search --runs benchmarks/results/train.jsonl --readings 10 --timed 8 --warmup 2",
+    "learn": "learn benchmarks/results/learn.jsonl",
+}
+#: Each one's name, with a star where it has a picture, and its command.
+COMMANDS_OF = """
+*exchange: exchange
+*train-large: {large} --arms powersgd terngrad topk8 chunked6 chunked1.5 local local30 auto
+train-far: {large} --rates 100mbit --delay 25ms --arms powersgd terngrad topk8 chunked6 chunked1.5 local local30 auto
+train-low-rank: {large} --rates 100mbit --arms powersgd low-rank
+train-low-rank-far: {large} --rates 100mbit --delay 25ms --arms powersgd low-rank
+*codecs: codecs
+gpu-model: gpu-model
+step: step --rate 1gbit --rounds 4 --warmup 4 --arms fp32 fp16 powersgd onebit topk auto hvd-none hvd-onebit hvd-topk
+step-far: step --rate 1gbit --delay 25ms --width 512 --layers 8 --bucket-mb 1 --rounds 4 --steps 5 --warmup 3 --arms
+    fp16 onebit-gather onebit-two_pass topk-gather auto
+step-far-slow: step --rate 100mbit --delay 25ms --rounds 3 --steps 3 --warmup 2 --arms fp16 onebit-gather topk-gather
+paired: paired --rounds 900 --arms fp32 python dense auto
+paired-digits: paired --task digits --rates 100mbit 300mbit 600mbit 1gbit 10gbit none --reference fp32 fp16 --arms
+    auto --rounds 80
+paired-far: paired --task large --rates 100mbit --delay 25ms --reference none --arms local3 local4 local5 carried
+    chunked1.5 --rounds 12 --steps 29 --models 1
+hsdp: hsdp --rate 1gbit
+*learn-adamw: {learn} --learning-rates 4e-3 8e-3 --arms float32-b8 chunked25 chunked25-b5 topk1 wide1.5-b5 wide0.7-b5
+learn-late: {learn} --seeds 1 --learning-rates 8e-3 --arms float32-b8 float32-b5 float32-late3 float32-late3-b5
+    chunked25 chunked25-b8 chunked25-b5 chunked25-b3
+learn-tried: {learn} --seeds 1 --learning-rates 8e-3 --arms chunked25 chunked25-late chunked18 topk7.5-split topk4
+    topk1 tracking-ternary
+learn-long: {learn} --steps 4500 --learning-rates 4e-3 --arms float32-b8 chunked25-b5 wide0.7-b5
+learn-long-tried: {learn} --steps 4500 --learning-rates 4e-3 --seeds 1 --arms float32-b8 chunked25 powersgd4-b5
+    chunked1.4-b5 wide0.2-b5 local10-ternary local30-ternary
+learn-large: {learn} --task large --batch 8 --steps 300 --learning-rates 4e-3 --arms chunked25-b5
+learn-periodic: {learn} --steps 4500 --learning-rates 4e-3 8e-3 1.2e-2 --arms local3-wide0.7-b8 local4-wide1.2-b8
+    local5-wide1.5-b8
+learn-periodic-tried: {learn} --steps 4500 --learning-rates 8e-3 --seeds 1 --arms local10-ternary local8-wide2.6-b8
+    local5-wide1.5 local5-wide1.5-b8 local3-wide0.7-b8
+learn-periodic-late: {learn} --steps 4500 --learning-rates 1.2e-2 --seeds 1 --arms local3-wide0.7-b8 local5-wide1.5-b8
+    carried3-wide0.9-b8
+learn-batch: {learn} --batch 64 --seeds 1 --learning-rates 8e-3 --arms chunked25 local10-ternary
+*learn-sgd: {learn} --optimizer sgd --steps 500 --learning-rates 0.3 --arms topk4 onebit-outliers chunked25
+learn-sgd-long: {learn} --optimizer sgd --steps 4500 --learning-rates 0.3 --arms topk9-split topk7.5-split
+learn-large-sgd: {learn} --task large --optimizer sgd --world 2 --batch 8 --steps 400 --seeds 1 --learning-rates 0.2
+    --arms terngrad local10-ternary
+*learn-digits: {learn} --task digits --optimizer sgd --batch 64 --steps 220 --arms chunked25 topk4 onebit-outliers
+    onebit dgc-topk1 local2-ternary local10-ternary
+*train-digits: train --task digits --world 2 4
+*train-small: train --task small --readings 8 --timed 4
+*train-small-adamw: train --task small --optimizer adamw --rates 100mbit 1gbit --arms powersgd onebit topk topk8
+    --readings 8 --timed 4
+advise-check: advise --check
+*profiling: profile --rate 1gbit
+*allreduce: allreduce --world 8 --repeats 3
+allreduce-bytes: allreduce --world 8 --numel 25600000 --density 0.01 --overlap 0 --arms gather split-k --repeats 2
+allreduce-simulated: allreduce --simulate 16 256 1024 --numel 1048576 --density 0.001 --overlap 0 --arms gather split
+    split-k dense --rate 10gbit
+"""
+
+
+def publications(text: str) -> tuple[Publication, ...]:
+    """The publications of a text like `COMMANDS_OF`. An indented line continues the one before."""
+    entries = [line.partition(": ") for line in text.format(**BEGINNINGS).strip().replace("\n    ", " ").splitlines()]
+    return tuple(Publication(name.lstrip("*"), command, plot=name.startswith("*")) for name, _, command in entries)
+
+
+SET = publications(COMMANDS_OF)
 
 
 def parsed(arguments: Sequence[str]) -> argparse.Namespace:

@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
-from gradwire.compress import Codec, new_draw
+from gradwire.benchmarks.learning.ranks import InProcessRanks
+from gradwire.compress import Codec, Identity
 from gradwire.compress.feedback.base import Feedback
 from gradwire.compress.feedback.store import Memory
 from gradwire.compress.formats.layout import Layout, layout_numel
-from strategies import parts_of
 from torch import Tensor
 
 #: Of each parameter, the mean over the ranks of each vector.
@@ -69,12 +69,15 @@ class SimulatedRanks:
             generator = torch.Generator().manual_seed(97 * self.number + index)
             grads = [scale * torch.randn(layout_numel(layout), generator=generator) for _ in self.memories]
             mean = torch.stack(grads).double().mean(0)
-            outs = self._exchange(layout, grads, index, dense)
-            assert all(torch.equal(out, outs[0]) for out in outs), "replicas differ"
+            codec, exchange = (Identity(), "dense") if dense else (self.codec, "gather")
+            world = len(self.memories), layout, codec, exchange, self.strategy
+            ranks = InProcessRanks(*world, memories=self.memories, index=index)
+            ranks.step = self.number
+            ranks.reduce(grads)
             for slot in layout:
-                gradient[slot.name], handed[slot.name] = slot.view(mean), slot.view(outs[0]).double()
+                gradient[slot.name], handed[slot.name] = slot.view(mean), slot.view(grads[0]).double()
                 if not applied:
-                    for memory, out in zip(self.memories, outs, strict=True):
+                    for memory, out in zip(self.memories, grads, strict=True):
                         memory.give_back(layout, out, [(slot, None)])
         after, off, size = self.means(), 0.0, 0.0
         for name, there in before.items():
@@ -82,21 +85,3 @@ class SimulatedRanks:
             off += float(self.strategy.invariant(gradient[name], there, given, after[name]).square().sum())
             size += sum(float(x.square().sum()) for x in (gradient[name], *there.values()))
         return math.sqrt(off / size), handed
-
-    def _exchange(self, layout: Layout, grads: Sequence[Tensor], index: int, dense: bool) -> list[Tensor]:
-        numel = layout_numel(layout)
-        if dense:
-            sent = [memory.take(layout, grad) for memory, grad in zip(self.memories, grads, strict=True)]
-            mean = torch.stack(sent).mean(0)
-        else:
-            wires = torch.empty(len(grads), self.codec.wire_bytes(numel), dtype=torch.uint8)
-            workspace = self.codec.workspace(numel)
-            for rank, (memory, grad) in enumerate(zip(self.memories, grads, strict=True)):
-                draw = new_draw(0, self.number, rank << 32 | index)
-                memory.of(layout).encode(self.codec, grad, wires[rank], draw, workspace)
-            mean = torch.empty(numel)
-            self.codec.decode_mean(parts_of(self.codec, wires, numel), mean, workspace)
-        outs = [mean.clone() for _ in self.memories]
-        for memory, out in zip(self.memories, outs, strict=True):
-            memory.of(layout).deliver(out)
-        return outs

@@ -16,6 +16,7 @@ from gradwire.benchmarks.advisor import advice, check, measurement, prediction
 from gradwire.benchmarks.advisor.network import PAYLOAD
 from gradwire.benchmarks.advisor.prediction import Here
 from gradwire.benchmarks.advisor.step_simulation import Job, Processors, Profile, Task, predict, run, share, simulate
+from gradwire.benchmarks.common.arms import PREDICTED
 from gradwire.compress import OneBit
 from gradwire.hooks.exchanges import BucketSpec, Gather, TwoPass
 from gradwire.hooks.network import cost
@@ -406,7 +407,7 @@ def test_advice_in_miniature(tiny: str, tmp_path: Path, capsys: pytest.CaptureFi
     assert document["benchmark"] == "advise"
     assert document["measured"]["parameters"] == 64 * 64 + 64
     assert document["measured"]["profile"]["numels"] == [64 * 64 + 64]
-    assert [row["arm"] for row in document["arms"]] == [arm.name for arm in measurement.PREDICTED]
+    assert [row["arm"] for row in document["arms"]] == [arm.name for arm in PREDICTED]
     assert all(row["step_s"] >= row["floor_s"] > 0 for row in document["arms"])
     assert "4 ranks on 2 nodes" in capsys.readouterr().out
     assert (tmp_path / "advice.png").exists()

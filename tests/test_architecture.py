@@ -185,7 +185,7 @@ SOUND = {
     "optim": "from .adam import OneBitAdam",
     "optim.adam": "from ..compress import OneBit\nfrom ..hooks.core.reducer import Reducer",
     "benchmarks": "",
-    "benchmarks.training.demo": "from gradwire.hooks.ddp.hook import CompressState\nfrom ... import TopK",
+    "benchmarks.learning.demo": "from gradwire.hooks.ddp.hook import CompressState\nfrom ... import TopK",
 }
 
 
@@ -224,8 +224,8 @@ def test_a_sound_library_passes() -> None:
         ("hooks.fsdp.shard", "from ...optim.adam import OneBitAdam", "optim.adam (optimizers) from below (fronts)"),
         (
             "hooks.ddp.hook",
-            "from ...benchmarks.training import demo",
-            "training.demo (benchmarks) from below",
+            "from ...benchmarks.learning import demo",
+            "learning.demo (benchmarks) from below",
         ),
         ("optim.adam", "from .. import TopK", "the root (public names) from below"),
         ("compress.codecs.topk", "import torch.distributed", "torch.distributed, which compress/ never does"),
@@ -238,7 +238,7 @@ def test_a_sound_library_passes() -> None:
         ("compress.codecs.topk", "from gradwire.compress.codec import Codec", "absolutely"),
         ("hooks.core.reducer", "import gradwire", "absolutely"),
         ("hooks.core.reducer", "from compress.codec import Codec", "by the name of a folder"),
-        ("benchmarks.training.demo", "import tests.helper", "by the name of a folder"),
+        ("benchmarks.learning.demo", "import tests.helper", "by the name of a folder"),
     ],
 )
 def test_a_bad_import_is_found(module: str, source: str, complaint: str) -> None:

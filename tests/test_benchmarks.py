@@ -23,8 +23,10 @@ from gradwire.benchmarks import cli, publish
 from gradwire.benchmarks.codec import baselines, inputs, quality, speed
 from gradwire.benchmarks.common import report
 from gradwire.benchmarks.common.arms import ARMS
-from gradwire.benchmarks.network import allreduce, exchange, hsdp, links, paired, step, timeline
-from gradwire.benchmarks.training import learn
+from gradwire.benchmarks.learning import learn
+from gradwire.benchmarks.links import links
+from gradwire.benchmarks.sparse import allreduce
+from gradwire.benchmarks.steps import exchange, hsdp, paired, profile, step
 from gradwire.compress import CODECS, QSGD, Cast, ChunkedTopK, Codec, OneBit, Ternary, TernGrad, TopK
 from gradwire.compress.backends import use_backend
 from lacking import needs_all_threads
@@ -487,25 +489,25 @@ def test_profile_in_miniature(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     check_document(document, "profile")
     for side in document["ranks"]:
         assert len(side["steps"]) == 3
-        for phase in timeline.PHASES:
+        for phase in profile.PHASES:
             assert side["counted_s"][phase] > 0
             assert side["trace_s"][phase] > side["counted_s"][phase] - 0.001
     times = sorted(step["seconds"] for step in document["ranks"][0]["steps"])
     assert document["drawn"]["seconds"] == times[1]
     spans = document["drawn"]["spans"]
     whats = list(dict.fromkeys(span["what"] for span in spans if span["bucket"] == 0))
-    assert whats == [timeline.READY, *timeline.PHASES]
+    assert whats == [profile.READY, *profile.PHASES]
     assert picture.stat().st_size > 10_000
     assert "gradwire:encode bucket 0" in trace.read_text()
     assert "NOT SHAPED" in capsys.readouterr().out
 
 
 def test_backward_ends_where_the_main_thread_begins_to_wait() -> None:
-    computing = timeline.COMPUTING + ": AddmmBackward0"
+    computing = profile.COMPUTING + ": AddmmBackward0"
     events = [("step", 10.0, 20.0), ("forward", 10.0, 12.0), ("backward", 12.0, 18.0), ("optimizer", 18.0, 20.0)]
     events += [(computing, 12.0, 14.0), (computing, 14.0, 15.0), ("aten::mm", 12.0, 13.0)]
     events += [("ready bucket 0", 14.0, 14.5), ("gradwire:encode bucket 0", 14.5, 16.0)]
-    (step_,) = timeline.split(timeline.spans_of(events))
+    (step_,) = profile.split(profile.spans_of(events))
     assert step_["seconds"] == 10.0
     found = {(span["what"], span["start"], span["end"]) for span in step_["spans"]}
     assert {("backward", 2.0, 5.0), ("waits for the buckets", 5.0, 8.0), ("encode", 4.5, 6.0)} < found
@@ -586,7 +588,7 @@ def test_without_extras_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_labels_do_not_cover_each_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
     monkeypatch.setattr(report, "save", lambda figure, path, dpi: drawn.append(figure))
-    draw: Any = timeline.plot if name == "profiling" else learn.plot
+    draw: Any = profile.plot if name == "profiling" else learn.plot
     draw(json.loads((publish.RESULTS / f"{name}.json").read_text("utf-8")), Path("nowhere.png"))
     drawn[0].draw_without_rendering()
     texts = [text for axes in drawn[0].axes for text in axes.texts if text.get_text()]

@@ -19,8 +19,8 @@ from gradwire.benchmarks.common.language_model import (
     validation_starts,
     windows,
 )
-from gradwire.benchmarks.training import demo
-from gradwire.benchmarks.training.demo import Point, Run, falling_density, plot, summarize, table
+from gradwire.benchmarks.learning import demo
+from gradwire.benchmarks.learning.demo import Point, Run, falling_density, plot, summarize, table
 
 
 def test_text_is_split_by_file_and_always_the_same() -> None:
@@ -90,7 +90,7 @@ def test_summary_table_and_picture(tmp_path: Path) -> None:
 
 def test_a_small_run_on_two_ranks(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "gradwire.benchmarks.training.demo", "--steps", "4", "--arms", "fp32,onebit", "--output", "small"]
+    command += ["-m", "gradwire.benchmarks.learning.demo", "--steps", "4", "--arms", "fp32,onebit", "--output", "small"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "loopback, which is no slow network" in done.stdout

@@ -27,7 +27,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire.benchmarks import cli
-from gradwire.benchmarks.training import demo
+from gradwire.benchmarks.learning import demo
 from gradwire.compress.backends import use_backend
 from gradwire.hooks import Statistics
 from page_tables import DOCS, TABLES, with_table
@@ -181,7 +181,7 @@ def test_commands_that_nobody_checks_are_few() -> None:
         "make everything",
         "make test SEED=3",
         "torchrun --standalone --processes 2 train.py",
-        "torchrun --nproc-per-node 2 -m gradwire.benchmarks.training.demo --learning-speed 3",
+        "torchrun --nproc-per-node 2 -m gradwire.benchmarks.learning.demo --learning-speed 3",
         "pip install '.[cuda11]'",
         "python nowhere.py",
         "frobnicate",

@@ -18,7 +18,7 @@ import endings
 import pytest
 import torch
 from gradwire import CompressState, OneBit, compress_hook
-from gradwire.benchmarks.network import flags, links
+from gradwire.benchmarks.links import flags, links
 from gradwire.hooks.comm import group as group_module
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.comm.linger import linger, unacknowledged

@@ -8,9 +8,9 @@ import json
 from typing import Any
 
 import pytest
-from gradwire.benchmarks.codec import gpu_model
-from gradwire.benchmarks.codec.gpu_model import GPUS, KERNELS, RANKS, Kernel, count, estimate, listing, nvdisasm, warps
-from gradwire.benchmarks.codec.sass import blocks_of, hot_path, loops_of
+from gradwire.benchmarks.gpu import gpu_model
+from gradwire.benchmarks.gpu.gpu_model import GPUS, KERNELS, RANKS, Kernel, count, estimate, listing, nvdisasm, warps
+from gradwire.benchmarks.gpu.sass import blocks_of, hot_path, loops_of
 from nvrtc import build
 
 #: Each compiles all kernels: `make test-all` does so for all three.

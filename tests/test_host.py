@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from gradwire.benchmarks import cli
-from gradwire.benchmarks.codec import host
+from gradwire.benchmarks.gpu import host
 from gradwire.compress import CODECS, QSGD, BlockCodec, Codec, OneBit
 from gradwire.compress.backends import backend_kernels
 from gradwire.compress.backends.cuda import device

@@ -32,8 +32,11 @@ from gradwire import (
 )
 from gradwire.benchmarks import cli
 from gradwire.benchmarks.common import report
-from gradwire.benchmarks.common.virtual import VirtualRanks
-from gradwire.benchmarks.training import apart, inside, learn, search
+from gradwire.benchmarks.learning import learn, search
+from gradwire.benchmarks.learning.arms import LEARNED, LearningArm
+from gradwire.benchmarks.learning.independent_replicas import IndependentReplicas, RoundSchedule
+from gradwire.benchmarks.learning.optimizer_methods import BETAS, WEIGHT_DECAY, OptimizerMethod
+from gradwire.benchmarks.learning.ranks import InProcessRanks
 from gradwire.compress import Feedback
 from gradwire.compress.aggregation import Aggregation
 from gradwire.compress.feedback.store import Memory
@@ -90,7 +93,7 @@ def really(rank: int, codec: Codec, exchange: str, strategy: Feedback | None) ->
     ids=str,
 )
 def test_virtual_ranks_are_as_real_ones(ranks: Ranks, codec: Codec, exchange: str, strategy: Feedback | None) -> None:
-    virtual = VirtualRanks(3, LAYOUT, codec, exchange, strategy, seed=3)
+    virtual = InProcessRanks(3, LAYOUT, codec, exchange, strategy, seed=3)
     digests = [digest([virtual.reduce([gradient(rank, step) for rank in range(3)])]) for step in range(STEPS)]
     real = ranks(3).run(really, codec, exchange, strategy)
     assert [found for found, _ in real] == [digests] * 3
@@ -99,8 +102,12 @@ def test_virtual_ranks_are_as_real_ones(ranks: Ranks, codec: Codec, exchange: st
 
 def really_inside(rank: int, arm: str) -> tuple[torch.Tensor, int]:
     """What one of `gradwire.optim` makes of a parameter, and the bytes received in its last step."""
-    way, p = learn.WAYS[arm], torch.nn.Parameter(gradient(9, 9))
-    options: dict[str, Any] = {"lr": 0.1, "betas": inside.BETAS, "weight_decay": inside.WEIGHT_DECAY}
+    way, p = LEARNED[arm], torch.nn.Parameter(gradient(9, 9))
+    options: dict[str, Any] = {
+        "lr": 0.1,
+        "betas": BETAS,
+        "weight_decay": WEIGHT_DECAY,
+    }
     options |= {"codec": way.codec, "exchange": way.exchange}
     optimizer: Any = (
         OneBitAdam([p], warmup_steps=1, **options)
@@ -123,8 +130,8 @@ def some_zeros(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("arm", ["onebit-adam", "lion", "lion-mean"])
 def test_optimizers_on_virtual_ranks_are_the_real_ones(ranks: Ranks, arm: str) -> None:
-    virtual = VirtualRanks(3, LAYOUT, learn.WAYS[arm].codec, learn.WAYS[arm].exchange, learn.WAYS[arm].strategy)
-    values, one = gradient(9, 9), inside.Inside(learn.WAYS[arm], virtual, 3, 5, clip=1e9)
+    virtual = InProcessRanks(3, LAYOUT, LEARNED[arm].codec, LEARNED[arm].exchange, LEARNED[arm].strategy)
+    values, one = gradient(9, 9), OptimizerMethod(LEARNED[arm], virtual, 3, 5, clip=1e9)
     for step in range(5):
         one.move(values, [some_zeros(gradient(rank, step)) for rank in range(3)], 0.1)
     for found, received in ranks(3).run(really_inside, arm):
@@ -135,7 +142,7 @@ def test_optimizers_on_virtual_ranks_are_the_real_ones(ranks: Ranks, arm: str) -
 
 
 def test_virtual_ranks_clip_each_gradient() -> None:
-    virtual = VirtualRanks(2, LAYOUT, Identity(), "dense", Tracking(0.0, clip=1.0))
+    virtual = InProcessRanks(2, LAYOUT, Identity(), "dense", Tracking(0.0, clip=1.0))
     large, small = 5 * gradient(0, 0), 1e-3 * gradient(1, 0)
     expected = (large / large.norm() + small) / 2
     assert torch.allclose(virtual.reduce([large.clone(), small.clone()]), expected, atol=1e-6)
@@ -143,14 +150,14 @@ def test_virtual_ranks_clip_each_gradient() -> None:
 
 @pytest.mark.parametrize(("codec", "exchange"), [(OneBit(), "two_pass"), (TopK(0.1), "gather"), (Identity(), "dense")])
 def test_ranks_whose_gradients_are_not_numbers_do_not_differ(codec: Codec, exchange: str) -> None:
-    virtual = VirtualRanks(2, LAYOUT, codec, exchange, Residual())
+    virtual = InProcessRanks(2, LAYOUT, codec, exchange, Residual())
     spoilt = gradient(1, 0)
     spoilt[7] = torch.nan
     assert virtual.reduce([gradient(0, 0), spoilt])[7].isnan()
 
 
 def test_ranks_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    virtual = VirtualRanks(2, LAYOUT, OneBit(), "gather", None)
+    virtual = InProcessRanks(2, LAYOUT, OneBit(), "gather", None)
     reduce = Bucket.reduce
 
     def wrong(self: Bucket, buffer: torch.Tensor, *others: object) -> object:
@@ -232,38 +239,38 @@ def test_what_is_handed_out_with_momentum_trains_without(optimizer: str) -> None
     options: dict[str, Any] = {"task": "digits", "optimizer": optimizer, "learning_rate": rate, "seed": 0}
     options |= {"world": 2, "batch": 16, "steps": 30}
     for arm in ("float32", "float32-b5", "topk1-b5", "dgc-topk1", "tracking"):
-        way = learn.WAYS[arm]
+        way = LEARNED[arm]
         made = learn.optimizer_of(learn.task_of("digits", optimizer, 16, 30), [torch.nn.Parameter(torch.ones(1))], way)
         group = made.param_groups[0]
         momentum = group["momentum"] if optimizer == "sgd" else group["betas"][0]
         assert momentum == (0.0 if way.has_momentum else 0.5 if arm.endswith("-b5") else 0.9)
     if optimizer == "sgd":
-        whole = replace(learn.WAYS["dgc-topk1"], codec=Identity())
+        whole = replace(LEARNED["dgc-topk1"], codec=Identity())
         tasks = {"digits": replace(learn.TASKS["digits"], clip=1e9)}
-        with patch.dict(learn.WAYS, whole=whole), patch.dict(learn.TASKS, tasks):
+        with patch.dict(LEARNED, whole=whole), patch.dict(learn.TASKS, tasks):
             losses = [learn.learn(arm=arm, **options)["loss"] for arm in ("float32", "whole")]
         assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 def test_another_momentum_is_told() -> None:
-    titles = {name: learn.WAYS[name].title for name in ("float32", "float32-b5", "float32-late3-b5", "topk1-b5")}
+    titles = {name: LEARNED[name].title for name in ("float32", "float32-b5", "float32-late3-b5", "topk1-b5")}
     assert titles["float32-late3-b5"] == "float32, 3 steps late, momentum 0.5"
     assert titles["float32"] == "float32"
     assert titles["float32-b5"] == "float32, momentum 0.5"
     assert titles["topk1-b5"].endswith("Residual, momentum 0.5")
-    assert learn.WAYS["float32-b5"].kind == learn.WAYS["float32"].kind != learn.WAYS["topk1-b5"].kind
+    assert LEARNED["float32-b5"].kind == LEARNED["float32"].kind != LEARNED["topk1-b5"].kind
 
 
 def test_gradients_arrive_as_late_as_they_should(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one until then, and afterwards that of so many steps before."""
     arrived: list[float] = []
     reduced = iter(range(5))
-    monkeypatch.setattr(VirtualRanks, "reduce", lambda self, flats: flats[0].fill_(next(reduced)))
+    monkeypatch.setattr(InProcessRanks, "reduce", lambda self, flats: flats[0].fill_(next(reduced)))
     monkeypatch.setattr(learn, "put", lambda parameters, flat, layout: arrived.append(float(flat[0])))
     monkeypatch.setattr(learn, "update", lambda optimizer, rate, clip: None)
     task = learn.task_of("digits", "sgd", 16, 5)
     data = [task.batches(0, rank, 2) for rank in range(2)]
-    learn.train_together(learn.Way(late=2), task, task.model(), data, [0.1] * 5, 0)
+    learn.train_together(LearningArm(late=2), task, task.model(), data, [0.1] * 5, 0)
     assert arrived == [0, 0, 0, 1, 2]
 
 
@@ -300,7 +307,7 @@ def test_a_best_rate_at_an_end_is_told() -> None:
 
     inside, low, high = ({0.1: a, 0.2: b, 0.4: c} for a, b, c in ((2.0, 1.0, 2.0), (1.0, 2.0, 3.0), (3.0, 2.0, 1.0)))
     assert "end" not in said(float32=inside, topk1=inside).partition("\n")[2]
-    assert said(float32=inside, topk1=low).endswith(f"at an end of what was tried here: {learn.WAYS['topk1'].title}")
+    assert said(float32=inside, topk1=low).endswith(f"at an end of what was tried here: {LEARNED['topk1'].title}")
     assert said(float32=high, topk1=low).endswith("at an end of what was tried here: all")
 
 
@@ -343,7 +350,7 @@ def test_float32_on_virtual_ranks_learns_alike_on_any_number() -> None:
     assert four["loss"] == pytest.approx(two["loss"], rel=1e-3)
 
 
-def really_apart(rank: int, way: learn.Way, rounds: apart.Rounds) -> tuple[str, int]:
+def really_apart(rank: int, way: LearningArm, rounds: RoundSchedule) -> tuple[str, int]:
     """A digest of the parameters after rounds of a real rank, and the bytes received in the last."""
     task, model, optimizer = learn.task_of("digits", "adamw", 6, 7), small_model(), None
     optimizer = learn.optimizer_of(task, list(model.parameters()), way)
@@ -379,20 +386,31 @@ def small_model() -> torch.nn.Module:
 @pytest.mark.parametrize(
     ("way", "rounds"),
     [
-        (learn.Way(Ternary(), "two_pass", Residual()), apart.Rounds(3)),
-        (learn.Way(TopK(0.05), "gather", Residual(0.9)), apart.Rounds(2, after=2, outer_lr=0.7, outer_momentum=0.9)),
-        (learn.Way(Aggregation(TopK(0.05), "senders"), "gather", Residual(0.95)), apart.Rounds(1)),
-        (learn.Way(QSGD(bits=4), "two_pass"), apart.Rounds(4)),
-        (learn.Way(TopK(0.05), "gather", Residual()), apart.Rounds(3, delay=2)),
-        (learn.Way(Ternary(), "two_pass", Residual()), apart.Rounds(2, after=2, delay=1, carry=True)),
+        (LearningArm(Ternary(), "two_pass", Residual()), RoundSchedule(3)),
+        (
+            LearningArm(TopK(0.05), "gather", Residual(0.9)),
+            RoundSchedule(2, after=2, outer_lr=0.7, outer_momentum=0.9),
+        ),
+        (
+            LearningArm(Aggregation(TopK(0.05), "senders"), "gather", Residual(0.95)),
+            RoundSchedule(1),
+        ),
+        (LearningArm(QSGD(bits=4), "two_pass"), RoundSchedule(4)),
+        (LearningArm(TopK(0.05), "gather", Residual()), RoundSchedule(3, delay=2)),
+        (
+            LearningArm(Ternary(), "two_pass", Residual()),
+            RoundSchedule(2, after=2, delay=1, carry=True),
+        ),
     ],
     ids=["ternary", "momentum", "senders", "qsgd", "late", "carried"],
 )
-def test_rounds_of_virtual_ranks_are_the_real_ones(ranks: Ranks, way: learn.Way, rounds: apart.Rounds) -> None:
+def test_rounds_of_virtual_ranks_are_the_real_ones(ranks: Ranks, way: LearningArm, rounds: RoundSchedule) -> None:
     task, model = learn.task_of("digits", "adamw", 6, 7), small_model()
     layout = learn.in_order(dict(model.named_parameters()))
-    virtual = VirtualRanks(3, layout, way.codec, way.exchange, way.strategy, seed=3)
-    one = apart.Apart(rounds, virtual, model, lambda parameters: learn.optimizer_of(task, parameters, way), task)
+    virtual = InProcessRanks(3, layout, way.codec, way.exchange, way.strategy, seed=3)
+    one = IndependentReplicas(
+        rounds, virtual, model, lambda parameters: learn.optimizer_of(task, parameters, way), task
+    )
     data = [task.batches(0, rank, 3) for rank in range(3)]
     for _ in range(7):
         one.step(data, 0.01)
@@ -406,8 +424,8 @@ def test_rounds_of_virtual_ranks_are_the_real_ones(ranks: Ranks, way: learn.Way,
 
 def test_rounds_share_their_bytes_among_steps() -> None:
     options: dict[str, Any] = {"task": "digits", "optimizer": "sgd", "world": 2, "batch": 8, "learning_rate": 0.1}
-    rare = learn.Way(rounds=apart.Rounds(5))
-    with patch.dict(os.environ), patch.dict(learn.WAYS, rare=rare):
+    rare = LearningArm(rounds=RoundSchedule(5))
+    with patch.dict(os.environ), patch.dict(LEARNED, rare=rare):
         shares = {steps: learn.learn(arm="rare", steps=steps, seed=0, **options) for steps in (10, 11)}
     assert shares[10]["share_of_bytes"] == pytest.approx(1 / 5)
     assert shares[11]["share_of_bytes"] == pytest.approx(3 / 11), "the last step is followed by a round too"

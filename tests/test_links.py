@@ -18,8 +18,8 @@ from typing import Any
 import faults
 import pytest
 from gradwire.benchmarks import cli
-from gradwire.benchmarks.network import emulator, flags, links, proof
-from gradwire.benchmarks.network.emulator import VIRTUAL, Switch
+from gradwire.benchmarks.links import delay, flags, links, verification
+from gradwire.benchmarks.links.delay import VIRTUAL, Switch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -52,23 +52,23 @@ def test_times() -> None:
     [(0.0210, 0.0215, None), (0.0120, 0.0210, "are not shaped"), (0.0210, 0.0400, "do not reach their rate")],
 )
 def test_what_counts_as_proof(fastest: float, median: float, complaint: str | None) -> None:
-    reached = median < proof.TOLERANCE * 0.02
-    found = proof.Proof(bytes_sent=2.5e6, expected_s=0.02, median_s=median, fastest_s=fastest, reached=reached)
+    reached = median < verification.TOLERANCE * 0.02
+    found = verification.Proof(bytes_sent=2.5e6, expected_s=0.02, median_s=median, fastest_s=fastest, reached=reached)
     if complaint is None:
-        proof.check_proof(found, "links")
+        verification.check_proof(found, "links")
     else:
         with pytest.raises(links.LinkError, match=complaint):
-            proof.check_proof(found, "links")
+            verification.check_proof(found, "links")
 
 
 def test_slow_links_may_be_used_if_the_table_says_so() -> None:
-    slow = proof.Proof(bytes_sent=2.5e7, expected_s=0.02, median_s=0.05, fastest_s=0.04, reached=False)
-    proof.check_proof(slow, "links", strict=False)
-    assert proof.caption(slow).startswith("RATE NOT REACHED")
-    assert proof.caption({**slow, "reached": True}).startswith("links proven")
-    assert proof.caption(None).startswith("NOT SHAPED")
+    slow = verification.Proof(bytes_sent=2.5e7, expected_s=0.02, median_s=0.05, fastest_s=0.04, reached=False)
+    verification.check_proof(slow, "links", strict=False)
+    assert verification.caption(slow).startswith("RATE NOT REACHED")
+    assert verification.caption({**slow, "reached": True}).startswith("links proven")
+    assert verification.caption(None).startswith("NOT SHAPED")
     with pytest.raises(links.LinkError, match="are not shaped"):
-        proof.check_proof({**slow, "fastest_s": 0.01}, "links", strict=False)
+        verification.check_proof({**slow, "fastest_s": 0.01}, "links", strict=False)
 
 
 def test_without_root_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,7 +79,7 @@ def test_without_root_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 def test_a_rank_that_fails_ends_the_run() -> None:
     with pytest.raises(links.LinkError, match="TypeError"):
-        links.Loopback(1).run(proof.timed_all_reduce, {"wrong": 1}, timeout=60)
+        links.Loopback(1).run(verification.timed_all_reduce, {"wrong": 1}, timeout=60)
 
 
 def test_a_rank_ends_in_order_while_a_callback_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_a_rank_ends_in_order_while_a_callback_is_let_go(monkeypatch: pytest.Mon
 
 def test_time_is_limited() -> None:
     with pytest.raises(links.LinkError, match="not done after"):
-        links.Loopback(2).run(proof.timed_all_reduce, {"numel": 1, "repeats": 10**9}, timeout=0.3)
+        links.Loopback(2).run(verification.timed_all_reduce, {"numel": 1, "repeats": 10**9}, timeout=0.3)
 
 
 @pytest.mark.skipif(NO_LINKS is not None, reason=str(NO_LINKS))
@@ -101,7 +101,9 @@ def test_shaped_links_run_at_their_rate_and_leave_nothing_behind() -> None:
         assert sorted(links._namespaces(os.getpid())) == [shaped._name(m) for m in (0, 1, "switch")]
         assert leftover not in links._namespaces()
         try:
-            shown, _ = shaped.run_proven(proof.timed_all_reduce, {"numel": 1, "repeats": 1}, timeout=60, strict=True)
+            shown, _ = shaped.run_proven(
+                verification.timed_all_reduce, {"numel": 1, "repeats": 1}, timeout=60, strict=True
+            )
         except links.LinkError as busy:  # other work on this machine can slow the links, but never speed them up
             assert "the machine is busy" in str(busy)  # noqa: PT017
         else:
@@ -145,7 +147,7 @@ def test_without_root_a_distance_is_refused_too(
 
 
 def test_without_tun_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(emulator, "_TUN", str(tmp_path / "tun"))
+    monkeypatch.setattr(delay, "_TUN", str(tmp_path / "tun"))
     if NO_LINKS is None:
         assert "need TUN devices" in str(links.missing(NEAR))
 
@@ -163,22 +165,22 @@ def test_without_tun_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 def test_what_counts_as_proof_of_a_distance(ping: float, stream: float, says: str | None) -> None:
     arrivals = [stream * piece for piece in range(1, 16)]
     sides = [{"times": [0.1, 0.12], "pings": [ping] * 3, "stream": arrivals}] * 2
-    assert proof.stream_bytes(10**9) == 12_500_000
-    found = proof.prove(10**9, 0.025, 2, 625_000, sides, {"wmem": "1 2 3"})
+    assert verification.stream_bytes(10**9) == 12_500_000
+    found = verification.prove(10**9, 0.025, 2, 625_000, sides, {"wmem": "1 2 3"})
     assert found["expected_s"] == pytest.approx(0.02 + 0.025)
     assert found["expected_stream_s"] == pytest.approx(0.1)
     assert found["reached"] == (stream < 0.13)
     if says is None:
-        proof.check_proof(found, "links")
-        assert "wmem 1 2 3" in proof.caption(found)
-        assert proof.caption(found).startswith("links proven")
+        verification.check_proof(found, "links")
+        assert "wmem 1 2 3" in verification.caption(found)
+        assert verification.caption(found).startswith("links proven")
         found["fastest_s"] = 0.03  # less than its bytes and one way
         says = "are not shaped"
     with pytest.raises(links.LinkError, match=says):
-        proof.check_proof(found, "links")
+        verification.check_proof(found, "links")
     if "shape" not in says and "short" not in says:
-        proof.check_proof(found, "links", strict=False)
-        assert "NOT" in proof.caption(found)
+        verification.check_proof(found, "links", strict=False)
+        assert "NOT" in verification.caption(found)
 
 
 # -- the switch between distant ranks --------------------------------------------------------------------------------
@@ -195,7 +197,7 @@ def packet(payload: bytes, segment: int = 0, sender: int = 0, receiver: int = 1,
 def test_a_packet_leaves_at_the_rate_and_arrives_after_the_delay() -> None:
     between = Switch(3, rate=1e6, delay=0.025)
     full = packet(bytes(1448))
-    frame = (1500 + emulator.FRAME_BYTES) / 1e6
+    frame = (1500 + delay.FRAME_BYTES) / 1e6
     ((first, to, same),) = between.take(full, 0, now=1.0)
     assert (to, same) == (1, full)
     assert first == pytest.approx(1.0 + frame + 0.025)
@@ -204,7 +206,7 @@ def test_a_packet_leaves_at_the_rate_and_arrives_after_the_delay() -> None:
     ((other, _, _),) = between.take(packet(bytes(1448), sender=2), 2, now=1.0)
     assert other - second == pytest.approx(frame), "so was the receiver's"
     ((back, _, _),) = between.take(packet(b"", sender=1, receiver=0), 1, now=1.0)
-    assert back == pytest.approx(1.0 + (52 + emulator.FRAME_BYTES) / 1e6 + 0.025), "the other direction was not"
+    assert back == pytest.approx(1.0 + (52 + delay.FRAME_BYTES) / 1e6 + 0.025), "the other direction was not"
 
 
 def test_segments_that_travel_in_one_piece_take_as_long_as_alone() -> None:
@@ -220,7 +222,7 @@ def test_a_full_queue_drops_and_a_stranger_is_ignored() -> None:
     for _ in range(60):
         between.take(packet(bytes(1448)), 0, now=0.0)
     # At most the queue's seconds wait, and the packet on the wire.
-    kept = 1 + int(emulator.QUEUE_SECONDS / (1514 / 1e5))
+    kept = 1 + int(delay.QUEUE_SECONDS / (1514 / 1e5))
     assert between.dropped == 60 - kept
     assert between.take(packet(b"", receiver=2), 0, now=9.0) == []
     assert between.take(packet(b"")[:20], 0, now=9.0) == []
@@ -276,9 +278,9 @@ def test_packets_are_carried_in_order_and_no_earlier_than_due() -> None:
     ours, theirs = [a for a, _ in pairs], [b for _, b in pairs]
     for side in theirs:
         side.setblocking(False)
-    counted: list[emulator.Lateness] = []
+    counted: list[delay.Lateness] = []
     devices = [side.fileno() for side in theirs]
-    carrier = threading.Thread(target=lambda: counted.append(emulator.serve(Switch(2, 1e6, 0.03), devices, ending)))
+    carrier = threading.Thread(target=lambda: counted.append(delay.serve(Switch(2, 1e6, 0.03), devices, ending)))
     carrier.start()
     try:
         begin = time.monotonic()
@@ -287,7 +289,7 @@ def test_packets_are_carried_in_order_and_no_earlier_than_due() -> None:
             ours[0].send(each)
         ours[1].settimeout(10)
         assert [ours[1].recv(1 << 16) for _ in sent] == sent
-        assert time.monotonic() - begin >= 0.03 + 5 * (1052 + emulator.FRAME_BYTES) / 1e6
+        assert time.monotonic() - begin >= 0.03 + 5 * (1052 + delay.FRAME_BYTES) / 1e6
     finally:
         os.close(end)
         carrier.join(10)
@@ -375,7 +377,7 @@ def test_distant_links_are_as_long_as_they_should_be_and_leave_nothing_behind() 
     before = set(os.listdir("/sys/class/net"))
     with links.DistantLinks(2, 10**8, replace(NEAR, delay=0.02)) as connection:
         assert sorted(links._namespaces(os.getpid())) == [connection._name(rank) for rank in range(2)]
-        shown, ranks = connection.run_proven(proof.timed_all_reduce, {"numel": 1, "repeats": 1}, timeout=120)
+        shown, ranks = connection.run_proven(verification.timed_all_reduce, {"numel": 1, "repeats": 1}, timeout=120)
     assert all(seconds >= 0.02 for (seconds,) in ranks)
     assert shown is not None
     assert shown["fastest_ping_s"] >= 0.04

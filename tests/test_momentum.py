@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from gradwire import QSGD, Codec, Momentum, OneBit, Outliers, Residual, TopK, Tracking
-from gradwire.benchmarks.common.virtual import VirtualRanks
+from gradwire.benchmarks.learning.ranks import InProcessRanks
 from gradwire.compress import SparseCodec, new_draw
 from gradwire.compress.backends import MomentumKernels, _backend, use_backend
 from gradwire.compress.codec import DTYPES
@@ -168,7 +168,7 @@ class Published:
 def test_it_is_what_has_been_published(strategy: Momentum, exchange: str) -> None:
     layout, codec, size = layout_of(["a", "b", "c", "d", "e"]), TopK(0.1), 4
     numel = layout[-1].start + 8
-    ranks = VirtualRanks(size, layout, codec, exchange, strategy)
+    ranks = InProcessRanks(size, layout, codec, exchange, strategy)
     published = Published(size, numel, codec.k(numel), strategy)
     generator = torch.Generator().manual_seed(5)
     for _ in range(40):
@@ -187,7 +187,7 @@ def test_it_is_what_has_been_published(strategy: Momentum, exchange: str) -> Non
 def test_the_rounding_of_what_has_been_sent_is_not_lost(strategy: Momentum) -> None:
     """Which the published code loses: over many steps all of the gradients' momentum goes out, or waits."""
     layout = layout_of(["a", "b", "c"])
-    ranks = VirtualRanks(2, layout, TopK(0.2, values=I8), "gather", strategy)
+    ranks = InProcessRanks(2, layout, TopK(0.2, values=I8), "gather", strategy)
     wanted = handed = torch.zeros(41, dtype=torch.float64)
     generator = torch.Generator().manual_seed(6)
     for _ in range(30):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gradwire import Codec, Identity, PowerSGD, Residual, TopK, Tracking
-from gradwire.benchmarks.common.virtual import VirtualRanks
+from gradwire.benchmarks.learning.ranks import InProcessRanks
 from gradwire.compress import Feedback, new_draw
 from gradwire.compress.backends import backend_kernels
 from gradwire.compress.backends.low_rank import LowRankKernels, Matrices
@@ -229,7 +229,7 @@ def test_a_warm_start_finds_what_matters_most() -> None:
     values = torch.tensor([0.6**i for i in range(60)])
     m, codec = (u * values @ v.t()).contiguous().view(-1), PowerSGD(3, ((80, 60),))
     best = float(values[3:].norm())
-    ranks = VirtualRanks(2, (Slot("m", 0, (80, 60), (60, 1)),), PowerSGD(3), "factors", None)
+    ranks = InProcessRanks(2, (Slot("m", 0, (80, 60), (60, 1)),), PowerSGD(3), "factors", None)
     errors = [float((ranks.reduce([m.clone(), m.clone()]) - m).norm()) for _ in range(12)]
     assert errors[0] > 1.05 * best
     assert errors[-1] < 1.001 * best
@@ -291,7 +291,7 @@ def test_ranks_together_are_one_rank_that_has_their_mean(size: int, rank: int) -
     codec = PowerSGD(rank).of_layout(LAYOUT)
     start = drawn(codec, 3)
     wanted, left = by_hand(steps, codec, start)
-    ranks = VirtualRanks(size, LAYOUT, PowerSGD(rank), "factors", Residual(), seed=3)
+    ranks = InProcessRanks(size, LAYOUT, PowerSGD(rank), "factors", Residual(), seed=3)
     for of_ranks, mean in zip(steps, wanted, strict=True):
         got = ranks.reduce([x.clone() for x in of_ranks])
         assert float((got - mean).norm()) <= 1e-4 * float(mean.norm())
@@ -305,8 +305,8 @@ def test_ranks_together_are_one_rank_that_has_their_mean(size: int, rank: int) -
     strategy=st.sampled_from([Residual(), Residual(dtype=torch.bfloat16), Tracking(0.5), None]),
 )  # fmt: skip
 def test_nothing_is_lost(size: int, rank: int, kind: str, seed: int, strategy: Feedback | None) -> None:
-    """By the strategy's own law, over steps; replicas are compared bit for bit by `VirtualRanks`."""
-    ranks = VirtualRanks(size, LAYOUT, PowerSGD(rank), "factors", strategy, seed=seed)
+    """By the strategy's own law, over steps; replicas are compared bit for bit by `InProcessRanks`."""
+    ranks = InProcessRanks(size, LAYOUT, PowerSGD(rank), "factors", strategy, seed=seed)
     for step in range(3):
         of_ranks = [gradient(kind, NUMEL, 7 * seed + 3 * step + r) for r in range(size)]
         before = {} if strategy is None else vectors(ranks)
@@ -321,7 +321,7 @@ def test_nothing_is_lost(size: int, rank: int, kind: str, seed: int, strategy: F
         assert float(off.norm()) <= coarse * float(size_of) + 1e-40
 
 
-def vectors(ranks: VirtualRanks) -> dict[str, Tensor]:
+def vectors(ranks: InProcessRanks) -> dict[str, Tensor]:
     assert ranks.strategy is not None
     return {
         name: torch.stack([memory.of(LAYOUT).whole(name).double() for memory in ranks.memories]).mean(0)
@@ -330,7 +330,7 @@ def vectors(ranks: VirtualRanks) -> dict[str, Tensor]:
 
 
 def test_one_rank_s_nan_is_seen_by_all_and_forgotten_by_the_next_step() -> None:
-    ranks = VirtualRanks(3, LAYOUT, PowerSGD(2), "factors", Residual())
+    ranks = InProcessRanks(3, LAYOUT, PowerSGD(2), "factors", Residual())
     steps = [[gradient("normal", NUMEL, 10 * step + r) for r in range(3)] for step in range(4)]
     ranks.reduce(steps[0])
     unit: Any = ranks.units[0].exchange
@@ -357,7 +357,7 @@ def test_a_factor_that_overflows_leaves_nothing_of_its_matrix() -> None:
     kernels: Any = backend_kernels("cpu")["power_sgd"]
     kernels.left(matrices, large, drawn(codec, 0), products := torch.empty(matrices.left))
     assert products.isfinite().all()
-    ranks = VirtualRanks(2, LAYOUT, PowerSGD(2), "factors", Residual())
+    ranks = InProcessRanks(2, LAYOUT, PowerSGD(2), "factors", Residual())
     means = decode(codec, encode(codec, large), NUMEL), ranks.reduce([large.clone(), large.clone()])
     for mean in means:
         assert mean[: 48 * 30].isnan().all()
@@ -368,7 +368,7 @@ def test_bytes_are_those_of_two_means() -> None:
     codec = PowerSGD(2).of_layout(LAYOUT)
     wire = codec.wire_bytes(NUMEL)
     for size in (2, 3, 4):
-        ranks = VirtualRanks(size, LAYOUT, PowerSGD(2), "factors", Residual())
+        ranks = InProcessRanks(size, LAYOUT, PowerSGD(2), "factors", Residual())
         ranks.reduce([gradient("normal", NUMEL, r) for r in range(size)])
         most = 2 * wire * (size - 1) / size if size > 2 else wire
         assert most <= ranks.transfer_bytes <= most + 2 * 8 * size

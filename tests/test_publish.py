@@ -11,8 +11,8 @@ import pytest
 from gradwire.benchmarks import publish
 from gradwire.benchmarks.common import report
 from gradwire.benchmarks.common.report import Table
+from gradwire.benchmarks.learning import learn
 from gradwire.benchmarks.publish import PAGE, ROOT, SET, Publication
-from gradwire.benchmarks.training import learn
 
 
 def test_the_page_says_what_was_measured() -> None:
@@ -143,6 +143,27 @@ def test_published_figures_name_the_machine_and_the_command() -> None:
         for name in ("rate", "rates", "seeds", "world", "numel", "task", "optimizer"):
             if name in result["arguments"] and name in options:
                 assert result["arguments"][name] == options[name], f"{publication.name} was made with other options"
+
+
+def test_results_are_files_with_a_row_a_line() -> None:
+    for publication in SET:
+        text = (ROOT / publication.json).read_text("utf-8")
+        assert text == report.json_text(json.loads(text)) + "\n", publication.json
+    rows = {"rows": [{"a": [1.5, None], "b": {}}, {"a": list(range(500))}], "name": "ä"}
+    text = report.json_text({**rows, "long": "x" * report.LINE})
+    assert json.loads(text) == {**rows, "long": "x" * report.LINE}
+    assert [line.strip()[:5] for line in text.splitlines()] == [
+        "{",
+        '"rows',
+        '{"a":',
+        "{",
+        '"a": ',
+        "}",
+        "],",
+        '"name',
+        '"long',
+        "}",
+    ]
 
 
 def test_what_needs_links_is_known() -> None:

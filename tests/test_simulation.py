@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire.benchmarks.network.allreduce import IndexSets
-from gradwire.benchmarks.network.simulation import Network, SimulatedGroup, Task, World, check, simulate
+from gradwire.benchmarks.common.in_process import InProcessGroup, Network, World
+from gradwire.benchmarks.sparse.allreduce import IndexSets
+from gradwire.benchmarks.sparse.simulation import Task, check, simulate
 from gradwire.hooks.comm.entry_exchange import Entries
 from gradwire.hooks.comm.group import Group
+from gradwire.hooks.comm.pipeline import Stages, drive
 from ranks import Pool
 from torch import Tensor
 
@@ -33,7 +35,7 @@ class RealGroup(Group):
 
 def for_real(rank: int, algorithm: str, world_size: int, dtype: torch.dtype) -> Any:
     group: Any = RealGroup(dist.group.WORLD)
-    received, result = task_of(algorithm, world_size, dtype)(group)
+    received, result = drive(task_of(algorithm, world_size, dtype)(group))
     return received, None if result is None else (result.indices.tolist(), result.values.tolist())
 
 
@@ -64,20 +66,19 @@ def test_a_hundred_ranks(algorithm: str) -> None:
     assert found["seconds"] >= found["network_s"] > 0.01
 
 
-def one_of_each(group: SimulatedGroup) -> list[float]:
-    clock = group.world.ranks[group.rank]
+def one_of_each(group: InProcessGroup) -> Stages:
+    clock = group.world.clocks[group.rank]
     times = []
-
-    def took(work: Any) -> None:
-        work.wait()
-        times.append(clock.clock)
-
-    took(group.all_gather(group.gather_output(4, 250), torch.zeros(250, dtype=torch.uint8)))
-    took(group.all_to_all(torch.zeros(1000, dtype=torch.uint8), torch.zeros(1000, dtype=torch.uint8)))
-    took(group.all_reduce(torch.zeros(250)))
-    both = [group.all_gather(group.gather_output(4, 250), torch.zeros(250, dtype=torch.uint8)) for _ in range(2)]
-    for work in both:
-        took(work)
+    bytes_ = torch.zeros(1000, dtype=torch.uint8)
+    for start in (
+        lambda: [group.all_gather(group.gather_output(4, 250), bytes_[:250])],
+        lambda: [group.all_to_all(torch.zeros_like(bytes_), bytes_)],
+        lambda: [group.all_reduce(torch.zeros(250))],
+        lambda: [group.all_gather(group.gather_output(4, 250), bytes_[:250]) for _ in range(2)],
+    ):
+        for work in start():
+            yield work
+            times.append(clock.now)
     return times
 
 
@@ -92,16 +93,16 @@ def test_times_are_those_of_the_formulas() -> None:
 
 
 def test_what_ranks_send_arrives() -> None:
-    def rotate(group: SimulatedGroup) -> tuple[list[int], list[int]]:
+    def rotate(group: InProcessGroup) -> Stages:
         rank, size = group.rank, group.size
         sent = torch.tensor([10 * rank + to for to in range(size)], dtype=torch.int32)
         received = torch.zeros_like(sent)
-        group.all_to_all(received, sent).wait()
+        yield group.all_to_all(received, sent)
         # Rank r sends r + 1 numbers to every other rank, and none to itself.
         lengths = [0 if to == rank else rank + 1 for to in range(size)]
         incoming = [0 if of == rank else of + 1 for of in range(size)]
         ragged = torch.zeros(sum(incoming), dtype=torch.int32)
-        group.all_to_all_v(ragged, torch.full((sum(lengths),), rank, dtype=torch.int32), incoming, lengths).wait()
+        yield group.all_to_all_v(ragged, torch.full((sum(lengths),), rank, dtype=torch.int32), incoming, lengths)
         return received.tolist(), ragged.tolist()
 
     for rank, (received, ragged) in enumerate(World(3, NETWORK).run(rotate)):
@@ -110,13 +111,22 @@ def test_what_ranks_send_arrives() -> None:
 
 
 def test_an_error_on_one_rank_ends_the_world() -> None:
-    def fail(group: SimulatedGroup) -> None:
+    def fail(group: InProcessGroup) -> Stages:
         if group.rank == 2:
             raise ValueError("rank 2 has had enough")
-        group.all_reduce(torch.zeros(1)).wait()
+        yield group.all_reduce(torch.zeros(1))
 
     with pytest.raises(ValueError, match="rank 2 has had enough"):
         World(4, NETWORK).run(fail)
+
+
+def test_a_rank_that_leaves_early_is_noticed() -> None:
+    def leave(group: InProcessGroup) -> Stages:
+        if group.rank != 2:
+            yield group.all_reduce(torch.zeros(1))
+
+    with pytest.raises(RuntimeError, match="3 of 4 ranks have joined collective 1"):
+        World(4).run(leave)
 
 
 @pytest.mark.parametrize("wrong", [lambda v: v + 0.01, lambda v: v * 0])

@@ -1,17 +1,16 @@
 """`split` over Gloo: what it keeps, that nothing is lost, and how many messages it takes."""
 
 import math
-from collections import defaultdict, deque
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
 import training
-from gradwire.benchmarks.common.virtual import VirtualGroup
+from gradwire.benchmarks.common.in_process import InProcessGroup, World
 from gradwire.compress import TopK
 from gradwire.compress.feedback.base import plain
 from gradwire.hooks.comm.entry_exchange import Entries, fill
+from gradwire.hooks.comm.pipeline import Stages
 from gradwire.hooks.exchanges.split import Split
 from gradwire.hooks.network import cost
 from hypothesis import given, settings
@@ -21,26 +20,15 @@ from torch import Tensor
 CPU = torch.device("cpu")
 
 
-class Counted(VirtualGroup):
-    """Counts the stages, each of which is a message to every other rank."""
-
-    stages = 0
-
-    def pairwise(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Any:
-        self.stages += 1
-        return super().pairwise(received, sent)
-
-
 class Ranks:
     """The exchange alone, of ranks in this process, without the selection."""
 
     def __init__(self, size: int, numel: int, k: int, extra: int = 0, values: torch.dtype = torch.float32) -> None:
-        mailbox = defaultdict[tuple[int, int], deque[Tensor]](deque)
-        self.groups = [Counted(rank, size, mailbox) for rank in range(size)]
+        self.world = World(size)
         self.numel, self.k, self.extra = numel, k, extra
         codec = TopK((k - 0.5) / numel, values=values)
         assert codec.k(numel) == k
-        self.exchanges = [Split(codec, numel, extra, CPU, group) for group in self.groups]
+        self.exchanges = [Split(codec, numel, extra, CPU, group) for group in self.world.groups]
         self.residuals = [torch.zeros(numel) for _ in range(size)]
 
     def take(self, lists: Sequence[Entries]) -> None:
@@ -52,23 +40,16 @@ class Ranks:
 
     def step(self, entries: Sequence[Entries], extras: Sequence[Tensor]) -> tuple[Tensor, int]:
         """What all ranks get, and how many stages that took."""
-        before = self.groups[0].stages
-        left = [
-            exchange.bring_together(mine, extra, plain(residual))
-            for exchange, mine, extra, residual in zip(self.exchanges, entries, extras, self.residuals, strict=True)
-        ]
-        results: dict[int, Tensor] = {}
-        while len(results) < len(left):
-            works = []
-            for rank, stages in enumerate(left):
-                try:
-                    works.append(next(stages))
-                except StopIteration as end:
-                    results[rank] = fill(torch.zeros(self.numel), end.value)
-            for work in works:
-                work.wait()
-        assert all(torch.equal(result, results[0]) for result in results.values()), "replicas differ"
-        return results[0], self.groups[0].stages - before
+        before = self.world.completed
+
+        def stages(group: InProcessGroup) -> Stages:
+            rank = group.rank
+            feedback = plain(self.residuals[rank])
+            return self.exchanges[rank].bring_together(entries[rank], extras[rank], feedback)
+
+        results = [fill(torch.zeros(self.numel), found) for found in self.world.run(stages)]
+        assert all(torch.equal(result, results[0]) for result in results), "replicas differ"
+        return results[0], self.world.completed - before
 
 
 @st.composite
@@ -101,7 +82,7 @@ def gradients(draw: st.DrawFn) -> tuple[Ranks, list[list[Entries]]]:
 def test_the_largest_are_kept_and_nothing_is_lost(case: tuple[Ranks, list[list[Entries]]]) -> None:
     """Whatever came before: of float32 exactly those that a stable sort by magnitude puts first."""
     ranks, steps = case
-    size, sent = len(ranks.groups), torch.zeros(ranks.numel, dtype=torch.float64)
+    size, sent = ranks.world.size, torch.zeros(ranks.numel, dtype=torch.float64)
     got = torch.zeros(ranks.numel, dtype=torch.float64)
     exact = ranks.exchanges[0].carrier.dtype == torch.float32
     for step, lists in enumerate(steps):

@@ -15,9 +15,10 @@ import pytest
 import torch
 from gradwire.benchmarks.cli import main
 from gradwire.benchmarks.common import report
-from gradwire.benchmarks.training import summary
-from gradwire.benchmarks.training.tasks import ARMS, DIGITS, SMALL, TASKS, Task
-from gradwire.benchmarks.training.train import by_length
+from gradwire.benchmarks.common.arms import TRAINED
+from gradwire.benchmarks.learning import summary
+from gradwire.benchmarks.learning.tasks import DIGITS, SMALL, TASKS, Task
+from gradwire.benchmarks.learning.train import by_length
 from ranks import Pool
 
 Ranks = Callable[[int], Pool]
@@ -220,7 +221,7 @@ def test_an_arm_whose_schedule_is_longer_says_so() -> None:
     summary.join(result)
     table = summary.learning_table(result, result["worlds"][0])
     steps = {row[0]: row[table.columns.index("steps")] for row in table.rows}
-    assert steps[ARMS["topk"].title] == "30", "the last step that the curve has"
+    assert steps[TRAINED["topk"].title] == "30", "the last step that the curve has"
 
 
 @pytest.mark.parametrize("text", ["local", "local=", "local=0.5", "local=nan", "local=inf", "fp32=2", "auto=2", "=2"])
@@ -251,7 +252,7 @@ def test_fewer_bytes_are_those_that_arrive() -> None:
 def gathered(rank: int) -> dict[str, tuple[float, float]]:
     found = {}
     for name in ("fp16", "bf16", "local"):
-        installed = ARMS[name].install(torch.nn.Linear(64, 64, bias=False), exchange="gather")
+        installed = TRAINED[name].install(torch.nn.Linear(64, 64, bias=False), exchange="gather")
         optimizer = installed.optimizer(torch.optim.SGD(installed.module.parameters(), lr=0.1))
         for _ in range(10):
             installed.model(torch.ones(64)).sum().backward()
@@ -270,4 +271,4 @@ def test_what_arrives_is_counted(ranks: Ranks) -> None:
 
 
 def test_arms_are_told_apart() -> None:
-    assert len({arm.colour for arm in ARMS.values()}) == len({arm.title for arm in ARMS.values()}) == len(ARMS)
+    assert len({arm.colour for arm in TRAINED.values()}) == len({arm.title for arm in TRAINED.values()}) == len(TRAINED)

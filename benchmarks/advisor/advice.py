@@ -1,4 +1,4 @@
-"""What `gradwire-bench advise` says: a table, a sentence, a picture."""
+"""Output of `gradwire-bench advise`: a table, a sentence, a picture."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def waiting(what: str) -> Iterator[None]:
 
 
 def recommend(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What to do, in plain words.
+    """The recommendation, in plain words.
 
     Args:
         rows: with `codec` (None for PyTorch's own, plain DDP first), `what`, `step_s`, `received_bytes`.
@@ -70,7 +70,7 @@ def _step(row: Mapping[str, Any]) -> float:
 
 
 def table(result: Mapping[str, Any]) -> report.Table:
-    """What was predicted, and from what."""
+    """The table of predictions and their basis."""
     best = min(row["step_s"] for row in result["arms"] if row["codec"] is None)
     rows = [
         [

@@ -32,7 +32,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..common import report
-from ..network import flags
+from ..links import flags
 from . import advice, check
 from .network import Network
 from .prediction import Here, measure, measure_group, predictions

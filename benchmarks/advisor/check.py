@@ -18,15 +18,15 @@ from statistics import fmean
 from typing import Any
 
 from ..common import report
-from ..common.arms import ARMS, FLOOR
-from ..network import flags, links, step
-from ..network.proof import caption
+from ..common.arms import ARMS, FLOOR, PREDICTED
+from ..links import flags, links
+from ..links.verification import caption
+from ..steps import step
 from . import advice
-from .measurement import PREDICTED
 from .prediction import Here, measure, predictions
 
 WORLD = 2
-#: What the rig of `step` takes for each model that it knows.
+#: Options of `step` for each model that it knows.
 RIGS: dict[str, dict[str, Any]] = {
     "linear": {"width": 2048, "layers": 6, "batch": 8},
     "small": {"width": 512, "layers": 8, "batch": 8},

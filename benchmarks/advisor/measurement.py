@@ -1,4 +1,4 @@
-"""What `gradwire-bench advise` measures here: a model's step, the codecs on its buckets, and the network stack.
+"""Measurements of `gradwire-bench advise`: a model's step, the codecs on its buckets, and the network stack.
 
 Each function runs in every process of a Gloo group, all at once, as the ranks of a node do, and the slowest counts.
 What they return can travel as JSON.
@@ -26,11 +26,9 @@ from ...hooks.comm.group import Group
 from ...hooks.comm.ports import Work
 from ...hooks.network import probe
 from ..common import models
-from ..common.arms import ARMS, BASELINE, DENSE
+from ..common.arms import PREDICTED
 from ..common.report import median
 
-#: What is predicted, PyTorch's own ways first.
-PREDICTED = tuple(ARMS[name] for name in (DENSE, BASELINE, "onebit", "topk", "topk-0.1", "qsgd", "terngrad"))
 CODECS = {arm.name: arm.codec for arm in PREDICTED if arm.codec is not None}
 #: Short names for models that come along.
 MODELS = {name: f"{models.__name__}:{name}" for name in ("linear", "small", "language")}
@@ -281,7 +279,7 @@ def _casts(numel: int, group: Group, device: torch.device) -> list[float]:
 
 
 def measure_network(threads: int) -> dict[str, Any]:
-    """What this group's collectives take, and what they take of a processor.
+    """Time of this group's collectives, and their processor time.
 
     Returns:
         `lines` (a `Line` for each collective), `latency` (`hooks.cost.Latency`), `processor` (seconds of all threads of

@@ -21,13 +21,13 @@ from typing import Any
 
 from ...hooks.network.cost import GLOO_PIECE, UNLIMITED, Calibration, Latency, Line, Nodes, Work
 
-#: What TCP leaves of Ethernet's rate: 1448 bytes of 1538, with headers, preamble and the gap between frames.
+#: TCP's share of Ethernet's rate: 1448 bytes of 1538, with headers, preamble and the gap between frames.
 PAYLOAD = 1448 / 1538
 
 
 @dataclass(frozen=True)
 class Network:
-    """What exchanges will take.
+    """The cost of exchanges.
 
     Attributes:
         world_size, local_size: ranks, and those on each node.

@@ -15,8 +15,8 @@ from ...hooks.comm.group import Group
 from ...hooks.comm.topology import make_topology
 from ...hooks.exchanges import BucketSpec
 from ...hooks.network import cost
-from ..common.arms import BASELINE, Arm, label
-from ..network import links
+from ..common.arms import BASELINE, PREDICTED, Arm, label
+from ..links import links
 from . import measurement
 from .network import Network, from_flags
 from .step_simulation import Job, Prediction, Processors, Profile, predict
@@ -30,7 +30,7 @@ TIMEOUT = 600.0
 
 @dataclass(frozen=True)
 class Here:
-    """What was measured here.
+    """Measurements of this machine.
 
     Attributes:
         parameters, device, element_bytes: of the model's gradients.
@@ -102,8 +102,8 @@ def measure_group(model: str, local: int, cores: float, bucket_mb: float | None 
 
 
 def read(found: Mapping[str, Any], messages: Mapping[str, Any], cores: float, threads: int) -> Here:
-    """What `measurement`'s functions returned. On a GPU, nothing of a network's software is counted: NCCL's is in the
-    latency that flags give."""
+    """The results of `measurement`'s functions. On a GPU, a network's software counts nothing: NCCL's is in the latency
+    that flags give."""
     profile = found["profile"]
     processors = Processors(cores, threads, messages["waking"])
     messages = {**messages, "gloo": not found["device"].startswith("cuda")}
@@ -137,7 +137,7 @@ def read(found: Mapping[str, Any], messages: Mapping[str, Any], cores: float, th
 def predictions(here: Here, network: Network) -> list[dict[str, Any]]:
     """One row for each arm."""
     rows = []
-    for arm in measurement.PREDICTED:
+    for arm in PREDICTED:
         jobs, exchanges, received = jobs_of(arm, here, network)
         at_once = network.flat.at_once if arm.codec is not None else min(network.flat.at_once, cost.GLOO_COLLECTIVES)
         prediction = predict(here.profile, jobs, here.processors, at_once)

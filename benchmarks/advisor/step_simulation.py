@@ -1,4 +1,4 @@
-"""How long a training step takes when gradients travel: a simulation of what waits for what.
+"""The time of a training step with communication: a simulation of one rank's queues, without ranks or messages.
 
 Backward makes one bucket ready after the other. Each then goes through a job: it is encoded, moves and travels, in one
 stage or several, and is decoded. One thread encodes and decodes, what moves queues for the link, and what travels waits
@@ -23,7 +23,7 @@ from typing import Any
 #: A step that communication lengthens by less than this share waits for the model.
 NEGLIGIBLE = 0.05
 
-#: What can be the bottleneck, and the fields of a job that belong to it.
+#: Possible bottlenecks, and the fields of a job that belong to each.
 PARTS = {
     "latency": ("latency",),
     "transfer": ("transfer", "processor"),
@@ -58,7 +58,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Job:
-    """What one bucket takes, in seconds.
+    """The parts of one bucket's way, in seconds.
 
     Attributes:
         inline: on backward's own thread, as soon as the bucket is ready.
@@ -93,7 +93,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Processors:
-    """What a rank computes with: cores, and the threads of each computation. A GPU counts as one core.
+    """The processors of a rank: cores, and the threads of each computation. A GPU counts as one core.
 
     Attributes:
         waking: seconds that a message waits, besides its latency, for a core on which others compute.
@@ -190,7 +190,7 @@ def simulate(profile: Profile, jobs: Sequence[Job], processors: Processors, at_o
 
 
 def run(tasks: Sequence[Task], cores: float) -> list[float]:
-    """When each task ends, if those that run at the same time share the cores fairly."""
+    """The end of each task, if those that run at the same time share the cores fairly."""
     left, ends = [task.seconds for task in tasks], [0.0] * len(tasks)
     unmet = [len(set(task.after)) for task in tasks]
     followers: list[list[int]] = [[] for _ in tasks]
@@ -229,7 +229,7 @@ def run(tasks: Sequence[Task], cores: float) -> list[float]:
 
 
 def share(loads: Sequence[float], cores: float) -> list[float]:
-    """How fast each task runs, 1 being full speed: who asks for little gets it, the others equal parts of the rest."""
+    """The speed of each task, 1 being full speed: who asks for little gets it, the others equal parts of the rest."""
     rates = [1.0] * len(loads)
     waiting = sorted(range(len(loads)), key=loads.__getitem__)
     for place, i in enumerate(waiting):

@@ -1,4 +1,4 @@
-"""What the codecs are compared with: the chain of torch operations a user would write, and PyTorch's own hooks."""
+"""Baselines of the codecs: the chain of torch operations a user would write, and PyTorch's own hooks."""
 
 from __future__ import annotations
 

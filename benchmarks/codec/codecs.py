@@ -1,4 +1,4 @@
-"""How fast each codec is on one machine, and what it does to a gradient, without a network.
+"""Speed of each codec on one machine, and its effect on a gradient, without a network.
 
 Speed: beside each codec, in turns with it, runs the roofline, `torch.add(grad, residual, out=residual)`. With float32
 it moves 12 bytes an element, and an encode with error feedback cannot move less. Codecs also meet what one would write
@@ -26,8 +26,8 @@ from torch import Tensor
 
 from ...compress import CODECS, Codec, TopK
 from ..common import report
+from ..common.arguments import expect_at_least
 from ..common.arms import label
-from ..common.counts import expect_at_least
 from ..common.progress import Progress
 from . import inputs
 from .baselines import pytorch_baselines

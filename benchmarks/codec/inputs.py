@@ -67,7 +67,7 @@ def capture(seed: int = 0) -> Tensor:
 
 
 def captured(file: Path | None) -> Tensor:
-    """What `capture` gives, from `file` if that is there, and otherwise kept in it.
+    """The gradients of `capture`, read from `file` if it exists, else written to it.
 
     Raises:
         ValueError: the file holds something else.

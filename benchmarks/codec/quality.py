@@ -1,4 +1,4 @@
-"""What a codec does to a gradient: error, direction, bias, and how near its bits come to the entropy of its codes."""
+"""The effect of a codec on a gradient: error, direction, bias, and its bits beside the entropy of its codes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ...compress import (
     new_draw,
 )
 
-#: What rounding to float32 may change a decoded value by, as a share of the value.
+#: Relative error that rounding to float32 may add to a decoded value.
 ROUNDING = 2.0**-23
 
 
@@ -83,7 +83,7 @@ def standard_errors(deviation: Tensor, exact: Tensor, variance: Tensor) -> float
 
 
 def within_scale(codec: TernGrad, exact: Tensor, wire: Tensor) -> Tensor:
-    """What TernGrad is unbiased for: each element clipped at the scale of its block, which the wire holds."""
+    """The gradient that TernGrad sends without bias: elements clipped at the scale of their block in the wire."""
     numel = exact.numel()
     (part,) = codec.parts(numel)
     scale = torch.from_numpy(part.view(wire.numpy())["scale"].astype(np.float64)[:, 0])
@@ -136,7 +136,7 @@ def log2_ways(n: int, k: int) -> float:
 
 
 def entries(codec: SparseCodec, indices: np.ndarray, numel: int) -> int:
-    """How many entries a wire's indices hold."""
+    """The number of entries in a wire."""
     record = codec.parts(numel)[0].view(indices)
     if not codec.packs_indices:
         return int(record["count"][0, 0])

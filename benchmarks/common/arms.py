@@ -1,10 +1,9 @@
-"""The arms of benchmarks: the ways to exchange gradients that are compared, and how they take turns."""
+"""The arms of benchmarks: the ways to exchange gradients that are compared, and which of them each benchmark takes."""
 
 # Annotations stay evaluated here: DDP compares those of a hook with its own.
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import fmean
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ ONE_BUCKET_MB = 10_000
 
 
 class Hook(NamedTuple):
-    """What `register_comm_hook` takes, or one of DDP's in C++; no function: no hook, and DDP's own all-reduce."""
+    """Arguments of `register_comm_hook`, or one of DDP's hooks in C++. Without a function: DDP's own all-reduce."""
 
     state: Any
     function: Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]] | dist.BuiltinCommHookType | None
@@ -161,7 +160,7 @@ class Arm:
         return Installed(self, model, ddp, hook.state)
 
 
-#: What `Installed.sends` says.
+#: Values of `Installed.sends`.
 WHOLE, HALF, COMPRESSED = "dense", "half precision", "compressed"
 
 
@@ -197,11 +196,11 @@ class Installed:
 
     @property
     def deciding(self) -> bool:
-        """Whether the arm still tries what to do, if it is one that decides. Alike on all ranks."""
+        """True while "auto" still tries candidates; the same on all ranks."""
         return bool(getattr(self.state, "deciding", False))
 
     def statistics(self) -> Statistics | None:
-        """What gradwire has counted so far; None of the other arms."""
+        """gradwire's statistics so far; None for other arms."""
         return self.state.statistics() if isinstance(self.state, CompressState | LocalUpdates) else None
 
     def bits_per_element(self) -> float:
@@ -215,7 +214,7 @@ class Installed:
         return self.arm.bits
 
     def share_of_bytes(self) -> float:
-        """What a rank has received so far, of what a float32 ring all-reduce brings it: by `gather` as much as the
+        """Bytes that a rank received so far, as a share of a float32 ring all-reduce's: by `gather` as much as the
         other ranks have sent, so that it is not `bits_per_element` of 32 on more than two."""
         done = self.statistics()
         if done is None:
@@ -225,7 +224,7 @@ class Installed:
         return done.transfer_bytes / ring / (self.arm.every or 1)
 
     def sends(self) -> str:
-        """What travels: `WHOLE` or `HALF`, where "auto" has decided for it in every bucket, else `COMPRESSED`."""
+        """`WHOLE` or `HALF` if "auto" decided for it in every bucket, else `COMPRESSED`."""
         done = self.statistics()
         if done is None or self.arm.every:
             return COMPRESSED
@@ -252,7 +251,7 @@ ONE_PERCENT = TopK(density=0.01)
 #: delay, of about 1/density steps, is short beside a run of a few hundred.
 EIGHT_PERCENT = TopK(density=0.08, values=torch.int8)
 
-#: What differences of parameters travel in, by the steps between two rounds: 514 to 622 times fewer bytes than float32
+#: Codecs of differences of parameters, by the steps between two rounds: 514 to 622 times fewer bytes than float32
 #: of a model of 0.85 M parameters on four ranks; and where rounds arrive late.
 WIDE = {3: ChunkedTopK(k=448, chunk=65536), 4: ChunkedTopK(k=780, chunk=65536), 5: ChunkedTopK(k=1000, chunk=65536)}
 CARRIED = ChunkedTopK(k=560, chunk=65536)
@@ -297,20 +296,47 @@ ARMS = {
     )
 }
 
+#: `gradwire-bench train`'s, which learn. "auto" takes the codec that a short run learns well with.
+TRAINED = {
+    name: ARMS[name]
+    for name in [
+        "none",
+        "fp32",
+        "fp16",
+        "bf16",
+        "powersgd",
+        "qsgd",
+        "low-rank",
+        "terngrad",
+        "onebit",
+        "topk",
+        "topk8",
+        "chunked6",
+        "chunked1.5",
+        "local",
+        "local30",
+        "carried",
+        "auto",
+    ]
+}
+TRAINED["powersgd"] = replace(ARMS["powersgd"], rank=4)
+TRAINED["auto"] = replace(ARMS["auto"], codec=EIGHT_PERCENT, learns_as="topk8")
 
-def in_turns(turns: Mapping[str, Callable[[], None]], rounds: int) -> None:
-    """Give every arm its turn in every round, in another order each: nobody always follows the one that heats most."""
-    names = list(turns)
-    for round_ in range(rounds):
-        for place in range(len(names)):
-            turns[names[(place + round_) % len(names)]]()
+#: The demo's.
+DEMONSTRATED = {name: ARMS[name] for name in (DENSE, BASELINE, "qsgd", "terngrad", "onebit", "topk")}
 
+#: `gradwire-bench advise`'s, PyTorch's own ways first.
+PREDICTED = tuple(ARMS[name] for name in (DENSE, BASELINE, "onebit", "topk", "topk-0.1", "qsgd", "terngrad"))
 
-def average(ranks: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
-    """Times [rounds][steps], each the mean of the ranks'."""
-    return [[fmean(step) for step in zip(*turns, strict=True)] for turns in zip(*ranks, strict=True)]
-
-
-def slowest(ranks: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
-    """Times [rounds][steps] of which each lasts until its slowest rank is done."""
-    return [[max(step) for step in zip(*turns, strict=True)] for turns in zip(*ranks, strict=True)]
+#: `gradwire-bench hsdp`'s, between replicas of a sharded model; `bits` are those of FSDP's own reductions.
+HSDP = "hsdp"
+REPLICATED = {
+    arm.name: arm
+    for arm in (
+        Arm(FLOOR, what="no replicas: sharding alone"),
+        Arm(HSDP, what="FSDP2's own HSDP"),
+        Arm("hsdp-bf16", what="FSDP2's own HSDP, reduce_dtype=bfloat16", bits=16.0),
+        ARMS["onebit"],
+        ARMS["topk"],
+    )
+}

@@ -114,7 +114,7 @@ def batches(text: Tensor, count: int, context: int, seed: int, rank: int = 0) ->
 
 
 def validation_starts(text: Tensor, count: int, context: int) -> Tensor:
-    """Where `count` windows start that lie evenly over `text`: the same in every run."""
+    """Starts of `count` windows that lie evenly over `text`: the same in every run."""
     return torch.linspace(0, len(text) - context - 1, count, dtype=torch.float64).long()
 
 
@@ -183,7 +183,7 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to train, the same for every arm: AdamW under a linear warm-up and a cosine decay to zero, with clipping.
+    """The recipe, the same for every arm: AdamW under a linear warm-up and a cosine decay to zero, with clipping.
 
     Attributes:
         steps: optimizer steps.

@@ -23,7 +23,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-#: What our temporary folders' names begin with.
+#: Prefix of temporary folders.
 PREFIX = "gradwire"
 #: Seconds that the other ranks of a program have to end once one has failed.
 GRACE = 10.0
@@ -177,7 +177,7 @@ def path_of(function: Callable[..., Any]) -> str:
 
 
 def function_at(path: str) -> Callable[..., Any]:
-    """What `path_of` has named."""
+    """The function that `path_of` named."""
     module, _, name = path.partition(":")
     found: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return found
@@ -201,7 +201,7 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def _worker(job: Mapping[str, Any]) -> None:
-    """What each process does: join the others, call the function, leave its result behind."""
+    """Main function of each process: join the others, call the function, write its result."""
     torch.set_num_threads(1)
     function = function_at(job["function"])
     dist.init_process_group("gloo", timeout=timedelta(seconds=job["timeout"]))

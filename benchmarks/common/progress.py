@@ -1,4 +1,4 @@
-"""How far a benchmark is: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of a benchmark: a bar on a terminal, an occasional line elsewhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ QUIET = 15.0
 
 
 class Progress:
-    """How far something long is: a bar on a terminal, now and then a line elsewhere. A context manager; needs rich.
+    """Progress: a bar on a terminal, an occasional line elsewhere. A context manager; needs rich.
 
     Args:
         title: what is under way.

@@ -1,4 +1,4 @@
-"""What every benchmark prints and writes: where it ran, a table for people, one JSON file for programs."""
+"""Output of every benchmark: where it ran, a table for people, one JSON file for programs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ import torch
 
 #: Raised when a field of the JSON files changes its meaning.
 SCHEMA = 1
+#: Characters of the longest line in them that holds more than a list of numbers.
+LINE = 500
 
 
 def environment() -> dict[str, Any]:
-    """What the figures depend on besides the code: machine, versions, threads, date (UTC), load (1 minute)."""
+    """The environment of the figures: machine, versions, threads, date (UTC), load (1 minute)."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "cpu": cpu_model(),
@@ -37,7 +39,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-#: What says of a run where and how it was made, among `environment()`.
+#: Fields of `environment()` that are kept with a run.
 STAMP = ("date", "cpu", "cores", "threads", "python", "torch", "numpy", "numba", "gradwire", "revision")
 
 
@@ -53,7 +55,7 @@ def describe(facts: Mapping[str, Any]) -> str:
     return f"{facts['cpu']}, {facts['threads']} of {facts['cores']} cores, {versions}, {facts['date']}"
 
 
-#: What the kernel says of a processor besides its name, and our word for it.
+#: The kernel's fields on a processor besides its name, and our word for each.
 CPU_KIND = {"cpu family": "family", "model": "model"}
 
 
@@ -146,7 +148,26 @@ def document(benchmark: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    Path(path).write_text(json_text(content) + "\n")
+
+
+def json_text(value: Any, indent: int = 0) -> str:
+    """JSON with a row a line: on one line whatever fits, and lists of numbers of any length; else an item a line."""
+    text = json.dumps(value, allow_nan=False)
+    flat = not isinstance(value, dict | list) or not any(isinstance(item, dict | list) for item in items_of(value))
+    if flat or indent + len(text) <= LINE:
+        return text
+    names = [f"{json.dumps(name)}: " for name in value] if isinstance(value, dict) else [""] * len(value)
+    lines = [
+        f"{' ' * (indent + 1)}{name}{json_text(item, indent + 1)}"
+        for name, item in zip(names, items_of(value), strict=True)
+    ]
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    return f"{opening}\n{f',{chr(10)}'.join(lines)}\n{' ' * indent}{closing}"
+
+
+def items_of(value: dict[str, Any] | list[Any]) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else value
 
 
 @dataclass(frozen=True)

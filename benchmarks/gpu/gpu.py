@@ -1,4 +1,4 @@
-"""What the CUDA kernels do on this GPU: bytes, laws over NCCL, speed, tests and compute-sanitizer, in one report.
+"""The CUDA kernels on this GPU: bytes, laws over NCCL, speed, tests and compute-sanitizer, in one report.
 
 Each task is a process of its own, so that one that crashes, hangs or poisons its CUDA context costs its rows and
 nothing else; OUTPUT.json is written after each. The exit status is 1 where a row has failed.

@@ -34,7 +34,7 @@ from ...compress.codecs.topk import Largest
 from ...compress.formats.entries import VALUE_DTYPES, index_layout, value_bytes
 from ..common.arms import label
 
-#: What sparse exchanges launch besides a codec's kernels.
+#: Kernels of sparse exchanges besides a codec's.
 ENTRIES = "entries"
 #: Elements beyond what 31 bits of bytes address, and up to the most that a gradient may have.
 LONG = "2^31 - 1 elements"

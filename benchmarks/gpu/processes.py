@@ -16,7 +16,7 @@ from typing import Any, Self
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended: its exit status (None: it had to be stopped), what it printed, and how long it took."""
+    """The end of a process: its exit status (None: it had to be stopped), what it printed, and how long it took."""
 
     status: int | None
     output: str

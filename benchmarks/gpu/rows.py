@@ -1,4 +1,4 @@
-"""What one process of the report does: one row. Whatever goes wrong in it, the report gets a row that says so."""
+"""One row of the report, made by a process of its own. A failure becomes a row that says so."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def row(options: Namespace) -> dict[str, Any]:
 
 
 def probe(name: str, device: torch.device, options: Namespace) -> dict[str, Any]:
-    """Which GPU this is, what is installed, and what does not work."""
+    """The GPU, the installed versions, and whatever does not work."""
     facts: dict[str, Any] = report.environment()
     facts |= {"gpu": torch.cuda.get_device_name(device), "driver": driver(), "cuda": torch.version.cuda}
     facts["capability"] = ".".join(map(str, torch.cuda.get_device_capability(device)))

@@ -98,7 +98,7 @@ def waves(sections: Iterable[str]) -> list[list[str]]:
 
 
 def share(waves_: Sequence[Sequence[str]]) -> float:
-    """How much of the time that is left the first of these has."""
+    """The share of the remaining time that the first of these gets."""
     needs = [max(SECONDS[section] for section in wave) for wave in waves_]
     return needs[0] / sum(needs)
 
@@ -212,7 +212,7 @@ def rows_of_tests(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def compute_sanitizer() -> str:
-    """Where it is, the newest of several; "" where it is not found."""
+    """Its path, the newest of several; "" if there is none."""
     found = shutil.which("compute-sanitizer")
     for place in () if found else SANITIZERS:
         for path in sorted(glob.glob(os.path.expandvars(place), recursive=True), reverse=True):

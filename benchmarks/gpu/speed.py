@@ -1,4 +1,4 @@
-"""What the CUDA kernels take on this GPU, and a DDP step over NCCL.
+"""Time of the CUDA kernels on this GPU, and of a DDP step over NCCL.
 
 Every timing is of CUDA events, in turns with the roofline, `torch.add(grad, residual, out=residual)`, on the same
 stream. Bytes are what an operation cannot avoid to move; the share is of what a copy on the device reaches. Beside each

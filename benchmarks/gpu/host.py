@@ -1,4 +1,4 @@
-"""What a bucket takes of the host where its gradients are on a GPU: the Python between backward and the kernels.
+"""Host time of a bucket where its gradients are on a GPU: the Python between backward and the kernels.
 
 No GPU is needed, and nothing is computed: codecs run the CUDA backend on CPU tensors, and a launch ends where CuPy
 would be called. One rank trains under DDP, with the pipeline as it is over NCCL; its messages go nowhere. So what is
@@ -31,7 +31,7 @@ from ...hooks.comm.group import Group
 from ...hooks.comm.ports import Collective
 from ...hooks.ddp.hook import CompressState, compress_hook
 from ..common import report
-from ..common.counts import expect_at_least
+from ..common.arguments import expect_at_least
 
 CPU = torch.device("cpu")
 CODECS: tuple[Codec, ...] = (
@@ -42,7 +42,7 @@ CODECS: tuple[Codec, ...] = (
     Cast(torch.float16),
     TopK(),
 )
-#: What a bucket goes by besides `gather`, and which parameters stay as they are.
+#: Exchanges besides `gather`, and the parameters that stay uncompressed.
 WAYS: tuple[tuple[Codec, str, tuple[str, ...]], ...] = (
     *((codec, "gather", ()) for codec in CODECS),
     (OneBit(), "two_pass", ()),
@@ -166,8 +166,8 @@ def no_network() -> Iterator[None]:
 
     with (
         patch.object(Group, "blocks", staticmethod(lambda *_: False)),
-        patch.object(Group, "gather_port", persistent_gather),
-        patch.object(Group, "swap_port", lambda *_, **__: Collective(Done)),
+        patch.object(Group, "persistent_gather", persistent_gather),
+        patch.object(Group, "persistent_swap", lambda *_, **__: Collective(Done)),
     ):
         yield
 

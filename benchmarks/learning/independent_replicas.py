@@ -1,4 +1,4 @@
-"""What `LocalUpdates` does, on ranks that share a process: each trains a model of its own."""
+"""`LocalUpdates` on ranks of one process: each trains a model of its own."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import nn
 from ...compress import Residual
 from ...hooks.local_sgd.outer_sgd import GlobalParameters, OuterSGD
 from ..common.language_model import update
-from ..common.virtual import VirtualRanks
+from .ranks import InProcessRanks
 from .tasks import Batch, Task
 
 
 @dataclass(frozen=True)
-class Rounds:
-    """When ranks exchange how far their parameters have moved, and how the mean moves those they agree on: arguments of
+class RoundSchedule:
+    """The schedule of exchanges, and the step that the mean of all differences makes: arguments of
     `LocalUpdates`."""
 
     every: int
@@ -37,11 +37,11 @@ class Rounds:
         return f"every {self.every} steps{outer}"
 
     def due(self, steps: int) -> bool:
-        """Whether ranks exchange after so many steps."""
+        """True if ranks exchange after so many steps."""
         return steps <= self.after or (steps - self.after) % self.every == 0
 
 
-class Apart:
+class IndependentReplicas:
     """The models and optimizers of all ranks, and the parameters that they agree on.
 
     Args:
@@ -54,8 +54,8 @@ class Apart:
 
     def __init__(
         self,
-        rounds: Rounds,
-        ranks: VirtualRanks,
+        rounds: RoundSchedule,
+        ranks: InProcessRanks,
         model: nn.Module,
         optimizer_of: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer],
         task: Task,
@@ -101,7 +101,7 @@ class Apart:
         return self.ranks.transfer_bytes
 
     def _move(self, carry: bool) -> None:
-        """What has been exchanged arrives."""
+        """Apply the means that have been exchanged."""
         for shared, mean in zip(self.shared, self._means, strict=True):
             shared.move(mean, keep_local=carry)
         self._due = None

@@ -1,4 +1,4 @@
-"""What the training benchmark learns: three tasks that need no download, the same in every arm; and the arms.
+"""Three tasks of learning that need no download, the same in every arm.
 
 A task's global batch does not depend on the number of ranks, so its float32 curve does not either, up to rounding.
 """
@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -18,8 +18,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..common import arms
-from ..common.arms import BASELINE, DENSE, FLOOR
 from ..common.language_model import (
     Corpus,
     LanguageModel,
@@ -66,7 +64,7 @@ class Task(ABC):
     @property
     @abstractmethod
     def source(self) -> str:
-        """What tells its data from others': losses on different data do not compare."""
+        """The name of its data: losses on different data do not compare."""
 
     @abstractmethod
     def model(self) -> nn.Module:
@@ -248,33 +246,6 @@ LARGE = Text(
     validation_windows=64,
 )
 TASKS: dict[str, Task] = {task.name: task for task in (DIGITS, SMALL, LARGE)}
-
-
-#: The arms that learn. `auto` takes the codec that a short run learns well with.
-ARMS = {
-    name: arms.ARMS[name]
-    for name in (
-        FLOOR,
-        DENSE,
-        BASELINE,
-        "bf16",
-        "powersgd",
-        "qsgd",
-        "low-rank",
-        "terngrad",
-        "onebit",
-        "topk",
-        "topk8",
-        "chunked6",
-        "chunked1.5",
-        "local",
-        "local30",
-        "carried",
-        "auto",
-    )
-}
-ARMS["powersgd"] = replace(ARMS["powersgd"], rank=4)
-ARMS["auto"] = replace(ARMS["auto"], codec=ARMS["topk8"].codec, learns_as="topk8")
 
 
 def validate(task: Task, model: nn.Module) -> dict[str, float]:

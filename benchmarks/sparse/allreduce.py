@@ -7,8 +7,8 @@ received, as the kernel counts them, which algorithm was fastest, and what "auto
 
 Links need root and iproute2; `--rate none` runs over loopback, where bytes cannot be told apart by rank.
 
-`--simulate 16 256 4096` runs the same algorithms in one process instead, on simulated ranks (see `simulation`) with
-links of `--rate` and a latency of `--alpha` microseconds.
+`--simulate 16 256 4096` runs the same algorithms in one process instead, on simulated ranks (see `common.in_process`)
+with links of `--rate` and a latency of `--alpha` microseconds.
 """
 
 from __future__ import annotations
@@ -26,13 +26,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...compress import TopK
 from ...compress.feedback.base import plain
-from ...hooks.comm.entry_exchange import fill
+from ...hooks.comm.entry_exchange import Entries, fill
+from ...hooks.comm.group import Group
 from ...hooks.comm.pipeline import drive
+from ...hooks.exchanges.split import Split
+from ...hooks.sparse import all_reduce as sparse
 from ..common import report
-from ..common.counts import expect_at_least
-from . import flags, links, simulation
-from .proof import caption, received_bytes
+from ..common.arguments import add_output, expect_counts
+from ..common.in_process import Network
+from ..links import flags
+from ..links.driver import document, measured, slowest
+from ..links.verification import caption, received_bytes
+from . import simulation
 
 ALGORITHMS = ("gather", "union", "split", "dense")
 AUTO, KEPT = "auto", "split-k"
@@ -48,42 +55,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--numel", type=int, default=1 << 22, help="elements of the vector (%(default)s)")
     parser.add_argument("--values", choices=tuple(DTYPES), default="float32", help="how values travel")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM", help=", ".join(ARMS))
-    parser.add_argument("--rate", default="1gbit", help="of each link: 100mbit, 1gbit, 2.5gbit … or none")
-    flags.add_distance(parser)
+    flags.add_links(parser, world=False)
     parser.add_argument("--repeats", type=int, default=5, help="calls of each arm a cell (%(default)s)")
-    parser.add_argument("--timeout", type=float, default=1200.0, help="seconds for each world size")
     parser.add_argument("--simulate", type=int, nargs="+", metavar="P", help="simulated world sizes, up to 4096")
     parser.add_argument("--alpha", type=float, default=50.0, help="simulated latency in µs (%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw time against density")
+    add_output(parser, timeout=1200, each="each world size", plot="time against density")
 
 
 def run(options: argparse.Namespace) -> int:
     """`gradwire-bench allreduce`."""
-    expect_at_least(options, world=2, numel=1, repeats=1)
-    rates, distance = flags.network_of(options)
-    rate = rates[options.rate]
+    expect_counts(options)
     for name, values in (("density", options.density), ("overlap", options.overlap)):
         if not all(0 <= value <= 1 for value in values) or (name == "density" and 0 in values):
             raise ValueError(f"--{name} {values}: expected numbers up to 1, and densities above 0")
     if options.simulate:
-        return run_simulation(options, rate, distance)
+        return run_simulation(options)
     arguments = {name: getattr(options, name) for name in ("density", "overlap", "numel", "values", "arms", "repeats")}
-    network = {"world": options.world, "rate": options.rate, **flags.recorded(distance)}
-    result = report.document("allreduce", {**arguments, **network})
-    result["environment"]["threads"] = 1  # of each rank
+    result = document("allreduce", options, **arguments)
     result["links"], result["cells"] = {}, []
     for world_size in options.world:
-        with links.open_links(world_size, rate, distance) as connection:
-            proof, ranks = connection.run_proven(measure, arguments, options.timeout)
-            result["links"][str(world_size)] = proof
-        result["cells"] += summarize(ranks, world_size, shaped=rate is not None)
+        found, ranks = measured(options, options.rate, measure, arguments, world_size)
+        result["links"][str(world_size)] = found["proof"]
+        result["cells"] += summarize(ranks, world_size, shaped=found["bits_per_s"] is not None)
     report.deliver(result, tables(result), options, plot)
     return 0
 
 
-def run_simulation(options: argparse.Namespace, rate: int | None, distance: flags.Distance | None) -> int:
+def run_simulation(options: argparse.Namespace) -> int:
     """The same algorithms on simulated ranks; a delay is their latency."""
+    rates, distance = flags.network_of(options)
+    rate = rates[options.rate]
     if rate is None:
         raise ValueError("--simulate needs a --rate: nothing is known of a loopback's")
     if not all(2 <= size <= 4096 for size in options.simulate):
@@ -93,7 +94,7 @@ def run_simulation(options: argparse.Namespace, rate: int | None, distance: flag
     torch.set_num_threads(1)  # of each simulated rank
     try:
         result = report.document("allreduce-simulation", {name: getattr(options, name) for name in names} | recorded)
-        network = simulation.Network(options.alpha * 1e-6 if distance is None else distance.delay, 8 / rate)
+        network = Network(options.alpha * 1e-6 if distance is None else distance.delay, 8 / rate)
         simulated_cell(options, 2, 0.01, 0.5, network)  # compiles
         cells = itertools.product(options.simulate, options.density, options.overlap)
         result["cells"] = [simulated_cell(options, *cell, network) for cell in cells]
@@ -104,7 +105,7 @@ def run_simulation(options: argparse.Namespace, rate: int | None, distance: flag
 
 
 def simulated_cell(
-    options: argparse.Namespace, world_size: int, density: float, overlap: float, network: simulation.Network
+    options: argparse.Namespace, world_size: int, density: float, overlap: float, network: Network
 ) -> dict[str, Any]:
     numel = options.numel
     k = max(1, math.ceil(density * numel))
@@ -123,7 +124,7 @@ def simulated_cell(
 
 
 def tables(result: Mapping[str, Any]) -> list[report.Table]:
-    """What was measured, or simulated."""
+    """The table of a measurement, or of a simulation."""
     return [(simulation_table if result["benchmark"] == "allreduce-simulation" else link_table)(result)]
 
 
@@ -153,7 +154,7 @@ def simulation_table(result: Mapping[str, Any]) -> report.Table:
 def measure(
     density: Sequence[float], overlap: Sequence[float], numel: int, values: str, arms: Sequence[str], repeats: int
 ) -> list[dict[str, Any]]:
-    """What every rank does: each arm in each cell."""
+    """Every rank's part: each arm in each cell."""
     cells = []
     for share in density:
         for common in overlap:
@@ -200,8 +201,6 @@ class Call:
         self.chosen, self.moved = algorithm, 0
 
     def __call__(self) -> None:
-        from gradwire.hooks.sparse import all_reduce as sparse
-
         call = sparse.prepare(self.indices, self.values, self.numel, algorithm=self.algorithm, out=self.out)
         result = sparse.reduce(call)
         self.out.copy_(result) if isinstance(result, torch.Tensor) else fill(self.out, result)
@@ -213,11 +212,6 @@ class Kept:
     """The exchange of a model's gradients in which owners keep the k largest sums, after the selection."""
 
     def __init__(self, indices: Tensor, values: Tensor, numel: int, dtype: str) -> None:
-        from gradwire import TopK
-        from gradwire.hooks.comm.entry_exchange import Entries
-        from gradwire.hooks.comm.group import Group
-        from gradwire.hooks.exchanges.split import Split
-
         codec = TopK(density=len(indices) / numel, values=DTYPES[dtype])
         self.exchange = Split(codec, numel, 0, torch.device("cpu"), Group(dist.group.WORLD))
         self.entries = Entries(indices.int(), values)
@@ -260,7 +254,7 @@ def summarize(ranks: Sequence[Sequence[Mapping[str, Any]]], world_size: int, sha
     for sides in zip(*ranks, strict=True):
         arms = {}
         for name, arm in sides[0]["arms"].items():
-            turns = [max(turn) for turn in zip(*(side["arms"][name]["times_s"] for side in sides), strict=True)]
+            (turns,) = slowest([[side["arms"][name]["times_s"]] for side in sides])
             arms[name] = {
                 "seconds": report.median(turns),
                 "quartiles_s": report.quartiles(turns),
@@ -309,7 +303,7 @@ def link_table(result: Mapping[str, Any]) -> report.Table:
 
 
 def overhead(cells: Sequence[Mapping[str, Any]]) -> str:
-    """How far the kernel's count lies above what collectives move."""
+    """The overhead of protocols: the kernel's count of bytes above that of the collectives."""
     large = [
         arm["received_bytes"] / arm["formula_bytes"] - 1
         for cell in cells

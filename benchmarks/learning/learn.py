@@ -1,6 +1,6 @@
 """Loss against bytes: what models learn through each way of compressing, every way at its own best learning rate.
 
-Ranks share a process (`common.virtual`), so a network plays no part: bytes are what a rank receives by the exchange
+Ranks share a process (`ranks`), so a network plays no part: bytes are what a rank receives by the exchange
 that the arm names, compared with those of a float32 ring all-reduce. Every arm searches its learning rate with the
 first seed, float32 too: half, once and twice a rate to begin with, then on as long as the best one lies at an end. The
 other seeds train at that rate. Differences to float32 are paired by seed.
@@ -26,16 +26,15 @@ from ...compress import QSGD, Tracking
 from ...compress.formats.layout import Layout, Slot, end_to_end
 from ...hooks.local_sgd.outer_sgd import layout_of as in_order
 from ..common import report
-from ..common.choices import add_arms
-from ..common.counts import expect_at_least
+from ..common.arguments import add_arms, add_output, expect_counts
 from ..common.language_model import update
 from ..common.progress import Progress
-from ..common.virtual import VirtualRanks
-from .apart import Apart
-from .inside import Inside
+from .arms import FLOAT32, LEARNED, LearningArm
+from .independent_replicas import IndependentReplicas
+from .optimizer_methods import OptimizerMethod
+from .ranks import InProcessRanks
 from .search import Runs, best_rate, finite, loss_of, origin, still_needed
 from .tasks import TASKS, Batch, Task
-from .ways import FLOAT32, WAYS, Way
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,20 +44,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=16, help="samples of all ranks in a step (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=1500, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw", help="default: %(default)s")
-    add_arms(parser, {name: way.title for name, way in WAYS.items()})
+    add_arms(parser, {name: way.title for name, way in LEARNED.items()})
     parser.add_argument(
         "--learning-rates", type=float, nargs="+", help="try these and no others; by default each arm searches its own"
     )
     parser.add_argument("--begin", type=float, help="the rate that searches begin at (default: the task's own)")
     parser.add_argument("--seeds", type=int, default=3, help="train with seeds 0 to N-1 (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time (default: %(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="write arguments, environment and all runs there")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw loss against bytes there")
+    add_output(parser, plot="loss against bytes")
 
 
 def run(options: argparse.Namespace) -> int:
     """`gradwire-bench learn`."""
-    expect_at_least(options, world=2, steps=1, seeds=1, jobs=1)
+    expect_counts(options)
     task = task_of(options.task, options.optimizer, options.batch, options.steps)
     task.share(options.world)
     arms = list(dict.fromkeys([FLOAT32, *options.arms]))
@@ -87,7 +85,7 @@ def task_of(name: str, optimizer: str, batch: int, steps: int) -> Task:
     return replace(TASKS[name], optimizer=optimizer, batch=batch, steps=steps)
 
 
-def optimizer_of(task: Task, parameters: Sequence[nn.Parameter], way: Way) -> torch.optim.Optimizer:
+def optimizer_of(task: Task, parameters: Sequence[nn.Parameter], way: LearningArm) -> torch.optim.Optimizer:
     """The task's; without momentum of its own where what is handed out has it."""
     momentum = 0.0 if way.has_momentum else way.momentum
     if task.optimizer == "sgd":
@@ -101,7 +99,7 @@ def learn(
     """One run: its arguments, the validation loss at the end, accuracy where the task has one, and bytes that a rank
     received for each parameter in a step, of float32's."""
     torch.set_num_threads(1)
-    job, way = task_of(task, optimizer, batch, steps), WAYS[arm]
+    job, way = task_of(task, optimizer, batch, steps), LEARNED[arm]
     torch.manual_seed(seed)
     model = job.model()
     data = [job.batches(seed, rank, world) for rank in range(world)]
@@ -126,30 +124,30 @@ def learn(
 
 
 def train_apart(
-    way: Way, job: Task, model: nn.Module, data: Sequence[Iterator[Batch]], rates: Sequence[float], seed: int
+    way: LearningArm, job: Task, model: nn.Module, data: Sequence[Iterator[Batch]], rates: Sequence[float], seed: int
 ) -> tuple[nn.Module, int]:
     """Every rank a model of its own, and rounds. Returns the model that they agree on, and the bytes received."""
     assert way.rounds is not None
     layout = in_order(dict(model.named_parameters()))
-    ranks = VirtualRanks(len(data), layout, way.codec, way.exchange, way.strategy, seed)
-    apart = Apart(way.rounds, ranks, model, lambda parameters: optimizer_of(job, parameters, way), job)
+    ranks = InProcessRanks(len(data), layout, way.codec, way.exchange, way.strategy, seed)
+    apart = IndependentReplicas(way.rounds, ranks, model, lambda parameters: optimizer_of(job, parameters, way), job)
     received = sum(apart.step(data, rate) for rate in rates) + apart.synchronise()
     return apart.models[0], received
 
 
 def train_together(
-    way: Way, job: Task, model: nn.Module, data: Sequence[Iterator[Batch]], rates: Sequence[float], seed: int
+    way: LearningArm, job: Task, model: nn.Module, data: Sequence[Iterator[Batch]], rates: Sequence[float], seed: int
 ) -> tuple[nn.Module, int]:
     """One model for all ranks, whose gradients are exchanged. Returns it, and the bytes that a rank received."""
     world, steps = len(data), len(rates)
     parameters = list(model.parameters())
     layout = layout_of(model)
     strategy, clip = way.clipped(job.clip, world)
-    ranks = VirtualRanks(world, layout, way.codec, way.exchange, strategy, seed)
+    ranks = InProcessRanks(world, layout, way.codec, way.exchange, strategy, seed)
     if way.begins:
         ranks.use(QSGD(bits=8), "two_pass")
     updates = optimizer_of(job, parameters, way)
-    inside = Inside(way, ranks, world, steps, clip) if way.method else None
+    inside = OptimizerMethod(way, ranks, world, steps, clip) if way.method else None
     flats = [torch.zeros(sum(p.numel() for p in parameters)) for _ in range(world)]
     values = flatten(parameters, layout) if inside is not None else flats[0]
     arriving: deque[Tensor] = deque(maxlen=way.late + 1)  # too late at the beginning: the first one until then
@@ -254,7 +252,7 @@ def table(result: Mapping[str, Any]) -> report.Table:
         spread = f" [{off['low']:+.1f}, {off['high']:+.1f}]" if len(one.losses) > 1 else ""
         rows.append(
             [
-                WAYS[one.arm].title,
+                LEARNED[one.arm].title,
                 f"{one.times_fewer:.3g}",
                 f"{one.learning_rate:g}",
                 f"{one.loss:.3f}",
@@ -275,9 +273,9 @@ def table(result: Mapping[str, Any]) -> report.Table:
     caption = "validation loss"
     if seeds > 1:
         caption += f", mean of {seeds} seeds; the last column is paired by seed, with 95 % intervals"
-    if any(WAYS[one.arm].method or WAYS[one.arm].rounds for one in found):
+    if any(LEARNED[one.arm].method or LEARNED[one.arm].rounds for one in found):
         caption += "; where parameters are exchanged, and in 1-bit Adam and Lion, each rank clips its own gradient"
-    if any(WAYS[one.arm].has_momentum for one in found):
+    if any(LEARNED[one.arm].has_momentum for one in found):
         caption += "; with Tracking and Momentum there is no momentum in the optimizer"
     caption += "\n" + origin(result, result["runs"])
     return report.Table(title, columns, rows, caption)
@@ -288,7 +286,7 @@ def search(result: Mapping[str, Any]) -> report.Table:
     first = {(run["arm"], run["learning_rate"]): loss_of(run) for run in result["runs"] if run["seed"] == 0}
     rates = sorted({rate for _, rate in first})
     rows = [
-        [WAYS[arm].title, *(f"{first[arm, rate]:.3f}" if (arm, rate) in first else "" for rate in rates)]
+        [LEARNED[arm].title, *(f"{first[arm, rate]:.3f}" if (arm, rate) in first else "" for rate in rates)]
         for arm in dict.fromkeys(arm for arm, _ in first)
     ]
     columns = ["", *(f"{rate:g}" for rate in rates)]
@@ -297,7 +295,7 @@ def search(result: Mapping[str, Any]) -> report.Table:
     for arm in arms:
         tried = {rate: loss for (other, rate), loss in first.items() if other == arm}
         if len(tried) > 1 and min(tried, key=tried.__getitem__) in (min(tried), max(tried)):
-            ends.append(WAYS[arm].title)
+            ends.append(LEARNED[arm].title)
     if ends:
         caption += f"\nbest at an end of what was tried here: {'all' if len(ends) == len(arms) else '; '.join(ends)}"
     return report.Table("By learning rate, first seed", columns, rows, caption)
@@ -327,13 +325,13 @@ def plot(result: Mapping[str, Any], path: str) -> None:
             one.loss,
             yerr=[[one.loss - min(one.losses)], [max(one.losses) - one.loss]],
             fmt="o",
-            color=COLOURS[WAYS[one.arm].kind],
+            color=COLOURS[LEARNED[one.arm].kind],
         )
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("times fewer bytes than float32")
     axes.set_ylabel(f"validation loss, {result['task']['loss_unit']}")
-    kinds = {WAYS[one.arm].kind for one in found}
+    kinds = {LEARNED[one.arm].kind for one in found}
     for kind, colour in COLOURS.items():
         if kind in kinds - {FLOAT32}:
             axes.plot([], [], "o", color=colour, label=kind)

@@ -25,16 +25,16 @@ import torch
 import torch.distributed as dist
 
 from ..common import report
-from ..common.arms import BASELINE, DENSE, FLOOR, Arm, Installed, average, in_turns, slowest
-from ..common.choices import add_arms
-from ..common.counts import expect_at_least
+from ..common.arguments import add_arms, add_output, expect_counts
+from ..common.arms import BASELINE, DENSE, FLOOR, TRAINED, Arm, Installed
 from ..common.progress import Progress
-from ..network import flags, links
-from ..network.step import OPENING
+from ..links import flags, links
+from ..links.driver import average, document, in_turns, measured, slowest
+from ..steps.step import OPENING
 from . import summary
 from .search import Runs, best_rate, finite, still_needed
 from .summary import tables
-from .tasks import ARMS, TASKS, Task, require_equal_replicas, validate
+from .tasks import TASKS, Task, require_equal_replicas, validate
 
 #: Marks rank 0's lines about how far it is.
 PROGRESS = "progress "
@@ -43,11 +43,8 @@ PROGRESS = "progress "
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--task", choices=TASKS, default="small", help="what to learn (default: %(default)s)")
     parser.add_argument("--world", type=int, nargs="+", default=[2], help="ranks, one or several (default: 2)")
-    parser.add_argument(
-        "--rates", nargs="+", default=["100mbit", "1gbit", "10gbit", "none"], help="of the links; none: loopback"
-    )
-    flags.add_distance(parser)
-    add_arms(parser, {name: arm.title for name, arm in ARMS.items()})
+    flags.add_links(parser, "100mbit", "1gbit", "10gbit", "none", world=False)
+    add_arms(parser, {name: arm.title for name, arm in TRAINED.items()})
     parser.add_argument("--seeds", type=int, default=3, help="train with seeds 0 to N-1 (default: %(default)s)")
     parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd", help="default: %(default)s")
     parser.add_argument("--search", action="store_true", help="find every arm's own learning rate, with the first seed")
@@ -64,9 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--readings", type=int, default=12, help="of the validation loss, in a run (%(default)s)")
     parser.add_argument("--timed", type=int, default=6, help="timed steps of each arm at each rate (%(default)s)")
     parser.add_argument("--warmup", type=int, default=3, help="untimed steps of each arm first (%(default)s)")
-    parser.add_argument("--timeout", type=float, default=3600, help="seconds for each part (default: %(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="write arguments, environment, curves and timings there")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw curves and times to equal loss there")
+    add_output(parser, timeout=3600, each="each part", plot="curves and times to equal loss")
 
 
 def longer(text: str) -> tuple[str, float]:
@@ -76,7 +71,7 @@ def longer(text: str) -> tuple[str, float]:
         argparse.ArgumentTypeError: no such arm learns, or the number is not one of at least 1.
     """
     arm, _, number = text.partition("=")
-    learners = [name for name, one in ARMS.items() if name not in (FLOOR, DENSE) and one.learns_as is None]
+    learners = [name for name, one in TRAINED.items() if name not in (FLOOR, DENSE) and one.learns_as is None]
     if arm not in learners:
         raise argparse.ArgumentTypeError(f"{text!r}: expected one of {', '.join(learners)} before '='")
     try:
@@ -91,7 +86,7 @@ def longer(text: str) -> tuple[str, float]:
 def run(options: argparse.Namespace) -> int:
     """`gradwire-bench train`."""
     steps = options.steps = TASKS[options.task].steps if options.steps is None else options.steps
-    expect_at_least(options, world=2, seeds=1, readings=1, timed=1, warmup=0, steps=1)
+    expect_counts(options)
     task = resolve(options.task, options.optimizer, steps)
     for world_size in options.world:
         task.share(world_size)
@@ -99,35 +94,25 @@ def run(options: argparse.Namespace) -> int:
     reason = links.missing(distance) if any(rates.values()) else None
     if reason is not None:
         raise links.LinkError(f"{reason}; --rates none trains and times over loopback alone")
-    teachers = [arm.learns_as for arm in map(ARMS.__getitem__, options.arms) if arm.learns_as is not None]
+    teachers = [arm.learns_as for arm in map(TRAINED.__getitem__, options.arms) if arm.learns_as is not None]
     arms = list(dict.fromkeys([FLOOR, DENSE, BASELINE, *teachers, *options.arms]))
     for arm, times in options.longer:
         if arm not in arms:
             raise ValueError(f"--longer {arm}={times:g}: {arm} is not one of the arms that run: {', '.join(arms)}")
-    names = ("task", "world", "rates", "seeds", "optimizer", "search", "steps", "readings", "timed", "warmup")
-    arguments = {name: getattr(options, name) for name in names} | flags.recorded(distance) | {"arms": arms}
-    arguments["longer"] = dict(options.longer)
-    result = report.document("train", arguments)
-    result["environment"]["threads"] = 1
+    names = ("task", "seeds", "optimizer", "search", "steps", "readings", "timed", "warmup")
+    result = document("train", options, *names, arms=arms, longer=dict(options.longer))
     result |= {"task": task.describe(), "steps_per_epoch": task.steps_per_epoch, "runs_say_where": True, "worlds": []}
     for world_size in options.world:
-        result["worlds"].append(measure_world(task, world_size, arms, rates, distance, options))
+        result["worlds"].append(measure_world(task, world_size, arms, options))
     summary.join(result)
     report.deliver(result, tables(result), options, summary.plot)
     return 0
 
 
-def measure_world(
-    task: Task,
-    world_size: int,
-    arms: Sequence[str],
-    rates: Mapping[str, int | None],
-    distance: flags.Distance | None,
-    options: argparse.Namespace,
-) -> dict[str, Any]:
+def measure_world(task: Task, world_size: int, arms: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
     """Learning curves, then step times at each rate, for one number of ranks. Curves that `--runs` has are not made
     again: they do not depend on the network."""
-    learners = [name for name in arms if name != FLOOR and ARMS[name].learns_as is None]
+    learners = [name for name in arms if name != FLOOR and TRAINED[name].learns_as is None]
     common = {"task": task.name, "optimizer": task.optimizer, "steps": task.steps}
     begin = task.learning_rates[task.optimizer]
     rates_tried = None if options.search else [begin]
@@ -146,18 +131,14 @@ def measure_world(
     found = {arm: best_rate(runs, arm) for arm in learners}
     chosen = [run for run in runs if run["learning_rate"] == found[run["arm"]]]
     timings = {}
-    for text, rate in rates.items():
-        with links.open_links(world_size, rate, distance) as connection:
-            steps = (options.warmup + options.timed) * len(arms)
-            with Progress(f"{task.name}, {world_size} ranks, {text}", steps) as progress:
-                turns = {"timed": options.timed, "warmup": options.warmup, "distant": distance is not None}
-                proof, timed = connection.run_proven(
-                    time_steps,
-                    {**common, "arms": list(arms), **turns},
-                    options.timeout,
-                    follow=follower(progress),
-                )
-        timings[text] = {"rate": rate, "proof": proof, "arms": together(timed, average if distance else slowest)}
+    distant = options.delay is not None
+    job = {**common, "arms": list(arms), "timed": options.timed, "warmup": options.warmup, "distant": distant}
+    for text in options.rates:
+        steps = (options.warmup + options.timed) * len(arms)
+        with Progress(f"{task.name}, {world_size} ranks, {text}", steps) as progress:
+            on, timed = measured(options, text, time_steps, job, world_size, follow=follower(progress))
+        steps_of_all = together(timed, average if distant else slowest)
+        timings[text] = {"rate": on["bits_per_s"], "proof": on["proof"], "arms": steps_of_all}
     return {
         "world": world_size,
         "runs": chosen,
@@ -168,7 +149,7 @@ def measure_world(
 
 
 def by_length(steps: int, arms: Sequence[str], longer: Mapping[str, float]) -> dict[int, list[str]]:
-    """How many steps are trained, and the arms that train so many."""
+    """The arms by the number of steps that they train."""
     found: dict[int, list[str]] = {}
     for arm in arms:
         found.setdefault(round(steps * longer.get(arm, 1.0)), []).append(arm)
@@ -201,8 +182,8 @@ def resolve(task: str, optimizer: str, steps: int, learning_rate: float | None =
 def learn(
     task: str, optimizer: str, steps: int, arm: str, learning_rate: float, seed: int, readings: int
 ) -> dict[str, Any]:
-    """What every rank does: train an arm. Returns its curve."""
-    return train(resolve(task, optimizer, steps, learning_rate), ARMS[arm], seed, readings)
+    """Every rank's part: train an arm. Returns its curve."""
+    return train(resolve(task, optimizer, steps, learning_rate), TRAINED[arm], seed, readings)
 
 
 def train(task: Task, arm: Arm, seed: int, readings: int) -> dict[str, Any]:
@@ -256,7 +237,7 @@ def prepared(task: Task, arm: Arm, seed: int) -> tuple[Installed, torch.optim.Op
 def time_steps(
     task: str, optimizer: str, steps: int, arms: Sequence[str], timed: int, warmup: int, distant: bool
 ) -> dict[str, dict[str, Any]]:
-    """What every rank does on links: time steps of every arm, in turns. Returns seconds and what the arm decided.
+    """Every rank's part on links: time steps of every arm, in turns. Returns seconds and what the arm decided.
 
     Where parameters are exchanged every few steps, a turn is as many, which share its time; the last one has the round,
     and the others tell what a step takes without. With a delay, as many go before, so that what arrives in a turn is
@@ -266,12 +247,12 @@ def time_steps(
         distant: whether links have a distance, where a barrier would leave ranks up to one way apart.
     """
     job = resolve(task, optimizer, steps)
-    runners = {name: prepared(job, ARMS[name], 0) for name in arms}
+    runners = {name: prepared(job, TRAINED[name], 0) for name in arms}
     times: dict[str, list[float]] = {name: [] for name in arms}
-    alone: dict[str, list[float]] = {name: [] for name in arms if ARMS[name].every > 1 + ARMS[name].delay}
+    alone: dict[str, list[float]] = {name: [] for name in arms if TRAINED[name].every > 1 + TRAINED[name].delay}
 
     def turn(name: str) -> None:
-        (installed, updates, data), every, delay = runners[name], ARMS[name].every, ARMS[name].delay
+        (installed, updates, data), every, delay = runners[name], TRAINED[name].every, TRAINED[name].delay
         opening = every if delay else OPENING if distant and not every else 0
         if delay and not distant:
             dist.barrier()
@@ -289,7 +270,7 @@ def time_steps(
             alone[name].append((laps[-2] - laps[delay]) / (every - 1 - delay))
         if delay:
             installed.state.statistics()  # waits for what is under way, which would meet the next arm's
-        say(1, ARMS[name].title)
+        say(1, TRAINED[name].title)
 
     for installed, updates, data in runners.values():
         while installed.deciding:

@@ -52,7 +52,7 @@ class Runs(list[dict[str, Any]]):
 
 
 def origin(result: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> str:
-    """Where the runs of a table were made, for its caption: a line for each machine and its versions.
+    """The origin of a table's runs, for its caption: a line for each machine and its versions.
 
     Args:
         result: the document that they are in. Those from before runs said so name the machine that wrote the table.
@@ -84,7 +84,7 @@ def loss_of(run: Mapping[str, Any]) -> float:
 def still_needed(
     known: Sequence[Mapping[str, Any]], arms: Sequence[str], rates: Sequence[float] | None, begin: float, seeds: int
 ) -> Iterator[dict[str, Any]]:
-    """What has to be run next, arm by arm: rates with the first seed, then the other seeds at the best one.
+    """The runs that are still needed, arm by arm: rates with the first seed, then the other seeds at the best one.
 
     Args:
         known: runs that are there: `arm`, `learning_rate`, `seed` and the `loss` at the end, None if not finite.

@@ -1,4 +1,4 @@
-"""How fast and how long links are, as the flags of subcommands say it."""
+"""Speed and length of links, as flags of subcommands."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def parse_time(text: str, option: str) -> float:
 
 @dataclass(frozen=True)
 class Distance:
-    """What makes a link long.
+    """The length of a link.
 
     Attributes:
         delay: seconds, one way.
@@ -56,6 +56,28 @@ class Distance:
             raise ValueError(f"an MTU of {self.mtu}: expected 1500 to 65000 bytes")
 
 
+def add_links(parser: argparse.ArgumentParser, *rates: str, whose: str = "rank", world: bool = True) -> None:
+    """`--rate`, or where several are usual `--rates`; the options of links with a distance; and `--world`.
+
+    Args:
+        rates: usual ones; none: one of 1 Gbit/s.
+        whose: links these are; each rank's may have a distance.
+        world: whether the number of ranks is an option too.
+    """
+    if rates:
+        usual = " ".join(rates)
+        parser.add_argument(
+            "--rates", nargs="+", default=list(rates), metavar="RATE", help=f"of the links; none: loopback ({usual})"
+        )
+    else:
+        shown = f"of each {whose}'s link, such as 100mbit; none: unshaped loopback (default: %(default)s)"
+        parser.add_argument("--rate", default="1gbit", help=shown)
+    if whose == "rank":
+        add_distance(parser)
+    if world:
+        parser.add_argument("--world", type=int, default=2, help="ranks (default: %(default)s)")
+
+
 def add_distance(parser: argparse.ArgumentParser) -> None:
     """The options of links with a distance, beside those of their rate."""
     parser.add_argument("--delay", help="of each packet, one way, such as 25ms (default: none but the machine's own)")
@@ -64,9 +86,9 @@ def add_distance(parser: argparse.ArgumentParser) -> None:
 
 
 def distance_of(options: argparse.Namespace) -> Distance | None:
-    """What `add_distance`'s options say; None without a delay. Raises ValueError where they make no sense."""
-    if options.delay is None:
-        if options.loss is not None or options.mtu is not None:
+    """The distance of `add_distance`'s options; None without a delay. Raises ValueError where they make no sense."""
+    if getattr(options, "delay", None) is None:
+        if getattr(options, "loss", None) is not None or getattr(options, "mtu", None) is not None:
             raise ValueError("--loss and --mtu are of links with a distance: give them a --delay")
         return None
     lost = re.fullmatch(r"(\d+(?:\.\d+)?)%", options.loss or "0%")
@@ -76,7 +98,7 @@ def distance_of(options: argparse.Namespace) -> Distance | None:
 
 
 def network_of(options: argparse.Namespace) -> tuple[dict[str, int | None], Distance | None]:
-    """What `--rate`, or `--rates`, and `add_distance`'s options say: bits a second by how they were written.
+    """The rates of `--rate` or `--rates`, in bits a second by how they were written, and the distance.
 
     Raises:
         ValueError: they make no sense, by themselves or together.
@@ -89,5 +111,5 @@ def network_of(options: argparse.Namespace) -> tuple[dict[str, int | None], Dist
 
 
 def recorded(distance: Distance | None) -> dict[str, Any]:
-    """What a document's arguments say of it; nothing where there is none."""
+    """A distance as arguments of a document; nothing if there is none."""
     return {} if distance is None else {"distance": asdict(distance)}

@@ -1,4 +1,4 @@
-"""What `gradwire.optim` does, on ranks that share a process: of all of them at once, and flat."""
+"""The optimizers of `gradwire.optim` on ranks of one process: all ranks at once, on flat parameters."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ...compress import Identity
 from ...compress.codecs.sign_vote import vote
 from ...optim.adam import divisor
 from ...optim.lion import no_opinion, nobody
-from ..common.virtual import VirtualRanks
-from .ways import Way
+from .arms import LearningArm
+from .ranks import InProcessRanks
 
 #: The share of the steps in which 1-bit Adam is plain Adam.
 WARM_UP = 0.2
 BETAS, EPS, WEIGHT_DECAY = (0.9, 0.99), 1e-8, 0.01
 
 
-class Inside:
+class OptimizerMethod:
     """The optimizer of one run, for all ranks.
 
     Args:
@@ -30,7 +30,7 @@ class Inside:
         clip: largest norm of a rank's own gradient.
     """
 
-    def __init__(self, way: Way, ranks: VirtualRanks, size: int, steps: int, clip: float) -> None:
+    def __init__(self, way: LearningArm, ranks: InProcessRanks, size: int, steps: int, clip: float) -> None:
         self.way, self.ranks, self.size, self.clip, self.step = way, ranks, size, clip, 0
         self.warmup_steps = round(WARM_UP * steps) if way.method == "adam" else 0
         self.momenta = torch.zeros(size if way.method == "lion" else 1, ranks.numel)

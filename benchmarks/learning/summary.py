@@ -9,11 +9,10 @@ from statistics import fmean
 from typing import Any
 
 from ..common import report
-from ..common.arms import BASELINE, COMPRESSED, DENSE, FLOOR, HALF, WHOLE
-from ..network import flags
-from ..network.proof import caption
+from ..common.arms import BASELINE, COMPRESSED, DENSE, FLOOR, HALF, TRAINED, WHOLE
+from ..links import flags
+from ..links.verification import caption
 from .search import loss_of, origin
-from .tasks import ARMS
 
 #: PyTorch's own ways that need no tuning; a codec pays where it beats the faster of them.
 PLAIN = (DENSE, BASELINE)
@@ -89,9 +88,9 @@ def timed(name: str, timings: Mapping[str, Any], learning: Mapping[str, Any]) ->
     }
     if name != FLOOR:
         # `auto` learns as its codec does, unless it found that there is more to be gained without.
-        row["learns_as"] = {WHOLE: DENSE, HALF: BASELINE}.get(row["sends"], ARMS[name].learns_as or name)
+        row["learns_as"] = {WHOLE: DENSE, HALF: BASELINE}.get(row["sends"], TRAINED[name].learns_as or name)
         dense = report.median(timings[DENSE]["times_s"])
-        begin = ARMS[name].dense_steps
+        begin = TRAINED[name].dense_steps
         row["time_to_target_s"] = [
             None if steps is None else min(steps, begin) * dense + max(0.0, steps - begin) * step
             for steps in learning[row["learns_as"]]["steps_to_target"]
@@ -106,7 +105,7 @@ def communication(name: str, timings: Mapping[str, Any]) -> float:
 
 
 def speedup(row: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[str, float] | None:
-    """How many times sooner than the baseline with the same seed: geometric mean and interval. None if ever late."""
+    """The speedup over the baseline, paired by seed: geometric mean and interval; None if a seed misses the target."""
     mine, theirs = row["time_to_target_s"], baseline["time_to_target_s"]
     if mine is None or None in mine or None in theirs:
         return None
@@ -160,7 +159,7 @@ def tables(result: Mapping[str, Any]) -> list[report.Table]:
 
 
 def learning_table(result: Mapping[str, Any], world: Mapping[str, Any]) -> report.Table:
-    """What each arm learned."""
+    """Table of what each arm learned."""
     task, seeds = result["task"], result["arguments"]["seeds"]
     accurate = any(learned["accuracy"][0] is not None for learned in world["learning"].values())
     columns = ["arm", "bits an element", "times fewer", f"final loss, {task['loss_unit']}", "against float32, paired"]
@@ -175,7 +174,7 @@ def learning_table(result: Mapping[str, Any], world: Mapping[str, Any]) -> repor
         loss, change, steps = row["final_loss"], row["change"], row["steps_to_target"]
         rows.append(
             [
-                ARMS[name].title,
+                TRAINED[name].title,
                 *([f"{world['learning_rates'][name]:g}"] if searched else []),
                 *([str(lengths[name])] if longer else []),
                 f"{row['bits_per_element']:.3g}",
@@ -205,7 +204,7 @@ def learning_table(result: Mapping[str, Any], world: Mapping[str, Any]) -> repor
 
 
 def times_fewer(runs: Sequence[Mapping[str, Any]], world: int) -> str:
-    """How many times fewer bytes a rank receives than by a float32 ring; nothing where nobody has counted."""
+    """The ratio of a float32 ring's bytes to those a rank receives; nothing if they were not counted."""
     # Between two ranks as many as it sends, which is all that older runs say.
     shares = [run.get("share_of_bytes", run["bits_per_element"] / 32 if world == 2 else None) for run in runs]
     return "" if None in shares else f"{1 / fmean(shares):.1f}"
@@ -217,7 +216,7 @@ def percent(interval: Mapping[str, float], seeds: int) -> str:
 
 
 def time_table(result: Mapping[str, Any], world: Mapping[str, Any]) -> report.Table:
-    """When each arm reached the target."""
+    """Table of the time to the target of each arm."""
     rates, seeds = list(world["joined"]), result["arguments"]["seeds"]
     columns = ["arm", *(f"{spoken(rate)}:\nstep ms, to target s" for rate in rates)]
     columns += [f"communication,\n% of a step, {spoken(rates[0])}", f"times sooner than\nfp16, {spoken(rates[0])}"]
@@ -233,7 +232,7 @@ def time_table(result: Mapping[str, Any], world: Mapping[str, Any]) -> report.Ta
         gain = world["joined"][rates[0]][name]["speedup"]
         rows.append(
             [
-                ARMS[name].title,
+                TRAINED[name].title,
                 *cells,
                 "" if name == FLOOR else f"{100 * communication(name, world['timings'][rates[0]]['arms']):.1f}",
                 "" if gain is None or name == BASELINE else times(gain, seeds),
@@ -286,7 +285,7 @@ def draw_curves(by_epoch: Any, by_time: Any, result: Mapping[str, Any], world: M
     unit, slowest = result["task"]["loss_unit"], next(iter(world["joined"]))
     target = fmean(world["target_loss"])
     for name, runs in by_arm(world["runs"]).items():
-        arm, row = ARMS[name], world["joined"][slowest].get(name)
+        arm, row = TRAINED[name], world["joined"][slowest].get(name)
         readings = list(zip(*(run["curve"] for run in runs), strict=True))
         losses = [[math.nan if point["loss"] is None else point["loss"] for point in reading] for reading in readings]
         steps = [reading[0]["step"] for reading in readings]
@@ -321,7 +320,7 @@ def draw_rates(panel: Any, world: Mapping[str, Any]) -> None:
         found = [mean_time(world["joined"][rate][name]) for rate in rates]
         if name == FLOOR or None in found:
             continue
-        arm = ARMS[name]
+        arm = TRAINED[name]
         style = "--" if arm.exchange == "auto" else "-"
         panel.plot(places, found, style, color=arm.colour, marker="o", markersize=4, linewidth=1.8, label=arm.title)
         crossing = world["crossover"].get(name, {}).get("rate")

@@ -1,4 +1,4 @@
-"""What lies between distant ranks: a process that holds every packet back, run as a script by `links.DistantLinks`.
+"""The distance between ranks: a process that delays every packet, run as a script by `links.DistantLinks`.
 
 Every rank's namespace has a TUN device, and this process has their other ends. A packet leaves a rank once its link has
 sent those before it, at the link's rate; arrives `delay` later, when the receiver's link has room; and is dropped where
@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 
 #: Seconds that a packet may wait for a link, as in the queue of `links.ShapedLinks`.
 QUEUE_SECONDS = 0.2
-#: What a frame has besides the IP packet, as the kernel's shapers count it.
+#: Bytes of a frame besides the IP packet, as the kernel's shapers count it.
 FRAME_BYTES = 14
 #: virtio's header of a packet: flags, kind of segmentation, length of headers, of a segment, and two for checksums.
 VIRTUAL = struct.Struct("<BBHHHH")
@@ -54,7 +54,7 @@ def open_tun(name: str) -> int:
 
 @dataclass
 class Switch:
-    """When and whether packets arrive; knows no clock and no device.
+    """The fate of packets: when they arrive, and which are lost. Has no clock and no device.
 
     Args:
         size: ranks; rank r's address ends in r + 1.
@@ -75,7 +75,7 @@ class Switch:
         self._sending, self._receiving = [0.0] * self.size, [0.0] * self.size  # when each link is free
 
     def take(self, packet: bytes, sender: int, now: float) -> list[tuple[float, int, bytes]]:
-        """What becomes of a packet, with virtio's header: (when, to which rank, what) of all that arrives of it."""
+        """The fate of a packet, with virtio's header: (when, to which rank, what) of all that arrives of it."""
         begin = VIRTUAL.size
         if len(packet) < begin + 20 or packet[begin] >> 4 != 4:
             return []
@@ -113,13 +113,13 @@ def headers_of(packet: bytes) -> int:
 
 
 def segments_of(packet: bytes, headers: int) -> int:
-    """How many segments TCP means."""
+    """The number of TCP segments."""
     payload, size = len(packet) - VIRTUAL.size - headers, packet[4] | packet[5] << 8
     return max(1, -(-payload // size))
 
 
 def without(packet: bytes, gone: list[int], segments: int) -> list[bytes]:
-    """What is left of a packet when some of its segments are lost, as packets."""
+    """The rest of a packet when some of its segments are lost, as packets."""
     runs, begin = [], 0
     for end in [*gone, segments]:
         if end > begin:
@@ -161,7 +161,7 @@ def _sum(data: bytes) -> int:
 
 @dataclass
 class Lateness:
-    """How much later than due packets were handed over: what this process itself adds to the delay."""
+    """Delay that this process itself adds: how late packets were handed over."""
 
     packets: int = 0
     total: float = 0.0

@@ -10,7 +10,7 @@ too, so nothing outside is touched), and limits what each rank sends with a toke
 
 `DistantLinks` are links of the same kind on which every packet arrives later, by a delay. The kernel's own way to
 that, the scheduler netem, is missing in many kernels; so these are TUN devices, and packets wait in a process,
-`emulator`.
+`delay`.
 
 Both need root and iproute2. `Loopback` has the same interface without any of that, and without shaping.
 """
@@ -32,10 +32,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from ..common.launch import PREFIX, LinkError, Processes, path_of
-from . import emulator
-from . import proof as proving
+from . import delay, verification
 from .flags import Distance
-from .proof import Proof, proven
+from .verification import Proof, proven
 
 INTERFACE = "link0"
 _SEARCH = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
@@ -60,7 +59,7 @@ def missing(distance: Distance | None = None) -> str | None:
         return f"shaped links need network namespaces, which this machine refuses to make ({error})"
     if distance is not None:
         try:
-            os.close(emulator.open_tun(_device(0)))
+            os.close(delay.open_tun(_device(0)))
         except OSError as error:
             return f"links with a distance need TUN devices, which this machine refuses to make ({error})"
     return None
@@ -85,7 +84,7 @@ class Loopback(Processes):
 
         The proof is an all-reduce, of one rank on each node, whose bytes need 20 ms, and which takes 20 ms. All-reduce,
         because Gloo's keeps a link full; its all-gather of megabytes wavers between 1 and 1.5 times that. At a distance
-        pings and streams show more (see `proof`).
+        pings and streams show more (see `verification`).
 
         Args:
             function: as in `run`; None: prove alone.
@@ -99,15 +98,15 @@ class Loopback(Processes):
         if self.rate is None:
             return None, [] if function is None else self.run(function, arguments, timeout, follow)
         size = self.world_size // self.per_node
-        numel = max(size, round(self.rate / 8 * proving.SECONDS / 8 * size / (size - 1)))
+        numel = max(size, round(self.rate / 8 * verification.SECONDS / 8 * size / (size - 1)))
         job: dict[str, Any] = {"numel": numel, "repeats": 5 if self.delay else 15, "peers": self._peers()}
         job |= {"per_node": self.per_node}
-        job |= {"size": proving.stream_bytes(self.rate), "arguments": dict(arguments)}
+        job |= {"size": verification.stream_bytes(self.rate), "arguments": dict(arguments)}
         job["function"] = None if function is None else path_of(function)
         ranks = self.run(proven, job, timeout, follow)
         first = ranks[:: self.per_node]
-        proof = proving.prove(self.rate, self.delay, size, numel, first, self._tcp())
-        proving.check_proof(proof, str(self), strict)
+        proof = verification.prove(self.rate, self.delay, size, numel, first, self._tcp())
+        verification.check_proof(proof, str(self), strict)
         return proof, [rank["result"] for rank in ranks]
 
     def __str__(self) -> str:
@@ -213,7 +212,7 @@ class DistantLinks(ShapedLinks):
         super().__init__(world_size, rate)
         self.distance, self.delay = distance, distance.delay
         self._emulator: subprocess.Popen[str] | None = None
-        #: What `emulator` has counted, once the links are gone.
+        #: Counts of the process `delay`, once the links are gone.
         self.carried: dict[str, float] = {}
 
     def __str__(self) -> str:
@@ -229,7 +228,7 @@ class DistantLinks(ShapedLinks):
         try:
             for rank in range(self.world_size):
                 name, device = self._name(rank), _device(rank)
-                devices.append(emulator.open_tun(device))
+                devices.append(delay.open_tun(device))
                 _ip("netns", "add", name)
                 _ip("link", "set", device, "netns", name, "name", INTERFACE)
                 _ip("-n", name, "link", "set", INTERFACE, "mtu", str(self.distance.mtu), "txqueuelen", "2000")
@@ -240,7 +239,7 @@ class DistantLinks(ShapedLinks):
                 self._enlarge(rank)
             told = {"devices": devices, "rate": self.rate, **asdict(self.distance)}
             self._emulator = subprocess.Popen(
-                [sys.executable, emulator.__file__, json.dumps(told)],
+                [sys.executable, delay.__file__, json.dumps(told)],
                 stdin=subprocess.PIPE,  # its end tells the process to end, however this one ends
                 stdout=subprocess.PIPE,
                 text=True,
@@ -286,12 +285,14 @@ class DistantLinks(ShapedLinks):
         return dict(zip(_TCP, (" ".join(value.split()) for value in values), strict=True))
 
 
-def open_links(world_size: int, rate: int | None, distance: Distance | None = None) -> Loopback:
+def open_links(world_size: int, rate: int | None, distance: Distance | None = None, per_node: int = 1) -> Loopback:
     """`ShapedLinks` at `rate`, `DistantLinks` if there is a distance, or `Loopback` where the rate is None; to be used
     in a `with` statement."""
     if rate is None:
         return Loopback(world_size)
-    return ShapedLinks(world_size, rate) if distance is None else DistantLinks(world_size, rate, distance)
+    if distance is None:
+        return ShapedLinks(world_size, rate, per_node=per_node)
+    return DistantLinks(world_size, rate, distance)
 
 
 def remove_leftovers() -> None:

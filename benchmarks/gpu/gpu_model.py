@@ -1,4 +1,4 @@
-"""What the CUDA kernels take on GPUs, as a model: nothing here has run on one.
+"""A model of the CUDA kernels' time on GPUs: nothing here has run on one.
 
 NVRTC compiles csrc/ for each GPU, nvdisasm lists the machine code, and the instructions on the hot path of each kernel
 are counted, an element. Two limits follow, and the larger one is the time:
@@ -81,7 +81,7 @@ ADD_BYTES = 12
 
 @dataclass(frozen=True)
 class Kernel:
-    """What is counted of one kernel.
+    """Counts of one kernel.
 
     Attributes:
         elements: that a thread takes in one turn of the outer loop.
@@ -170,7 +170,7 @@ def nvdisasm() -> str:
 
 
 def listing(cubin: bytes) -> str:
-    """What nvdisasm says of machine code."""
+    """The listing of machine code by nvdisasm."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -225,7 +225,7 @@ def _rank_loop(blocks: Blocks, main: Loop, kernel: Kernel) -> dict[str, float]:
 
 
 def estimate(gpu: Gpu, kernel: Kernel, counts: Mapping[str, float]) -> dict[str, Any]:
-    """What binds, and how long an element takes."""
+    """The binding limit, and the time of an element."""
     of = {kind: counts.get(kind, 0.0) for kind in ("FP32", "IMAD", "ALU", "XU", "shuffle")}
     fma = of["FP32"] + of["IMAD"] if gpu.fp32 == 1 else gpu.fp32 * (of["FP32"] + of["IMAD"])
     units = {
@@ -249,7 +249,7 @@ def estimate(gpu: Gpu, kernel: Kernel, counts: Mapping[str, float]) -> dict[str,
 
 
 def encode(gpu: Gpu, numel: int, stages: Sequence[Stage] = TOPK) -> dict[str, Any]:
-    """What all launches of an encode take."""
+    """Time of all launches of an encode."""
     streamed, fixed, instructions, launches, waits = 0.0, 0.0, 0.0, 0, 0
     for stage in stages:
         counts = count(compiled(stage.kernel.file, gpu.architecture)[0], stage.kernel)

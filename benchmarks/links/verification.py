@@ -1,4 +1,4 @@
-"""That links run at their rate and are as long as they should be: shown on them, by the processes that use them.
+"""Proof that links keep their rate and delay, by the processes that use them.
 
 Without a distance an all-reduce shows the rate, as it takes what its bytes take. At a distance Gloo's waits for rounds
 within it (of 25 MB at 1 Gbit/s and 25 ms, 0.8 s where the bytes need 0.2), so a stream over TCP shows the rate, a ping
@@ -66,7 +66,7 @@ def stream_bytes(rate: int) -> int:
 def prove(
     rate: int, delay: float, world_size: int, numel: int, ranks: Sequence[Mapping[str, Any]], tcp: dict[str, str]
 ) -> Proof:
-    """What the measurements of all ranks (`proven`'s) show of links of `rate` bits a second, each way `delay` long."""
+    """The proof of all ranks' measurements (`proven`'s) on links of `rate` bits a second, each way `delay` long."""
     sent = 2 * (world_size - 1) * 4 * numel / world_size
     slowest_rank = [max(step) for step in zip(*(rank["times"] for rank in ranks), strict=True)]
     expected, typical = sent * 8 / rate + delay, median(slowest_rank)
@@ -118,12 +118,12 @@ def check_proof(proof: Proof, links: str, strict: bool = True) -> None:
 
 
 def as_long(proof: Proof) -> bool:
-    """Whether pings take no longer than two ways, within the tolerance; so they do where there is no distance."""
+    """True if pings take at most two ways, within the tolerance, or links have no distance."""
     return "delay_s" not in proof or proof["median_ping_s"] <= 2 * proof["delay_s"] * (1 + PING_SHARE) + PING_SECONDS
 
 
 def caption(proof: Proof | None) -> str:
-    """What a table has to say about the links below it; None is a loopback's proof."""
+    """The line on the links below a table; None is a loopback's proof."""
     if proof is None:
         return "NOT SHAPED: loopback, as fast as the processors allow; says nothing about a network"
     if not proof["reached"]:
@@ -157,7 +157,7 @@ def proven(
     arguments: Mapping[str, Any],
     per_node: int = 1,
 ) -> dict[str, Any]:
-    """What every rank does for `links.Loopback.run_proven`.
+    """Every rank's part of `links.Loopback.run_proven`.
 
     Args:
         numel, repeats: of `timed_all_reduce`.
@@ -250,7 +250,7 @@ def ping(address: str, times: int) -> list[float]:
 
 
 def _replied(wire: socket.socket, identifier: int, number: int) -> bool:
-    """Whether the reply comes in time; others' packets are passed over."""
+    """True if the reply comes in time; others' packets are passed over."""
     while True:
         try:
             packet = wire.recv(2048)

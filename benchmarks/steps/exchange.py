@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -25,13 +24,14 @@ from torch import Tensor, nn
 
 from ...compress import TopK
 from ..common import report
-from ..common.arms import ARMS, BASELINE, FLOOR, in_turns, slowest
-from ..common.choices import add_arms
-from ..common.counts import expect_at_least
-from . import flags, links
-from .proof import caption, sent_bytes
+from ..common.arguments import add_arms, add_output, add_turns, expect_at_least
+from ..common.arms import ARMS, BASELINE, FLOOR, Floor, Installed
+from ..links import flags
+from ..links.driver import Runner, document, measured, megabytes, span, take_turns, timed
+from ..links.verification import caption
 
 CHOICES = tuple(arm.name for arm in ARMS.values() if not arm.horovod and not arm.rank)  # PowerSGD needs matrices
+OPTIONS = ("numel", "density", "rounds", "steps", "warmup")
 DEFAULT_ARMS = [FLOOR, "fp32", BASELINE, "onebit", "topk", "qsgd", "terngrad", "auto"]
 #: PyTorch's arms need one step for DDP to build its buckets; codecs some more to fill their residuals.
 PLAIN, PLAIN_WARMUP = (FLOOR, "fp32", BASELINE), 1
@@ -40,51 +40,34 @@ PIECES = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    rates = ["100mbit", "1gbit", "10gbit", "none"]
-    parser.add_argument("--rates", nargs="+", default=rates, metavar="RATE", help=f"default: {' '.join(rates)}")
-    flags.add_distance(parser)
-    parser.add_argument("--world", type=int, default=2, help="ranks (default: %(default)s)")
+    flags.add_links(parser, "100mbit", "1gbit", "10gbit", "none")
     parser.add_argument("--numel", type=int, default=25_600_000, help="of the gradient (default: %(default)s)")
     add_arms(parser, {name: ARMS[name].title for name in CHOICES}, DEFAULT_ARMS)
     parser.add_argument("--density", type=float, default=0.001, help="of the topk arm (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=2, help="each runs every arm once (default: %(default)s)")
-    parser.add_argument(
-        "--steps", type=int, default=2, help="timed in each round, twice from 1 Gbit/s on (%(default)s)"
-    )
-    parser.add_argument("--warmup", type=int, default=5, help="untimed steps of gradwire's arms (default: %(default)s)")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds for each rate (default: %(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="write arguments, environment and every timing there")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw time against the links' rate")
+    add_turns(parser, steps=2, rounds=2, warmup=5)
+    add_output(parser, timeout=300, each="each rate", plot="time against the links' rate")
 
 
 def run(options: argparse.Namespace) -> int:
     """`gradwire-bench exchange`."""
-    expect_at_least(options, world=2, numel=PIECES, rounds=1, steps=1, warmup=0)
+    expect_at_least(options, numel=PIECES)
     TopK(density=options.density)  # refuses what is none, before there are links
-    rates, distance = flags.network_of(options)
-    if options.plot and not any(rates.values()):
-        raise ValueError(f"--plot {options.plot}: it draws times against the links' rates, and --rates none has none")
     # The tax needs the floor, and ratios their base.
     arms = list(dict.fromkeys([FLOOR, BASELINE, *options.arms]))
-    arguments = {"arms": arms, **{name: getattr(options, name) for name in ("numel", "density", "rounds", "steps")}}
-    arguments["warmup"] = options.warmup
-    network = {"rates": options.rates, "world": options.world, **flags.recorded(distance)}
-    result = report.document("exchange", {**network, **arguments})
-    result["environment"]["threads"] = 1
+    arguments = {"arms": arms, **{name: getattr(options, name) for name in OPTIONS}}
+    result = document("exchange", options, **arguments)
+    rates, _ = flags.network_of(options)
+    if options.plot and not any(rates.values()):
+        raise ValueError(f"--plot {options.plot}: it draws times against the links' rates, and --rates none has none")
     result["rates"] = []
     for text, rate in rates.items():
-        short = rate is None or rate >= 10**9
+        short = rate is None or rate >= 10**9  # so are steps: more of them are timed
         steps = 2 * options.steps if short else options.steps
-        with links.open_links(options.world, rate, distance) as connection:
-            proof, ranks = connection.run_proven(measure, {**arguments, "steps": steps}, options.timeout)
+        found, ranks = measured(options, text, measure, {**arguments, "steps": steps})
         rows = summarize([rank["arms"] for rank in ranks], shaped=rate is not None)
-        found = {"rate": text, "bits_per_s": rate, "links": str(connection), "proof": proof}
         result["rates"].append({**found, "buckets": ranks[0]["buckets"], "arms": rows})
         rate_table(result, result["rates"][-1]).print()
-    if options.json:
-        report.write_json(options.json, result)
-    if options.plot:
-        plot(result, options.plot)
+    report.deliver(result, [], options, plot)  # the tables are printed
     return 0
 
 
@@ -100,85 +83,63 @@ class Pieces(nn.Module):
         return torch.stack([(p * part).sum() for p, part in zip(self.pieces, parts, strict=True)]).sum()
 
 
-class Runner:
-    """An arm's model, and its backward passes."""
+def backward(arm: Installed, gradients: Sequence[Tensor]) -> Callable[[], float]:
+    """A function that runs one backward pass, and returns the seconds from its start, on all ranks together, until this
+    rank has the mean."""
+    every = cycle(gradients)
 
-    def __init__(self, name: str, numel: int, density: float, gradients: Sequence[Tensor]) -> None:
-        self.arm = ARMS[name].at(density).install(Pieces(numel))
-        self.gradients = cycle(gradients)
-        self.times: list[list[float]] = []
-        self.sent: list[int] = []
-        self.spent: dict[str, float] = {}
-
-    def step(self) -> float:
-        """Seconds from the start of backward, on all ranks together, until this rank has the mean."""
-        self.arm.model.zero_grad()
-        loss = self.arm.model(next(self.gradients))
+    def step() -> float:
+        if isinstance(arm.state, Floor):
+            arm.state.buckets = 0
+        arm.model.zero_grad()
+        loss = arm.model(next(every))
         dist.barrier()
         begin = time.perf_counter()
         loss.backward()
         return time.perf_counter() - begin
 
-    def round(self, steps: int) -> None:
-        self.step()  # its connections and its memory were idle while the others had their turn
-        before, sent = self.counted(), sent_bytes()
-        self.times.append([self.step() for _ in range(steps)])
-        self.sent.append((sent_bytes() - sent) // steps)
-        self.spent = {phase: (done - before[phase]) / steps for phase, done in self.counted().items()}
-
-    def counted(self) -> dict[str, float]:
-        """Seconds in each phase so far, of gradwire's arms."""
-        statistics = self.arm.statistics()
-        return {} if statistics is None else dict(statistics.seconds)
-
-    def result(self) -> dict[str, Any]:
-        statistics = self.arm.statistics()
-        decisions = {} if statistics is None else statistics.decisions
-        sent = report.median(self.sent)
-        return {"times": self.times, "sent_bytes": sent, "phases_s": self.spent, "decisions": decisions}
+    return step
 
 
 def measure(arms: Sequence[str], numel: int, density: float, rounds: int, steps: int, warmup: int) -> dict[str, Any]:
-    """What every rank does."""
+    """Every rank's part."""
     base = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     gradients = [base + 0.3 * torch.randn(numel, generator=generator) for _ in range(3)]
-    runners = {name: Runner(name, numel, density, gradients) for name in arms}
+    installed = {name: ARMS[name].at(density).install(Pieces(numel)) for name in arms}
+    runners = {name: Runner(backward(arm, gradients), arm) for name, arm in installed.items()}
     for name, runner in runners.items():
-        for _ in range(PLAIN_WARMUP if name in PLAIN else max(PLAIN_WARMUP, warmup)):
-            runner.step()
-        while runner.arm.deciding:
-            runner.step()
-    floor = runners[FLOOR].arm.state
-    floor.buckets = 0
-    runners[FLOOR].step()
-    buckets = floor.buckets
-    in_turns({name: partial(runner.round, steps) for name, runner in runners.items()}, rounds)
-    return {"buckets": buckets, "arms": {name: runner.result() for name, runner in runners.items()}}
+        runner.settle(PLAIN_WARMUP if name in PLAIN else max(PLAIN_WARMUP, warmup))
+    found = take_turns(runners, rounds, steps)
+    for name, arm in installed.items():
+        statistics = arm.statistics()
+        found[name]["phases_s"] = {
+            phase.removesuffix("_s"): spent for phase, spent in found[name].pop("counted").items() if phase[-2:] == "_s"
+        }
+        found[name]["decisions"] = {} if statistics is None else statistics.decisions
+    return {"buckets": installed[FLOOR].state.buckets, "arms": found}
 
 
 def summarize(ranks: Sequence[Mapping[str, Any]], shaped: bool) -> list[dict[str, Any]]:
     """One row for each arm: medians over all steps, which last until the slowest rank is done, and what follows."""
-    rounds = {name: slowest([rank[name]["times"] for rank in ranks]) for name in ranks[0]}
-    flat = {name: [time for turn in turns for time in turn] for name, turns in rounds.items()}
-    medians = {name: report.median(times) for name, times in flat.items()}
-    floor, baseline = medians[FLOOR], medians[BASELINE]
+    arms = timed(ranks, shaped)
+    floor, baseline = arms[FLOOR].seconds, arms[BASELINE].seconds
     rows = []
-    for name, times in flat.items():
-        seconds = medians[name]
+    for name, arm in arms.items():
+        seconds = arm.seconds
         above = seconds - floor
         rows.append(
             {
                 "arm": name,
                 "seconds": seconds,
-                "quartiles_s": report.quartiles(times),
+                "quartiles_s": arm.quartiles,
                 "above_floor_s": above,
                 "times_faster": baseline / seconds,
                 "times_faster_above_floor": (baseline - floor) / above if above > 0 else None,
-                "sent_bytes": max(rank[name]["sent_bytes"] for rank in ranks) if shaped else None,
+                "sent_bytes": arm.sent_bytes,
                 "phases_s": ranks[0][name]["phases_s"],
                 "decisions": ranks[0][name]["decisions"],
-                "times_s": rounds[name],
+                "times_s": arm.turns,
             }
         )
     return rows
@@ -193,18 +154,17 @@ def rate_table(result: Mapping[str, Any], found: Mapping[str, Any]) -> report.Ta
     arguments = result["arguments"]
     rows = []
     for row in found["arms"]:
-        low, high = row["quartiles_s"]
         ratio = row["times_faster_above_floor"]
         compared = row["arm"] != FLOOR
         rows.append(
             [
                 ARMS[row["arm"]].at(arguments["density"]).title,
                 f"{row['seconds'] * 1e3:.1f}",
-                f"{low * 1e3:.1f} to {high * 1e3:.1f}",
+                span(row["quartiles_s"]),
                 f"{row['above_floor_s'] * 1e3:.1f}" if compared else "",
                 f"{row['times_faster']:.1f}" if compared else "",
                 f"{ratio:.1f}" if compared and ratio is not None else "",
-                "" if row["sent_bytes"] is None else f"{row['sent_bytes'] / 1e6:.2f}",
+                megabytes(row["sent_bytes"]),
                 ", ".join(f"{seconds * 1e3:.0f}" for seconds in row["phases_s"].values()),
             ]
         )

@@ -19,16 +19,17 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, record_function
 
 from ..common import report
+from ..common.arguments import add_layers, add_output
 from ..common.arms import ARMS
-from ..common.counts import expect_at_least
 from ..common.models import perceptron
-from . import flags, links
-from .proof import caption
+from ..links import flags
+from ..links.driver import document, measured
+from ..links.verification import caption
 
 CHOICES = ("onebit", "topk", "qsgd", "terngrad")
 PHASES = ("encode", "exchange", "decode")
 STEP, READY, BACKWARD = "step", "ready bucket", "backward"
-#: What the main thread is seen doing, besides its backward pass.
+#: Ranges of the main thread besides its backward pass.
 MAIN = ("forward", "optimizer")
 #: Autograd's ranges, one inside the other; the wait for the buckets comes behind the last.
 COMPUTING = "autograd::engine::evaluate_function"
@@ -43,44 +44,31 @@ COLOURS = {
     "decode": "#CC79A7",
 }
 
-#: What happened from when to when, in seconds; bucket -1: to no bucket.
+#: A range with its start and end in seconds; bucket -1: of no bucket.
 Span = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rate", default="1gbit", help="of each rank's link, such as 100mbit; none: unshaped loopback")
-    flags.add_distance(parser)
-    parser.add_argument("--world", type=int, default=2, help="ranks (default: %(default)s)")
+    flags.add_links(parser)
     parser.add_argument("--arm", choices=CHOICES, default="onebit", help="the codec (default: %(default)s)")
     parser.add_argument("--density", type=float, default=0.01, help="of topk (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=9, help="recorded (default: %(default)s)")
     parser.add_argument("--warmup", type=int, default=6, help="steps before (default: %(default)s)")
-    parser.add_argument("--width", type=int, default=2048, help="of each linear layer (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=6, help="linear layers (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=8, help="samples a rank (default: %(default)s)")
-    parser.add_argument("--timeout", type=float, default=120, help="seconds for all of it (default: %(default)s)")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the step")
+    add_layers(parser)
+    add_output(parser, timeout=120, plot="the step")
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="write the first rank's trace, for Perfetto or Chrome"
     )
-    parser.add_argument("--json", metavar="FILE", help="write arguments, environment and every phase there")
 
 
 def run(options: argparse.Namespace) -> int:
     """`gradwire-bench profile`."""
-    expect_at_least(options, world=2, steps=1, warmup=0, width=1, layers=1, batch=1)
-    rates, distance = flags.network_of(options)
-    rate = rates[options.rate]
     arguments = {n: getattr(options, n) for n in ("arm", "density", "steps", "warmup", "width", "layers", "batch")}
-    network = {"rate": options.rate, "world": options.world, **flags.recorded(distance)}
-    result = report.document("profile", {**network, **arguments})
-    result["environment"]["threads"] = 1
+    result = document("profile", options, **arguments)
     trace = None if options.trace is None else str(options.trace.absolute())
-    with links.open_links(options.world, rate, distance) as connection:
-        result["proof"], ranks = connection.run_proven(measure, {**arguments, "trace": trace}, options.timeout)
-        result["links"] = str(connection)
+    found, ranks = measured(options, options.rate, measure, {**arguments, "trace": trace})
     steps = sorted(ranks[0]["steps"], key=lambda step: float(step["seconds"]))
-    result |= {"ranks": ranks, "drawn": steps[len(steps) // 2]}
+    result |= {"proof": found["proof"], "links": found["links"], "ranks": ranks, "drawn": steps[len(steps) // 2]}
     report.deliver(result, tables(result), options, plot)
     return 0
 
@@ -93,11 +81,9 @@ def marked(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Te
         return compress_hook(state, bucket)
 
 
-def measure(
-    arm: str, density: float, steps: int, warmup: int, width: int, layers: int, batch: int, trace: str | None
-) -> dict[str, Any]:
-    """What every rank does: each step's spans, and each phase's seconds by the trace and by the statistics."""
-    model, x, y = perceptron(width, layers, batch)
+def measure(arm: str, density: float, steps: int, warmup: int, trace: str | None, **size: int) -> dict[str, Any]:
+    """Every rank's part: each step's spans, and each phase's seconds by the trace and by the statistics."""
+    model, x, y = perceptron(**size)
     ddp = torch.nn.parallel.DistributedDataParallel(model)
     state = ARMS[arm].at(density).hook(ddp).state
     ddp.register_comm_hook(state, marked)

@@ -1,4 +1,4 @@
-"""What communication costs a DDP step on a link of known speed.
+"""The cost of communication in a DDP step on a link of known speed.
 
 The communication tax of an arm is its step less the step without communication: what is left after overlap. The model
 is six linear layers of 2048 × 2048 with ReLU between them, 25 million parameters, at batch 8 and one thread a rank,
@@ -18,68 +18,57 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
 from ...compress import TopK
 from ..common import report
-from ..common.arms import ARMS, BASELINE, FLOOR, Floor, average, in_turns, slowest
-from ..common.choices import add_arms
-from ..common.counts import expect_at_least
+from ..common.arguments import add_arms, add_layers, add_output, add_turns
+from ..common.arms import ARMS, BASELINE, FLOOR, Floor, Installed
 from ..common.models import perceptron
-from . import flags, links
-from .proof import caption, sent_bytes
+from ..links import flags
+from ..links.driver import Runner, average, document, measured, megabytes, slowest, span, take_turns, timed
+from ..links.verification import caption
 
 #: Untimed steps of a round on links with a distance.
 OPENING = 3
+#: Options that say what is measured.
+OPTIONS = ("density", "steps", "rounds", "warmup", "width", "layers", "batch")
 DEFAULT_ARMS = (FLOOR, "fp32", BASELINE, "onebit", "topk")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rate", default="1gbit", help="of each rank's link, such as 100mbit; none: unshaped loopback")
-    flags.add_distance(parser)
-    parser.add_argument("--world", type=int, default=2, help="ranks (default: %(default)s)")
+    flags.add_links(parser)
     add_arms(parser, {name: arm.title for name, arm in ARMS.items()}, DEFAULT_ARMS)
     parser.add_argument("--density", type=float, default=0.01, help="of the topk arm (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=6, help="timed in each round (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="each runs every arm once (default: %(default)s)")
-    parser.add_argument("--warmup", type=int, default=6, help="untimed steps of each arm first (default: %(default)s)")
-    parser.add_argument("--width", type=int, default=2048, help="of each linear layer (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=6, help="linear layers (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=8, help="samples a rank (default: %(default)s)")
+    add_turns(parser, steps=6, rounds=5, warmup=6)
+    add_layers(parser)
     parser.add_argument("--bucket-mb", type=float, help="DDP's bucket_cap_mb (default: DDP's own)")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds for all of it (default: %(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="write arguments, environment and every timing there")
+    add_output(parser, timeout=300)
 
 
 def run(options: argparse.Namespace) -> int:
     """`gradwire-bench step`."""
-    expect_at_least(options, world=2, steps=1, rounds=1, warmup=0, width=1, layers=1, batch=1)
     TopK(density=options.density)  # refuses what is none, before there are links
-    rates, distance = flags.network_of(options)
-    rate = rates[options.rate]
     arms = list(dict.fromkeys([FLOOR, *options.arms]))  # the tax needs the floor
-    names = ("density", "steps", "rounds", "warmup", "width", "layers", "batch")
-    arguments = {"arms": arms, **{name: getattr(options, name) for name in names}}
+    arguments = {"arms": arms, **{name: getattr(options, name) for name in OPTIONS}}
     if options.bucket_mb is not None:
         arguments["bucket_mb"] = options.bucket_mb
-    network = {"rate": options.rate, "world": options.world, **flags.recorded(distance)}
-    result = report.document("step", {**network, **arguments})
-    result["environment"]["threads"] = 1
-    with links.open_links(options.world, rate, distance) as connection:
-        job = {**arguments, "distant": distance is not None}
-        proof, ranks = connection.run_proven(measure, job, options.timeout)
+    result = document("step", options, **arguments)
+    distant = options.delay is not None
+    found, ranks = measured(options, options.rate, measure, {**arguments, "distant": distant})
+    shaped = found["bits_per_s"] is not None
     result |= {
-        "shaped": rate is not None,
-        "links": str(connection),
-        "proof": proof,
+        "shaped": shaped,
+        "links": found["links"],
+        "proof": found["proof"],
         "model": {"parameters": ranks[0]["parameters"], "buckets": ranks[0]["buckets"]},
-        "arms": summarize([rank["arms"] for rank in ranks], rate is not None, distance is not None),
+        "arms": summarize([rank["arms"] for rank in ranks], shaped, distant),
     }
     report.deliver(result, tables(result), options)
     return 0
@@ -91,94 +80,56 @@ def measure(
     steps: int,
     rounds: int,
     warmup: int,
-    width: int,
-    layers: int,
-    batch: int,
     bucket_mb: float | None = None,
     distant: bool = False,
+    **size: int,
 ) -> dict[str, Any]:
-    """What every rank does: for each arm its step times in seconds, and what it sent and counted meanwhile.
+    """Every rank's part: for each arm its step times in seconds, and what it sent and counted meanwhile.
 
     Args:
         bucket_mb: DDP's; None: its default.
         distant: whether links have a distance, so that steps follow each other without a barrier.
+        size: of `perceptron`.
     """
-    runners = {name: Runner(name, density, width, layers, batch, bucket_mb, distant) for name in arms}
+    opening = OPENING if distant else 1  # far away, TCP's windows open again in some steps
+    runners = {}
+    for name in arms:
+        model, x, y = perceptron(**size)
+        arm = ARMS[name].at(density).install(model, bucket_mb)
+        runners[name] = Runner(stepper(arm, x, y, distant), arm, opening, share=1 / (arm.arm.every or 1))
     for runner in runners.values():
-        for _ in range(warmup):
-            runner.step()
-        while runner.arm.deciding:
-            runner.step()
-    in_turns({name: partial(runner.round, steps) for name, runner in runners.items()}, rounds)
-    floor = runners[FLOOR].arm
+        runner.settle(warmup)
+    found, floor = take_turns(runners, rounds, steps), runners[FLOOR].arm
+    assert floor is not None
     return {
         "parameters": sum(p.numel() for p in floor.model.parameters()),
         "buckets": floor.state.buckets,
-        "arms": {name: runner.result() for name, runner in runners.items()},
+        "arms": found,
     }
 
 
-class Runner:
-    """An arm's model, and its steps."""
+def stepper(arm: Installed, x: Tensor, y: Tensor, distant: bool) -> Callable[[], float]:
+    """A function that takes one training step, and returns its seconds.
 
-    def __init__(
-        self,
-        name: str,
-        density: float,
-        width: int,
-        layers: int,
-        batch: int,
-        bucket_mb: float | None = None,
-        distant: bool = False,
-    ) -> None:
-        self.distant, self.every = distant, ARMS[name].every or 1
-        model, self.x, self.y = perceptron(width, layers, batch)
-        self.arm = ARMS[name].at(density).install(model, bucket_mb)
-        self.optimizer = self.arm.optimizer(torch.optim.SGD(model.parameters(), lr=1e-3))
-        self.times: list[list[float]] = []
-        self.counts: list[dict[str, float]] = []
-        self.sent = 0
+    Ranks start together where they are near. Where parameters are exchanged every few steps it takes as many, and
+    returns each one's share.
+    """
+    optimizer = arm.optimizer(torch.optim.SGD(arm.module.parameters(), lr=1e-3))
+    every = arm.arm.every or 1
 
-    def step(self) -> float:
-        """Seconds of one training step, started on all ranks together where they are near.
-
-        Where parameters are exchanged every few steps: of so many, each one's share.
-        """
-        if not self.distant:
+    def step() -> float:
+        if not distant:
             dist.barrier()
         begin = time.perf_counter()
-        for _ in range(self.every):
-            if isinstance(self.arm.state, Floor):
-                self.arm.state.buckets = 0
-            self.optimizer.zero_grad()
-            F.mse_loss(self.arm.model(self.x), self.y).backward()
-            self.optimizer.step()
-        return (time.perf_counter() - begin) / self.every
+        for _ in range(every):
+            if isinstance(arm.state, Floor):
+                arm.state.buckets = 0
+            optimizer.zero_grad()
+            F.mse_loss(arm.model(x), y).backward()
+            optimizer.step()
+        return (time.perf_counter() - begin) / every
 
-    def round(self, steps: int) -> None:
-        # Its connections were idle while the others had their turn; far away, TCP's windows open again in some steps.
-        for _ in range(OPENING if self.distant else 1):
-            self.step()
-        sent = sent_bytes()
-        times = []
-        for _ in range(steps):
-            before = self.counted()
-            times.append(self.step())
-            self.counts.append({name: (count - before[name]) / self.every for name, count in self.counted().items()})
-        self.times.append(times)
-        self.sent += sent_bytes() - sent
-
-    def counted(self) -> dict[str, float]:
-        """What gradwire has counted so far; nothing for the other arms."""
-        statistics = self.arm.statistics()
-        if statistics is None:
-            return {}
-        seconds = {f"{phase}_s": spent for phase, spent in statistics.seconds.items()}
-        return {"payload_bytes": statistics.payload_bytes, **seconds}
-
-    def result(self) -> dict[str, Any]:
-        counted = {name: report.median([count[name] for count in self.counts]) for name in self.counts[0]}
-        return {"times": self.times, "sent_bytes": self.sent / len(self.counts) / self.every, "counted": counted}
+    return step
 
 
 def summarize(ranks: Sequence[Mapping[str, Any]], shaped: bool, distant: bool = False) -> list[dict[str, Any]]:
@@ -189,11 +140,10 @@ def summarize(ranks: Sequence[Mapping[str, Any]], shaped: bool, distant: bool = 
         ranks: for each rank, for each arm: `times` [rounds][steps] in seconds, `sent_bytes` and `counted` a step.
         shaped: whether the interface's count is this rank's alone.
     """
-    together = average if distant else slowest
-    rounds = {name: together([rank[name]["times"] for rank in ranks]) for name in ranks[0]}
+    arms = timed(ranks, shaped, average if distant else slowest)
+    rounds = {name: arm.turns for name, arm in arms.items()}
     rows: list[dict[str, Any]] = []
     for name, turns in rounds.items():
-        times = [step for turn in turns for step in turn]
         taxes = taxes_of(turns, rounds[FLOOR])
         baseline = taxes_of(rounds[BASELINE], rounds[FLOOR]) if BASELINE in rounds else None
         ratio = ratios = None
@@ -206,13 +156,13 @@ def summarize(ranks: Sequence[Mapping[str, Any]], shaped: bool, distant: bool = 
         rows.append(
             {
                 "arm": name,
-                "step_s": report.median(times),
-                "step_quartiles_s": report.quartiles(times),
+                "step_s": arms[name].seconds,
+                "step_quartiles_s": arms[name].quartiles,
                 "tax_s": taxes[0],
                 "tax_ratio": ratio,
                 "tax_ratio_by_round": ratios,
                 **({} if paired is None else {"step_ratio": report.median(paired), "step_ratio_by_round": paired}),
-                "sent_bytes": max(rank[name]["sent_bytes"] for rank in ranks) if shaped else None,
+                "sent_bytes": arms[name].sent_bytes,
                 **{key: counted.get(key) for key in ("payload_bytes", "encode_s", "exchange_s", "decode_s")},
                 "times_s": turns,
             }
@@ -241,17 +191,16 @@ def tables(result: Mapping[str, Any]) -> list[report.Table]:
     rows = []
     for row in result["arms"]:
         ratio, spread = row["tax_ratio"], row["tax_ratio_by_round"]
-        low, high = row["step_quartiles_s"]
         rows.append(
             [
                 ARMS[row["arm"]].at(arguments["density"]).title,
                 f"{row['step_s'] * 1e3:.1f}",
-                f"{low * 1e3:.1f} to {high * 1e3:.1f}",
+                span(row["step_quartiles_s"]),
                 f"{row['tax_s'] * 1e3:.1f}",
                 "" if ratio is None else f"{ratio:.3f}",
                 "" if ratio is None else f"{min(spread):.3f} to {max(spread):.3f}",
                 *paired_of(row),
-                "" if row["sent_bytes"] is None else f"{row['sent_bytes'] / 1e6:.2f}",
+                megabytes(row["sent_bytes"]),
                 *("" if row[phase] is None else f"{row[phase] * 1e3:.1f}" for phase in phases),
             ]
         )

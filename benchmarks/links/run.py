@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from . import flags, links, proof
+from . import flags, links, verification
 
 #: Seconds that the proof may take.
 TIMEOUT = 120.0
@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
         print(connection, file=sys.stderr)
         if options.proof:
             shown, _ = connection.run_proven(None, {}, TIMEOUT)
-            print(proof.caption(shown), file=sys.stderr)
+            print(verification.caption(shown), file=sys.stderr)
         status = connection.run_program(options.program)
     if isinstance(connection, links.DistantLinks) and connection.carried:
         counts = connection.carried

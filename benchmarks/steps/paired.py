@@ -1,4 +1,4 @@
-"""How the steps of several arms compare, to a percent: what a hook costs beside PyTorch's own, say.
+"""A comparison of several arms' steps, to a percent: the cost of a hook beside PyTorch's own, say.
 
 All arms live in the same processes, each with models of its own that begin alike, and take turns every few steps, in an
 order that is drawn again in each round, as is which of the models: where one lies in memory makes a percent. What the
@@ -23,22 +23,20 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from statistics import fmean
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ..common import arms as common
 from ..common import report
-from ..common.arms import Arm, Installed
-from ..common.choices import add_arms
-from ..common.counts import expect_at_least
+from ..common.arguments import add_arms, add_layers, add_output, add_turns
+from ..common.arms import ARMS, TRAINED, Arm, Installed
 from ..common.models import perceptron
-from ..training import tasks, train
-from . import flags, links
-from .proof import caption
+from ..learning import tasks, train
+from ..links import flags
+from ..links.driver import average, document, measured
+from ..links.verification import caption
 
 LINEAR = "linear"
 #: The reference's second model.
@@ -50,44 +48,32 @@ SECONDS = ("wall", "cpu")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--task", choices=(LINEAR, *tasks.TASKS), default=LINEAR, help="model (default: %(default)s)")
-    parser.add_argument("--rates", nargs="+", default=["none"], help="of the links; none: loopback (default)")
-    flags.add_distance(parser)
-    parser.add_argument("--world", type=int, default=2, help="ranks (default: %(default)s)")
-    add_arms(parser, {name: arm.title for name, arm in common.ARMS.items()}, ["python", "dense"])
+    flags.add_links(parser, "none")
+    add_arms(parser, {name: arm.title for name, arm in ARMS.items()}, ["python", "dense"])
     parser.add_argument(
-        "--reference", nargs="+", choices=common.ARMS, default=["builtin"], help="with it, or the fastest of several"
+        "--reference", nargs="+", choices=ARMS, default=["builtin"], help="with it, or the fastest of several"
     )
-    parser.add_argument("--rounds", type=int, default=200, help="each runs every arm once (default: %(default)s)")
+    add_turns(parser, steps=4, rounds=200, warmup=6)
     parser.add_argument("--models", type=int, default=3, help="of each arm (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=4, help="timed in each turn (default: %(default)s)")
-    parser.add_argument("--warmup", type=int, default=6, help="untimed steps of each arm first (default: %(default)s)")
-    parser.add_argument("--width", type=int, default=448, help="of each linear layer (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=7, help="linear layers (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=16, help="samples a rank, for these (default: %(default)s)")
+    add_layers(parser, width=448, layers=7, batch=16)
     parser.add_argument("--bucket-mb", type=float, help="DDP's bucket_cap_mb (default: DDP's own, or the task's)")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds for all of it (default: %(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="write arguments, environment and every ratio there")
+    add_output(parser, timeout=600)
 
 
 def run(options: argparse.Namespace) -> int:
     """`gradwire-bench paired`."""
-    expect_at_least(options, world=2, rounds=1, models=1, steps=1, warmup=0, width=1, layers=1, batch=1)
-    rates, distance = flags.network_of(options)
     names = ("task", "rounds", "models", "steps", "warmup", "width", "layers", "batch", "bucket_mb")
     arguments = {name: getattr(options, name) for name in names}
     arguments["arms"] = list(dict.fromkeys([*options.reference, *options.arms]))
     arguments["references"] = options.reference
-    network = {"rates": options.rates, "world": options.world, **flags.recorded(distance)}
-    result = report.document("paired", {**network, **arguments})
-    result["environment"]["threads"] = 1
+    result = document("paired", options, **arguments)
     result["networks"] = []
-    for rate in rates.values():
-        with links.open_links(options.world, rate, distance) as connection:
-            proof, ranks = connection.run_proven(measure, arguments, options.timeout)
+    for rate in options.rates:
+        found, ranks = measured(options, rate, measure, arguments)
         result["networks"].append(
             {
-                "links": str(connection),
-                "proof": proof,
+                "links": found["links"],
+                "proof": found["proof"],
                 "parameters": ranks[0]["parameters"],
                 "arms": summarize([rank["arms"] for rank in ranks], options.reference),
             }
@@ -154,12 +140,12 @@ def measure(
     batch: int,
     bucket_mb: float | None,
 ) -> dict[str, Any]:
-    """What every rank does: for each arm, seconds of a step in each round, and whether its models compress."""
+    """Every rank's part: for each arm, seconds of a step in each round, and whether its models compress."""
     make: Callable[[Arm], Trainee]
     if task == LINEAR:
-        known, make = common.ARMS, partial(linear, width=width, layers=layers, batch=batch, bucket_mb=bucket_mb)
+        known, make = ARMS, partial(linear, width=width, layers=layers, batch=batch, bucket_mb=bucket_mb)
     else:
-        known, make = common.ARMS | tasks.ARMS, partial(learner, tasks.TASKS[task])
+        known, make = ARMS | TRAINED, partial(learner, tasks.TASKS[task])
     trainees = {name: [make(known[name]) for _ in range(models)] for name in arms}
     trainees |= {f"{name} {AGAIN}": [make(known[name]) for _ in range(models)] for name in references}
     everyone = [trainee for several in trainees.values() for trainee in several]
@@ -193,10 +179,7 @@ def summarize(ranks: Sequence[Mapping[str, Any]], references: Sequence[str]) -> 
             models `sends`.
     """
     seconds = {
-        name: {
-            kind: [fmean(turn) for turn in zip(*(rank[name][kind] for rank in ranks), strict=True)] for kind in SECONDS
-        }
-        for name in ranks[0]
+        name: {kind: average([[rank[name][kind]] for rank in ranks])[0] for kind in SECONDS} for name in ranks[0]
     }
     reference = min(references, key=lambda name: report.median(seconds[name]["wall"]))
     twice = (reference, f"{reference} {AGAIN}")
@@ -216,7 +199,7 @@ def summarize(ranks: Sequence[Mapping[str, Any]], references: Sequence[str]) -> 
 def title(name: str, task: str) -> str:
     """An arm's, for people."""
     first, _, again = name.partition(" ")
-    known = common.ARMS if task == LINEAR else common.ARMS | tasks.ARMS
+    known = ARMS if task == LINEAR else ARMS | TRAINED
     return f"{known[first].title}{', once more' if again else ''}"
 
 
@@ -250,7 +233,7 @@ def tables(result: Mapping[str, Any]) -> list[report.Table]:
 
 
 def describe(sends: Sequence[str]) -> str:
-    """What the models of "auto" decided."""
+    """The decisions of the models of "auto"."""
     counted = Counter(sends)
     return ", ".join(f"{n} of {len(sends)} {what}" if len(counted) > 1 else what for what, n in counted.most_common())
 

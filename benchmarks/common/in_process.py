@@ -1,0 +1,293 @@
+"""Ranks that share a process: the library's own exchanges, feedback and codecs, over memory instead of a network.
+
+    world = World(1024, Network(alpha=50e-6, beta=8e-9))
+    results = world.run(stages)    # stages(group) on every rank: a generator that yields what it waits for
+    world.times, world.work        # seconds of each rank in the network, and of its processor
+
+Ranks run in lockstep on one thread: each goes on until it yields, and all have yielded before anything is waited for.
+Only the transport is simulated. A collective starts when the last rank has joined, and ends for a rank after
+
+    all-to-all                 α + (P-1)·o + b·β
+    all-gather                 ⌈log2 P⌉·α + b·β
+    all-reduce                 2·⌈log2 P⌉·α + b·β
+
+with b the larger of the bytes it sends and receives, α the latency and o the cost of one more message, as good
+implementations do (recursive doubling, and Rabenseifner's all-reduce). Collectives in flight share the link.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...hooks.comm.group import Group
+from ...hooks.comm.pipeline import Stages
+from ...hooks.comm.ports import Work
+
+
+@dataclass(frozen=True)
+class Network:
+    """α–β–o: seconds of latency, seconds a byte, and seconds for each further message of an all-to-all."""
+
+    alpha: float
+    beta: float
+    overhead: float = 2e-6
+
+
+@dataclass
+class Clock:
+    """One rank's seconds: in the network so far, until its link is free, and of its processor."""
+
+    now: float = 0.0
+    link: float = 0.0
+    work: float = 0.0
+
+
+class World:
+    """`size` ranks.
+
+    Args:
+        network: between any two ranks.
+
+    Attributes:
+        groups: one for each rank.
+        completed: how many collectives have been moved.
+        pending: the ranks' parts, in their order, of collectives that have not been moved yet, by number.
+    """
+
+    def __init__(self, size: int, network: Network | None = None) -> None:
+        self.size, self.network = size, network or Network(0.0, 0.0, 0.0)
+        self.clocks = [Clock() for _ in range(size)]
+        self.groups = [InProcessGroup(self, rank) for rank in range(size)]
+        self.pending = defaultdict[int, list[_Part]](list)
+        self.completed = 0
+        self._gathered: dict[int, tuple[Tensor, int]] = {}
+        self._since = 0.0
+
+    def run(self, function: Callable[[InProcessGroup], Stages]) -> list[Any]:
+        """Run `function(group)`'s stages on every rank. Returns what each returned, by rank."""
+        running, results = {group.rank: function(group) for group in self.groups}, [None] * self.size
+        while running:
+            works: list[Work] = []
+            for rank, stages in list(running.items()):
+                self.begin()
+                try:
+                    works.append(next(stages))
+                except StopIteration as end:
+                    results[rank] = end.value
+                    del running[rank]
+                self.clocks[rank].work += time.thread_time() - self._since
+            for work in works:
+                work.wait()
+        return results
+
+    @property
+    def times(self) -> list[float]:
+        return [clock.now for clock in self.clocks]
+
+    @property
+    def work(self) -> list[float]:
+        return [clock.work for clock in self.clocks]
+
+    def begin(self) -> None:
+        """Count the work of the rank that runs from here on."""
+        self._since = time.thread_time()
+
+    def complete(self, number: int) -> None:
+        """Move what collectives up to this one move, in the order in which they were started."""
+        while self.completed < number:
+            self.completed += 1
+            parts = self.pending.pop(self.completed)
+            if len(parts) < self.size:
+                raise RuntimeError(f"{len(parts)} of {self.size} ranks have joined collective {self.completed}")
+            parts[0].move([part.arguments for part in parts])
+            start = max(part.start for part in parts)
+            for clock, part in zip(self.clocks, parts, strict=True):
+                moved = part.size() if callable(part.size) else part.size
+                clock.link = part.end = max(start + part.latency, clock.link) + moved * self.network.beta
+
+    def gathered(self, number: int, make: Callable[[], Tensor]) -> Tensor:
+        """The same memory for the same call on every rank: an all-gather returns the same everywhere."""
+        tensor, left = self._gathered.pop(number, (None, self.size))
+        tensor = make() if tensor is None else tensor
+        if left > 1:
+            self._gathered[number] = tensor, left - 1
+        return tensor
+
+
+@dataclass
+class _Part:
+    """One rank's part in a collective, to be waited for.
+
+    Attributes:
+        move: moves everybody's data; it is given the ranks' arguments.
+        size: bytes that this rank moves, or what tells them afterwards.
+        start: of the rank's clock, as it joins; end: as all has arrived.
+    """
+
+    world: World
+    number: int
+    rank: int
+    arguments: Any
+    move: Callable[[list[Any]], None]
+    latency: float
+    size: int | Callable[[], int]
+    start: float
+    end: float = 0.0
+
+    def wait(self) -> None:
+        self.world.complete(self.number)
+        clock = self.world.clocks[self.rank]
+        clock.now = max(clock.now, self.end)
+
+
+class InProcessGroup(Group):
+    """One rank's `Group` in a `World`."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.world, self.rank, self.size = world, rank, world.size
+        self._ranks = range(world.size)
+        self._calls = self._gathers = self._tag = 0
+
+    def channel(self, name: str) -> InProcessGroup:
+        """This group: in lockstep messages arrive in the order in which they are sent."""
+        return self
+
+    def join(
+        self, arguments: Any, move: Callable[[list[Any]], None], latency: float, size: int | Callable[[], int]
+    ) -> Work:
+        """Start a collective, by the arguments of `_Part`. Every rank starts the same ones, in the same order."""
+        self._calls += 1
+        start, latency = self.world.clocks[self.rank].now, latency if self.size > 1 else 0.0
+        part = _Part(self.world, self._calls, self.rank, arguments, move, latency, size, start)
+        self.world.pending[self._calls].append(part)
+        return part
+
+    def begin(self) -> None:
+        """Leave this rank's work so far in this stage uncounted."""
+        self.world.begin()
+
+    @property
+    def swap_latency(self) -> float:
+        """Seconds of an all-to-all."""
+        return self.world.network.alpha + (self.size - 1) * self.world.network.overhead
+
+    @property
+    def gather_latency(self) -> float:
+        """Seconds of an all-gather."""
+        return math.ceil(math.log2(self.size)) * self.world.network.alpha
+
+    def gather_output(
+        self, *shape: int, dtype: torch.dtype = torch.uint8, device: torch.device | str = "cpu"
+    ) -> Tensor:
+        self._gathers += 1
+        return self.world.gathered(self._gathers, lambda: torch.zeros(*shape, dtype=dtype, device=device))
+
+    def all_gather(self, output: Tensor, row: Tensor) -> Work:
+        return self.all_gather_v(output, row, [row.numel()] * self.size)
+
+    def all_gather_v(self, output: Tensor, row: Tensor, sizes: Sequence[int]) -> Work:
+        def move(arguments: list[Any]) -> None:
+            whole = torch.cat([given.view(-1) for _, given in arguments])
+            for into in {into.data_ptr(): into for into, _ in arguments}.values():
+                into.view(-1).copy_(whole)
+
+        others = (sum(sizes) - row.numel()) * row.element_size()
+        return self.join((output, row), move, self.gather_latency, others)
+
+    def all_to_all(self, output: Tensor, rows: Tensor) -> Work:
+        sizes = [rows.numel() // self.size] * self.size
+        return self.all_to_all_v(output, rows, sizes, sizes)
+
+    def all_to_all_v(self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int]) -> Work:
+        own = received[self.rank]
+        size = max(sum(received) - own, sum(sent) - own) * rows.element_size()
+        return self.join((output, rows, sent), _transpose, self.swap_latency, size)
+
+    def pairwise(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Work:
+        own = sent[self.rank]
+        received[self.rank][: len(own)].copy_(own)
+        size = max(sum(part.nbytes for part in parts) - parts[self.rank].nbytes for parts in (received, sent))
+        return self.join((received, sent), _swap, self.swap_latency, size)
+
+    def variable_message(self, longest: int, ahead: int = 2) -> Any:
+        return InProcessMessage(self)
+
+    def sum(self, tensor: Tensor, pieces: Tensor) -> Generator[Work, None, None]:
+        yield self.all_reduce(tensor)
+
+    def means(self, device: torch.device) -> tuple[Callable[[list[Tensor]], Any], float | None]:
+        return (lambda tensors: self.all_reduce(tensors[0])), 1.0 / self.size
+
+    def all_reduce(self, tensor: Tensor) -> Any:
+        """Summed in the order of the ranks."""
+
+        def move(tensors: list[Any]) -> None:
+            total = tensors[0].clone()
+            for given in tensors[1:]:
+                total += given
+            for given in tensors:
+                given.copy_(total)
+
+        return self.join(tensor, move, 2 * self.gather_latency, 2 * tensor.nbytes * (self.size - 1) // self.size)
+
+
+class InProcessMessage:
+    """A `VariableMessage` of `hooks.comm.ports`, with as much room as its messages take."""
+
+    def __init__(self, group: InProcessGroup) -> None:
+        self._group = group
+        self.received = torch.empty(0)
+
+    def post_receives(self) -> None:
+        """Nothing: no message needs announcing."""
+
+    def send(self, letters: Sequence[Tensor]) -> Any:
+        group = self._group
+        to_all = all(letter is letters[0] for letter in letters)
+        sent = len(letters[0]) if to_all else sum(map(len, letters)) - len(letters[group.rank])
+        arrived = list[Tensor]()
+
+        def move(arguments: list[Any]) -> None:
+            for to, (_, into) in enumerate(arguments):
+                into.extend(given[to] for given, _ in arguments)
+
+        def size() -> int:
+            lengths = [len(letter) for letter in arrived]
+            self.received = torch.empty(group.size, max(lengths), dtype=torch.uint8)
+            for row, letter in zip(self.received, arrived, strict=True):
+                row[: len(letter)] = letter
+            return max(sent, sum(lengths) - lengths[group.rank])
+
+        return group.join((letters, arrived), move, group.gather_latency if to_all else group.swap_latency, size)
+
+
+def _swap(arguments: list[Any]) -> None:
+    """Part r of rank s goes to the beginning of place s of rank r."""
+    for rank, (received, _) in enumerate(arguments):
+        for source, (_, sent) in enumerate(arguments):
+            if source != rank and sent[rank].numel():
+                received[source][: len(sent[rank])].copy_(sent[rank])
+
+
+def _transpose(arguments: list[Any]) -> None:
+    """Piece r of rank s becomes piece s of rank r."""
+    sizes = np.array([sent for *_, sent in arguments], np.int64)
+    words = [rows.view(-1).view(torch.uint8).numpy() for _, rows, _ in arguments]
+    width = arguments[0][0].element_size()
+    everything = np.concatenate(words)
+    begins = np.cumsum([0, *(len(word) for word in words[:-1])])[:, None] + width * (np.cumsum(sizes, 1) - sizes)
+    for rank, (output, *_) in enumerate(arguments):
+        lengths = width * sizes[:, rank]
+        into = output.view(-1).view(torch.uint8).numpy()
+        ends = np.cumsum(lengths)
+        place = np.arange(ends[-1]) + np.repeat(begins[:, rank] - (ends - lengths), lengths)
+        into[: ends[-1]] = everything[place]

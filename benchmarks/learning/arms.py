@@ -1,0 +1,180 @@
+"""The ways of learning that `gradwire-bench learn` compares."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ...compress import (
+    QSGD,
+    ChunkedTopK,
+    Codec,
+    Identity,
+    Momentum,
+    OneBit,
+    Outliers,
+    PowerSGD,
+    Residual,
+    Ternary,
+    TernGrad,
+    TopK,
+    Tracking,
+)
+from ...compress.codecs.sign_vote import Votes
+from ...compress.feedback.base import Feedback
+from ..common.arms import CARRIED, WIDE, label
+from .independent_replicas import RoundSchedule
+
+FLOAT32 = "float32"
+MOMENTUM = 0.9
+
+
+@dataclass(frozen=True)
+class LearningArm:
+    """One way to learn.
+
+    Attributes:
+        codec, exchange, strategy: as of `InProcessRanks`.
+        begins: so many steps, to begin with, send 8 bits an element.
+        method: what ranks exchange in the place of gradients, a name of `training.inside`; "": gradients.
+        corrected: the learning rate of step t is divided by 1 - β^t, which corrects the bias of the estimate that is
+            handed out, as Adam does with its own first moment.
+        rounds: ranks train models of their own, and exchange differences of parameters; None: gradients.
+        momentum: the optimizer's, β1 of AdamW, where the strategy has none. What a residual keeps back arrives late,
+            which is a momentum too (Mitliagkas et al. 2016), so that Adam may do with less of its own.
+        late: so many steps pass before a mean gradient reaches the optimizer: what being late costs by itself.
+    """
+
+    codec: Codec = field(default_factory=Identity)
+    exchange: str = "dense"
+    strategy: Feedback | None = None
+    begins: int = 0
+    corrected: bool = False
+    method: str = ""
+    rounds: RoundSchedule | None = None
+    momentum: float = MOMENTUM
+    late: int = 0
+
+    @property
+    def plain(self) -> bool:
+        """True for float32, with any momentum and delay."""
+        return replace(self, momentum=MOMENTUM, late=0) == LearningArm()
+
+    @property
+    def title(self) -> str:
+        momentum = "" if self.momentum == MOMENTUM else f", momentum {self.momentum:g}"
+        if self.plain:
+            return FLOAT32 + (f", {self.late} steps late" if self.late else "") + momentum
+        feedback = "" if self.strategy is None else f", {type(self.strategy).__name__}"
+        if isinstance(self.strategy, Residual) and self.strategy.dtype != torch.float32:
+            feedback += f" in {self.strategy.dtype}"
+        begins = f", after {self.begins} steps of 8 bits" if self.begins else ""
+        method = {"adam": "1-bit Adam, ", "lion": "Distributed Lion, "}.get(self.method, "")
+        text = f"{method}{label(self.codec)} by {self.exchange}{feedback}{begins}{', corrected' * self.corrected}"
+        rounds = "" if self.rounds is None else f", {self.rounds}"
+        return text.replace("torch.", "") + rounds + momentum
+
+    @property
+    def kind(self) -> str:
+        """The legend of a plot: what is exchanged."""
+        if self.plain:
+            return FLOAT32
+        if self.rounds is not None:
+            return "parameters, every few steps"
+        if self.method:
+            return "what the optimizer makes of gradients"
+        strategies: dict[type, str] = {Tracking: "gradients, Tracking", Momentum: "gradients, Momentum"}
+        return strategies.get(type(self.strategy), "gradients")
+
+    @property
+    def has_momentum(self) -> bool:
+        """True if the optimizer must have no momentum of its own."""
+        return self.strategy is not None and self.strategy.has_momentum
+
+    def clipped(self, clip: float, world: int) -> tuple[Feedback | None, float]:
+        """The strategy, and the largest norm of what is handed out, where that of a mean gradient is to be `clip`."""
+        if isinstance(self.strategy, Momentum):  # hands out what gradients add up to: clips before, as published
+            return replace(self.strategy, clip=clip * world**-0.5), math.inf
+        return self.strategy, clip
+
+
+SMOOTH = Tracking(MOMENTUM, clip=1.0)
+
+
+def _top(density: float) -> Codec:
+    return TopK(density=density, values=torch.int8)
+
+
+LEARNED = {
+    FLOAT32: LearningArm(),
+    "float32-b8": LearningArm(momentum=0.8),
+    "float32-b5": LearningArm(momentum=0.5),
+    "float32-late3": LearningArm(late=3),
+    "float32-late3-b5": LearningArm(late=3, momentum=0.5),
+    "tracking": LearningArm(strategy=SMOOTH),
+    "tracking-corrected": LearningArm(strategy=SMOOTH, corrected=True),
+    "tracking-ternary": LearningArm(Ternary(), "two_pass", SMOOTH),
+    "tracking-ternary-corrected": LearningArm(Ternary(), "two_pass", SMOOTH, corrected=True),
+    "tracking-onebit": LearningArm(OneBit(block=256), "two_pass", SMOOTH),
+    "tracking-topk8": LearningArm(_top(0.08), "split", SMOOTH),
+    "tracking-topk4": LearningArm(_top(0.04), "split", SMOOTH),
+    "tracking-topk2": LearningArm(_top(0.02), "split", SMOOTH),
+    "tracking-topk2-corrected": LearningArm(_top(0.02), "split", SMOOTH, corrected=True),
+    "tracking-topk1": LearningArm(_top(0.01), "split", SMOOTH),
+    "dgc-topk1": LearningArm(TopK(0.01), "gather", Momentum(MOMENTUM)),
+    "dgc-topk9": LearningArm(_top(0.09), "split", Momentum(MOMENTUM, masking=False), begins=75),
+    "dgc-topk01": LearningArm(TopK(0.001), "gather", Momentum(MOMENTUM)),
+    "onebit-adam": LearningArm(OneBit(), "two_pass", Residual(), method="adam"),
+    "topk4-adam": LearningArm(_top(0.04), "gather", Residual(), method="adam"),
+    "lion": LearningArm(Votes(), "two_pass", method="lion"),
+    "lion-mean": LearningArm(Votes(rule="mean"), "gather", method="lion"),
+    "terngrad": LearningArm(TernGrad(), "two_pass"),
+    "ternary": LearningArm(Ternary(), "two_pass", Residual()),
+    "onebit": LearningArm(OneBit(block=256), "two_pass", Residual()),
+    "onebit-bf16": LearningArm(OneBit(block=256), "two_pass", Residual(dtype=torch.bfloat16)),
+    "onebit-int8": LearningArm(OneBit(block=256), "two_pass", Residual(dtype=torch.int8)),
+    "onebit-outliers": LearningArm(Outliers(OneBit()), "gather", Residual()),
+    "ternary-outliers": LearningArm(Outliers(Ternary()), "gather", Residual()),
+    "topk7.5-split": LearningArm(_top(0.075), "split", Residual(), begins=75),
+    "topk9-split": LearningArm(_top(0.09), "split", Residual(), begins=75),
+    "topk4": LearningArm(_top(0.04), "gather", Residual(), begins=60),
+    "topk4-bf16": LearningArm(_top(0.04), "gather", Residual(dtype=torch.bfloat16), begins=60),
+    "topk4-int8": LearningArm(_top(0.04), "gather", Residual(dtype=torch.int8), begins=60),
+    "topk3": LearningArm(_top(0.03), "gather", Residual()),
+    "topk2": LearningArm(_top(0.02), "gather", Residual()),
+    "topk1": LearningArm(_top(0.01), "gather", Residual()),
+    "topk1-b5": LearningArm(_top(0.01), "gather", Residual(), momentum=0.5),
+    "powersgd4": LearningArm(PowerSGD(rank=4), "factors", Residual()),
+    "powersgd4-b5": LearningArm(PowerSGD(rank=4), "factors", Residual(), momentum=0.5),
+    "powersgd2": LearningArm(PowerSGD(rank=2), "factors", Residual()),
+    "powersgd1": LearningArm(PowerSGD(rank=1), "factors", Residual()),
+    "powersgd1-b5": LearningArm(PowerSGD(rank=1), "factors", Residual(), momentum=0.5),
+    "chunked18": LearningArm(ChunkedTopK(k=737, values=4), "two_pass", Residual()),
+    "chunked25": LearningArm(ChunkedTopK(k=1024, values=2), "two_pass", Residual()),
+    "chunked25-b8": LearningArm(ChunkedTopK(k=1024, values=2), "two_pass", Residual(), momentum=0.8),
+    "chunked25-b5": LearningArm(ChunkedTopK(k=1024, values=2), "two_pass", Residual(), momentum=0.5),
+    "chunked25-b3": LearningArm(ChunkedTopK(k=1024, values=2), "two_pass", Residual(), momentum=0.3),
+    "chunked25-late": LearningArm(ChunkedTopK(k=1024, values=2), "two_pass", Residual(), begins=300),
+    "chunked1.4-b5": LearningArm(ChunkedTopK(k=58), "gather", Residual(), momentum=0.5),
+    "wide1.5-b5": LearningArm(ChunkedTopK(k=1000, chunk=65536), "gather", Residual(), momentum=0.5),
+    "wide0.7-b5": LearningArm(ChunkedTopK(k=448, chunk=65536), "gather", Residual(), momentum=0.5),
+    "wide0.2-b5": LearningArm(ChunkedTopK(k=160, chunk=65536), "gather", Residual(), momentum=0.5),
+    "chunked3": LearningArm(ChunkedTopK(k=138, values=2), "two_pass", Residual()),
+    "local1-ternary": LearningArm(Ternary(), "two_pass", Residual(), rounds=RoundSchedule(1)),
+    "local2-ternary": LearningArm(Ternary(), "two_pass", Residual(), rounds=RoundSchedule(2)),
+    "local5-qsgd8": LearningArm(QSGD(bits=8), "two_pass", Residual(), rounds=RoundSchedule(5)),
+    "local3-wide0.7-b8": LearningArm(WIDE[3], "gather", Residual(), rounds=RoundSchedule(3), momentum=0.8),
+    "local4-wide1.2-b8": LearningArm(WIDE[4], "gather", Residual(), rounds=RoundSchedule(4), momentum=0.8),
+    "local5-wide1.5-b8": LearningArm(WIDE[5], "gather", Residual(), rounds=RoundSchedule(5), momentum=0.8),
+    "carried3-wide0.9-b8": LearningArm(
+        CARRIED, "gather", Residual(), rounds=RoundSchedule(3, delay=1, carry=True), momentum=0.8
+    ),
+    "local5-wide1.5": LearningArm(WIDE[5], "gather", Residual(), rounds=RoundSchedule(5)),
+    "local8-wide2.6-b8": LearningArm(
+        ChunkedTopK(k=430, chunk=16384), "gather", Residual(), rounds=RoundSchedule(8), momentum=0.8
+    ),
+    "local10-ternary": LearningArm(Ternary(), "two_pass", Residual(), rounds=RoundSchedule(10)),
+    "local30-ternary": LearningArm(Ternary(), "two_pass", Residual(), rounds=RoundSchedule(30)),
+}

@@ -1,0 +1,318 @@
+"""Train one small language model on two processes with every way of exchanging gradients, and compare them.
+
+    torchrun --standalone --nproc-per-node 2 -m gradwire.benchmarks.learning.demo --seeds 3
+
+Every arm starts from the same weights and sees the same batches under the same recipe (`language_model`). What comes
+out: a table, `demo.png` and `demo.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import itertools
+import os
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ... import Codec, TopK
+from ..common.arms import DEMONSTRATED as ARMS
+from ..common.arms import Arm
+from ..common.language_model import (
+    Corpus,
+    LanguageModel,
+    Recipe,
+    batches,
+    bits_per_byte,
+    standard_library,
+    total_loss,
+    train_step,
+    validation_starts,
+    windows,
+)
+from ..common.progress import Progress
+from ..common.report import Table, document, save, subplots, write_json
+from .tasks import require_equal_replicas
+
+#: Small, so that even this model has several buckets, as large ones do.
+BUCKET_MB = 1
+#: Validation windows, over all ranks, and how often they are read.
+VALIDATION_WINDOWS = 512
+EVALUATIONS = 10
+PHASES = ("encode", "exchange", "decode")
+
+
+def falling_density(step: int, steps: int) -> Codec:
+    """Top-k as Deep Gradient Compression begins it (Lin et al. 2018): the first half of the steps send more. A run of a
+    few hundred steps is short beside top-k's delay of about 1/density steps."""
+    ramp = (0.25, 0.0625, 0.015625)
+    stage = step * 2 * len(ramp) // steps
+    return TopK(ramp[stage] if stage < len(ramp) else 0.01)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One reading of the validation loss. `sent_bytes`: handed to the network by rank 0 since the start."""
+
+    step: int
+    bits_per_byte: float
+    sent_bytes: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """One arm trained with one seed. Times are rank 0's, in seconds; the phases' are sums over the run."""
+
+    arm: str
+    seed: int
+    elements_per_step: int
+    curve: tuple[Point, ...]
+    step_seconds: float
+    training_seconds: float
+    phase_seconds: dict[str, float]
+
+    @property
+    def steps(self) -> int:
+        return self.curve[-1].step
+
+    def bits_per_element(self, *, last: bool = False) -> float:
+        """Sent for each gradient element: over the run, or since the last but one reading."""
+        before = self.curve[-2] if last and len(self.curve) > 1 else Point(0, 0.0, 0)
+        sent, steps = self.curve[-1].sent_bytes - before.sent_bytes, self.steps - before.step
+        return sent * 8 / steps / self.elements_per_step
+
+
+def train(arm: Arm, recipe: Recipe, corpus: Corpus, seed: int, progress: Progress) -> Run:
+    """Train one arm. A collective; rank 0's figures are the ones to keep.
+
+    Raises:
+        RuntimeError: the ranks' models differ at the end.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(seed)
+    model = LanguageModel(context=recipe.context)
+    elements = sum(p.numel() for p in model.parameters())
+    schedule = partial(falling_density, steps=recipe.steps) if arm.name == "topk" else None
+    installed = arm.install(model, BUCKET_MB, seed, exchange="gather", schedule=schedule)
+    optimizer = recipe.optimizer(model)
+    data = batches(corpus.train, recipe.batch, recipe.context, seed, rank)
+    starts = validation_starts(corpus.validation, VALIDATION_WINDOWS, recipe.context)
+    inputs, targets = windows(corpus.validation, starts, recipe.context)
+    readings = {-(-recipe.steps * i // EVALUATIONS) for i in range(1, EVALUATIONS + 1)}
+
+    curve, times, note = [], [], ""
+    for step in range(recipe.steps):
+        batch = next(data)
+        start = time.perf_counter()
+        train_step(installed.model, optimizer, recipe, step, *batch)
+        times.append(time.perf_counter() - start)
+        if step + 1 in readings:
+            loss = torch.tensor(total_loss(model, inputs[rank::world_size], targets[rank::world_size]))
+            dist.all_reduce(loss)
+            done = installed.statistics()
+            sent = done.payload_bytes if done else round(arm.bits / 8) * elements * (step + 1)
+            curve.append(Point(step + 1, bits_per_byte(loss.item(), targets.numel()), sent))
+            note = f"{curve[-1].bits_per_byte:.3f} bits per byte"
+        progress.advance(1, f"{arm.title}, seed {seed}, step {step + 1}: {note}")
+    done = installed.statistics()
+    installed.close()
+    require_equal_replicas(model)
+    if rank == 0:
+        print(f"{arm.title}, seed {seed}: {note} after {recipe.steps} steps, {sum(times):.0f} s", flush=True)
+    phases = dict(done.seconds) if done else {}
+    return Run(arm.name, seed, elements, tuple(curve), statistics.median(times), sum(times), phases)
+
+
+def summarize(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """One summary for each arm, in the order in which they ran; relative figures are None without an fp32 arm.
+
+    `spread` is the standard deviation over seeds, None for one seed; `change` compares equal seeds.
+    """
+    by_arm: dict[str, list[Run]] = {}
+    for run in runs:
+        by_arm.setdefault(run.arm, []).append(run)
+    dense = {run.seed: run for run in by_arm.get("fp32", [])}
+    summaries = []
+    for name, group in by_arm.items():
+        finals = [run.curve[-1].bits_per_byte for run in group]
+        changes = [
+            run.curve[-1].bits_per_byte / dense[run.seed].curve[-1].bits_per_byte - 1
+            for run in group
+            if run.seed in dense
+        ]
+        bits = statistics.mean(run.bits_per_element() for run in group)
+        step = statistics.median(run.step_seconds for run in group)
+        summaries.append(
+            {
+                "arm": name,
+                "bits_per_byte": statistics.mean(finals),
+                "spread": statistics.stdev(finals) if len(finals) > 1 else None,
+                "change": statistics.mean(changes) if changes else None,
+                "change_spread": statistics.stdev(changes) if len(changes) > 1 else None,
+                "sent_bytes_per_step": statistics.mean(run.curve[-1].sent_bytes / run.steps for run in group),
+                "bits_per_element": bits,
+                "bits_per_element_at_the_end": statistics.mean(run.bits_per_element(last=True) for run in group),
+                "times_fewer_than_fp32": 32 / bits,
+                "step_seconds": step,
+                "share_of_step": {
+                    phase: statistics.mean(run.phase_seconds[phase] / run.training_seconds for run in group)
+                    for phase in PHASES
+                    if all(phase in run.phase_seconds for run in group)
+                },
+            }
+        )
+    return summaries
+
+
+def table(summaries: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows for people."""
+    columns = ["arm", "validation,\nbits per byte", "against\nfp32", "KB sent a step\nand rank"]
+    columns += ["bits per element,\nrun (end)", "times fewer\nbytes", "step,\nms"]
+    columns += ["encode, exchange,\ndecode: % of step"]
+    rows = []
+    for s in summaries:
+        bits, end = s["bits_per_element"], s["bits_per_element_at_the_end"]
+        rows.append(
+            [
+                ARMS[s["arm"]].title,
+                f"{s['bits_per_byte']:.3f}" + (f" ± {s['spread']:.3f}" if s["spread"] is not None else ""),
+                "" if s["change"] is None else f"{s['change']:+.1%}",
+                f"{s['sent_bytes_per_step'] / 1e3:,.0f}" + "*" * (not s["share_of_step"]),
+                f"{bits:.2f}" + (f" ({end:.2f})" if f"{bits:.2f}" != f"{end:.2f}" else ""),
+                f"{s['times_fewer_than_fp32']:.1f}",
+                f"{s['step_seconds'] * 1e3:.0f}",
+                ", ".join(f"{s['share_of_step'][phase]:.0%}" for phase in PHASES if s["share_of_step"]),
+            ]
+        )
+    return columns, rows
+
+
+def limits(seeds: int, ranks: int, cores: int | None) -> list[str]:
+    """The limits of what this machine shows, one sentence a line."""
+    learning = "one seed: differences of a few per cent are chance; --seeds 3 shows how large chance is"
+    if seeds > 1:
+        learning = f"mean ± standard deviation over {seeds} seeds"
+    return [
+        f"Learning is what this demo shows: same weights, batches and recipe in every arm; {learning}.",
+        "Bytes are counted where a rank hands them to the network, all but a few bytes of bookkeeping; "
+        "* by formula, 4 or 2 bytes an element.",
+        f"Step times show what compression costs, not what it gains: {ranks} ranks share {cores} cores and talk over "
+        "loopback, which is no slow network. For gains: gradwire-bench step, on links of a set speed.",
+        "Encode, exchange and decode run beside the backward pass, so their shares are not added time; "
+        "exchange includes waiting for the slower rank.",
+    ]
+
+
+def plot(runs: Sequence[Run], path: Path, caption: str) -> None:
+    """Two panels: validation loss against steps, and against bytes sent. With several seeds, mean and range."""
+    figure, (by_step, by_bytes) = subplots(1, 2, figsize=(12, 5), sharey=True)
+    for arm in ARMS.values():
+        curves = [run.curve for run in runs if run.arm == arm.name]
+        if not curves:
+            continue
+        readings = list(zip(*curves, strict=True))
+        losses = [[point.bits_per_byte for point in reading] for reading in readings]
+        mean = [statistics.mean(loss) for loss in losses]
+        steps = [reading[0].step for reading in readings]
+        megabytes = [statistics.mean(point.sent_bytes for point in reading) / 1e6 for reading in readings]
+        for axes, x in ((by_step, steps), (by_bytes, megabytes)):
+            axes.plot(x, mean, color=arm.colour, marker="o", markersize=3, linewidth=1.8, label=arm.title)
+            axes.fill_between(x, [min(v) for v in losses], [max(v) for v in losses], color=arm.colour, alpha=0.15, lw=0)
+    by_step.set(xlabel="steps", ylabel="validation loss, bits per byte", title="Learning: the same steps")
+    by_bytes.set(xlabel="megabytes sent per rank", xscale="log", title="Price: the bytes it took")
+    by_step.set_xlim(left=0)
+    by_step.legend(frameon=False)
+    for axes in (by_step, by_bytes):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.supxlabel(caption, fontsize=8, color="#555555")
+    save(figure, path, dpi=150)
+
+
+def report(runs: Sequence[Run], content: dict[str, Any], output: str, recipe: Recipe) -> None:
+    """Print the table and what it means; write `output`.png and `output`.json."""
+    summaries = summarize(runs)
+    seeds, ranks = len({run.seed for run in runs}), content["ranks"]
+    model = f"{content['parameters'] / 1e6:.2f} M parameters, {recipe.steps} steps, {ranks} ranks"
+    Table(f"A byte-level language model, {model}", *table(summaries)).print()
+    notes = limits(seeds, ranks, os.cpu_count())
+    print("\n".join(f"- {note}" for note in notes))
+    plot(runs, Path(f"{output}.png"), f"{model}, {seeds} seed{'s' * (seeds > 1)} (band: range over seeds)")
+    content |= {"summaries": summaries, "runs": [dataclasses.asdict(run) for run in runs], "limits": notes}
+    write_json(f"{output}.json", content)
+    print(f"Wrote {output}.png and {output}.json.", flush=True)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="gradwire.benchmarks.learning.demo", description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=positive, default=1, help="train every arm with seeds 0 to N-1 (1)")
+    parser.add_argument("--steps", type=positive, default=Recipe.steps, help=f"optimizer steps ({Recipe.steps})")
+    parser.add_argument("--learning-rate", type=float, default=Recipe.learning_rate, help="after the warm-up")
+    parser.add_argument("--arms", type=arms, default=tuple(ARMS.values()), help=f"of {','.join(ARMS)}; all by default")
+    parser.add_argument("--output", default="demo", help="write OUTPUT.png and OUTPUT.json (demo)")
+    return parser.parse_args(arguments)
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, 1 or more")
+    return int(text)
+
+
+def arms(text: str) -> tuple[Arm, ...]:
+    unknown = [name for name in text.split(",") if name not in ARMS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r}: expected some of {','.join(ARMS)}")
+    return tuple(ARMS[name] for name in text.split(","))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    if "RANK" not in os.environ:
+        print(f"The demo needs several processes: {__doc__.split(chr(10))[2].strip()}", file=sys.stderr)
+        return 2
+    dist.init_process_group("gloo")
+    rank, start = dist.get_rank(), time.monotonic()
+    # What a residual keeps back arrives late, and goes with less momentum than usual; float32 ends lower with it too.
+    recipe = Recipe(steps=options.steps, learning_rate=options.learning_rate, betas=(0.5, 0.99))
+    corpus = standard_library()
+    names = [arm.name for arm in options.arms]
+    asked = {"seeds": options.seeds, "steps": options.steps, "learning_rate": options.learning_rate, "arms": names}
+    content = document("demo", asked) | {
+        "ranks": dist.get_world_size(),
+        "recipe": dataclasses.asdict(recipe),
+        "bucket_mb": BUCKET_MB,
+        "corpus": {"train_bytes": len(corpus.train), "validation_bytes": len(corpus.validation)}
+        | {"train_files": len(corpus.train_files), "validation_files": corpus.validation_files}
+        | {"digest": corpus.digest},
+    }
+    runs: list[Run] = []
+    try:
+        total = len(names) * options.seeds * recipe.steps
+        with Progress("demo", total, silent=rank != 0) as progress:
+            for seed, arm in itertools.product(range(options.seeds), options.arms):
+                runs.append(train(arm, recipe, corpus, seed, progress))
+        if rank == 0:
+            content["seconds"] = time.monotonic() - start
+            content["parameters"] = runs[0].elements_per_step
+            report(runs, content, options.output, recipe)
+    finally:
+        # Models in reference cycles keep the group, and with it Gloo's threads: one that lets go of its last tensor
+        # while the interpreter ends aborts the process.
+        gc.collect()
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
