@@ -1,5 +1,5 @@
 // What `split` does with entries where no host may read: it deals them to the owners of elements, who sum them, and
-// takes the owners' largest sums. compress/backends/dealing.py has the same in torch, which every byte equals.
+// takes the owners' largest sums. compress/backends/partition.py has the same in torch, which every byte equals.
 //
 //   rows      this rank's entries, in rows to their owners, packed; a block for each row, which reads all k indices
 //   mean      what came from all ranks, in their order, over an owner's elements; besides, zeros where the means will be

@@ -1,6 +1,6 @@
 // PowerSGD's passes over matrices: M·S, orthonormal columns, Mᵀ·P, and P·Qᵀ in and out of a gradient.
 //
-// `table` says where each piece of a gradient lies (compress/backends/low_rank.py): matrices, row by row, and elements
+// `table` says where each piece of a gradient lies (compress/backends/power_sgd.py): matrices, row by row, and elements
 // that are in none. A *line* is a row of a matrix, or 256 of those elements; a *strip* 256 columns; a *tile* 64 rows of a
 // strip. A warp takes one at a time. Where the columns of a factor have to be known as a whole, a block of threads takes
 // a matrix, in float64.

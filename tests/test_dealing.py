@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gradwire.compress.backends.dealing import Dealing
+from gradwire.compress.backends.partition import Dealing
 from gradwire.hooks.exchanges.partition import row_capacity
 
 CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ import torch
 from gradwire import ChunkedTopK, Codec, Momentum, OneBit, Outliers, TopK, Tracking
 from gradwire.compress import new_draw
 from gradwire.compress.backends import backend_for
-from gradwire.compress.backends.base import Kernels
 from gradwire.compress.backends.cpu import kernels as cpu
+from gradwire.compress.backends.kernels import Kernels
 from gradwire.compress.feedback.base import Feedback, Kept
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from gradwire import CompressState, Residual
 from gradwire.compress import QSGD, Codec, OneBit, Ternary, TopK, new_draw
 from gradwire.compress.backends import Kernels, Narrow, _backend, backend_kernels
-from gradwire.compress.backends.narrow import BLOCK, LEAST_STEP, MOST, Rooms
+from gradwire.compress.backends.low_precision import BLOCK, LEAST_STEP, MOST, Rooms
 from gradwire.compress.feedback.base import RESIDUAL, Feedback
 from gradwire.compress.feedback.store import Memory
 from gradwire.compress.formats.layout import Slot

@@ -14,7 +14,7 @@ from gradwire import Codec, Identity, PowerSGD, Residual, TopK, Tracking
 from gradwire.benchmarks.common.virtual import VirtualRanks
 from gradwire.compress import Feedback, new_draw
 from gradwire.compress.backends import backend_kernels
-from gradwire.compress.backends.low_rank import LowRankKernels, Matrices
+from gradwire.compress.backends.power_sgd import LowRankKernels, Matrices
 from gradwire.compress.codecs.power_sgd import Piece
 from gradwire.compress.feedback.base import RESIDUAL
 from gradwire.compress.formats.layout import Layout, Slot, layout_numel

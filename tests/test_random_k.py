@@ -10,7 +10,7 @@ import torch
 from gradwire.compress import Codec, RandomK, Threshold, TopK, new_draw
 from gradwire.compress.backends import reference, use_backend
 from gradwire.compress.backends.cpu import drawn as cpu_drawn
-from gradwire.compress.backends.drawn import philox, pick, words_of
+from gradwire.compress.backends.random_k import philox, pick, words_of
 from gradwire.compress.codec import DTYPES
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -26,8 +26,8 @@ from ...compress import (
     new_draw,
 )
 from ...compress.backends import backend_for, entries_for, narrow_vector, use_backend
-from ...compress.backends.dealing import Dealing
-from ...compress.backends.narrow import DTYPES as NARROW_DTYPES
+from ...compress.backends.low_precision import DTYPES as NARROW_DTYPES
+from ...compress.backends.partition import Dealing
 from ...compress.backends.union import Listed
 from ...compress.codec import DTYPES
 from ...compress.codecs.topk import Largest

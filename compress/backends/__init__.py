@@ -15,8 +15,8 @@ from functools import cache, partial
 
 import torch
 
-from .base import Entering, Kernels, MomentumKernels, TrackingKernels, VectorKernels, Workspace
-from .narrow import Narrow, NarrowKernels, Rooms
+from .kernels import Entering, Kernels, MomentumKernels, TrackingKernels, VectorKernels, Workspace
+from .low_precision import Narrow, NarrowKernels, Rooms
 from .sparse import EntryKernels, Selecting, SparseKernels
 
 __all__ = [

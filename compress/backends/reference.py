@@ -16,10 +16,10 @@ from torch import Tensor
 from ..formats.entries import LARGEST_UNIT, VALUE_BLOCK, index_layout
 from ..formats.wire import Part
 from . import Backend, Kernels, Selecting, Workspace
-from .drawn import DRAWN
-from .low_rank import LEAST, ROWS, LowRankKernels, Matrices
-from .narrow import BLOCK, LEAST_STEP, MOST_BITS, SHARE, STEP_BITS, NarrowKernels
+from .low_precision import BLOCK, LEAST_STEP, MOST_BITS, SHARE, STEP_BITS, NarrowKernels
 from .outliers import inner_kernels
+from .power_sgd import LEAST, ROWS, LowRankKernels, Matrices
+from .random_k import DRAWN
 from .sparse import EntryKernels, SparseKernels
 
 F32 = np.float32

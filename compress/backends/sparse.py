@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ..formats.entries import index_bytes, value_bytes
-from .base import Kernels, Workspace, divide, parts_of
-from .dealing import Dealer, Dealing
+from .kernels import Kernels, Workspace, divide, parts_of
+from .partition import Dealer, Dealing
 from .union import Union
 
 

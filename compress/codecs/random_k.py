@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..backends import Kernels, backend_for
-from ..backends.drawn import DRAWN, pick, words_of
+from ..backends.random_k import DRAWN, pick, words_of
 from ..codec import SparseCodec, check_number
 from ..formats.entries import value_fields
 from ..formats.wire import Field, Part

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..backends import Narrow, Workspace, entries_for, narrow_vector
-from ..backends.narrow import DTYPES as NARROW_DTYPES
+from ..backends.low_precision import DTYPES as NARROW_DTYPES
 from ..backends.places import add_at, is_among, used_places
 from ..backends.sparse import EntryKernels
 from ..codec import Codec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...compress.backends.dealing import Dealing
+from ...compress.backends.partition import Dealing
 from ...compress.backends.places import used_places
 from ...compress.codec import Codec
 from ...compress.codecs.topk import Largest

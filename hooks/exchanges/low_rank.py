@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...compress.backends.low_rank import LowRankKernels
+from ...compress.backends.power_sgd import LowRankKernels
 from ...compress.codec import Codec
 from ...compress.codecs.power_sgd import PowerSGD
 from ...compress.feedback.base import NOTHING

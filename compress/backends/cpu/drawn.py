@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .. import Workspace
 from ..addresses import address, rows_at
-from ..base import divide
-from ..drawn import DrawnKernels, words_of
+from ..kernels import divide
+from ..random_k import DrawnKernels, words_of
 from .blocks import all_finite, copy, largest_bits, random_bits, read_block, scratch_bytes
 from .formats import INF_BITS, LOW, TILE, ZERO, int_at, width
 from .kernels import KINDS, CpuKernels, inverse, pieces_of, reserved, run, whole_lines

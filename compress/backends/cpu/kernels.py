@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...formats.entries import index_layout
-from .. import Entering, Kernels, Narrow, Workspace, kept
+from .. import Entering, Kernels, Narrow, Workspace, kernel_cache
 from ..addresses import address, rows_at
 from . import chunked, dense, narrow, ternary
 from .blocks import scratch_bytes
@@ -90,7 +90,7 @@ class CpuKernels(Kernels):
 
     def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
         """Compile, or load from the cache, everything that this codec runs."""
-        with kept.task(type(codec).__name__):
+        with kernel_cache.task(type(codec).__name__):
             super().prepare(codec, dtype, device)
 
 

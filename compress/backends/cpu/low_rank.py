@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor, float32, int64
 
 from ..addresses import address
-from ..low_rank import LEAST, ROWS, RUN, LowRankKernels, Matrices
+from ..power_sgd import LEAST, ROWS, RUN, LowRankKernels, Matrices
 from .blocks import all_finite, clear, fold_lanes
 from .formats import F32, NAN, ZERO, finite
 from .kernels import CpuKernels, pieces_of, reserved, run

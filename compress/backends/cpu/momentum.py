@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, float32, int32
 
 from ..addresses import address
-from ..base import Entering, MomentumKernels
+from ..kernels import Entering, MomentumKernels
 from .formats import F32
 from .simd import compiled, get_f32, get_i32, store
 from .sources import HEAVY_BALL, NESTEROV

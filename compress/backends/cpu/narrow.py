@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import narrow
+from .. import low_precision
 from ..addresses import address
 from .blocks import clear, copy, widen
 from .formats import BFLOAT16, F32, INF_BITS, MAGNITUDE, ZERO, to_bfloat
@@ -32,8 +32,8 @@ from .simd import (
     word_of,
 )
 
-BLOCK, MOST_BITS, STEP_BITS = narrow.BLOCK, narrow.MOST_BITS, narrow.STEP_BITS
-SHARE, LEAST = F32(narrow.SHARE), F32(narrow.LEAST_STEP)
+BLOCK, MOST_BITS, STEP_BITS = low_precision.BLOCK, low_precision.MOST_BITS, low_precision.STEP_BITS
+SHARE, LEAST = F32(low_precision.SHARE), F32(low_precision.LEAST_STEP)
 #: Added to a number, it leaves the nearest whole one in the lowest bits.
 WHOLE = F32(1.5 * 2.0**23)
 #: Bytes of a block as float32, and of its codes.

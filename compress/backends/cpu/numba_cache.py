@@ -1,4 +1,4 @@
-"""Machine code that numba made, kept in gradwire's own folder instead of numba's: see `kept`.
+"""Machine code that numba made, kept in gradwire's own folder instead of numba's: see `kernel_cache`.
 
 numba keeps an index for each function, which processes without a common lock overwrite, and which counts a function as
 changed when its own file is. Here a function with the types of its arguments is a file, named by its content's digest,
@@ -28,7 +28,7 @@ from numba.core.caching import _Cache
 from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 
-from .. import kept
+from .. import kernel_cache
 
 HERE = Path(__file__).resolve().parent
 #: What kernels are made of. What numba cannot see from one function: another file, or a constant of another module.
@@ -102,16 +102,16 @@ class Cache(_Cache):
         content = dumps(data._reduce())
         try:
             for path in self._paths(sig, data.target_context)[-1:]:
-                kept.write(path, hashlib.sha256(content).digest() + content)
+                kernel_cache.write(path, hashlib.sha256(content).digest() + content)
         except OSError:  # a full disk
-            kept.nothing_kept()
+            kernel_cache.nothing_kept()
 
     def _paths(self, signature: Any, context: Any) -> list[Path]:
         """Where it may be, and last where it belongs."""
         # numba's names of the target and its options: the environment may ask it for another processor.
         key = hashlib.sha256(repr((self._function, signature, context.codegen().magic_tuple())).encode()).hexdigest()
         name = f"{self._function[1].replace('<locals>', '')}-{key[:16]}.bin"
-        return [folder / folder_name() / name for folder in kept.folders()]
+        return [folder / folder_name() / name for folder in kernel_cache.folders()]
 
 
 def use(dispatcher: Any) -> None:
@@ -126,7 +126,7 @@ def use(dispatcher: Any) -> None:
             return alone(signature)
         folder = _folder()
         # Loading takes its turn as well: with numba's lock held, no thread may come to wait for ours.
-        with kept.turn(folder, lambda: cache.has(signature, dispatcher.targetctx)):
+        with kernel_cache.compile_lock(folder, lambda: cache.has(signature, dispatcher.targetctx)):
             return alone(signature)
 
     dispatcher.compile = compile
@@ -134,7 +134,7 @@ def use(dispatcher: Any) -> None:
 
 def _folder() -> Path | None:
     """Where new code goes."""
-    folders = kept.folders()
+    folders = kernel_cache.folders()
     if not folders:
         return None
     _opened(folders[-1] / folder_name())

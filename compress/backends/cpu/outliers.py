@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import Entering, Kernels, Workspace, kept
+from .. import Entering, Kernels, Workspace, kernel_cache
 from ..addresses import address
-from ..base import parts_of
+from ..kernels import parts_of
 from ..outliers import OutlierKernels, Room, inner_kernels
 from . import patching
 from .blocks import scratch_bytes
@@ -39,7 +39,7 @@ class Outliers(OutlierKernels, CpuKernels):
     sum once, if the kernel of the inner code takes what is selected too, else three times for each rank."""
 
     def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
-        with kept.task(type(codec).__name__):
+        with kernel_cache.task(type(codec).__name__):
             super().prepare(codec, dtype, device)
             Kernels.prepare(self, codec, dtype, device)
 

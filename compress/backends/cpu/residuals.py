@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..addresses import address
-from ..narrow import NarrowKernels
+from ..low_precision import NarrowKernels
 from .formats import TILE
 from .kernels import pieces_of, run
 from .narrow import PASSES, SPARE, places

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...formats.entries import index_layout
-from .. import Entering, Workspace, kept
+from .. import Entering, Workspace, kernel_cache
 from ..addresses import address, rows_at
 from ..sparse import EntryKernels, Pieces, SparseKernels, typed_rows
 from . import packing, sparse
@@ -196,7 +196,7 @@ class TopK(SparseKernels, CpuKernels):
     entries = Entries()
 
     def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
-        with kept.task(type(codec).__name__):
+        with kernel_cache.task(type(codec).__name__):
             super().prepare(codec, dtype, device)
             self.entries.prepare(device)  # exchanges pack and merge entries even where the codec does not
             # A second pass is rare.

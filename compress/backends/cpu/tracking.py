@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor, float32
 
 from ..addresses import address
-from ..base import Entering, TrackingKernels
+from ..kernels import Entering, TrackingKernels
 from .formats import INF_BITS, MAGNITUDE, NAN, TILE
 from .kernels import KINDS, pieces_of, run
 from .simd import as_i32, bits_of, compiled, get_f32, load_f32, select, store

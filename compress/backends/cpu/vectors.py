@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, float32
 
 from ..addresses import address
-from ..base import VectorKernels
+from ..kernels import VectorKernels
 from .blocks import all_finite
 from .simd import compiled, get_f32, load_f32, store
 from .tracking import over_tiles

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ...formats.entries import index_layout
-from .. import Backend, Kernels, Workspace, kept
-from ..drawn import DRAWN
+from .. import Backend, Kernels, Workspace, kernel_cache
+from ..random_k import DRAWN
 from ..sparse import whole_rows
 from .device import ROW, STORED, SUFFIXES, THREADS, Function, device_for
 from .entries import Entries
@@ -59,7 +59,7 @@ class _Blocks(Kernels):
         raise NotImplementedError
 
     def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
-        with kept.task(type(codec).__name__):
+        with kernel_cache.task(type(codec).__name__):
             encoding, decoding = f"{self.encoder}_encode", f"{self.decoder}_decode"
             for kernel, kind in ((encoding, dtype), (decoding, dtype), (decoding, torch.float32)):
                 device_for(device).function(self.file, f"{kernel}_{SUFFIXES[kind]}")

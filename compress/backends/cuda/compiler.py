@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .. import kept
+from .. import kernel_cache
 
 CSRC = Path(__file__).resolve().parents[3] / "csrc"
 #: Canonical bytes: no multiply-add in one rounding, subnormals kept, division and square root rounded as IEEE says.
@@ -150,24 +150,26 @@ def cached_cubin(file: str, architecture: int) -> Path:
     parts += [header.read_text("utf-8") for header in sorted(CSRC.glob("*.cuh"))]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
     name = f"{Path(file).stem}-sm_{architecture}-{digest}.cubin"
-    places = [folder / name for folder in kept.folders()]
+    places = [folder / name for folder in kernel_cache.folders()]
     for path in (*places, _elsewhere.get(name)):
         if path is not None and os.path.exists(path):
             return path
     target = places[-1] if places else None
     lock = f"{Path(file).stem}-sm_{architecture}.lock"
-    with kept.turn(target and target.parent, lambda: target is not None and os.path.exists(target), lock):
+    with kernel_cache.compile_lock(
+        target and target.parent, lambda: target is not None and os.path.exists(target), lock
+    ):
         if target is not None and os.path.exists(target):
             return target
         cubin = compile_file(file, architecture).cubin
         if target is not None:
             try:
-                kept.write(target, cubin)
+                kernel_cache.write(target, cubin)
                 return target
             except OSError:  # a full disk
-                kept.nothing_kept()
+                kernel_cache.nothing_kept()
         path = _elsewhere[name] = _own_folder() / name
-        kept.write(path, cubin)
+        kernel_cache.write(path, cubin)
         return path
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from ...formats.entries import index_layout
-from .. import dealing
-from ..base import Workspace
-from ..dealing import Packed
+from .. import partition
+from ..kernels import Workspace
+from ..partition import Packed
 from ..sparse import whole_rows
 from ..union import Listed
 from .device import STORED, THREADS, Device, device_for, grid_for
@@ -23,7 +23,7 @@ DEALING = 512
 TILE = 2048
 
 
-class Dealer(dealing.Dealer):
+class Dealer(partition.Dealer):
     def _workspace(self) -> Workspace:
         return Workspace.on(self.dealing.device)
 

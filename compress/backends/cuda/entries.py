@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...formats.entries import VALUE_BLOCK, index_layout
-from ..dealing import Dealing
+from ..partition import Dealing
 from ..sparse import EntryKernels, typed_rows, whole_rows
 from .dealing import Dealer
 from .device import SHARES, THREADS, device_for, grid_for

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import kept
-from ..low_rank import RUN, LowRankKernels, Matrices
+from .. import kernel_cache
+from ..power_sgd import RUN, LowRankKernels, Matrices
 from .device import THREADS, Argument, device_for, launch_rows
 
 FILE = "low_rank.cu"
@@ -20,7 +20,7 @@ class PowerSGD(LowRankKernels):
     """A warp takes a line or a tile; a block of threads takes a matrix, where its columns count as a whole."""
 
     def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
-        with kept.task(type(codec).__name__):
+        with kernel_cache.task(type(codec).__name__):
             super().prepare(codec, dtype, device)
 
     def draw(self, matrices: Matrices, draw: Tensor, start: Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from ..base import MomentumKernels, TrackingKernels
+from ..kernels import MomentumKernels, TrackingKernels
 from .device import SUFFIXES, launch_rows
 
 FILE = "momentum.cu"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..narrow import NarrowKernels
+from ..low_precision import NarrowKernels
 from .device import launch_rows
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import Workspace, kept
+from .. import Workspace, kernel_cache
 from ..outliers import OutlierKernels, Room, inner_kernels
 from ..sparse import whole_rows
 from .device import SUFFIXES, THREADS, device_for, grid_for
@@ -21,7 +21,7 @@ class Outliers(OutlierKernels):
     """Two passes over the gradient encode it. Decoding passes over the sum once for each rank."""
 
     def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
-        with kept.task(type(codec).__name__):
+        with kernel_cache.task(type(codec).__name__):
             super().prepare(codec, dtype, device)
             device_for(device).function(FILE, "outliers_put")
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import Workspace, kept
+from .. import Workspace, kernel_cache
 from ..sparse import SparseKernels, whole_rows
 from .device import SUFFIXES, THREADS, Device, device_for, grid_for
 from .entries import Entries
@@ -50,7 +50,7 @@ class TopK(SparseKernels):
         return workspace
 
     def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
-        with kept.task(type(codec).__name__):
+        with kernel_cache.task(type(codec).__name__):
             device_for(device).function(SELECTING, f"topk_collect_{SUFFIXES[dtype]}")
             device_for(device).function(FILE, "topk_check")
             self.entries.prepare(device)  # exchanges pack entries even where the codec does not

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import Kernels, Workspace
+from .kernels import Kernels, Workspace
 
 LOW = 0xFFFFFFFF
 

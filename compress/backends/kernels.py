@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .narrow import Narrow
+from .low_precision import Narrow
 
 
 @dataclass

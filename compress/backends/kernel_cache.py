@@ -21,11 +21,11 @@ except ImportError:  # not on this system: every process compiles for itself
     fcntl = None  # type: ignore[assignment]
 
 #: Seconds of compiling, or of waiting for it, in silence.
-SILENCE = 2.0
+REPORT_AFTER = 2.0
 #: Seconds that one kernel may take another process. A stopped one is not waited for any longer.
 PATIENCE = 30.0
 #: Seconds between two looks at what another process does.
-GLANCE = 0.02
+POLL_SECONDS = 0.02
 
 
 # ---- the folder
@@ -92,16 +92,16 @@ def write(path: Path, content: bytes) -> None:
 
 
 class _Task:
-    """What is compiled, how long it has taken, and whether the user has been told."""
+    """What is compiled, how long it has taken, and whether the user has been reported."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.seconds, self.told = name, 0.0, False
+        self.name, self.seconds, self.reported = name, 0.0, False
 
     def tell(self, began: float, more: str, what: str = "compiling") -> None:
         """Say what is done for this task, unless that has been said or began only just now."""
-        if self.told or self.seconds + time.monotonic() - began < SILENCE:
+        if self.reported or self.seconds + time.monotonic() - began < REPORT_AFTER:
             return
-        self.told = True
+        self.reported = True
         if sys.stderr is not None:
             with suppress(OSError, ValueError):  # closed
                 print(f"gradwire: {what} kernels for {self.name}, {more}", file=sys.stderr, flush=True)
@@ -128,7 +128,7 @@ def task(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def turn(folder: Path | None, ready: Callable[[], bool], lock_name: str = "lock") -> Iterator[None]:
+def compile_lock(folder: Path | None, ready: Callable[[], bool], lock_name: str = "lock") -> Iterator[None]:
     """Compile within the block, and keep the result in `folder`, if there is one, while no other process has the lock
     of this name; or load it if, after the wait, it is `ready`.
 
@@ -199,7 +199,7 @@ def _locked(path: Path, ready: Callable[[], bool], began: float) -> int | None:
             break
         if ready():
             break
-        time.sleep(GLANCE)
+        time.sleep(POLL_SECONDS)
     os.close(descriptor)
     return None
 

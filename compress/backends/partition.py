@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import Workspace
+from .kernels import Workspace
 from .places import add_at, is_among, write_at
 from .union import Listed
 

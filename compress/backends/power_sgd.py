@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import Kernels, Workspace, divide
-from .drawn import philox, words_of
+from .kernels import Kernels, Workspace, divide
+from .random_k import philox, words_of
 
 #: Elements that travel as they are, of which a kernel takes so many at a time; and columns.
 RUN = 256
