@@ -1,5 +1,5 @@
 // The entries of sparse gradients, packed and unpacked: compress/formats/entries.py has the format, and the class Entries of
-// compress/backends/reference.py is what every byte equals.
+// compress/backends/reference/entries.py is what every byte equals.
 //
 //   indices   at = index - base, split into its l lowest bits and the rest. Bit (at >> l) + i of `upper` is set for
 //             entry i, and `low` holds the low bits of one entry after the other. About k·(l + 2.5) / 8 bytes.

@@ -3,7 +3,7 @@
 //     s = max(largest · (1/127) rounded up to 16 significant bits, 2^-126)     code = x · (1/s) to nearest     x' = code · s
 //
 // Reads 4 and writes 2, or 1 + 4/256, bytes an element, and the other way round. Reference: `Narrow` in
-// compress/backends/reference.py; compress/backends/low_precision.py says why.
+// compress/backends/reference/low_precision.py; compress/backends/low_precision.py says why.
 #include "common.cuh"
 
 constexpr int MOST = 0x7F7F0000, STEP_BITS = 0xFF;

@@ -25,7 +25,7 @@ def pick(words: Tensor, numel: int, k: int) -> Tensor:
 
 
 def philox(words: Tensor, groups: int) -> Tensor:
-    """Philox4x32-10 for positions 0 … groups - 1, int64 [groups, 4] of 32 bits each: `reference.philox`, in torch."""
+    """Philox4x32-10 for positions 0 … groups - 1, int64 [groups, 4] of 32 bits each, in torch."""
     seed, seed_high, step, stream = (words.long() & LOW).unbind()
     zero = torch.zeros(groups, dtype=torch.int64, device=words.device)
     a, b, c, d = torch.arange(groups, device=words.device), zero + stream, zero + step, zero
