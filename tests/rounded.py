@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 from gradwire.compress.backends import Narrow
-from gradwire.compress.backends.cpu.kernels import Blocks
+from gradwire.compress.backends.cpu.block_codec import Blocks
 from torch import Tensor
 
 _write, _encode = Narrow.write, Blocks.encode_narrow

@@ -9,7 +9,7 @@ import torch
 from gradwire import ChunkedTopK, Codec, Momentum, OneBit, Outliers, TopK, Tracking
 from gradwire.compress import new_draw
 from gradwire.compress.backends import backend_for
-from gradwire.compress.backends.cpu import kernels as cpu
+from gradwire.compress.backends.cpu.runtime import threads as cpu_threads
 from gradwire.compress.backends.kernels import Kernels
 from gradwire.compress.feedback.base import Feedback, Kept
 from hypothesis import given, settings
@@ -51,7 +51,7 @@ def test_fused_is_composed(
     found = []
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cpu, "ELEMENTS_PER_THREAD", 1000)
+            patch.setattr(cpu_threads, "ELEMENTS_PER_THREAD", 1000)
             for fused in (True, False):
                 torch.set_num_threads(threads if fused else 1)
                 vectors = {name: torch.zeros(numel + shift)[shift:] for name in strategy.vectors}

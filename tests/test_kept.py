@@ -20,8 +20,8 @@ import torch
 from gradwire.benchmarks import cli
 from gradwire.compress import CODECS
 from gradwire.compress.backends import backend_kernels, kernel_cache
-from gradwire.compress.backends.cpu import numba_cache
-from gradwire.compress.backends.cpu.simd import compiled
+from gradwire.compress.backends.cpu.runtime import numba_cache
+from gradwire.compress.backends.cpu.runtime.simd import compiled
 from gradwire.compress.codec import DTYPES
 
 #: A process that knows nothing but `kernel_cache`: it says so, and waits, when it is its turn.
@@ -39,12 +39,12 @@ KERNELS = """
 import sys, time, types
 # The packages without what they import: torch takes seconds.
 name = ""
-for part, folder in zip(("gradwire", ".compress", ".backends", ".cpu"), sys.argv[1:]):
+for part, folder in zip(("gradwire", ".compress", ".backends", ".cpu", ".runtime"), sys.argv[1:]):
     name += part
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [folder]
-from gradwire.compress.backends.cpu import numba_cache
-from gradwire.compress.backends.cpu.simd import compiled
+from gradwire.compress.backends.cpu.runtime import numba_cache
+from gradwire.compress.backends.cpu.runtime.simd import compiled
 
 @compiled
 def inner(x: int) -> int:
@@ -238,7 +238,7 @@ def test_what_a_kernel_depends_on_is_in_its_path(folder: Path, monkeypatch: pyte
         ("numba", "__version__", "99"),
         ("llvmlite", "__version__", "99"),
         ("numpy", "__version__", "99"),
-        ("gradwire.compress.backends.cpu.numba_cache", "SOURCES", ("simd.py",)),
+        ("gradwire.compress.backends.cpu.runtime.numba_cache", "SOURCES", ("runtime/simd.py",)),
     ):
         with monkeypatch.context() as change:
             if value is not None:
@@ -345,7 +345,7 @@ def test_the_lock_is_given_back_whatever_happens(folder: Path) -> None:
 
 
 def test_one_of_two_processes_compiles(folder: Path) -> None:
-    packages = reversed(Path(str(numba_cache.__file__)).parents[:4])
+    packages = reversed(Path(str(numba_cache.__file__)).parents[:5])
     command = [sys.executable, "-c", KERNELS, *map(str, packages)]
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     both: list[Any] = [subprocess.Popen(command, **pipes) for _ in range(2)]

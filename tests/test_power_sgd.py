@@ -171,7 +171,7 @@ def test_every_pass_is_the_reference_s(
 
 
 def test_threads_change_no_byte(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradwire.compress.backends.cpu.kernels.ELEMENTS_PER_THREAD", 100)
+    monkeypatch.setattr("gradwire.compress.backends.cpu.runtime.threads.ELEMENTS_PER_THREAD", 100)
     codec, x = PowerSGD(3, ((130, 70), (33, 0), (65, 515), (10, 9))), gradient("normal", 9100 + 33 + 33475 + 90, 1)
     found = []
     for threads in (1, 2, 3):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from gradwire.compress import Codec, RandomK, Threshold, TopK, new_draw
 from gradwire.compress.backends import use_backend
-from gradwire.compress.backends.cpu import drawn as cpu_drawn
+from gradwire.compress.backends.cpu.kernels import random_k as cpu_random_k
 from gradwire.compress.backends.random_k import philox, pick, words_of
 from gradwire.compress.backends.reference import arithmetic
 from gradwire.compress.codec import DTYPES
@@ -55,7 +55,7 @@ def test_the_processor_draws_and_sends_the_same(
     """In one workspace: what was drawn for one step, or for another rank's words, is not taken for another's."""
     codec, sides = RandomK(share), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_drawn, "pieces_of", lambda elements, count: min(pieces, count))
+        patch.setattr(cpu_random_k, "pieces_of", lambda elements, count: min(pieces, count))
         for backend in ("reference", "cpu"):
             with use_backend(backend):
                 workspace, residual, wires = codec.workspace(numel), gradient("normal", numel, 9), []

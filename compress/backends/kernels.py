@@ -42,7 +42,7 @@ class Entering:
     Attributes:
         elements: how many it has.
         into: lets the gradient enter, and writes what comes out to a tensor.
-        source: what kernels of the CPU can read in its place: a kind and an address (`cpu.sources`). None: there is
+        source: what kernels of the CPU can read in its place: a kind and an address (`fused_inputs`). None: there is
             only the whole.
         memory: what must not be freed before.
     """

@@ -1,12 +1,12 @@
-"""What a kernel can read in the place of elements: kinds beside those of `formats`, whose address is a record's.
+"""Inputs that a kernel computes while it reads: kinds beside those of `dtypes`, whose address is a record's.
 
-What comes out of a momentum while a gradient enters it passes once, with the momentum and the residual, and is written
-nowhere. Its record is four int64: the gradient's kind and address, the momentum's address, and the bits of a float32
-factor. Each element may be read once; with `PEEK` added to the kind any number of times, as the momentum stays what it
-was.
+The output of a momentum that a gradient enters is never written to memory: a kernel reads gradient, momentum and
+residual in one pass. Its record is four int64: the gradient's kind and address, the momentum's address, and the bits of
+a float32 factor. Each element may be read once; with `PEEK` added to the kind any number of times, as the momentum
+stays what it was.
 
-What a pass before has summed up is read from the residual itself. The record is two int64: the addresses of float32
-for all elements, and of a byte for each tile, which says whether the residual has the sum, or else those.
+The sum that an earlier pass has left is read from the residual itself. The record is two int64: the addresses of
+float32 for all elements, and of a byte for each tile, which says whether the residual has the sum, or else those.
 """
 
 from __future__ import annotations
@@ -14,19 +14,27 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
-from .formats import BFLOAT16, TILE, finite, load_as, width
+from ... import Entering
+from ...addresses import address
+from .dtypes import BFLOAT16, KINDS, TILE, Source, finite, load_as, width
 from .simd import compiled, float_of, get_f32, get_i64, get_u8, inlined, load_f32, prefetch, select, splat_f32, store
 
 #: momentum += factor · (gradient - momentum), and out comes how it changes: `compress.tracking`.
 TRACKED = 3
+
 #: momentum = factor · momentum + gradient, which comes out; or momentum = factor · (momentum + gradient), and out comes
 #: momentum + gradient: `compress.momentum`.
 HEAVY_BALL, NESTEROV = 4, 5
+
 SUMMED = 6
+
 PEEK = 8
+
 #: Bytes of scratch that `enter` needs.
 ENTER_SPARE = 512
+
 #: How many elements ahead to ask for.
 AHEAD = 512
 
@@ -124,3 +132,11 @@ def enter_into(kind: int, record: int, out: int, first: int, last: int, spare: i
         enter(kind, record, 0, first + whole, last - first - whole, spare + ENTER_SPARE, spare)
         for i in range(0, 4 * (last - first - whole), 4):
             store(out + 4 * (first + whole) + i, get_f32(spare + ENTER_SPARE + i))
+
+
+def source_of(x: Tensor | Entering) -> Source:
+    """How elements are stored, or come about, and where."""
+    if isinstance(x, Entering):
+        assert x.source is not None
+        return x.source
+    return KINDS[x.dtype], address(x)

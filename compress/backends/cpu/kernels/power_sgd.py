@@ -8,19 +8,23 @@ from typing import Any
 import numpy as np
 from torch import Tensor, float32, int64
 
-from ..addresses import address
-from ..power_sgd import LEAST, ROWS, RUN, LowRankKernels, Matrices
-from .blocks import all_finite, clear, fold_lanes
-from .formats import F32, NAN, ZERO, finite
-from .kernels import CpuKernels, pieces_of, reserved, run
-from .simd import compiled, get_f32, get_f64, get_i64, inlined, load_f32, select, splat_f32, store
+from ...addresses import address
+from ...power_sgd import LEAST, ROWS, RUN, LowRankKernels, Matrices
+from ..block_codec import CpuKernels
+from ..runtime.blocks import all_finite, clear, fold_lanes
+from ..runtime.dtypes import F32, NAN, ZERO, finite
+from ..runtime.simd import compiled, get_f32, get_f64, get_i64, inlined, load_f32, select, splat_f32, store
+from ..runtime.threads import pieces_of, reserved, run
 
 #: Where a row of `Matrices.table` is, and how many there are; and the first and last line, or strip, that are done.
 Table = tuple[int, int]
+
 Span = tuple[int, int]
 
 F64 = np.float64
+
 ENTRY = 8 * 8
+
 # Scratch: 256 partial sums, the end of a row, of each column of a factor something, and a tile of 64 times 64 elements.
 SUMS, END, FACTORS = 0, 8 * 256, 8 * 256 + 256
 

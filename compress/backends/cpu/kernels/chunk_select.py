@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from .blocks import clear, read_ahead
-from .formats import MAGNITUDE, int_at, key_at
-from .simd import as_i32, bits_of, compiled, count_ones, get_f32, load_f32, lowest_bit, store
+from ..runtime.blocks import clear, read_ahead
+from ..runtime.dtypes import MAGNITUDE, int_at, key_at
+from ..runtime.simd import as_i32, bits_of, compiled, count_ones, get_f32, load_f32, lowest_bit, store
 
 #: How far from the last chunk's threshold to look first, in keys: a sixteenth of a binade.
 OUTLOOK = 1 << 19

@@ -1,7 +1,8 @@
-"""The numba kernels of vectors that are kept in fewer bytes than float32: `backends.narrow` has their meaning."""
+"""Vectors kept in fewer bytes than float32, on the CPU: `backends.low_precision` has their meaning."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,10 @@ from torch import Tensor
 
 from .. import low_precision
 from ..addresses import address
-from .blocks import clear, copy, widen
-from .formats import BFLOAT16, F32, INF_BITS, MAGNITUDE, ZERO, to_bfloat
-from .simd import (
+from ..low_precision import NarrowKernels
+from .runtime.blocks import clear, copy, widen
+from .runtime.dtypes import BFLOAT16, F32, INF_BITS, MAGNITUDE, TILE, ZERO, to_bfloat
+from .runtime.simd import (
     as_f32,
     as_i32,
     compiled,
@@ -31,11 +33,15 @@ from .simd import (
     to_u8,
     word_of,
 )
+from .runtime.threads import pieces_of, run
 
 BLOCK, MOST_BITS, STEP_BITS = low_precision.BLOCK, low_precision.MOST_BITS, low_precision.STEP_BITS
+
 SHARE, LEAST = F32(low_precision.SHARE), F32(low_precision.LEAST_STEP)
+
 #: Added to a number, it leaves the nearest whole one in the lowest bits.
 WHOLE = F32(1.5 * 2.0**23)
+
 #: Bytes of a block as float32, and of its codes.
 SPARE = 4 * BLOCK + BLOCK
 
@@ -134,3 +140,30 @@ def places(*parts: Tensor) -> tuple[int, int]:
     """Where what a vector is kept in lies."""
     numbers, steps = address(parts[0]), address(parts[1], torch.float32) if len(parts) > 1 else 0
     return numbers, steps
+
+
+class Narrow(NarrowKernels):
+    """Each in one pass."""
+
+    def to_bfloat16(self, x: Tensor, out: Tensor) -> None:
+        _over(PASSES[torch.bfloat16][1], x, out)
+
+    def to_int8(self, x: Tensor, codes: Tensor, steps: Tensor) -> None:
+        _over(PASSES[torch.int8][1], x, codes, steps)
+
+    def from_bfloat16(self, x: Tensor, out: Tensor) -> None:
+        _over(PASSES[torch.bfloat16][0], out, x)
+
+    def from_int8(self, codes: Tensor, steps: Tensor, out: Tensor) -> None:
+        _over(PASSES[torch.int8][0], out, codes, steps)
+
+
+def _over(function: Callable, x: Tensor, *parts: Tensor) -> None:
+    numel, where = x.numel(), (address(x, torch.float32), *places(*parts))
+    tiles = -(-numel // TILE)
+
+    def job(first: int, last: int, piece: int) -> None:
+        spare = np.empty(SPARE, np.uint8)
+        function(*where, (first * TILE, min(last * TILE, numel)), spare.ctypes.data)
+
+    run(job, tiles, pieces_of(numel, tiles))

@@ -21,18 +21,19 @@ from pathlib import Path
 from typing import Any
 
 import llvmlite
-import llvmlite.binding
 import numba
 import numpy as np
 from numba.core.caching import _Cache
 from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 
-from .. import kernel_cache
+from ... import kernel_cache
 
-HERE = Path(__file__).resolve().parent
+CPU = Path(__file__).resolve().parents[1]
+
 #: What kernels are made of. What numba cannot see from one function: another file, or a constant of another module.
-SOURCES = ("[!_]*.py", "../../entries.py")
+SOURCES = ("**/[!_]*.py", "../low_precision.py", "../power_sgd.py", "../../formats/entries.py")
+
 #: Seconds after which a folder that nobody has used goes, once another is made.
 OLD = 30 * 24 * 3600
 
@@ -45,7 +46,7 @@ def folder_name() -> str:
         sys.implementation.cache_tag,
         *(module.__version__ for module in (numba, llvmlite, np)),
         llvmlite.binding.get_host_cpu_name(),
-        *(path.read_text("utf-8") for pattern in SOURCES for path in sorted(HERE.glob(pattern))),
+        *(path.read_text("utf-8") for pattern in SOURCES for path in sorted(CPU.glob(pattern))),
     ):
         digest.update(f"{part}\0".encode())
     return f"cpu-{digest.hexdigest()[:16]}"

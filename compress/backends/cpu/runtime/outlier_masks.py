@@ -1,5 +1,4 @@
-"""The numba kernels that take entries out of a vector, and put them in the place of what a code says there; and what
-kernels of a code need to do either themselves."""
+"""Masks by which the kernel of a code leaves out entries that `Outliers` sends, and puts them in while it decodes."""
 
 from __future__ import annotations
 
@@ -7,34 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from .blocks import SPARE, A, clear, widen
-from .formats import F32, FLOAT32, INF_BITS, ZERO, int_at, key_at, width
-from .simd import compiled, get_f32, get_i64, get_u32, inlined, load_f32, mask_of, select, store
-from .sparse import Entries, Source
-
-
-@inlined
-def element(kind: int, address: int, scratch: int) -> Any:
-    """One element as float32."""
-    if kind == FLOAT32:
-        return get_f32(address)
-    widen(kind, address, scratch + A, 1, scratch + SPARE)
-    return get_f32(scratch + A)
-
-
-@compiled
-def take_out(entries: Entries, count: int, x: Source, target: int, scratch: int) -> None:
-    """target[index] = -x[index], or zero if x is 0, for entries whose value is finite."""
-    index, value = entries
-    kind, source = x
-    for i in range(0, 4 * count, 4):
-        if key_at(value + i) < INF_BITS:
-            at = int_at(index + i)
-            left = ZERO
-            if source:
-                left = ZERO - element(kind, source + at * width(kind), scratch)
-            store(target + 4 * at, left)
-
+from .blocks import clear
+from .dtypes import F32, INF_BITS, ZERO, int_at, key_at
+from .simd import compiled, get_f32, get_i64, inlined, load_f32, mask_of, select, store
 
 Hidden = tuple[int, int, int]  # where indices are, ascending, where values are, and how many
 
@@ -137,37 +111,3 @@ def or_shown(v: Any, marks: int, block: int, i: int) -> Any:
     if marks:
         return select(mask_of(get_i64(marks + (i >> 3))), load_f32(marks + (block >> 3) + 4 * i), v)
     return v
-
-
-@compiled
-def keep_sound(row: int, value: int, k: int, numel: int) -> tuple[int, int, int]:
-    """Of the entries behind their number, those move up whose index is in range and above every index in range before
-    it. Returns how many they are, how many others, and how many of them are not finite."""
-    claimed = int_at(row)
-    index, kept, before, unsound = row + 4, 0, -1, 0
-    for i in range(0, 4 * min(claimed, k), 4):
-        at = int_at(index + i)
-        if before < at < numel:
-            before = at
-            unsound += key_at(value + i) >= INF_BITS
-            store(index + kept, get_u32(index + i))
-            store(value + kept, get_u32(value + i))
-            kept += 4
-    return kept >> 2, claimed - (kept >> 2), unsound
-
-
-@compiled
-def add_to_values(entries: Entries, count: int, out: int, alpha: float) -> None:
-    """value = out[index] + alpha · value."""
-    index, value = entries
-    times = F32(alpha)
-    for i in range(0, 4 * count, 4):
-        store(value + i, get_f32(out + 4 * int_at(index + i)) + times * get_f32(value + i))
-
-
-@compiled
-def put(entries: Entries, count: int, out: int) -> None:
-    """out[index] = value."""
-    index, value = entries
-    for i in range(0, 4 * count, 4):
-        store(out + 4 * int_at(index + i), get_f32(value + i))

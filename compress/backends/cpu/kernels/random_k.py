@@ -1,4 +1,4 @@
-"""Random-k on the CPU: `backends.drawn` in passes over the gradient, and one over what is drawn."""
+"""Random-k on the CPU: `backends.random_k` in passes over the gradient, and one over what is drawn."""
 
 from __future__ import annotations
 
@@ -9,22 +9,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import Workspace
-from ..addresses import address, rows_at
-from ..kernels import divide
-from ..random_k import DrawnKernels, words_of
-from .blocks import all_finite, copy, largest_bits, random_bits, read_block, scratch_bytes
-from .formats import INF_BITS, LOW, TILE, ZERO, int_at, width
-from .kernels import KINDS, CpuKernels, inverse, pieces_of, reserved, run, whole_lines
-from .packing import Rows
-from .patching import element
-from .simd import compiled, get_f32, store
-from .sparse import Source
+from ... import Workspace
+from ...addresses import address, rows_at
+from ...kernels import divide
+from ...random_k import DrawnKernels, words_of
+from ..block_codec import CpuKernels
+from ..runtime.blocks import (
+    Rows,
+    all_finite,
+    copy,
+    element,
+    largest_bits,
+    random_bits,
+    read_block,
+    scratch_bytes,
+)
+from ..runtime.dtypes import INF_BITS, KINDS, LOW, TILE, ZERO, Source, int_at, width
+from ..runtime.simd import compiled, get_f32, store
+from ..runtime.threads import inverse, pieces_of, reserved, run, whole_lines
 
 F32 = torch.float32
+
 Words = tuple[int, int, int]  # seed, step, bucket
+
 #: Of one piece.
 SCRATCH = whole_lines(scratch_bytes(TILE))
+
 #: How many entries are drawn at a time.
 AT_ONCE = 64
 

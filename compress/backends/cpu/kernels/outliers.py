@@ -1,4 +1,4 @@
-"""Outliers on the CPU."""
+"""Outliers: the largest elements exactly, all others by the kernels of another codec."""
 
 from __future__ import annotations
 
@@ -8,21 +8,70 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, float32, int32
 
-from .. import Entering, Kernels, Workspace, kernel_cache
-from ..addresses import address
-from ..kernels import parts_of
-from ..outliers import OutlierKernels, Room, inner_kernels
-from . import patching
-from .blocks import scratch_bytes
-from .dense import How
-from .formats import TILE
-from .kernels import KINDS, Blocks, CpuKernels, inverse, note, pieces_of, reserved, run, source_of, whole_lines
-from .sources import SUMMED
-from .topk import ENTRY_COST
+from ... import Entering, Kernels, Workspace, kernel_cache
+from ...addresses import address
+from ...kernels import parts_of
+from ...outliers import OutlierKernels, Room, inner_kernels
+from ..block_codec import Blocks, CpuKernels
+from ..entries import ENTRY_COST
+from ..runtime.blocks import How, element, scratch_bytes
+from ..runtime.dtypes import F32, INF_BITS, KINDS, TILE, ZERO, Source, int_at, key_at, width
+from ..runtime.fused_inputs import SUMMED, source_of
+from ..runtime.simd import compiled, get_f32, get_u32, store
+from ..runtime.threads import inverse, note, pieces_of, reserved, run, whole_lines
+from .topk_select import Pointers
 
-I32, F32 = torch.int32, torch.float32
+
+@compiled
+def take_out(entries: Pointers, count: int, x: Source, target: int, scratch: int) -> None:
+    """target[index] = -x[index], or zero if x is 0, for entries whose value is finite."""
+    index, value = entries
+    kind, source = x
+    for i in range(0, 4 * count, 4):
+        if key_at(value + i) < INF_BITS:
+            at = int_at(index + i)
+            left = ZERO
+            if source:
+                left = ZERO - element(kind, source + at * width(kind), scratch)
+            store(target + 4 * at, left)
+
+
+@compiled
+def keep_sound(row: int, value: int, k: int, numel: int) -> tuple[int, int, int]:
+    """Of the entries behind their number, those move up whose index is in range and above every index in range before
+    it. Returns how many they are, how many others, and how many of them are not finite."""
+    claimed = int_at(row)
+    index, kept, before, unsound = row + 4, 0, -1, 0
+    for i in range(0, 4 * min(claimed, k), 4):
+        at = int_at(index + i)
+        if before < at < numel:
+            before = at
+            unsound += key_at(value + i) >= INF_BITS
+            store(index + kept, get_u32(index + i))
+            store(value + kept, get_u32(value + i))
+            kept += 4
+    return kept >> 2, claimed - (kept >> 2), unsound
+
+
+@compiled
+def add_to_values(entries: Pointers, count: int, out: int, alpha: float) -> None:
+    """value = out[index] + alpha · value."""
+    index, value = entries
+    times = F32(alpha)
+    for i in range(0, 4 * count, 4):
+        store(value + i, get_f32(out + 4 * int_at(index + i)) + times * get_f32(value + i))
+
+
+@compiled
+def put(entries: Pointers, count: int, out: int) -> None:
+    """out[index] = value."""
+    index, value = entries
+    for i in range(0, 4 * count, 4):
+        store(out + 4 * int_at(index + i), get_f32(value + i))
+
+
 SCRATCH = whole_lines(scratch_bytes(TILE))
 
 
@@ -44,9 +93,9 @@ class Outliers(OutlierKernels, CpuKernels):
             Kernels.prepare(self, codec, dtype, device)
 
     def take_out(self, room: Room, x: Tensor | None, target: Tensor) -> None:
-        entries, count = (address(room.row[1:], I32), address(room.values, F32)), int(room.row[0])
-        source = (KINDS[F32], 0) if x is None else (KINDS[x.dtype], address(x))
-        patching.take_out(entries, count, source, address(target, F32), reserved(room.selection, "patch", SCRATCH))
+        entries, count = (address(room.row[1:], int32), address(room.values, float32)), int(room.row[0])
+        source = (KINDS[float32], 0) if x is None else (KINDS[x.dtype], address(x))
+        take_out(entries, count, source, address(target, float32), reserved(room.selection, "patch", SCRATCH))
 
     def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
         if not self._encode(codec, x, None, wire, workspace):
@@ -79,21 +128,21 @@ class Outliers(OutlierKernels, CpuKernels):
         summed = 0 if residual is None or not sums(codec, inner) else self._summed(room, workspace)
         self.choose(codec, x, residual, room, summed)
         source = (SUMMED, summed) if summed else source_of(x)
-        hidden = address(room.row[1:], I32), address(room.values, F32), int(room.row[0])
+        hidden = address(room.row[1:], int32), address(room.values, float32), int(room.row[0])
         inner.encode_hiding(codec.inner, source, numel, residual, blocks, hidden, room.inner)
         # Nothing is left of values that are sent as they are.
-        self._pack(codec, room, indices, values, None if codec.values == F32 else residual)
+        self._pack(codec, room, indices, values, None if codec.values == float32 else residual)
         return True
 
     @staticmethod
     def _summed(room: Room, workspace: Workspace) -> int:
-        """The address of a record of `sources.SUMMED`. Its float32 are not touched, and so take no memory, unless a
-        gradient is too large."""
+        """The address of a record of `fused_inputs.SUMMED`. Its float32 are not touched, and so take no memory,
+        unless a gradient is too large."""
         aside, record = workspace.buffers.get("summed", (None, None))
         if aside is None or aside.numel() != room.numel:
-            aside = torch.empty(room.numel, dtype=F32, device="cpu")
+            aside = torch.empty(room.numel, dtype=float32, device="cpu")
             flags = reserved(workspace, "flags", -(-room.numel // TILE))
-            record = np.array([address(aside, F32), flags], np.int64)
+            record = np.array([address(aside, float32), flags], np.int64)
             workspace.buffers["summed"] = aside, record
         return int(record.ctypes.data)
 
@@ -118,13 +167,13 @@ class Outliers(OutlierKernels, CpuKernels):
         return True
 
     def add(self, codec: Any, wires: Sequence[Tensor], out: Tensor, alpha: float, workspace: Workspace) -> None:
-        inner, target = inner_kernels(self.codecs, codec.inner, out.device), address(out, F32)
+        inner, target = inner_kernels(self.codecs, codec.inner, out.device), address(out, float32)
         room = self.room(codec, out.numel(), out.device, workspace)
         lists = self._sound(codec, wires, out.numel(), workspace)
         for (where, count), wire in zip(lists, wires[-1], strict=True):
-            patching.add_to_values(where, count, target, float(alpha))
+            add_to_values(where, count, target, float(alpha))
             inner.decode_add(codec.inner, wire, out, alpha, room.inner)
-            patching.put(where, count, target)
+            put(where, count, target)
 
     def _sound(
         self, codec: Any, wires: Sequence[Tensor], numel: int, workspace: Workspace
@@ -134,11 +183,11 @@ class Outliers(OutlierKernels, CpuKernels):
         rows, found = self.arrived(codec, numel, indices.device, len(indices), workspace)
         self.entries.unpack_indices(indices, 0, numel, rows[:, 0], rows[:, 1:])
         self.entries.unpack_values(values, codec.values, found)
-        places = [(address(row, I32), address(numbers, F32)) for row, numbers in zip(rows, found, strict=True)]
+        places = [(address(row, int32), address(numbers, float32)) for row, numbers in zip(rows, found, strict=True)]
         k, ranks = found.shape[1], len(rows)
 
         def job(first: int, last: int, piece: int) -> list[tuple[int, int, int]]:
-            return [patching.keep_sound(*where, k, numel) for where in places[first:last]]
+            return [keep_sound(*where, k, numel) for where in places[first:last]]
 
         kept = list(chain.from_iterable(run(job, ranks, pieces_of(ENTRY_COST * k * ranks, ranks))))
         note(workspace, [(skipped, unsound) for _, skipped, unsound in kept])

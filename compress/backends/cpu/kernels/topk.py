@@ -1,183 +1,137 @@
-"""TopK and lists of entries on the CPU."""
+"""TopK: a threshold predicted from a sample of the gradient, selection in one pass, and sums of entries."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, float32, int32
 
-from ...formats.entries import index_layout
-from .. import Entering, Workspace, kernel_cache
-from ..addresses import address, rows_at
-from ..sparse import EntryKernels, Pieces, SparseKernels, typed_rows
-from . import packing, sparse
-from .blocks import scratch_bytes
-from .formats import BFLOAT16, TILE
-from .kernels import KINDS, CpuKernels, inverse, note, pieces_of, reserved, run, source_of, whole_lines
-from .sources import PEEK
+from ... import Entering, Workspace, kernel_cache
+from ...addresses import address, rows_at
+from ...sparse import SparseKernels
+from ..block_codec import CpuKernels
+from ..entries import ENTRY_COST, Entries
+from ..runtime.blocks import SPARE, A, Rows, Span, clear, end_sum, read_ahead, read_block, scratch_bytes
+from ..runtime.dtypes import BFLOAT16, F32, INF_BITS, KINDS, LOW, MAGNITUDE, TILE, Source, int_at, key_at
+from ..runtime.fused_inputs import PEEK, gradient_at, momentum_at, source_of
+from ..runtime.simd import as_i32, bits_of, compiled, get_f32, get_i64, inlined, load_f32, lowest_bit, store
+from ..runtime.threads import inverse, note, pieces_of, reserved, run, whole_lines
+from . import topk_select
 
-I32, F32, BYTES = torch.int32, torch.float32, torch.uint8
+#: How many sampled runs ahead to ask for what they hold, which lies too far apart for the hardware to foresee.
+RUNS_AHEAD = 8
+
+
+@inlined
+def sampled_run(stratum: int, stride: int) -> Any:
+    """The first element of the run of 64 that stands for a stratum: any of its `stride` runs, since always the same
+    one would be the same columns of many a matrix. Multiplicative hashing (Knuth, The Art of Computer Programming,
+    volume 3, section 6.4)."""
+    mixed = ((stratum * 0x9E3779B1) & LOW) >> 8
+    return 64 * (stratum * stride + mixed % stride)
+
+
+@compiled
+def sample(x: Source, residual: int, strata: tuple[int, int], threshold: int, keys: int, scratch: int) -> int:
+    """The keys at or above `threshold` in one run of 64 elements of each stratum, of which there are so many, of so
+    many runs each, as if nothing were above infinity; returns how many. Changes nothing."""
+    kind, source = x
+    strata_count, stride = strata
+    count = 0
+    for stratum in range(strata_count):
+        later = sampled_run(stratum + RUNS_AHEAD, stride)
+        read_ahead(gradient_at(kind, source, later))
+        if kind > BFLOAT16:
+            read_ahead(momentum_at(kind, source, later))
+        if residual:
+            read_ahead(residual + 4 * later)
+        a = read_block(kind, source, residual, sampled_run(stratum, stride), 64, 64, scratch)
+        bits = bits_of((as_i32(load_f32(a)) & MAGNITUDE) >= threshold)
+        while bits:
+            store(keys + 4 * count, np.int32(min(key_at(a + 4 * lowest_bit(bits)), INF_BITS)))
+            count += 1
+            bits &= bits - 1
+    return count
+
+
+@compiled
+def topk_add(indices: int, values: int, out: int, numel: int, k: int, alpha: float) -> tuple[int, int]:
+    """out += alpha · values. An entry counts if its index is in range and above every index in range before it."""
+    claimed = int_at(indices)
+    count, before, unsound, times = min(claimed, k), -1, 0, F32(alpha)
+    skipped = claimed - count
+    for i in range(0, 4 * count, 4):
+        at = int_at(indices + 4 + i)
+        if before < at < numel:
+            v = get_f32(values + i)
+            unsound += not np.isfinite(v)
+            store(out + 4 * at, get_f32(out + 4 * at) + times * v)
+            before = at
+        else:
+            skipped += 1
+    return skipped, unsound
+
+
+@compiled
+def topk_mean(
+    out: Source,
+    indices: Rows,
+    values: Rows,
+    ranks: int,
+    span: Span,
+    k: int,
+    scale: float,
+    cursors: int,
+    scratch: int,
+) -> tuple[int, int]:
+    """Tile by tile, so that sums stay in cache. `cursors` holds, for each rank, the next entry and the largest index
+    so far. A span that does not start at the first tile reads what lies before it, and leaves counting it to others.
+    """
+    kind, target = out
+    numel, first, last = span
+    skipped = unsound = 0
+    clear(cursors, 16 * ranks)
+    for r in range(ranks):
+        store(cursors + 16 * r + 8, np.int64(-1))
+        if first == 0:
+            skipped += max(int_at(indices[0] + r * indices[1]) - k, 0)
+    total = scratch + A
+    for t in range(first, last):
+        start = t * TILE
+        n = min(TILE, numel - start)
+        clear(total, 4 * TILE)
+        for r in range(ranks):
+            row, numbers = indices[0] + r * indices[1], values[0] + r * values[1]
+            count = min(int_at(row), k)
+            i, before = get_i64(cursors + 16 * r), get_i64(cursors + 16 * r + 8)
+            while i < count:
+                at = int_at(row + 4 + 4 * i)
+                if before < at < numel:
+                    if at >= start + n:
+                        break
+                    before = at
+                    if at >= start:
+                        v = get_f32(numbers + 4 * i)
+                        unsound += not np.isfinite(v)
+                        place = total + 4 * (at - start)
+                        store(place, get_f32(place) + v)
+                elif before >= start or t == 0:
+                    skipped += 1
+                i += 1
+            store(cursors + 16 * r, i)
+            store(cursors + 16 * r + 8, before)
+        end_sum(kind, total, target, start, n, TILE, 0, scale, scratch + SPARE)
+    return skipped, unsound
+
+
 #: Of one piece.
 SCRATCH = whole_lines(scratch_bytes(TILE))
-#: How many elements are about as much work as an entry that is unpacked.
-ENTRY_COST = 8
-
-PACK = {
-    torch.float32: packing.pack_floats,
-    torch.bfloat16: packing.pack_bfloat,
-    torch.int8: packing.pack_bytes,
-}
-VALUE_KINDS = {
-    torch.float32: packing.FLOAT32_VALUES,
-    torch.bfloat16: packing.BFLOAT16_VALUES,
-    torch.int8: packing.INT8_VALUES,
-}
-
-
-class Entries(EntryKernels):
-    def prepare(self, device: torch.device) -> None:
-        indices = torch.zeros(1, dtype=I32, device="cpu")
-        values, residual = torch.zeros(2, 1, dtype=F32, device="cpu")
-        pieces, wire = Pieces([1], [0], [1]), torch.zeros(64, dtype=torch.uint8, device="cpu")
-        counts = torch.zeros(1, dtype=torch.int32, device="cpu")
-        self.pack_indices(indices, None, 0, 1, wire)
-        self.unpack_indices(wire[None], 0, 1, counts, indices[None])
-        self.pack_index_pieces(indices, pieces, wire)
-        self.unpack_index_pieces(wire, pieces, indices)
-        for dtype in VALUE_KINDS:
-            self.pack_values(values, dtype, wire, indices, None, residual)
-            self.pack_value_pieces(values, pieces, dtype, wire, indices, residual)
-            self.unpack_value_pieces(wire, pieces, dtype, values)
-            if dtype != torch.float32:
-                self.unpack_values(wire[None], dtype, values[None])
-        self.put_back((indices, values), indices, residual)
-        self.merge(indices, values, [0, 1], 0, 1, torch.zeros_like(indices), torch.zeros_like(values))
-
-    def pack_indices(self, indices: Tensor, count: Tensor | None, base: int, numel: int, wire: Tensor) -> None:
-        used = len(indices) if count is None else int(count)
-        layout = _layout(numel, len(indices))
-        packing.pack_indices(address(indices, I32), used, base, layout, address(wire, BYTES))
-
-    def unpack_indices(self, wires: Tensor, base: int, numel: int, counts: Tensor | None, indices: Tensor) -> None:
-        k = indices.shape[1]
-        layout = _layout(numel, k)
-        (wire, pitch), (index, row) = rows_at(wires, BYTES), rows_at(indices, I32)
-
-        def job(first: int, last: int, piece: int) -> None:
-            for i in range(first, last):
-                found = packing.unpack_indices(wire + i * pitch, base, numel, layout, k, index + i * row)
-                if counts is not None:
-                    counts[i] = found
-
-        run(job, len(wires), pieces_of(ENTRY_COST * k * len(wires), len(wires)))
-
-    def pack_values(
-        self,
-        values: Tensor,
-        dtype: torch.dtype,
-        wire: Tensor,
-        indices: Tensor | None = None,
-        count: Tensor | None = None,
-        residual: Tensor | None = None,
-    ) -> None:
-        pack = PACK[dtype]
-        used = len(values) if count is None else int(count)
-        rest = (0, 0, 0)
-        if residual is not None and indices is not None:
-            rest = address(indices, I32), used, address(residual, F32)
-        pack(address(values, F32), len(values), address(wire, BYTES), *rest)
-
-    def unpack_values(self, wires: Tensor, dtype: torch.dtype, values: Tensor) -> None:
-        if dtype == torch.float32:
-            values.copy_(typed_rows(wires, dtype))
-            return
-        unpack = packing.unpack_bfloat if dtype == torch.bfloat16 else packing.unpack_bytes
-        for wire, row in zip(wires, values, strict=True):
-            unpack(address(wire, BYTES), len(row), address(row, F32))
-
-    def pack_index_pieces(
-        self, indices: Tensor, pieces: Pieces, wire: Tensor, begins: Sequence[int] | None = None
-    ) -> None:
-        table, begin = _table(pieces, wire, pieces.index_sizes() if begins is None else None, begins)
-        packing.pack_index_pieces(table.ctypes.data, len(table), address(indices, I32), begin)
-
-    def unpack_index_pieces(
-        self, wire: Tensor, pieces: Pieces, indices: Tensor, begins: Sequence[int] | None = None
-    ) -> None:
-        table, begin = _table(pieces, wire, pieces.index_sizes() if begins is None else None, begins)
-        packing.unpack_index_pieces(table.ctypes.data, len(table), begin, address(indices, I32))
-
-    def pack_value_pieces(
-        self,
-        values: Tensor,
-        pieces: Pieces,
-        dtype: torch.dtype,
-        wire: Tensor,
-        indices: Tensor,
-        residual: Tensor | None = None,
-        begins: Sequence[int] | None = None,
-    ) -> None:
-        table, begin = _table(pieces, wire, pieces.value_sizes(dtype) if begins is None else None, begins)
-        rest = address(indices, I32), 0 if residual is None else address(residual, F32)
-        where = table.ctypes.data, len(table), address(values, F32), begin
-        packing.pack_value_pieces(VALUE_KINDS[dtype], *where, *rest)
-
-    def unpack_value_pieces(
-        self, wire: Tensor, pieces: Pieces, dtype: torch.dtype, values: Tensor, begins: Sequence[int] | None = None
-    ) -> None:
-        table, begin = _table(pieces, wire, pieces.value_sizes(dtype) if begins is None else None, begins)
-        where = table.ctypes.data, len(table), begin, address(values, F32)
-        packing.unpack_value_pieces(VALUE_KINDS[dtype], *where)
-
-    def put_back(self, entries: tuple[Tensor, Tensor], kept: Tensor, residual: Tensor) -> None:
-        indices, values = entries
-        where = address(indices, I32), address(values, F32), len(indices)
-        packing.put_back(*where, address(kept, I32), len(kept), address(residual, F32))
-
-    def merge(
-        self,
-        indices: Tensor,
-        values: Tensor,
-        offsets: Sequence[int],
-        start: int,
-        stop: int,
-        out_indices: Tensor,
-        out_values: Tensor,
-    ) -> tuple[int, int]:
-        lists = len(offsets) - 1
-        bounds = np.asarray(offsets, np.int64)
-        cursors = np.empty(2 * lists, np.int64)
-        scratch = np.empty(packing.MERGE_SCRATCH, np.uint8)
-        result: tuple[int, int] = packing.merge(
-            address(indices, I32),
-            address(values, F32),
-            bounds.ctypes.data,
-            lists,
-            (start, stop),
-            address(out_indices, I32),
-            address(out_values, F32),
-            cursors.ctypes.data,
-            scratch.ctypes.data,
-        )
-        return result
-
-
-def _table(pieces: Pieces, wire: Tensor, sizes: Sequence[int] | None, begins: Sequence[int] | None) -> Any:
-    """Of each piece: entries, base, range, and bytes from its begin to the next one's; and where the first begins."""
-    steps = sizes if begins is None else [*(b - a for a, b in pairwise(begins)), 0]
-    table = np.array([pieces.counts, pieces.bases, pieces.ranges, steps], np.int64).T.copy()
-    return table, address(wire, BYTES) + (0 if begins is None else begins[0])
-
-
-def _layout(numel: int, k: int) -> tuple[int, int, int]:
-    layout = index_layout(numel, k)
-    return layout.low_bits, layout.upper_words, layout.low_words
 
 
 @dataclass(frozen=True)
@@ -200,12 +154,12 @@ class TopK(SparseKernels, CpuKernels):
             super().prepare(codec, dtype, device)
             self.entries.prepare(device)  # exchanges pack and merge entries even where the codec does not
             # A second pass is rare.
-            (x, residual), workspace = torch.ones(2, 1, dtype=F32, device="cpu"), Workspace.on(device)
-            source, spare = (KINDS[x.dtype], address(x)), torch.zeros(2, dtype=F32, device="cpu")
+            (x, residual), workspace = torch.ones(2, 1, dtype=float32, device="cpu"), Workspace.on(device)
+            source, spare = (KINDS[x.dtype], address(x)), torch.zeros(2, dtype=float32, device="cpu")
             places = address(spare), address(spare) + 4
             (room,) = self._rooms(1, 1, workspace)
-            take = sparse.TAKE, 0
-            sparse.collect_again(source, address(residual, F32), take, (1, 0, 1), 1, 1, 0, places, room)
+            take = topk_select.TAKE, 0
+            topk_select.collect_again(source, address(residual, float32), take, (1, 0, 1), 1, 1, 0, places, room)
 
     #: One run of 64 elements in 8 is sampled at most, and one in 128 at least. In between, some 64 of the k are seen.
     strides = 8, 128
@@ -226,7 +180,7 @@ class TopK(SparseKernels, CpuKernels):
         """For each piece, memory to select in: it may come to hold all that is sent."""
         tiles = -(-numel // TILE)
         pieces = pieces_of(numel, tiles)
-        capacity = min(k + 3 * k // pieces, -(-tiles // pieces) * TILE) + sparse.BATCH * TILE
+        capacity = min(k + 3 * k // pieces, -(-tiles // pieces) * TILE) + topk_select.BATCH * TILE
         # Past the last entry, 64 are read and one is written before it is known that it was the last.
         list_size, histogram_size = 4 * (capacity + 64), 4 << 11
         size = 2 * list_size + histogram_size + SCRATCH
@@ -274,20 +228,20 @@ class TopK(SparseKernels, CpuKernels):
         update: bool,
         sums: int = 0,
     ) -> None:
-        """`encode_plain`; unless `update`, the residual is only read, or, with a record of `sources.SUMMED`, becomes
-        the sum of both."""
-        change = (sparse.SUM, sums) if sums else (sparse.TAKE if update else sparse.READ, 0)
+        """`encode_plain`; unless `update`, the residual is only read, or, with a record of `fused_inputs.SUMMED`,
+        becomes the sum of both."""
+        change = (topk_select.SUM, sums) if sums else (topk_select.TAKE if update else topk_select.READ, 0)
         k, lowest = len(values), self.lowest(codec)
         source, numel = source_of(x), x.numel()
         rooms = self._rooms(k, numel, workspace)
         pieces, tiles = len(rooms), -(-numel // TILE)
-        kept = 0 if residual is None else address(residual, F32)
-        indices, numbers = address(row[1:], I32), address(values, F32)
+        kept = 0 if residual is None else address(residual, float32)
+        indices, numbers = address(row[1:], int32), address(values, float32)
         guess = self._estimate(source, kept, numel, k, lowest, rooms[0][4], workspace)
 
         def collect(first: int, last: int, piece: int) -> Any:
             span = numel, first, last
-            return sparse.collect(source, kept, change, span, k, guess.threshold, guess.likely, rooms[piece])
+            return topk_select.collect(source, kept, change, span, k, guess.threshold, guess.likely, rooms[piece])
 
         found = run(collect, tiles, pieces)
         counts = [count for count, _ in found]
@@ -299,7 +253,7 @@ class TopK(SparseKernels, CpuKernels):
             def again(first: int, last: int, piece: int) -> Any:
                 spare = indices + 4 * before[piece], numbers + 4 * before[piece]
                 what = source, kept, change, (numel, first, last), k, lowest
-                return sparse.collect_again(*what, counts[piece], spare, rooms[piece])
+                return topk_select.collect_again(*what, counts[piece], spare, rooms[piece])
 
             found = run(again, tiles, pieces)
             counts = [count for count, _ in found]
@@ -312,7 +266,7 @@ class TopK(SparseKernels, CpuKernels):
             for i in range(first, last):
                 (index, value, *_), (count, likely), place = rooms[i], found[i], 4 * places[i]
                 there = indices + place, numbers + place
-                sparse.keep(index, value, count, key, shares[i][0], likely, kept if update else 0, there)
+                topk_select.keep(index, value, count, key, shares[i][0], likely, kept if update else 0, there)
 
         run(send, pieces, pieces_of(ENTRY_COST * k, pieces))
         row[0] = places[-1]
@@ -350,7 +304,7 @@ class TopK(SparseKernels, CpuKernels):
         last = memory.get("threshold", lowest)
         # First a little below the last threshold; where too few are found, farther down.
         for begin in dict.fromkeys((*(max(lowest, last - outlook) for outlook in self.outlooks), lowest)):
-            count = sparse.sample(source, residual, (strata, stride), begin, keys.ctypes.data, scratch)
+            count = sample(source, residual, (strata, stride), begin, keys.ctypes.data, scratch)
             if count >= wanted:
                 ranks = wanted, max(1, round(expected)), max(1, round(expected - spread))
                 places = [count - rank for rank in ranks]
@@ -378,21 +332,21 @@ class TopK(SparseKernels, CpuKernels):
             return 0, [(0, count) for count in counts]
         above = inside = 0
         for place, count in zip(rooms, counts, strict=True):
-            more, fewer = sparse.near(place[1], count, high, spare + 4 * inside, k - inside)
+            more, fewer = topk_select.near(place[1], count, high, spare + 4 * inside, k - inside)
             above, inside = above + more, inside + fewer
             if inside > k:
                 break
         lists: np.ndarray = workspace.buffers["lists"]
         if above < k <= above + inside and inside <= k:
             lists[0] = spare, inside
-            key, left = sparse.kth_largest(lists.ctypes.data, 1, k - above, rooms[0][3])
+            key, left = topk_select.kth_largest(lists.ctypes.data, 1, k - above, rooms[0][3])
         else:
             for row, place, count in zip(lists, rooms, counts, strict=False):
                 row[:] = place[1], count
-            key, left = sparse.kth_largest(lists.ctypes.data, len(rooms), k, rooms[0][3])
+            key, left = topk_select.kth_largest(lists.ctypes.data, len(rooms), k, rooms[0][3])
         shares = []
         for place, count in zip(rooms, counts, strict=True):
-            above, equal = sparse.tally(place[1], count, key)
+            above, equal = topk_select.tally(place[1], count, key)
             ties = min(equal, left)
             left -= ties
             shares.append((ties, above + ties))
@@ -402,8 +356,8 @@ class TopK(SparseKernels, CpuKernels):
         self, codec: Any, row: Tensor, values: Tensor, out: Tensor, alpha: float, workspace: Workspace
     ) -> None:
         k, numel = len(values), out.numel()
-        where = address(row, I32), address(values, F32), address(out, F32)
-        note(workspace, [packing.topk_add(*where, numel, k, float(alpha))])
+        where = address(row, int32), address(values, float32), address(out, float32)
+        note(workspace, [topk_add(*where, numel, k, float(alpha))])
 
     def mean_plain(self, codec: Any, rows: Tensor, values: Tensor, out: Tensor, workspace: Workspace) -> None:
         numel, ranks = out.numel(), len(rows)
@@ -412,19 +366,12 @@ class TopK(SparseKernels, CpuKernels):
         scratch = reserved(workspace, "scratch", pieces * SCRATCH)
         cursors = reserved(workspace, "cursors", pieces * ranks * 16)
         target = KINDS[out.dtype], address(out)
-        lists = rows_at(rows, I32), rows_at(values, F32)
+        lists = rows_at(rows, int32), rows_at(values, float32)
         k, scale = values.shape[1], inverse(ranks)
 
         def job(first: int, last: int, piece: int) -> tuple[int, int]:
             memory = cursors + piece * ranks * 16, scratch + piece * SCRATCH
-            result: tuple[int, int] = packing.topk_mean(target, *lists, ranks, (numel, first, last), k, scale, *memory)
+            result: tuple[int, int] = topk_mean(target, *lists, ranks, (numel, first, last), k, scale, *memory)
             return result
 
         note(workspace, run(job, count, pieces))
-
-
-class Threshold(TopK):
-    """The largest of what exceeds the threshold, in the same pass: nothing below it becomes a candidate."""
-
-    def lowest(self, codec: Any) -> int:
-        return int(np.float32(codec.threshold).view(np.int32)) + 1

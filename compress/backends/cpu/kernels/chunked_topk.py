@@ -1,20 +1,33 @@
-"""The numba kernels of ChunkedTopK: record = two levels, unless values are floats, then indices, then values.
-
-What encoding and decoding take is as in `dense.py`; `selecting.py` selects.
-"""
+"""ChunkedTopK: record = two levels, unless values are floats, then indices, then values. `chunk_select` selects."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
-from .blocks import SPARE, SUMS, A, begin_sum, clear, copy, end_sum, fold_lanes, largest_bits, read_block
-from .dense import How, Source, Span, Wires, squeeze
-from .formats import F32, FLOAT32, INF_BITS, MAGNITUDE, NAN, NAN_BITS, SUMMABLE, ZERO, int_at, key_at
-from .packing import Layout, pack_bfloat, pack_floats, pack_indices, unpack_bfloat, unpack_indices
-from .selecting import choose, room_for
-from .simd import (
+from ....formats.entries import index_layout
+from ..block_codec import Blocks, Kernel
+from ..packing import Layout, pack_bfloat, pack_floats, pack_indices, unpack_bfloat, unpack_indices
+from ..runtime.blocks import (
+    SPARE,
+    SUMS,
+    A,
+    How,
+    Span,
+    Wires,
+    begin_sum,
+    clear,
+    copy,
+    end_sum,
+    fold_lanes,
+    largest_bits,
+    read_block,
+)
+from ..runtime.dtypes import F32, FLOAT32, INF_BITS, MAGNITUDE, NAN, NAN_BITS, SUMMABLE, ZERO, Source, int_at, key_at
+from ..runtime.fused_inputs import gradient_at
+from ..runtime.simd import (
     as_f32,
     as_i32,
     as_u32,
@@ -39,11 +52,15 @@ from .simd import (
     to_u16,
     to_u32,
 )
-from .sources import gradient_at
+from .chunk_select import choose, room_for
+from .qsgd import squeeze
 
 Form = tuple[int, int, int, Layout]  # elements of a chunk, entries, bits of a value, how the indices are laid out
+
 HALF = F32(0.5)
+
 CHUNK_STEPS = 4
+
 #: By how much the largest keys of two chunks differ when their scales do: half a binade.
 OTHER_SCALE = 1 << 22
 
@@ -57,9 +74,6 @@ def record_bytes(form: Form) -> int:
 def chunk_scratch(chunk: int, k: int) -> int:
     """Bytes of scratch: a chunk, then lists of indices, values, what these decode to, codes, and codes packed."""
     return A + 4 * chunk + (4 + 4 + 4 + 1 + 1) * room_for(k)
-
-
-# Values.
 
 
 @compiled
@@ -156,9 +170,6 @@ def values_of(source: int, form: Form, record: int, value: int) -> bool:
             magnitude = high
         store(value + 4 * i, -magnitude if code > top else magnitude)
     return True
-
-
-# Chunks.
 
 
 @compiled
@@ -282,3 +293,22 @@ def chunked_decode(out: Source, wires: Wires, span: Span, how: How, form: Form, 
                     store(place, get_f32(place) + times * get_f32(value + i))
         end_sum(kind, total, target, start, n, chunk, add, scale, scratch + SPARE)
     return skipped, unsound
+
+
+class ChunkedTopK(Blocks):
+    def block(self, codec: Any) -> int:
+        return int(codec.chunk)
+
+    def scratch(self, codec: Any) -> int:
+        return chunk_scratch(codec.chunk, codec.k)
+
+    def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
+        return chunked_encode, self._form(codec)
+
+    def decode_block(self, codec: Any) -> Kernel:
+        return chunked_decode, self._form(codec)
+
+    @staticmethod
+    def _form(codec: Any) -> tuple[Form]:
+        layout = index_layout(codec.chunk, codec.k)
+        return ((codec.chunk, codec.k, codec.bits, (layout.low_bits, layout.upper_words, layout.low_words)),)

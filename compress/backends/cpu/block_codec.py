@@ -1,88 +1,32 @@
-"""What runs kernels on the CPU: threads of our own, memory, compiling ahead, and the codecs of one record a block."""
+"""Codecs of one record a block: how the CPU runs their numba kernels.
+
+Two kernels serve a codec, on the blocks `first` to `last` of `span` = (elements, first, last), so that threads can
+share a call. *Encode* takes a = x, or x + residual unless `residual` is 0, writes the code of a, and then puts
+a - decoded into the residual. *Decode* adds `alpha` times what each of `ranks` wires says, in rank order, to zero, or
+to what `out` holds if `add`, multiplies by `scale`, and returns how many codes it skipped and how many records were not
+finite. A block that is being worked on stays in the first-level cache.
+"""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...formats.entries import index_layout
 from .. import Entering, Kernels, Narrow, Workspace, kernel_cache
 from ..addresses import address, rows_at
-from . import chunked, dense, narrow, ternary
-from .blocks import scratch_bytes
-from .dense import How, Source
-from .formats import BFLOAT16, FLOAT16, FLOAT32, TILE
-from .patching import Hidden, shown_bytes
+from . import low_precision
+from .runtime.blocks import How, scratch_bytes
+from .runtime.dtypes import Source
+from .runtime.fused_inputs import source_of
+from .runtime.outlier_masks import Hidden, shown_bytes
+from .runtime.threads import inverse, note, pieces_of, reserved, run, whole_lines
 
-KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
-#: Fewer elements than this are not worth another thread: to wake one takes some 0.1 ms.
-ELEMENTS_PER_THREAD = 1 << 20
 #: Elements of a residual that are float32 at a time where it is kept in fewer bytes: 128 KB.
 NARROW_ROOM = 1 << 15
-
-
-@cache
-def pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="gradwire")
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=pool.cache_clear)  # a fork keeps the pool, but not its threads
-
-
-def run(job: Callable[[int, int, int], Any], count: int, pieces: int) -> list[Any]:
-    """job(first, last, piece) over `count` blocks, by this thread and by others."""
-    if pieces == 1:
-        return [job(0, count, 0)]
-    bounds = [count * i // pieces for i in range(pieces + 1)]
-    others = [pool().submit(job, bounds[i], bounds[i + 1], i) for i in range(1, pieces)]
-    results = [job(bounds[0], bounds[1], 0)]
-    return results + [other.result() for other in others]
-
-
-def pieces_of(elements: int, count: int) -> int:
-    return max(1, min(torch.get_num_threads(), elements // ELEMENTS_PER_THREAD, count))
-
-
-def reserved(workspace: Workspace, name: str, size: int) -> int:
-    """The address of at least `size` bytes that the workspace keeps under `name`, at a multiple of 64."""
-    memory, address = workspace.buffers.get(name, (b"", 0))
-    if len(memory) < size + 63:
-        memory = np.empty(size + 63, np.uint8)
-        address = -(-memory.ctypes.data // 64) * 64
-        workspace.buffers[name] = memory, address
-    return address
-
-
-def whole_lines(size: int) -> int:
-    """So many bytes, up to the end of a cache line."""
-    return -(-size // 64) * 64
-
-
-def note(workspace: Workspace, results: list[tuple[int, int]]) -> None:
-    status = workspace.status.numpy()
-    for skipped, unsound in results:
-        status[0] += skipped
-        status[1] += unsound
-
-
-def source_of(x: Tensor | Entering) -> Source:
-    """How elements are stored, or come about, and where."""
-    if isinstance(x, Entering):
-        assert x.source is not None
-        return x.source
-    return KINDS[x.dtype], address(x)
-
-
-def inverse(world_size: int) -> float:
-    return float(np.float32(1) / np.float32(world_size))
 
 
 class CpuKernels(Kernels):
@@ -95,6 +39,7 @@ class CpuKernels(Kernels):
 
 
 NOTHING_HIDDEN: Hidden = (0, 0, 0)
+
 #: A kernel, and what it needs to know of the codec.
 Kernel = tuple[Callable, tuple]
 
@@ -188,16 +133,16 @@ class Blocks(CpuKernels):
     ) -> None:
         """In a room for some blocks of the residual as float32, which stays in cache."""
         block, numel = self.block(codec), grad.numel()
-        if block % narrow.BLOCK:
+        if block % low_precision.BLOCK:
             super().encode_narrow(codec, grad, residual, wire, draw, workspace)
             return
         kernel, rest = self._encoder(codec, draw, NOTHING_HIDDEN)
-        read, write = narrow.PASSES[residual.dtype]
+        read, write = low_precision.PASSES[residual.dtype]
         source, target = source_of(grad), address(wire, torch.uint8)
-        parts = narrow.places(*residual.parts)
+        parts = low_precision.places(*residual.parts)
         count, pieces, scratch, size = self._split(codec, numel, workspace)
         at_once = max(1, NARROW_ROOM // block)
-        room_bytes = whole_lines(4 * min(at_once, count) * block + narrow.SPARE)
+        room_bytes = whole_lines(4 * min(at_once, count) * block + low_precision.SPARE)
         rooms = reserved(workspace, "room", pieces * room_bytes)
 
         def job(first: int, last: int, piece: int) -> None:
@@ -205,7 +150,7 @@ class Blocks(CpuKernels):
             for begin in range(first, last, at_once):
                 end = min(begin + at_once, last)
                 span = begin * block, min(end * block, numel)
-                there = room + narrow.SPARE - 4 * span[0]
+                there = room + low_precision.SPARE - 4 * span[0]
                 read(there, *parts, span, room)
                 kernel(source, there, target, (numel, begin, end), *rest, scratch + piece * size)
                 write(there, *parts, span, room)
@@ -254,81 +199,12 @@ class Blocks(CpuKernels):
         note(workspace, run(job, count, pieces))
 
 
+Draw = tuple[int, int, int, int]  # whether to draw, seed, step, stream
+
+
 def _draw(codec: Any, draw: Tensor | None) -> tuple[int, int, int, int]:
     """Whether to draw, and seed, step and stream."""
     if draw is None or not codec.stochastic:
         return 0, 0, 0, 0
     seed, step, stream = draw.tolist()
     return 1, seed, step, stream
-
-
-class OneBit(Blocks):
-    hides = shows = True
-
-    def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
-        return dense.onebit_encode, (codec.block, int(codec.scale == "sided"))
-
-    def decode_block(self, codec: Any) -> Kernel:
-        return dense.onebit_decode, (codec.block,)
-
-
-class QSGD(Blocks):
-    shows = True
-
-    def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
-        return dense.qsgd_encode, (codec.block, codec.bits, int(codec.norm == "l2"), _draw(codec, draw))
-
-    def decode_block(self, codec: Any) -> Kernel:
-        return dense.qsgd_decode, (codec.block, codec.bits)
-
-
-class TernGrad(Blocks):
-    shows = True
-
-    def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
-        return ternary.terngrad_encode, (codec.block, float(codec.clip), _draw(codec, draw))
-
-    def decode_block(self, codec: Any) -> Kernel:
-        return ternary.ternary_decode, (codec.block,)
-
-
-class Ternary(TernGrad):
-    hides = True
-
-    def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
-        return ternary.ternary_encode, (codec.block,)
-
-
-class ChunkedTopK(Blocks):
-    def block(self, codec: Any) -> int:
-        return int(codec.chunk)
-
-    def scratch(self, codec: Any) -> int:
-        return chunked.chunk_scratch(codec.chunk, codec.k)
-
-    def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
-        return chunked.chunked_encode, self._form(codec)
-
-    def decode_block(self, codec: Any) -> Kernel:
-        return chunked.chunked_decode, self._form(codec)
-
-    @staticmethod
-    def _form(codec: Any) -> tuple[chunked.Form]:
-        layout = index_layout(codec.chunk, codec.k)
-        return ((codec.chunk, codec.k, codec.bits, (layout.low_bits, layout.upper_words, layout.low_words)),)
-
-
-class Cast(Blocks):
-    """Identity too: a cast to float32."""
-
-    def block(self, codec: Any) -> int:
-        return TILE
-
-    def stored(self, codec: Any) -> int:
-        return KINDS[getattr(codec, "dtype", torch.float32)]
-
-    def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
-        return dense.cast_encode, (self.stored(codec),)
-
-    def decode_block(self, codec: Any) -> Kernel:
-        return dense.cast_decode, (self.stored(codec),)

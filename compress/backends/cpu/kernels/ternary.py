@@ -1,47 +1,18 @@
-"""The numba kernels of TernGrad and Ternary, which have one wire: record = scale, block / 5 bytes of trits.
-
-What encoding and decoding take, and what scratch is, is as in `dense.py`.
-"""
+"""Ternary: record = level, a byte for five trits."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
-from .blocks import (
-    SPARE,
-    SUMS,
-    A,
-    begin_sum,
-    clear,
-    copy,
-    end_sum,
-    fill_halves,
-    largest_bits,
-    power,
-    random_bits,
-    read_ahead,
-    read_block,
-    residual_block,
-    sum_of_squares,
-    uniform,
-)
-from .dense import Draw, How, Source, Span, Wires
-from .formats import F32, FLOAT32, INF_BITS, MAGNITUDE, NAN_BITS, ONE, TINY, ZERO, width
-from .patching import (
-    Hidden,
-    Shown,
-    begin_showing,
-    first_from,
-    forget,
-    mark_until,
-    or_shown,
-    show,
-    shown_by,
-    unless_marked,
-)
-from .simd import (
+from ..block_codec import Kernel
+from ..runtime.blocks import A, Span, clear, copy, power, read_ahead, read_block, residual_block
+from ..runtime.dtypes import F32, FLOAT32, MAGNITUDE, NAN_BITS, TINY, ZERO, Source
+from ..runtime.fused_inputs import gradient_at, momentum_at
+from ..runtime.outlier_masks import Hidden, first_from, forget, mark_until, unless_marked
+from ..runtime.simd import (
     as_f32,
     as_i32,
     bits_of,
@@ -51,11 +22,9 @@ from .simd import (
     float_of,
     fold_max,
     fold_sum,
-    get_f32,
     inlined,
     load_f32,
     load_f32x16,
-    load_u8,
     maximum,
     prefetch,
     select,
@@ -63,78 +32,25 @@ from .simd import (
     splat_f32x16,
     splat_i32,
     splat_i32x16,
-    splat_u8,
     store,
     to_u8,
-    to_u16,
 )
-from .sources import gradient_at, momentum_at
-
-
-@compiled
-def terngrad_encode(
-    x: Source, residual: int, wire: int, span: Span, block: int, clip: float, draw: Draw, scratch: int
-) -> None:
-    kind, source = x
-    numel, first, last = span
-    stochastic, seed, step, stream = draw
-    draws = scratch + A + 8 * block
-    size = 4 + block // 5
-    if not stochastic:
-        fill_halves(draws, block)
-    for b in range(first, last):
-        start = b * block
-        n = min(block, numel - start)
-        record = wire + b * size
-        a = read_block(kind, source, residual, start, n, block, scratch)
-        largest = largest_bits(a, block)
-        if largest >= INF_BITS:
-            store(record, NAN_BITS)
-            clear(record + 4, size - 4)
-            continue  # the block keeps its residual
-        exponent = min(max(largest >> 23, 1), 254)
-        p = power(254 - exponent)
-        sigma = np.sqrt(sum_of_squares(a, p, block, scratch + SUMS) / F32(n))
-        scaled = float_of(np.int32(largest)) * p
-        clipped = F32(clip) * sigma
-        if clipped < scaled:  # not so when it is infinity times zero
-            scaled = clipped
-        level = scaled * power(exponent)
-        if largest > 0 and level == ZERO:
-            level = TINY
-        store(record, level)
-        inverse = ONE / scaled if scaled > ZERO else ZERO
-        if stochastic:
-            random_bits(draws, seed, step, stream, start >> 3, block)
-        e = residual_block(residual, start, n, block, scratch)
-        for j in range(0, block // 5, 64):
-            # A byte's five digits lie 256 elements apart, so packing never crosses lanes.
-            chunk = (j >> 8) * 1280 + (j & 255)
-            trits = splat_u8(0)
-            for i in range(chunk + 1024, chunk - 1, -256):
-                v = load_f32(a + 4 * i)
-                some = as_f32(as_i32(v) & MAGNITUDE) * p * inverse + uniform(draws, i) >= ONE
-                minus = some & (v < ZERO)
-                trits = trits + trits + trits + to_u8(some) + to_u8(minus)
-                decoded = select(minus, splat_f32(-level), select(some, splat_f32(level), ZERO))
-                store(e + 4 * i, v - decoded)
-                read_ahead(source + width(kind) * (start + block + i))
-                if residual:
-                    read_ahead(residual + 4 * (start + block + i))
-            store(record + 4 + j, trits)
-        if residual and n < block:
-            copy(residual + 4 * start, e, 4 * n)
-
+from .terngrad import TernGrad
 
 Three = tuple[Any, Any, Any]
+
 Four = tuple[Any, Any, Any, Any]
+
 Ahead = tuple[int, int, int]  # where elements of the next block lie, in the order in which to ask for them
 
 HALF = F32(0.5)
+
 #: Rounding changes sums of up to 2^22 magnitudes, and of their squares, by less.
 SLACK = F32(1.0 - 2.0**-5)
+
 #: The largest magnitude above which no square is subnormal of what is above 4 means of as many.
 SQUARABLE = F32(2.0**-40)
+
 LLOYD_STEPS = 2
 
 
@@ -312,38 +228,8 @@ def ternary_encode(x: Source, residual: int, wire: int, span: Span, block: int, 
             copy(residual + 4 * start, e, 4 * n)
 
 
-@compiled
-def ternary_decode(
-    out: Source, wires: Wires, span: Span, how: How, block: int, shown: Shown, scratch: int
-) -> tuple[int, int]:
-    kind, target = out
-    address, pitch, ranks = wires
-    numel, first, last = span
-    alpha, add, scale = how
-    size, times = 4 + block // 5, F32(alpha)
-    skipped = unsound = 0
-    begin_showing(shown, ranks, first * block, block)
-    for b in range(first, last):
-        start = b * block
-        n = min(block, numel - start)
-        show(shown, ranks, start, block, alpha)
-        total = begin_sum(kind, target, start, n, block, add, scratch)
-        for r in range(ranks):
-            record, marks = address + r * pitch + b * size, shown_by(shown, r, block)
-            level = get_f32(record)
-            unsound += not np.isfinite(level)
-            plus, minus, zero = times * level, times * -level, times * (ZERO * level)
-            for j in range(0, block // 5, 64):
-                packed = load_u8(record + 4 + j)
-                bad = packed >= 243
-                skipped += count_ones(bits_of(bad))
-                rest = to_u16(select(bad, 0, packed))
-                chunk = (j >> 8) * 1280 + (j & 255)
-                for i in range(chunk, chunk + 1280, 256):
-                    third = rest * 171 >> 9  # divided by 3
-                    trit = to_u8(rest - third * 3)
-                    rest = third
-                    v = select(trit == 1, splat_f32(plus), select(trit == 2, splat_f32(minus), zero))
-                    store(total + 4 * i, load_f32(total + 4 * i) + or_shown(v, marks, block, i))
-        end_sum(kind, total, target, start, n, block, add, scale, scratch + SPARE)
-    return skipped, unsound
+class Ternary(TernGrad):
+    hides = True
+
+    def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
+        return ternary_encode, (codec.block,)

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from .blocks import SUMS, A, clear, copy, read_ahead, read_block, residual_block
-from .formats import BFLOAT16, FLOAT32, INF_BITS, LOW, MAGNITUDE, NAN_BITS, SUMMABLE, TILE, finite, int_at, key_at
-from .simd import (
+from ..runtime.blocks import SUMS, A, Span, clear, copy, read_ahead, read_block, residual_block
+from ..runtime.dtypes import FLOAT32, INF_BITS, MAGNITUDE, NAN_BITS, SUMMABLE, TILE, Source, finite, int_at, key_at
+from ..runtime.fused_inputs import SUMMED, sum_at
+from ..runtime.simd import (
     as_i32,
     bits_of,
     compiled,
@@ -30,24 +31,23 @@ from .simd import (
     store,
     word_of,
 )
-from .sources import SUMMED, gradient_at, momentum_at, sum_at
 
-Source = tuple[int, int]  # kind, address
 Room = tuple[int, int, int, int, int]  # index, value, capacity, histogram, scratch
-Entries = tuple[int, int]  # where indices are, and where values are
-Span = tuple[int, int, int]  # elements, first tile, last tile
+
+Pointers = tuple[int, int]  # of indices, and of values
 
 #: What a pass does to the residual: nothing; what is selected leaves it, and all else comes in; or it becomes the sum
-#: of both (`sources.SUMMED`), and what is selected stays.
+#: of both (`fused_inputs.SUMMED`), and what is selected stays.
 READ, TAKE, SUM = 0, 1, 2
+
 Change = tuple[int, int]  # one of these, and the record of `SUMMED`
 
-#: How many sampled runs ahead to ask for what they hold, which lies too far apart for the hardware to foresee.
-RUNS_AHEAD = 8
 #: Tiles that are searched before what is found in them is listed. Listing takes branches that nobody can foresee, and
 #: each that is guessed wrong also stops the fetching of what comes next.
 BATCH = 16
+
 MASKS = TILE // 64 * 8
+
 #: How many elements ahead a pass asks for. Mostly in the same page, which the hardware fetches by itself, and faster:
 #: what is farther ahead it would be asked for all the time.
 AHEAD = 384
@@ -60,38 +60,6 @@ def candidates(v: Any, threshold: int, masks: int, i: int) -> Any:
     bits = bits_of((as_i32(v) & MAGNITUDE) >= threshold)
     store(masks + (i >> 3), bits)
     return np.int64(bits != 0) << (i >> 6)
-
-
-@inlined
-def sampled_run(stratum: int, stride: int) -> Any:
-    """The first element of the run of 64 that stands for a stratum: any of its `stride` runs, since always the same
-    one would be the same columns of many a matrix. Multiplicative hashing (Knuth, The Art of Computer Programming,
-    volume 3, section 6.4)."""
-    mixed = ((stratum * 0x9E3779B1) & LOW) >> 8
-    return 64 * (stratum * stride + mixed % stride)
-
-
-@compiled
-def sample(x: Source, residual: int, strata: tuple[int, int], threshold: int, keys: int, scratch: int) -> int:
-    """The keys at or above `threshold` in one run of 64 elements of each stratum, of which there are so many, of so
-    many runs each, as if nothing were above infinity; returns how many. Changes nothing."""
-    kind, source = x
-    strata_count, stride = strata
-    count = 0
-    for stratum in range(strata_count):
-        later = sampled_run(stratum + RUNS_AHEAD, stride)
-        read_ahead(gradient_at(kind, source, later))
-        if kind > BFLOAT16:
-            read_ahead(momentum_at(kind, source, later))
-        if residual:
-            read_ahead(residual + 4 * later)
-        a = read_block(kind, source, residual, sampled_run(stratum, stride), 64, 64, scratch)
-        bits = bits_of((as_i32(load_f32(a)) & MAGNITUDE) >= threshold)
-        while bits:
-            store(keys + 4 * count, np.int32(min(key_at(a + 4 * lowest_bit(bits)), INF_BITS)))
-            count += 1
-            bits &= bits - 1
-    return count
 
 
 @compiled
@@ -287,7 +255,15 @@ def collect(
 
 @compiled
 def collect_again(
-    x: Source, residual: int, change: Change, span: Span, k: int, lowest: int, count: int, spare: Entries, room: Room
+    x: Source,
+    residual: int,
+    change: Change,
+    span: Span,
+    k: int,
+    lowest: int,
+    count: int,
+    spare: Pointers,
+    room: Room,
 ) -> tuple[int, int]:
     """Once more, from `lowest` on, after a threshold that was too high; `spare` has room for `count` entries."""
     index, value = room[0], room[1]
@@ -382,7 +358,7 @@ def first_of(bits: int, n: int) -> int:
 
 
 @compiled
-def keep(index: int, value: int, count: int, key: int, ties: int, likely: int, residual: int, target: Entries) -> int:
+def keep(index: int, value: int, count: int, key: int, ties: int, likely: int, residual: int, target: Pointers) -> int:
     """Copy the candidates above `key`, and the first `ties` equal to it, to `target`, which may be where they are. In
     the residual, which has 0 for those from `likely` on, what is dropped comes back, and what stays becomes 0."""
     kept: Any = 0

@@ -1,32 +1,43 @@
-"""How numbers are stored, and read as float32: what `kind` says in the numba kernels."""
+"""How numbers are stored, and read as float32: the `kind` of the numba kernels."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+import torch
 
 from .simd import as_f32, as_i32, get_u32, inlined, load_f32, load_u16, select, to_i32, to_u16
 
 FLOAT32, FLOAT16, BFLOAT16 = 0, 1, 2
+Source = tuple[int, int]  # kind, address
+
 #: Elements that the sparse and the cast kernels take at once, in place of a block.
 TILE = 1024
 
 F32 = np.float32
+
 ZERO, ONE = F32(0), F32(1)
+
 TINY = F32(2.0**-149)
+
 NAN_BITS = np.int32(0x7FC00000)
+
 NAN = NAN_BITS.view(F32)
+
 INF_BITS = 0x7F800000
+
 MAGNITUDE = 0x7FFFFFFF
+
 LOW = 0xFFFFFFFF
+
 #: A thousand numbers whose keys are below this, 2^117, add up to a finite sum.
 SUMMABLE = (117 + 127) << 23
 
 
 @inlined
 def width(kind: int) -> int:
-    """Bytes an element; 0 where there are none, but a record: see `sources`."""
+    """Bytes an element; 0 where there are none, but a record: see `fused_inputs`."""
     return 4 if kind == FLOAT32 else 2 if kind <= BFLOAT16 else 0
 
 
@@ -91,3 +102,6 @@ def int_at(address: int) -> Any:
 @inlined
 def key_at(address: int) -> Any:
     return int_at(address) & MAGNITUDE
+
+
+KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}

@@ -67,8 +67,11 @@ class _VectorModel(models.PrimitiveModel):
 F32, I32, U32, U16, U8, I8 = (
     Vector(t) for t in (types.float32, types.int32, types.uint32, types.uint16, types.uint8, types.int8)
 )
+
 MASK = Vector(types.boolean)
+
 F32X16, I32X16 = Vector(types.float32, 16), Vector(types.int32, 16)
+
 U64X8, U64X16, U32X8 = Vector(types.uint64, 8), Vector(types.uint64, 16), Vector(types.uint32, 8)
 
 
@@ -85,9 +88,6 @@ def _shuffle(builder: ir.IRBuilder, a: Any, b: Any, lanes: list[int]) -> Any:
 def _operands(builder: ir.IRBuilder, args: Any, kinds: Any, vector: Vector) -> list[Any]:
     """The arguments as vectors: scalars fill every lane."""
     return [a if isinstance(t, Vector) else _splat(builder, a, vector.lanes) for a, t in zip(args, kinds, strict=True)]
-
-
-# Operators, on two vectors of one type or a vector and a number.
 
 
 def _operator(op: Callable, emit: Callable, compares: bool = False) -> None:
@@ -128,14 +128,23 @@ def _compare(sign: str) -> Callable:
 
 
 _operator(operator.add, _arithmetic("add", "fadd"))
+
 _operator(operator.sub, _arithmetic("sub", "fsub"))
+
 _operator(operator.mul, _arithmetic("mul", "fmul"))
+
 _operator(operator.truediv, lambda builder, element, a, b: builder.fdiv(a, b))
+
 _operator(operator.and_, lambda builder, element, a, b: builder.and_(a, b))
+
 _operator(operator.or_, lambda builder, element, a, b: builder.or_(a, b))
+
 _operator(operator.xor, lambda builder, element, a, b: builder.xor(a, b))
+
 _operator(operator.lshift, lambda builder, element, a, b: builder.shl(a, b))
+
 _operator(operator.rshift, lambda builder, element, a, b: (builder.ashr if element.signed else builder.lshr)(a, b))
+
 for _op, _sign in ((operator.lt, "<"), (operator.ge, ">="), (operator.gt, ">"), (operator.eq, "==")):
     _operator(_op, _compare(_sign), compares=True)
 
@@ -150,9 +159,6 @@ def select(context: Any, mask: Any, yes: Any, no: Any) -> Any:
         return builder.select(*_operands(builder, args, kinds, vector))
 
     return vector(*kinds), codegen
-
-
-# Memory.
 
 
 def _pointer(builder: ir.IRBuilder, address: Any, target: ir.Type) -> Any:
@@ -186,7 +192,9 @@ def _getter(element: Any) -> Any:
 
 
 load_f32, load_u16, load_u8, load_u32x8, load_u64x8 = map(_loader, (F32, U16, U8, U32X8, U64X8))
+
 load_f32x16 = _loader(F32X16)
+
 get_f32, get_f64, get_i32, get_u32, get_i64, get_u8 = map(
     _getter, (types.float32, types.float64, types.int32, types.uint32, types.int64, types.uint8)
 )
@@ -216,9 +224,6 @@ def prefetch(context: Any, address: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64), codegen
-
-
-# From one kind of vector to another.
 
 
 def _splatter(vector: Vector) -> Any:
@@ -273,21 +278,24 @@ def _reinterpreter(target: Any) -> Any:
 
 
 splat_f32, splat_i32, splat_u8, splat_u64x16 = map(_splatter, (F32, I32, U8, U64X16))
+
 splat_f32x16, splat_i32x16 = map(_splatter, (F32X16, I32X16))
+
 to_f32, to_i32, to_u32, to_u64, to_u16, to_u8, to_i8 = map(
     _converter,
     (types.float32, types.int32, types.uint32, types.uint64, types.uint16, types.uint8, types.int8),
 )
+
 as_f32, as_i32, as_u32, as_i8, as_u64x8 = map(_reinterpreter, (F32, I32, U32, I8, U64X8))
+
 #: The mask as a 64-bit word, lane i in bit i; and back.
 bits_of, mask_of = _reinterpreter(types.int64), _reinterpreter(MASK)
+
 #: That of 16 lanes.
 bits_of_16 = _reinterpreter(types.uint16)
+
 #: The bits of one float32, and back.
 float_of, word_of = _reinterpreter(types.float32), _reinterpreter(types.int32)
-
-
-# Across lanes.
 
 
 def _fold(emit: Callable) -> Any:
@@ -309,6 +317,7 @@ def _fold(emit: Callable) -> Any:
 
 #: The sum of all lanes, halves folded onto each other: the canonical order.
 fold_sum = _fold(lambda builder, a, b: builder.fadd(a, b))
+
 #: The largest lane of signed integers.
 fold_max = _fold(lambda builder, a, b: builder.select(builder.icmp_signed(">", a, b), a, b))
 
@@ -345,9 +354,6 @@ def store_interleaved(context: Any, address: Any, a: Any, b: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, a, b), codegen
-
-
-# Bits of one word.
 
 
 @_intrinsic

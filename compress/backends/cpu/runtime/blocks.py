@@ -1,8 +1,8 @@
-"""What the numba kernels of the CPU backend share: blocks in and out of cache, statistics, Philox.
+"""Common steps of the numba kernels: blocks in and out of cache, statistics, Philox.
 
 Every argument is an integer or a float: addresses come as integers, so a kernel is compiled once, for any dtype,
-alignment and pitch. `kind` says how elements are stored: `FLOAT32`, `FLOAT16` or `BFLOAT16` (`formats`); a source may
-be of other kinds too (`sources`). A kernel's memory is `scratch`, `scratch_bytes(block)` long. A tail runs through it
+alignment and pitch. `kind` says how elements are stored: `FLOAT32`, `FLOAT16` or `BFLOAT16` (`dtypes`); a source may be
+of other kinds too (`fused_inputs`). A kernel's memory is `scratch`, `scratch_bytes(block)` long. A tail runs through it
 as a whole block, padded with zeros.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .formats import (
+from .dtypes import (
     BFLOAT16,
     F32,
     FLOAT16,
@@ -28,6 +28,7 @@ from .formats import (
     to_half,
     width,
 )
+from .fused_inputs import SUMMED, enter, sum_at
 from .simd import (
     as_i32,
     compiled,
@@ -53,7 +54,11 @@ from .simd import (
     to_f32,
     word_of,
 )
-from .sources import SUMMED, enter, sum_at
+
+Wires = tuple[int, int, int]  # address, bytes from one rank's wire to the next, ranks
+Rows = tuple[int, int]  # address, bytes from one rank's to the next
+Span = tuple[int, int, int]  # elements, first block or tile, last
+How = tuple[float, int, float]  # alpha, add, scale
 
 # Scratch: a vector's worth of bytes, two sets of 256 partial sums, a block of a, one of residuals, its random draws,
 # its codes, and its codes packed.
@@ -62,9 +67,6 @@ SPARE, SUMS, A = 0, 512, 512 + 2048
 
 def scratch_bytes(block: int) -> int:
     return A + block * (4 + 4 + 2 + 1 + 1) + 64
-
-
-# Blocks in and out.
 
 
 @inlined
@@ -213,9 +215,6 @@ def end_sum(
         narrow(kind, total, target, n, spare)
 
 
-# Statistics of a block.
-
-
 @inlined
 def fold_lanes(sums: int) -> Any:
     """256 partial sums folded onto each other: halves of 128, 64, and so on."""
@@ -292,3 +291,12 @@ def fill_halves(draws: int, n: int) -> None:
 @inlined
 def uniform(draws: int, i: int) -> Any:
     return to_f32(load_u16(draws + 2 * i)) * F32(2.0**-16)
+
+
+@inlined
+def element(kind: int, address: int, scratch: int) -> Any:
+    """One element as float32."""
+    if kind == FLOAT32:
+        return get_f32(address)
+    widen(kind, address, scratch + A, 1, scratch + SPARE)
+    return get_f32(scratch + A)
