@@ -10,7 +10,8 @@ import torch
 from emulated import EmulatedDevice, emulated_gpu
 from gradwire.compress import CODECS, Codec, Outliers, PowerSGD, RandomK, Threshold, TopK, new_draw
 from gradwire.compress.backends import Kernels, Workspace, backend_kernels, use_backend
-from gradwire.compress.backends.cuda.device import (
+from gradwire.compress.backends.cuda.entries import Union
+from gradwire.compress.backends.cuda.runtime.device import (
     DEVICES,
     FULL,
     SHARES,
@@ -20,7 +21,6 @@ from gradwire.compress.backends.cuda.device import (
     Function,
     full_waves,
 )
-from gradwire.compress.backends.cuda.union import Union
 from gradwire.compress.codec import DTYPES
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from ...compress.backends import kernel_cache
-from ...compress.backends.cuda import compiler
+from ...compress.backends.cuda.runtime import compiler
 from ..common import report
 from . import page, rows, sections
 from .processes import Processes

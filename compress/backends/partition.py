@@ -1,5 +1,5 @@
 """Elements dealt to owners, one by one, and the entries that go to them and come back: `split` where no host may read.
-In torch; csrc/dealing.cu is the same."""
+In torch; csrc/partition.cu is the same."""
 
 from __future__ import annotations
 

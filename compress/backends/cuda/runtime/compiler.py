@@ -19,11 +19,18 @@ from typing import Any
 
 import torch
 
-from .. import kernel_cache
+from ... import kernel_cache
 
-CSRC = Path(__file__).resolve().parents[3] / "csrc"
+CSRC = Path(__file__).resolve().parents[4] / "csrc"
 #: Canonical bytes: no multiply-add in one rounding, subnormals kept, division and square root rounded as IEEE says.
-OPTIONS = ("--std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true", f"--include-path={CSRC}")
+OPTIONS = (
+    "--std=c++17",
+    "-fmad=false",
+    "-ftz=false",
+    "-prec-div=true",
+    "-prec-sqrt=true",
+    f"--include-path={CSRC / 'include'}",
+)
 
 
 @dataclass(frozen=True)
@@ -147,7 +154,7 @@ def cached_cubin(file: str, architecture: int) -> Path:
     Processes may ask at the same time: one compiles a file, and those that need that one wait for it.
     """
     parts = [f"NVRTC {version()} sm_{architecture}", *OPTIONS[:-1], (CSRC / file).read_text("utf-8")]
-    parts += [header.read_text("utf-8") for header in sorted(CSRC.glob("*.cuh"))]
+    parts += [header.read_text("utf-8") for header in sorted((CSRC / "include").glob("*.cuh"))]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
     name = f"{Path(file).stem}-sm_{architecture}-{digest}.cubin"
     places = [folder / name for folder in kernel_cache.folders()]

@@ -1,4 +1,4 @@
-"""PowerSGD on a GPU: what launches the kernels of csrc/low_rank.cu."""
+"""PowerSGD on a GPU: what launches the kernels of csrc/power_sgd.cu."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import kernel_cache
-from ..power_sgd import RUN, LowRankKernels, Matrices
-from .device import THREADS, Argument, device_for, launch_rows
+from ... import kernel_cache
+from ...power_sgd import RUN, LowRankKernels, Matrices
+from ..runtime.device import THREADS, Argument, device_for, launch_rows
 
-FILE = "low_rank.cu"
+FILE = "power_sgd.cu"
 WARPS = THREADS // 32
 
 
@@ -24,7 +24,7 @@ class PowerSGD(LowRankKernels):
             super().prepare(codec, dtype, device)
 
     def draw(self, matrices: Matrices, draw: Tensor, start: Tensor) -> None:
-        launch_rows(FILE, "low_rank_draw", start, draw)
+        launch_rows(FILE, "power_sgd_draw", start, draw)
 
     def take(self, matrices: Matrices, x: Tensor, whole: Tensor) -> None:
         _launch("take", matrices, matrices.lines, x, whole)
@@ -65,11 +65,11 @@ def _launch(name: str, matrices: Matrices, warps: int, *arguments: Argument) -> 
     if not warps:
         return
     table = matrices.table, np.int32(len(matrices.rows))
-    device_for(matrices.table.device).launch(FILE, f"low_rank_{name}", -(-warps // WARPS), (*table, *arguments))
+    device_for(matrices.table.device).launch(FILE, f"power_sgd_{name}", -(-warps // WARPS), (*table, *arguments))
 
 
 def _of_matrices(name: str, matrices: Matrices, *arguments: Argument) -> None:
     """A kernel of which a block of threads takes each piece."""
     count = len(matrices.rows)
-    function = device_for(matrices.table.device).function(FILE, f"low_rank_{name}")
+    function = device_for(matrices.table.device).function(FILE, f"power_sgd_{name}")
     function(count, THREADS, (matrices.table, np.int32(count), np.int32(matrices.rank), *arguments))

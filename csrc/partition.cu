@@ -63,7 +63,7 @@ extern "C" {
 
 // `slots` says where in the row to its owner each entry is, or would be if there were room. What is not finite must be
 // seen, and waits nowhere: a row that has no room for it is of NaN.
-__global__ void dealing_rows(const u32* count, const u32* indices, const float* values, int k, const i64* turn,
+__global__ void partition_rows(const u32* count, const u32* indices, const float* values, int k, const i64* turn,
                              int ranks, int capacity, int low_bits, i64 upper_words, i64 low_words, u32* places,
                              float* numbers, u32* slots, u8* index_rows, u8* value_rows, i64 pitch, int form) {
     __shared__ u32 warps[WARP];
@@ -113,7 +113,7 @@ __global__ void dealing_rows(const u32* count, const u32* indices, const float* 
 }
 
 // As topk_mean, of rows that have been unpacked. Besides, `out` is cleared.
-__global__ void dealing_mean_f32(float* mean, i64 span, float scale, const u32* places, const u32* used, int capacity,
+__global__ void partition_mean_f32(float* mean, i64 span, float scale, const u32* places, const u32* used, int capacity,
                                  int low_bits, const u8* value_rows, i64 pitch, int form, int ranks, u8* out,
                                  int stored, i64 numel, i64* status) {
     __shared__ float sums[TILE];
@@ -164,7 +164,7 @@ __global__ void dealing_mean_f32(float* mean, i64 span, float scale, const u32* 
 
 // The owners' means into `out`, and into `residual`, unless it is null, what has not arrived: of this rank's entries
 // those that no mean has, whole, and what rounding has taken from the others; and from the means that this rank owns.
-__global__ void dealing_deliver(u8* out, int stored, i64 numel, const u32* places, const u32* used, int share,
+__global__ void partition_deliver(u8* out, int stored, i64 numel, const u32* places, const u32* used, int share,
                                 int low_bits, const u8* mean_rows, i64 mean_pitch, int form, int ranks, int rank,
                                 const i64* turn, const float* mean, const u32* count, const u32* indices,
                                 const float* values, int k, const u32* slots, int capacity, const u8* sent_rows,

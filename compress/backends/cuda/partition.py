@@ -1,4 +1,4 @@
-"""Entries to the owners of elements, and the owners' means, on a GPU: kernels of csrc/dealing.cu."""
+"""Entries to the owners of elements, and the owners' means, on a GPU: kernels of csrc/partition.cu."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ..kernels import Workspace
 from ..partition import Packed
 from ..sparse import whole_rows
 from ..union import Listed
-from .device import STORED, THREADS, Device, device_for, grid_for
+from .runtime.device import STORED, THREADS, Device, device_for, grid_for
 
-FILE = "dealing.cu"
+FILE = "partition.cu"
 #: How the kernels name what values are packed as.
 FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 #: Threads of a block that fills a row.
@@ -43,7 +43,7 @@ class Dealer(partition.Dealer):
         words = np.int32(layout.low_bits), np.int64(layout.upper_words), np.int64(layout.low_words)
         rows = whole_rows(indices), *self._values(values), np.int32(FORMS[self.dtype])
         arguments = *what, *words, self.places, self.numbers, self.slots, *rows
-        self._device.function(FILE, "dealing_rows")(ranks, DEALING, arguments)
+        self._device.function(FILE, "partition_rows")(ranks, DEALING, arguments)
 
     def mean(self, rows: Packed, mean: Tensor, out: Tensor) -> None:
         span, ranks = self.dealing.span, self.dealing.ranks
@@ -52,7 +52,7 @@ class Dealer(partition.Dealer):
         values = *self._values(rows[1]), np.int32(FORMS[self.dtype]), np.int32(ranks)
         target = mean, np.int64(span), np.float32(1) / np.float32(ranks)
         arguments = *target, *entries, *values, out, np.int32(STORED[out.dtype]), np.int64(out.numel()), self.status
-        self._device.launch(FILE, "dealing_mean_f32", -(-span // TILE), arguments)
+        self._device.launch(FILE, "partition_mean_f32", -(-span // TILE), arguments)
 
     def deliver(
         self,
@@ -73,4 +73,4 @@ class Dealer(partition.Dealer):
         own = *entries, np.int32(self.k), self.slots, np.int32(self.capacity), *self._values(self.sent[1])
         arguments = *target, *means, *place, *own, residual, self.later, counted
         grid = grid_for(ranks * share + self.k, self._device)
-        self._device.function(FILE, "dealing_deliver")(grid, THREADS, arguments)
+        self._device.function(FILE, "partition_deliver")(grid, THREADS, arguments)

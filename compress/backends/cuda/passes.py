@@ -6,7 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from ..kernels import MomentumKernels, TrackingKernels
-from .device import SUFFIXES, launch_rows
+from .runtime.device import SUFFIXES, launch_rows
 
 FILE = "momentum.cu"
 

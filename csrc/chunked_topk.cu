@@ -230,7 +230,7 @@ __device__ void encode_chunk(const T* x, float* residual, u8* wire, i64 numel, c
 }
 
 template <class T>
-__device__ void chunked_encode(const T* x, float* residual, u8* wire, i64 numel, const Form& form) {
+__device__ void chunked_topk_encode(const T* x, float* residual, u8* wire, i64 numel, const Form& form) {
     Selection& shared = shared_selection();
     int turn = 0, guess = 0;
     for (i64 b = blockIdx.x; b * form.chunk < numel; b += gridDim.x) {
@@ -244,7 +244,7 @@ __device__ void chunked_encode(const T* x, float* residual, u8* wire, i64 numel,
 // ---- decoding
 
 template <class T>
-__device__ void chunked_decode(const Target<T>& target, const u8* wires, i64 pitch, int ranks, const Form& form,
+__device__ void chunked_topk_decode(const Target<T>& target, const u8* wires, i64 pitch, int ranks, const Form& form,
                                i64* status) {
     float* const sums = shared_sums();
     const int words = form.words();
@@ -301,39 +301,39 @@ __device__ void chunked_decode(const Target<T>& target, const u8* wires, i64 pit
 extern "C" {
 
 // x: numel elements. residual: float32, updated in place, or null. The rest says how records are laid out.
-__global__ void chunked_encode_f32(const float* x, float* residual, u8* wire, i64 numel, int chunk, int k, int bits,
+__global__ void chunked_topk_encode_f32(const float* x, float* residual, u8* wire, i64 numel, int chunk, int k, int bits,
                                    int low_bits, int upper_words, int low_words) {
-    chunked_encode(x, residual, wire, numel, Form{chunk, k, bits, low_bits, upper_words, low_words});
+    chunked_topk_encode(x, residual, wire, numel, Form{chunk, k, bits, low_bits, upper_words, low_words});
 }
 
-__global__ void chunked_encode_f16(const Half* x, float* residual, u8* wire, i64 numel, int chunk, int k, int bits,
+__global__ void chunked_topk_encode_f16(const Half* x, float* residual, u8* wire, i64 numel, int chunk, int k, int bits,
                                    int low_bits, int upper_words, int low_words) {
-    chunked_encode(x, residual, wire, numel, Form{chunk, k, bits, low_bits, upper_words, low_words});
+    chunked_topk_encode(x, residual, wire, numel, Form{chunk, k, bits, low_bits, upper_words, low_words});
 }
 
-__global__ void chunked_encode_bf16(const Bfloat* x, float* residual, u8* wire, i64 numel, int chunk, int k, int bits,
+__global__ void chunked_topk_encode_bf16(const Bfloat* x, float* residual, u8* wire, i64 numel, int chunk, int k, int bits,
                                     int low_bits, int upper_words, int low_words) {
-    chunked_encode(x, residual, wire, numel, Form{chunk, k, bits, low_bits, upper_words, low_words});
+    chunked_topk_encode(x, residual, wire, numel, Form{chunk, k, bits, low_bits, upper_words, low_words});
 }
 
-__global__ void chunked_decode_f32(float* out, i64 numel, float alpha, int add, float scale, const u8* wires,
+__global__ void chunked_topk_decode_f32(float* out, i64 numel, float alpha, int add, float scale, const u8* wires,
                                    i64 pitch, int ranks, int chunk, int k, int bits, int low_bits, int upper_words,
                                    int low_words, i64* status) {
     const Form form{chunk, k, bits, low_bits, upper_words, low_words};
-    chunked_decode(Target<float>{out, numel, alpha, add, scale}, wires, pitch, ranks, form, status);
+    chunked_topk_decode(Target<float>{out, numel, alpha, add, scale}, wires, pitch, ranks, form, status);
 }
 
-__global__ void chunked_decode_f16(Half* out, i64 numel, float alpha, int add, float scale, const u8* wires, i64 pitch,
+__global__ void chunked_topk_decode_f16(Half* out, i64 numel, float alpha, int add, float scale, const u8* wires, i64 pitch,
                                    int ranks, int chunk, int k, int bits, int low_bits, int upper_words, int low_words,
                                    i64* status) {
     const Form form{chunk, k, bits, low_bits, upper_words, low_words};
-    chunked_decode(Target<Half>{out, numel, alpha, add, scale}, wires, pitch, ranks, form, status);
+    chunked_topk_decode(Target<Half>{out, numel, alpha, add, scale}, wires, pitch, ranks, form, status);
 }
 
-__global__ void chunked_decode_bf16(Bfloat* out, i64 numel, float alpha, int add, float scale, const u8* wires,
+__global__ void chunked_topk_decode_bf16(Bfloat* out, i64 numel, float alpha, int add, float scale, const u8* wires,
                                     i64 pitch, int ranks, int chunk, int k, int bits, int low_bits, int upper_words,
                                     int low_words, i64* status) {
     const Form form{chunk, k, bits, low_bits, upper_words, low_words};
-    chunked_decode(Target<Bfloat>{out, numel, alpha, add, scale}, wires, pitch, ranks, form, status);
+    chunked_topk_decode(Target<Bfloat>{out, numel, alpha, add, scale}, wires, pitch, ranks, form, status);
 }
 }

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import Workspace, kernel_cache
-from ..outliers import OutlierKernels, Room, inner_kernels
-from ..sparse import whole_rows
-from .device import SUFFIXES, THREADS, device_for, grid_for
+from ... import Workspace, kernel_cache
+from ...outliers import OutlierKernels, Room, inner_kernels
+from ...sparse import whole_rows
+from ..runtime.device import SUFFIXES, THREADS, device_for, grid_for
 
 FILE = "outliers.cu"
 

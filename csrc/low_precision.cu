@@ -29,7 +29,7 @@ __device__ inline bool whole(const u8* codes, i64 begin, i64 numel) {
 
 extern "C" {
 
-__global__ void narrow_to_bf16(const float* x, Bfloat* out, i64 numel) {
+__global__ void low_precision_to_bf16(const float* x, Bfloat* out, i64 numel) {
     const bool aligned = is_aligned(x), out_aligned = is_aligned(out);
     each_block(numel, ROW, [&](i64 b) {
         const i64 begin = b * ROW + threadIdx.x % WARP * SLOTS;
@@ -41,7 +41,7 @@ __global__ void narrow_to_bf16(const float* x, Bfloat* out, i64 numel) {
     });
 }
 
-__global__ void narrow_from_bf16(const Bfloat* x, float* out, i64 numel) {
+__global__ void low_precision_from_bf16(const Bfloat* x, float* out, i64 numel) {
     const bool aligned = is_aligned(x), out_aligned = is_aligned(out);
     each_block(numel, ROW, [&](i64 b) {
         const i64 begin = b * ROW + threadIdx.x % WARP * SLOTS;
@@ -51,7 +51,7 @@ __global__ void narrow_from_bf16(const Bfloat* x, float* out, i64 numel) {
     });
 }
 
-__global__ void narrow_to_int8(const float* x, u8* codes, float* steps, i64 numel) {
+__global__ void low_precision_to_int8(const float* x, u8* codes, float* steps, i64 numel) {
     const bool aligned = is_aligned(x);
     each_block(numel, ROW, [&](i64 b) {
         const i64 begin = b * ROW + threadIdx.x % WARP * SLOTS;
@@ -80,7 +80,7 @@ __global__ void narrow_to_int8(const float* x, u8* codes, float* steps, i64 nume
     });
 }
 
-__global__ void narrow_from_int8(const u8* codes, const float* steps, float* out, i64 numel) {
+__global__ void low_precision_from_int8(const u8* codes, const float* steps, float* out, i64 numel) {
     const bool out_aligned = is_aligned(out);
     each_block(numel, ROW, [&](i64 b) {
         const i64 begin = b * ROW + threadIdx.x % WARP * SLOTS;

@@ -1,4 +1,4 @@
-// The record of a chunk: how it is laid out, what its levels mean, and how it is read. chunked.cu writes it.
+// The record of a chunk: how it is laid out, what its levels mean, and how it is read. chunked_topk.cu writes it.
 #pragma once
 #include "common.cuh"
 

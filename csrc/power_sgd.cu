@@ -113,7 +113,7 @@ __device__ inline void each_matrix(const i64* table, int pieces, F f) {
 extern "C" {
 
 // S, as Q lies. Ranks draw it alike: the upper half of the stream, which tells them apart, counts as zero.
-__global__ void low_rank_draw(float* start, const i64* state, i64 count) {
+__global__ void power_sgd_draw(float* start, const i64* state, i64 count) {
     Rounding rounding(state);
     rounding.stream1 = 0;
     each_block(count, ROW, [&](i64 block) {
@@ -126,7 +126,7 @@ __global__ void low_rank_draw(float* start, const i64* state, i64 count) {
     });
 }
 
-__global__ void low_rank_take(const i64* table, int pieces, const float* x, float* whole) {
+__global__ void power_sgd_take(const i64* table, int pieces, const float* x, float* whole) {
     each_line(table, pieces, [&](const Piece& piece, i64 line) {
         if (piece.columns != 0) return;
         each_single(piece, line, [&](i64 i) { whole[piece.left + i] = canonical(x[piece.start + i]); });
@@ -134,7 +134,7 @@ __global__ void low_rank_take(const i64* table, int pieces, const float* x, floa
 }
 
 // out = M·S.
-__global__ void low_rank_left(const i64* table, int pieces, int rank, const float* x, const float* start, float* out) {
+__global__ void power_sgd_left(const i64* table, int pieces, int rank, const float* x, const float* start, float* out) {
     each_line(table, pieces, [&](const Piece& piece, i64 line) {
         const float* row = x + piece.start + line * piece.columns;
         const bool aligned = is_aligned(row);
@@ -155,7 +155,7 @@ __global__ void low_rank_left(const i64* table, int pieces, int rank, const floa
     });
 }
 
-__global__ void low_rank_orthonormalise(const i64* table, int pieces, int rank, float* left) {
+__global__ void power_sgd_orthonormalise(const i64* table, int pieces, int rank, float* left) {
     each_matrix(table, pieces, [&](const Piece& piece) {
         float* p = left + piece.left;
         const i64 rows = piece.rows;
@@ -180,7 +180,7 @@ __global__ void low_rank_orthonormalise(const i64* table, int pieces, int rank, 
 }
 
 // What each tile adds to Mᵀ·P: parts[tile][k][column of the strip].
-__global__ void low_rank_tiles(const i64* table, int pieces, int rank, const float* x, const float* left,
+__global__ void power_sgd_tiles(const i64* table, int pieces, int rank, const float* x, const float* left,
                                float* parts) {
     each(((const Piece*)table)[pieces].tile, [&](i64 number) {
         const Piece& piece = piece_at(table, pieces, [](const Piece& p) { return p.tile; }, number);
@@ -204,7 +204,7 @@ __global__ void low_rank_tiles(const i64* table, int pieces, int rank, const flo
 }
 
 // out = Mᵀ·P: of each strip, its tiles from the top on.
-__global__ void low_rank_right(const i64* table, int pieces, int rank, const float* parts, float* out) {
+__global__ void power_sgd_right(const i64* table, int pieces, int rank, const float* parts, float* out) {
     each(((const Piece*)table)[pieces].strip * rank, [&](i64 number) {
         const i64 k = number % rank;
         const Piece& piece = piece_at(table, pieces, [](const Piece& p) { return p.strip; }, number / rank);
@@ -221,7 +221,7 @@ __global__ void low_rank_right(const i64* table, int pieces, int rank, const flo
     });
 }
 
-__global__ void low_rank_settle(const i64* table, int pieces, int rank, float* left, float* right) {
+__global__ void power_sgd_settle(const i64* table, int pieces, int rank, float* left, float* right) {
     each_matrix(table, pieces, [&](const Piece& piece) {
         float* q = right + piece.right;
         if (all_finite(q, rank * piece.columns)) return;
@@ -231,7 +231,7 @@ __global__ void low_rank_settle(const i64* table, int pieces, int rank, float* l
 }
 
 // start = Q, each column of length 1, where it has one.
-__global__ void low_rank_follow(const i64* table, int pieces, int rank, const float* right, float* start) {
+__global__ void power_sgd_follow(const i64* table, int pieces, int rank, const float* right, float* start) {
     each_matrix(table, pieces, [&](const Piece& piece) {
         for (int k = 0; k < rank; ++k) {
             const i64 at = piece.right + k * piece.columns;
@@ -244,7 +244,7 @@ __global__ void low_rank_follow(const i64* table, int pieces, int rank, const fl
 }
 
 // status[1] counts matrices, and elements that are in none, that are not finite.
-__global__ void low_rank_odd(const i64* table, int pieces, int rank, const float* whole, const float* left,
+__global__ void power_sgd_odd(const i64* table, int pieces, int rank, const float* whole, const float* left,
                              const float* right, i64* status) {
     each_matrix(table, pieces, [&](const Piece& piece) {
         const bool sound = all_finite(left + piece.left, rank * piece.rows);
@@ -259,7 +259,7 @@ __global__ void low_rank_odd(const i64* table, int pieces, int rank, const float
 }
 
 // out = (fresh ? 0 : out) + alpha times what the numbers stand for.
-__global__ void low_rank_add(const i64* table, int pieces, int rank, const float* whole, const float* left,
+__global__ void power_sgd_add(const i64* table, int pieces, int rank, const float* whole, const float* left,
                              const float* right, float* out, float alpha, int fresh) {
     each_line(table, pieces, [&](const Piece& piece, i64 line) {
         if (piece.columns == 0) {
@@ -283,7 +283,7 @@ __global__ void low_rank_add(const i64* table, int pieces, int rank, const float
 }
 
 // residual = total less what is sent of it, P·Qᵀ or the element itself, where that is finite.
-__global__ void low_rank_leave(const i64* table, int pieces, int rank, const float* left, const float* right,
+__global__ void power_sgd_leave(const i64* table, int pieces, int rank, const float* left, const float* right,
                                const float* total, float* residual) {
     each_line(table, pieces, [&](const Piece& piece, i64 line) {
         if (piece.columns == 0) {

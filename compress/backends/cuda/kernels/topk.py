@@ -1,5 +1,5 @@
 """TopK on a GPU, and what exchanges of sparse gradients need: what launches the kernels of csrc/topk.cu and
-csrc/sparse.cu."""
+csrc/topk_decode.cu."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import Workspace, kernel_cache
-from ..sparse import SparseKernels, whole_rows
-from .device import SUFFIXES, THREADS, Device, device_for, grid_for
-from .entries import Entries
+from ... import Workspace, kernel_cache
+from ...sparse import SparseKernels, whole_rows
+from ..entries import Entries
+from ..runtime.device import SUFFIXES, THREADS, Device, device_for, grid_for
 
-FILE, SELECTING = "sparse.cu", "topk.cu"
+FILE, SELECTING = "topk_decode.cu", "topk.cu"
 WARP = 32
 #: Elements that a block of threads takes at once.
 TILE = 2048
@@ -131,29 +131,3 @@ class TopK(SparseKernels):
         repaired = (*what, np.int64(numel), np.int32(k), broken, starts, reach, workspace.status)
         device.function(FILE, "topk_repair")(ranks, WARP, repaired)
         return device, (broken, starts, reach)
-
-
-class Threshold(TopK):
-    """The largest, as many as there is room for, less those that do not exceed the threshold."""
-
-    def encode_plain(
-        self,
-        codec: Any,
-        x: Tensor,
-        residual: Tensor | None,
-        row: Tensor,
-        values: Tensor,
-        draw: Tensor | None,
-        workspace: Workspace,
-    ) -> None:
-        self.choose(codec, x, residual, row, values, workspace, update=True)
-        indices, k = row[1:], len(values)
-        slots = torch.arange(k, device=x.device)
-        used, low = slots < row[:1], values.abs() <= codec.threshold
-        if residual is not None:  # which they had left; of what is not used the values are zero
-            residual.index_add_(0, torch.where(used, indices, slots), torch.where(used & low, values, -0.0))
-        kept = used & ~low
-        place = torch.where(kept, kept.cumsum(0) - 1, k)  # one more, for what is not kept
-        for listed in (indices, values):
-            listed.copy_(torch.zeros(k + 1, dtype=listed.dtype, device=x.device).scatter_(0, place, listed)[:k])
-        row[:1].copy_(kept.sum())
