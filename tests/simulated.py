@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from gradwire.compress import Codec, new_draw
 from gradwire.compress.feedback.base import Feedback
-from gradwire.compress.feedback.store import Memory
+from gradwire.compress.feedback.store import FeedbackStore
 from gradwire.compress.formats.layout import Layout, layout_numel
 from strategies import parts_of
 from torch import Tensor
@@ -33,11 +33,11 @@ class SimulatedRanks:
         keep_previous: bool = False,
     ) -> None:
         self.strategy, self.codec, self.shapes = strategy, codec, dict(shapes)
-        self.memories = [Memory(strategy, keep_previous) for _ in range(size)]
+        self.memories = [FeedbackStore(strategy, keep_previous) for _ in range(size)]
         self.number = 0
 
     def means(self) -> Means:
-        found = {vector: [memory.by_name(vector) for memory in self.memories] for vector in self.strategy.vectors}
+        found = {vector: [memory.by_name(vector) for memory in self.memories] for vector in self.strategy.state_names}
         return {
             name: {
                 vector: sum(
@@ -75,7 +75,7 @@ class SimulatedRanks:
                 gradient[slot.name], handed[slot.name] = slot.view(mean), slot.view(outs[0]).double()
                 if not applied:
                     for memory, out in zip(self.memories, outs, strict=True):
-                        memory.give_back(layout, out, [(slot, None)])
+                        memory.restore(layout, out, [(slot, None)])
         after, off, size = self.means(), 0.0, 0.0
         for name, there in before.items():
             given = handed[name] if applied else torch.zeros_like(handed[name])
@@ -86,7 +86,7 @@ class SimulatedRanks:
     def _exchange(self, layout: Layout, grads: Sequence[Tensor], index: int, dense: bool) -> list[Tensor]:
         numel = layout_numel(layout)
         if dense:
-            sent = [memory.take(layout, grad) for memory, grad in zip(self.memories, grads, strict=True)]
+            sent = [memory.drain(layout, grad) for memory, grad in zip(self.memories, grads, strict=True)]
             mean = torch.stack(sent).mean(0)
         else:
             wires = torch.empty(len(grads), self.codec.wire_bytes(numel), dtype=torch.uint8)

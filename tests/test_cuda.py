@@ -83,7 +83,7 @@ def test_a_threshold_is_the_largest_less_those_below_it(
 ) -> None:
     codec = Threshold(threshold, most, values)
     assert equal(codec, numel, kinds, dtype)
-    assert equal(codec.plain, numel, kinds, dtype)
+    assert equal(codec.raw_entries, numel, kinds, dtype)
 
 
 @pytest.mark.parametrize("architecture", [None, 90], ids=str)

@@ -14,8 +14,8 @@ import torch
 from cuda_on_cpu import EmulationError
 from emulated import CSRC, EmulatedDevice, emulated_gpu, forget
 from gradwire.compress import QSGD, Cast, ChunkedTopK, Codec, OneBit, Outliers, Ternary, TernGrad, TopK, new_draw
-from gradwire.compress.backends import backend_for, narrow_vector, use_backend
-from gradwire.compress.feedback.base import RESIDUAL_DTYPES
+from gradwire.compress.backends import backend_for, low_precision_vector, use_backend
+from gradwire.compress.feedback.residual import RESIDUAL_DTYPES
 from gradwire.compress.formats.entries import index_layout
 from strategies import gradient, same
 from torch import Tensor
@@ -520,7 +520,7 @@ def kept(kinds: Sequence[str], offset: int) -> Iterator[Tensor]:
     """What is kept of a vector in fewer bytes, and what is read of that; and what a momentum makes of gradients."""
     for dtype in RESIDUAL_DTYPES[1:]:
         for step, kind in enumerate(kinds):
-            vector = narrow_vector(NUMEL, dtype, torch.device("cpu"))
+            vector = low_precision_vector(NUMEL, dtype, torch.device("cpu"))
             vector.write(torch.empty(NUMEL + offset)[offset:].copy_(given(kind, step)))
             yield from (*vector.parts, vector.read())
     passes, momenta = backend_for(torch.device("cpu")), torch.zeros(4, NUMEL + offset)[:, offset:]

@@ -21,7 +21,7 @@ from gradwire.benchmarks.common import report
 from gradwire.benchmarks.gpu import gpu, page, paths, sections, speed
 from gradwire.benchmarks.gpu.processes import Ended, Processes
 from gradwire.compress.backends import use_backend
-from gradwire.compress.backends.cuda import compiler
+from gradwire.compress.backends.cuda.runtime import compiler
 from preloaded import PLAIN_PYTHON
 from strategies import GPU
 

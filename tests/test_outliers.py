@@ -197,4 +197,4 @@ def test_a_workspace_of_another_codec_or_length_does_no_harm() -> None:
 def test_bytes_and_density() -> None:
     bits = Outliers(OneBit()).bits_per_element()
     assert bits == pytest.approx(OneBit().bits_per_element() + TopK().bits_per_element())
-    assert Outliers(OneBit(), 0.013).timed_as == Outliers(OneBit(), 2.0**-6)
+    assert Outliers(OneBit(), 0.013).speed_key == Outliers(OneBit(), 2.0**-6)

@@ -12,8 +12,9 @@ import torch
 import training
 from gradwire.compress import TopK, new_draw
 from gradwire.compress.backends.partition import Dealing
-from gradwire.compress.feedback.base import NOTHING, RESIDUAL, Feedback, Kept, plain
+from gradwire.compress.feedback.base import RESIDUAL, Feedback, FeedbackState
 from gradwire.compress.feedback.momentum import MOMENTUM, Momentum
+from gradwire.compress.feedback.residual import NOTHING, server_state
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.comm.pipeline import Stages, drive
 from gradwire.hooks.comm.ports import Work
@@ -118,9 +119,9 @@ def run(
         if alter is not None:
             alter(exchange, rank)
         residual, momentum = torch.zeros(2, case.numel, device=device)
-        feedback, steps = plain(residual) if case.feedback else NOTHING, []
+        feedback, steps = server_state(residual) if case.feedback else NOTHING, []
         if strategy is not None:
-            feedback = Kept(strategy, {RESIDUAL: residual, MOMENTUM: momentum})
+            feedback = FeedbackState(strategy, {RESIDUAL: residual, MOMENTUM: momentum})
         place: Callable[[Tensor], Tensor] = Tensor.clone if schedule is None else on_gpu
         for number in range(case.steps):
             before, grad = read(residual), case.gradient(rank, number)
@@ -354,7 +355,7 @@ def test_what_cannot_be_right_is_skipped_alike_on_all_ranks(exchange: str) -> No
         exchanges[rank] = wrong
         generator, sent = torch.Generator().manual_seed(1), [wrong.row]
         if isinstance(wrong, FixedSizeSplit):
-            sent.append(wrong.rows_for(plain(torch.zeros(0))).sent)
+            sent.append(wrong.rows_for(server_state(torch.zeros(0))).sent)
         for port in wrong.ports if rank == 1 else []:
 
             def scrambled(start: Callable[[], Work] = port.start) -> Work:

@@ -139,5 +139,5 @@ def test_a_threshold_sends_what_exceeds_it() -> None:
 @pytest.mark.parametrize("kind", [RandomK, lambda share: Threshold(share, most=share), TopK])
 def test_a_schedule_of_shares_is_measured_a_few_times(kind: Callable[[float], Codec]) -> None:
     """To measure a codec takes all ranks, and stops them: not in every step of a schedule."""
-    timed = {kind(0.25 * 0.97**step).timed_as for step in range(200)}
+    timed = {kind(0.25 * 0.97**step).speed_key for step in range(200)}
     assert len(timed) <= 10

@@ -10,7 +10,7 @@ import torch
 import training
 from gradwire.benchmarks.common.virtual import VirtualGroup
 from gradwire.compress import TopK
-from gradwire.compress.feedback.base import plain
+from gradwire.compress.feedback.residual import server_state
 from gradwire.hooks.comm.entry_exchange import Entries, fill
 from gradwire.hooks.exchanges.split import Split
 from gradwire.hooks.network import cost
@@ -54,7 +54,7 @@ class Ranks:
         """What all ranks get, and how many stages that took."""
         before = self.groups[0].stages
         left = [
-            exchange.bring_together(mine, extra, plain(residual))
+            exchange.bring_together(mine, extra, server_state(residual))
             for exchange, mine, extra, residual in zip(self.exchanges, entries, extras, self.residuals, strict=True)
         ]
         results: dict[int, Tensor] = {}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...compress import Codec
 from ...compress.feedback.base import Feedback
-from ...compress.feedback.store import Memory
+from ...compress.feedback.store import FeedbackStore
 from ...compress.formats.layout import Layout, layout_numel
 from ...hooks.comm.group import Group
 from ...hooks.core.bucket import Bucket
@@ -91,7 +91,7 @@ class VirtualRanks:
         mailbox = defaultdict[tuple[int, int], deque[Tensor]](deque)
         self.numel, self.seed = layout_numel(layout), seed
         self.strategy, self.step = strategy, 0
-        self.memories = [Memory(strategy) for _ in range(size)]
+        self.memories = [FeedbackStore(strategy) for _ in range(size)]
         self.groups = [VirtualGroup(rank, size, mailbox) for rank in range(size)]
         self.units = [Bucket(0, [], layout, frozenset(), torch.empty(self.numel), strategy) for _ in range(size)]
         self.use(codec, exchange)
@@ -99,7 +99,7 @@ class VirtualRanks:
     def use(self, codec: Codec, exchange: str) -> None:
         """Go on with another codec and exchange; what is kept stays."""
         self.keeps = self.strategy is not None and not codec.lossless
-        codec = (codec.with_feedback() if self.keeps else codec).of_layout(self.units[0].layout)
+        codec = (codec.with_feedback() if self.keeps else codec).for_layout(self.units[0].layout)
         for rank, (unit, group) in enumerate(zip(self.units, self.groups, strict=True)):
             unit.use(EXCHANGES[exchange](codec, self.numel, 0, torch.device("cpu"), group), self.seed, rank)
 

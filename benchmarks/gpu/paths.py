@@ -25,8 +25,8 @@ from ...compress import (
     TopK,
     new_draw,
 )
-from ...compress.backends import backend_for, entries_for, narrow_vector, use_backend
-from ...compress.backends.low_precision import DTYPES as NARROW_DTYPES
+from ...compress.backends import backend_for, entries_for, low_precision_vector, use_backend
+from ...compress.backends.low_precision import DTYPES as LOW_PRECISION_DTYPES
 from ...compress.backends.partition import Dealing
 from ...compress.backends.union import Listed
 from ...compress.codec import DTYPES
@@ -122,8 +122,8 @@ def once_sparse(device: torch.device, numel: int) -> int:
         entries.pack_values(values, dtype, wire, union.indices, union.size, rest)
         entries.unpack_values(wire[None], dtype, values[None])
         once_dealt(listed, dtype, out, rest, counted)
-    for dtype in NARROW_DTYPES:
-        vector = narrow_vector(numel, dtype, device)
+    for dtype in LOW_PRECISION_DTYPES:
+        vector = low_precision_vector(numel, dtype, device)
         vector.write(values)
         vector.read()
     passes = backend_for(device)
@@ -132,7 +132,7 @@ def once_sparse(device: torch.device, numel: int) -> int:
         passes.momentum.enter(values.to(kind), values, 0.9, True, out)
     passes.tracking.follow(values, out)
     settle(device)
-    return 6 + 5 * len(VALUE_DTYPES) + 2 * len(NARROW_DTYPES) + 2 * len(DTYPES)
+    return 6 + 5 * len(VALUE_DTYPES) + 2 * len(LOW_PRECISION_DTYPES) + 2 * len(DTYPES)
 
 
 def once_dealt(listed: Listed, dtype: torch.dtype, out: Tensor, rest: Tensor, counted: Tensor, ranks: int = 2) -> None:

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...compress.feedback.base import plain
+from ...compress.feedback.residual import server_state
 from ...hooks.comm.entry_exchange import fill
 from ...hooks.comm.pipeline import drive
 from ..common import report
@@ -221,7 +221,7 @@ class Kept:
         codec = TopK(density=len(indices) / numel, values=DTYPES[dtype])
         self.exchange = Split(codec, numel, 0, torch.device("cpu"), Group(dist.group.WORLD))
         self.entries = Entries(indices.int(), values)
-        self.feedback = plain(torch.zeros(numel))
+        self.feedback = server_state(torch.zeros(numel))
         self.out, self.none = torch.zeros(numel), torch.zeros(0)
         self.chosen, self.moved = "split", 0
 

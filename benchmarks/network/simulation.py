@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from ...compress import TopK
-from ...compress.feedback.base import NOTHING
+from ...compress.feedback.residual import NOTHING
 from ...hooks.comm.entry_exchange import Entries, EntryExchanger
 from ...hooks.comm.group import Group
 from ...hooks.comm.pipeline import drive

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .low_precision import Narrow
+from .low_precision import LowPrecisionVector
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Workspace:
 
 
 @dataclass(frozen=True)
-class Entering:
+class MomentumInput:
     """What a codec reads in the place of a gradient that enters a momentum on the way: float32, and made once.
 
     Attributes:
@@ -69,7 +69,7 @@ class Kernels(ABC):
     def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
         """Compile what `codec` needs for gradients of `dtype` on `device`, so that no later call has to: by default it
         is run once, on few elements."""
-        numel = self.least(codec)
+        numel = self.prepare_numel(codec)
         workspace = self.workspace(codec, numel, device)
         x = torch.ones(numel, dtype=dtype, device=device)
         residual = torch.zeros(numel, dtype=torch.float32, device=device)
@@ -80,7 +80,7 @@ class Kernels(ABC):
         self.decode_add(codec, wire, residual, 1.0, workspace)
         self.decode_mean(codec, [part[None] for part in wire.split(codec.part_bytes(numel))], x, workspace)
 
-    def least(self, codec: Any) -> int:
+    def prepare_numel(self, codec: Any) -> int:
         """Of how many elements a gradient runs everything."""
         return 1
 
@@ -101,21 +101,33 @@ class Kernels(ABC):
         sent = decoded.isfinite() & total.isfinite()
         residual.copy_(torch.where(sent, total - decoded, residual))
 
-    def encode_narrow(
-        self, codec: Any, grad: Tensor, residual: Narrow, wire: Tensor, draw: Tensor | None, workspace: Workspace
+    def encode_low_precision(
+        self,
+        codec: Any,
+        grad: Tensor,
+        residual: LowPrecisionVector,
+        wire: Tensor,
+        draw: Tensor | None,
+        workspace: Workspace,
     ) -> None:
         """`encode_feedback` with a residual that is kept in fewer bytes."""
         with residual.open() as wide:
             self.encode_feedback(codec, grad, wide, wire, draw, workspace)
 
-    def encode_entering(
-        self, codec: Any, entering: Entering, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
+    def encode_momentum(
+        self,
+        codec: Any,
+        x: MomentumInput,
+        residual: Tensor,
+        wire: Tensor,
+        draw: Tensor | None,
+        workspace: Workspace,
     ) -> None:
         """`encode_feedback` of what comes out of a momentum that a gradient enters."""
-        out: Tensor | None = workspace.buffers.get("entering")
-        if out is None or out.numel() != entering.numel():
-            out = workspace.buffers["entering"] = torch.empty_like(residual)
-        entering.into(out)
+        out: Tensor | None = workspace.buffers.get("momentum input")
+        if out is None or out.numel() != x.numel():
+            out = workspace.buffers["momentum input"] = torch.empty_like(residual)
+        x.into(out)
         self.encode_feedback(codec, out, residual, wire, draw, workspace)
 
     def entries_of(self, codec: Any, wire: Tensor, numel: int, workspace: Workspace) -> tuple[Tensor, Tensor, Tensor]:
@@ -187,9 +199,9 @@ class TrackingKernels:
         torch.sub(new, momentum, out=out)
         momentum.copy_(torch.where(new.isfinite(), new, momentum))
 
-    def changing(self, grad: Tensor, momentum: Tensor, share: float) -> Entering:
+    def changing(self, grad: Tensor, momentum: Tensor, share: float) -> MomentumInput:
         """`change`, for a codec that reads what it writes."""
-        return Entering(grad.numel(), partial(self.change, grad, momentum, share))
+        return MomentumInput(grad.numel(), partial(self.change, grad, momentum, share))
 
     def follow(self, estimate: Tensor, mean: Tensor) -> bool:
         """Add a mean, float32, to the estimate, and put that in its place; where the sum is not finite the estimate
@@ -212,9 +224,9 @@ class MomentumKernels:
         torch.add(new, g, out=out) if nesterov else out.copy_(new)
         momentum.copy_(torch.where(out.isfinite(), new, momentum))
 
-    def entering(self, grad: Tensor, momentum: Tensor, beta: float, nesterov: bool) -> Entering:
+    def momentum_input(self, grad: Tensor, momentum: Tensor, beta: float, nesterov: bool) -> MomentumInput:
         """`enter`, for a codec that reads what it writes."""
-        return Entering(grad.numel(), partial(self.enter, grad, momentum, beta, nesterov))
+        return MomentumInput(grad.numel(), partial(self.enter, grad, momentum, beta, nesterov))
 
     def mask(self, momentum: Tensor, indices: Tensor, values: Tensor, count: Tensor | None = None) -> Tensor:
         """Let the momentum be zero where an entry has a finite value.

@@ -34,7 +34,7 @@ LEAST_STEP = 2.0**-126
 DTYPES = (torch.bfloat16, torch.int8)
 
 
-class NarrowKernels:
+class LowPrecisionKernels:
     """The two passes of each format over flat tensors, in torch, for devices without anything better. The host does
     not wait."""
 
@@ -66,7 +66,7 @@ def _sound(x: Tensor) -> Tensor:
     return torch.where(x.isfinite(), x, 0.0).clamp_(-MOST, MOST)
 
 
-class Rooms:
+class ScratchPool:
     """Memory in which vectors are float32 while somebody works on them, used again by the next. Not for two threads."""
 
     #: As many are open at a time: a rank's own, and a part of it that it keeps for others.
@@ -91,7 +91,7 @@ class Rooms:
             self._free = sorted([*self._free, whole], key=len)[-self.KEPT :]
 
 
-class Narrow:
+class LowPrecisionVector:
     """A flat vector that is float32 to whoever works on it, and kept as `dtype`: zero at first.
 
     Attributes:
@@ -100,10 +100,15 @@ class Narrow:
     """
 
     def __init__(
-        self, kernels: NarrowKernels, numel: int, dtype: torch.dtype, device: torch.device, rooms: Rooms | None = None
+        self,
+        kernels: LowPrecisionKernels,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        scratch: ScratchPool | None = None,
     ) -> None:
         self.kernels, self.dtype, self.device = kernels, dtype, device
-        self.rooms = Rooms() if rooms is None else rooms
+        self.scratch = ScratchPool() if scratch is None else scratch
         numbers = torch.zeros(numel, dtype=dtype, device=device)
         self.parts: tuple[Tensor, ...] = (numbers,)
         if dtype == torch.int8:
@@ -116,11 +121,11 @@ class Narrow:
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
 
-    def new_zeros(self, numel: int) -> Narrow:
+    def new_zeros(self, numel: int) -> LowPrecisionVector:
         """Another one, kept likewise."""
-        return Narrow(self.kernels, numel, self.dtype, self.device, self.rooms)
+        return LowPrecisionVector(self.kernels, numel, self.dtype, self.device, self.scratch)
 
-    def copy_(self, other: Narrow) -> None:
+    def copy_(self, other: LowPrecisionVector) -> None:
         for mine, its in zip(self.parts, other.parts, strict=True):
             mine.copy_(its)
 
@@ -151,9 +156,9 @@ class Narrow:
     @contextmanager
     def open(self) -> Iterator[Tensor]:
         """Float32 while it is worked on; what that has become is kept afterwards, unless an exception ended it."""
-        wide = self.rooms.take(self.numel(), self.device)
+        wide = self.scratch.take(self.numel(), self.device)
         try:
             yield self.read(wide)
             self.write(wide)
         finally:
-            self.rooms.give(wide)
+            self.scratch.give(wide)

@@ -120,12 +120,12 @@ class LowRankKernels(Kernels):
     def leave(self, matrices: Matrices, left: Tensor, right: Tensor, total: Tensor, residual: Tensor) -> None:
         """`residual` = `total` less what is sent of it, P·Qᵀ or the element itself, where that is finite."""
 
-    def least(self, codec: Any) -> int:
+    def prepare_numel(self, codec: Any) -> int:
         return (2 * int(codec.rank) + 1) ** 2  # as one matrix
 
     def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
         super().prepare(codec, dtype, device)
-        matrices = Matrices.of(codec, self.least(codec), device)
+        matrices = Matrices.of(codec, self.prepare_numel(codec), device)
         self.follow(matrices, *torch.ones(2, matrices.right, dtype=torch.float32, device=device))
 
     def workspace(self, codec: Any, numel: int, device: torch.device) -> Workspace:

@@ -49,7 +49,7 @@ class RandomK(SparseCodec):
         return True
 
     @property
-    def timed_as(self) -> RandomK:
+    def speed_key(self) -> RandomK:
         return replace(self, density=power_near(self.density))
 
     def k(self, numel: int) -> int:

@@ -9,7 +9,7 @@ from ...compress.backends.partition import Dealing
 from ...compress.backends.places import used_places
 from ...compress.codec import Codec
 from ...compress.codecs.topk import Largest
-from ...compress.feedback.base import Kept
+from ...compress.feedback.base import FeedbackState
 from ..comm.group import Group
 from ..comm.pipeline import Stages
 from ..network.cost import Calibration, Estimate
@@ -79,11 +79,11 @@ class FixedSizeSplit(FixedSizeExchange):
                 means = self.parts[0], self.parts[1]
                 rows.dealer.deliver(self.entries, turn, means, self.mean, self.rank, x.out, residual, self.counted)
                 if x.feedback.follows_entries:
-                    x.feedback.not_sent(used_places(self.indices, self.count)[0], rows.dealer.later)
+                    x.feedback.on_unsent(used_places(self.indices, self.count)[0], rows.dealer.later)
         if self.extra:
             self._decode_extra(self.parts[2], x.extra)
 
-    def rows_for(self, feedback: Kept) -> OwnerMessages:
+    def rows_for(self, feedback: FeedbackState) -> OwnerMessages:
         """The rows to the owners, with room for what does not wait in the residual."""
         room = row_capacity(self.k, self.dealing.span, self.world_size, feedback.keeps)
         if self.rows is None or self.room != room:

@@ -8,7 +8,7 @@ from torch import Tensor
 from ...compress.backends.power_sgd import LowRankKernels
 from ...compress.codec import Codec
 from ...compress.codecs.power_sgd import PowerSGD
-from ...compress.feedback.base import NOTHING
+from ...compress.feedback.residual import NOTHING
 from ..comm.group import Group
 from ..comm.pipeline import Stages
 from ..network.cost import Calibration, Estimate

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from ...compress.codec import Codec
-from ...compress.feedback.base import RESIDUAL, RESIDUAL_DTYPES, Residual
-from ...compress.feedback.store import Memory
+from ...compress.feedback.base import RESIDUAL
+from ...compress.feedback.residual import RESIDUAL_DTYPES, Residual
+from ...compress.feedback.store import FeedbackStore
 from ...compress.formats.layout import Layout, Slot, layout_numel
 from ..auto.planner import check_exchange, default_exchange
 from ..comm.pipeline import drive
@@ -100,7 +101,7 @@ class CompressionState:
 
     def __init__(self, compression: CodecCompression) -> None:
         self.compression = compression
-        self.feedback = Memory(compression.strategy)
+        self.feedback = FeedbackStore(compression.strategy)
         self._units: dict[str, tuple[Channel, Bucket]] = {}
         self._shapes: dict[str, list[tuple[int, ...]]] = {}
         self._steps: dict[str, int] = {}
@@ -146,12 +147,12 @@ class CompressionState:
         self._units.pop(name, None)
 
     def keep_previous(self) -> None:
-        """From now on keep the residuals as they were before each step, for `undo`."""
+        """From now on keep the residuals as they were before each step, for `rollback`."""
         if self._keeps_previous:
             return
         self._keeps_previous = True
         before = self.feedback.everything()
-        self.feedback = Memory(self.compression.strategy, keep_previous=True)
+        self.feedback = FeedbackStore(self.compression.strategy, keep_previous=True)
         self.feedback.load(before)
 
     @property
@@ -175,12 +176,12 @@ class CompressionState:
         if applied:
             self.feedback.commit()
         else:
-            self.feedback.undo()
+            self.feedback.rollback()
 
     def follow_outcomes(self, outcomes: Sequence[int]) -> None:
         """On a rank that has joined: what has become of its part in the others' steps."""
         if outcomes[1] != self.outcomes[1]:
-            self.feedback.undo()
+            self.feedback.rollback()
         if list(outcomes) != self.outcomes:
             self.feedback.commit()
         self.outcomes = list(outcomes)
@@ -228,7 +229,7 @@ class CompressionState:
             group = channel.group(flat.device)
             # Numbered by its name, so that neither the order of operations nor a restart changes the draws.
             unit = Bucket(zlib.crc32(layout[0].name.encode()), [], layout, frozenset(), flat)
-            exchange = EXCHANGES[name](codec.of_layout(layout), layout_numel(layout), 0, flat.device, group)
+            exchange = EXCHANGES[name](codec.for_layout(layout), layout_numel(layout), 0, flat.device, group)
             unit.use(exchange, self.compression.seed, group.rank)
             self._units[layout[0].name] = channel, unit
         return unit

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import Entering, Kernels, Narrow, Workspace, kernel_cache
+from .. import Kernels, LowPrecisionVector, MomentumInput, Workspace, kernel_cache
 from ..addresses import address, rows_at
 from . import low_precision
 from .runtime.blocks import How, scratch_bytes
@@ -26,7 +26,7 @@ from .runtime.outlier_masks import Hidden, shown_bytes
 from .runtime.threads import inverse, note, pieces_of, reserved, run, whole_lines
 
 #: Elements of a residual that are float32 at a time where it is kept in fewer bytes: 128 KB.
-NARROW_ROOM = 1 << 15
+WIDE_ELEMENTS = 1 << 15
 
 
 class CpuKernels(Kernels):
@@ -128,20 +128,26 @@ class Blocks(CpuKernels):
         kernel, rest = self.encode_block(codec, draw)
         return kernel, (*rest, hidden) if self.hides else rest
 
-    def encode_narrow(
-        self, codec: Any, grad: Tensor, residual: Narrow, wire: Tensor, draw: Tensor | None, workspace: Workspace
+    def encode_low_precision(
+        self,
+        codec: Any,
+        grad: Tensor,
+        residual: LowPrecisionVector,
+        wire: Tensor,
+        draw: Tensor | None,
+        workspace: Workspace,
     ) -> None:
         """In a room for some blocks of the residual as float32, which stays in cache."""
         block, numel = self.block(codec), grad.numel()
         if block % low_precision.BLOCK:
-            super().encode_narrow(codec, grad, residual, wire, draw, workspace)
+            super().encode_low_precision(codec, grad, residual, wire, draw, workspace)
             return
         kernel, rest = self._encoder(codec, draw, NOTHING_HIDDEN)
         read, write = low_precision.PASSES[residual.dtype]
         source, target = source_of(grad), address(wire, torch.uint8)
         parts = low_precision.places(*residual.parts)
         count, pieces, scratch, size = self._split(codec, numel, workspace)
-        at_once = max(1, NARROW_ROOM // block)
+        at_once = max(1, WIDE_ELEMENTS // block)
         room_bytes = whole_lines(4 * min(at_once, count) * block + low_precision.SPARE)
         rooms = reserved(workspace, "room", pieces * room_bytes)
 
@@ -157,15 +163,21 @@ class Blocks(CpuKernels):
 
         run(job, count, pieces)
 
-    def encode_entering(
-        self, codec: Any, entering: Entering, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
+    def encode_momentum(
+        self,
+        codec: Any,
+        x: MomentumInput,
+        residual: Tensor,
+        wire: Tensor,
+        draw: Tensor | None,
+        workspace: Workspace,
     ) -> None:
         """In the same pass: the kernel reads what comes out of the momentum."""
-        if entering.source is None:
-            super().encode_entering(codec, entering, residual, wire, draw, workspace)
+        if x.source is None:
+            super().encode_momentum(codec, x, residual, wire, draw, workspace)
         else:
             kept = address(residual, torch.float32)
-            self._encode(codec, entering.source, entering.numel(), kept, wire, draw, workspace)
+            self._encode(codec, x.source, x.numel(), kept, wire, draw, workspace)
 
     def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
         self._decode(codec, wire[None], out, (float(alpha), 1, 1.0), workspace)

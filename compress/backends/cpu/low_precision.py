@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import low_precision
 from ..addresses import address
-from ..low_precision import NarrowKernels
+from ..low_precision import LowPrecisionKernels
 from .runtime.blocks import clear, copy, widen
 from .runtime.dtypes import BFLOAT16, F32, INF_BITS, MAGNITUDE, TILE, ZERO, to_bfloat
 from .runtime.simd import (
@@ -142,7 +142,7 @@ def places(*parts: Tensor) -> tuple[int, int]:
     return numbers, steps
 
 
-class Narrow(NarrowKernels):
+class LowPrecision(LowPrecisionKernels):
     """Each in one pass."""
 
     def to_bfloat16(self, x: Tensor, out: Tensor) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, float32, int32
 
 from ..addresses import address
-from ..kernels import Entering, MomentumKernels, TrackingKernels, VectorKernels
+from ..kernels import MomentumInput, MomentumKernels, TrackingKernels, VectorKernels
 from .runtime.blocks import all_finite
 from .runtime.dtypes import F32, INF_BITS, KINDS, MAGNITUDE, NAN
 from .runtime.fused_inputs import ENTER_SPARE, HEAVY_BALL, NESTEROV, TRACKED, enter_into
@@ -46,15 +46,15 @@ class Tracking(TrackingKernels):
     def change(self, grad: Tensor, momentum: Tensor, share: float, out: Tensor) -> None:
         self.changing(grad, momentum, share).into(out)
 
-    def changing(self, grad: Tensor, momentum: Tensor, share: float) -> Entering:
-        return entering(TRACKED, grad, momentum, share)
+    def changing(self, grad: Tensor, momentum: Tensor, share: float) -> MomentumInput:
+        return momentum_input(TRACKED, grad, momentum, share)
 
     def follow(self, estimate: Tensor, mean: Tensor) -> bool:
         where = address(estimate, float32), address(mean, float32)
         return not any(over_tiles(mean.numel(), lambda first, last: _follow(*where, first, last)))
 
 
-def entering(kind: int, grad: Tensor, momentum: Tensor, factor: float) -> Entering:
+def momentum_input(kind: int, grad: Tensor, momentum: Tensor, factor: float) -> MomentumInput:
     """What comes out of a momentum, of a kind that `fused_inputs` has."""
     source = grad if grad.dtype in KINDS else grad.float()
     bits = np.float32(factor).view(np.int32)
@@ -68,7 +68,7 @@ def entering(kind: int, grad: Tensor, momentum: Tensor, factor: float) -> Enteri
 
         over_tiles(out.numel(), job)
 
-    return Entering(grad.numel(), into, (kind, where), (record, source, momentum))
+    return MomentumInput(grad.numel(), into, (kind, where), (record, source, momentum))
 
 
 @compiled
@@ -85,10 +85,10 @@ class Momentum(MomentumKernels):
     """Each in one pass, `mask` over its entries alone."""
 
     def enter(self, grad: Tensor, momentum: Tensor, beta: float, nesterov: bool, out: Tensor) -> None:
-        self.entering(grad, momentum, beta, nesterov).into(out)
+        self.momentum_input(grad, momentum, beta, nesterov).into(out)
 
-    def entering(self, grad: Tensor, momentum: Tensor, beta: float, nesterov: bool) -> Entering:
-        return entering(NESTEROV if nesterov else HEAVY_BALL, grad, momentum, beta)
+    def momentum_input(self, grad: Tensor, momentum: Tensor, beta: float, nesterov: bool) -> MomentumInput:
+        return momentum_input(NESTEROV if nesterov else HEAVY_BALL, grad, momentum, beta)
 
     def mask(self, momentum: Tensor, indices: Tensor, values: Tensor, count: Tensor | None = None) -> Tensor:
         # Nothing else of torch's here: it would wake all threads for some 1 % of the elements.

@@ -20,7 +20,7 @@ from .kernels.ternary import Ternary
 from .kernels.terngrad import TernGrad
 from .kernels.threshold import Threshold
 from .kernels.topk import TopK
-from .low_precision import Narrow
+from .low_precision import LowPrecision
 from .passes import Momentum, Tracking
 
 KERNELS: dict[str, Kernels] = {
@@ -37,4 +37,4 @@ KERNELS: dict[str, Kernels] = {
     "identity": Cast(),
 }
 KERNELS["outliers"] = Outliers(KERNELS, Entries())
-BACKEND = Backend(KERNELS, Entries(), Tracking(), Momentum(), Narrow())
+BACKEND = Backend(KERNELS, Entries(), Tracking(), Momentum(), LowPrecision())

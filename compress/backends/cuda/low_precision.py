@@ -1,14 +1,14 @@
-"""The passes of `backends.narrow` on a GPU, each in one launch."""
+"""The passes of `backends.low_precision` on a GPU, each in one launch."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from ..low_precision import NarrowKernels
+from ..low_precision import LowPrecisionKernels
 from .runtime.device import launch_rows
 
 
-class Narrow(NarrowKernels):
+class LowPrecision(LowPrecisionKernels):
     """A warp takes a block."""
 
     def to_bfloat16(self, x: Tensor, out: Tensor) -> None:

@@ -6,12 +6,12 @@ here is fast. Whoever writes another backend compares its bytes with these.
 
 from __future__ import annotations
 
-from .. import Backend, Kernels, Selecting
+from .. import Backend, GenericSparseKernels, Kernels
 from ..random_k import DRAWN
 from .cast import Cast, Identity
 from .chunked_topk import ChunkedTopK
 from .entries import Entries
-from .low_precision import Narrow
+from .low_precision import LowPrecision
 from .onebit import OneBit
 from .outliers import Outliers
 from .power_sgd import PowerSGD
@@ -32,6 +32,6 @@ KERNELS: dict[str, Kernels] = {
     "cast": Cast(),
     "identity": Identity(),
 }
-KERNELS["threshold"] = Selecting(Entries(), TOPK)
+KERNELS["threshold"] = GenericSparseKernels(Entries(), TOPK)
 KERNELS["outliers"] = Outliers(KERNELS)
-BACKEND = Backend(KERNELS, Entries(), narrow=Narrow())
+BACKEND = Backend(KERNELS, Entries(), low_precision=LowPrecision())

@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..low_precision import BLOCK, LEAST_STEP, MOST_BITS, SHARE, STEP_BITS, NarrowKernels
+from ..low_precision import BLOCK, LEAST_STEP, MOST_BITS, SHARE, STEP_BITS, LowPrecisionKernels
 from .arithmetic import F32, in_blocks, numbers
 
 
-class Narrow(NarrowKernels):
+class LowPrecision(LowPrecisionKernels):
     def to_bfloat16(self, x: Tensor, out: Tensor) -> None:
         words = _sound(numbers(x)).view(np.uint32)
         nearest = words + (0x7FFF + (words >> 16 & 1))

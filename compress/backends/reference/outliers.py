@@ -29,7 +29,7 @@ class Outliers(Kernels):
         indices, values, blocks = wire.split(codec.part_bytes(numel))
         row = torch.zeros(1 + k, dtype=torch.int32, device="cpu")
         found = torch.zeros(k, dtype=torch.float32, device="cpu")
-        TopK().encode_plain(codec.selection, x, None, row, found, None, workspace)
+        TopK().encode_raw(codec.selection, x, None, row, found, None, workspace)
         self.entries.pack_indices(row[1:], row[:1], 0, numel, indices)
         self.entries.pack_values(found, codec.values, values)
         rest, used = x.float().clone(), int(row[0])

@@ -17,7 +17,7 @@ from .entries import Entries
 class TopK(SparseKernels):
     entries = Entries()
 
-    def encode_plain(
+    def encode_raw(
         self,
         codec: Any,
         x: Tensor,
@@ -42,9 +42,7 @@ class TopK(SparseKernels):
     ) -> None:
         Kernels.encode_feedback(self, codec, grad, residual, wire, draw, workspace)  # composed: this is its meaning
 
-    def add_plain(
-        self, codec: Any, row: Tensor, values: Tensor, out: Tensor, alpha: float, workspace: Workspace
-    ) -> None:
+    def add_raw(self, codec: Any, row: Tensor, values: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
         index, value = self.sound(codec, row, values, out, workspace)
         target = out.numpy()
         with np.errstate(all="ignore"):

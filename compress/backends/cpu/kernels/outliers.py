@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, float32, int32
 
-from ... import Entering, Kernels, Workspace, kernel_cache
+from ... import Kernels, MomentumInput, Workspace, kernel_cache
 from ...addresses import address
 from ...kernels import parts_of
 from ...outliers import OutlierKernels, Room, inner_kernels
@@ -107,17 +107,23 @@ class Outliers(OutlierKernels, CpuKernels):
         if not self._encode(codec, grad, residual, wire, workspace):
             super().encode_feedback(codec, grad, residual, wire, draw, workspace)
 
-    def encode_entering(
-        self, codec: Any, entering: Entering, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
+    def encode_momentum(
+        self,
+        codec: Any,
+        x: MomentumInput,
+        residual: Tensor,
+        wire: Tensor,
+        draw: Tensor | None,
+        workspace: Workspace,
     ) -> None:
         inner = inner_kernels(self.codecs, codec.inner, residual.device)
-        if entering.source is None or not sums(codec, inner):
-            super().encode_entering(codec, entering, residual, wire, draw, workspace)
+        if x.source is None or not sums(codec, inner):
+            super().encode_momentum(codec, x, residual, wire, draw, workspace)
         else:
-            self._encode(codec, entering, residual, wire, workspace)
+            self._encode(codec, x, residual, wire, workspace)
 
     def _encode(
-        self, codec: Any, x: Tensor | Entering, residual: Tensor | None, wire: Tensor, workspace: Workspace
+        self, codec: Any, x: Tensor | MomentumInput, residual: Tensor | None, wire: Tensor, workspace: Workspace
     ) -> bool:
         """Without copies, where the kernel of the inner code hides what is selected."""
         inner, numel = inner_kernels(self.codecs, codec.inner, wire.device), x.numel()

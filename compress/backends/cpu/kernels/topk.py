@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, float32, int32
 
-from ... import Entering, Workspace, kernel_cache
+from ... import MomentumInput, Workspace, kernel_cache
 from ...addresses import address, rows_at
 from ...sparse import SparseKernels
 from ..block_codec import CpuKernels
@@ -196,19 +196,25 @@ class TopK(SparseKernels, CpuKernels):
             workspace.buffers["sample"] = np.empty(sampled, np.int32)
         return rooms
 
-    def encode_entering(
-        self, codec: Any, entering: Entering, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
-    ) -> None:
-        """In the same pass, as `Blocks` does."""
-        if entering.source is None:
-            super().encode_entering(codec, entering, residual, wire, draw, workspace)
-        else:
-            self.encode_from(codec, entering, residual, wire, draw, workspace)
-
-    def encode_plain(
+    def encode_momentum(
         self,
         codec: Any,
-        x: Tensor | Entering,
+        x: MomentumInput,
+        residual: Tensor,
+        wire: Tensor,
+        draw: Tensor | None,
+        workspace: Workspace,
+    ) -> None:
+        """In the same pass, as `Blocks` does."""
+        if x.source is None:
+            super().encode_momentum(codec, x, residual, wire, draw, workspace)
+        else:
+            self.encode_from(codec, x, residual, wire, draw, workspace)
+
+    def encode_raw(
+        self,
+        codec: Any,
+        x: Tensor | MomentumInput,
         residual: Tensor | None,
         row: Tensor,
         values: Tensor,
@@ -220,7 +226,7 @@ class TopK(SparseKernels, CpuKernels):
     def choose(
         self,
         codec: Any,
-        x: Tensor | Entering,
+        x: Tensor | MomentumInput,
         residual: Tensor | None,
         row: Tensor,
         values: Tensor,
@@ -228,7 +234,7 @@ class TopK(SparseKernels, CpuKernels):
         update: bool,
         sums: int = 0,
     ) -> None:
-        """`encode_plain`; unless `update`, the residual is only read, or, with a record of `fused_inputs.SUMMED`,
+        """`encode_raw`; unless `update`, the residual is only read, or, with a record of `fused_inputs.SUMMED`,
         becomes the sum of both."""
         change = (topk_select.SUM, sums) if sums else (topk_select.TAKE if update else topk_select.READ, 0)
         k, lowest = len(values), self.lowest(codec)
@@ -352,14 +358,12 @@ class TopK(SparseKernels, CpuKernels):
             shares.append((ties, above + ties))
         return int(key), shares
 
-    def add_plain(
-        self, codec: Any, row: Tensor, values: Tensor, out: Tensor, alpha: float, workspace: Workspace
-    ) -> None:
+    def add_raw(self, codec: Any, row: Tensor, values: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
         k, numel = len(values), out.numel()
         where = address(row, int32), address(values, float32), address(out, float32)
         note(workspace, [topk_add(*where, numel, k, float(alpha))])
 
-    def mean_plain(self, codec: Any, rows: Tensor, values: Tensor, out: Tensor, workspace: Workspace) -> None:
+    def mean_raw(self, codec: Any, rows: Tensor, values: Tensor, out: Tensor, workspace: Workspace) -> None:
         numel, ranks = out.numel(), len(rows)
         count = -(-numel // TILE)
         pieces = pieces_of(numel, count)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ... import Entering
+from ... import MomentumInput
 from ...addresses import address
 from .dtypes import BFLOAT16, KINDS, TILE, Source, finite, load_as, width
 from .simd import compiled, float_of, get_f32, get_i64, get_u8, inlined, load_f32, prefetch, select, splat_f32, store
@@ -134,9 +134,9 @@ def enter_into(kind: int, record: int, out: int, first: int, last: int, spare: i
             store(out + 4 * (first + whole) + i, get_f32(spare + ENTER_SPARE + i))
 
 
-def source_of(x: Tensor | Entering) -> Source:
+def source_of(x: Tensor | MomentumInput) -> Source:
     """How elements are stored, or come about, and where."""
-    if isinstance(x, Entering):
+    if isinstance(x, MomentumInput):
         assert x.source is not None
         return x.source
     return KINDS[x.dtype], address(x)

@@ -14,7 +14,7 @@ from .topk import TopK
 class Threshold(TopK):
     """The largest, as many as there is room for, less those that do not exceed the threshold."""
 
-    def encode_plain(
+    def encode_raw(
         self,
         codec: Any,
         x: Tensor,

@@ -55,7 +55,7 @@ class TopK(SparseKernels):
             device_for(device).function(FILE, "topk_check")
             self.entries.prepare(device)  # exchanges pack entries even where the codec does not
 
-    def encode_plain(
+    def encode_raw(
         self,
         codec: Any,
         x: Tensor,
@@ -77,7 +77,7 @@ class TopK(SparseKernels):
         workspace: Workspace,
         update: bool,
     ) -> None:
-        """`encode_plain`; unless `update`, the residual is only read."""
+        """`encode_raw`; unless `update`, the residual is only read."""
         numel, room, device = x.numel(), workspace.buffers, device_for(x.device)
         tiles, k = tiles_of(numel), np.int32(codec.k(numel))
         collect, digits, write = (f"topk_{name}_{SUFFIXES[x.dtype]}" for name in ("collect", "digits", "write"))
@@ -94,16 +94,14 @@ class TopK(SparseKernels):
         arguments = *source, *marks, k, counts, np.int32(each), row, values
         device.function(SELECTING, write)(min(shares, writing), THREADS, arguments)
 
-    def add_plain(
-        self, codec: Any, row: Tensor, values: Tensor, out: Tensor, alpha: float, workspace: Workspace
-    ) -> None:
+    def add_raw(self, codec: Any, row: Tensor, values: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
         k = codec.k(out.numel())
         device, room = self.check(row, 0, 1, out.numel(), k, workspace)
         grid = grid_for(k, device)
         arguments = (out, np.float32(alpha), row, values, np.int32(k), room[0], room[2], workspace.status)
         device.function(FILE, "topk_add")(grid, THREADS, arguments)
 
-    def mean_plain(self, codec: Any, rows: Tensor, values: Tensor, out: Tensor, workspace: Workspace) -> None:
+    def mean_raw(self, codec: Any, rows: Tensor, values: Tensor, out: Tensor, workspace: Workspace) -> None:
         numel, ranks = out.numel(), rows.shape[0]
         k, pitch, memory = codec.k(numel), 4 * rows.stride(0), whole_rows(rows)
         device, room = self.check(memory, pitch, ranks, numel, k, workspace)
