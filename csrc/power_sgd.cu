@@ -4,7 +4,7 @@
 // that are in none. A *line* is a row of a matrix, or 256 of those elements; a *strip* 256 columns; a *tile* 64 rows of a
 // strip. A warp takes one at a time. Where the columns of a factor have to be known as a whole, a block of threads takes
 // a matrix, in float64.
-#include "common.cuh"
+#include "philox.cuh"
 
 constexpr int THREADS = 256, TILE_ROWS = 64;
 constexpr double LEAST = 0x1p-13;  // a column of which so little is left is none

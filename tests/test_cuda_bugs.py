@@ -13,7 +13,19 @@ import pytest
 import torch
 from cuda_on_cpu import EmulationError
 from emulated import CSRC, EmulatedDevice, emulated_gpu, forget
-from gradwire.compress import QSGD, Cast, ChunkedTopK, Codec, OneBit, Outliers, Ternary, TernGrad, TopK, new_draw
+from gradwire.compress import (
+    QSGD,
+    Cast,
+    ChunkedTopK,
+    Codec,
+    OneBit,
+    Outliers,
+    RandomK,
+    Ternary,
+    TernGrad,
+    TopK,
+    new_draw,
+)
 from gradwire.compress.backends import backend_for, low_precision_vector, use_backend
 from gradwire.compress.feedback.residual import RESIDUAL_DTYPES
 from gradwire.compress.formats.entries import index_layout
@@ -128,7 +140,7 @@ BUGS = (
     ),
     Bug(
         "truncation for rounding",
-        "include/common.cuh",
+        "include/philox.cuh",
         "r[j] = 0.5f;",
         "r[j] = 0.0f;",
         QSGD(rounding="nearest"),
@@ -220,6 +232,23 @@ BUGS = (
         "",
         ChunkedTopK(),
         f"race|{DIFFERS}",
+    ),
+    Bug(
+        "a draw of another step",
+        "random_k.cu",
+        "words[3], words[2], 0",
+        "words[2], words[3], 0",
+        RandomK(),
+        DIFFERS,
+    ),
+    Bug("an entry stays behind", "random_k.cu", "*place = v - (v + 0.0f);", "", RandomK(), DIFFERS),
+    Bug(
+        "a residual takes in what is not finite",
+        "random_k.cu",
+        "    if (odd[0] != 0) return;\n    const bool aligned = is_aligned(residual);",
+        "    const bool aligned = is_aligned(residual);",
+        RandomK(),
+        DIFFERS,
     ),
     Bug(
         "a NaN that the maximum drops",

@@ -20,7 +20,7 @@ STREAMING = re.compile(
     r"|power_sgd_(add|leave)"
 )
 #: Files without such a kernel: what they work on is a hundredth of a gradient.
-SMALL_FILES = {"entries.cu", "outliers.cu", "union.cu"}
+SMALL_FILES = {"entries.cu", "outliers.cu"}
 
 every_file = pytest.mark.parametrize("file", FILES)
 #: The oldest, the newest and the commonest; `make test-all` takes the others too.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from emulated import EmulatedDevice, emulated_gpu
 from gradwire.compress import Codec, RandomK, Threshold, TopK, new_draw
 from gradwire.compress.backends import use_backend
 from gradwire.compress.backends.cpu.kernels import random_k as cpu_random_k
@@ -49,15 +50,15 @@ def test_whatever_the_words_are_entries_ascend_and_lie_inside(
     pieces=st.integers(1, 3),
     alike=st.booleans(),
 )
-def test_the_processor_draws_and_sends_the_same(
+def test_every_backend_draws_and_sends_the_same(
     draw: tuple[int, int, int], numel: int, share: float, kinds: list[str], dtype: torch.dtype, pieces: int, alike: bool
 ) -> None:
     """In one workspace: what was drawn for one step, or for another rank's words, is not taken for another's."""
     codec, sides = RandomK(share), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_random_k, "pieces_of", lambda elements, count: min(pieces, count))
-        for backend in ("reference", "cpu"):
-            with use_backend(backend):
+        for backend in ("reference", "cpu", "cuda"):
+            with emulated_gpu(EmulatedDevice()), use_backend(backend):
                 workspace, residual, wires = codec.workspace(numel), gradient("normal", numel, 9), []
                 for step, kind in enumerate(kinds):
                     wire, plain = torch.zeros(2, codec.wire_bytes(numel), dtype=torch.uint8)
@@ -72,20 +73,20 @@ def test_the_processor_draws_and_sends_the_same(
                 codec.decode_mean(parts_of(codec, torch.stack(wires), numel), mean, workspace)
                 codec.decode_add(wires[0], total, -0.3, workspace)
                 sides.append((*wires, residual, mean, total, workspace.status))
-    assert all(same(a, b) for a, b in zip(*sides, strict=True))
+    assert all(same(first, x) for first, *others in zip(*sides, strict=True) for x in others)
 
 
-def test_the_processor_leaves_the_zeros_that_are_left() -> None:
+def test_every_backend_leaves_the_zeros_that_are_left() -> None:
     """Of -0 the sign stays."""
     sides = []
-    for backend in ("reference", "cpu"):
-        with use_backend(backend):
+    for backend in ("reference", "cpu", "cuda"):
+        with emulated_gpu(EmulatedDevice()), use_backend(backend):
             codec, x, residual = RandomK(0.5), torch.full((200,), -0.0), torch.full((200,), -0.0)
             x[::3] = 1.5
             wire = torch.zeros(codec.wire_bytes(200), dtype=torch.uint8)
             codec.encode_feedback(x, residual, wire, new_draw(1), codec.workspace(200))
             sides.append((wire, residual.view(torch.int32)))
-    assert all(same(a, b) for a, b in zip(*sides, strict=True))
+    assert all(same(first, x) for first, *others in zip(*sides, strict=True) for x in others)
     assert {0, -(2**31)} <= set(sides[0][1].tolist())
 
 

@@ -38,8 +38,8 @@ from ..common.arms import label
 ENTRIES = "entries"
 #: Elements beyond what 31 bits of bytes address, and up to the most that a gradient may have.
 LONG = "2^31 - 1 elements"
-#: Families that launch no kernels of their own besides those of TopK: torch's, hundreds of them.
-IN_TORCH = ("RandomK", "Threshold")
+#: A family that launches no kernels of its own besides those of TopK: torch's, hundreds of them.
+IN_TORCH = ("Threshold",)
 FAMILIES: dict[str, tuple[Codec, ...]] = {
     "OneBit": (OneBit(), OneBit(block=256), OneBit(scale="symmetric"), OneBit(block=4096)),
     "QSGD": (

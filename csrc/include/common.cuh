@@ -1,4 +1,4 @@
-// What the kernels share: element formats, rows of a block in and out of memory, the canonical sum, Philox.
+// What the kernels share: element formats, rows of a block in and out of memory, the canonical sum.
 //
 // A warp works on one block (record) at a time. It holds a row of 256 elements as eight consecutive elements a lane,
 // two 16-byte loads, so partial sum i mod 256 of the canonical sum (compress/codec.py) is slot i mod 8 of lane i / 8.
@@ -319,49 +319,21 @@ __device__ inline void report(i64* status, int skipped, int not_finite) {
     if (lane < 2 && both[lane] != 0) atomicAdd((u64*)status + lane, (u64)both[lane]);
 }
 
+// A launch over single elements: this thread's first, and how many threads there are.
+__device__ inline i64 first_thread() {
+    return (i64)blockIdx.x * blockDim.x + threadIdx.x;
+}
+
+__device__ inline i64 all_threads() {
+    return (i64)gridDim.x * blockDim.x;
+}
+
 // This warp's blocks, one after the other: f(index of the block).
 template <class F>
 __device__ inline void each_block(i64 numel, int block, F f) {
     const i64 blocks = (numel + block - 1) / block, warps = (i64)gridDim.x * (blockDim.x / WARP);
     for (i64 b = (i64)blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP; b < blocks; b += warps) f(b);
 }
-
-// ---- random numbers
-
-// What rounding adds before it truncates, for the eight elements from `position` on: draws of 16 bits over 2^16 from
-// Philox4x32-10 (Salmon et al. 2011), or one half to round to nearest. The state lies in device memory, so that a
-// captured graph draws anew when it is replayed.
-struct Rounding {
-    bool draws;
-    u32 key0, key1, stream0, stream1, step;
-
-    // state: seed, step, stream; null rounds to nearest.
-    __device__ explicit Rounding(const i64* state) : draws(state != nullptr) {
-        key0 = key1 = stream0 = stream1 = step = 0;
-        if (draws) {
-            key0 = (u32)state[0], key1 = (u32)((u64)state[0] >> 32), step = (u32)state[1];
-            stream0 = (u32)state[2], stream1 = (u32)((u64)state[2] >> 32);
-        }
-    }
-
-    __device__ void operator()(i64 position, float (&r)[SLOTS]) const {
-        if (!draws) {
-#pragma unroll
-            for (int j = 0; j < SLOTS; ++j) r[j] = 0.5f;
-            return;
-        }
-        u32 c[4] = {(u32)(position / SLOTS), stream0, step, stream1}, k0 = key0, k1 = key1;
-#pragma unroll
-        for (int round = 0; round < 10; ++round) {
-            const u32 low0 = 0xD2511F53u * c[0], high0 = __umulhi(0xD2511F53u, c[0]);
-            const u32 low1 = 0xCD9E8D57u * c[2], high1 = __umulhi(0xCD9E8D57u, c[2]);
-            c[0] = high1 ^ c[1] ^ k0, c[1] = low1, c[2] = high0 ^ c[3] ^ k1, c[3] = low0;
-            k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
-        }
-#pragma unroll
-        for (int j = 0; j < SLOTS; ++j) r[j] = (float)((c[j / 2] >> (16 * (j % 2))) & 0xFFFF) * 0x1p-16f;
-    }
-};
 
 // ---- decoding
 

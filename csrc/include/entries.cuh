@@ -8,14 +8,6 @@ constexpr int MISSING = -128, LEVELS = 127;
 // The largest unit: 127 of it are finite.
 constexpr float LARGEST_UNIT = 132104.046875f * 0x1p104f;
 
-__device__ inline i64 first_thread() {
-    return (i64)blockIdx.x * blockDim.x + threadIdx.x;
-}
-
-__device__ inline i64 all_threads() {
-    return (i64)gridDim.x * blockDim.x;
-}
-
 // How many of k entries are used; a null count means all.
 __device__ inline i64 used_of(const u32* count, i64 k) {
     return count == nullptr ? k : min((i64)count[0], k);

@@ -8,7 +8,6 @@ can be captured in a CUDA graph.
 from __future__ import annotations
 
 from .. import Backend, Kernels
-from ..random_k import DRAWN
 from .entries import Entries
 from .kernels.cast import Cast
 from .kernels.chunked_topk import ChunkedTopK
@@ -16,6 +15,7 @@ from .kernels.onebit import OneBit
 from .kernels.outliers import Outliers
 from .kernels.power_sgd import PowerSGD
 from .kernels.qsgd import QSGD
+from .kernels.random_k import RandomK
 from .kernels.ternary import Ternary
 from .kernels.terngrad import TernGrad
 from .kernels.threshold import Threshold
@@ -30,7 +30,7 @@ KERNELS: dict[str, Kernels] = {
     "ternary": Ternary(),
     "topk": TopK(),
     "threshold": Threshold(),
-    "random_k": DRAWN,
+    "random_k": RandomK(),
     "power_sgd": PowerSGD(),
     "chunked_topk": ChunkedTopK(),
     "cast": Cast(),

@@ -1,4 +1,4 @@
-"""Entries of sparse gradients on a GPU, and the unions of their index sets: csrc/entries.cu and csrc/union.cu."""
+"""Entries of sparse gradients on a GPU, and the unions of their index sets: csrc/entries.cu."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..union import Listed
 from .partition import Dealer
 from .runtime.device import SHARES, STORED, THREADS, device_for, grid_for
 
-FILE, UNION = "entries.cu", "union.cu"
+FILE = "entries.cu"
 PACK = {torch.float32: "entries_pack_f32", torch.bfloat16: "entries_pack_bf16", torch.int8: "entries_pack_int8"}
 UNPACK = {torch.bfloat16: "entries_unpack_bf16", torch.int8: "entries_unpack_int8"}
 #: Threads of a block that unpacks, and so words that it takes at once; blocks for each row. As many as keep a GPU busy
@@ -28,7 +28,7 @@ UNPACKING_THREADS, UNPACKING_SHARES = 512, 32
 class Entries(EntryKernels):
     def prepare(self, device: torch.device) -> None:
         device_for(device).function(FILE, "entries_pack_indices")
-        for file, kernel in ((UNION, "union_mark"), ("partition.cu", "partition_rows")):
+        for file, kernel in ((FILE, "union_mark"), ("partition.cu", "partition_rows")):
             device_for(device).function(file, kernel)
 
     def union(self, numel: int, capacity: int, device: torch.device) -> Union:
@@ -95,7 +95,7 @@ class Union(union.Union):
         self.device = device_for(device)
         words = -(-numel // 32)
         # Each block counts what lies before its share, and waits for that: no more shares than run at once.
-        self._shares = min(-(-words // THREADS), self.device.wave(UNION, "union_list"))
+        self._shares = min(-(-words // THREADS), self.device.wave(FILE, "union_list"))
         self._bitmap = torch.zeros(words, dtype=torch.int32, device=device)
         self._tally = torch.zeros(self._shares, dtype=torch.int64, device=device)
         self._turn, self._hidden = torch.zeros(2, 1, dtype=torch.int32, device=device)
@@ -108,7 +108,7 @@ class Union(union.Union):
             self._launch("union_mark", len(indices), arguments)
         words, room = len(self._bitmap), len(self.indices)
         out = self._bitmap, np.int64(words), *tally, self.indices, np.int64(room), self.size
-        self.device.function(UNION, "union_list")(self._shares, THREADS, out)
+        self.device.function(FILE, "union_list")(self._shares, THREADS, out)
 
     def take(
         self, entries: Listed, residual: Tensor | None, room: int, extra: Tensor, total: Tensor, out: Tensor
@@ -118,7 +118,7 @@ class Union(union.Union):
             self.later = torch.zeros(k, dtype=torch.bool, device=out.device)
         what = *entries, np.int64(k), self.indices, self.size, np.int64(room), residual
         late = *what, self.later, self._hidden, out, np.int32(STORED[out.dtype]), np.int64(out.numel())
-        self.device.function(UNION, "union_late")(self._grid(out), THREADS, late)
+        self.device.function(FILE, "union_late")(self._grid(out), THREADS, late)
         take = *what, self._hidden, total, extra, np.int64(len(extra))
         self._launch("union_take", len(total), take)
 
@@ -131,7 +131,7 @@ class Union(union.Union):
         self._launch("union_deliver", len(total), (*what, *more))
 
     def _launch(self, kernel: str, threads: int, arguments: tuple[object, ...]) -> None:
-        self.device.function(UNION, kernel)(max(1, grid_for(threads, self.device)), THREADS, arguments)  # type: ignore[arg-type]
+        self.device.function(FILE, kernel)(max(1, grid_for(threads, self.device)), THREADS, arguments)  # type: ignore[arg-type]
 
     def _grid(self, out: Tensor) -> int:
         """For 16 bytes a thread."""
