@@ -13,11 +13,11 @@ constexpr int DEALING = 512;  // threads that fill a row
 constexpr int RANKS = 64;     // of which a block looks at once where a tile's entries lie
 constexpr u32 SCATTER = 0x4F1BBCDD, NEXT_TURN = 0x2545F491, LOW_BITS = 0x7FFFFFFF;
 
-// Which rank owns which element, as the class Dealing says.
-struct Dealing {
+// Which rank owns which element, as the class Partition says.
+struct Partition {
     u32 ranks, start;
 
-    __device__ Dealing(int ranks, const i64* turn) : ranks((u32)ranks), start((u32)turn[0] * NEXT_TURN) {}
+    __device__ Partition(int ranks, const i64* turn) : ranks((u32)ranks), start((u32)turn[0] * NEXT_TURN) {}
 
     __device__ u32 turned(u32 place) const {
         const u64 mixed = ((place + start) & LOW_BITS) * SCATTER & LOW_BITS;
@@ -67,7 +67,7 @@ __global__ void partition_rows(const u32* count, const u32* indices, const float
                              int ranks, int capacity, int low_bits, i64 upper_words, i64 low_words, u32* places,
                              float* numbers, u32* slots, u8* index_rows, u8* value_rows, i64 pitch, int form) {
     __shared__ u32 warps[WARP];
-    const Dealing dealing(ranks, turn);
+    const Partition partition(ranks, turn);
     const int owner = blockIdx.x, used = (int)used_of(count, k);
     places += (i64)owner * capacity, numbers += (i64)owner * capacity;
     index_rows += owner * pitch, value_rows += owner * pitch;
@@ -78,13 +78,13 @@ __global__ void partition_rows(const u32* count, const u32* indices, const float
         u32 mine = 0, total;
 #pragma unroll
         for (int j = 0; j < SLOTS; ++j)
-            if (begin + j < used) mine |= (u32)(dealing.owner(indices[begin + j]) == (u32)owner) << j;
+            if (begin + j < used) mine |= (u32)(partition.owner(indices[begin + j]) == (u32)owner) << j;
         u32 slot = filled + scan((u32)__popc(mine), total, warps);
         for (; mine != 0; mine &= mine - 1, ++slot) {
             const int i = begin + __ffs(mine) - 1;
             slots[i] = slot;
             if (slot < (u32)capacity)
-                places[slot] = indices[i] / dealing.ranks, numbers[slot] = values[i];
+                places[slot] = indices[i] / partition.ranks, numbers[slot] = values[i];
             else
                 hidden |= !is_finite(values[i]);
         }
@@ -169,7 +169,7 @@ __global__ void partition_deliver(u8* out, int stored, i64 numel, const u32* pla
                                 const i64* turn, const float* mean, const u32* count, const u32* indices,
                                 const float* values, int k, const u32* slots, int capacity, const u8* sent_rows,
                                 i64 sent_pitch, float* residual, u8* later, i64* counted) {
-    const Dealing dealing(ranks, turn);
+    const Partition partition(ranks, turn);
     const Values means{mean_rows, mean_pitch, form, share}, sent{sent_rows, sent_pitch, form, capacity};
     const i64 own = used_of(count, k);
     int skipped = 0, not_finite = 0;
@@ -182,7 +182,7 @@ __global__ void partition_deliver(u8* out, int stored, i64 numel, const u32* pla
             const Unpacked row = rows.of(owner);
             if (i >= row.count) continue;
             const u32 place = row.indices[i];
-            const i64 index = row.counts(i) ? dealing.index(owner, place) : numel;
+            const i64 index = row.counts(i) ? partition.index(owner, place) : numel;
             if (index >= numel) {
                 ++skipped;
                 continue;
@@ -197,7 +197,7 @@ __global__ void partition_deliver(u8* out, int stored, i64 numel, const u32* pla
             const i64 i = at - (i64)ranks * share;
             later[i] = 0;
             if (i >= own || residual == nullptr) continue;
-            const u32 index = indices[i], place = index / dealing.ranks, owner = dealing.owner(index), slot = slots[i];
+            const u32 index = indices[i], place = index / partition.ranks, owner = partition.owner(index), slot = slots[i];
             const i64 found = rows.of(owner).find(place);
             if (rounds && owner == (u32)rank && found >= 0) add_finite(residual + index, ranks * (mean[place] - means.at(rank, found)));
             const bool arrived = found >= 0 && slot < (u32)capacity;

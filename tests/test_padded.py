@@ -11,7 +11,7 @@ import pytest
 import torch
 import training
 from gradwire.compress import TopK, new_draw
-from gradwire.compress.backends.partition import Dealing
+from gradwire.compress.backends.partition import Partition
 from gradwire.compress.feedback.base import RESIDUAL, Feedback, FeedbackState
 from gradwire.compress.feedback.momentum import MOMENTUM, Momentum
 from gradwire.compress.feedback.residual import NOTHING, server_state
@@ -79,8 +79,8 @@ class Case:
 
 
 def owner_of(numel: int, ranks: int, turn: Tensor) -> Tensor:
-    dealing = Dealing(numel, ranks, CPU)
-    return dealing.keys(torch.arange(numel), turn) // (dealing.span + 1)
+    partition = Partition(numel, ranks, CPU)
+    return partition.keys(torch.arange(numel), turn) // (partition.span + 1)
 
 
 @dataclass
@@ -371,9 +371,9 @@ def test_what_cannot_be_right_is_skipped_alike_on_all_ranks(exchange: str) -> No
         assert all(same_bits(step.out, steps[0].out) for step in steps)
     split = exchanges[0]
     if isinstance(split, FixedSizeSplit):  # what counts is what counts to the codec
-        span, numel = split.dealing.span, case.numel
+        span, numel = split.partition.span, case.numel
         places = torch.arange(span).expand(case.ranks, -1)
-        indices, meant = split.dealing.indices(places, torch.tensor(case.steps - 1)), torch.zeros(case.ranks, span)
+        indices, meant = split.partition.indices(places, torch.tensor(case.steps - 1)), torch.zeros(case.ranks, span)
         for owner, row in enumerate(meant):
             split.back.decode_mean(
                 [part[owner : owner + 1] for part in split.parts[:2]], row, split.back.workspace(span)

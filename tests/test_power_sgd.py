@@ -14,7 +14,7 @@ from gradwire import Codec, Identity, PowerSGD, Residual, TopK, Tracking
 from gradwire.benchmarks.common.virtual import VirtualRanks
 from gradwire.compress import Feedback, new_draw
 from gradwire.compress.backends import backend_kernels
-from gradwire.compress.backends.power_sgd import LowRankKernels, Matrices
+from gradwire.compress.backends.power_sgd import Matrices, PowerSGDKernels
 from gradwire.compress.codecs.power_sgd import Piece
 from gradwire.compress.feedback.base import RESIDUAL
 from gradwire.compress.formats.layout import Layout, Slot, layout_numel
@@ -118,7 +118,7 @@ def test_what_cannot_be_meant() -> None:
 def drawn(codec: PowerSGD, seed: int) -> Tensor:
     """S for a gradient of `LAYOUT`."""
     kernels, matrices = codec.kernels(torch.device("cpu")), Matrices.of(codec, NUMEL, torch.device("cpu"))
-    assert isinstance(kernels, LowRankKernels)
+    assert isinstance(kernels, PowerSGDKernels)
     kernels.draw(matrices, new_draw(seed), start := torch.empty(matrices.right))
     return start
 
@@ -126,7 +126,7 @@ def drawn(codec: PowerSGD, seed: int) -> Tensor:
 # -- the passes --------------------------------------------------------------------------------------------------------
 
 
-def passes(kernels: LowRankKernels, codec: PowerSGD, x: Tensor, seed: int, alpha: float) -> list[Tensor]:
+def passes(kernels: PowerSGDKernels, codec: PowerSGD, x: Tensor, seed: int, alpha: float) -> list[Tensor]:
     """What every pass writes, on the device of `x`."""
     matrices = Matrices.of(codec, x.numel(), x.device)
     generator = torch.Generator().manual_seed(seed)

@@ -27,7 +27,7 @@ from ...compress import (
 )
 from ...compress.backends import backend_for, entries_for, low_precision_vector, use_backend
 from ...compress.backends.low_precision import DTYPES as LOW_PRECISION_DTYPES
-from ...compress.backends.partition import Dealing
+from ...compress.backends.partition import Partition
 from ...compress.backends.union import Listed
 from ...compress.codec import DTYPES
 from ...compress.codecs.topk import Largest
@@ -138,19 +138,21 @@ def once_sparse(device: torch.device, numel: int) -> int:
 def once_dealt(listed: Listed, dtype: torch.dtype, out: Tensor, rest: Tensor, counted: Tensor, ranks: int = 2) -> None:
     """Entries as all ranks have them: each deals what it has, and owns."""
     device, k = out.device, len(listed[1])
-    dealing, turn = Dealing(len(out), ranks, device), torch.zeros(1, dtype=torch.int64).to(device)[0]
+    partition, turn = Partition(len(out), ranks, device), torch.zeros(1, dtype=torch.int64).to(device)[0]
     codec, back = Largest(k // ranks, dtype), Largest(k // ranks, dtype)
-    there, sent = (rows_of(codec, dealing) for _ in range(2))
-    dealer = entries_for(device).dealer(dealing, k, back.count, codec, sent)
+    there, sent = (rows_of(codec, partition) for _ in range(2))
+    dealer = entries_for(device).dealer(partition, k, back.count, codec, sent)
     dealer.deal(listed, turn)
-    mean = torch.zeros(dealing.span).to(device)
+    mean = torch.zeros(partition.span).to(device)
     dealer.mean(sent, mean, out)
     dealer.deliver(listed, turn, there, mean, 0, out, rest, counted)
 
 
-def rows_of(codec: Largest, dealing: Dealing) -> tuple[Tensor, Tensor]:
-    sizes = list(codec.part_bytes(dealing.span))
-    indices, values = torch.zeros(dealing.ranks, sum(sizes), dtype=torch.uint8).to(dealing.device).split(sizes, dim=1)
+def rows_of(codec: Largest, partition: Partition) -> tuple[Tensor, Tensor]:
+    sizes = list(codec.part_bytes(partition.span))
+    indices, values = (
+        torch.zeros(partition.ranks, sum(sizes), dtype=torch.uint8).to(partition.device).split(sizes, dim=1)
+    )
     return indices, values
 
 

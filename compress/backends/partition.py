@@ -18,9 +18,9 @@ SCATTER, NEXT_TURN, LOW_BITS = 0x4F1BBCDD, 0x2545F491, 0x7FFFFFFF
 Packed = tuple[Tensor, Tensor]
 
 
-class Dealing:
-    """Which rank owns which element: of every `ranks` in a row each has one, dealt again in every step. So each has
-    about as many of whatever ranks select, wherever that lies, and no rank has to say what it selects beforehand.
+class Partition:
+    """The owners of elements: of every `ranks` in a row each rank owns one, by a new rotation in every step. So each
+    owns about as many of whatever ranks select, wherever that lies, and no rank has to say what it selects beforehand.
 
     An owner's elements have places, 0 up to `span`, in ascending order of index. An element's key is
     owner · (span + 1) + place, so that none is one less than another owner's first.
@@ -44,8 +44,8 @@ class Dealing:
         return places * self.ranks + (self.owners[:, None] - self._turned(places, turn)) % self.ranks
 
     def _turned(self, places: Tensor, turn: Tensor) -> Tensor:
-        """By how much the dealing to those who have this place is turned. A product alone would treat places that lie
-        evenly apart, as a matrix's columns do, alike; its square does not."""
+        """The rotation of the owners of a place. A product alone would treat places that lie evenly apart, as a
+        matrix's columns do, alike; its square does not."""
         mixed = ((places + turn * NEXT_TURN) & LOW_BITS) * SCATTER & LOW_BITS
         return (mixed * mixed >> 31) % self.ranks
 
@@ -66,11 +66,11 @@ class Dealer:
     """
 
     def __init__(
-        self, kernels: Any, dealing: Dealing, k: int, share: int, codec: Any, sent: tuple[Tensor, Tensor]
+        self, kernels: Any, partition: Partition, k: int, share: int, codec: Any, sent: tuple[Tensor, Tensor]
     ) -> None:
-        self.kernels, self.dealing, self.k, self.share, self.codec = kernels, dealing, k, share, codec
+        self.kernels, self.partition, self.k, self.share, self.codec = kernels, partition, k, share, codec
         self.capacity, self.dtype, self.sent = codec.count, codec.value_dtype, sent
-        device, ranks = dealing.device, dealing.ranks
+        device, ranks = partition.device, partition.ranks
         self.slots, self.places, self.returned = (
             torch.zeros(size, dtype=torch.int32, device=device) for size in (k, (ranks, self.capacity), (ranks, share))
         )
@@ -80,7 +80,7 @@ class Dealer:
         self.workspace = self._workspace()
 
     def _workspace(self) -> Workspace:
-        workspace: Workspace = self.codec.workspace(self.dealing.span, self.dealing.device)
+        workspace: Workspace = self.codec.workspace(self.partition.span, self.partition.device)
         return workspace
 
     @property
@@ -91,26 +91,27 @@ class Dealer:
         """Fill the rows to owners. `slots` says where in its owner's row each entry is, or would be if there were
         room."""
         count, listed, numbers = entries
-        dealing, edges, k, capacity = self.dealing, self.dealing.edges, self.k, self.capacity
+        partition, edges, k, capacity = self.partition, self.partition.edges, self.k, self.capacity
         slots = torch.arange(k, device=listed.device)
-        keys, order = torch.where(slots < count, dealing.keys(listed, turn), edges[-1]).sort()
+        keys, order = torch.where(slots < count, partition.keys(listed, turn), edges[-1]).sort()
         values, starts = numbers[order], torch.searchsorted(keys, edges)
-        owner = (keys // (dealing.span + 1)).clamp_(max=dealing.ranks - 1)
+        owner = (keys // (partition.span + 1)).clamp_(max=partition.ranks - 1)
         slot = slots - starts[owner]
         self.slots.scatter_(0, order, slot.int())
         counts = starts.diff().clamp_(max=capacity)
         inside = slots[:capacity] < counts[:, None]
         at = (starts[:-1, None] + slots[:capacity]).clamp_(max=k - 1)
-        self.places.copy_(torch.where(inside, keys[at] - dealing.first, 0))
+        self.places.copy_(torch.where(inside, keys[at] - partition.first, 0))
         # What is not finite must be seen, and waits nowhere: a row that has no room for it is of NaN.
         hidden = (keys < edges[-1]) & (slot >= capacity) & ~values.isfinite()
         rows = (
-            torch.zeros(dealing.ranks, dtype=torch.int64, device=listed.device).index_add_(0, owner, hidden.long()) > 0
+            torch.zeros(partition.ranks, dtype=torch.int64, device=listed.device).index_add_(0, owner, hidden.long())
+            > 0
         )
         self.numbers.copy_(torch.where(inside, values[at], 0.0).masked_fill_(rows[:, None], torch.nan))
         counts = counts.int()
         for row, (indices, packed) in enumerate(zip(*self.sent, strict=True)):
-            self.kernels.pack_indices(self.places[row], counts[row : row + 1], 0, dealing.span, indices)
+            self.kernels.pack_indices(self.places[row], counts[row : row + 1], 0, partition.span, indices)
             self.kernels.pack_values(self.numbers[row], self.dtype, packed)
 
     def mean(self, rows: Packed, mean: Tensor, out: Tensor) -> None:
@@ -137,28 +138,28 @@ class Dealer:
         Args:
             counted: int64 [2], counted up: entries that cannot be right, and means that are not finite.
         """
-        dealing, share, device = self.dealing, self.share, out.device
-        numbers = torch.empty(dealing.ranks, share, dtype=torch.float32, device=device)
-        self.kernels.unpack_indices(rows[0], 0, dealing.span, self.used, self.returned)
+        partition, share, device = self.partition, self.share, out.device
+        numbers = torch.empty(partition.ranks, share, dtype=torch.float32, device=device)
+        self.kernels.unpack_indices(rows[0], 0, partition.span, self.used, self.returned)
         self.kernels.unpack_values(rows[1], self.dtype, numbers)
         places = self.returned.long()  # -1 where there is none
         highest = places.cummax(1).values
-        indices = dealing.indices(places, turn)
-        sound = (places >= 0) & (indices < dealing.numel)
+        indices = partition.indices(places, turn)
+        sound = (places >= 0) & (indices < partition.numel)
         sound[:, 1:] &= places[:, 1:] > highest[:, :-1]
         counted[0] += self.used.clamp(max=share).sum() - sound.sum()
-        spare = torch.arange(places.numel(), device=device).view_as(places) % dealing.numel
+        spare = torch.arange(places.numel(), device=device).view_as(places) % partition.numel
         at = torch.where(sound, indices, spare)
         counted[1] += write_at(out, at.view(-1), numbers.view(-1), sound.view(-1))
         if residual is None:
             return
         if self.dtype != torch.float32:
-            rest = dealing.ranks * (mean[places[rank].clamp(min=0)] - numbers[rank])
+            rest = partition.ranks * (mean[places[rank].clamp(min=0)] - numbers[rank])
             add_at(residual, at[rank], torch.where(sound[rank], rest, -0.0))
         count, listed, values = entries
         slots = torch.arange(self.k, device=device)
-        used, keys = slots < count, dealing.keys(listed, turn)
-        arrived = used & (self.slots < self.capacity) & is_among(keys, (dealing.first + highest).view(-1))
+        used, keys = slots < count, partition.keys(listed, turn)
+        arrived = used & (self.slots < self.capacity) & is_among(keys, (partition.first + highest).view(-1))
         rest = torch.where(arrived, self._rounded(keys, values), values)
         add_at(residual, torch.where(used, listed, slots), torch.where(used, rest, -0.0))
         torch.logical_and(used & ~arrived, values.isfinite(), out=self.later)
@@ -169,5 +170,5 @@ class Dealer:
             return torch.full_like(values, -0.0)
         told = torch.empty_like(self.numbers)
         self.kernels.unpack_values(self.sent[1], self.dtype, told)
-        owner = (keys // (self.dealing.span + 1)).clamp(max=self.dealing.ranks - 1)
+        owner = (keys // (self.partition.span + 1)).clamp(max=self.partition.ranks - 1)
         return values - told[owner, self.slots.long().clamp(0, self.capacity - 1)]

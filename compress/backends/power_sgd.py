@@ -78,7 +78,7 @@ class Matrices:
         return whole, left, right
 
 
-class LowRankKernels(Kernels):
+class PowerSGDKernels(Kernels):
     """A backend says how a product is made; tensors are flat, float32, and where `Matrices` says."""
 
     def draw(self, matrices: Matrices, draw: Tensor, start: Tensor) -> None:

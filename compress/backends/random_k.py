@@ -36,7 +36,7 @@ def philox(words: Tensor, groups: int) -> Tensor:
     return torch.stack([a, b, c, d], dim=1)
 
 
-class DrawnKernels(Kernels):
+class RandomKKernels(Kernels):
     """In torch, on any device."""
 
     def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
@@ -76,4 +76,4 @@ class DrawnKernels(Kernels):
 
 
 #: For backends without anything better.
-DRAWN = DrawnKernels()
+RANDOM_K = RandomKKernels()

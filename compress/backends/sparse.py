@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..formats.entries import index_bytes, value_bytes
 from .kernels import Kernels, Workspace, divide, parts_of
-from .partition import Dealer, Dealing
+from .partition import Dealer, Partition
 from .union import Union
 
 
@@ -56,9 +56,9 @@ class EntryKernels(ABC):
         """What makes unions."""
         return Union(numel, capacity, device)
 
-    def dealer(self, dealing: Dealing, k: int, share: int, codec: Any, sent: tuple[Tensor, Tensor]) -> Dealer:
+    def dealer(self, partition: Partition, k: int, share: int, codec: Any, sent: tuple[Tensor, Tensor]) -> Dealer:
         """What deals entries to owners."""
-        return Dealer(self, dealing, k, share, codec, sent)
+        return Dealer(self, partition, k, share, codec, sent)
 
     @abstractmethod
     def pack_indices(self, indices: Tensor, count: Tensor | None, base: int, numel: int, wire: Tensor) -> None:

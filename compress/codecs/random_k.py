@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..backends import Kernels, backend_for
-from ..backends.random_k import DRAWN, pick, words_of
+from ..backends.random_k import RANDOM_K, pick, words_of
 from ..codec import SparseCodec, check_number
 from ..formats.entries import value_fields
 from ..formats.wire import Field, Part
@@ -70,4 +70,4 @@ class RandomK(SparseCodec):
         return chosen
 
     def kernels(self, device: torch.device) -> Kernels:
-        return backend_for(device).kernels.get(self.name, DRAWN)
+        return backend_for(device).kernels.get(self.name, RANDOM_K)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...compress.backends.power_sgd import LowRankKernels
+from ...compress.backends.power_sgd import PowerSGDKernels
 from ...compress.codec import Codec
 from ...compress.codecs.power_sgd import PowerSGD
 from ...compress.feedback.residual import NOTHING
@@ -38,7 +38,7 @@ class Factors(Exchange):
         if numel:
             self.workspaces = [IDENTITY.workspace(numel, device), codec.workspace(numel, device)]
             kernels = codec.kernels(device)
-            assert isinstance(kernels, LowRankKernels)  # `carries` saw to it
+            assert isinstance(kernels, PowerSGDKernels)  # `carries` saw to it
             self.kernels = kernels
             self.matrices = kernels.matrices(codec, numel, device, self.workspaces[1])
             first -= self.matrices.right

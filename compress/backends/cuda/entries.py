@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...formats.entries import VALUE_BLOCK, index_layout
 from .. import union
-from ..partition import Dealing
+from ..partition import Partition
 from ..sparse import EntryKernels, typed_rows, whole_rows
 from ..union import Listed
 from .partition import Dealer
@@ -34,8 +34,8 @@ class Entries(EntryKernels):
     def union(self, numel: int, capacity: int, device: torch.device) -> Union:
         return Union(numel, capacity, device)
 
-    def dealer(self, dealing: Dealing, k: int, share: int, codec: Any, sent: tuple[Tensor, Tensor]) -> Dealer:
-        return Dealer(self, dealing, k, share, codec, sent)
+    def dealer(self, partition: Partition, k: int, share: int, codec: Any, sent: tuple[Tensor, Tensor]) -> Dealer:
+        return Dealer(self, partition, k, share, codec, sent)
 
     def pack_indices(self, indices: Tensor, count: Tensor | None, base: int, numel: int, wire: Tensor) -> None:
         k, device = len(indices), device_for(indices.device)

@@ -7,7 +7,7 @@ here is fast. Whoever writes another backend compares its bytes with these.
 from __future__ import annotations
 
 from .. import Backend, GenericSparseKernels, Kernels
-from ..random_k import DRAWN
+from ..random_k import RANDOM_K
 from .cast import Cast, Identity
 from .chunked_topk import ChunkedTopK
 from .entries import Entries
@@ -26,7 +26,7 @@ KERNELS: dict[str, Kernels] = {
     "terngrad": TernGrad(),
     "ternary": Ternary(),
     "topk": (TOPK := TopK()),
-    "random_k": DRAWN,
+    "random_k": RANDOM_K,
     "power_sgd": PowerSGD(),
     "chunked_topk": ChunkedTopK(),
     "cast": Cast(),

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from ..power_sgd import LEAST, ROWS, LowRankKernels, Matrices
+from ..power_sgd import LEAST, ROWS, Matrices, PowerSGDKernels
 from .arithmetic import F32, LANES, NAN, block_sums, canonical_nan, in_blocks
 
 
-class PowerSGD(LowRankKernels):
+class PowerSGD(PowerSGDKernels):
     def take(self, matrices: Matrices, x: Tensor, whole: Tensor) -> None:
         for begin, length, columns, at, *_ in matrices.rows:
             if not columns:

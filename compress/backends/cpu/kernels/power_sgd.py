@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor, float32, int64
 
 from ...addresses import address
-from ...power_sgd import LEAST, ROWS, RUN, LowRankKernels, Matrices
+from ...power_sgd import LEAST, ROWS, RUN, Matrices, PowerSGDKernels
 from ..block_codec import CpuKernels
 from ..runtime.blocks import all_finite, clear, fold_lanes
 from ..runtime.dtypes import F32, NAN, ZERO, finite
@@ -46,7 +46,7 @@ def fill(target: int, count: int, value: Any) -> None:
 
 
 @compiled
-def low_rank_take(table: Table, x: int, whole: int) -> None:
+def power_sgd_take(table: Table, x: int, whole: int) -> None:
     for entry in range(table[0], table[0] + ENTRY * table[1], ENTRY):
         if get_i64(entry + 16) == 0:
             source, target = x + 4 * get_i64(entry), whole + 4 * get_i64(entry + 24)
@@ -56,7 +56,7 @@ def low_rank_take(table: Table, x: int, whole: int) -> None:
 
 
 @compiled
-def low_rank_left(table: Table, rank: int, x: int, start: int, out: int, span: Span, scratch: int) -> None:
+def power_sgd_left(table: Table, rank: int, x: int, start: int, out: int, span: Span, scratch: int) -> None:
     """out = M·S, of the lines of a span."""
     sums, end, ends = scratch + SUMS, scratch + END, scratch + FACTORS
     for entry in range(table[0], table[0] + ENTRY * table[1], ENTRY):
@@ -102,7 +102,7 @@ def dot(a: int, b: int, count: int, sums: int) -> Any:
 
 
 @compiled
-def low_rank_orthonormalise(table: Table, rank: int, left: int, scratch: int) -> None:
+def power_sgd_orthonormalise(table: Table, rank: int, left: int, scratch: int) -> None:
     sums = scratch + SUMS
     for entry in range(table[0], table[0] + ENTRY * table[1], ENTRY):
         rows, p = get_i64(entry + 8), left + 4 * get_i64(entry + 24)
@@ -127,7 +127,7 @@ def low_rank_orthonormalise(table: Table, rank: int, left: int, scratch: int) ->
 
 
 @compiled
-def low_rank_right(table: Table, rank: int, x: int, left: int, out: int, span: Span, scratch: int) -> None:
+def power_sgd_right(table: Table, rank: int, x: int, left: int, out: int, span: Span, scratch: int) -> None:
     """out = Mᵀ·P, of the strips of a span: by 64 columns, and 64 rows at a time."""
     totals, tile = scratch + FACTORS, scratch + FACTORS + 256 * rank
     for entry in range(table[0], table[0] + ENTRY * table[1], ENTRY):
@@ -155,7 +155,7 @@ def low_rank_right(table: Table, rank: int, x: int, left: int, out: int, span: S
 
 
 @compiled
-def low_rank_settle(table: Table, rank: int, left: int, right: int) -> None:
+def power_sgd_settle(table: Table, rank: int, left: int, right: int) -> None:
     for entry in range(table[0], table[0] + ENTRY * table[1], ENTRY):
         rows, columns = get_i64(entry + 8), get_i64(entry + 16)
         q = right + 4 * get_i64(entry + 32)
@@ -165,7 +165,7 @@ def low_rank_settle(table: Table, rank: int, left: int, right: int) -> None:
 
 
 @compiled
-def low_rank_follow(table: Table, rank: int, right: int, start: int, scratch: int) -> None:
+def power_sgd_follow(table: Table, rank: int, right: int, start: int, scratch: int) -> None:
     for entry in range(table[0], table[0] + ENTRY * table[1], ENTRY):
         columns = get_i64(entry + 16)
         for k in range(rank if columns else 0):
@@ -195,7 +195,7 @@ def product_at(p: int, q: int, rank: int, rows: int, columns: int) -> Any:
 
 
 @compiled
-def low_rank_add(
+def power_sgd_add(
     table: Table, rank: int, numbers: tuple[int, int, int], out: int, alpha: float, fresh: int, span: Span
 ) -> None:
     """out += alpha times what the numbers stand for, of the lines of a span."""
@@ -222,7 +222,7 @@ def low_rank_add(
 
 
 @compiled
-def low_rank_odd(table: Table, rank: int, numbers: tuple[int, int, int]) -> int:
+def power_sgd_odd(table: Table, rank: int, numbers: tuple[int, int, int]) -> int:
     """How many matrices, and elements that are in none, are not finite."""
     whole, left, right = numbers
     odd = 0
@@ -238,7 +238,7 @@ def low_rank_odd(table: Table, rank: int, numbers: tuple[int, int, int]) -> int:
 
 
 @compiled
-def low_rank_leave(table: Table, rank: int, left: int, right: int, total: int, residual: int, span: Span) -> None:
+def power_sgd_leave(table: Table, rank: int, left: int, right: int, total: int, residual: int, span: Span) -> None:
     """residual = total less what is sent of it, where that is finite, of the lines of a span."""
     for entry in range(table[0], table[0] + ENTRY * table[1], ENTRY):
         rows, columns, line = get_i64(entry + 8), get_i64(entry + 16), get_i64(entry + 40)
@@ -262,48 +262,48 @@ def low_rank_leave(table: Table, rank: int, left: int, right: int, total: int, r
                     store(residual + row + j, left_over)
 
 
-class PowerSGD(LowRankKernels, CpuKernels):
+class PowerSGD(PowerSGDKernels, CpuKernels):
     """Threads share lines, which are rows, or strips of columns."""
 
     def take(self, matrices: Matrices, x: Tensor, whole: Tensor) -> None:
-        low_rank_take(_table(matrices), address(x, float32), address(whole, float32))
+        power_sgd_take(_table(matrices), address(x, float32), address(whole, float32))
 
     def left(self, matrices: Matrices, x: Tensor, start: Tensor, out: Tensor) -> None:
         where = address(x, float32), address(start, float32), address(out, float32)
         table, rank = _table(matrices), matrices.rank
-        _shared(matrices, x, matrices.lines, lambda span, scratch: low_rank_left(table, rank, *where, span, scratch))
+        _shared(matrices, x, matrices.lines, lambda span, scratch: power_sgd_left(table, rank, *where, span, scratch))
 
     def orthonormalise(self, matrices: Matrices, left: Tensor) -> None:
         scratch = reserved(matrices.memory, "scratch", scratch_bytes(matrices.rank))
-        low_rank_orthonormalise(_table(matrices), matrices.rank, address(left, float32), scratch)
+        power_sgd_orthonormalise(_table(matrices), matrices.rank, address(left, float32), scratch)
 
     def right(self, matrices: Matrices, x: Tensor, left: Tensor, out: Tensor) -> None:
         where = address(x, float32), address(left, float32), address(out, float32)
         table, rank = _table(matrices), matrices.rank
-        _shared(matrices, x, matrices.strips, lambda span, scratch: low_rank_right(table, rank, *where, span, scratch))
+        _shared(matrices, x, matrices.strips, lambda span, scratch: power_sgd_right(table, rank, *where, span, scratch))
 
     def settle(self, matrices: Matrices, left: Tensor, right: Tensor) -> None:
-        low_rank_settle(_table(matrices), matrices.rank, address(left, float32), address(right, float32))
+        power_sgd_settle(_table(matrices), matrices.rank, address(left, float32), address(right, float32))
 
     def follow(self, matrices: Matrices, right: Tensor, start: Tensor) -> None:
         scratch = reserved(matrices.memory, "scratch", scratch_bytes(matrices.rank))
-        low_rank_follow(_table(matrices), matrices.rank, address(right, float32), address(start, float32), scratch)
+        power_sgd_follow(_table(matrices), matrices.rank, address(right, float32), address(start, float32), scratch)
 
     def add(self, matrices: Matrices, numbers: Tensor, out: Tensor, alpha: float, fresh: bool, status: Tensor) -> None:
         whole = address(numbers, float32)
         parts = whole, whole + 4 * matrices.whole, whole + 4 * (matrices.whole + matrices.left)
         table, rank, target = _table(matrices), matrices.rank, address(out, float32)
-        status.numpy()[1] += low_rank_odd(table, rank, parts)
+        status.numpy()[1] += power_sgd_odd(table, rank, parts)
 
         def job(span: Span, scratch: int) -> None:
-            low_rank_add(table, rank, parts, target, float(alpha), int(fresh), span)
+            power_sgd_add(table, rank, parts, target, float(alpha), int(fresh), span)
 
         _shared(matrices, out, matrices.lines, job)
 
     def leave(self, matrices: Matrices, left: Tensor, right: Tensor, total: Tensor, residual: Tensor) -> None:
         where = address(left, float32), address(right, float32), address(total, float32), address(residual, float32)
         table, rank = _table(matrices), matrices.rank
-        _shared(matrices, total, matrices.lines, lambda span, scratch: low_rank_leave(table, rank, *where, span))
+        _shared(matrices, total, matrices.lines, lambda span, scratch: power_sgd_leave(table, rank, *where, span))
 
 
 def _table(matrices: Matrices) -> Table:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ... import Workspace
 from ...addresses import address, rows_at
 from ...kernels import divide
-from ...random_k import DrawnKernels, words_of
+from ...random_k import RandomKKernels, words_of
 from ..block_codec import CpuKernels
 from ..runtime.blocks import (
     Rows,
@@ -114,7 +114,7 @@ def mean_entries(values: Rows, ranks: int, indices: int, first: int, last: int, 
 Job = Callable[[int, int, int], Any]  # of what from, until where, with which scratch
 
 
-class RandomK(DrawnKernels, CpuKernels):
+class RandomK(RandomKKernels, CpuKernels):
     """The gradient is passed once to see whether all is finite, and once more where a residual takes it in."""
 
     def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:

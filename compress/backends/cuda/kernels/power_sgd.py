@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from ... import kernel_cache
-from ...power_sgd import RUN, LowRankKernels, Matrices
+from ...power_sgd import RUN, Matrices, PowerSGDKernels
 from ..runtime.device import THREADS, Argument, device_for, launch_rows
 
 FILE = "power_sgd.cu"
 WARPS = THREADS // 32
 
 
-class PowerSGD(LowRankKernels):
+class PowerSGD(PowerSGDKernels):
     """A warp takes a line or a tile; a block of threads takes a matrix, where its columns count as a whole."""
 
     def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:

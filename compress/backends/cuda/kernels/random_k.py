@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from ... import Workspace, kernel_cache
-from ...random_k import DrawnKernels
+from ...random_k import RandomKKernels
 from ...sparse import whole_rows
 from ..runtime.device import SUFFIXES, THREADS, Argument, device_for, grid_for, launch_rows
 
 FILE = "random_k.cu"
 
 
-class RandomK(DrawnKernels):
+class RandomK(RandomKKernels):
     """A thread draws an element and a warp takes a row of the gradient. The host does not wait."""
 
     def workspace(self, codec: Any, numel: int, device: torch.device) -> Workspace:
