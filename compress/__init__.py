@@ -15,8 +15,9 @@ from .codecs.ternary import Ternary
 from .codecs.terngrad import TernGrad
 from .codecs.threshold import Threshold
 from .codecs.topk import TopK
-from .feedback.base import Feedback, Residual
+from .feedback.base import Feedback
 from .feedback.momentum import Momentum
+from .feedback.residual import Residual
 from .feedback.tracking import Tracking
 
 #: One example of every codec. Contract tests, benchmarks and the command line take the codecs from here.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .backends import Kernels, Workspace
-from .backends.base import divide
+from .backends.kernels import divide
 from .codec import Codec, check_choice
 from .formats.wire import Field, Part
 

@@ -30,7 +30,7 @@ What every codec promises, and the contract tests hold it to:
 To add a codec, write a frozen dataclass that derives from `BlockCodec` (equal records: `name`, `block_size` and
 `fields`), from `SparseCodec` (entries: `name`, `k` and `select`) or, for anything else, from `Codec` (`name` and
 `parts`). Unless the backends have kernels under that name, or it is sparse, its `kernels` method returns your own
-`Kernels`. One that needs the shapes of parameters learns them by `of_layout`, and one that an exchange was made for
+`Kernels`. One that needs the shapes of parameters learns them by `for_layout`, and one that an exchange was made for
 names that (`exchange`). To have it in the contract tests, the benchmarks and the command line, add an example of it to
 `compress.CODECS`.
 """
@@ -47,7 +47,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .backends import Entering, Kernels, Narrow, Workspace, backend_for, kernels_for, selecting
+from .backends import Kernels, LowPrecisionVector, MomentumInput, Workspace, backend_for, generic_sparse, kernels_for
+from .deprecated import Renamed
 from .formats.entries import index_fields, value_fields
 from .formats.layout import Layout
 from .formats.wire import Part
@@ -70,8 +71,17 @@ def new_draw(seed: int, step: int = 0, stream: int = 0, device: torch.device | s
     return draw
 
 
+#: Names in the releases up to 0.2.
+OLD_NAMES = {
+    "of_means": "second_pass",
+    "of_layout": "for_layout",
+    "timed_as": "speed_key",
+    "encode_entering": "encode_momentum",
+}
+
+
 @dataclass(frozen=True)
-class Codec(ABC):
+class Codec(Renamed, ABC, renamed=OLD_NAMES):
     """A way to compress a gradient. See the module's docstring for what it promises."""
 
     name: ClassVar[str]
@@ -109,16 +119,16 @@ class Codec(ABC):
         lets the residual grow without end, so stochastic codecs return their round-to-nearest form here."""
         return self
 
-    def of_means(self) -> Codec:
+    def second_pass(self) -> Codec:
         """What owners of slices encode the ranks' mean with, in blocks of the same size: by default this code again."""
         return self
 
-    def of_layout(self, layout: Layout) -> Codec:
+    def for_layout(self, layout: Layout) -> Codec:
         """This codec for the parameters of a bucket, where it needs to know their shapes; () forgets them."""
         return self
 
     @property
-    def timed_as(self) -> Codec:
+    def speed_key(self) -> Codec:
         """The codec whose measured speed stands for this one's. Measuring takes all ranks, and a schedule may have many
         codecs that are much alike."""
         return self
@@ -186,7 +196,12 @@ class Codec(ABC):
         self._kernels(workspace, out).decode_add(self, wire, out, alpha, workspace)
 
     def encode_feedback(
-        self, grad: Tensor, residual: Tensor | Narrow, wire: Tensor, draw: Tensor | None, workspace: Workspace
+        self,
+        grad: Tensor,
+        residual: Tensor | LowPrecisionVector,
+        wire: Tensor,
+        draw: Tensor | None,
+        workspace: Workspace,
     ) -> None:
         """Error feedback in one pass: a = grad + residual; wire = code of a; residual = a - decoded.
 
@@ -195,11 +210,11 @@ class Codec(ABC):
         Args:
             grad: as `x` in `encode`; unchanged.
             residual: float32 of the same length, updated in place; or one that is kept in fewer bytes, which gives
-                the same as if it were float32 meanwhile (`backends.narrow_vector`).
+                the same as if it were float32 meanwhile (`backends.low_precision_vector`).
             wire, draw, workspace: as in `encode`. Raises as `encode` does.
         """
         self._check_gradient(grad, "grad")
-        if not isinstance(residual, Narrow):
+        if not isinstance(residual, LowPrecisionVector):
             self._check_gradient(residual, "residual", (torch.float32,))
         if residual.numel() != grad.numel() or residual.device != grad.device:
             raise ValueError(
@@ -209,22 +224,22 @@ class Codec(ABC):
         self._check_wire(wire, grad)
         self._check_draw(draw)
         kernels = self._kernels(workspace, grad)
-        if isinstance(residual, Narrow):
-            kernels.encode_narrow(self, grad, residual, wire, draw, workspace)
+        if isinstance(residual, LowPrecisionVector):
+            kernels.encode_low_precision(self, grad, residual, wire, draw, workspace)
         else:
             kernels.encode_feedback(self, grad, residual, wire, draw, workspace)
 
-    def encode_entering(
-        self, entering: Entering, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
+    def encode_momentum(
+        self, x: MomentumInput, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
     ) -> None:
         """`encode_feedback` of what comes out of a momentum that a gradient enters, in the same pass where the backend
         can. Other arguments and errors as there, the residual float32."""
         self._check_gradient(residual, "residual", (torch.float32,))
-        if residual.numel() != entering.numel():
-            raise ValueError(f"residual has {residual.numel()} elements, grad {entering.numel()}: they must match")
+        if residual.numel() != x.numel():
+            raise ValueError(f"residual has {residual.numel()} elements, grad {x.numel()}: they must match")
         self._check_wire(wire, residual)
         self._check_draw(draw)
-        self._kernels(workspace, residual).encode_entering(self, entering, residual, wire, draw, workspace)
+        self._kernels(workspace, residual).encode_momentum(self, x, residual, wire, draw, workspace)
 
     def decode_mean(self, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
         """`out` = mean over ranks of what they sent: float32 sum in rank order, times 1/P, cast to `out.dtype`.
@@ -324,7 +339,7 @@ class BlockCodec(Codec):
 
 
 @dataclass(frozen=True)
-class SparseCodec(Codec):
+class SparseCodec(Codec, renamed={**OLD_NAMES, "plain": "raw_entries"}):
     """A codec that sends some of the elements, as *entries*: an index and a value each.
 
     A subclass says how many there can be (`k`) and which they are: by `select`, in torch, or by kernels that backends
@@ -333,7 +348,7 @@ class SparseCodec(Codec):
     `kernels` too.
 
     The exchange `gather` sends the codec's own wire. `union` and `split` bring the ranks' entries together one by one:
-    they take what `plain` selects, so whole elements, and let values travel as `value_dtype`.
+    they take what `raw_entries` selects, so whole elements, and let values travel as `value_dtype`.
     """
 
     @property
@@ -366,10 +381,10 @@ class SparseCodec(Codec):
         raise NotImplementedError(f"{type(self).__name__} has neither `select` nor kernels for this device")
 
     @property
-    def plain(self) -> SparseCodec:
+    def raw_entries(self) -> SparseCodec:
         """The codec that selects the same elements and sends them as they are: a count, k 32-bit indices and k float32
-        values (`entries.plain_entries`)."""
-        return Plain(self)
+        values (`entries.split_raw`)."""
+        return RawEntries(self)
 
     def _check_numel(self, numel: int) -> None:
         if numel >= 1 << 31:
@@ -385,11 +400,11 @@ class SparseCodec(Codec):
 
     def kernels(self, device: torch.device) -> Kernels:
         backend = backend_for(device)
-        return backend.kernels.get(self.name) or selecting(backend)
+        return backend.kernels.get(self.name) or generic_sparse(backend)
 
 
 @dataclass(frozen=True)
-class Plain(SparseCodec):
+class RawEntries(SparseCodec):
     """What another sparse codec selects, as it is."""
 
     name: ClassVar[str] = "plain"

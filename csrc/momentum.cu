@@ -5,7 +5,7 @@
 //     Nesterov's:           u' = (u + g) · β             out = u' + g
 //     Tracking's estimate:  H' = H + mean, and that is handed out in the place of the mean
 //
-// Each reads and writes everything once. compress/backends/base.py says what they mean.
+// Each reads and writes everything once. compress/backends/kernels.py says what they mean.
 #include "common.cuh"
 
 template <class T, class F>

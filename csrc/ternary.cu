@@ -1,6 +1,6 @@
 // TernGrad and Ternary: record = scale (float32), then five trits a byte. A byte's five lie 256 elements apart, so that a
 // lane packs its own: byte 8 · lane + j of 1280 elements holds slot j of the lane's five rows, the first row lowest.
-#include "common.cuh"
+#include "philox.cuh"
 
 constexpr int TRITS = 5, LLOYD_STEPS = 2;
 

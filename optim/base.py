@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import __version__
-from ..compress.feedback.store import Memory
+from ..compress.feedback.store import FeedbackStore
 from ..hooks.comm import handshake, pieces
 from ..hooks.comm.untraced import untraced
 from ..hooks.core import checkpoint
@@ -84,7 +84,7 @@ class ExchangingOptimizer(torch.optim.Optimizer):
             made = self._made(0)
             choice = options.choice(options.warmup_steps)
             choice.codec.kernels(device).prepare(choice.codec, torch.float32, device)
-            Memory(options.strategy).strategy.prepare(device)
+            FeedbackStore(options.strategy).strategy.prepare(device)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = error
         description = {} if problem is not None else self._description()
@@ -100,7 +100,7 @@ class ExchangingOptimizer(torch.optim.Optimizer):
             dense_path=False,
             owner=self._owner,
         )
-        self._feedback = Memory(options.strategy)
+        self._feedback = FeedbackStore(options.strategy)
         tracker = ScalerSync(LossScale(None), self._feedback)
         numel = sum(flat.bucket.numel for flat in made)
         self._reducer = Reducer(
@@ -288,7 +288,7 @@ class ExchangingOptimizer(torch.optim.Optimizer):
         reducer, named = self._running(), self._named()
         if KEY not in state_dict:
             raise ValueError(f"this is not a checkpoint of {self._owner}: it lacks {KEY!r}")
-        nothing: dict[str, dict[str, Tensor]] = {vector: {} for vector in self._feedback.strategy.vectors}
+        nothing: dict[str, dict[str, Tensor]] = {vector: {} for vector in self._feedback.strategy.state_names}
         expected = checkpoint.export(self._key, nothing, **self._facts())
         saved, vectors = checkpoint.read(state_dict[KEY], expected, self._key, named, strict, self._owner)
         for index, p in named.items():

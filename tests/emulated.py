@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from cuda_on_cpu import Module, ptx
 from gradwire.compress.backends.addresses import address
-from gradwire.compress.backends.cuda.device import DEVICES, THREADS, Argument, Device, Function
+from gradwire.compress.backends.cuda.runtime.device import DEVICES, THREADS, Argument, Device, Function
 from nvrtc import build
 from torch import Tensor
 
@@ -82,7 +82,7 @@ _modules: dict[tuple[Path, bool], Module] = {}
 def _module(file: Path, check: bool) -> Module:
     """Each file is compiled once a process at most; the shared object is kept for the next one."""
     if (file, check) not in _modules:
-        _modules[file, check] = Module(file, check=check, include=[file.parent])
+        _modules[file, check] = Module(file, check=check, include=[file.parent / "include"])
     return _modules[file, check]
 
 

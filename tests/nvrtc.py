@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cuda_on_cpu.compiler import cached
-from gradwire.compress.backends.cuda import compiler
-from gradwire.compress.backends.cuda.compiler import CSRC, OPTIONS, Compiled
+from gradwire.compress.backends.cuda.runtime import compiler
+from gradwire.compress.backends.cuda.runtime.compiler import CSRC, OPTIONS, Compiled
 
 #: As far as the NVRTC at hand knows them.
 ARCHITECTURES = tuple(n for n in (75, 80, 86, 89, 90, 100, 120) if n in compiler.supported_architectures())
@@ -30,7 +30,7 @@ def build(file: str, architecture: int) -> Compiled:
     """csrc/`file` for one architecture, with ptxas' verbose log."""
     options = ("--ptxas-options=--verbose",)
     parts = [file, str(architecture), compiler.version(), *OPTIONS, *options]
-    parts += [path.read_text("utf-8") for path in (CSRC / file, *sorted(CSRC.glob("*.cuh")))]
+    parts += [path.read_text("utf-8") for path in (CSRC / file, *sorted((CSRC / "include").glob("*.cuh")))]
 
     def make(draft: Path) -> None:
         draft.write_bytes(pickle.dumps(compiler.compile_file(file, architecture, options)))

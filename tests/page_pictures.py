@@ -43,11 +43,12 @@ Graph = dict[str, set[str]]
 
 
 def room(module: str, modules: Mapping[str, str]) -> str:
-    """The folder of a module, two levels deep at most; the contract `compress/codec.py` counts as one."""
+    """The folder of a module, two levels deep at most; the contract `compress/codec.py` counts as one, with its former
+    names."""
     parts = module.split(".")
     if module == "":
         return "gradwire"
-    if module == "compress.codec":
+    if module in ("compress.codec", "compress.deprecated"):
         return "compress/codec.py"
     inside = ".".join(parts[:2])
     deep = parts[0] in ("compress", "hooks") and any(name.startswith(f"{inside}.") for name in modules)

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from gradwire.compress.backends import Narrow
-from gradwire.compress.backends.cpu.kernels import Blocks
+from gradwire.compress.backends import LowPrecisionVector
+from gradwire.compress.backends.cpu.block_codec import Blocks
 from torch import Tensor
 
-_write, _encode = Narrow.write, Blocks.encode_narrow
+_write, _encode = LowPrecisionVector.write, Blocks.encode_low_precision
 
 
 @contextmanager
@@ -23,17 +23,23 @@ def counted(unit: Callable[[], float] = lambda: 1.0) -> Iterator[list[float]]:
     """
     norms: list[float] = []
 
-    def write(self: Narrow, x: Tensor) -> None:
+    def write(self: LowPrecisionVector, x: Tensor) -> None:
         _write(self, x)
         norms.append(float((x - self.read()).norm()) / unit())
 
     def encode(
-        self: Any, codec: Any, grad: Tensor, residual: Narrow, wire: Tensor, draw: Tensor | None, workspace: Any
+        self: Any,
+        codec: Any,
+        grad: Tensor,
+        residual: LowPrecisionVector,
+        wire: Tensor,
+        draw: Tensor | None,
+        workspace: Any,
     ) -> None:
         wide = residual.read()
         self.encode_feedback(codec, grad, wide, wire.clone(), draw, workspace)
         _encode(self, codec, grad, residual, wire, draw, workspace)
         norms.append(float((wide - residual.read()).norm()) / unit())
 
-    with patch.object(Narrow, "write", write), patch.object(Blocks, "encode_narrow", encode):
+    with patch.object(LowPrecisionVector, "write", write), patch.object(Blocks, "encode_low_precision", encode):
         yield norms

@@ -9,7 +9,7 @@ import torch
 from gradwire.benchmarks.learning.ranks import InProcessRanks
 from gradwire.compress import Codec, Identity
 from gradwire.compress.feedback.base import Feedback
-from gradwire.compress.feedback.store import Memory
+from gradwire.compress.feedback.store import FeedbackStore
 from gradwire.compress.formats.layout import Layout, layout_numel
 from torch import Tensor
 
@@ -33,11 +33,11 @@ class SimulatedRanks:
         keep_previous: bool = False,
     ) -> None:
         self.strategy, self.codec, self.shapes = strategy, codec, dict(shapes)
-        self.memories = [Memory(strategy, keep_previous) for _ in range(size)]
+        self.memories = [FeedbackStore(strategy, keep_previous) for _ in range(size)]
         self.number = 0
 
     def means(self) -> Means:
-        found = {vector: [memory.by_name(vector) for memory in self.memories] for vector in self.strategy.vectors}
+        found = {vector: [memory.by_name(vector) for memory in self.memories] for vector in self.strategy.state_names}
         return {
             name: {
                 vector: sum(
@@ -78,7 +78,7 @@ class SimulatedRanks:
                 gradient[slot.name], handed[slot.name] = slot.view(mean), slot.view(grads[0]).double()
                 if not applied:
                     for memory, out in zip(self.memories, grads, strict=True):
-                        memory.give_back(layout, out, [(slot, None)])
+                        memory.restore(layout, out, [(slot, None)])
         after, off, size = self.means(), 0.0, 0.0
         for name, there in before.items():
             given = handed[name] if applied else torch.zeros_like(handed[name])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from gradwire.compress import CODECS, QSGD, Cast, Codec, Identity, OneBit, TernGrad, TopK, new_draw
-from gradwire.compress.feedback.base import NOTHING, plain
+from gradwire.compress.feedback.residual import NOTHING, server_state
 from gradwire.hooks.auto.planner import check_exchange, default_exchange
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.comm.pipeline import drive
@@ -47,8 +47,10 @@ def reduce_once(rank: int, world_size: int, exchange: str, codec: Codec, numel: 
     group.all_reduce(size).wait()
     out, extra_out = torch.full((numel,), torch.nan), extras.clone()
     draws = new_draw(seed, 3, rank), new_draw(seed, 3, 1 << 32 | rank)
-    feedback = NOTHING if residual is None else plain(residual)
-    drive(runner.reduce(ExchangeArgs(grad, out, extra_out, feedback, [plain(tensor) for tensor in owned], *draws)))
+    feedback = NOTHING if residual is None else server_state(residual)
+    drive(
+        runner.reduce(ExchangeArgs(grad, out, extra_out, feedback, [server_state(tensor) for tensor in owned], *draws))
+    )
     after = torch.zeros(numel, dtype=torch.float64) if residual is None else residual.double()
     for (start, length, weight), tensor in zip(runner.owned_slices, owned, strict=bool(owned)):
         after[start : start + length] += weight * tensor.double()
@@ -163,7 +165,7 @@ def nonfinite(rank: int, world_size: int, exchange: str, codec: Codec, value: fl
     runner = EXCHANGES[exchange](codec, grad.numel(), 0, torch.device("cpu"), group)
     owned = [torch.zeros(length) for _, length, _ in runner.owned_slices]
     out = torch.zeros(5000)
-    kept, *others = (plain(tensor) for tensor in (residual, *owned))
+    kept, *others = (server_state(tensor) for tensor in (residual, *owned))
     drive(runner.reduce(ExchangeArgs(grad, out, torch.zeros(0), kept, others, new_draw(0), new_draw(0))))
     finite = all(bool(kept.isfinite().all()) for kept in (residual, *owned))
     return (

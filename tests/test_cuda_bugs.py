@@ -13,9 +13,21 @@ import pytest
 import torch
 from cuda_on_cpu import EmulationError
 from emulated import CSRC, EmulatedDevice, emulated_gpu, forget
-from gradwire.compress import QSGD, Cast, ChunkedTopK, Codec, OneBit, Outliers, Ternary, TernGrad, TopK, new_draw
-from gradwire.compress.backends import backend_for, narrow_vector, use_backend
-from gradwire.compress.feedback.base import RESIDUAL_DTYPES
+from gradwire.compress import (
+    QSGD,
+    Cast,
+    ChunkedTopK,
+    Codec,
+    OneBit,
+    Outliers,
+    RandomK,
+    Ternary,
+    TernGrad,
+    TopK,
+    new_draw,
+)
+from gradwire.compress.backends import backend_for, low_precision_vector, use_backend
+from gradwire.compress.feedback.residual import RESIDUAL_DTYPES
 from gradwire.compress.formats.entries import index_layout
 from strategies import gradient, same
 from torch import Tensor
@@ -63,7 +75,7 @@ LATE = "    for (int i = 0; share == 0 && i < 99; ++i) __threadfence();\n"
 BUGS = (
     Bug(
         "a tail is read past its end",
-        "common.cuh",
+        "include/common.cuh",
         "begin + j < end ? to_float(p[begin + j]) : 0.0f;",
         "to_float(p[begin + j]);",
         OneBit(),
@@ -71,7 +83,7 @@ BUGS = (
     ),
     Bug(
         "a tail is written past its end",
-        "common.cuh",
+        "include/common.cuh",
         "if (begin + j < end) from_float(v[j], p[begin + j]);",
         "from_float(v[j], p[begin + j]);",
         OneBit(),
@@ -79,7 +91,7 @@ BUGS = (
     ),
     Bug(
         "16 bytes at any address",
-        "common.cuh",
+        "include/common.cuh",
         "return ((u64)p & 15) == 0;",
         "return true;",
         OneBit(),
@@ -87,7 +99,7 @@ BUGS = (
     ),
     Bug(
         "one lane left out of a fold",
-        "common.cuh",
+        "include/common.cuh",
         "v = v + __shfl_xor_sync(EVERYONE, v, 2);",
         "if (threadIdx.x % WARP) v = v + __shfl_xor_sync(EVERYONE, v, 2);",
         OneBit(),
@@ -95,7 +107,7 @@ BUGS = (
     ),
     Bug(
         "a mask without its upper half",
-        "common.cuh",
+        "include/common.cuh",
         "constexpr u32 EVERYONE = 0xFFFFFFFFu;",
         "constexpr u32 EVERYONE = 0x0000FFFFu;",
         OneBit(),
@@ -103,26 +115,40 @@ BUGS = (
     ),
     Bug(
         "the fold's order",
-        "common.cuh",
+        "include/common.cuh",
         ("exchange_halves<8>(s, 16);\n    exchange_halves<4>(s, 8);"),
         ("exchange_halves<8>(s, 8);\n    exchange_halves<4>(s, 16);"),
         OneBit(),
         DIFFERS,
     ),
-    Bug("the last block is lost", "common.cuh", "(numel + block - 1) / block", "numel / block", OneBit(), DIFFERS),
-    Bug("padding enters the mean", "sign.cu", "(int)(a.end - b * block)", "block", OneBit(), DIFFERS),
+    Bug(
+        "the last block is lost",
+        "include/common.cuh",
+        "(numel + block - 1) / block",
+        "numel / block",
+        OneBit(),
+        DIFFERS,
+    ),
+    Bug("padding enters the mean", "onebit.cu", "(int)(a.end - b * block)", "block", OneBit(), DIFFERS),
     Bug(
         "a residual that forgets",
-        "sign.cu",
+        "onebit.cu",
         "rest[j] = v[j] - (minus_sign ? negative : positive);",
         "rest[j] = 0.0f;",
         OneBit(),
         DIFFERS,
     ),
-    Bug("truncation for rounding", "common.cuh", "r[j] = 0.5f;", "r[j] = 0.0f;", QSGD(rounding="nearest"), DIFFERS),
+    Bug(
+        "truncation for rounding",
+        "include/philox.cuh",
+        "r[j] = 0.5f;",
+        "r[j] = 0.0f;",
+        QSGD(rounding="nearest"),
+        DIFFERS,
+    ),
     Bug(
         "the same draw for every row",
-        "quantize.cu",
+        "qsgd.cu",
         "rounding(a.at(row), r);",
         "rounding(a.at(0), r);",
         QSGD(),
@@ -130,7 +156,7 @@ BUGS = (
     ),
     Bug(
         "ranks in another order",
-        "quantize.cu",
+        "qsgd.cu",
         "const u8* record = records + rank * pitch;",
         "const u8* record = records + (ranks - 1 - rank) * pitch;",
         QSGD(bits=3),
@@ -138,13 +164,13 @@ BUGS = (
     ),
     Bug(
         "a word where bytes are",
-        "quantize.cu",
+        "qsgd.cu",
         ("if (bits == 4) {\n        *(u32*)target"),
         ("if (bits >= 3) {\n        *(u32*)target"),
         QSGD(bits=3),
         f"misaligned|alignment|race|{DIFFERS}",
     ),
-    Bug("a level from another lane", "quantize.cu", "codes >> 4 * j, 16)", "codes >> 4 * j, 8)", QSGD(), DIFFERS),
+    Bug("a level from another lane", "qsgd.cu", "codes >> 4 * j, 16)", "codes >> 4 * j, 8)", QSGD(), DIFFERS),
     Bug("a trit of the other half", "ternary.cu", "trits >> 16, 4)", "trits, 4)", TernGrad(), DIFFERS),
     Bug("a quotient with a neighbour's bits", "ternary.cu", " >> 9 & QUOTIENTS", " >> 9", TernGrad(), DIFFERS),
     Bug("trits in the wrong plane", "ternary.cu", "digit *= 3;", "digit = 3;", TernGrad(), DIFFERS),
@@ -153,7 +179,7 @@ BUGS = (
     ),
     Bug(
         "sums of warps that the next count overwrites",
-        "chunked.cu",
+        "chunked_topk.cu",
         "turn ^= 1;",
         "turn = 0;",
         ChunkedTopK(),
@@ -161,7 +187,7 @@ BUGS = (
     ),
     Bug(
         "a list that is read while it is written",
-        "chunked.cu",
+        "chunked_topk.cu",
         "count = list(a, start, key, ties, shared);\n        __syncthreads();",
         "count = list(a, start, key, ties, shared);",
         ChunkedTopK(),
@@ -169,7 +195,7 @@ BUGS = (
     ),
     Bug(
         "an index in two words of which one is lost",
-        "chunked.cu",
+        "chunked_topk.cu",
         "if (shift + form.low_bits > 32) atomicOr(word + 1, bits >> (32 - shift));",
         "",
         ChunkedTopK(k=37, chunk=512),
@@ -177,7 +203,7 @@ BUGS = (
     ),
     Bug(
         "a bit that is set without an atomic",
-        "chunked.cu",
+        "chunked_topk.cu",
         "atomicOr(shared.record + form.upper() + place / 32, 1u << place % 32);",
         "shared.record[form.upper() + place / 32] |= 1u << place % 32;",
         ChunkedTopK(),
@@ -185,7 +211,7 @@ BUGS = (
     ),
     Bug(
         "ties without end",
-        "chunked.cu",
+        "chunked_topk.cu",
         "(found == key && equal < ties)",
         "found == key",
         ChunkedTopK(k=5, chunk=512),
@@ -193,7 +219,7 @@ BUGS = (
     ),
     Bug(
         "a rank added while another is",
-        "chunked.cu",
+        "chunked_topk.cu",
         "const bool sound = record.is_sound();\n                __syncthreads();",
         "const bool sound = record.is_sound();",
         ChunkedTopK(),
@@ -201,15 +227,32 @@ BUGS = (
     ),
     Bug(
         "an index that comes twice",
-        "record.cuh",
+        "include/record.cuh",
         "if (earlier >= at && earlier < n) return false;",
         "",
         ChunkedTopK(),
         f"race|{DIFFERS}",
     ),
     Bug(
+        "a draw of another step",
+        "random_k.cu",
+        "words[3], words[2], 0",
+        "words[2], words[3], 0",
+        RandomK(),
+        DIFFERS,
+    ),
+    Bug("an entry stays behind", "random_k.cu", "*place = v - (v + 0.0f);", "", RandomK(), DIFFERS),
+    Bug(
+        "a residual takes in what is not finite",
+        "random_k.cu",
+        "    if (odd[0] != 0) return;\n    const bool aligned = is_aligned(residual);",
+        "    const bool aligned = is_aligned(residual);",
+        RandomK(),
+        DIFFERS,
+    ),
+    Bug(
         "a NaN that the maximum drops",
-        "common.cuh",
+        "include/common.cuh",
         "largest = max(largest, magnitude_bits(v[j]));",
         "if (v[j] == v[j]) largest = max(largest, magnitude_bits(v[j]));",
         TernGrad(),
@@ -225,7 +268,7 @@ BUGS = (
     ),
     Bug(
         "a barrier too few in the scan",
-        "common.cuh",
+        "include/common.cuh",
         ("    if (lane == WARP - 1) warps[warp] = sum;\n    __syncthreads();"),
         "    if (lane == WARP - 1) warps[warp] = sum;",
         TopK(),
@@ -233,7 +276,7 @@ BUGS = (
     ),
     Bug(
         "a barrier too few between ranks",
-        "sparse.cu",
+        "topk_decode.cu",
         ("sums[index - tile * TILE] + v;\n            }\n            __syncthreads();"),
         ("sums[index - tile * TILE] + v;\n            }"),
         TopK(0.5),
@@ -316,7 +359,7 @@ BUGS = (
     ),
     Bug(
         "a share that does not wait for the ones before",
-        "shares.cuh",
+        "include/shares.cuh",
         SAYS_AND_WAITS,
         LATE + SAYS_AND_WAITS.replace("while (!(there & KNOWN));", "while (false);"),
         TopK(),
@@ -325,7 +368,7 @@ BUGS = (
     ),
     Bug(
         "shares taken without an atomic",
-        "shares.cuh",
+        "include/shares.cuh",
         "taken = atomicAdd(turns, 1u);",
         "taken = *turns, *turns += 1;",
         TopK(),
@@ -334,7 +377,7 @@ BUGS = (
     ),
     Bug(
         "an index that is trusted",
-        "sparse.cu",
+        "topk_decode.cu",
         "sound = before < at && at < numel;",
         "sound = before < at;",
         TopK(indices="plain"),
@@ -350,7 +393,7 @@ BUGS = (
     ),
     Bug(
         "codes beyond the end",
-        "narrow.cu",
+        "low_precision.cu",
         "if (begin + j < numel) codes[begin + j] = found.element[j];",
         "codes[begin + j] = found.element[j];",
         Cast(torch.bfloat16),
@@ -358,7 +401,7 @@ BUGS = (
     ),
     Bug(
         "a step of one lane's own",
-        "narrow.cu",
+        "low_precision.cu",
         "__int_as_float(warp_max(largest))",
         "__int_as_float(largest)",
         Cast(torch.bfloat16),
@@ -366,7 +409,7 @@ BUGS = (
     ),
     Bug(
         "infinity that is kept",
-        "narrow.cu",
+        "low_precision.cu",
         "if (magnitude >= INFINITE) return 0.0f;",
         "if (magnitude > INFINITE) return 0.0f;",
         Cast(torch.bfloat16),
@@ -438,7 +481,7 @@ BUGS = (
     ),
     Bug(
         "a finite number becomes infinite",
-        "entries.cuh",
+        "include/entries.cuh",
         "(rounded.bits & 0x7FFF) == 0x7F80) --rounded.bits;",
         "false) --rounded.bits;",
         TopK(0.5, values=torch.bfloat16),
@@ -446,7 +489,7 @@ BUGS = (
     ),
     Bug(
         "truncation for rounding of entries",
-        "entries.cuh",
+        "include/entries.cuh",
         "rintf(__fdiv_rn(v, unit))",
         "truncf(__fdiv_rn(v, unit))",
         TopK(values=torch.int8),
@@ -506,7 +549,7 @@ def kept(kinds: Sequence[str], offset: int) -> Iterator[Tensor]:
     """What is kept of a vector in fewer bytes, and what is read of that; and what a momentum makes of gradients."""
     for dtype in RESIDUAL_DTYPES[1:]:
         for step, kind in enumerate(kinds):
-            vector = narrow_vector(NUMEL, dtype, torch.device("cpu"))
+            vector = low_precision_vector(NUMEL, dtype, torch.device("cpu"))
             vector.write(torch.empty(NUMEL + offset)[offset:].copy_(given(kind, step)))
             yield from (*vector.parts, vector.read())
     passes, momenta = backend_for(torch.device("cpu")), torch.zeros(4, NUMEL + offset)[:, offset:]
@@ -549,7 +592,7 @@ def test_a_share_that_is_late_is_waited_for(tmp_path: Path) -> None:
     csrc = shutil.copytree(CSRC, tmp_path / "csrc")
     late = (
         ("topk.cu", WAITS_AND_COUNTS, WAITS_AND_COUNTS + LATE),
-        ("shares.cuh", SAYS_AND_WAITS, LATE + SAYS_AND_WAITS),
+        ("include/shares.cuh", SAYS_AND_WAITS, LATE + SAYS_AND_WAITS),
     )
     for file, right, slow in late:
         source = (csrc / file).read_text()

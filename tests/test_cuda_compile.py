@@ -9,18 +9,18 @@ import re
 from collections import Counter
 
 import pytest
-from gradwire.compress.backends.cuda.compiler import CSRC
+from gradwire.compress.backends.cuda.runtime.compiler import CSRC
 from nvrtc import ARCHITECTURES, FILES, Resources, build
 
 #: Bytes of shared memory that a block has without asking for more.
 SHARED = 48 * 1024
 #: The kernels that go over whole gradients, where every byte of traffic counts.
 STREAMING = re.compile(
-    r"\w+_(encode|decode|collect|mean|change|enter)_(f32|f16|bf16)|narrow_(to|from)_bf16|tracking_follow"
-    r"|low_rank_(add|leave)"
+    r"\w+_(encode|decode|collect|mean|change|enter)_(f32|f16|bf16)|low_precision_(to|from)_bf16|tracking_follow"
+    r"|power_sgd_(add|leave)"
 )
 #: Files without such a kernel: what they work on is a hundredth of a gradient.
-SMALL_FILES = {"entries.cu", "outliers.cu", "union.cu"}
+SMALL_FILES = {"entries.cu", "outliers.cu"}
 
 every_file = pytest.mark.parametrize("file", FILES)
 #: The oldest, the newest and the commonest; `make test-all` takes the others too.
@@ -103,7 +103,7 @@ def test_gradients_move_16_bytes_at_a_time(file: str, architecture: int) -> None
     for name, text in streaming.items():
         for direction in ("st",) if "_mean_" in name else ("ld", "st"):  # a mean of lists of entries reads no gradient
             assert moved(text, direction)[16], f"{name}: no {direction}.global.v4"
-        if ("_decode_" in name or "_mean_" in name) and file != "dealing.cu":  # that one clears the gradient besides
+        if ("_decode_" in name or "_mean_" in name) and file != "partition.cu":  # that one clears the gradient besides
             stores = moved(text, "st")
             wide = 16 * stores.pop(16)
             assert sum(size * count for size, count in stores.items()) == wide, f"{name}: {stores} beside {wide} bytes"
@@ -112,7 +112,7 @@ def test_gradients_move_16_bytes_at_a_time(file: str, architecture: int) -> None
 @every_file
 def test_no_host_header_is_needed(file: str) -> None:
     included = re.findall(r"^\s*#\s*include\s*(\S+)", (CSRC / file).read_text("utf-8"), re.MULTILINE)
-    own = {f'"{path.name}"' for path in CSRC.glob("*.cuh")}
+    own = {f'"{path.name}"' for path in (CSRC / "include").glob("*.cuh")}
     assert set(included) <= own, "NVRTC would look for it in a CUDA toolkit, which users need not have"
 
 
@@ -134,7 +134,7 @@ def ordering(ptx: str) -> dict[str, set[tuple[str, ...]]]:
 def test_fences_release_behind_the_barrier_and_acquire_before_it(architecture: int) -> None:
     """The emulator's memory is sequentially consistent and misses a fence in the wrong place."""
     release, acquire = ("bar.sync", "membar.gl", "atom.global"), ("ld.volatile.global", "membar.gl", "bar.sync")
-    texts = {path.name: path.read_text("utf-8") for path in CSRC.iterdir() if path.suffix in (".cu", ".cuh")}
+    texts = {path.name: path.read_text("utf-8") for path in CSRC.rglob("*") if path.suffix in (".cu", ".cuh")}
     assert [name for name, text in texts.items() if "__threadfence" in text] == ["shares.cuh"]
     for file in (name for name, text in texts.items() if '"shares.cuh"' in text):
         for name, fences in ordering(build(file, architecture).ptx).items():

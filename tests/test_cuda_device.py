@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import torch
 from emulated import CPU, EmulatedDevice, emulated_gpu
-from gradwire.compress.backends.cuda import compiler
-from gradwire.compress.backends.cuda.device import DEVICES, Gpu, device_for
+from gradwire.compress.backends.cuda.runtime import compiler
+from gradwire.compress.backends.cuda.runtime.device import DEVICES, Gpu, device_for
 
 GPU = torch.device("cuda", 1)
 KERNEL = "onebit_encode_f32"
@@ -148,18 +148,18 @@ def forget_nvrtc() -> Iterator[None]:
 
 
 def test_what_is_compiled_is_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = compiler.cached_cubin("sign.cu", 90)
+    first = compiler.cached_cubin("onebit.cu", 90)
     assert first.read_bytes().startswith(b"\x7fELF")
     assert list(cache.glob("*.cubin")) == [first]
     monkeypatch.setattr(compiler, "compile_file", None)  # not needed again
-    assert compiler.cached_cubin("sign.cu", 90) == first
+    assert compiler.cached_cubin("onebit.cu", 90) == first
 
 
 def fake_sources(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[tuple[str, int]]:
     """A file "a.cu" and its header in `folder`; the compilations are recorded, and instant."""
-    folder.mkdir()
+    (folder / "include").mkdir(parents=True)
     (folder / "a.cu").write_text("// a kernel\n")
-    (folder / "a.cuh").write_text("// its header\n")
+    (folder / "include" / "a.cuh").write_text("// its header\n")
     compiled: list[tuple[str, int]] = []
 
     def compile_file(file: str, architecture: int, options: Sequence[str] = ()) -> compiler.Compiled:
@@ -176,7 +176,7 @@ def test_whatever_changes_the_code_changes_the_key(
 ) -> None:
     fake_sources(monkeypatch, tmp_path / "csrc")
     paths = [compiler.cached_cubin("a.cu", 90), compiler.cached_cubin("a.cu", 80)]
-    (tmp_path / "csrc" / "a.cuh").write_text("// another header\n")
+    (tmp_path / "csrc" / "include" / "a.cuh").write_text("// another header\n")
     paths.append(compiler.cached_cubin("a.cu", 90))
     (tmp_path / "csrc" / "a.cu").write_text("// another kernel\n")
     paths.append(compiler.cached_cubin("a.cu", 90))
@@ -218,12 +218,12 @@ def test_code_for_the_newest_architecture_that_runs(capability: tuple[int, int],
 
 def test_launches_on_the_current_stream_of_the_right_device(machine: FakeMachine, cache: Path) -> None:
     x, scale = torch.zeros(8), np.float32(2)
-    launch = device_for(GPU).function("sign.cu", KERNEL)
+    launch = device_for(GPU).function("onebit.cu", KERNEL)
     launch(3, 256, (x[1:], None, 7, scale))
     expected = (KERNEL, 1, (3,), (256,), (x.data_ptr() + 4, 0, 7, scale), 0, 1001)
     assert machine.launched == [expected]
     assert machine.current == 0
-    assert machine.loaded == [(1, compiler.cached_cubin("sign.cu", 90))]
+    assert machine.loaded == [(1, compiler.cached_cubin("onebit.cu", 90))]
 
     machine.current, machine.stream = 1, 2000
     launch(3, 256, (x[1:], None, 7, scale))
@@ -234,9 +234,9 @@ def test_compiles_loads_and_wraps_once(machine: FakeMachine) -> None:
     device = device_for(GPU)
     assert device_for(GPU) is device
     assert device.sm_count == 132
-    launch = device.function("sign.cu", KERNEL)
-    assert device.function("sign.cu", KERNEL) is launch
-    device.function("sign.cu", "onebit_encode_f16")
+    launch = device.function("onebit.cu", KERNEL)
+    assert device.function("onebit.cu", KERNEL) is launch
+    device.function("onebit.cu", "onebit_encode_f16")
     for _ in range(3):
         launch(1, 32, ())
     assert len(machine.loaded) == 1
@@ -246,11 +246,11 @@ def test_compiles_loads_and_wraps_once(machine: FakeMachine) -> None:
 def test_asks_once_how_many_blocks_the_gpu_holds(machine: FakeMachine) -> None:
     device = device_for(GPU)
     for _ in range(2):
-        assert device.wave("sign.cu", KERNEL) == 6 * 132
-        assert device.wave("sign.cu", KERNEL, 512) == 6 * 132
+        assert device.wave("onebit.cu", KERNEL) == 6 * 132
+        assert device.wave("onebit.cu", KERNEL, 512) == 6 * 132
     assert machine.asked == [(len(KERNEL), 256, 0, 1), (len(KERNEL), 512, 0, 1)]
     assert machine.current == 0
-    device.launch("sign.cu", KERNEL, 800, ())
+    device.launch("onebit.cu", KERNEL, 800, ())
     assert machine.launched == [(KERNEL, 1, (400,), (256,), (), 0, 1001)]
 
 
@@ -333,8 +333,10 @@ def test_gpu_too_new(machine: FakeMachine) -> None:
 def test_driver_too_old(machine: FakeMachine, error: type[Exception]) -> None:
     device = device_for(GPU)
     machine.refusal = error("NO_BINARY_FOR_GPU")
-    with complaint("the driver cannot load onebit_encode_f32 of sign.cu, .*NO_BINARY_FOR_GPU.*update NVIDIA's driver"):
-        device.function("sign.cu", KERNEL)
+    with complaint(
+        "the driver cannot load onebit_encode_f32 of onebit.cu, .*NO_BINARY_FOR_GPU.*update NVIDIA's driver"
+    ):
+        device.function("onebit.cu", KERNEL)
 
 
 def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,7 +366,7 @@ def test_nvrtc_without_its_builtins(machine: FakeMachine, monkeypatch: pytest.Mo
     failure = nvrtc.nvrtcResult.NVRTC_ERROR_BUILTIN_OPERATION_FAILURE
     monkeypatch.setattr(nvrtc, "nvrtcCompileProgram", lambda *_: (failure,))
     with complaint(r"finds no libnvrtc-builtins .*install it again, with pip install 'gradwire\[cuda13\]'"):
-        compiler.compile_file("sign.cu", 90)
+        compiler.compile_file("onebit.cu", 90)
 
 
 def test_rocm(monkeypatch: pytest.MonkeyPatch) -> None:

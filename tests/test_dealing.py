@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gradwire.compress.backends.dealing import Dealing
+from gradwire.compress.backends.partition import Partition
 from gradwire.hooks.exchanges.partition import row_capacity
 
 CPU = torch.device("cpu")
@@ -14,18 +14,18 @@ CPU = torch.device("cpu")
 def test_owners_are_dealt_alike_of_whatever_is_selected(ranks: int) -> None:
     """Rows, columns, diagonals, lumps and chance: no owner gets many more than by chance, in hardly any step."""
     numel, width = 300_007, 512
-    dealing, everything = Dealing(numel, ranks, CPU), torch.arange(300_007)
+    partition, everything = Partition(numel, ranks, CPU), torch.arange(300_007)
     lots = [everything[::stride] for stride in (1, 2, 3, 8, 16, 100, width, width + 1, 610, 987)]
     lots += [everything[100_000:104_000], everything[everything % width < 3]]
     lots.append(torch.randperm(numel, generator=torch.Generator().manual_seed(0))[:3000].sort().values)
     for turn in (torch.tensor(0), torch.tensor(1), torch.tensor(123_456)):
-        keys = dealing.keys(everything, turn)
+        keys = partition.keys(everything, turn)
         assert len(keys.unique()) == numel
-        owners, places = keys // (dealing.span + 1), keys % (dealing.span + 1)
-        assert int(places.max()) < dealing.span
-        every = dealing.indices(torch.arange(dealing.span).expand(ranks, -1), turn)
+        owners, places = keys // (partition.span + 1), keys % (partition.span + 1)
+        assert int(places.max()) < partition.span
+        every = partition.indices(torch.arange(partition.span).expand(ranks, -1), turn)
         assert torch.equal(every[owners, places], everything)
-        again = dealing.keys(everything, turn + 1) // (dealing.span + 1)
+        again = partition.keys(everything, turn + 1) // (partition.span + 1)
         assert abs(float((again == owners).float().mean()) - 1 / ranks) < 0.05, "no owner keeps what it has"
         for lot in lots:
             share = len(lot) / ranks
@@ -35,9 +35,9 @@ def test_owners_are_dealt_alike_of_whatever_is_selected(ranks: int) -> None:
 
 def test_the_largest_of_each_owner_are_about_the_largest_of_all() -> None:
     numel, ranks, k = 1_000_000, 8, 10_000
-    dealing, generator = Dealing(numel, ranks, CPU), torch.Generator().manual_seed(0)
+    partition, generator = Partition(numel, ranks, CPU), torch.Generator().manual_seed(0)
     x = torch.randn(numel, generator=generator).square_() * torch.rand(numel, generator=generator)
-    owners = dealing.keys(torch.arange(numel), torch.tensor(3)) // (dealing.span + 1)
+    owners = partition.keys(torch.arange(numel), torch.tensor(3)) // (partition.span + 1)
     found = torch.zeros(numel)
     for owner in range(ranks):
         mine = torch.where(owners == owner, x, 0.0)

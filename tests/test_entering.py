@@ -9,9 +9,9 @@ import torch
 from gradwire import ChunkedTopK, Codec, Momentum, OneBit, Outliers, TopK, Tracking
 from gradwire.compress import new_draw
 from gradwire.compress.backends import backend_for
-from gradwire.compress.backends.base import Kernels
-from gradwire.compress.backends.cpu import kernels as cpu
-from gradwire.compress.feedback.base import Feedback, Kept
+from gradwire.compress.backends.cpu.runtime import threads as cpu_threads
+from gradwire.compress.backends.kernels import Kernels
+from gradwire.compress.feedback.base import Feedback, FeedbackState
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import ODD, VARIANTS, same
@@ -51,14 +51,14 @@ def test_fused_is_composed(
     found = []
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cpu, "ELEMENTS_PER_THREAD", 1000)
+            patch.setattr(cpu_threads, "ELEMENTS_PER_THREAD", 1000)
             for fused in (True, False):
                 torch.set_num_threads(threads if fused else 1)
-                vectors = {name: torch.zeros(numel + shift)[shift:] for name in strategy.vectors}
-                kept, workspace = Kept(strategy, vectors), codec.workspace(numel)
+                vectors = {name: torch.zeros(numel + shift)[shift:] for name in strategy.state_names}
+                kept, workspace = FeedbackState(strategy, vectors), codec.workspace(numel)
                 wires = torch.zeros(2, codec.wire_bytes(numel), dtype=torch.uint8)
                 if not fused:
-                    patch.setattr(type(workspace.kernels), "encode_entering", Kernels.encode_entering)
+                    patch.setattr(type(workspace.kernels), "encode_momentum", Kernels.encode_momentum)
                 for step, grad in enumerate(grads):
                     own = torch.zeros(numel + shift, dtype=dtype)[shift:].copy_(grad)
                     kept.encode(codec, own, wires[step], new_draw(1, step), workspace)
@@ -71,11 +71,14 @@ def test_fused_is_composed(
 @pytest.mark.parametrize("codec", [OneBit(), TopK(0.1), ChunkedTopK(), Outliers(OneBit(), 0.1)], ids=str)
 def test_nothing_is_written_for_all_elements(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
     numel, tracking = 5000, backend_for(CPU).tracking
-    kept, workspace = Kept(Tracking(), {name: torch.zeros(numel) for name in Tracking.vectors}), codec.workspace(numel)
+    kept, workspace = (
+        FeedbackState(Tracking(), {name: torch.zeros(numel) for name in Tracking.state_names}),
+        codec.workspace(numel),
+    )
     wire = torch.zeros(codec.wire_bytes(numel), dtype=torch.uint8)
     whole: list[torch.Tensor] = []
-    entering = tracking.changing(torch.randn(numel), torch.zeros(numel), 0.1)
-    monkeypatch.setattr(tracking, "changing", lambda *_: replace(entering, into=whole.append))
+    momentum_input = tracking.changing(torch.randn(numel), torch.zeros(numel), 0.1)
+    monkeypatch.setattr(tracking, "changing", lambda *_: replace(momentum_input, into=whole.append))
     kept.encode(codec, torch.randn(numel), wire, None, workspace)
     assert not whole
     assert wire.any()
@@ -83,10 +86,10 @@ def test_nothing_is_written_for_all_elements(codec: Codec, monkeypatch: pytest.M
 
 def test_what_does_not_match_is_refused() -> None:
     codec, wire = OneBit(), torch.zeros(OneBit().wire_bytes(8), dtype=torch.uint8)
-    entering = backend_for(CPU).tracking.changing(torch.ones(8), torch.zeros(8), 0.1)
+    momentum_input = backend_for(CPU).tracking.changing(torch.ones(8), torch.zeros(8), 0.1)
     with pytest.raises(ValueError, match="residual has 9 elements, grad 8: they must match"):
-        codec.encode_entering(entering, torch.zeros(9), wire, None, codec.workspace(8))
+        codec.encode_momentum(momentum_input, torch.zeros(9), wire, None, codec.workspace(8))
     with pytest.raises(TypeError, match="residual has dtype"):
-        codec.encode_entering(entering, torch.zeros(8, dtype=torch.float64), wire, None, codec.workspace(8))
+        codec.encode_momentum(momentum_input, torch.zeros(8, dtype=torch.float64), wire, None, codec.workspace(8))
     with pytest.raises(ValueError, match="contiguous bytes"):
-        codec.encode_entering(entering, torch.zeros(8), wire[1:], None, codec.workspace(8))
+        codec.encode_momentum(momentum_input, torch.zeros(8), wire[1:], None, codec.workspace(8))

@@ -11,8 +11,9 @@ import weakref
 import pytest
 import torch
 from gradwire.compress import QSGD, Codec, OneBit, TopK, new_draw
-from gradwire.compress.feedback.base import NOTHING, RESIDUAL, Feedback, Kept, NoFeedback, Residual
-from gradwire.compress.feedback.store import Memory
+from gradwire.compress.feedback.base import RESIDUAL, Feedback, FeedbackState
+from gradwire.compress.feedback.residual import NOTHING, NoFeedback, Residual
+from gradwire.compress.feedback.store import FeedbackStore
 from gradwire.compress.formats.layout import Layout, OwnedSlice, Packing, Slot, end_to_end, layout_numel, runs_between
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,15 +33,15 @@ def layout_of(names: list[str], channels_last: bool = False) -> Layout:
     return tuple(slots)
 
 
-def residual_of(feedback: Memory, layout: Layout) -> torch.Tensor:
+def residual_of(feedback: FeedbackStore, layout: Layout) -> torch.Tensor:
     return feedback.of(layout)[RESIDUAL]
 
 
-def owned_of(feedback: Memory, layout: Layout, slices: list[OwnedSlice]) -> list[torch.Tensor]:
+def owned_of(feedback: FeedbackStore, layout: Layout, slices: list[OwnedSlice]) -> list[torch.Tensor]:
     return [kept[RESIDUAL] for kept in feedback.of(layout).owned(slices)]
 
 
-def fill(feedback: Memory, layouts: list[Layout]) -> dict[str, torch.Tensor]:
+def fill(feedback: FeedbackStore, layouts: list[Layout]) -> dict[str, torch.Tensor]:
     """Random residuals; what each parameter then has, in its own shape."""
     known: dict[str, torch.Tensor] = {}
     for layout in layouts:
@@ -63,7 +64,7 @@ def splits(draw: st.DrawFn) -> list[Layout]:
 @settings(deadline=None)
 @given(splits(), splits())
 def test_a_rebuild_moves_every_residual_to_its_parameter(before: list[Layout], after: list[Layout]) -> None:
-    feedback = Memory()
+    feedback = FeedbackStore()
     known = fill(feedback, before)
     for layout in after:
         flat = residual_of(feedback, layout)
@@ -78,7 +79,7 @@ def test_a_rebuild_moves_every_residual_to_its_parameter(before: list[Layout], a
 def test_an_owners_residual_is_folded_when_its_layout_goes(
     before: list[Layout], after: list[Layout], world_size: int
 ) -> None:
-    feedback = Memory()
+    feedback = FeedbackStore()
     known = fill(feedback, before)
     first = before[0]
     numel = layout_numel(first)
@@ -95,10 +96,10 @@ def test_an_owners_residual_is_folded_when_its_layout_goes(
 @settings(deadline=None)
 @given(splits(), splits(), st.sampled_from(["load", "pickle", "deepcopy"]))
 def test_copies_carry_everything(before: list[Layout], after: list[Layout], how: str) -> None:
-    feedback = Memory()
+    feedback = FeedbackStore()
     known = fill(feedback, before)
     if how == "load":
-        twin = Memory()
+        twin = FeedbackStore()
         twin.load(feedback.everything())
     else:
         twin = pickle.loads(pickle.dumps(feedback)) if how == "pickle" else copy.deepcopy(feedback)
@@ -113,24 +114,24 @@ def test_copies_carry_everything(before: list[Layout], after: list[Layout], how:
 
 def test_undo_puts_back_both_residuals() -> None:
     layout = layout_of(["a", "b"])
-    feedback = Memory(keep_previous=True)
+    feedback = FeedbackStore(keep_previous=True)
     flat = residual_of(feedback, layout)
     (owned,) = owned_of(feedback, layout, [(2, 5, 2)])
     for step in range(3):  # the copies are made once and reused
         feedback.commit()
         flat.fill_(1.0 + step)
         owned.fill_(2.0 + step)
-        feedback.of(layout).remember()
+        feedback.of(layout).snapshot()
         flat.fill_(float("inf"))
         owned.fill_(9.0)
-        feedback.undo()
+        feedback.rollback()
         assert torch.equal(flat, torch.full_like(flat, 1.0 + step))
         assert torch.equal(owned, torch.full_like(owned, 2.0 + step))
 
 
 def test_rescaling_reaches_everything() -> None:
     layout = layout_of(["a", "b"])
-    feedback = Memory()
+    feedback = FeedbackStore()
     feedback.load({RESIDUAL: {"c": torch.ones(SHAPES["c"])}})
     residual_of(feedback, layout).fill_(1.0)
     owned_of(feedback, layout, [(0, 4, 2)])[0].fill_(1.0)
@@ -142,12 +143,12 @@ def test_rescaling_reaches_everything() -> None:
 
 def test_taking_the_residual_empties_it_but_keeps_what_cannot_be_sent() -> None:
     layout = layout_of(["b"])
-    feedback = Memory()
+    feedback = FeedbackStore()
     grad = torch.tensor([1.0, 2.0, float("nan"), 4.0, 5.0])
-    assert feedback.take(layout, grad) is grad, "nothing is kept yet, and nothing must be copied"
+    assert feedback.drain(layout, grad) is grad, "nothing is kept yet, and nothing must be copied"
     residual_of(feedback, layout).fill_(0.5)
     owned_of(feedback, layout, [(3, 2, 2)])[0].fill_(1.0)
-    total = feedback.take(layout, grad)
+    total = feedback.drain(layout, grad)
     assert torch.equal(total.nan_to_num(-1.0), torch.tensor([1.5, 2.5, -1.0, 6.5, 7.5]))
     assert torch.equal(residual_of(feedback, layout), torch.tensor([0.0, 0.0, 0.5, 0.0, 0.0]))
 
@@ -226,13 +227,13 @@ def hold(strategy: Feedback, codec: Codec, unapplied: bool = True, most: float =
             layouts = [layout_of(names) for names in SPLIT]
             ranks.step(layouts, dense=True)
             for memory in ranks.memories:
-                memory.undo()
+                memory.rollback()
             for name, vectors in ranks.means().items():
                 for vector, there in vectors.items():
                     assert torch.allclose(there, before[name][vector], atol=most), (name, vector)
         elif event == "reload":
             for rank, memory in enumerate(ranks.memories):
-                ranks.memories[rank] = Memory(strategy, keep_previous=True)
+                ranks.memories[rank] = FeedbackStore(strategy, keep_previous=True)
                 ranks.memories[rank].load(memory.everything())
         off, _ = ranks.step(layouts, dense=event == "dense", applied=event != "unapplied" or not unapplied)
         assert off < most, event
@@ -247,7 +248,7 @@ def test_a_strategy_keeps_its_law_whatever_happens(strategy: Feedback, codec: Co
 class Forgetful(Residual):
     """Loses what a dense step should have sent."""
 
-    def send_all(self, kept: Kept, grad: torch.Tensor) -> torch.Tensor:
+    def flush(self, kept: FeedbackState, grad: torch.Tensor) -> torch.Tensor:
         kept[RESIDUAL].zero_()
         return grad
 
@@ -259,7 +260,7 @@ def test_a_strategy_that_breaks_its_law_is_found() -> None:
 
 def test_a_plain_residual_is_the_codecs_bit_for_bit() -> None:
     layout, codec, generator = layout_of(["a", "b", "c"]), OneBit(block=256), torch.Generator().manual_seed(0)
-    memory, numel = Memory(), layout_numel(layout)
+    memory, numel = FeedbackStore(), layout_numel(layout)
     expected, workspace = torch.zeros(numel), codec.workspace(numel)
     wires = torch.zeros(2, codec.wire_bytes(numel), dtype=torch.uint8)
     for step in range(5):
@@ -272,21 +273,21 @@ def test_a_plain_residual_is_the_codecs_bit_for_bit() -> None:
 
 def test_what_decays_is_counted() -> None:
     layout, codec = layout_of(["b"]), TopK(0.1)  # of five elements the largest is sent
-    memory, grad = Memory(Residual(decay=0.5), keep_previous=True), torch.tensor([8.0, 4.0, 2.0, -2.0, 0.0])
+    memory, grad = FeedbackStore(Residual(decay=0.5), keep_previous=True), torch.tensor([8.0, 4.0, 2.0, -2.0, 0.0])
     wire, workspace = torch.zeros(codec.wire_bytes(5), dtype=torch.uint8), codec.workspace(5)
-    assert memory.lost == 0.0
+    assert memory.dropped_l1 == 0.0
     for lost, residual in ((0.0, [0.0, 4.0, 2.0, -2.0, 0.0]), (4.0, [0.0, 6.0, 3.0, -3.0, 0.0])):
         memory.commit()
         memory.of(layout).encode(codec, grad, wire, None, workspace)
-        assert memory.lost == lost
+        assert memory.dropped_l1 == lost
         assert residual_of(memory, layout).tolist() == residual
-    assert memory.take(layout, torch.zeros(5)).tolist() == [0.0, 3.0, 1.5, -1.5, 0.0]
-    assert memory.lost == 10.0
+    assert memory.drain(layout, torch.zeros(5)).tolist() == [0.0, 3.0, 1.5, -1.5, 0.0]
+    assert memory.dropped_l1 == 10.0
     twin = copy.deepcopy(memory)
     memory.rescale(2.0)
-    assert (memory.lost, twin.lost) == (20.0, 10.0)
-    memory.undo()
-    assert memory.lost == 0.0, "what has been undone has lost nothing"
+    assert (memory.dropped_l1, twin.dropped_l1) == (20.0, 10.0)
+    memory.rollback()
+    assert memory.dropped_l1 == 0.0, "what has been undone has lost nothing"
 
 
 @pytest.mark.parametrize("decay", [0.0, 1.5, -1.0, float("nan"), True, "half"])
@@ -303,10 +304,10 @@ def test_without_feedback_nothing_is_kept() -> None:
     assert torch.equal(*wires)
     values, at = torch.ones(3), torch.tensor([1, 5, 7], dtype=torch.int32)
     NOTHING.take_at(at, values)
-    NOTHING.give_back(at, values)
-    NOTHING.give_back_unless(at, values, at)
+    NOTHING.restore(at, values)
+    NOTHING.restore_unless(at, values, at)
     assert values.tolist() == [1.0] * 3
-    memory = Memory(NoFeedback())
+    memory = FeedbackStore(NoFeedback())
     layout = layout_of(["a", "b"])
     assert memory.of(layout).owned([(0, 5, 2)]) == [NOTHING]
     with pytest.raises(ValueError, match=r"the checkpoint has residual of parameters, and NoFeedback.* keeps nothing"):
@@ -315,22 +316,22 @@ def test_without_feedback_nothing_is_kept() -> None:
 
 def test_entries_are_taken_and_given_back() -> None:
     layout = layout_of(["b", "d"])
-    memory = Memory()
+    memory = FeedbackStore()
     kept = memory.of(layout)
     kept[RESIDUAL].copy_(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]))
     at, values = torch.tensor([0, 2, 4], dtype=torch.int32), torch.tensor([10.0, torch.nan, 30.0])
     kept.take_at(at, values)
     assert values.nan_to_num(-1.0).tolist() == [11.0, -1.0, 35.0]
     assert kept[RESIDUAL].tolist() == [0.0, 2.0, 3.0, 4.0, 0.0, 6.0]
-    kept.give_back(at, torch.tensor([0.5, 0.5, torch.inf]))
+    kept.restore(at, torch.tensor([0.5, 0.5, torch.inf]))
     assert kept[RESIDUAL].tolist() == [0.5, 2.0, 3.5, 4.0, 0.0, 6.0]
-    kept.give_back_unless(at, torch.tensor([7.0, 8.0, 9.0]), torch.tensor([1, 2], dtype=torch.int32))
+    kept.restore_unless(at, torch.tensor([7.0, 8.0, 9.0]), torch.tensor([1, 2], dtype=torch.int32))
     assert kept[RESIDUAL].tolist() == [7.0, 2.0, 3.5, 4.0, 9.0, 6.0]
 
 
 def test_memory_that_is_dropped_waits_for_no_collector() -> None:
     layout = (Slot("p", 0, (8,), (1,)),)
-    memory = Memory(keep_previous=True)
+    memory = FeedbackStore(keep_previous=True)
     kept = weakref.ref(memory.of(layout))
     gc.disable()
     try:
@@ -344,7 +345,7 @@ def test_residuals_follow_a_scale_that_lies_on_the_device() -> None:
     """To the bit as they follow a number, wherever they lie: in use, or just loaded."""
     sides = []
     for factor in (0.5, torch.tensor(0.5)):
-        memory = Memory()
+        memory = FeedbackStore()
         memory.load({"residual": {"a": torch.arange(4.0), "b": torch.ones(3)}})
         memory.of((Slot("a", 0, (4,), (1,)),))
         memory.rescale(factor)

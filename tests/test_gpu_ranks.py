@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gpu_ranks import DEVICE, REAL, Shared
-from gradwire import (  # fmt: skip
+from gradwire import (
     QSGD,
     Cast,
     ChunkedTopK,

@@ -21,7 +21,7 @@ from gradwire.benchmarks.common import report
 from gradwire.benchmarks.gpu import gpu, page, paths, sections, speed
 from gradwire.benchmarks.gpu.processes import Ended, Processes
 from gradwire.compress.backends import use_backend
-from gradwire.compress.backends.cuda import compiler
+from gradwire.compress.backends.cuda.runtime import compiler
 from preloaded import PLAIN_PYTHON
 from strategies import GPU
 
@@ -195,7 +195,7 @@ def test_what_was_precompiled_is_in_the_cache(tmp_path: Path, monkeypatch: pytes
         gpu.use_cubins(tmp_path)
     monkeypatch.setattr(gpu, "ROOT", tmp_path)
     (tmp_path / "csrc").mkdir()
-    (tmp_path / "csrc" / "narrow.cu").touch()
+    (tmp_path / "csrc" / "low_precision.cu").touch()
     compiled = []
 
     def compile_file(file: str, architecture: int) -> compiler.Compiled:
@@ -206,8 +206,8 @@ def test_what_was_precompiled_is_in_the_cache(tmp_path: Path, monkeypatch: pytes
     assert cli.main(["gpu", "--precompile", "90", "--cubins", str(tmp_path / "made")]) == 0
     monkeypatch.setenv("GRADWIRE_CACHE", str(tmp_path / "elsewhere"))
     assert gpu.use_cubins(tmp_path / "made") == 1
-    assert compiler.cached_cubin("narrow.cu", 90).read_bytes() == b"1"
-    assert compiled == ["narrow.cu"]
+    assert compiler.cached_cubin("low_precision.cu", 90).read_bytes() == b"1"
+    assert compiled == ["low_precision.cu"]
 
 
 def test_after_its_seconds_rows_are_skipped_and_the_report_says_so() -> None:

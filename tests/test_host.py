@@ -12,7 +12,7 @@ from gradwire.benchmarks import cli
 from gradwire.benchmarks.gpu import host
 from gradwire.compress import CODECS, QSGD, BlockCodec, Codec, OneBit
 from gradwire.compress.backends import backend_kernels
-from gradwire.compress.backends.cuda import device
+from gradwire.compress.backends.cuda.runtime import device
 from gradwire.hooks.core.bucket import Bucket
 
 #: Torch's operations at the end of a step, whatever the number of buckets: what they counted, brought together.

@@ -19,18 +19,18 @@ import pytest
 import torch
 from gradwire.benchmarks import cli
 from gradwire.compress import CODECS
-from gradwire.compress.backends import backend_kernels, kept
-from gradwire.compress.backends.cpu import numba_cache
-from gradwire.compress.backends.cpu.simd import compiled
+from gradwire.compress.backends import backend_kernels, kernel_cache
+from gradwire.compress.backends.cpu.runtime import numba_cache
+from gradwire.compress.backends.cpu.runtime.simd import compiled
 from gradwire.compress.codec import DTYPES
 
-#: A process that knows nothing but `kept`: it says so, and waits, when it is its turn.
+#: A process that knows nothing but `kernel_cache`: it says so, and waits, when it is its turn.
 HOLDER = """
 import importlib.util, pathlib, sys, time
-spec = importlib.util.spec_from_file_location("kept", sys.argv[1])
-kept = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(kept)
-with kept.turn(pathlib.Path(sys.argv[2]), lambda: False):
+spec = importlib.util.spec_from_file_location("kernel_cache", sys.argv[1])
+kernel_cache = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(kernel_cache)
+with kernel_cache.compile_lock(pathlib.Path(sys.argv[2]), lambda: False):
     print("mine", flush=True)
     time.sleep(60)
 """
@@ -39,12 +39,12 @@ KERNELS = """
 import sys, time, types
 # The packages without what they import: torch takes seconds.
 name = ""
-for part, folder in zip(("gradwire", ".compress", ".backends", ".cpu"), sys.argv[1:]):
+for part, folder in zip(("gradwire", ".compress", ".backends", ".cpu", ".runtime"), sys.argv[1:]):
     name += part
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [folder]
-from gradwire.compress.backends.cpu import numba_cache
-from gradwire.compress.backends.cpu.simd import compiled
+from gradwire.compress.backends.cpu.runtime import numba_cache
+from gradwire.compress.backends.cpu.runtime.simd import compiled
 
 @compiled
 def inner(x: int) -> int:
@@ -70,7 +70,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty cache, and a place of our own for temporary files."""
     monkeypatch.setenv("GRADWIRE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(kept, "_alone", False)
+    monkeypatch.setattr(kernel_cache, "_alone", False)
     return tmp_path / "cache"
 
 
@@ -99,15 +99,15 @@ def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("GRADWIRE_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    assert kept.cache_folder() == tmp_path / ".cache" / "gradwire"
+    assert kernel_cache.cache_folder() == tmp_path / ".cache" / "gradwire"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert kept.cache_folder() == tmp_path / ".cache" / "gradwire"
+    assert kernel_cache.cache_folder() == tmp_path / ".cache" / "gradwire"
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # without a home
-    assert kept.cache_folder() == Path(tempfile.gettempdir(), f"gradwire-{os.geteuid()}")
+    assert kernel_cache.cache_folder() == Path(tempfile.gettempdir(), f"gradwire-{os.geteuid()}")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert kept.cache_folder() == Path("/somewhere/gradwire")
+    assert kernel_cache.cache_folder() == Path("/somewhere/gradwire")
     monkeypatch.setenv("GRADWIRE_CACHE", "/elsewhere")
-    assert kept.cache_folder() == Path("/elsewhere")
+    assert kernel_cache.cache_folder() == Path("/elsewhere")
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
@@ -127,17 +127,17 @@ def test_it_is_the_users_alone(folder: Path, umask: int) -> None:
 def test_a_folder_that_others_may_write_to_is_not_used_and_left_as_it_is(
     folder: Path, unsafe: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(kept, "SILENCE", 0.0)
+    monkeypatch.setattr(kernel_cache, "REPORT_AFTER", 0.0)
     folder.mkdir()
     folder.chmod(unsafe)
     spare = tmp_path / f"gradwire-{os.geteuid()}"
-    with kept.task("TopK"):
+    with kernel_cache.task("TopK"):
         assert kernel(2)(3) == 6
     assert (len(files(folder)), len(files(spare)), mode(folder)) == (0, 1, unsafe)
     remedy = f"as {folder} must be a folder that you, and you alone, can write to\n"
     assert re.fullmatch(f"gradwire: compiling .*{re.escape(str(spare))}.*{re.escape(remedy)}", capfd.readouterr().err)
     folder.chmod(0o755)  # others may look
-    assert kept.folders() == [folder]
+    assert kernel_cache.folders() == [folder]
     assert mode(folder) == 0o755
 
 
@@ -152,19 +152,19 @@ def test_a_folder_of_someone_else_is_not_used(folder: Path, monkeypatch: pytest.
         return os.stat_result([*facts[:4], stranger, *facts[5:]]) if path == folder else real(path, **options)
 
     monkeypatch.setattr(Path, "stat", of_a_stranger)
-    assert kept.folders() == [spare]
+    assert kernel_cache.folders() == [spare]
     assert mode(spare) == 0o700
     stranger = 0  # what root has put there, others cannot have
     folder.chmod(0o755)
     monkeypatch.setattr(os, "access", lambda path, how: path != folder)
-    assert kept.folders() == [folder, spare]
+    assert kernel_cache.folders() == [folder, spare]
 
 
 def test_a_link_of_someone_else_is_not_followed(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its owner could let it lead to other kernels once it has been looked at. One's own may lead to another disk."""
     (tmp_path / "disk").mkdir(mode=0o700)
     folder.symlink_to(tmp_path / "disk")
-    assert kept.folders() == [folder]
+    assert kernel_cache.folders() == [folder]
     real = Path.lstat
 
     def of_a_stranger(path: Path) -> os.stat_result:
@@ -172,7 +172,7 @@ def test_a_link_of_someone_else_is_not_followed(folder: Path, monkeypatch: pytes
         return os.stat_result([*facts[:4], os.geteuid() + 1, *facts[5:]]) if path == folder else real(path)
 
     monkeypatch.setattr(Path, "lstat", of_a_stranger)
-    assert kept.folders() == [tmp_path / f"gradwire-{os.geteuid()}"]
+    assert kernel_cache.folders() == [tmp_path / f"gradwire-{os.geteuid()}"]
 
 
 def test_what_may_only_be_read_is_read_and_the_rest_goes_elsewhere(
@@ -195,28 +195,28 @@ def test_without_any_folder_kernels_are_compiled_all_the_same(
     def nowhere() -> Path:
         raise FileNotFoundError("No usable temporary directory found")
 
-    monkeypatch.setattr(kept, "SILENCE", 0.0)
-    monkeypatch.setattr(kept, "_spare_folder", nowhere)
+    monkeypatch.setattr(kernel_cache, "REPORT_AFTER", 0.0)
+    monkeypatch.setattr(kernel_cache, "_spare_folder", nowhere)
     if where == "a file":
         folder.write_text("not a folder")
     else:
         monkeypatch.setenv("GRADWIRE_CACHE", "/proc/nothing/here")
-    assert kept.folders() == []
-    with kept.task("TopK"):
+    assert kernel_cache.folders() == []
+    with kernel_cache.task("TopK"):
         assert kernel(2)(3) == 6
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("gradwire: compiling kernels for TopK, which cannot be kept: ")
-    assert str(kept.cache_folder()) in line
+    assert str(kernel_cache.cache_folder()) in line
 
 
 def test_a_full_disk_costs_nothing_but_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, content: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(kept, "write", full)
+    monkeypatch.setattr(kernel_cache, "write", full)
     assert kernel(2)(3) == 6
     assert files(folder) == []
-    assert kept._alone  # and no process waits for another any longer
+    assert kernel_cache._alone  # and no process waits for another any longer
 
 
 @pytest.mark.parametrize("damage", [b"", b"\0" * 5000, None])
@@ -238,7 +238,7 @@ def test_what_a_kernel_depends_on_is_in_its_path(folder: Path, monkeypatch: pyte
         ("numba", "__version__", "99"),
         ("llvmlite", "__version__", "99"),
         ("numpy", "__version__", "99"),
-        ("gradwire.compress.backends.cpu.numba_cache", "SOURCES", ("simd.py",)),
+        ("gradwire.compress.backends.cpu.runtime.numba_cache", "SOURCES", ("runtime/simd.py",)),
     ):
         with monkeypatch.context() as change:
             if value is not None:
@@ -269,7 +269,7 @@ def test_folders_that_nobody_has_used_for_long_go(folder: Path) -> None:
 def holder(folder: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that compiles, and does not get done."""
     process = subprocess.Popen(
-        [sys.executable, "-I", "-c", HOLDER, str(kept.__file__), str(folder)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-I", "-c", HOLDER, str(kernel_cache.__file__), str(folder)], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "mine\n"
@@ -283,7 +283,7 @@ def waiting(folder: Path, *lock: str) -> tuple[threading.Thread, threading.Event
     entered = threading.Event()
 
     def take() -> None:
-        with kept.task("TopK"), kept.turn(folder, lambda: False, *lock):
+        with kernel_cache.task("TopK"), kernel_cache.compile_lock(folder, lambda: False, *lock):
             entered.set()
 
     thread = threading.Thread(target=take)
@@ -294,7 +294,7 @@ def waiting(folder: Path, *lock: str) -> tuple[threading.Thread, threading.Event
 def test_who_waits_says_so_and_goes_on_when_the_compiler_dies(
     folder: Path, holder: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(kept, "SILENCE", 0.05)
+    monkeypatch.setattr(kernel_cache, "REPORT_AFTER", 0.05)
     thread, entered = waiting(folder)
     assert not entered.wait(0.3)
     holder.kill()
@@ -302,18 +302,18 @@ def test_who_waits_says_so_and_goes_on_when_the_compiler_dies(
     thread.join()
     (line,) = capfd.readouterr().err.splitlines()
     assert line == "gradwire: waiting for another process to compile kernels for TopK, once"
-    assert not kept._alone
+    assert not kernel_cache._alone
 
 
 def test_who_has_waited_long_enough_goes_on_alone(
     folder: Path, holder: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(kept, "PATIENCE", 0.2)
+    monkeypatch.setattr(kernel_cache, "PATIENCE", 0.2)
     for _ in range(2):
         thread, entered = waiting(folder)
         assert entered.wait(20)
         thread.join()
-    assert kept._alone
+    assert kernel_cache._alone
     assert holder.poll() is None
     assert capfd.readouterr().err == ""  # in less than two seconds
 
@@ -329,14 +329,14 @@ def test_where_files_cannot_be_locked_nobody_waits(folder: Path, holder: Any, mo
     def unsupported(*args: Any) -> None:
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr(kept.fcntl, "flock", unsupported)
+    monkeypatch.setattr(kernel_cache.fcntl, "flock", unsupported)
     thread, entered = waiting(folder)
     assert entered.wait(20)
     thread.join()
 
 
 def test_the_lock_is_given_back_whatever_happens(folder: Path) -> None:
-    with suppress(ZeroDivisionError), kept.turn(folder, lambda: False):
+    with suppress(ZeroDivisionError), kernel_cache.compile_lock(folder, lambda: False):
         raise ZeroDivisionError
     for _ in range(2):
         thread, entered = waiting(folder)
@@ -345,7 +345,7 @@ def test_the_lock_is_given_back_whatever_happens(folder: Path) -> None:
 
 
 def test_one_of_two_processes_compiles(folder: Path) -> None:
-    packages = reversed(Path(str(numba_cache.__file__)).parents[:4])
+    packages = reversed(Path(str(numba_cache.__file__)).parents[:5])
     command = [sys.executable, "-c", KERNELS, *map(str, packages)]
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     both: list[Any] = [subprocess.Popen(command, **pipes) for _ in range(2)]
@@ -362,15 +362,15 @@ def test_one_of_two_processes_compiles(folder: Path) -> None:
 def test_compiling_says_what_for_and_where_it_is_kept_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(kept, "SILENCE", 0.0)
-    with kept.task("TopK"):
+    monkeypatch.setattr(kernel_cache, "REPORT_AFTER", 0.0)
+    with kernel_cache.task("TopK"):
         assert kernel(2)(3) == 6
         assert kernel(3)(3) == 9
     assert re.fullmatch(
         rf"gradwire: compiling kernels for TopK, once; kept in {re.escape(str(folder))}/cpu-\w+\n",
         capfd.readouterr().err,
     )
-    with kept.task("TopK"):
+    with kernel_cache.task("TopK"):
         assert kernel(2)(3) == 6  # loaded
     assert capfd.readouterr().err == ""
 
@@ -404,7 +404,7 @@ def test_warm_says_what_it_cannot_do(
 ) -> None:
     assert cli.main(["warm", "zip"]) == 2
     assert "unknown codec 'zip': expected one of onebit, qsgd" in capfd.readouterr().err
-    monkeypatch.setattr(kept, "folders", list)
+    monkeypatch.setattr(kernel_cache, "folders", list)
     assert cli.main(["warm"]) == 2
     assert (
         f"nothing can be kept: {folder} must be a folder that you, and you alone, can write to"

@@ -39,7 +39,7 @@ from gradwire.benchmarks.learning.optimizer_methods import BETAS, WEIGHT_DECAY, 
 from gradwire.benchmarks.learning.ranks import InProcessRanks
 from gradwire.compress import Feedback
 from gradwire.compress.aggregation import Aggregation
-from gradwire.compress.feedback.store import Memory
+from gradwire.compress.feedback.store import FeedbackStore
 from gradwire.compress.formats.layout import Slot
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.comm.pipeline import drive
@@ -61,11 +61,11 @@ def gradient(rank: int, step: int) -> torch.Tensor:
 def really(rank: int, codec: Codec, exchange: str, strategy: Feedback | None) -> tuple[list[str], int]:
     """Digests of what is handed out, and bytes received in the last step."""
     keeps = strategy is not None and not codec.lossless
-    codec = (codec.with_feedback() if keeps else codec).of_layout(LAYOUT)
+    codec = (codec.with_feedback() if keeps else codec).for_layout(LAYOUT)
     unit = Bucket(0, [], LAYOUT, frozenset(), torch.empty(NUMEL), strategy)
     group = Group(dist.group.WORLD).channel(f"{codec} {exchange} {strategy}")
     unit.use(EXCHANGES[exchange](codec, NUMEL, 0, torch.device("cpu"), group), 3, rank)
-    memory, digests = Memory(strategy), []
+    memory, digests = FeedbackStore(strategy), []
     for step in range(STEPS):
         flat = gradient(rank, step)
         drive(unit.reduce(flat, memory, keeps, step))

@@ -30,7 +30,7 @@ from gradwire import (
     TopK,
     Tracking,
 )
-from gradwire.compress.feedback.base import Kept
+from gradwire.compress.feedback.base import FeedbackState
 from gradwire.hooks.exchanges import possible
 from gradwire.hooks.local_sgd import outer_sgd as outer
 from gradwire.hooks.local_sgd.options import modern
@@ -273,20 +273,20 @@ def test_diloco_is_torch_sgd_on_the_global_parameters_bit_for_bit(
 
 def overlapping(rank: int) -> list[bool]:
     """Before each difference but the first is taken: whether the code of the first is being made."""
-    begun, seen, take, encode = threading.Event(), list[bool](), outer.GlobalParameters.difference, Kept.encode
+    begun, seen, take, encode = threading.Event(), list[bool](), outer.GlobalParameters.difference, FeedbackState.encode
 
     def difference(shared: outer.GlobalParameters, restart: bool = False) -> Tensor:
         if shared.bucket.index > 0:
             seen.append(begun.wait(10 if all(seen) else 0))
         return take(shared, restart)
 
-    def encoding(kept: Kept, *arguments: Any) -> None:
+    def encoding(kept: FeedbackState, *arguments: Any) -> None:
         begun.set()
         encode(kept, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(outer.GlobalParameters, "difference", difference)
-        patch.setattr(Kept, "encode", encoding)
+        patch.setattr(FeedbackState, "encode", encoding)
         updates = LocalUpdates(*plain(), OneBit(), every=1, rounds=Rounds(bucket_cap_mb=1e-6))
         updates.step()
         updates.close()

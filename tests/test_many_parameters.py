@@ -14,7 +14,7 @@ import pytest
 import torch
 from gradwire import LocalUpdates, OneBit, Residual, TopK
 from gradwire.compress.feedback.base import RESIDUAL
-from gradwire.compress.feedback.store import Memory
+from gradwire.compress.feedback.store import FeedbackStore
 from gradwire.compress.formats.layout import Slot, end_to_end, layout_numel
 from gradwire.hooks.core.discarded import DiscardedMeans
 from gradwire.optim import OneBitAdam
@@ -48,16 +48,16 @@ def slots(count: int) -> list[Slot]:
 def life(count: int, each: int) -> int:
     """Calls in the life of a memory: residuals move from buckets of some parameters to others, are saved and loaded."""
     with counted() as calls:
-        memory = Memory(keep_previous=True)
+        memory = FeedbackStore(keep_previous=True)
         for order in (slots(count), slots(count)[::-1]):
             layouts = [end_to_end(order[start : start + each]) for start in range(0, count, each)]
             for layout in layouts:
-                memory.of(layout).remember()
+                memory.of(layout).snapshot()
             for layout in layouts:
-                memory.take(layout, torch.zeros(layout_numel(layout)))
+                memory.drain(layout, torch.zeros(layout_numel(layout)))
             memory.load(memory.everything())
         for layout in layouts:
-            memory.take(layout, torch.zeros(layout_numel(layout)))
+            memory.drain(layout, torch.zeros(layout_numel(layout)))
             memory.let_go(layout)
     return calls[0]
 
@@ -70,7 +70,7 @@ def test_memory_grows_with_parameters(each: int) -> None:
 
 def test_a_layout_is_hashed_once() -> None:
     layout = end_to_end(slots(100))
-    memory = Memory()
+    memory = FeedbackStore()
     memory.of(layout)
     with counted() as calls:
         assert memory.holds(layout)
@@ -80,7 +80,7 @@ def test_a_layout_is_hashed_once() -> None:
 
 def test_means_that_nobody_takes_are_kept_in_one_go() -> None:
     layout = end_to_end(slots(100))
-    memory = Memory(Residual(dtype=torch.bfloat16))
+    memory = FeedbackStore(Residual(dtype=torch.bfloat16))
     memory.of(layout)
     mean = torch.ones(layout_numel(layout))
     unit = SimpleNamespace(layout=layout, packed=None, beside=(), extra=None)

@@ -10,7 +10,8 @@ import pytest
 import torch
 from gradwire import QSGD, Codec, TernGrad, TopK
 from gradwire.compress import new_draw
-from gradwire.compress.backends import backend_names, reference, use_backend
+from gradwire.compress.backends import backend_names, use_backend
+from gradwire.compress.backends.reference import arithmetic
 from gradwire.compress.codec import DTYPES
 from guarded import Room
 from strategies import VARIANTS, gradient, same
@@ -56,7 +57,7 @@ def test_nothing_is_touched_outside_the_arguments(codec: Codec, backend: str, en
 @pytest.mark.parametrize("ids", [(0, 0, 0), (-1, 7, -1), (0x299F31D0A4093822, 0x113198A2E, 3 << 40 | 5)])
 def test_the_wire_shows_the_very_draws_of_philox(backend: str, codec: Codec, ids: tuple[int, int, int]) -> None:
     numel, block = 4000, codec.block_size
-    words = reference.philox(*ids, np.arange(numel // 8)).astype("<u4").view("<u2").reshape(-1)
+    words = arithmetic.philox(*ids, np.arange(numel // 8)).astype("<u4").view("<u2").reshape(-1)
     draws = torch.from_numpy(words.astype(np.float32))
     workspace = codec.workspace(numel)
     # One minus a draw's share rounds up to one; a 2^-16 less of it does not.

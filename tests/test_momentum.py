@@ -11,9 +11,9 @@ from gradwire.benchmarks.learning.ranks import InProcessRanks
 from gradwire.compress import SparseCodec, new_draw
 from gradwire.compress.backends import MomentumKernels, _backend, use_backend
 from gradwire.compress.codec import DTYPES
-from gradwire.compress.feedback.base import RESIDUAL, Feedback, Kept
+from gradwire.compress.feedback.base import RESIDUAL, Feedback, FeedbackState
 from gradwire.compress.feedback.momentum import MOMENTUM
-from gradwire.compress.feedback.store import Memory
+from gradwire.compress.feedback.store import FeedbackStore
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import ALL_BACKENDS, ODD, OTHER_BACKENDS, device_of, parts_of, same
@@ -74,7 +74,7 @@ def test_every_backends_passes_are_those_of_torch(
 
 CODECS: list[SparseCodec] = [
     TopK(0.1), TopK(1.0), TopK(0.2, values=I8), TopK(0.2, indices="plain"),
-    AboveMean(), AboveMean(3.0), AboveMean(3.0).plain, LargestOfChunk(), Stretch(),
+    AboveMean(), AboveMean(3.0), AboveMean(3.0).raw_entries, LargestOfChunk(), Stretch(),
 ]  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def test_what_an_entry_has_taken_leaves_the_momentum(codec: SparseCodec, backend
     for name in ("reference", backend):
         with use_backend(name):
             place = device if name == backend else torch.device("cpu")
-            kept = Kept(Momentum(BETA), {v: torch.zeros(numel, device=place) for v in Momentum.vectors})
+            kept = FeedbackState(Momentum(BETA), {v: torch.zeros(numel, device=place) for v in Momentum.state_names})
             workspace = codec.workspace(numel, place)
             for step, grad in enumerate(grads.to(place)):
                 expected = BETA * kept[MOMENTUM] + grad
@@ -107,7 +107,7 @@ def test_what_an_entry_has_taken_leaves_the_momentum(codec: SparseCodec, backend
                 stays = (sent == 0) | ~sent.isfinite()
                 changed = (kept[MOMENTUM] != expected) & stays
                 assert int(changed.sum()) <= (codec.value_dtype == torch.int8) * codec.k(numel)
-                found.append([kept[v].cpu().clone() for v in Momentum.vectors])
+                found.append([kept[v].cpu().clone() for v in Momentum.state_names])
     for reference, other in zip(found[:3], found[3:], strict=True):
         assert all(same(a, b) for a, b in zip(reference, other, strict=True))
 
@@ -117,7 +117,7 @@ def test_of_a_code_that_sends_everything_nothing_is_masked(codec: Codec) -> None
     numel, found = 3000, []
     grads = torch.randn(4, numel, generator=torch.Generator().manual_seed(2))
     for masking in (False, True):
-        kept = Kept(Momentum(BETA, masking=masking), {v: torch.zeros(numel) for v in Momentum.vectors})
+        kept = FeedbackState(Momentum(BETA, masking=masking), {v: torch.zeros(numel) for v in Momentum.state_names})
         workspace, wire = codec.workspace(numel), torch.zeros(codec.wire_bytes(numel), dtype=torch.uint8)
         for step, grad in enumerate(grads):
             kept.encode(codec, grad, wire, new_draw(0, step), workspace)
@@ -208,7 +208,7 @@ def test_the_rounding_of_what_has_been_sent_is_not_lost(strategy: Momentum) -> N
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
 def test_what_is_not_finite_goes_out_and_leaves_nothing_behind(codec: Codec, bad: float) -> None:
     """3e38 twice is finite in no sum."""
-    layout, memories = layout_of(["a", "b"]), [Memory(Momentum(BETA)) for _ in range(2)]
+    layout, memories = layout_of(["a", "b"]), [FeedbackStore(Momentum(BETA)) for _ in range(2)]
     wires, workspace = torch.zeros(2, codec.wire_bytes(17), dtype=torch.uint8), codec.workspace(17)
     for step in range(6):
         grads = torch.randn(2, 17, generator=torch.Generator().manual_seed(step))
@@ -222,7 +222,7 @@ def test_what_is_not_finite_goes_out_and_leaves_nothing_behind(codec: Codec, bad
         out = torch.zeros(17)
         codec.decode_mean(parts_of(codec, wires, 17), out, workspace)
         assert bool(out[13].isfinite()) == (step != 3)
-        kept = [memory.by_name(vector) for memory in memories for vector in memory.strategy.vectors]
+        kept = [memory.by_name(vector) for memory in memories for vector in memory.strategy.state_names]
         assert all(bool(x.isfinite().all()) for found in kept for x in found.values())
         if step == 3:
             there, old = memories[1].by_name(MOMENTUM)["b"], before[1]
@@ -233,9 +233,9 @@ def test_what_is_not_finite_goes_out_and_leaves_nothing_behind(codec: Codec, bad
 
 
 def test_a_dense_step_keeps_what_it_could_not_send() -> None:
-    layout, memory = layout_of(["b"]), Memory(Momentum(0.5))
+    layout, memory = layout_of(["b"]), FeedbackStore(Momentum(0.5))
     memory.load({RESIDUAL: {"b": torch.ones(5)}, MOMENTUM: {"b": torch.full((5,), 2.0)}})
-    sent = memory.take(layout, torch.tensor([1.0, torch.nan, 3.0, -torch.inf, 0.0]))
+    sent = memory.drain(layout, torch.tensor([1.0, torch.nan, 3.0, -torch.inf, 0.0]))
     assert sent.nan_to_num(-1.0, neginf=-2.0).tolist() == [3.0, -1.0, 5.0, -2.0, 2.0]
     assert memory.by_name(MOMENTUM)["b"].tolist() == [2.0, 2.0, 4.0, 2.0, 1.0]
     assert memory.by_name(RESIDUAL)["b"].tolist() == [0.0, 1.0, 0.0, 1.0, 0.0]

@@ -12,10 +12,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from gradwire import CompressState, Residual
 from gradwire.compress import QSGD, Codec, OneBit, Ternary, TopK, new_draw
-from gradwire.compress.backends import Kernels, Narrow, _backend, backend_kernels
-from gradwire.compress.backends.narrow import BLOCK, LEAST_STEP, MOST, Rooms
+from gradwire.compress.backends import Kernels, LowPrecisionVector, _backend, backend_kernels
+from gradwire.compress.backends.low_precision import BLOCK, LEAST_STEP, MOST, ScratchPool
 from gradwire.compress.feedback.base import RESIDUAL, Feedback
-from gradwire.compress.feedback.store import Memory
+from gradwire.compress.feedback.store import FeedbackStore
 from gradwire.compress.formats.layout import Slot
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,16 +34,16 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 quick = settings(max_examples=25, deadline=None)
 
 
-def kept_as(dtype: torch.dtype, x: Tensor, backend: str = "reference") -> Narrow:
+def kept_as(dtype: torch.dtype, x: Tensor, backend: str = "reference") -> LowPrecisionVector:
     device = device_of(backend)
-    found = Narrow(_backend(backend).narrow, x.numel(), dtype, device)
+    found = LowPrecisionVector(_backend(backend).low_precision, x.numel(), dtype, device)
     for part in found.parts:
         part.fill_(3)
     found.write(x.to(device))
     return found
 
 
-def most_rounded(x: Tensor, kept: Narrow) -> Tensor:
+def most_rounded(x: Tensor, kept: LowPrecisionVector) -> Tensor:
     """The most that may be missing of each element, float64."""
     sound = x.double().where(x.isfinite(), 0.0).clamp(-MOST, MOST)
     if kept.dtype == torch.bfloat16:
@@ -104,7 +104,7 @@ def test_a_vector_is_float32_while_it_is_open_and_stays_if_that_fails(dtype: tor
 
 
 def test_rooms_are_used_again() -> None:
-    rooms = Rooms()
+    rooms = ScratchPool()
     first = rooms.take(1000, CPU)
     second = rooms.take(10, CPU)
     rooms.give(first)
@@ -134,7 +134,7 @@ def test_encoding_is_as_with_float32_and_rounding_comes_last(
     workspace = kernels.workspace(codec, case.numel, device)
     Kernels.encode_feedback(kernels, codec, grad, wide, wires[0], draw, workspace)
     expected.write(wide)
-    kernels.encode_narrow(codec, grad, residual, wires[1], draw, workspace)
+    kernels.encode_low_precision(codec, grad, residual, wires[1], draw, workspace)
     assert same(*wires)
     assert all(same(a, b) for a, b in zip(residual.parts, expected.parts, strict=True))
 
@@ -174,7 +174,7 @@ def test_what_is_not_finite_never_enters(codec: Codec, backend: str, dtype: torc
     grad[1500] = bad
     wire = torch.zeros(codec.wire_bytes(numel), dtype=torch.uint8, device=device)
     workspace = kernels.workspace(codec, numel, device)
-    kernels.encode_narrow(codec, grad, kept, wire, None, workspace)
+    kernels.encode_low_precision(codec, grad, kept, wire, None, workspace)
     now, out = kept.read(), torch.zeros(numel, device=device)
     kernels.decode_add(codec, wire, out, 1.0, workspace)
     assert not bool(out[1500].isfinite()), "it is seen"
@@ -196,7 +196,7 @@ def test_the_law_holds_to_rounding_whatever_happens(codec: Codec, dtype: torch.d
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 4.0), (torch.bfloat16, 2.0), (torch.int8, 1.03)], ids=str)
 def test_memory_is_what_the_pages_say(codec: Codec, dtype: torch.dtype, most: float) -> None:
     """Bytes an element of a model of many buckets; half as much for an owner's half, as much again for undoing."""
-    numel, buckets, memory = 5000, 20, Memory(Residual(dtype=dtype), keep_previous=True)
+    numel, buckets, memory = 5000, 20, FeedbackStore(Residual(dtype=dtype), keep_previous=True)
     rooms = 0
     for bucket in range(buckets):
         layout = (Slot(str(bucket), 0, (numel,), (1,)),)
@@ -211,7 +211,7 @@ def test_memory_is_what_the_pages_say(codec: Codec, dtype: torch.dtype, most: fl
         own += sum(vector.nbytes for part in kept._owned for vector in part.kept.held.values())
         copies += sum(vector.nbytes for vector in kept._saved.vectors.values())
         copies += sum(part.residual.nbytes for part in kept._saved.owned)
-    rooms = sum(room.nbytes for room in memory._rooms._free)
+    rooms = sum(room.nbytes for room in memory._scratch._free)
     assert own <= 1.5 * most * numel * buckets
     assert copies == own
     assert rooms <= 2 * 4 * numel, "of two buckets at the most, however many there are"
@@ -220,7 +220,7 @@ def test_memory_is_what_the_pages_say(codec: Codec, dtype: torch.dtype, most: fl
 @every_dtype
 def test_entries_are_taken_and_given_back(dtype: torch.dtype) -> None:
     layout = layout_of(["b", "d"])
-    kept = Memory(Residual(dtype=dtype)).of(layout)
+    kept = FeedbackStore(Residual(dtype=dtype)).of(layout)
 
     def now() -> list[float]:
         return kept.read(RESIDUAL).tolist()
@@ -232,9 +232,9 @@ def test_entries_are_taken_and_given_back(dtype: torch.dtype) -> None:
     kept.take_at(at, values)
     assert values.nan_to_num(-1.0).tolist() == [11.0, -1.0, 35.0]
     assert now() == [0.0, 2.0, 3.0, 4.0, 0.0, 127.0]
-    kept.give_back(at, torch.tensor([1.0, 1.0, torch.inf]))
+    kept.restore(at, torch.tensor([1.0, 1.0, torch.inf]))
     assert now() == [1.0, 2.0, 4.0, 4.0, 0.0, 127.0]
-    kept.give_back_unless(at, torch.tensor([7.0, 8.0, 9.0]), torch.tensor([1, 2], dtype=torch.int32))
+    kept.restore_unless(at, torch.tensor([7.0, 8.0, 9.0]), torch.tensor([1, 2], dtype=torch.int32))
     assert now() == [7.0, 2.0, 4.0, 4.0, 9.0, 127.0]
     kept.rescale(0.5)
     assert now() == [3.5, 1.0, 2.0, 2.0, 4.5, 63.5]
@@ -242,7 +242,7 @@ def test_entries_are_taken_and_given_back(dtype: torch.dtype) -> None:
 
 def test_a_residual_that_forgets_is_found() -> None:
     class Forgetful(Residual):
-        def send_all(self, kept: Any, grad: Tensor) -> Tensor:
+        def flush(self, kept: Any, grad: Tensor) -> Tensor:
             kept[RESIDUAL].zero_()
             return grad
 
@@ -256,7 +256,7 @@ def test_what_one_dtype_kept_another_goes_on_with(strategies: tuple[Feedback, Fe
         ranks = SimulatedRanks(before, OneBit(), SHAPES)
         ranks.step([layout_of(list(SHAPES))])
         saved = ranks.memories[0].everything()
-        memory = Memory(after)
+        memory = FeedbackStore(after)
         memory.load(saved)
         memory.of(layout_of(list(SHAPES)))
         for name, x in saved[RESIDUAL].items():
@@ -304,7 +304,7 @@ def test_gradients_that_are_small_and_always_the_same_add_up_unless_a_neighbour_
     dtype: torch.dtype, sent: bool
 ) -> None:
     """The limit that the pages name."""
-    codec, memory, layout = TopK(0.002), Memory(Residual(dtype=dtype)), (Slot("p", 0, (512,), (1,)),)
+    codec, memory, layout = TopK(0.002), FeedbackStore(Residual(dtype=dtype)), (Slot("p", 0, (512,), (1,)),)
     grad, wire = torch.zeros(512), torch.zeros(codec.wire_bytes(512), dtype=torch.uint8)
     grad[:4] = torch.tensor([1.0, 1.0, 1.0, 0.003])  # one of them is sent in a step, and another waits
     out, workspace = torch.zeros(512), codec.workspace(512)

@@ -173,7 +173,7 @@ def test_auto_takes_what_the_host_reads_nothing_of() -> None:
     def alter(reducer: Reducer, rank: int) -> None:
         planner = reducer.session.planner
         planner._flat = cost.Calibration(line, line, line, cost.Work(*[0.0] * 6), cost.Latency(*[0.0] * 3), 1)
-        planner._speeds[recipe.codec.timed_as, True] = cost.CodecSpeed(0.0, 0.0)
+        planner._speeds[recipe.codec.speed_key, True] = cost.CodecSpeed(0.0, 0.0)
 
     reference = outcomes(recipe, World(3), CPU, alter=alter)
     assert not differences(reference, outcomes(recipe, World(3, Schedule("0 side 2")), alter=alter))

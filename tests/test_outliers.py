@@ -10,9 +10,9 @@ import pytest
 import torch
 from gradwire.compress import QSGD, Cast, Codec, OneBit, Outliers, Ternary, TernGrad, TopK, new_draw
 from gradwire.compress.backends import use_backend
-from gradwire.compress.backends.cpu import kernels as cpu_kernels
-from gradwire.compress.backends.cpu import outliers as cpu_outliers
-from gradwire.compress.backends.cpu import topk as cpu_topk
+from gradwire.compress.backends.cpu import block_codec
+from gradwire.compress.backends.cpu.kernels import outliers as cpu_outliers
+from gradwire.compress.backends.cpu.kernels import topk as cpu_topk
 from gradwire.compress.codec import DTYPES
 from gradwire.hooks.auto.planner import check_exchange, default_exchange
 from gradwire.hooks.core.options import Options
@@ -74,7 +74,7 @@ def test_a_prediction_never_changes_the_bytes(
     """Of the threshold, with a residual that the selection only reads, or turns into a sum; nor do threads."""
     codec, sides = Outliers(inner, density, values), []
     with pytest.MonkeyPatch.context() as patch:
-        for module in (cpu_topk, cpu_kernels, cpu_outliers):
+        for module in (cpu_topk, block_codec, cpu_outliers):
             patch.setattr(module, "pieces_of", lambda elements, count: min(pieces, count))
         for backend in ("reference", "cpu"):
             with use_backend(backend):
@@ -197,4 +197,4 @@ def test_a_workspace_of_another_codec_or_length_does_no_harm() -> None:
 def test_bytes_and_density() -> None:
     bits = Outliers(OneBit()).bits_per_element()
     assert bits == pytest.approx(OneBit().bits_per_element() + TopK().bits_per_element())
-    assert Outliers(OneBit(), 0.013).timed_as == Outliers(OneBit(), 2.0**-6)
+    assert Outliers(OneBit(), 0.013).speed_key == Outliers(OneBit(), 2.0**-6)

@@ -54,7 +54,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ignore = shutil.ignore_patterns("__pycache__", "*.egg-info", *made)
     shutil.copytree(ROOT, copy, ignore=ignore)
     (copy / "csrc" / "probe.cu").write_text("// a kernel\n")
-    (copy / "csrc" / "probe.cuh").write_text("// its header\n")
+    (copy / "csrc" / "include" / "probe.cuh").write_text("// its header\n")
     return copy
 
 
@@ -96,8 +96,8 @@ def test_nothing_but_gradwire_lands_in_site_packages(files: set[str]) -> None:
 
 def test_wheel_holds_every_module_and_every_kernel(files: set[str]) -> None:
     modules = {ROOT / "__init__.py", *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))}
-    data = {"csrc/probe.cu", "csrc/probe.cuh", "py.typed"}
-    data |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").glob("*.cu*")}
+    data = {"csrc/probe.cu", "csrc/include/probe.cuh", "py.typed"}
+    data |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").rglob("*.cu*")}
     expected = {path.relative_to(ROOT).as_posix() for path in modules} | data
     assert {name.removeprefix("gradwire/") for name in files if name.startswith("gradwire/")} == expected
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 import training
 from gradwire.compress import TopK, new_draw
-from gradwire.compress.backends.dealing import Dealing
-from gradwire.compress.feedback.base import NOTHING, RESIDUAL, Feedback, Kept, plain
+from gradwire.compress.backends.partition import Partition
+from gradwire.compress.feedback.base import RESIDUAL, Feedback, FeedbackState
 from gradwire.compress.feedback.momentum import MOMENTUM, Momentum
+from gradwire.compress.feedback.residual import NOTHING, server_state
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.comm.pipeline import Stages, drive
 from gradwire.hooks.comm.ports import Work
@@ -78,8 +79,8 @@ class Case:
 
 
 def owner_of(numel: int, ranks: int, turn: Tensor) -> Tensor:
-    dealing = Dealing(numel, ranks, CPU)
-    return dealing.keys(torch.arange(numel), turn) // (dealing.span + 1)
+    partition = Partition(numel, ranks, CPU)
+    return partition.keys(torch.arange(numel), turn) // (partition.span + 1)
 
 
 @dataclass
@@ -118,9 +119,9 @@ def run(
         if alter is not None:
             alter(exchange, rank)
         residual, momentum = torch.zeros(2, case.numel, device=device)
-        feedback, steps = plain(residual) if case.feedback else NOTHING, []
+        feedback, steps = server_state(residual) if case.feedback else NOTHING, []
         if strategy is not None:
-            feedback = Kept(strategy, {RESIDUAL: residual, MOMENTUM: momentum})
+            feedback = FeedbackState(strategy, {RESIDUAL: residual, MOMENTUM: momentum})
         place: Callable[[Tensor], Tensor] = Tensor.clone if schedule is None else on_gpu
         for number in range(case.steps):
             before, grad = read(residual), case.gradient(rank, number)
@@ -354,7 +355,7 @@ def test_what_cannot_be_right_is_skipped_alike_on_all_ranks(exchange: str) -> No
         exchanges[rank] = wrong
         generator, sent = torch.Generator().manual_seed(1), [wrong.row]
         if isinstance(wrong, FixedSizeSplit):
-            sent.append(wrong.rows_for(plain(torch.zeros(0))).sent)
+            sent.append(wrong.rows_for(server_state(torch.zeros(0))).sent)
         for port in wrong.ports if rank == 1 else []:
 
             def scrambled(start: Callable[[], Work] = port.start) -> Work:
@@ -370,9 +371,9 @@ def test_what_cannot_be_right_is_skipped_alike_on_all_ranks(exchange: str) -> No
         assert all(same_bits(step.out, steps[0].out) for step in steps)
     split = exchanges[0]
     if isinstance(split, FixedSizeSplit):  # what counts is what counts to the codec
-        span, numel = split.dealing.span, case.numel
+        span, numel = split.partition.span, case.numel
         places = torch.arange(span).expand(case.ranks, -1)
-        indices, meant = split.dealing.indices(places, torch.tensor(case.steps - 1)), torch.zeros(case.ranks, span)
+        indices, meant = split.partition.indices(places, torch.tensor(case.steps - 1)), torch.zeros(case.ranks, span)
         for owner, row in enumerate(meant):
             split.back.decode_mean(
                 [part[owner : owner + 1] for part in split.parts[:2]], row, split.back.workspace(span)

@@ -15,9 +15,10 @@ from gradwire import CompressState, Momentum, Tracking
 from gradwire.compress import CODECS, QSGD, Codec, OneBit, SparseCodec, TopK, backends, new_draw
 from gradwire.compress.backends import Backend, Kernels, register_backend, use_backend
 from gradwire.compress.codec import DTYPES
-from gradwire.compress.feedback.base import RESIDUAL, Feedback, Residual
-from gradwire.compress.feedback.store import Memory
-from gradwire.compress.formats.entries import plain_entries
+from gradwire.compress.feedback.base import RESIDUAL, Feedback
+from gradwire.compress.feedback.residual import Residual
+from gradwire.compress.feedback.store import FeedbackStore
+from gradwire.compress.formats.entries import split_raw
 from gradwire.hooks.exchanges import EXCHANGES, possible
 from gradwire.hooks.exchanges import register as register_exchange
 from ranks import Pool
@@ -74,14 +75,14 @@ def test_its_bytes_and_means_are_the_same_on_every_backend(codec: SparseCodec) -
         with use_backend(backend):
             workspace, out = codec.workspace(numel), torch.empty(numel)
             codec.decode_mean(parts_of(codec, wires, numel), out, workspace)
-            found.append((encode(codec, x), encode(codec.plain, x), out, workspace.status))
+            found.append((encode(codec, x), encode(codec.raw_entries, x), out, workspace.status))
     assert all(same(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("codec", SPARSE, ids=str)
 def test_it_selects_for_exchanges_what_it_sends(codec: SparseCodec) -> None:
     x = gradient("normal", 2500, 1)
-    indices, values = plain_entries(encode(codec.plain, x), codec.k(2500))
+    indices, values = split_raw(encode(codec.raw_entries, x), codec.k(2500))
     chosen = codec.select(x, new_draw(0))
     assert indices.tolist() == chosen.tolist()
     assert same(values, x[chosen])
@@ -96,7 +97,7 @@ def test_what_is_not_finite_is_seen_in_drawn_values_too() -> None:
     decoded, residual = test_codec.feedback(codec, x, torch.zeros_like(x))
     assert decoded.isnan().any()
     assert residual.isfinite().all()
-    indices, values = plain_entries(encode(codec.plain, x), codec.k(2500))
+    indices, values = split_raw(encode(codec.raw_entries, x), codec.k(2500))
     assert bool(values[indices == 7].isnan())
 
 
@@ -212,11 +213,11 @@ def test_a_strategy_from_outside_keeps_its_law_whatever_happens(strategy: Feedba
 
 @dataclass(frozen=True)
 class KeepsNoResidual(Smoothed):
-    vectors: ClassVar[tuple[str, ...]] = ("smooth",)
+    state_names: ClassVar[tuple[str, ...]] = ("smooth",)
 
 
 def test_a_strategy_keeps_a_residual() -> None:
-    with pytest.raises(ValueError, match=r"KeepsNoResidual.* keeps smooth: its `vectors` must have 'residual' too"):
+    with pytest.raises(ValueError, match=r"KeepsNoResidual.* keeps smooth: its `state_names` must have 'residual' too"):
         CompressState(TopK(0.1), error_feedback=KeepsNoResidual())
 
 
@@ -227,7 +228,7 @@ def test_a_strategy_says_which_codecs_it_cannot_serve() -> None:
 
 def test_what_is_handed_out_may_be_the_strategys() -> None:
     layout = test_feedback.layout_of(["a", "b"])
-    memory = Memory(Smoothed())
+    memory = FeedbackStore(Smoothed())
     for mean in (4.0, 8.0):
         out = torch.full((17,), mean)
         memory.of(layout).deliver(out)
@@ -272,7 +273,7 @@ def trained(rank: int, strategy: Feedback, codec: Codec, exchange: str) -> tuple
         plain.load_state_dict(saved)
     except ValueError as error:
         complaint = str(error)
-    lost = state._feedback.lost
+    lost = state._feedback.dropped_l1
     plain.close()
     state.close()
     return offs, digests, len(saved.get("vectors", {})) + (lost > 0), complaint
@@ -288,7 +289,7 @@ def test_a_model_is_trained_with_a_strategy(
     offs, digests, kept, complaints = zip(*ranks(2).run(trained, strategy, codec, exchange), strict=True)
     assert max(map(max, offs)) < 1e-5
     assert digests[0] == digests[1], "replicas differ"
-    assert set(kept) == {max(1, len(strategy.vectors) - 1)}, "further vectors, or something lost"
+    assert set(kept) == {max(1, len(strategy.state_names) - 1)}, "further vectors, or something lost"
     refused = "" if isinstance(strategy, Residual) and not isinstance(strategy, Smoothed) else "keeps residual"
     assert all((refused in complaint) and bool(complaint) == bool(refused) for complaint in complaints)
 

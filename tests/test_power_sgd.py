@@ -14,7 +14,7 @@ from gradwire import Codec, Identity, PowerSGD, Residual, TopK, Tracking
 from gradwire.benchmarks.learning.ranks import InProcessRanks
 from gradwire.compress import Feedback, new_draw
 from gradwire.compress.backends import backend_kernels
-from gradwire.compress.backends.low_rank import LowRankKernels, Matrices
+from gradwire.compress.backends.power_sgd import Matrices, PowerSGDKernels
 from gradwire.compress.codecs.power_sgd import Piece
 from gradwire.compress.feedback.base import RESIDUAL
 from gradwire.compress.formats.layout import Layout, Slot, layout_numel
@@ -62,7 +62,7 @@ def test_matrices_are_the_parameters_as_they_lie_in_memory() -> None:
         torch.empty(()), torch.empty(0), torch.empty(3, 0), torch.empty(2, 500), torch.empty(30, 1, 50),
         torch.empty(1, 40, 60), torch.empty(1, 7),
     )  # fmt: skip
-    codec = PowerSGD(rank=2).of_layout(layout)
+    codec = PowerSGD(rank=2).for_layout(layout)
     matrices = [
         (40, 60),
         (60, 41),
@@ -89,7 +89,7 @@ def test_matrices_are_the_parameters_as_they_lie_in_memory() -> None:
     )
     factors = 2 * (100 + 101 + 176 + 176 + 80 + 100)
     assert codec.wire_bytes(layout_numel(layout)) == 4 * (1008 + 7 + factors)
-    assert codec.of_layout(()) == PowerSGD(rank=2) == codec.timed_as
+    assert codec.for_layout(()) == PowerSGD(rank=2) == codec.speed_key
 
 
 def test_a_bare_tensor_is_nearly_square() -> None:
@@ -118,7 +118,7 @@ def test_what_cannot_be_meant() -> None:
 def drawn(codec: PowerSGD, seed: int) -> Tensor:
     """S for a gradient of `LAYOUT`."""
     kernels, matrices = codec.kernels(torch.device("cpu")), Matrices.of(codec, NUMEL, torch.device("cpu"))
-    assert isinstance(kernels, LowRankKernels)
+    assert isinstance(kernels, PowerSGDKernels)
     kernels.draw(matrices, new_draw(seed), start := torch.empty(matrices.right))
     return start
 
@@ -126,7 +126,7 @@ def drawn(codec: PowerSGD, seed: int) -> Tensor:
 # -- the passes --------------------------------------------------------------------------------------------------------
 
 
-def passes(kernels: LowRankKernels, codec: PowerSGD, x: Tensor, seed: int, alpha: float) -> list[Tensor]:
+def passes(kernels: PowerSGDKernels, codec: PowerSGD, x: Tensor, seed: int, alpha: float) -> list[Tensor]:
     """What every pass writes, on the device of `x`."""
     matrices = Matrices.of(codec, x.numel(), x.device)
     generator = torch.Generator().manual_seed(seed)
@@ -171,7 +171,7 @@ def test_every_pass_is_the_reference_s(
 
 
 def test_threads_change_no_byte(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradwire.compress.backends.cpu.kernels.ELEMENTS_PER_THREAD", 100)
+    monkeypatch.setattr("gradwire.compress.backends.cpu.runtime.threads.ELEMENTS_PER_THREAD", 100)
     codec, x = PowerSGD(3, ((130, 70), (33, 0), (65, 515), (10, 9))), gradient("normal", 9100 + 33 + 33475 + 90, 1)
     found = []
     for threads in (1, 2, 3):
@@ -288,7 +288,7 @@ def by_hand(gradients: list[list[Tensor]], codec: PowerSGD, start: Tensor) -> tu
 @pytest.mark.parametrize("rank", [1, 3])
 def test_ranks_together_are_one_rank_that_has_their_mean(size: int, rank: int) -> None:
     steps = [[gradient("normal", NUMEL, 10 * step + r) for r in range(size)] for step in range(6)]
-    codec = PowerSGD(rank).of_layout(LAYOUT)
+    codec = PowerSGD(rank).for_layout(LAYOUT)
     start = drawn(codec, 3)
     wanted, left = by_hand(steps, codec, start)
     ranks = InProcessRanks(size, LAYOUT, PowerSGD(rank), "factors", Residual(), seed=3)
@@ -325,7 +325,7 @@ def vectors(ranks: InProcessRanks) -> dict[str, Tensor]:
     assert ranks.strategy is not None
     return {
         name: torch.stack([memory.of(LAYOUT).whole(name).double() for memory in ranks.memories]).mean(0)
-        for name in ranks.strategy.vectors
+        for name in ranks.strategy.state_names
     }
 
 
@@ -352,7 +352,7 @@ def test_a_factor_that_overflows_leaves_nothing_of_its_matrix() -> None:
     """M·S is finite here, and Mᵀ·P is not in one of its columns."""
     large = gradient("normal", NUMEL, 1)
     large[: 48 * 30].view(48, 30)[:, 7] = 1e38
-    codec = PowerSGD(2).of_layout(LAYOUT)
+    codec = PowerSGD(2).for_layout(LAYOUT)
     matrices = Matrices.of(codec, NUMEL, large.device)
     kernels: Any = backend_kernels("cpu")["power_sgd"]
     kernels.left(matrices, large, drawn(codec, 0), products := torch.empty(matrices.left))
@@ -365,7 +365,7 @@ def test_a_factor_that_overflows_leaves_nothing_of_its_matrix() -> None:
 
 
 def test_bytes_are_those_of_two_means() -> None:
-    codec = PowerSGD(2).of_layout(LAYOUT)
+    codec = PowerSGD(2).for_layout(LAYOUT)
     wire = codec.wire_bytes(NUMEL)
     for size in (2, 3, 4):
         ranks = InProcessRanks(size, LAYOUT, PowerSGD(2), "factors", Residual())

@@ -7,10 +7,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from emulated import EmulatedDevice, emulated_gpu
 from gradwire.compress import Codec, RandomK, Threshold, TopK, new_draw
-from gradwire.compress.backends import reference, use_backend
-from gradwire.compress.backends.cpu import drawn as cpu_drawn
-from gradwire.compress.backends.drawn import philox, pick, words_of
+from gradwire.compress.backends import use_backend
+from gradwire.compress.backends.cpu.kernels import random_k as cpu_random_k
+from gradwire.compress.backends.random_k import philox, pick, words_of
+from gradwire.compress.backends.reference import arithmetic
 from gradwire.compress.codec import DTYPES
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,7 +25,7 @@ WORDS = st.integers(-(2**63), 2**63 - 1)
 @given(seed=WORDS, step=st.integers(0, 2**32 - 1), bucket=st.integers(0, 2**32 - 1))
 def test_the_draw_is_philox(seed: int, step: int, bucket: int) -> None:
     found = philox(words_of(new_draw(seed, step, bucket)), 9)
-    assert np.array_equal(found.numpy(), reference.philox(seed, step, bucket, np.arange(9)))
+    assert np.array_equal(found.numpy(), arithmetic.philox(seed, step, bucket, np.arange(9)))
 
 
 @settings(max_examples=50, deadline=None)
@@ -48,15 +50,15 @@ def test_whatever_the_words_are_entries_ascend_and_lie_inside(
     pieces=st.integers(1, 3),
     alike=st.booleans(),
 )
-def test_the_processor_draws_and_sends_the_same(
+def test_every_backend_draws_and_sends_the_same(
     draw: tuple[int, int, int], numel: int, share: float, kinds: list[str], dtype: torch.dtype, pieces: int, alike: bool
 ) -> None:
     """In one workspace: what was drawn for one step, or for another rank's words, is not taken for another's."""
     codec, sides = RandomK(share), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_drawn, "pieces_of", lambda elements, count: min(pieces, count))
-        for backend in ("reference", "cpu"):
-            with use_backend(backend):
+        patch.setattr(cpu_random_k, "pieces_of", lambda elements, count: min(pieces, count))
+        for backend in ("reference", "cpu", "cuda"):
+            with emulated_gpu(EmulatedDevice()), use_backend(backend):
                 workspace, residual, wires = codec.workspace(numel), gradient("normal", numel, 9), []
                 for step, kind in enumerate(kinds):
                     wire, plain = torch.zeros(2, codec.wire_bytes(numel), dtype=torch.uint8)
@@ -71,20 +73,20 @@ def test_the_processor_draws_and_sends_the_same(
                 codec.decode_mean(parts_of(codec, torch.stack(wires), numel), mean, workspace)
                 codec.decode_add(wires[0], total, -0.3, workspace)
                 sides.append((*wires, residual, mean, total, workspace.status))
-    assert all(same(a, b) for a, b in zip(*sides, strict=True))
+    assert all(same(first, x) for first, *others in zip(*sides, strict=True) for x in others)
 
 
-def test_the_processor_leaves_the_zeros_that_are_left() -> None:
+def test_every_backend_leaves_the_zeros_that_are_left() -> None:
     """Of -0 the sign stays."""
     sides = []
-    for backend in ("reference", "cpu"):
-        with use_backend(backend):
+    for backend in ("reference", "cpu", "cuda"):
+        with emulated_gpu(EmulatedDevice()), use_backend(backend):
             codec, x, residual = RandomK(0.5), torch.full((200,), -0.0), torch.full((200,), -0.0)
             x[::3] = 1.5
             wire = torch.zeros(codec.wire_bytes(200), dtype=torch.uint8)
             codec.encode_feedback(x, residual, wire, new_draw(1), codec.workspace(200))
             sides.append((wire, residual.view(torch.int32)))
-    assert all(same(a, b) for a, b in zip(*sides, strict=True))
+    assert all(same(first, x) for first, *others in zip(*sides, strict=True) for x in others)
     assert {0, -(2**31)} <= set(sides[0][1].tolist())
 
 
@@ -138,5 +140,5 @@ def test_a_threshold_sends_what_exceeds_it() -> None:
 @pytest.mark.parametrize("kind", [RandomK, lambda share: Threshold(share, most=share), TopK])
 def test_a_schedule_of_shares_is_measured_a_few_times(kind: Callable[[float], Codec]) -> None:
     """To measure a codec takes all ranks, and stops them: not in every step of a schedule."""
-    timed = {kind(0.25 * 0.97**step).timed_as for step in range(200)}
+    timed = {kind(0.25 * 0.97**step).speed_key for step in range(200)}
     assert len(timed) <= 10

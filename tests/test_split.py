@@ -8,7 +8,7 @@ import torch
 import training
 from gradwire.benchmarks.common.in_process import InProcessGroup, World
 from gradwire.compress import TopK
-from gradwire.compress.feedback.base import plain
+from gradwire.compress.feedback.residual import server_state
 from gradwire.hooks.comm.entry_exchange import Entries, fill
 from gradwire.hooks.comm.pipeline import Stages
 from gradwire.hooks.exchanges.split import Split
@@ -44,7 +44,7 @@ class Ranks:
 
         def stages(group: InProcessGroup) -> Stages:
             rank = group.rank
-            feedback = plain(self.residuals[rank])
+            feedback = server_state(self.residuals[rank])
             return self.exchanges[rank].bring_together(entries[rank], extras[rank], feedback)
 
         results = [fill(torch.zeros(self.numel), found) for found in self.world.run(stages)]

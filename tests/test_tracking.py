@@ -13,7 +13,7 @@ from gradwire.compress import new_draw
 from gradwire.compress.backends import TrackingKernels, _backend
 from gradwire.compress.codec import DTYPES
 from gradwire.compress.feedback.base import RESIDUAL
-from gradwire.compress.feedback.store import Memory
+from gradwire.compress.feedback.store import FeedbackStore
 from gradwire.compress.feedback.tracking import ESTIMATE, MOMENTUM
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -92,7 +92,7 @@ def test_little_of_large_gradients_is_left_when_they_shrink() -> None:
 
 
 def test_what_is_not_finite_goes_out_and_leaves_nothing_behind() -> None:
-    layout, codec, memories = layout_of(["a", "b"]), TopK(0.5), [Memory(Tracking(BETA)) for _ in range(2)]
+    layout, codec, memories = layout_of(["a", "b"]), TopK(0.5), [FeedbackStore(Tracking(BETA)) for _ in range(2)]
     wires, workspace = torch.zeros(2, codec.wire_bytes(17), dtype=torch.uint8), codec.workspace(17)
     for step in range(6):
         grads = torch.randn(2, 17, generator=torch.Generator().manual_seed(step))
@@ -112,7 +112,7 @@ def test_what_is_not_finite_goes_out_and_leaves_nothing_behind() -> None:
         if step == 3:
             kept = {
                 vector: torch.stack([m.of(layout).whole(vector) for m in memories])
-                for vector in memories[0].strategy.vectors
+                for vector in memories[0].strategy.state_names
             }
             off = kept[ESTIMATE][0] + kept[RESIDUAL].mean(0) - kept[MOMENTUM].mean(0)
             assert all(bool(x.isfinite().all()) for x in kept.values())

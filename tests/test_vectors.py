@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from gradwire.compress.backends import VectorKernels, _backend
-from gradwire.compress.backends.cpu import tracking
+from gradwire.compress.backends.cpu.runtime import threads
 from gradwire.hooks.exchanges import all_finite
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -45,7 +45,7 @@ def test_every_backend_gives_torch_s_bits(
 ) -> None:
     found, device = [], device_of(backend)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tracking, "pieces_of", lambda elements, count: min(pieces, count))
+        patch.setattr(threads, "pieces_of", lambda elements, count: min(pieces, count))
         for kernels in (_backend(backend).vectors, VectorKernels()):
             made = [gradient(kind, numel, seed) for seed, kind in enumerate(kinds)]
             agreed, step, own = (placed(x, torch.float32, shift, device) for x in made)
@@ -64,7 +64,7 @@ def test_every_backend_gives_torch_s_bits(
 def test_one_that_is_not_finite_is_found_wherever_it_is(
     bad: float, backend: str, numel: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tracking, "pieces_of", lambda elements, count: min(3, count))
+    monkeypatch.setattr(threads, "pieces_of", lambda elements, count: min(3, count))
     kernels, device = _backend(backend).vectors, device_of(backend)
     largest = torch.full((numel,), torch.finfo(torch.float32).max, device=device)
     for at in {0, numel // 2, numel - 1}:

@@ -10,7 +10,8 @@ import torch
 from gradwire.compress import Codec, SparseCodec
 from gradwire.compress.backends import Backend, Kernels, Workspace, backend_kernels, reference
 from gradwire.compress.backends.sparse import SparseKernels
-from gradwire.compress.feedback.base import RESIDUAL, Feedback, Kept, Residual
+from gradwire.compress.feedback.base import RESIDUAL, Feedback, FeedbackState
+from gradwire.compress.feedback.residual import Residual
 from gradwire.compress.formats.entries import value_fields
 from gradwire.compress.formats.wire import Field, Part
 from gradwire.hooks.comm.group import Group
@@ -174,7 +175,7 @@ class Shapes(Kernels):
 class Velocity(Feedback):
     """Momentum before compression: m = μm + g goes in instead of g."""
 
-    vectors: ClassVar[tuple[str, ...]] = (RESIDUAL, "momentum")
+    state_names: ClassVar[tuple[str, ...]] = (RESIDUAL, "momentum")
 
     mu: float = 0.5
 
@@ -183,14 +184,14 @@ class Velocity(Feedback):
             raise ValueError(f"{codec} does not contract")
 
     def encode(
-        self, kept: Kept, codec: Codec, grad: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
+        self, kept: FeedbackState, codec: Codec, grad: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
     ) -> None:
         codec.encode_feedback(self.advance(kept, grad), kept[RESIDUAL], wire, draw, workspace)
 
-    def send_all(self, kept: Kept, grad: Tensor) -> Tensor:
-        return super().send_all(kept, self.advance(kept, grad))
+    def flush(self, kept: FeedbackState, grad: Tensor) -> Tensor:
+        return super().flush(kept, self.advance(kept, grad))
 
-    def advance(self, kept: Kept, grad: Tensor) -> Tensor:
+    def advance(self, kept: FeedbackState, grad: Tensor) -> Tensor:
         momentum, grad = kept["momentum"], grad.float()
         momentum.copy_(torch.where(grad.isfinite(), self.mu * momentum + grad, momentum))
         return torch.where(grad.isfinite(), momentum, grad)
@@ -208,9 +209,9 @@ class Velocity(Feedback):
 class Smoothed(Residual):
     """What is handed out is the mean of the means so far, the older the less."""
 
-    vectors: ClassVar[tuple[str, ...]] = (RESIDUAL, "smooth")
+    state_names: ClassVar[tuple[str, ...]] = (RESIDUAL, "smooth")
 
-    def deliver(self, kept: Kept, mean: Tensor) -> None:
+    def deliver(self, kept: FeedbackState, mean: Tensor) -> None:
         smooth = kept["smooth"]
         smooth.copy_(torch.where(mean.isfinite(), (smooth + mean) / 2, smooth))
         mean.copy_(torch.where(mean.isfinite(), smooth, mean))

@@ -15,7 +15,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from gradwire import CompressState, OuterSGD, Rounds, compress_hook
-from gradwire.compress.feedback.base import RESIDUAL, Residual
+from gradwire.compress.feedback.base import RESIDUAL
+from gradwire.compress.feedback.residual import Residual
 from gradwire.hooks.comm import group
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.core import session as connection

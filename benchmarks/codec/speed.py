@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...compress import Codec, Tracking, new_draw
 from ...compress.backends import use_backend
-from ...compress.feedback.base import Kept
+from ...compress.feedback.base import FeedbackState
 from ..common import report
 from ..common.arms import label
 from .baselines import Baseline, Operation, torch_chain
@@ -77,7 +77,7 @@ def _measure(
         for rows, part in zip(wires, wire.split(sizes), strict=True):
             rows[rank] = part
     tracking = feedback.workspace(numel)
-    tracked = Kept(Tracking(), {name: torch.zeros(numel) for name in Tracking.vectors})
+    tracked = FeedbackState(Tracking(), {name: torch.zeros(numel) for name in Tracking.state_names})
     decoded = torch.zeros(numel)
     codec.decode_add(wire, decoded, 1.0, plain)
     sent = gradients[(ranks - 1) % len(gradients)].float()

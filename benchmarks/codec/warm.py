@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from ...compress import CODECS, Codec
-from ...compress.backends import kept
+from ...compress.backends import kernel_cache
 from .codecs import DTYPES
 
 
@@ -36,17 +36,17 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"unknown codec {unknown[0]!r}: expected one of {names}")
     codecs = [codec for found in chosen.values() for codec in found] or list(CODECS)
     work = [(codec, dtype, device) for device in options.devices for codec in codecs for dtype in options.dtypes]
-    folders = kept.folders()
+    folders = kernel_cache.folders()
     if not folders:
         raise ValueError(
-            f"nothing can be kept: {kept.cache_folder()} must be a folder that you, and you alone, can write to"
+            f"nothing can be kept: {kernel_cache.cache_folder()} must be a folder that you, and you alone, can write to"
         )
     print(f"kernels are kept in {folders[-1]}", flush=True)
-    silence, kept.SILENCE = kept.SILENCE, math.inf  # the lines below say it
+    silence, kernel_cache.REPORT_AFTER = kernel_cache.REPORT_AFTER, math.inf  # the lines below say it
     try:
         prepare(work)
     finally:
-        kept.SILENCE = silence
+        kernel_cache.REPORT_AFTER = silence
     return 0
 
 

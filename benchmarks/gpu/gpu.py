@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from ...compress.backends import kept
-from ...compress.backends.cuda import compiler
+from ...compress.backends import kernel_cache
+from ...compress.backends.cuda.runtime import compiler
 from ..common import report
 from . import page, rows, sections
 from .processes import Processes
@@ -96,7 +96,7 @@ def precompile(options: argparse.Namespace) -> int:
     folder = Path(options.cubins)
     for source in sorted((ROOT / "csrc").glob("*.cu")):
         found = compiler.cached_cubin(source.name, options.precompile)
-        kept.write(folder / found.name, found.read_bytes())
+        kernel_cache.write(folder / found.name, found.read_bytes())
         print(f"{folder / found.name}", flush=True)
     print(f"For NVRTC {compiler.version()} and sm_{options.precompile}.")
     return 0
@@ -108,11 +108,11 @@ def use_cubins(folder: Path) -> int:
     Raises:
         ValueError: there are none.
     """
-    found, places = list(folder.glob("*.cubin")), kept.folders()
+    found, places = list(folder.glob("*.cubin")), kernel_cache.folders()
     if not found:
         raise ValueError(f"--cubins {folder} has no *.cubin: make them by --precompile ARCHITECTURE --cubins {folder}")
     for cubin in found if places else ():
-        kept.write(places[-1] / cubin.name, cubin.read_bytes())
+        kernel_cache.write(places[-1] / cubin.name, cubin.read_bytes())
     return len(found) if places else 0
 
 

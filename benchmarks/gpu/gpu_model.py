@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...compress.backends.cuda import compiler
+from ...compress.backends.cuda.runtime import compiler
 from ..common import report
 from .sass import Blocks, Loop, blocks_of, hot_path, kernel_lines, loops_of
 
@@ -112,12 +112,12 @@ WRITES = ((r"STG\.E(?:\.\w+)*\.128", 100.0), (r"LDG\.E(?:\.\w+)*\.128", -100.0))
 CANDIDATES = 0.013
 COLLECT = Kernel("topk.cu", "topk_collect_f32", 8, 12 + 8 / 2048 + CANDIDATES * 8, wanted=WIDE)
 KERNELS = (
-    Kernel("sign.cu", "onebit_encode_f32", 32, 12 + 136 / 1024, wanted=(*WIDE, (r"FADD", 1.0))),
-    Kernel("quantize.cu", "qsgd_encode_f32", 16, 12 + 260 / 512, wanted=WIDE),
+    Kernel("onebit.cu", "onebit_encode_f32", 32, 12 + 136 / 1024, wanted=(*WIDE, (r"FADD", 1.0))),
+    Kernel("qsgd.cu", "qsgd_encode_f32", 16, 12 + 260 / 512, wanted=WIDE),
     Kernel("ternary.cu", "terngrad_encode_f32", 40, 12 + 260 / 1280, wanted=WIDE),
     COLLECT,
-    Kernel("sign.cu", "onebit_decode_f32", 32, 4 + RANKS * 136 / 1024, at_once=32, wanted=WRITES),
-    Kernel("quantize.cu", "qsgd_decode_f32", 16, 4 + RANKS * 260 / 512, at_once=8, wanted=WRITES),
+    Kernel("onebit.cu", "onebit_decode_f32", 32, 4 + RANKS * 136 / 1024, at_once=32, wanted=WRITES),
+    Kernel("qsgd.cu", "qsgd_decode_f32", 16, 4 + RANKS * 260 / 512, at_once=8, wanted=WRITES),
     Kernel("ternary.cu", "ternary_decode_f32", 40, 4 + RANKS * 260 / 1280, at_once=40, wanted=WRITES),
 )
 

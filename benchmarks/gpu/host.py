@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...compress import QSGD, Cast, ChunkedTopK, Codec, OneBit, TernGrad, TopK, new_draw
 from ...compress.backends import use_backend
-from ...compress.backends.cuda.device import DEVICES, THREADS, Argument, Device, Function, passed
+from ...compress.backends.cuda.runtime.device import DEVICES, THREADS, Argument, Device, Function, passed
 from ...hooks.comm.group import Group
 from ...hooks.comm.ports import Collective
 from ...hooks.ddp.hook import CompressState, compress_hook

@@ -25,9 +25,9 @@ from ...compress import (
     TopK,
     new_draw,
 )
-from ...compress.backends import backend_for, entries_for, narrow_vector, use_backend
-from ...compress.backends.dealing import Dealing
-from ...compress.backends.narrow import DTYPES as NARROW_DTYPES
+from ...compress.backends import backend_for, entries_for, low_precision_vector, use_backend
+from ...compress.backends.low_precision import DTYPES as LOW_PRECISION_DTYPES
+from ...compress.backends.partition import Partition
 from ...compress.backends.union import Listed
 from ...compress.codec import DTYPES
 from ...compress.codecs.topk import Largest
@@ -38,8 +38,8 @@ from ..common.arms import label
 ENTRIES = "entries"
 #: Elements beyond what 31 bits of bytes address, and up to the most that a gradient may have.
 LONG = "2^31 - 1 elements"
-#: Families that launch no kernels of their own besides those of TopK: torch's, hundreds of them.
-IN_TORCH = ("RandomK", "Threshold")
+#: A family that launches no kernels of its own besides those of TopK: torch's, hundreds of them.
+IN_TORCH = ("Threshold",)
 FAMILIES: dict[str, tuple[Codec, ...]] = {
     "OneBit": (OneBit(), OneBit(block=256), OneBit(scale="symmetric"), OneBit(block=4096)),
     "QSGD": (
@@ -122,8 +122,8 @@ def once_sparse(device: torch.device, numel: int) -> int:
         entries.pack_values(values, dtype, wire, union.indices, union.size, rest)
         entries.unpack_values(wire[None], dtype, values[None])
         once_dealt(listed, dtype, out, rest, counted)
-    for dtype in NARROW_DTYPES:
-        vector = narrow_vector(numel, dtype, device)
+    for dtype in LOW_PRECISION_DTYPES:
+        vector = low_precision_vector(numel, dtype, device)
         vector.write(values)
         vector.read()
     passes = backend_for(device)
@@ -132,25 +132,27 @@ def once_sparse(device: torch.device, numel: int) -> int:
         passes.momentum.enter(values.to(kind), values, 0.9, True, out)
     passes.tracking.follow(values, out)
     settle(device)
-    return 6 + 5 * len(VALUE_DTYPES) + 2 * len(NARROW_DTYPES) + 2 * len(DTYPES)
+    return 6 + 5 * len(VALUE_DTYPES) + 2 * len(LOW_PRECISION_DTYPES) + 2 * len(DTYPES)
 
 
 def once_dealt(listed: Listed, dtype: torch.dtype, out: Tensor, rest: Tensor, counted: Tensor, ranks: int = 2) -> None:
     """Entries as all ranks have them: each deals what it has, and owns."""
     device, k = out.device, len(listed[1])
-    dealing, turn = Dealing(len(out), ranks, device), torch.zeros(1, dtype=torch.int64).to(device)[0]
+    partition, turn = Partition(len(out), ranks, device), torch.zeros(1, dtype=torch.int64).to(device)[0]
     codec, back = Largest(k // ranks, dtype), Largest(k // ranks, dtype)
-    there, sent = (rows_of(codec, dealing) for _ in range(2))
-    dealer = entries_for(device).dealer(dealing, k, back.count, codec, sent)
+    there, sent = (rows_of(codec, partition) for _ in range(2))
+    dealer = entries_for(device).dealer(partition, k, back.count, codec, sent)
     dealer.deal(listed, turn)
-    mean = torch.zeros(dealing.span).to(device)
+    mean = torch.zeros(partition.span).to(device)
     dealer.mean(sent, mean, out)
     dealer.deliver(listed, turn, there, mean, 0, out, rest, counted)
 
 
-def rows_of(codec: Largest, dealing: Dealing) -> tuple[Tensor, Tensor]:
-    sizes = list(codec.part_bytes(dealing.span))
-    indices, values = torch.zeros(dealing.ranks, sum(sizes), dtype=torch.uint8).to(dealing.device).split(sizes, dim=1)
+def rows_of(codec: Largest, partition: Partition) -> tuple[Tensor, Tensor]:
+    sizes = list(codec.part_bytes(partition.span))
+    indices, values = (
+        torch.zeros(partition.ranks, sum(sizes), dtype=torch.uint8).to(partition.device).split(sizes, dim=1)
+    )
     return indices, values
 
 

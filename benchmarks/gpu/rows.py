@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ...compress.backends.cuda import compiler
-from ...compress.backends.cuda.device import device_for
+from ...compress.backends.cuda.runtime import compiler
+from ...compress.backends.cuda.runtime.device import device_for
 from ..common import report
 from . import paths, speed
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...compress import Codec
 from ...compress.feedback.base import Feedback
-from ...compress.feedback.store import Memory
+from ...compress.feedback.store import FeedbackStore
 from ...compress.formats.layout import Layout, layout_numel
 from ...hooks.comm.pipeline import Stages
 from ...hooks.core.bucket import Bucket
@@ -37,19 +37,19 @@ class InProcessRanks:
         exchange: str,
         strategy: Feedback | None,
         seed: int = 0,
-        memories: list[Memory] | None = None,
+        memories: list[FeedbackStore] | None = None,
         index: int = 0,
     ) -> None:
         self.world, self.numel, self.seed = World(size), layout_numel(layout), seed
         self.strategy, self.step = strategy, 0
-        self.memories = [Memory(strategy) for _ in range(size)] if memories is None else memories
+        self.memories = [FeedbackStore(strategy) for _ in range(size)] if memories is None else memories
         self.units = [Bucket(index, [], layout, frozenset(), torch.empty(self.numel), strategy) for _ in range(size)]
         self.use(codec, exchange)
 
     def use(self, codec: Codec, exchange: str) -> None:
         """Go on with another codec and exchange; the feedback stays."""
         self.keeps = self.strategy is not None and not codec.lossless
-        codec = (codec.with_feedback() if self.keeps else codec).of_layout(self.units[0].layout)
+        codec = (codec.with_feedback() if self.keeps else codec).for_layout(self.units[0].layout)
         for group, unit in zip(self.world.groups, self.units, strict=True):
             unit.use(EXCHANGES[exchange](codec, self.numel, 0, torch.device("cpu"), group), self.seed, group.rank)
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...compress import TopK
-from ...compress.feedback.base import plain
+from ...compress.feedback.residual import server_state
 from ...hooks.comm.entry_exchange import Entries, fill
 from ...hooks.comm.group import Group
 from ...hooks.comm.pipeline import drive
@@ -215,7 +215,7 @@ class Kept:
         codec = TopK(density=len(indices) / numel, values=DTYPES[dtype])
         self.exchange = Split(codec, numel, 0, torch.device("cpu"), Group(dist.group.WORLD))
         self.entries = Entries(indices.int(), values)
-        self.feedback = plain(torch.zeros(numel))
+        self.feedback = server_state(torch.zeros(numel))
         self.out, self.none = torch.zeros(numel), torch.zeros(0)
         self.chosen, self.moved = "split", 0
 

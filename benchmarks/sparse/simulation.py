@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...compress import TopK
-from ...compress.feedback.base import NOTHING
+from ...compress.feedback.residual import NOTHING
 from ...hooks.comm.entry_exchange import Entries, EntryExchanger
 from ...hooks.comm.pipeline import Stages
 from ...hooks.comm.ports import WaitAll

@@ -15,19 +15,19 @@ from functools import cache, partial
 
 import torch
 
-from .base import Entering, Kernels, MomentumKernels, TrackingKernels, VectorKernels, Workspace
-from .narrow import Narrow, NarrowKernels, Rooms
-from .sparse import EntryKernels, Selecting, SparseKernels
+from .kernels import Kernels, MomentumInput, MomentumKernels, TrackingKernels, VectorKernels, Workspace
+from .low_precision import LowPrecisionKernels, LowPrecisionVector, ScratchPool
+from .sparse import EntryKernels, GenericSparseKernels, SparseKernels
 
 __all__ = [
     "Backend",
-    "Entering",
+    "GenericSparseKernels",
     "Kernels",
+    "LowPrecisionKernels",
+    "LowPrecisionVector",
+    "MomentumInput",
     "MomentumKernels",
-    "Narrow",
-    "NarrowKernels",
-    "Rooms",
-    "Selecting",
+    "ScratchPool",
     "TrackingKernels",
     "VectorKernels",
     "Workspace",
@@ -35,10 +35,10 @@ __all__ = [
     "backend_kernels",
     "backend_names",
     "entries_for",
+    "generic_sparse",
     "kernels_for",
-    "narrow_vector",
+    "low_precision_vector",
     "register_backend",
-    "selecting",
     "use_backend",
 ]
 
@@ -51,7 +51,7 @@ class Backend:
         kernels: of each codec, by its name. One that is not there has to bring kernels of its own.
         entries: what packs and merges the entries of sparse gradients.
         tracking, momentum: the passes of `compress.tracking` and `compress.momentum`.
-        narrow: those of `backends.narrow`.
+        low_precision: those of `backends.low_precision`.
         vectors: those that periodic updates make, and the search for what is not finite.
     """
 
@@ -59,7 +59,7 @@ class Backend:
     entries: EntryKernels
     tracking: TrackingKernels = field(default_factory=TrackingKernels)
     momentum: MomentumKernels = field(default_factory=MomentumKernels)
-    narrow: NarrowKernels = field(default_factory=NarrowKernels)
+    low_precision: LowPrecisionKernels = field(default_factory=LowPrecisionKernels)
     vectors: VectorKernels = field(default_factory=VectorKernels)
 
 
@@ -117,7 +117,7 @@ def kernels_for(device: torch.device, codec_name: str) -> Kernels:
 
 
 @cache
-def selecting(backend: Backend) -> Selecting:
+def generic_sparse(backend: Backend) -> GenericSparseKernels:
     """The kernels of sparse codecs that a backend does not know by name.
 
     Raises:
@@ -126,7 +126,7 @@ def selecting(backend: Backend) -> Selecting:
     sums = backend.kernels.get("topk")
     if not isinstance(sums, SparseKernels):
         raise ValueError("this backend cannot add up entries: give it kernels for 'topk', whose sums serve all")
-    return Selecting(backend.entries, sums)
+    return GenericSparseKernels(backend.entries, sums)
 
 
 def entries_for(device: torch.device) -> EntryKernels:
@@ -134,9 +134,11 @@ def entries_for(device: torch.device) -> EntryKernels:
     return backend_for(device).entries
 
 
-def narrow_vector(numel: int, dtype: torch.dtype, device: torch.device, rooms: Rooms | None = None) -> Narrow:
+def low_precision_vector(
+    numel: int, dtype: torch.dtype, device: torch.device, rooms: ScratchPool | None = None
+) -> LowPrecisionVector:
     """Zeros that are kept as `dtype`, torch.bfloat16 or torch.int8. Raises as `backend_for` does."""
-    return Narrow(backend_for(device).narrow, numel, dtype, device, rooms)
+    return LowPrecisionVector(backend_for(device).low_precision, numel, dtype, device, rooms)
 
 
 def backend_kernels(name: str) -> Mapping[str, Kernels]:

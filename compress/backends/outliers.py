@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .base import Kernels, Workspace, parts_of
+from .kernels import Kernels, Workspace, parts_of
 from .sparse import EntryKernels
 
 #: Indices, behind how many are used; and values.

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ..formats.entries import index_bytes, value_bytes
-from .base import Kernels, Workspace, divide, parts_of
-from .dealing import Dealer, Dealing
+from .kernels import Kernels, Workspace, divide, parts_of
+from .partition import Dealer, Partition
 from .union import Union
 
 
@@ -56,9 +56,9 @@ class EntryKernels(ABC):
         """What makes unions."""
         return Union(numel, capacity, device)
 
-    def dealer(self, dealing: Dealing, k: int, share: int, codec: Any, sent: tuple[Tensor, Tensor]) -> Dealer:
+    def dealer(self, partition: Partition, k: int, share: int, codec: Any, sent: tuple[Tensor, Tensor]) -> Dealer:
         """What deals entries to owners."""
-        return Dealer(self, dealing, k, share, codec, sent)
+        return Dealer(self, partition, k, share, codec, sent)
 
     @abstractmethod
     def pack_indices(self, indices: Tensor, count: Tensor | None, base: int, numel: int, wire: Tensor) -> None:
@@ -191,7 +191,7 @@ class EntryKernels(ABC):
 
 
 class SparseKernels(Kernels):
-    """A sparse codec: a backend selects and sums plain entries (`encode_plain`, …); packing them is done here.
+    """A sparse codec: a backend selects and sums plain entries (`encode_raw`, …); packing them is done here.
 
     A row of plain entries is int32 [1 + k]: how many are used, then their indices.
     """
@@ -199,7 +199,7 @@ class SparseKernels(Kernels):
     entries: EntryKernels
 
     @abstractmethod
-    def encode_plain(
+    def encode_raw(
         self,
         codec: Any,
         x: Tensor,
@@ -213,15 +213,15 @@ class SparseKernels(Kernels):
         where it is finite."""
 
     @abstractmethod
-    def add_plain(
+    def add_raw(
         self, codec: Any, row: Tensor, values: Tensor, out: Tensor, alpha: float, workspace: Workspace
     ) -> None: ...
 
-    def mean_plain(self, codec: Any, rows: Tensor, values: Tensor, out: Tensor, workspace: Workspace) -> None:
+    def mean_raw(self, codec: Any, rows: Tensor, values: Tensor, out: Tensor, workspace: Workspace) -> None:
         """`rows` int32 [P, 1 + k], `values` float32 [P, k]."""
         total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
         for row, numbers in zip(rows, values, strict=True):
-            self.add_plain(codec, row, numbers, total, 1.0, workspace)
+            self.add_raw(codec, row, numbers, total, 1.0, workspace)
         divide(total, len(rows), out)
 
     def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
@@ -241,14 +241,14 @@ class SparseKernels(Kernels):
         draw: Tensor | None,
         workspace: Workspace,
     ) -> None:
-        """`encode`, or `encode_feedback`, of anything that the backend's `encode_plain` reads."""
+        """`encode`, or `encode_feedback`, of anything that the backend's `encode_raw` reads."""
         numel = x.numel()
         indices, values = wire.split(codec.part_bytes(numel))
         room, values_room = self._room(codec, 1, numel, wire.device, workspace)
         packed_indices, packed_values = room.shape[1] > 0, values_room.shape[1] > 0
         row = room[0] if packed_indices else indices.view(torch.int32)
         plain = values_room[0] if packed_values else values.view(torch.float32)
-        self.encode_plain(codec, x, residual, row, plain, draw, workspace)
+        self.encode_raw(codec, x, residual, row, plain, draw, workspace)
         if packed_indices:
             self.entries.pack_indices(row[1:], row[:1], 0, numel, indices)
         if packed_values:
@@ -256,11 +256,11 @@ class SparseKernels(Kernels):
 
     def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
         rows, values = self._plain(codec, parts_of(codec, wire, out.numel()), out.numel(), workspace)
-        self.add_plain(codec, rows[0], values[0], out, alpha, workspace)
+        self.add_raw(codec, rows[0], values[0], out, alpha, workspace)
 
     def decode_mean(self, codec: Any, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
         rows, values = self._plain(codec, wires, out.numel(), workspace)
-        self.mean_plain(codec, rows, values, out, workspace)
+        self.mean_raw(codec, rows, values, out, workspace)
 
     def entries_of(self, codec: Any, wire: Tensor, numel: int, workspace: Workspace) -> tuple[Tensor, Tensor, Tensor]:
         rows, values = self._plain(codec, parts_of(codec, wire, numel), numel, workspace)
@@ -294,7 +294,7 @@ class SparseKernels(Kernels):
         return room[0][:ranks], room[1][:ranks]
 
 
-class Selecting(SparseKernels):
+class GenericSparseKernels(SparseKernels):
     """A sparse codec that has no kernels but its `select`, in torch: the backend packs and adds up what that finds."""
 
     def __init__(self, entries: EntryKernels, sums: SparseKernels) -> None:
@@ -304,7 +304,7 @@ class Selecting(SparseKernels):
         self.entries.prepare(device)  # exchanges pack entries even where the codec does not
         super().prepare(codec, dtype, device)
 
-    def encode_plain(
+    def encode_raw(
         self,
         codec: Any,
         x: Tensor,
@@ -330,13 +330,11 @@ class Selecting(SparseKernels):
     ) -> None:
         Kernels.encode_feedback(self, codec, grad, residual, wire, draw, workspace)
 
-    def add_plain(
-        self, codec: Any, row: Tensor, values: Tensor, out: Tensor, alpha: float, workspace: Workspace
-    ) -> None:
-        self._sums.add_plain(codec, row, values, out, alpha, workspace)
+    def add_raw(self, codec: Any, row: Tensor, values: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
+        self._sums.add_raw(codec, row, values, out, alpha, workspace)
 
-    def mean_plain(self, codec: Any, rows: Tensor, values: Tensor, out: Tensor, workspace: Workspace) -> None:
-        self._sums.mean_plain(codec, rows, values, out, workspace)
+    def mean_raw(self, codec: Any, rows: Tensor, values: Tensor, out: Tensor, workspace: Workspace) -> None:
+        self._sums.mean_raw(codec, rows, values, out, workspace)
 
 
 def _check_selected(codec: Any, chosen: Tensor, numel: int) -> None:

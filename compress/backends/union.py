@@ -1,4 +1,4 @@
-"""Unions of index sets, and an all-reduce there: `union` where no host may read. In torch, as in csrc/union.cu."""
+"""Unions of index sets, and an all-reduce there: `union` where no host may read. In torch, as in csrc/entries.cu."""
 
 from __future__ import annotations
 

@@ -77,8 +77,8 @@ class Outliers(Codec):
         return replace(self, inner=inner)
 
     @property
-    def timed_as(self) -> Outliers:
-        return replace(self, density=self.selection.timed_as.density)
+    def speed_key(self) -> Outliers:
+        return replace(self, density=self.selection.speed_key.density)
 
     def parts(self, numel: int) -> tuple[Part, ...]:
         if numel >= 1 << 31:

@@ -85,10 +85,10 @@ class PowerSGD(Codec):
         return True
 
     @property
-    def timed_as(self) -> PowerSGD:
+    def speed_key(self) -> PowerSGD:
         return replace(self, shapes=())
 
-    def of_layout(self, layout: Layout) -> PowerSGD:
+    def for_layout(self, layout: Layout) -> PowerSGD:
         return replace(self, shapes=tuple(_shape(slot) for slot in layout))
 
     def pieces(self, numel: int) -> tuple[Piece, ...]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..backends import Kernels, backend_for
-from ..backends.drawn import DRAWN, pick, words_of
+from ..backends.random_k import RANDOM_K, pick, words_of
 from ..codec import SparseCodec, check_number
 from ..formats.entries import value_fields
 from ..formats.wire import Field, Part
@@ -49,7 +49,7 @@ class RandomK(SparseCodec):
         return True
 
     @property
-    def timed_as(self) -> RandomK:
+    def speed_key(self) -> RandomK:
         return replace(self, density=power_near(self.density))
 
     def k(self, numel: int) -> int:
@@ -70,4 +70,4 @@ class RandomK(SparseCodec):
         return chosen
 
     def kernels(self, device: torch.device) -> Kernels:
-        return backend_for(device).kernels.get(self.name, DRAWN)
+        return backend_for(device).kernels.get(self.name, RANDOM_K)

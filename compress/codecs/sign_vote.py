@@ -47,7 +47,7 @@ class Votes(OneBit):
     def default_feedback(self) -> bool:
         return False  # a sign has no error to keep
 
-    def of_means(self) -> Codec:
+    def second_pass(self) -> Codec:
         return QSGD(bits=2, block=self.block, rounding="nearest") if self.rule == "majority" else self
 
     def kernels(self, device: torch.device) -> Kernels:

@@ -49,11 +49,11 @@ class Threshold(SparseCodec):
         return self.values
 
     @property
-    def plain(self) -> PlainThreshold:
-        return PlainThreshold(self.threshold, self.most)
+    def raw_entries(self) -> RawThreshold:
+        return RawThreshold(self.threshold, self.most)
 
     @property
-    def timed_as(self) -> Threshold:
+    def speed_key(self) -> Threshold:
         """One of the most that there may be: how many exceed τ depends on the gradient."""
         return replace(self, threshold=0.0, most=power_near(self.most))
 
@@ -73,7 +73,7 @@ class Threshold(SparseCodec):
         return wire.view(torch.int32)[1 : 1 + k].long()
 
 
-class PlainThreshold(Threshold):
+class RawThreshold(Threshold):
     """The same elements as they are, by the same kernels."""
 
     @property

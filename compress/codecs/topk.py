@@ -54,11 +54,11 @@ class TopK(SparseCodec):
         return self.values
 
     @property
-    def plain(self) -> TopK:
+    def raw_entries(self) -> TopK:
         return replace(self, indices="plain", values=torch.float32)
 
     @property
-    def timed_as(self) -> TopK:
+    def speed_key(self) -> TopK:
         """Densities that are powers of two stand for those around them."""
         return replace(self, density=power_near(self.density))
 

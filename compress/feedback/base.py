@@ -1,14 +1,14 @@
-"""What is kept between steps: error feedback, and its strategies.
+"""Error feedback: the interface of its strategies, and the state that they keep between steps.
 
-A *strategy* is a frozen dataclass of options that says what compression is given, what becomes of what it leaves out,
-and what is handed out as the result. It has no state: that lies in `Kept`, flat float32 vectors, one set for each
-layout on each rank, which `compress.memory` keeps by parameter. So a strategy is one small file, and names, layouts,
-owners of slices, undoing and checkpoints are there for all of them. A residual may be kept in fewer bytes
-(`Residual.dtype`): then it is float32 while it is open, and what that rounds off is lost.
+A *strategy* is a frozen dataclass of options. It says what is compressed, what becomes of what compression drops, and
+what every rank hands out as the result. It has no state: `FeedbackState` holds flat float32 vectors, one set for each
+layout on each rank, and `feedback.store` keeps them by parameter. So a strategy is one small file; names, layouts,
+owners of slices, rollback and checkpoints work for all of them. A residual may be stored in fewer bytes
+(`Residual.dtype`): it is float32 while it is open, and closing it loses what rounding takes.
 
-In every strategy the vector "residual" is what has still to be sent, in units of the gradient: what an exchange takes
-from it or returns to it, and what owners of slices fold into it, needs no knowledge of the strategy. Owners themselves
-keep plain residuals.
+In every strategy the vector "residual" is what has still to be sent, in units of the gradient. Exchanges take from it
+and return to it, and owners of slices fold into it, without knowledge of the strategy. Owners themselves keep plain
+residuals (`server_state`).
 """
 
 from __future__ import annotations
@@ -22,34 +22,43 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..backends import Narrow, Workspace, entries_for, narrow_vector
-from ..backends.narrow import DTYPES as NARROW_DTYPES
+from ..backends import LowPrecisionVector, Workspace, entries_for
 from ..backends.places import add_at, is_among, used_places
 from ..backends.sparse import EntryKernels
 from ..codec import Codec
+from ..deprecated import Renamed
 from ..formats.layout import Slot
 
 RESIDUAL = "residual"
-#: How a residual may be kept.
-RESIDUAL_DTYPES = (torch.float32, *NARROW_DTYPES)
 #: Flat, and float32, at least once it is open.
-Vector = Tensor | Narrow
+Vector = Tensor | LowPrecisionVector
+
+
+#: Names in the releases up to 0.2.
+OLD_NAMES = {
+    "vectors": "state_names",
+    "stored_as": "storage_dtype",
+    "send_all": "flush",
+    "also_sent": "on_extra_sent",
+    "not_sent": "on_unsent",
+    "thrown_away": "on_discarded",
+}
 
 
 @dataclass(frozen=True)
-class Feedback(ABC):
-    """A strategy. Each method is given the memory of one layout on this rank, and tensors that are flat in it."""
+class Feedback(Renamed, ABC, renamed=OLD_NAMES):
+    """A strategy. Each method gets the state of one layout on this rank, and tensors that are flat in it."""
 
-    #: What is kept of a layout: names of float32 vectors as long as it is, zero at first.
-    vectors: ClassVar[tuple[str, ...]] = (RESIDUAL,)
+    #: Names of the state: float32 vectors as long as the layout, zero at first.
+    state_names: ClassVar[tuple[str, ...]] = (RESIDUAL,)
 
     @property
     def only_residual(self) -> bool:
-        """Whether steps that send everything are as without a strategy, once the residual is empty."""
-        return set(self.vectors) <= {RESIDUAL}
+        """True if a step that sends everything works as without a strategy, once the residual is empty."""
+        return set(self.state_names) <= {RESIDUAL}
 
-    def stored_as(self, vector: str) -> torch.dtype:
-        """How a vector is kept: torch.float32, or what `backends.narrow` has."""
+    def storage_dtype(self, vector: str) -> torch.dtype:
+        """The dtype in which a vector is stored: torch.float32, or one of `backends.low_precision`."""
         return torch.float32
 
     @property
@@ -59,7 +68,7 @@ class Feedback(ABC):
 
     @property
     def has_momentum(self) -> bool:
-        """Whether what is handed out is a momentum already, so that an optimizer must not have one too."""
+        """True if the result is a momentum already: then the optimizer must have none."""
         return False
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -71,20 +80,20 @@ class Feedback(ABC):
                     "the optimizer without, as SGD(momentum=0) or AdamW(betas=(0.0, 0.99)), or take Residual()"
                 )
 
-    def check(self, codec: Codec) -> None:  # noqa: B027 - most take any codec
+    def check(self, codec: Codec) -> None:
         """Raises ValueError for a codec around which this strategy does not work."""
 
-    def prepare(self, device: torch.device) -> None:  # noqa: B027 - may be nothing
+    def prepare(self, device: torch.device) -> None:
         """Compile what it runs on tensors of a device, so that no step has to."""
 
     @abstractmethod
     def encode(
-        self, kept: Kept, codec: Codec, grad: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
+        self, kept: FeedbackState, codec: Codec, grad: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
     ) -> None:
         """Compress this rank's gradient: called once a step. Arguments and errors as in `Codec.encode_feedback`."""
 
-    def send_all(self, kept: Kept, grad: Tensor) -> Tensor:
-        """In the place of `encode` in a step that sends everything, or keeps nothing: what it sends.
+    def flush(self, kept: FeedbackState, grad: Tensor) -> Tensor:
+        """Called instead of `encode` in a step that sends everything: returns what it sends.
 
         By default gradient and residual together; where that is not finite the residual stays.
         """
@@ -93,19 +102,17 @@ class Feedback(ABC):
         residual.masked_fill_(total.isfinite(), 0.0)
         return total
 
-    def deliver(self, kept: Kept, mean: Tensor) -> None:  # noqa: B027 - most hand out the mean
+    def deliver(self, kept: FeedbackState, mean: Tensor) -> None:
         """Turn the decoded mean over the ranks, equal on all of them, into what is handed out: in place."""
 
-    def also_sent(  # noqa: B027 - most need not know
-        self, kept: Kept, indices: Tensor, values: Tensor, count: Tensor | None = None
-    ) -> None:
-        """The exchange has sent all that was to be sent of some elements, where `values` is finite: `Kept.take_at`."""
+    def on_extra_sent(self, kept: FeedbackState, indices: Tensor, values: Tensor, count: Tensor | None = None) -> None:
+        """Called after an exchange has sent all of some elements, where `values` is finite: `FeedbackState.take_at`."""
 
-    def not_sent(self, kept: Kept, indices: Tensor, later: Tensor) -> None:  # noqa: B027 - most need not know
-        """Of the entries that `encode` has written those are sent `later` (bool): `Kept.not_sent`."""
+    def on_unsent(self, kept: FeedbackState, indices: Tensor, later: Tensor) -> None:
+        """Called for entries that `encode` has written and that are sent `later` (bool): `FeedbackState.on_unsent`."""
 
-    def thrown_away(self, kept: Kept, slot: Slot, mean: Tensor, gradient: Tensor | None) -> None:
-        """What was handed out for one parameter has not been applied on any rank.
+    def on_discarded(self, kept: FeedbackState, slot: Slot, mean: Tensor, gradient: Tensor | None) -> None:
+        """Called when no rank has applied the result of one parameter.
 
         Args:
             mean: that, float32 in the parameter's shape.
@@ -118,7 +125,7 @@ class Feedback(ABC):
     def invariant(
         self, gradient: Tensor, before: Mapping[str, Tensor], applied: Tensor, after: Mapping[str, Tensor]
     ) -> Tensor:
-        """What a step leaves at zero, to rounding, for one parameter: the strategy's law. For tests.
+        """The strategy's law: an expression that every step leaves at zero, to rounding, for one parameter. For tests.
 
         Args:
             gradient: the mean over the ranks.
@@ -128,8 +135,8 @@ class Feedback(ABC):
         """
 
 
-class Kept:
-    """What one rank keeps of some elements between steps, and the strategy that does: what an exchange is given.
+class FeedbackState:
+    """A strategy and its state for some elements on one rank: an exchange gets one.
 
     Args:
         strategy: what is done with it.
@@ -137,20 +144,22 @@ class Kept:
             are there, and float32, while they are open (`open`): whoever reads or changes them opens them.
 
     Attributes:
-        lost: the sum of the magnitudes that the strategy has given up, float64 [] on the device; None: there are none.
-        stash: what the strategy needs again before the step is over.
+        dropped_l1: the sum of the magnitudes that the strategy has dropped, float64 [] on the device; None: none.
+        masked_momentum: the momentum of masked entries, which a strategy may need again in the same step.
     """
 
-    #: Whether to `remember` before a step changes anything, as it may have to be undone.
-    remembers = False
+    #: Whether to `snapshot` before a step changes anything, so that it can be rolled back.
+    snapshots = False
 
     def __init__(self, strategy: Feedback, vectors: Mapping[str, Vector]) -> None:
         self.strategy = strategy
         self.vectors = {name: vector for name, vector in vectors.items() if isinstance(vector, Tensor)}
         #: Those that are kept in fewer bytes.
-        self.narrow = {name: vector for name, vector in vectors.items() if isinstance(vector, Narrow)}
-        self.lost: Tensor | None = None
-        self.stash: Tensor | None = None
+        self.low_precision = {
+            name: vector for name, vector in vectors.items() if isinstance(vector, LowPrecisionVector)
+        }
+        self.dropped_l1: Tensor | None = None
+        self.masked_momentum: Tensor | None = None
         self._entries: EntryKernels | None = None
 
     def __getitem__(self, vector: str) -> Tensor:
@@ -158,14 +167,14 @@ class Kept:
 
     @property
     def keeps(self) -> bool:
-        """Whether what has still to be sent is kept."""
-        return RESIDUAL in self.vectors or RESIDUAL in self.narrow
+        """True if there is a residual."""
+        return RESIDUAL in self.vectors or RESIDUAL in self.low_precision
 
     @property
     def follows_entries(self) -> bool:
-        """Whether the strategy has to know what an exchange has sent besides, or returned."""
+        """True if the strategy has to know which entries an exchange has sent besides, or returned."""
         kind = type(self.strategy)
-        return kind.also_sent is not Feedback.also_sent or kind.not_sent is not Feedback.not_sent
+        return kind.on_extra_sent is not Feedback.on_extra_sent or kind.on_unsent is not Feedback.on_unsent
 
     @property
     def residual(self) -> Tensor | None:
@@ -174,43 +183,43 @@ class Kept:
 
     def open(self) -> AbstractContextManager[Tensor | None]:
         """All vectors are float32 within the block, which may change them; gives `residual`. Blocks may be nested."""
-        if not self.narrow or self.vectors.keys() >= self.narrow.keys():
+        if not self.low_precision or self.vectors.keys() >= self.low_precision.keys():
             return nullcontext(self.residual)
         return self._opened()
 
     @contextmanager
     def _opened(self) -> Iterator[Tensor | None]:
         with ExitStack() as stack:
-            self.vectors |= {name: stack.enter_context(vector.open()) for name, vector in self.narrow.items()}
+            self.vectors |= {name: stack.enter_context(vector.open()) for name, vector in self.low_precision.items()}
             try:
                 yield self.residual
             finally:
-                for name in self.narrow:
+                for name in self.low_precision:
                     del self.vectors[name]
 
     @property
     def held(self) -> dict[str, Vector]:
         """Every vector as it is kept."""
-        return {**self.vectors, **self.narrow}
+        return {**self.vectors, **self.low_precision}
 
     def read(self, vector: str) -> Tensor:
         """One as it is now, float32; not to be changed."""
-        return wide(self.vectors[vector] if vector in self.vectors else self.narrow[vector])
+        return wide(self.vectors[vector] if vector in self.vectors else self.low_precision[vector])
 
     def encode(self, codec: Codec, grad: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
         """Compress this rank's gradient. Arguments and errors as in `Codec.encode_feedback`."""
-        if self.remembers:
-            self.remember()
+        if self.snapshots:
+            self.snapshot()
         self.strategy.encode(self, codec, grad, wire, draw, workspace)
 
-    def send_all(self, grad: Tensor) -> Tensor:
-        """In the place of `encode`: what a step sends that sends everything, `grad` itself where nothing is kept."""
-        if self.remembers:
-            self.remember()
+    def flush(self, grad: Tensor) -> Tensor:
+        """Called instead of `encode` in a step that sends everything: returns what it sends."""
+        if self.snapshots:
+            self.snapshot()
         with self.open():
-            return self.strategy.send_all(self, grad)
+            return self.strategy.flush(self, grad)
 
-    def remember(self) -> None:
+    def snapshot(self) -> None:
         """Keep everything as it is."""
 
     def deliver(self, mean: Tensor) -> None:
@@ -236,9 +245,9 @@ class Kept:
             stays = ~values.isfinite() if used is None else ~(values.isfinite() & used)
             # Added, so that what is not used changes nothing, wherever it points: not even the sign of a zero.
             residual.index_add_(0, at, (-rest).masked_fill_(stays, -0.0))
-            self.strategy.also_sent(self, indices, values, count)
+            self.strategy.on_extra_sent(self, indices, values, count)
 
-    def give_back(self, indices: Tensor, values: Tensor) -> None:
+    def restore(self, indices: Tensor, values: Tensor) -> None:
         """Parts of what was to be sent have not been: send them later. What is not finite is left out.
 
         Args:
@@ -247,7 +256,7 @@ class Kept:
         with self.open() as residual:
             add_at(residual, indices, values)
 
-    def give_back_unless(self, indices: Tensor, values: Tensor, delivered: Tensor) -> None:
+    def restore_unless(self, indices: Tensor, values: Tensor, delivered: Tensor) -> None:
         """Of whole elements that were to be sent, those that are not among `delivered` have not been.
 
         Args:
@@ -260,15 +269,15 @@ class Kept:
             if self._entries is None:
                 self._entries = entries_for(residual.device)
             self._entries.put_back((indices, values), delivered, residual)
-            if self.stash is not None:
-                self.not_sent(indices, values.isfinite() & ~is_among(indices, delivered))
+            if self.masked_momentum is not None:
+                self.on_unsent(indices, values.isfinite() & ~is_among(indices, delivered))
 
-    def not_sent(self, indices: Tensor, later: Tensor) -> None:
+    def on_unsent(self, indices: Tensor, later: Tensor) -> None:
         """Of the entries that `encode` has written, in their order, those are sent `later` (bool), whole, and are in
-        the residual again. Arguments as of `give_back`."""
+        the residual again. Arguments as of `restore`."""
         if self.keeps:
             with self.open():
-                self.strategy.not_sent(self, indices, later)
+                self.strategy.on_unsent(self, indices, later)
 
     def replace(self, where: Tensor, values: Tensor) -> None:
         """Let what is still to be sent of some elements (bool) be these values, in all that this rank keeps."""
@@ -278,140 +287,35 @@ class Kept:
 
     def give_up(self, magnitude: Tensor) -> None:
         """Count what is neither kept nor sent: the sum of its magnitudes, float64 []."""
-        self.lost = magnitude if self.lost is None else self.lost + magnitude
+        self.dropped_l1 = magnitude if self.dropped_l1 is None else self.dropped_l1 + magnitude
 
     def rescale(self, factor: float | Tensor) -> None:
         """Multiply everything, by a number or a tensor [] on the same device."""
         with self.open():
             for tensor in self.vectors.values():
                 tensor.mul_(factor)
-        if self.lost is not None:
-            self.lost = self.lost * factor
-
-
-@dataclass(frozen=True)
-class Residual(Feedback):
-    """Error feedback (Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019): a = g + β·e is compressed, and
-    e = a less what that decodes to.
-
-    With β = 1 nothing is lost. Below it what decays is lost and counted (SparseLoCo, LoCo): a residual of which little
-    is sent for long, as of coarse codes under Adam, then does not outlive the gradients that it comes from.
-
-    A residual may be kept in fewer bytes than float32's 4 an element: 2 as torch.bfloat16, 1.02 as torch.int8, with a
-    step for every 256 elements (as LoCo, Xie et al. 2024, and MicroAdam, Modoranu et al., NeurIPS 2024, keep theirs).
-    What that rounds off, to the nearest, is lost: 2^-8 of an element at most, or half a step, 1/254 of the largest of
-    the 256. An element whose gradients are smaller than that and always the same never adds up; where gradients are
-    noisy the rounding averages out. Owners of slices, and copies for undoing, are kept likewise.
-
-    Args:
-        decay: β, in (0, 1].
-        dtype: how the residual is kept.
-
-    Raises:
-        ValueError, TypeError: an argument is none of these.
-    """
-
-    decay: float = 1.0
-    dtype: torch.dtype = torch.float32
-
-    def __post_init__(self) -> None:
-        if isinstance(self.decay, bool) or not isinstance(self.decay, int | float) or not 0.0 < self.decay <= 1.0:
-            raise ValueError(f"decay={self.decay!r}: expected a number in (0, 1]")
-        if self.dtype not in RESIDUAL_DTYPES:
-            names = ", ".join(map(str, RESIDUAL_DTYPES))
-            error = ValueError if isinstance(self.dtype, torch.dtype) else TypeError
-            raise error(
-                f"dtype={self.dtype!r}: a residual is kept as one of {names}; torch.bfloat16 has float32's range in "
-                "half the memory, torch.int8 takes a quarter"
-            )
-
-    def stored_as(self, vector: str) -> torch.dtype:
-        return self.dtype
-
-    def prepare(self, device: torch.device) -> None:
-        if self.dtype != torch.float32:
-            vector = narrow_vector(1, self.dtype, device)
-            vector.write(vector.read())
-
-    def encode(
-        self, kept: Kept, codec: Codec, grad: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
-    ) -> None:
-        if self.decay == 1.0 and RESIDUAL not in kept.vectors:
-            codec.encode_feedback(grad, kept.narrow[RESIDUAL], wire, draw, workspace)
-            return
-        with kept.open():
-            self._decay(kept)
-            codec.encode_feedback(grad, kept[RESIDUAL], wire, draw, workspace)
-
-    def send_all(self, kept: Kept, grad: Tensor) -> Tensor:
-        self._decay(kept)
-        return super().send_all(kept, grad)
-
-    def invariant(
-        self, gradient: Tensor, before: Mapping[str, Tensor], applied: Tensor, after: Mapping[str, Tensor]
-    ) -> Tensor:
-        """With β = 1, over any number of steps: `gradient` and `applied` are then their sums. Where the residual is not
-        float32, what that has rounded off."""
-        return gradient + self.decay * before[RESIDUAL] - applied - after[RESIDUAL]
-
-    def _decay(self, kept: Kept) -> None:
-        if self.decay != 1.0:
-            residual = kept[RESIDUAL]
-            kept.give_up((1.0 - self.decay) * residual.abs().sum(dtype=torch.float64))
-            residual.mul_(self.decay)
-
-
-@dataclass(frozen=True)
-class NoFeedback(Feedback):
-    """Nothing is kept: right for unbiased codes, whose errors average out."""
-
-    vectors: ClassVar[tuple[str, ...]] = ()
-
-    def encode(
-        self, kept: Kept, codec: Codec, grad: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
-    ) -> None:
-        codec.encode(grad, wire, draw, workspace)
-
-    def send_all(self, kept: Kept, grad: Tensor) -> Tensor:
-        return grad
-
-    def thrown_away(self, kept: Kept, slot: Slot, mean: Tensor, gradient: Tensor | None) -> None:
-        """It is gone, as without compression."""
-
-    def invariant(
-        self, gradient: Tensor, before: Mapping[str, Tensor], applied: Tensor, after: Mapping[str, Tensor]
-    ) -> Tensor:
-        """On average over many steps only."""
-        return gradient - applied
-
-
-#: What an exchange is given where nothing is kept.
-NOTHING = Kept(NoFeedback(), {})
+        if self.dropped_l1 is not None:
+            self.dropped_l1 = self.dropped_l1 * factor
 
 
 def wide(vector: Vector) -> Tensor:
     """As float32; not to be changed."""
-    return vector.read() if isinstance(vector, Narrow) else vector
+    return vector.read() if isinstance(vector, LowPrecisionVector) else vector
 
 
-def plain(residual: Vector) -> Kept:
-    """What the owner of a slice keeps, whatever the strategy."""
-    return Kept(Residual(), {RESIDUAL: residual})
-
-
-def total_lost(parts: Iterable[Kept]) -> float:
-    """The sum of the magnitudes that have been given up. Waits for the device."""
-    return float(sum(float(kept.lost) for kept in parts if kept.lost is not None))
+def total_dropped(parts: Iterable[FeedbackState]) -> float:
+    """The sum of the magnitudes that have been dropped. Waits for the device."""
+    return float(sum(float(kept.dropped_l1) for kept in parts if kept.dropped_l1 is not None))
 
 
 def check_beta(beta: float) -> None:
-    """Raises ValueError for what is no decay of a momentum."""
+    """Raises ValueError unless beta is the decay of a momentum."""
     if isinstance(beta, bool) or not isinstance(beta, int | float) or not 0.0 <= beta < 1.0:
         raise ValueError(f"beta={beta!r}: expected a number in [0, 1)")
 
 
 def check_clip(clip: float | None) -> None:
-    """Raises ValueError for what is no largest norm."""
+    """Raises ValueError unless clip is a largest norm or None."""
     if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not 0.0 < clip < 1e30):
         raise ValueError(f"clip={clip!r}: expected a positive number, the largest norm, or None")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..backends import Workspace, backend_for
 from ..codec import Codec, SparseCodec, check_flag
 from ..formats.layout import Slot
-from .base import RESIDUAL, Feedback, Kept, check_beta, check_clip
+from .base import RESIDUAL, Feedback, FeedbackState, check_beta, check_clip
 
 MOMENTUM = "momentum"
 
@@ -56,7 +56,7 @@ class Momentum(Feedback):
         ValueError: an argument is none of these.
     """
 
-    vectors: ClassVar[tuple[str, ...]] = (RESIDUAL, MOMENTUM)
+    state_names: ClassVar[tuple[str, ...]] = (RESIDUAL, MOMENTUM)
 
     beta: float = 0.9
     nesterov: bool = False
@@ -79,46 +79,46 @@ class Momentum(Feedback):
 
     def prepare(self, device: torch.device) -> None:
         one = torch.zeros(1, dtype=torch.float32, device=device)
-        kept = Kept(self, {vector: one.clone() for vector in self.vectors})
-        self.send_all(kept, one)
+        kept = FeedbackState(self, {vector: one.clone() for vector in self.state_names})
+        self.flush(kept, one)
         backend_for(device).momentum.mask(kept[MOMENTUM], torch.zeros(1, dtype=torch.int32, device=device), one)
 
     def encode(
-        self, kept: Kept, codec: Codec, grad: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
+        self, kept: FeedbackState, codec: Codec, grad: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
     ) -> None:
-        kept.stash, kernels = None, backend_for(grad.device).momentum
-        velocity = kernels.entering(grad, kept[MOMENTUM], self.beta, self.nesterov)
-        codec.encode_entering(velocity, kept[RESIDUAL], wire, draw, workspace)
+        kept.masked_momentum, kernels = None, backend_for(grad.device).momentum
+        velocity = kernels.momentum_input(grad, kept[MOMENTUM], self.beta, self.nesterov)
+        codec.encode_momentum(velocity, kept[RESIDUAL], wire, draw, workspace)
         if self.masking and isinstance(codec, SparseCodec):
             codes = workspace.kernels or codec.kernels(grad.device)
             entries = codes.entries_of(codec, wire, grad.numel(), workspace)
-            kept.stash = kernels.mask(kept[MOMENTUM], *entries)
+            kept.masked_momentum = kernels.mask(kept[MOMENTUM], *entries)
 
-    def send_all(self, kept: Kept, grad: Tensor) -> Tensor:
-        kept.stash, velocity = None, torch.empty_like(kept[RESIDUAL])
+    def flush(self, kept: FeedbackState, grad: Tensor) -> Tensor:
+        kept.masked_momentum, velocity = None, torch.empty_like(kept[RESIDUAL])
         backend_for(grad.device).momentum.enter(grad, kept[MOMENTUM], self.beta, self.nesterov, velocity)
-        return super().send_all(kept, velocity)
+        return super().flush(kept, velocity)
 
-    def also_sent(self, kept: Kept, indices: Tensor, values: Tensor, count: Tensor | None = None) -> None:
+    def on_extra_sent(self, kept: FeedbackState, indices: Tensor, values: Tensor, count: Tensor | None = None) -> None:
         if self.masking:
             backend_for(values.device).momentum.mask(kept[MOMENTUM], indices, values, count)
 
-    def not_sent(self, kept: Kept, indices: Tensor, later: Tensor) -> None:
-        if kept.stash is not None:
-            if kept.stash.is_cuda:  # made on the stream that encodes
-                kept.stash.record_stream(torch.cuda.current_stream(kept.stash.device))
-            before = torch.where(later, kept.stash[: len(indices)], -0.0)
+    def on_unsent(self, kept: FeedbackState, indices: Tensor, later: Tensor) -> None:
+        if kept.masked_momentum is not None:
+            if kept.masked_momentum.is_cuda:  # made on the stream that encodes
+                kept.masked_momentum.record_stream(torch.cuda.current_stream(kept.masked_momentum.device))
+            before = torch.where(later, kept.masked_momentum[: len(indices)], -0.0)
             kept[MOMENTUM].index_add_(0, indices.long(), before)
-            kept.stash = None
+            kept.masked_momentum = None
 
-    def thrown_away(self, kept: Kept, slot: Slot, mean: Tensor, gradient: Tensor | None) -> None:
+    def on_discarded(self, kept: FeedbackState, slot: Slot, mean: Tensor, gradient: Tensor | None) -> None:
         """As of a step in which a gradient that comes again was zero: it must leave u as well as e."""
         if gradient is None:
-            super().thrown_away(kept, slot, mean, None)
+            super().on_discarded(kept, slot, mean, None)
             return
         momentum = slot.view(kept[MOMENTUM])
         in_momentum, sent = (self.beta, 1.0 + self.beta) if self.nesterov else (1.0, 1.0)
-        super().thrown_away(kept, slot, mean, sent * gradient)
+        super().on_discarded(kept, slot, mean, sent * gradient)
         entered = (in_momentum * gradient).masked_fill_(~gradient.isfinite(), 0.0)
         if self.masking:  # what has been masked holds nothing of it
             entered.masked_fill_(momentum == 0.0, 0.0)

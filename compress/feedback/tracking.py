@@ -12,7 +12,7 @@ from torch import Tensor
 from ..backends import Workspace, backend_for
 from ..codec import Codec
 from ..formats.layout import Slot
-from .base import RESIDUAL, Feedback, Kept, check_beta, check_clip
+from .base import RESIDUAL, Feedback, FeedbackState, check_beta, check_clip
 
 MOMENTUM, ESTIMATE = "momentum", "estimate"
 
@@ -44,7 +44,7 @@ class Tracking(Feedback):
             which gives up the overlap with backward. None: they are taken as they are.
     """
 
-    vectors: ClassVar[tuple[str, ...]] = (RESIDUAL, MOMENTUM, ESTIMATE)
+    state_names: ClassVar[tuple[str, ...]] = (RESIDUAL, MOMENTUM, ESTIMATE)
 
     beta: float = 0.9
     clip: float | None = None
@@ -63,27 +63,27 @@ class Tracking(Feedback):
 
     def prepare(self, device: torch.device) -> None:
         one = torch.zeros(1, dtype=torch.float32, device=device)
-        kept = Kept(self, {vector: one.clone() for vector in self.vectors})
-        self.deliver(kept, self.send_all(kept, one))
+        kept = FeedbackState(self, {vector: one.clone() for vector in self.state_names})
+        self.deliver(kept, self.flush(kept, one))
 
     def encode(
-        self, kept: Kept, codec: Codec, grad: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
+        self, kept: FeedbackState, codec: Codec, grad: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
     ) -> None:
         change = backend_for(grad.device).tracking.changing(grad, kept[MOMENTUM], 1.0 - self.beta)
-        codec.encode_entering(change, kept[RESIDUAL], wire, draw, workspace)
+        codec.encode_momentum(change, kept[RESIDUAL], wire, draw, workspace)
 
-    def send_all(self, kept: Kept, grad: Tensor) -> Tensor:
+    def flush(self, kept: FeedbackState, grad: Tensor) -> Tensor:
         change = torch.empty_like(kept[RESIDUAL])
         backend_for(grad.device).tracking.change(grad, kept[MOMENTUM], 1.0 - self.beta, change)
-        return super().send_all(kept, change)
+        return super().flush(kept, change)
 
-    def deliver(self, kept: Kept, mean: Tensor) -> None:
+    def deliver(self, kept: FeedbackState, mean: Tensor) -> None:
         estimate = kept[ESTIMATE]
         if not backend_for(mean.device).tracking.follow(estimate, mean):
             # The ranks have sent what did not arrive. On each of them this restores the law.
             kept.replace(mean.isnan(), kept[MOMENTUM] - estimate)
 
-    def thrown_away(self, kept: Kept, slot: Slot, mean: Tensor, gradient: Tensor | None) -> None:
+    def on_discarded(self, kept: FeedbackState, slot: Slot, mean: Tensor, gradient: Tensor | None) -> None:
         """What has entered m goes out with a later H. Only a gradient that comes again must leave it."""
         if gradient is not None:
             entered = (1.0 - self.beta) * torch.where(gradient.isfinite(), gradient, 0.0)

@@ -86,7 +86,7 @@ def value_fields(k: int, dtype: torch.dtype) -> tuple[Field, ...]:
     return unit, Field("code", "i1", -(-k // 4) * 4, "value / unit, to nearest; -128 is NaN")
 
 
-def plain_entries(wire: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def split_raw(wire: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The entries of a plain wire (`SparseCodec.plain`), without a copy: int32 indices, ascending, and float32 values.
 
     Waits for the device, to learn how many they are.

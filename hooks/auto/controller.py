@@ -101,7 +101,7 @@ class Controller:
 
 def _alike(choice: Choice) -> Choice:
     """What stands for choices of which the same is to be expected."""
-    return replace(choice, codec=choice.codec.timed_as)
+    return replace(choice, codec=choice.codec.speed_key)
 
 
 def _nobody() -> tuple[str, dict[str, float]]:

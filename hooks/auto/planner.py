@@ -181,7 +181,7 @@ class Planner:
         inner, topology = serving(plan.exchange.rpartition(" ")[2], self.inline), self.topology
         numel = layout_numel(layout)
         if not plan.exchange.startswith(HIERARCHICAL):
-            return inner(plan.codec.of_layout(layout), numel, extra, device, topology.all.channel(name))
+            return inner(plan.codec.for_layout(layout), numel, extra, device, topology.all.channel(name))
         assert topology.inside is not None
         assert topology.between is not None
         groups = topology.inside.channel(name), topology.between.channel(name)
@@ -224,7 +224,7 @@ class Planner:
                 continue
             asked = codec == choice.codec
             feedback = choice.feedback if asked else True
-            speed = self._speeds[codec.timed_as, feedback]
+            speed = self._speeds[codec.speed_key, feedback]
             what = BucketSpec(codec, speed, numel, size, union if asked else 0, feedback)
             for estimate in compressed(what, self._flat, self._nodes, self.inline):
                 name = estimate.name if asked else f"{estimate.name} in bfloat16"
@@ -247,7 +247,7 @@ class Planner:
 
     @staticmethod
     def _key(choice: Choice) -> tuple[Codec, bool]:
-        return choice.codec.timed_as, choice.feedback
+        return choice.codec.speed_key, choice.feedback
 
 
 def default_exchange(codec: Codec, world_size: int) -> str:

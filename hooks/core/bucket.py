@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ...compress.codec import new_draw
-from ...compress.feedback.base import NOTHING, Feedback, Kept
-from ...compress.feedback.store import Memory
+from ...compress.feedback.base import Feedback, FeedbackState
+from ...compress.feedback.residual import NOTHING
+from ...compress.feedback.store import FeedbackStore
 from ...compress.formats.layout import Layout, Packing, end_to_end, layout_numel, runs_between
 from ..auto.planner import Choice, Plan, Planner
 from ..comm.pipeline import Clock, Stages
@@ -67,7 +68,7 @@ class Bucket:
         self.replaced: Exchange | None = None
         self.operands: ExchangeArgs
         #: What is kept of it, and as of which version of the feedback; None where nothing is, or that is not known.
-        self.kept: Kept | None = None
+        self.kept: FeedbackState | None = None
         self.kept_version = -1
         #: How many elements any rank has selected, where a sparse codec's exchange has seen that; else 0.
         self.union = 0
@@ -99,7 +100,7 @@ class Bucket:
         stream = 2 * rank << 32 | self.index
         draws = torch.stack([new_draw(seed, 0, number, self.device) for number in (stream, stream | 1 << 32)])
         self.exchange, self.operands = exchange, ExchangeArgs(self.extra, self.extra, self.extra, NOTHING, (), *draws)
-        stochastic = exchange.codec.stochastic or exchange.codec.of_means().stochastic
+        stochastic = exchange.codec.stochastic or exchange.codec.second_pass().stochastic
         #: Where the draws have their step; None where nothing is drawn.
         self.steps = draws[:, 1] if stochastic else None
         self.kept = None  # nor what owners keep, whose slices are the exchange's
@@ -114,7 +115,7 @@ class Bucket:
             self.use(exchange, seed, planner.topology.all.rank)
             self.plan = plan
 
-    def reduce(self, buffer: Tensor, feedback: Memory, keeps: bool, step: int) -> Stages:
+    def reduce(self, buffer: Tensor, feedback: FeedbackStore, keeps: bool, step: int) -> Stages:
         """Stages: replace the gradients by their mean.
 
         Args:
@@ -131,7 +132,7 @@ class Bucket:
         operands.out = grad = buffer if self.packed is None else self.packed
         operands.grad = self._feed(grad, feedback, keeps)
         if self.keeps_beside:
-            self.extra.copy_(feedback.take(self.beside, self.extra))
+            self.extra.copy_(feedback.drain(self.beside, self.extra))
         yield from self.exchange.reduce(operands)
         operands.grad = operands.out = self.extra  # holds nothing between steps
         for port in self.exchange.ports:
@@ -145,12 +146,12 @@ class Bucket:
         if self.packed is not None:
             self.packing.put(buffer)
 
-    def _feed(self, grad: Tensor, feedback: Memory, keeps: bool) -> Tensor:
+    def _feed(self, grad: Tensor, feedback: FeedbackStore, keeps: bool) -> Tensor:
         """What is to be encoded; puts what is kept, and what this rank keeps for others, among the operands."""
         operands = self.operands
         if not keeps:
             self.kept, operands.feedback, operands.owned = None, NOTHING, ()
-            return feedback.take(self.layout, grad)
+            return feedback.drain(self.layout, grad)
         if self.kept is None or self.kept_version != feedback.version:
             self.kept = operands.feedback = kept = feedback.of(self.layout, grad.device)
             operands.owned = kept.owned(self.exchange.owned_slices)

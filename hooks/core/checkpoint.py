@@ -42,7 +42,7 @@ def export(
         strategy: what a rank keeps as bfloat16 is saved so; int8's numbers take their steps' float32, and means do too.
     """
     if strategy is not None and key != MEAN:
-        halved = {vector for vector in vectors if strategy.stored_as(vector) == torch.bfloat16}
+        halved = {vector for vector in vectors if strategy.storage_dtype(vector) == torch.bfloat16}
         vectors = {v: {n: x.bfloat16() if v in halved else x for n, x in found.items()} for v, found in vectors.items()}
     kept = {vector: {key: found} for vector, found in vectors.items()}
     residuals = kept.pop(RESIDUAL, {key: {}})

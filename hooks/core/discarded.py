@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...compress.feedback.store import Memory
+from ...compress.feedback.store import FeedbackStore
 from ...compress.formats.layout import Layout
 from ..comm.pipeline import Pipeline
 from .dense_path import RAISED_TIMEOUT
@@ -26,7 +26,7 @@ class DiscardedMeans:
         feedback: the residuals that take them.
     """
 
-    def __init__(self, feedback: Memory) -> None:
+    def __init__(self, feedback: FeedbackStore) -> None:
         self._feedback = feedback
 
     def discard(self, step: Step, pipeline: Pipeline) -> None:
@@ -44,7 +44,7 @@ class DiscardedMeans:
         """Nobody applies the means of these parameters, or of all: keep them. On the pipeline."""
         for layout, mean, _ in self._returned(step):
             returned = [(slot, None) for slot in layout if names is None or slot.name in names]
-            self._feedback.give_back(layout, mean, returned)
+            self._feedback.restore(layout, mean, returned)
         return torch.empty(0, device="cpu")
 
     def _returned(self, step: Step) -> Iterator[tuple[Layout, Tensor, Tensor]]:

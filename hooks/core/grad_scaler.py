@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...compress.feedback.store import Memory
+from ...compress.feedback.store import FeedbackStore
 from ..comm.readback import Readback
 
 #: How to mend scales that differ.
@@ -165,7 +165,7 @@ class ScalerSync:
         feedback: the residuals.
     """
 
-    def __init__(self, loss_scale: LossScale, feedback: Memory) -> None:
+    def __init__(self, loss_scale: LossScale, feedback: FeedbackStore) -> None:
         self.loss_scale, self.feedback = loss_scale, feedback
         self._scale: float | Tensor | None = loss_scale.read()
         #: Whether the last step was made without this rank's gradients, so that its scaler does not know of it.
@@ -224,7 +224,7 @@ class ScalerSync:
         is skipped with it, and so is what will yet be added to them."""
         self._overflowed |= self.skips and not_finite
         if self._overflowed:
-            self.feedback.undo()
+            self.feedback.rollback()
         return self._overflowed
 
     def loaded(self, scale: float | None) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ...compress.backends import backend_for
 from ...compress.codec import DTYPES, Codec
-from ...compress.feedback.base import RESIDUAL, Feedback, Residual
+from ...compress.feedback.base import RESIDUAL, Feedback
+from ...compress.feedback.residual import Residual
 from ...compress.formats.wire import WIRE_VERSION
 from ..auto.planner import Choice, Fallback, check_exchange, codecs_of
 from ..comm.topology import node_size
@@ -44,9 +45,9 @@ class Options:
         codec, feedback, warmup, seed = self.codec, self.error_feedback, self.warmup_steps, self.seed
         if not (isinstance(feedback, bool | Feedback) or feedback == "auto"):
             raise ValueError(f"error_feedback={feedback!r}: expected True, False, 'auto' or a strategy: Residual()")
-        if isinstance(feedback, Feedback) and feedback.vectors and RESIDUAL not in feedback.vectors:
+        if isinstance(feedback, Feedback) and feedback.state_names and RESIDUAL not in feedback.state_names:
             raise ValueError(
-                f"{feedback} keeps {', '.join(feedback.vectors)}: its `vectors` must have {RESIDUAL!r} too"
+                f"{feedback} keeps {', '.join(feedback.state_names)}: its `state_names` must have {RESIDUAL!r} too"
             )
         if not isinstance(warmup, int) or isinstance(warmup, bool) or warmup < 0:
             raise ValueError(f"warmup_steps={warmup!r}: expected a number of steps, 0 or more")

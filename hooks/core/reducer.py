@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...compress.feedback.store import Memory
+from ...compress.feedback.store import FeedbackStore
 from ...compress.formats.layout import layout_numel
 from ..auto.controller import Controller
 from ..auto.planner import REPLAN_INTERVAL, Choice, Plan
@@ -48,7 +48,7 @@ class Reducer:
     def __init__(
         self,
         session: Session,
-        feedback: Memory,
+        feedback: FeedbackStore,
         tracker: ScalerSync,
         statistics: Statistics,
         seed: int,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ...compress.feedback.store import Memory
+from ...compress.feedback.store import FeedbackStore
 from ...compress.formats.layout import Slot
 from ..comm.pipeline import Pipeline
 from ..core.discarded import DiscardedMeans
@@ -26,7 +26,7 @@ class UnusedMeans(DiscardedMeans):
         feedback: their residuals.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], feedback: Memory) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], feedback: FeedbackStore) -> None:
         super().__init__(feedback)
         self._parameters = parameters
         self._counts: Tensor | None = None  # DDP's: on how many ranks each parameter was used in the last step
@@ -84,5 +84,5 @@ class UnusedMeans(DiscardedMeans):
                     # In DDP's own bucket the mean has replaced the gradient that had gone in. Elsewhere both are there.
                     if grad is None or grad.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr():
                         returned.append((slot, grad if grad is None or step.factor is None else grad * step.factor))
-            self._feedback.give_back(layout, mean, returned)
+            self._feedback.restore(layout, mean, returned)
         return torch.empty(0, device="cpu")

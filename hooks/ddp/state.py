@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ... import __version__
-from ...compress.feedback.store import Memory
+from ...compress.feedback.store import FeedbackStore
 from ..comm import handshake
 from ..core import checkpoint
 from ..core.bucket import Bucket
@@ -75,7 +75,7 @@ class State:
         self._loaded: tuple[dict[str, Any], bool] | None = None
         self._step = self._saves = 0
         self._warned = False
-        self._feedback = Memory()
+        self._feedback = FeedbackStore()
         self._scaler_sync = ScalerSync(LossScale(None), self._feedback)
         self._discarded = UnusedMeans(self._parameters, self._feedback)
         self._statistics = Statistics()
@@ -218,7 +218,7 @@ class State:
                 "and skip_all_reduce_unused_params=True nobody knows when they are there: leave out one of the three"
             )
         loss_scale = LossScale(self._scaler)
-        self._feedback = Memory(self._options.strategy, keep_previous=loss_scale.skips)
+        self._feedback = FeedbackStore(self._options.strategy, keep_previous=loss_scale.skips)
         self._scaler_sync = ScalerSync(loss_scale, self._feedback)
         self._discarded = UnusedMeans(self._parameters, self._feedback)
         check_dtypes(self._parameters)
@@ -300,7 +300,7 @@ class State:
 
     def _load(self, state_dict: dict[str, Any], strict: bool) -> None:
         key = checkpoint.rank_key(*self._world())
-        expected = self._export(key, {vector: {} for vector in self._feedback.strategy.vectors}, fill=False)
+        expected = self._export(key, {vector: {} for vector in self._feedback.strategy.state_names}, fill=False)
         idle = checkpoint.idle_names(() if self._options.keeps_all else self._excluded, self._sparse)
         saved, vectors = checkpoint.read(state_dict, expected, key, self._parameters, strict, idle=idle)
         self._idle()

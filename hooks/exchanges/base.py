@@ -13,7 +13,7 @@ from torch import Tensor
 from ...compress.backends import backend_for
 from ...compress.codec import Codec
 from ...compress.codecs.cast import Identity
-from ...compress.feedback.base import Kept
+from ...compress.feedback.base import FeedbackState
 from ...compress.formats.layout import OwnedSlice
 from ..comm.group import Group
 from ..comm.pipeline import Stages
@@ -66,8 +66,8 @@ class ExchangeArgs:
     grad: Tensor
     out: Tensor
     extra: Tensor
-    feedback: Kept
-    owned: Sequence[Kept]
+    feedback: FeedbackState
+    owned: Sequence[FeedbackState]
     draw: Tensor
     owner_draw: Tensor
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ...compress.backends.sparse import Pieces
 from ...compress.codec import Codec, SparseCodec
-from ...compress.feedback.base import Kept
-from ...compress.formats.entries import index_bytes, plain_entries, value_bytes
+from ...compress.feedback.base import FeedbackState
+from ...compress.formats.entries import index_bytes, split_raw, value_bytes
 from ..comm.entry_exchange import Entries, EntryExchanger, fill
 from ..comm.group import Group
 from ..comm.pipeline import Stages
@@ -31,7 +31,7 @@ class EntryExchange(Exchange):
         super().__init__(codec, numel, extra, device, group)
         if not isinstance(codec, SparseCodec):
             raise TypeError(f"{codec} does not select entries, which {type(self).__name__} exchanges")
-        self.select = codec.plain
+        self.select = codec.raw_entries
         self.carrier = EntryExchanger(max(1, numel), codec.value_dtype, device, group)
         self.k = codec.k(numel) if numel else 0
         self.wire = self.bytes(self.select.wire_bytes(numel) if numel else 0)
@@ -68,7 +68,7 @@ class EntryExchange(Exchange):
         self.moved = carrier.sent, carrier.received
         if self.numel:
             x.feedback.encode(self.select, x.grad, self.wire, x.draw, self.workspaces[1])
-            entries = Entries(*plain_entries(self.wire, self.k))
+            entries = Entries(*split_raw(self.wire, self.k))
             result = yield from self.bring_together(entries, x.extra, x.feedback)
             fill(x.out, result)
             self.counted[0] = carrier.skipped
@@ -80,7 +80,7 @@ class EntryExchange(Exchange):
             self.counted[1] += ~all_finite(x.extra)
 
     @abstractmethod
-    def bring_together(self, entries: Entries, extra: Tensor, feedback: Kept) -> Stages:
+    def bring_together(self, entries: Entries, extra: Tensor, feedback: FeedbackState) -> Stages:
         """Bring this rank's entries together with the others', to means, which the stages return; sum `extra`."""
 
     def union_of(self, out: Tensor) -> Tensor | None:

@@ -33,7 +33,7 @@ class FixedSizeExchange(Exchange):
         super().__init__(codec, numel, extra, device, group)
         if not isinstance(codec, SparseCodec):
             raise TypeError(f"{codec} does not select entries, which {type(self).__name__} exchanges")
-        self.select, self.dtype, self.kernels = codec.plain, codec.value_dtype, entries_for(device)
+        self.select, self.dtype, self.kernels = codec.raw_entries, codec.value_dtype, entries_for(device)
         self.k = codec.k(numel) if numel else 0
         self.wire = self.bytes(self.select.wire_bytes(numel) if numel else 0)
         self.count, self.indices = self.wire.view(torch.int32)[: 1 + self.k].split([min(1, numel), self.k])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...compress.backends.dealing import Dealing
+from ...compress.backends.partition import Partition
 from ...compress.backends.places import used_places
 from ...compress.codec import Codec
 from ...compress.codecs.topk import Largest
-from ...compress.feedback.base import Kept
+from ...compress.feedback.base import FeedbackState
 from ..comm.group import Group
 from ..comm.pipeline import Stages
 from ..network.cost import Calibration, Estimate
@@ -33,18 +33,18 @@ class FixedSizeSplit(FixedSizeExchange):
         self.rows: OwnerMessages | None = None
         self.room = 0
         ranks = self.world_size
-        self.dealing = dealing = Dealing(numel, ranks, device)
-        self.share = min(-(-self.k // ranks), dealing.span)
+        self.partition = partition = Partition(numel, ranks, device)
+        self.share = min(-(-self.k // ranks), partition.span)
         self.back = Largest(self.share, self.dtype)
-        sizes = self.back.part_bytes(dealing.span) if numel else (0, 0)
+        sizes = self.back.part_bytes(partition.span) if numel else (0, 0)
         self.row = self.bytes(sum(sizes) + 4 * extra)
         self.encoded, self.tail = self.row.split([sum(sizes), 4 * extra])
         self.received = group.gather_output(ranks, len(self.row), device=device)
         self.parts = self.received.split([*sizes, 4 * extra], dim=1)
         self.to_all = self.persistent_gather(self.received, self.row)
         if numel:
-            self.workspaces.append(self.back.workspace(dealing.span, device))
-            self.mean = torch.zeros(dealing.span, dtype=torch.float32, device=device)
+            self.workspaces.append(self.back.workspace(partition.span, device))
+            self.mean = torch.zeros(partition.span, dtype=torch.float32, device=device)
 
     @classmethod
     def estimate(cls, network: Calibration, what: BucketSpec) -> Estimate:
@@ -79,13 +79,13 @@ class FixedSizeSplit(FixedSizeExchange):
                 means = self.parts[0], self.parts[1]
                 rows.dealer.deliver(self.entries, turn, means, self.mean, self.rank, x.out, residual, self.counted)
                 if x.feedback.follows_entries:
-                    x.feedback.not_sent(used_places(self.indices, self.count)[0], rows.dealer.later)
+                    x.feedback.on_unsent(used_places(self.indices, self.count)[0], rows.dealer.later)
         if self.extra:
             self._decode_extra(self.parts[2], x.extra)
 
-    def rows_for(self, feedback: Kept) -> OwnerMessages:
+    def rows_for(self, feedback: FeedbackState) -> OwnerMessages:
         """The rows to the owners, with room for what does not wait in the residual."""
-        room = row_capacity(self.k, self.dealing.span, self.world_size, feedback.keeps)
+        room = row_capacity(self.k, self.partition.span, self.world_size, feedback.keeps)
         if self.rows is None or self.room != room:
             self.room, self.rows = room, OwnerMessages(self, room)
         return self.rows
@@ -101,12 +101,12 @@ class OwnerMessages:
     """Rows to the owners, with room for so many entries each: indices, then values."""
 
     def __init__(self, exchange: FixedSizeSplit, capacity: int) -> None:
-        dealing, ranks = exchange.dealing, exchange.world_size
+        partition, ranks = exchange.partition, exchange.world_size
         codec = Largest(capacity, exchange.dtype)
-        sizes = codec.part_bytes(dealing.span)
+        sizes = codec.part_bytes(partition.span)
         self.capacity, self.nbytes = capacity, sum(sizes)
         self.sent, received = (exchange.bytes(ranks * self.nbytes).view(ranks, -1) for _ in range(2))
         self.received = (received[:, : sizes[0]], received[:, sizes[0] :])
         sent = self.sent[:, : sizes[0]], self.sent[:, sizes[0] :]
-        self.dealer = exchange.kernels.dealer(dealing, exchange.k, exchange.share, codec, sent)
+        self.dealer = exchange.kernels.dealer(partition, exchange.k, exchange.share, codec, sent)
         self.to_owners = exchange.persistent_swap(received, self.sent.view(-1))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...compress.backends.places import used_places
 from ...compress.codec import Codec
-from ...compress.feedback.base import Kept
+from ...compress.feedback.base import FeedbackState
 from ...compress.formats.entries import index_bytes
 from ..comm.group import Group
 from ..comm.pipeline import Stages
@@ -84,12 +84,12 @@ class FixedSizeUnion(FixedSizeExchange):
             self.union.take(self.entries, residual, self.room, x.extra, total, x.out)
             if x.feedback.follows_entries:
                 size, union = self.union.size.clamp(max=self.room), self.union.indices[: self.room]
-                x.feedback.strategy.also_sent(x.feedback, union, total[: self.room], size)
-                x.feedback.not_sent(used_places(self.indices, self.count)[0], self.union.later)
+                x.feedback.strategy.on_extra_sent(x.feedback, union, total[: self.room], size)
+                x.feedback.on_unsent(used_places(self.indices, self.count)[0], self.union.later)
         yield from self.group.sum(total, self.pieces)
         self.union.deliver(total, self.world_size, x.out, x.extra, (self.used, self.k), self.counted)
 
-    def _make_room(self, feedback: Kept) -> None:
+    def _make_room(self, feedback: FeedbackState) -> None:
         if self.reading is not None:
             self.union_size = self.reading.read()[0][0]
         known = self.reading is not None and feedback.keeps

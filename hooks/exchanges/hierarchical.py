@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...compress.codec import Codec
-from ...compress.feedback.base import NOTHING
+from ...compress.feedback.residual import NOTHING
 from ...compress.formats.layout import OwnedSlice, Packing
 from ..comm.group import Group
 from ..comm.pipeline import Stages
@@ -102,7 +102,7 @@ class Hierarchical(Exchange):
     def reduce(self, x: ExchangeArgs) -> Stages:
         if not self.row.numel():  # empty parameters alone, as DDP puts those of another dtype in a bucket of their own
             return
-        self.to_send.take(x.feedback.send_all(x.grad))  # with what other exchanges and other slices have left behind
+        self.to_send.take(x.feedback.flush(x.grad))  # with what other exchanges and other slices have left behind
         self.extra_to_send.take(x.extra)
         yield self.to_owners.start()
         if not self.averages:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...compress.backends.low_rank import LowRankKernels
+from ...compress.backends.power_sgd import PowerSGDKernels
 from ...compress.codec import Codec
 from ...compress.codecs.power_sgd import PowerSGD
-from ...compress.feedback.base import NOTHING
+from ...compress.feedback.residual import NOTHING
 from ..comm.group import Group
 from ..comm.pipeline import Stages
 from ..network.cost import Calibration, Estimate
@@ -38,7 +38,7 @@ class Factors(Exchange):
         if numel:
             self.workspaces = [IDENTITY.workspace(numel, device), codec.workspace(numel, device)]
             kernels = codec.kernels(device)
-            assert isinstance(kernels, LowRankKernels)  # `carries` saw to it
+            assert isinstance(kernels, PowerSGDKernels)  # `carries` saw to it
             self.kernels = kernels
             self.matrices = kernels.matrices(codec, numel, device, self.workspaces[1])
             first -= self.matrices.right

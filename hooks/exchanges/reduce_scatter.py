@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ...compress.codec import Codec
-from ...compress.feedback.base import NOTHING, Kept
+from ...compress.feedback.base import FeedbackState
+from ...compress.feedback.residual import NOTHING
 from ..comm.group import Group
 from ..comm.pipeline import Stages
 from .base import Exchange, ExchangeArgs
@@ -97,11 +98,13 @@ class ReduceScatter(Exchange):
         if self.numel:
             self.codec.decode_mean(self.wires, out, self.workspaces[-1])
 
-    def _rows_of(self, kept: Kept) -> list[Kept]:
-        if kept is not self._kept or kept.narrow:  # what is open lies elsewhere each time
+    def _rows_of(self, kept: FeedbackState) -> list[FeedbackState]:
+        if kept is not self._kept or kept.low_precision:  # what is open lies elsewhere each time
             self._kept = kept
             self._kept_rows = [
-                Kept(kept.strategy, {name: flat.view(self.world_size, -1)[row] for name, flat in kept.vectors.items()})
+                FeedbackState(
+                    kept.strategy, {name: flat.view(self.world_size, -1)[row] for name, flat in kept.vectors.items()}
+                )
                 for row in range(self.world_size)
             ]
         return self._kept_rows

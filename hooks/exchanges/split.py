@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...compress.backends.sparse import Pieces
 from ...compress.codec import Codec
-from ...compress.feedback.base import Kept
+from ...compress.feedback.base import FeedbackState
 from ..comm.entry_exchange import Entries, EntryExchanger
 from ..comm.group import Group
 from ..comm.pipeline import Stages
@@ -75,7 +75,7 @@ class Split(EntryExchange):
     def estimate(cls, network: Calibration, what: BucketSpec) -> Estimate:
         return network.selected(network.split_k(cls.shape(what)), what.speed, what.numel)
 
-    def bring_together(self, entries: Entries, extra: Tensor, feedback: Kept) -> Stages:
+    def bring_together(self, entries: Entries, extra: Tensor, feedback: FeedbackState) -> Stages:
         entries = Entries(entries.indices.to(HOST), entries.values.to(HOST))
         if self.step % BALANCE_EVERY == 0:
             self.bounds = yield from self.carrier.balanced_bounds(entries.indices)
@@ -90,15 +90,15 @@ class Split(EntryExchange):
                 mine = result[first:end]
                 sums = owned.values[torch.searchsorted(owned.indices, mine.indices)]
                 self._give_back(feedback, mine.indices, sums - self.world_size * mine.values)
-            feedback.give_back_unless(
+            feedback.restore_unless(
                 *(part.to(self.device) for part in (entries.indices, entries.values, result.indices))
             )
         return result
 
-    def _give_back(self, feedback: Kept, indices: Tensor, values: Tensor) -> None:
-        feedback.give_back(indices.to(self.device), values.to(self.device))
+    def _give_back(self, feedback: FeedbackState, indices: Tensor, values: Tensor) -> None:
+        feedback.restore(indices.to(self.device), values.to(self.device))
 
-    def _sums(self, entries: Entries, extra: Tensor, feedback: Kept) -> Stages:
+    def _sums(self, entries: Entries, extra: Tensor, feedback: FeedbackState) -> Stages:
         """Of the own range, as Entries; and of the own part of `extra`."""
         letters, bounds, rank = self.to_owners, self.bounds, self.rank
         cuts = [0, *torch.searchsorted(entries.indices, _int32(bounds[1:-1])).tolist(), len(entries)]

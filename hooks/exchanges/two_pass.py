@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...compress.codec import BlockCodec, Codec
-from ...compress.feedback.base import NOTHING
+from ...compress.feedback.residual import NOTHING
 from ...compress.formats.layout import OwnedSlice
 from ..comm.group import Group
 from ..comm.pipeline import Stages
@@ -27,7 +27,7 @@ class TwoPass(Exchange):
         blocks = -(-numel // block)
         self.slice = -(-blocks // self.world_size) * block
         self.slice_bytes = codec.wire_bytes(self.slice) if numel else 0
-        self.back = codec.of_means()
+        self.back = codec.second_pass()
         self.back_bytes = self.back.wire_bytes(self.slice) if numel else 0
         self.start, own = self._range(self.rank)
         sent = self.bytes(self.world_size * self.slice_bytes)  # whole slices: padded behind the last record

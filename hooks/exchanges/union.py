@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...compress.feedback.base import Kept
+from ...compress.feedback.base import FeedbackState
 from ..comm.entry_exchange import Entries
 from ..comm.pipeline import Stages
 from ..network.cost import Calibration, Estimate
@@ -25,7 +25,7 @@ class Union(EntryExchange):
     def estimate(cls, network: Calibration, what: BucketSpec) -> Estimate:
         return network.selected(network.union(cls.shape(what)), what.speed, what.numel)
 
-    def bring_together(self, entries: Entries, extra: Tensor, feedback: Kept) -> Stages:
+    def bring_together(self, entries: Entries, extra: Tensor, feedback: FeedbackState) -> Stages:
         carrier = self.carrier
         union = (yield from carrier.gather(entries, self.k, with_values=False)).indices
         mine = carrier.on_union(entries, union)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...compress.codec import Codec, check_choice, new_draw
-from ...compress.feedback.base import NOTHING
+from ...compress.feedback.residual import NOTHING
 from ..comm.group import Group
 from ..comm.ports import Work
 from ..comm.untraced import untraced

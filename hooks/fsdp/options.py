@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ...compress.codec import Codec, check_choice
-from ...compress.feedback.base import Residual
+from ...compress.feedback.residual import Residual
 from ..auto.planner import Choice
 from ..core.options import Options
 from ..exchanges import EXCHANGES

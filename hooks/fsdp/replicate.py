@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ... import __version__
-from ...compress.feedback.store import Memory
+from ...compress.feedback.store import FeedbackStore
 from ..comm import handshake
 from ..comm.group import Group
 from ..comm.pipeline import Pipeline
@@ -115,7 +115,7 @@ class FSDPState:
             options.prepare(0, (shards.unit_dtype for shards in self._shards), self._device)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = error
-        self._feedback = Memory(options.strategy)
+        self._feedback = FeedbackStore(options.strategy)
         self._discarded = DiscardedMeans(self._feedback)
         session = Session(
             self._group,
@@ -327,7 +327,7 @@ class FSDPState:
             ValueError: it is of another format, codec or model. Nothing has changed then.
         """
         reducer = self._running()
-        nothing: dict[str, dict[str, Tensor]] = {vector: {} for vector in self._feedback.strategy.vectors}
+        nothing: dict[str, dict[str, Tensor]] = {vector: {} for vector in self._feedback.strategy.state_names}
         expected = checkpoint.export(checkpoint.MEAN, nothing, **self._facts())
         saved, vectors = checkpoints.read(state_dict, expected, self._shards, strict, self._idle)
         reducer.flush()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ... import __version__
 from ...compress.feedback.base import RESIDUAL
-from ...compress.feedback.store import Memory
+from ...compress.feedback.store import FeedbackStore
 from ..comm import handshake
 from ..comm.pieces import Started, overlap
 from ..comm.pipeline import clock
@@ -66,7 +66,7 @@ class ScatterState:
             options.prepare(0, (shards.dtype for shards in self._shards), device)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = error
-        self._feedback = Memory(options.strategy)
+        self._feedback = FeedbackStore(options.strategy)
         description = {} if problem is not None else self._description()
         how: Any = {"probes": False, "dense_path": False, "owner": "compress_fsdp"}
         self._session = Session(group, None, device, description, problem, None, None, **how)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ...compress.codec import new_draw
-from ...compress.feedback.base import NOTHING, RESIDUAL, Kept
-from ...compress.feedback.store import Memory
+from ...compress.feedback.base import RESIDUAL, FeedbackState
+from ...compress.feedback.residual import NOTHING
+from ...compress.feedback.store import FeedbackStore
 from ...compress.formats.layout import Layout, Slot, end_to_end, layout_numel
 from ..auto.planner import Choice
 from ..comm.group import Group
@@ -39,7 +40,7 @@ class Unsharded:
         status: int64[2], as an exchange's.
     """
 
-    def __init__(self, shards: Shards, excluded: frozenset[str], group: Group, feedback: Memory) -> None:
+    def __init__(self, shards: Shards, excluded: frozenset[str], group: Group, feedback: FeedbackStore) -> None:
         self.shards, self.group, self._feedback = shards, group, feedback
         self.ranks, self.rank = shards.size, shards.rank
         kept = end_to_end(slot for slot in shards.slots if slot.name not in excluded)
@@ -114,7 +115,7 @@ class Unsharded:
         if keeps:
             operands.grad, operands.feedback = rows, self._feedback.of(self.layout, rows.device)
         else:
-            operands.grad, operands.feedback = self._feedback.take(self.layout, rows), NOTHING
+            operands.grad, operands.feedback = self._feedback.drain(self.layout, rows), NOTHING
         operands.out = output if whole else self._own_mean()
         yield from self.exchange.reduce(operands)
         self._kept_last = keeps
@@ -176,7 +177,7 @@ class Unsharded:
     def _moves(self) -> bool:
         return self.extra > 0 or len(self.shards.used) < len(self.columns)
 
-    def _kept(self) -> Kept | None:
+    def _kept(self) -> FeedbackState | None:
         """What is kept; None where nothing is."""
         return self._feedback.of(self.layout, self.shards.group.device) if self._feedback else None
 

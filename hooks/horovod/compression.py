@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ...compress import QSGD, ChunkedTopK, OneBit, Outliers, Ternary, TernGrad, TopK
 from ...compress.codec import Codec
-from ...compress.feedback.base import RESIDUAL_DTYPES, Feedback, Residual
+from ...compress.feedback.base import Feedback
+from ...compress.feedback.residual import RESIDUAL_DTYPES, Residual
 from ..auto.planner import check_exchange
 from ..core.options import Options
 

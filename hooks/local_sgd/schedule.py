@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ...compress.feedback.store import Memory
+from ...compress.feedback.store import FeedbackStore
 from ..core.grad_scaler import LossScale, ScalerSync
 
 
@@ -90,7 +90,7 @@ class Schedule:
 class RoundRollback(ScalerSync):
     """Puts back what was kept where the mean of a round is not finite, as after a step that a scaler skips."""
 
-    def __init__(self, feedback: Memory) -> None:
+    def __init__(self, feedback: FeedbackStore) -> None:
         super().__init__(LossScale(None), feedback)
 
     @property

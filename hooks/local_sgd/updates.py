@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ... import __version__
 from ...compress.codec import Codec
 from ...compress.feedback.base import Feedback
-from ...compress.feedback.store import Memory
+from ...compress.feedback.store import FeedbackStore
 from ..comm import handshake
 from ..comm.pieces import broadcast
 from ..comm.untraced import untraced
@@ -138,7 +138,7 @@ class LocalUpdates:
         session = Session(
             self._group, None, place, description, problem, None, None, probes=False, dense_path=False, owner=OWNER
         )
-        self._feedback = Memory(self._options.strategy, keep_previous=True)
+        self._feedback = FeedbackStore(self._options.strategy, keep_previous=True)
         tracker, numel = RoundRollback(self._feedback), sum(p.numel() for p in self._parameters.values())
         self._reducer: Reducer | None = Reducer(
             session, self._feedback, tracker, self._statistics, seed, clean=False, numel=numel
@@ -357,7 +357,7 @@ class LocalUpdates:
         """
         reducer = self._running()
         key = checkpoint.rank_key(dist.get_rank(self._group), dist.get_world_size(self._group))
-        nothing: dict[str, dict[str, Tensor]] = {vector: {} for vector in self._feedback.strategy.vectors}
+        nothing: dict[str, dict[str, Tensor]] = {vector: {} for vector in self._feedback.strategy.state_names}
         expected = {**checkpoint.export(key, nothing, **self._facts()), **{what: {} for what in REPLICATED_KEYS}}
         idle = checkpoint.idle_names(() if self._options.keeps_all else self._excluded)
         saved, vectors = checkpoint.read(state_dict, expected, key, self._parameters, strict, OWNER, idle)

@@ -1,6 +1,6 @@
 """Runs CUDA C++ kernels on the CPU, for tests: no GPU, no driver, no toolkit; g++ is enough.
 
-    module = Module("csrc/sign.cu", check=True)
+    module = Module("csrc/onebit.cu", check=True)
     module.get_function("onebit_encode_f32")((grid,), (block,), (x, wire, np.int64(numel)))
 
 `include/` gives g++ the CUDA language, `runtime/` runs each CUDA thread as a fiber of its own (barriers, warp

@@ -26,7 +26,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from emulated import EmulatedDevice
 from fake_gpu.tagging import CUDA, OnTheCpu, on_gpu, tag_buckets
-from gradwire.compress.backends.cuda.device import DEVICES, Argument, Function
+from gradwire.compress.backends.cuda.runtime.device import DEVICES, Argument, Function
 
 NAME = "emulated GPU"
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from emulated import EmulatedDevice
-from gradwire.compress.backends.cuda.device import DEVICES, THREADS, Argument, Device, Function
+from gradwire.compress.backends.cuda.runtime.device import DEVICES, THREADS, Argument, Device, Function
 from torch import Tensor
 
 from .machine import Event, Machine, activated, active

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from gradwire.compress import Codec
 from gradwire.compress.feedback.base import Feedback
-from gradwire.compress.feedback.store import Memory
+from gradwire.compress.feedback.store import FeedbackStore
 from gradwire.compress.formats.layout import Slot
 from gradwire.hooks.auto.planner import Choice, Planner
 from gradwire.hooks.comm.group import Group
@@ -122,7 +122,7 @@ def train(
         alter: given the reducer, before the first step: for faults.
     """
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=GROWTH_INTERVAL) if recipe.scaler else None
-    memory = Memory(recipe.strategy, keep_previous=scaler is not None)
+    memory = FeedbackStore(recipe.strategy, keep_previous=scaler is not None)
     tracker, statistics = ScalerSync(LossScale(scaler), memory), Statistics()
     session = Meeting(world, rank, device, recipe.nodes)
     shapes = [shape for bucket in BUCKETS for shape in bucket.values()]

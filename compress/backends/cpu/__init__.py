@@ -9,15 +9,20 @@ and ranks.
 from __future__ import annotations
 
 from .. import Backend, Kernels
-from .drawn import RandomK
-from .kernels import QSGD, Cast, ChunkedTopK, OneBit, Ternary, TernGrad
-from .low_rank import PowerSGD
-from .momentum import Momentum
-from .outliers import Outliers
-from .residuals import Narrow
-from .topk import Entries, Threshold, TopK
-from .tracking import Tracking
-from .vectors import Vectors
+from .entries import Entries
+from .kernels.cast import Cast
+from .kernels.chunked_topk import ChunkedTopK
+from .kernels.onebit import OneBit
+from .kernels.outliers import Outliers
+from .kernels.power_sgd import PowerSGD
+from .kernels.qsgd import QSGD
+from .kernels.random_k import RandomK
+from .kernels.ternary import Ternary
+from .kernels.terngrad import TernGrad
+from .kernels.threshold import Threshold
+from .kernels.topk import TopK
+from .low_precision import LowPrecision
+from .passes import Momentum, Tracking, Vectors
 
 KERNELS: dict[str, Kernels] = {
     "onebit": OneBit(),
@@ -33,4 +38,4 @@ KERNELS: dict[str, Kernels] = {
     "identity": Cast(),
 }
 KERNELS["outliers"] = Outliers(KERNELS, Entries())
-BACKEND = Backend(KERNELS, Entries(), Tracking(), Momentum(), Narrow(), Vectors())
+BACKEND = Backend(KERNELS, Entries(), Tracking(), Momentum(), LowPrecision(), Vectors())

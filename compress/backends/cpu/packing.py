@@ -1,4 +1,4 @@
-"""The numba kernels that pack, unpack, merge and add up the entries of sparse gradients: `compress.entries` has their
+"""The numba kernels that pack, unpack, merge and add up the entries of sparse gradients: `formats.entries` has their
 format."""
 
 from __future__ import annotations
@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 
 from ...formats.entries import LARGEST_UNIT, VALUE_BLOCK
-from .blocks import SPARE, A, clear, copy, end_sum
-from .formats import F32, INF_BITS, LOW, MAGNITUDE, NAN_BITS, TILE, TINY, ZERO, int_at, key_at
-from .simd import compiled, get_f32, get_i64, get_u8, inlined, lowest_bit, store
-from .sparse import Source, Span
-
-Rows = tuple[int, int]  # address, bytes from one rank's to the next
+from .runtime.blocks import clear, copy
+from .runtime.dtypes import F32, INF_BITS, LOW, MAGNITUDE, NAN_BITS, TINY, ZERO, int_at, key_at
+from .runtime.simd import compiled, get_f32, get_i64, get_u8, inlined, lowest_bit, store
 
 #: Elements whose sums lie in cache while lists are merged, and the scratch for that: sums, then a bit for each.
 MERGE_TILE = 4096
+
 MERGE_SCRATCH = 4 * MERGE_TILE + MERGE_TILE // 8
+
 UNIT_LIMIT = F32(LARGEST_UNIT)
+
 LEVELS = F32(127)
 
 FLOAT32_VALUES, BFLOAT16_VALUES, INT8_VALUES = 0, 1, 2
@@ -230,9 +230,6 @@ def put_back(index: int, value: int, n: int, kept: int, kept_n: int, residual: i
             store(residual + 4 * at, get_f32(value + 4 * i))
 
 
-# Pieces: a table has four numbers of 64 bits for each: entries, first index, length of the range, bytes on the wire.
-
-
 @compiled
 def layout_of(numel: int, k: int) -> Layout:
     """`compress.entries.index_layout`."""
@@ -290,73 +287,3 @@ def unpack_value_pieces(kind: int, table: int, pieces: int, wire: int, value: in
             unpack_bytes(wire, k, value)
         value += 4 * k
         wire += get_i64(row + 24)
-
-
-@compiled
-def topk_add(indices: int, values: int, out: int, numel: int, k: int, alpha: float) -> tuple[int, int]:
-    """out += alpha · values. An entry counts if its index is in range and above every index in range before it."""
-    claimed = int_at(indices)
-    count, before, unsound, times = min(claimed, k), -1, 0, F32(alpha)
-    skipped = claimed - count
-    for i in range(0, 4 * count, 4):
-        at = int_at(indices + 4 + i)
-        if before < at < numel:
-            v = get_f32(values + i)
-            unsound += not np.isfinite(v)
-            store(out + 4 * at, get_f32(out + 4 * at) + times * v)
-            before = at
-        else:
-            skipped += 1
-    return skipped, unsound
-
-
-@compiled
-def topk_mean(
-    out: Source,
-    indices: Rows,
-    values: Rows,
-    ranks: int,
-    span: Span,
-    k: int,
-    scale: float,
-    cursors: int,
-    scratch: int,
-) -> tuple[int, int]:
-    """Tile by tile, so that sums stay in cache. `cursors` holds, for each rank, the next entry and the largest index
-    so far. A span that does not start at the first tile reads what lies before it, and leaves counting it to others.
-    """
-    kind, target = out
-    numel, first, last = span
-    skipped = unsound = 0
-    clear(cursors, 16 * ranks)
-    for r in range(ranks):
-        store(cursors + 16 * r + 8, np.int64(-1))
-        if first == 0:
-            skipped += max(int_at(indices[0] + r * indices[1]) - k, 0)
-    total = scratch + A
-    for t in range(first, last):
-        start = t * TILE
-        n = min(TILE, numel - start)
-        clear(total, 4 * TILE)
-        for r in range(ranks):
-            row, numbers = indices[0] + r * indices[1], values[0] + r * values[1]
-            count = min(int_at(row), k)
-            i, before = get_i64(cursors + 16 * r), get_i64(cursors + 16 * r + 8)
-            while i < count:
-                at = int_at(row + 4 + 4 * i)
-                if before < at < numel:
-                    if at >= start + n:
-                        break
-                    before = at
-                    if at >= start:
-                        v = get_f32(numbers + 4 * i)
-                        unsound += not np.isfinite(v)
-                        place = total + 4 * (at - start)
-                        store(place, get_f32(place) + v)
-                elif before >= start or t == 0:
-                    skipped += 1
-                i += 1
-            store(cursors + 16 * r, i)
-            store(cursors + 16 * r + 8, before)
-        end_sum(kind, total, target, start, n, TILE, 0, scale, scratch + SPARE)
-    return skipped, unsound

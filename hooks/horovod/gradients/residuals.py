@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ....compress.feedback.base import RESIDUAL
-from ....compress.feedback.store import Memory
+from ....compress.feedback.store import FeedbackStore
 from ....compress.formats.layout import Layout, Slot, layout_numel
 from ...auto.planner import default_exchange
 from ...comm.pipeline import drive
@@ -52,7 +52,7 @@ class CompressionState:
 
     def __init__(self, compression: CodecCompression) -> None:
         self.compression = compression
-        self.feedback = Memory(compression.strategy)
+        self.feedback = FeedbackStore(compression.strategy)
         self._buckets: dict[str, tuple[Channel, Bucket]] = {}
         self._shapes: dict[str, list[tuple[int, ...]]] = {}
         self._steps: dict[str, int] = {}
@@ -102,12 +102,12 @@ class CompressionState:
         self._buckets.pop(name, None)
 
     def keep_previous(self) -> None:
-        """Keep a snapshot of the feedback before each step from now on, for `undo`."""
+        """Keep a snapshot of the feedback before each step from now on, for `rollback`."""
         if self._keeps_previous:
             return
         self._keeps_previous = True
         before = self.feedback.everything()
-        self.feedback = Memory(self.compression.strategy, keep_previous=True)
+        self.feedback = FeedbackStore(self.compression.strategy, keep_previous=True)
         self.feedback.load(before)
 
     @property
@@ -131,12 +131,12 @@ class CompressionState:
         if applied:
             self.feedback.commit()
         else:
-            self.feedback.undo()
+            self.feedback.rollback()
 
     def follow_applied_counts(self, applied_counts: Sequence[int]) -> None:
         """On a rank that has joined: follow whether the others applied the steps in which it took part."""
         if applied_counts[1] != self.applied_counts[1]:
-            self.feedback.undo()
+            self.feedback.rollback()
         if list(applied_counts) != self.applied_counts:
             self.feedback.commit()
         self.applied_counts = list(applied_counts)
@@ -190,7 +190,7 @@ class CompressionState:
             # Numbered by its name, so that neither the order of operations nor a restart changes the draws.
             index = zlib.crc32(layout[0].name.encode())
             bucket = Bucket(index, [], layout, frozenset(), flat, self.compression.strategy)
-            exchange = EXCHANGES[name](codec.of_layout(layout), layout_numel(layout), 0, flat.device, group)
+            exchange = EXCHANGES[name](codec.for_layout(layout), layout_numel(layout), 0, flat.device, group)
             bucket.use(exchange, self.compression.seed, group.rank)
             self._buckets[layout[0].name] = channel, bucket
         return bucket

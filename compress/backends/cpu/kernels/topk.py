@@ -1,0 +1,381 @@
+"""TopK: a threshold predicted from a sample of the gradient, selection in one pass, and sums of entries."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, float32, int32
+
+from ... import MomentumInput, Workspace, kernel_cache
+from ...addresses import address, rows_at
+from ...sparse import SparseKernels
+from ..block_codec import CpuKernels
+from ..entries import ENTRY_COST, Entries
+from ..runtime.blocks import SPARE, A, Rows, Span, clear, end_sum, read_ahead, read_block, scratch_bytes
+from ..runtime.dtypes import BFLOAT16, F32, INF_BITS, KINDS, LOW, MAGNITUDE, TILE, Source, int_at, key_at
+from ..runtime.fused_inputs import PEEK, gradient_at, momentum_at, source_of
+from ..runtime.simd import as_i32, bits_of, compiled, get_f32, get_i64, inlined, load_f32, lowest_bit, store
+from ..runtime.threads import inverse, note, pieces_of, reserved, run, whole_lines
+from . import topk_select
+
+#: How many sampled runs ahead to ask for what they hold, which lies too far apart for the hardware to foresee.
+RUNS_AHEAD = 8
+
+
+@inlined
+def sampled_run(stratum: int, stride: int) -> Any:
+    """The first element of the run of 64 that stands for a stratum: any of its `stride` runs, since always the same
+    one would be the same columns of many a matrix. Multiplicative hashing (Knuth, The Art of Computer Programming,
+    volume 3, section 6.4)."""
+    mixed = ((stratum * 0x9E3779B1) & LOW) >> 8
+    return 64 * (stratum * stride + mixed % stride)
+
+
+@compiled
+def sample(x: Source, residual: int, strata: tuple[int, int], threshold: int, keys: int, scratch: int) -> int:
+    """The keys at or above `threshold` in one run of 64 elements of each stratum, of which there are so many, of so
+    many runs each, as if nothing were above infinity; returns how many. Changes nothing."""
+    kind, source = x
+    strata_count, stride = strata
+    count = 0
+    for stratum in range(strata_count):
+        later = sampled_run(stratum + RUNS_AHEAD, stride)
+        read_ahead(gradient_at(kind, source, later))
+        if kind > BFLOAT16:
+            read_ahead(momentum_at(kind, source, later))
+        if residual:
+            read_ahead(residual + 4 * later)
+        a = read_block(kind, source, residual, sampled_run(stratum, stride), 64, 64, scratch)
+        bits = bits_of((as_i32(load_f32(a)) & MAGNITUDE) >= threshold)
+        while bits:
+            store(keys + 4 * count, np.int32(min(key_at(a + 4 * lowest_bit(bits)), INF_BITS)))
+            count += 1
+            bits &= bits - 1
+    return count
+
+
+@compiled
+def topk_add(indices: int, values: int, out: int, numel: int, k: int, alpha: float) -> tuple[int, int]:
+    """out += alpha · values. An entry counts if its index is in range and above every index in range before it."""
+    claimed = int_at(indices)
+    count, before, unsound, times = min(claimed, k), -1, 0, F32(alpha)
+    skipped = claimed - count
+    for i in range(0, 4 * count, 4):
+        at = int_at(indices + 4 + i)
+        if before < at < numel:
+            v = get_f32(values + i)
+            unsound += not np.isfinite(v)
+            store(out + 4 * at, get_f32(out + 4 * at) + times * v)
+            before = at
+        else:
+            skipped += 1
+    return skipped, unsound
+
+
+@compiled
+def topk_mean(
+    out: Source,
+    indices: Rows,
+    values: Rows,
+    ranks: int,
+    span: Span,
+    k: int,
+    scale: float,
+    cursors: int,
+    scratch: int,
+) -> tuple[int, int]:
+    """Tile by tile, so that sums stay in cache. `cursors` holds, for each rank, the next entry and the largest index
+    so far. A span that does not start at the first tile reads what lies before it, and leaves counting it to others.
+    """
+    kind, target = out
+    numel, first, last = span
+    skipped = unsound = 0
+    clear(cursors, 16 * ranks)
+    for r in range(ranks):
+        store(cursors + 16 * r + 8, np.int64(-1))
+        if first == 0:
+            skipped += max(int_at(indices[0] + r * indices[1]) - k, 0)
+    total = scratch + A
+    for t in range(first, last):
+        start = t * TILE
+        n = min(TILE, numel - start)
+        clear(total, 4 * TILE)
+        for r in range(ranks):
+            row, numbers = indices[0] + r * indices[1], values[0] + r * values[1]
+            count = min(int_at(row), k)
+            i, before = get_i64(cursors + 16 * r), get_i64(cursors + 16 * r + 8)
+            while i < count:
+                at = int_at(row + 4 + 4 * i)
+                if before < at < numel:
+                    if at >= start + n:
+                        break
+                    before = at
+                    if at >= start:
+                        v = get_f32(numbers + 4 * i)
+                        unsound += not np.isfinite(v)
+                        place = total + 4 * (at - start)
+                        store(place, get_f32(place) + v)
+                elif before >= start or t == 0:
+                    skipped += 1
+                i += 1
+            store(cursors + 16 * r, i)
+            store(cursors + 16 * r + 8, before)
+        end_sum(kind, total, target, start, n, TILE, 0, scale, scratch + SPARE)
+    return skipped, unsound
+
+
+#: Of one piece.
+SCRATCH = whole_lines(scratch_bytes(TILE))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Keys predicted from a sample: every element from `threshold` on is a candidate, the k-th largest is about
+    `likely`, and hardly above `high`. The first two are the lowest that may be selected if there is no telling."""
+
+    threshold: int
+    likely: int
+    high: int = 1 << 31
+
+
+class TopK(SparseKernels, CpuKernels):
+    """Exact selection among the candidates of one pass, whose threshold is predicted from a sample of the gradient."""
+
+    entries = Entries()
+
+    def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
+        with kernel_cache.task(type(codec).__name__):
+            super().prepare(codec, dtype, device)
+            self.entries.prepare(device)  # exchanges pack and merge entries even where the codec does not
+            # A second pass is rare.
+            (x, residual), workspace = torch.ones(2, 1, dtype=float32, device="cpu"), Workspace.on(device)
+            source, spare = (KINDS[x.dtype], address(x)), torch.zeros(2, dtype=float32, device="cpu")
+            places = address(spare), address(spare) + 4
+            (room,) = self._rooms(1, 1, workspace)
+            take = topk_select.TAKE, 0
+            topk_select.collect_again(source, address(residual, float32), take, (1, 0, 1), 1, 1, 0, places, room)
+
+    #: One run of 64 elements in 8 is sampled at most, and one in 128 at least. In between, some 64 of the k are seen.
+    strides = 8, 128
+    #: Standard deviations (of a count of so many, if they fell anywhere) to allow for. Elements that lie together are
+    #: alike, so there may be more: the allowance widens when it was too narrow, and comes back slowly.
+    allowance = 3.5
+    widen, narrow = 1.5, 0.99
+    #: How far below the last threshold to look in a sample, in keys: an eighth of a binade, as residuals crowd just
+    #: below, and then a binade.
+    outlooks = 1 << 20, 1 << 23
+
+    def workspace(self, codec: Any, numel: int, device: torch.device) -> Workspace:
+        workspace = Workspace.on(device)
+        self._rooms(codec.k(numel), numel, workspace)
+        return workspace
+
+    def _rooms(self, k: int, numel: int, workspace: Workspace) -> list[tuple[int, int, int, int, int]]:
+        """For each piece, memory to select in: it may come to hold all that is sent."""
+        tiles = -(-numel // TILE)
+        pieces = pieces_of(numel, tiles)
+        capacity = min(k + 3 * k // pieces, -(-tiles // pieces) * TILE) + topk_select.BATCH * TILE
+        # Past the last entry, 64 are read and one is written before it is known that it was the last.
+        list_size, histogram_size = 4 * (capacity + 64), 4 << 11
+        size = 2 * list_size + histogram_size + SCRATCH
+        memory = reserved(workspace, "rooms", pieces * size)
+        rooms = []
+        for index in range(memory, memory + pieces * size, size):
+            value, histogram = index + list_size, index + 2 * list_size
+            rooms.append((index, value, capacity, histogram, histogram + histogram_size))
+        if len(workspace.buffers.get("lists", ())) < pieces:
+            workspace.buffers["lists"] = np.empty((pieces, 2), np.int64)
+        sampled = max(1, numel // self._stride(k))
+        if len(workspace.buffers.get("sample", ())) < sampled:
+            workspace.buffers["sample"] = np.empty(sampled, np.int32)
+        return rooms
+
+    def encode_momentum(
+        self,
+        codec: Any,
+        x: MomentumInput,
+        residual: Tensor,
+        wire: Tensor,
+        draw: Tensor | None,
+        workspace: Workspace,
+    ) -> None:
+        """In the same pass, as `Blocks` does."""
+        if x.source is None:
+            super().encode_momentum(codec, x, residual, wire, draw, workspace)
+        else:
+            self.encode_from(codec, x, residual, wire, draw, workspace)
+
+    def encode_raw(
+        self,
+        codec: Any,
+        x: Tensor | MomentumInput,
+        residual: Tensor | None,
+        row: Tensor,
+        values: Tensor,
+        draw: Tensor | None,
+        workspace: Workspace,
+    ) -> None:
+        self.choose(codec, x, residual, row, values, workspace, update=True)
+
+    def choose(
+        self,
+        codec: Any,
+        x: Tensor | MomentumInput,
+        residual: Tensor | None,
+        row: Tensor,
+        values: Tensor,
+        workspace: Workspace,
+        update: bool,
+        sums: int = 0,
+    ) -> None:
+        """`encode_raw`; unless `update`, the residual is only read, or, with a record of `fused_inputs.SUMMED`,
+        becomes the sum of both."""
+        change = (topk_select.SUM, sums) if sums else (topk_select.TAKE if update else topk_select.READ, 0)
+        k, lowest = len(values), self.lowest(codec)
+        source, numel = source_of(x), x.numel()
+        rooms = self._rooms(k, numel, workspace)
+        pieces, tiles = len(rooms), -(-numel // TILE)
+        kept = 0 if residual is None else address(residual, float32)
+        indices, numbers = address(row[1:], int32), address(values, float32)
+        guess = self._estimate(source, kept, numel, k, lowest, rooms[0][4], workspace)
+
+        def collect(first: int, last: int, piece: int) -> Any:
+            span = numel, first, last
+            return topk_select.collect(source, kept, change, span, k, guess.threshold, guess.likely, rooms[piece])
+
+        found = run(collect, tiles, pieces)
+        counts = [count for count, _ in found]
+        failed = sum(counts) < k and guess.threshold > lowest
+        if failed:
+            # The target, not written yet, has room for what this has to set aside.
+            before = list(accumulate(counts, initial=0))
+
+            def again(first: int, last: int, piece: int) -> Any:
+                spare = indices + 4 * before[piece], numbers + 4 * before[piece]
+                what = source, kept, change, (numel, first, last), k, lowest
+                return topk_select.collect_again(*what, counts[piece], spare, rooms[piece])
+
+            found = run(again, tiles, pieces)
+            counts = [count for count, _ in found]
+        spread = workspace.buffers.get("spread", self.allowance)
+        workspace.buffers["spread"] = spread * self.widen if failed else max(spread * self.narrow, self.allowance)
+        key, shares = self._select(rooms, counts, k, guess.high, numbers, workspace)
+        places = list(accumulate((sent for _, sent in shares), initial=0))
+
+        def send(first: int, last: int, piece: int) -> None:
+            for i in range(first, last):
+                (index, value, *_), (count, likely), place = rooms[i], found[i], 4 * places[i]
+                there = indices + place, numbers + place
+                topk_select.keep(index, value, count, key, shares[i][0], likely, kept if update else 0, there)
+
+        run(send, pieces, pieces_of(ENTRY_COST * k, pieces))
+        row[0] = places[-1]
+        row[1 + places[-1] :].zero_()
+        values[places[-1] :].zero_()
+
+    def lowest(self, codec: Any) -> int:
+        """The lowest key that may be selected: not that of zero."""
+        return 1
+
+    def _stride(self, k: int) -> int:
+        least, most = self.strides
+        return max(least, min(k // 64, most))
+
+    def _estimate(
+        self,
+        source: tuple[int, int],
+        residual: int,
+        numel: int,
+        k: int,
+        lowest: int,
+        scratch: int,
+        workspace: Workspace,
+    ) -> Estimate:
+        """Where the k-th largest key lies, from `lowest` on, by what is found among a sample's: so many as are expected
+        of k, plus and minus what chance may add and take."""
+        memory, stride = workspace.buffers, self._stride(k)
+        if source[0] > BFLOAT16:
+            source = source[0] | PEEK, source[1]
+        strata = numel // (64 * stride)
+        expected = k * 64 * strata / numel
+        spread = memory.get("spread", self.allowance) * math.sqrt(expected) + 2
+        wanted = round(expected + spread)
+        keys: np.ndarray = memory["sample"]
+        last = memory.get("threshold", lowest)
+        # First a little below the last threshold; where too few are found, farther down.
+        for begin in dict.fromkeys((*(max(lowest, last - outlook) for outlook in self.outlooks), lowest)):
+            count = sample(source, residual, (strata, stride), begin, keys.ctypes.data, scratch)
+            if count >= wanted:
+                ranks = wanted, max(1, round(expected)), max(1, round(expected - spread))
+                places = [count - rank for rank in ranks]
+                keys[:count].partition(places)
+                threshold, likely, high = keys[places].tolist()
+                memory["threshold"] = threshold
+                return Estimate(threshold, likely, high)
+        memory["threshold"] = lowest
+        return Estimate(lowest, lowest)
+
+    @staticmethod
+    def _select(
+        rooms: Sequence[tuple[int, int, int, int, int]],
+        counts: Sequence[int],
+        k: int,
+        high: int,
+        spare: int,
+        workspace: Workspace,
+    ) -> tuple[int, list[tuple[int, int]]]:
+        """The k-th largest key, 0 if there are fewer, and for each piece how many ties and how many in all it sends.
+
+        Among equal keys the lower index goes first, and so does the earlier piece. `spare` is room for k keys.
+        """
+        if sum(counts) < k:
+            return 0, [(0, count) for count in counts]
+        above = inside = 0
+        for place, count in zip(rooms, counts, strict=True):
+            more, fewer = topk_select.near(place[1], count, high, spare + 4 * inside, k - inside)
+            above, inside = above + more, inside + fewer
+            if inside > k:
+                break
+        lists: np.ndarray = workspace.buffers["lists"]
+        if above < k <= above + inside and inside <= k:
+            lists[0] = spare, inside
+            key, left = topk_select.kth_largest(lists.ctypes.data, 1, k - above, rooms[0][3])
+        else:
+            for row, place, count in zip(lists, rooms, counts, strict=False):
+                row[:] = place[1], count
+            key, left = topk_select.kth_largest(lists.ctypes.data, len(rooms), k, rooms[0][3])
+        shares = []
+        for place, count in zip(rooms, counts, strict=True):
+            above, equal = topk_select.tally(place[1], count, key)
+            ties = min(equal, left)
+            left -= ties
+            shares.append((ties, above + ties))
+        return int(key), shares
+
+    def add_raw(self, codec: Any, row: Tensor, values: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
+        k, numel = len(values), out.numel()
+        where = address(row, int32), address(values, float32), address(out, float32)
+        note(workspace, [topk_add(*where, numel, k, float(alpha))])
+
+    def mean_raw(self, codec: Any, rows: Tensor, values: Tensor, out: Tensor, workspace: Workspace) -> None:
+        numel, ranks = out.numel(), len(rows)
+        count = -(-numel // TILE)
+        pieces = pieces_of(numel, count)
+        scratch = reserved(workspace, "scratch", pieces * SCRATCH)
+        cursors = reserved(workspace, "cursors", pieces * ranks * 16)
+        target = KINDS[out.dtype], address(out)
+        lists = rows_at(rows, int32), rows_at(values, float32)
+        k, scale = values.shape[1], inverse(ranks)
+
+        def job(first: int, last: int, piece: int) -> tuple[int, int]:
+            memory = cursors + piece * ranks * 16, scratch + piece * SCRATCH
+            result: tuple[int, int] = topk_mean(target, *lists, ranks, (numel, first, last), k, scale, *memory)
+            return result
+
+        note(workspace, run(job, count, pieces))

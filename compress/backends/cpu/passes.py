@@ -1,0 +1,162 @@
+"""Small passes over CPU tensors, each reading and writing everything once: tracking, momentum, and flat vectors."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, float32, int32
+
+from ..addresses import address
+from ..kernels import MomentumInput, MomentumKernels, TrackingKernels, VectorKernels
+from .runtime.blocks import all_finite
+from .runtime.dtypes import F32, INF_BITS, KINDS, MAGNITUDE, NAN
+from .runtime.fused_inputs import ENTER_SPARE, HEAVY_BALL, NESTEROV, TRACKED, enter_into
+from .runtime.simd import as_i32, bits_of, compiled, get_f32, get_i32, load_f32, select, store
+from .runtime.threads import over_tiles
+
+
+@compiled
+def _follow(estimate: int, mean: int, first: int, last: int) -> int:
+    """estimate += mean, handed out in `mean`; NaN there, and the estimate as it was, where the sum is not finite.
+    Returns whether it is so anywhere."""
+    bad, i = False, 4 * first
+    while i + 256 <= 4 * last:
+        h = load_f32(estimate + i)
+        total = h + load_f32(mean + i)
+        good = (as_i32(total) & MAGNITUDE) < INF_BITS
+        store(estimate + i, select(good, total, h))
+        store(mean + i, select(good, total, NAN))
+        bad |= bits_of(good) != -1
+        i += 256
+    while i < 4 * last:
+        one = get_f32(estimate + i) + get_f32(mean + i)
+        if np.isfinite(one):
+            store(estimate + i, one)
+            store(mean + i, one)
+        else:
+            store(mean + i, NAN)
+            bad = True
+        i += 4
+    return int(bad)
+
+
+class Tracking(TrackingKernels):
+    """Each in one pass."""
+
+    def change(self, grad: Tensor, momentum: Tensor, share: float, out: Tensor) -> None:
+        self.changing(grad, momentum, share).into(out)
+
+    def changing(self, grad: Tensor, momentum: Tensor, share: float) -> MomentumInput:
+        return momentum_input(TRACKED, grad, momentum, share)
+
+    def follow(self, estimate: Tensor, mean: Tensor) -> bool:
+        where = address(estimate, float32), address(mean, float32)
+        return not any(over_tiles(mean.numel(), lambda first, last: _follow(*where, first, last)))
+
+
+def momentum_input(kind: int, grad: Tensor, momentum: Tensor, factor: float) -> MomentumInput:
+    """What comes out of a momentum, of a kind that `fused_inputs` has."""
+    source = grad if grad.dtype in KINDS else grad.float()
+    bits = np.float32(factor).view(np.int32)
+    record = np.array([KINDS[source.dtype], address(source), address(momentum, float32), bits], np.int64)
+    where = record.ctypes.data
+
+    def into(out: Tensor) -> None:
+        def job(first: int, last: int) -> None:
+            spare = np.empty(ENTER_SPARE + 256, np.uint8)
+            enter_into(kind, where, address(out, float32), first, last, spare.ctypes.data)
+
+        over_tiles(out.numel(), job)
+
+    return MomentumInput(grad.numel(), into, (kind, where), (record, source, momentum))
+
+
+@compiled
+def _mask(momentum: int, indices: int, values: int, before: int, count: int) -> None:
+    """before[j] = momentum[indices[j]], and zero there, where values[j] is finite."""
+    for j in range(count):
+        at = momentum + 4 * np.int64(get_i32(indices + 4 * j))
+        store(before + 4 * j, get_f32(at))
+        if np.isfinite(get_f32(values + 4 * j)):
+            store(at, F32(0.0))
+
+
+class Momentum(MomentumKernels):
+    """Each in one pass, `mask` over its entries alone."""
+
+    def enter(self, grad: Tensor, momentum: Tensor, beta: float, nesterov: bool, out: Tensor) -> None:
+        self.momentum_input(grad, momentum, beta, nesterov).into(out)
+
+    def momentum_input(self, grad: Tensor, momentum: Tensor, beta: float, nesterov: bool) -> MomentumInput:
+        return momentum_input(NESTEROV if nesterov else HEAVY_BALL, grad, momentum, beta)
+
+    def mask(self, momentum: Tensor, indices: Tensor, values: Tensor, count: Tensor | None = None) -> Tensor:
+        # Nothing else of torch's here: it would wake all threads for some 1 % of the elements.
+        before = torch.empty_like(values)
+        entries = address(indices, int32), address(values, float32), address(before, float32)
+        _mask(address(momentum, float32), *entries, len(indices) if count is None else int(count))
+        return before
+
+
+@compiled
+def _difference(agreed: int, own: int, out: int, restart: int, first: int, last: int) -> None:
+    i = 4 * first
+    while i + 256 <= 4 * last:
+        there = load_f32(agreed + i)
+        store(out + i, there - load_f32(own + i))
+        if restart:
+            store(own + i, there)
+        i += 256
+    while i < 4 * last:
+        one = get_f32(agreed + i)
+        store(out + i, one - get_f32(own + i))
+        if restart:
+            store(own + i, one)
+        i += 4
+
+
+@compiled
+def _descend(agreed: int, step: int, own: int, carry: int, first: int, last: int) -> None:
+    i = 4 * first
+    while i + 256 <= 4 * last:
+        by = load_f32(step + i)
+        there = load_f32(agreed + i) - by
+        store(agreed + i, there)
+        store(own + i, load_f32(own + i) - by if carry else there)
+        i += 256
+    while i < 4 * last:
+        less = get_f32(step + i)
+        one = get_f32(agreed + i) - less
+        store(agreed + i, one)
+        store(own + i, get_f32(own + i) - less if carry else one)
+        i += 4
+
+
+class Vectors(VectorKernels):
+    """In torch where not all is float32, without gaps."""
+
+    def all_finite(self, x: Tensor) -> Tensor:
+        if not _lies_flat(x):
+            return super().all_finite(x)
+        at = address(x, float32)
+        return torch.tensor(
+            all(over_tiles(x.numel(), lambda first, last: all_finite(at + 4 * first, last - first))), device="cpu"
+        )
+
+    def difference(self, agreed: Tensor, own: Tensor, out: Tensor, restart: bool) -> None:
+        if not _lies_flat(agreed, own, out):
+            super().difference(agreed, own, out, restart)
+            return
+        where = (*(address(x, float32) for x in (agreed, own, out)), int(restart))
+        over_tiles(agreed.numel(), lambda first, last: _difference(*where, first, last))
+
+    def descend(self, agreed: Tensor, step: Tensor, own: Tensor, carry: bool) -> None:
+        if not _lies_flat(agreed, step, own):
+            super().descend(agreed, step, own, carry)
+            return
+        where = (*(address(x, float32) for x in (agreed, step, own)), int(carry))
+        over_tiles(agreed.numel(), lambda first, last: _descend(*where, first, last))
+
+
+def _lies_flat(*tensors: Tensor) -> bool:
+    return all(x.dtype == float32 and x.is_contiguous() and not x.is_neg() for x in tensors)

@@ -1,0 +1,37 @@
+"""Threshold on a GPU: what TopK selects, less what does not exceed it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import Workspace
+from .topk import TopK
+
+
+class Threshold(TopK):
+    """The largest, as many as there is room for, less those that do not exceed the threshold."""
+
+    def encode_raw(
+        self,
+        codec: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        row: Tensor,
+        values: Tensor,
+        draw: Tensor | None,
+        workspace: Workspace,
+    ) -> None:
+        self.choose(codec, x, residual, row, values, workspace, update=True)
+        indices, k = row[1:], len(values)
+        slots = torch.arange(k, device=x.device)
+        used, low = slots < row[:1], values.abs() <= codec.threshold
+        if residual is not None:  # which they had left; of what is not used the values are zero
+            residual.index_add_(0, torch.where(used, indices, slots), torch.where(used & low, values, -0.0))
+        kept = used & ~low
+        place = torch.where(kept, kept.cumsum(0) - 1, k)  # one more, for what is not kept
+        for listed in (indices, values):
+            listed.copy_(torch.zeros(k + 1, dtype=listed.dtype, device=x.device).scatter_(0, place, listed)[:k])
+        row[:1].copy_(kept.sum())

@@ -1,0 +1,248 @@
+"""What runs one codec on one backend, and the memory it works in."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .low_precision import LowPrecisionVector
+
+
+@dataclass
+class Workspace:
+    """Memory that one codec reuses for one length on one device; it never changes the bytes of the wire.
+
+    Attributes:
+        status: int64[2] on the device, counted up by decoding: entries skipped because their index or code cannot
+            occur in a sound wire, and records (sparse and cast codecs: positions) that are not finite.
+        buffers: what the backend keeps between calls (scratch, a predicted threshold, what it has prepared).
+        codec, kernels: whose it is, and what runs that; None in one that a backend has made by itself.
+    """
+
+    status: Tensor
+    buffers: dict[Hashable, Any] = field(default_factory=dict)
+    codec: Any = None
+    kernels: Kernels | None = None
+
+    @staticmethod
+    def on(device: torch.device | str) -> Workspace:
+        return Workspace(torch.zeros(2, dtype=torch.int64, device=device))
+
+
+@dataclass(frozen=True)
+class MomentumInput:
+    """What a codec reads in the place of a gradient that enters a momentum on the way: float32, and made once.
+
+    Attributes:
+        elements: how many it has.
+        into: lets the gradient enter, and writes what comes out to a tensor.
+        source: what kernels of the CPU can read in its place: a kind and an address (`fused_inputs`). None: there is
+            only the whole.
+        memory: what must not be freed before.
+    """
+
+    elements: int
+    into: Callable[[Tensor], None]
+    source: tuple[int, int] | None = None
+    memory: Any = None
+
+    def numel(self) -> int:
+        return self.elements
+
+
+class Kernels(ABC):
+    """The operations of one codec on one backend, on arguments that the codec has already checked.
+
+    `encode` and `decode_add` say what the codec means. The two fused forms are composed from them here, and what a
+    backend overrides must equal this composition bit for bit.
+    """
+
+    def workspace(self, codec: Any, numel: int, device: torch.device) -> Workspace:
+        return Workspace.on(device)
+
+    def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
+        """Compile what `codec` needs for gradients of `dtype` on `device`, so that no later call has to: by default it
+        is run once, on few elements."""
+        numel = self.prepare_numel(codec)
+        workspace = self.workspace(codec, numel, device)
+        x = torch.ones(numel, dtype=dtype, device=device)
+        residual = torch.zeros(numel, dtype=torch.float32, device=device)
+        wire = torch.zeros(codec.wire_bytes(numel), dtype=torch.uint8, device=device)
+        draw = torch.zeros(3, dtype=torch.int64, device=device)
+        self.encode(codec, x, wire, draw, workspace)
+        self.encode_feedback(codec, x, residual, wire, draw, workspace)
+        self.decode_add(codec, wire, residual, 1.0, workspace)
+        self.decode_mean(codec, [part[None] for part in wire.split(codec.part_bytes(numel))], x, workspace)
+
+    def prepare_numel(self, codec: Any) -> int:
+        """Of how many elements a gradient runs everything."""
+        return 1
+
+    @abstractmethod
+    def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None: ...
+
+    @abstractmethod
+    def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None: ...
+
+    def encode_feedback(
+        self, codec: Any, grad: Tensor, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
+    ) -> None:
+        total = grad.float() + residual
+        self.encode(codec, total, wire, draw, workspace)
+        decoded = torch.zeros_like(total)
+        self.decode_add(codec, wire, decoded, 1.0, Workspace.on(total.device))
+        # Where a value could not be sent as a finite number, the old residual stays: it must never become NaN.
+        sent = decoded.isfinite() & total.isfinite()
+        residual.copy_(torch.where(sent, total - decoded, residual))
+
+    def encode_low_precision(
+        self,
+        codec: Any,
+        grad: Tensor,
+        residual: LowPrecisionVector,
+        wire: Tensor,
+        draw: Tensor | None,
+        workspace: Workspace,
+    ) -> None:
+        """`encode_feedback` with a residual that is kept in fewer bytes."""
+        with residual.open() as wide:
+            self.encode_feedback(codec, grad, wide, wire, draw, workspace)
+
+    def encode_momentum(
+        self,
+        codec: Any,
+        x: MomentumInput,
+        residual: Tensor,
+        wire: Tensor,
+        draw: Tensor | None,
+        workspace: Workspace,
+    ) -> None:
+        """`encode_feedback` of what comes out of a momentum that a gradient enters."""
+        out: Tensor | None = workspace.buffers.get("momentum input")
+        if out is None or out.numel() != x.numel():
+            out = workspace.buffers["momentum input"] = torch.empty_like(residual)
+        x.into(out)
+        self.encode_feedback(codec, out, residual, wire, draw, workspace)
+
+    def entries_of(self, codec: Any, wire: Tensor, numel: int, workspace: Workspace) -> tuple[Tensor, Tensor, Tensor]:
+        """The entries on a sound wire of a sparse codec that this rank has encoded, without a pass over all elements
+        where the wire has their indices: int32 indices [k], float32 values [k], and how many are used, int32 [1].
+
+        All may be memory of the workspace, which the next call overwrites.
+        """
+        decoded = torch.zeros(numel, dtype=torch.float32, device=wire.device)
+        self.decode_add(codec, wire, decoded, 1.0, Workspace.on(wire.device))
+        indices = decoded.nonzero().view(-1)
+        return indices.int(), decoded[indices], torch.full((1,), len(indices), dtype=torch.int32, device=wire.device)
+
+    def decode_mean(self, codec: Any, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
+        total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+        for rank in range(wires[0].shape[0]):
+            wire = wires[0][rank] if len(wires) == 1 else torch.cat([part[rank] for part in wires])
+            self.decode_add(codec, wire, total, 1.0, workspace)
+        divide(total, wires[0].shape[0], out)
+
+
+def parts_of(codec: Any, wire: Tensor, numel: int) -> list[Tensor]:
+    """The parts of one rank's wire, as those of all ranks come: [1, bytes] each."""
+    return [part[None] for part in wire.split(codec.part_bytes(numel))]
+
+
+def divide(total: Tensor, world_size: int, out: Tensor) -> None:
+    """`out` = total · (1 / world_size), the reciprocal in float32, cast once. `total` may be `out`, and is used up."""
+    out.copy_(total.mul_(float(torch.tensor(1.0, dtype=torch.float32, device="cpu") / world_size)))
+
+
+class VectorKernels:
+    """Passes over flat tensors, in torch, for devices without anything better."""
+
+    def prepare(self, device: torch.device) -> None:
+        """Compile all of this for tensors on `device`, so that no later call has to."""
+        one, two, three = torch.zeros(3, 1, dtype=torch.float32, device=device)
+        self.all_finite(one)
+        self.difference(one, two, three, False)
+        self.descend(one, two, three, False)
+
+    def all_finite(self, x: Tensor) -> Tensor:
+        """Whether every element of a tensor that has any is finite: bool []. One pass, and no memory."""
+        least, largest = torch.aminmax(x)  # either is NaN or infinite where any element is
+        return (least - least) + (largest - largest) == 0  # `isfinite` would take four launches for each
+
+    def difference(self, agreed: Tensor, own: Tensor, out: Tensor, restart: bool) -> None:
+        """out = agreed - own, float32 both but for `own`; with `restart` own = agreed then."""
+        torch.sub(agreed, own, out=out)
+        if restart:
+            own.copy_(agreed)
+
+    def descend(self, agreed: Tensor, step: Tensor, own: Tensor, carry: bool) -> None:
+        """agreed -= step, float32 both; then own = agreed, or with `carry` own -= step."""
+        agreed.sub_(step)
+        if carry:
+            own.sub_(step)
+        else:
+            own.copy_(agreed)
+
+
+class TrackingKernels:
+    """The passes of `compress.tracking` over flat tensors, in torch, for devices without anything better."""
+
+    def change(self, grad: Tensor, momentum: Tensor, share: float, out: Tensor) -> None:
+        """Let a gradient of any dtype enter the momentum, float32: `out`, float32, = its change by share · (grad -
+        momentum). Where the momentum would not be finite, it stays, and `out` is not finite."""
+        new = momentum + (grad.float() - momentum) * share
+        torch.sub(new, momentum, out=out)
+        momentum.copy_(torch.where(new.isfinite(), new, momentum))
+
+    def changing(self, grad: Tensor, momentum: Tensor, share: float) -> MomentumInput:
+        """`change`, for a codec that reads what it writes."""
+        return MomentumInput(grad.numel(), partial(self.change, grad, momentum, share))
+
+    def follow(self, estimate: Tensor, mean: Tensor) -> bool:
+        """Add a mean, float32, to the estimate, and put that in its place; where the sum is not finite the estimate
+        stays, and NaN is in its place. Returns whether all is finite, as far as is known without waiting."""
+        total = estimate + mean
+        finite = total.isfinite()
+        estimate.copy_(torch.where(finite, total, estimate))
+        mean.copy_(total.masked_fill_(~finite, torch.nan))
+        return not finite.is_cuda and bool(finite.all())
+
+
+class MomentumKernels:
+    """The passes of `compress.momentum` over flat tensors, in torch, for devices without anything better."""
+
+    def enter(self, grad: Tensor, momentum: Tensor, beta: float, nesterov: bool, out: Tensor) -> None:
+        """Let a gradient g of any dtype enter the momentum u, float32: u = βu + g, and `out`, float32, = u; with
+        `nesterov` u = β(u + g), and `out` = u + g. Where `out` is not finite the momentum stays."""
+        g = grad.float()
+        new = (momentum + g) * beta if nesterov else momentum * beta + g
+        torch.add(new, g, out=out) if nesterov else out.copy_(new)
+        momentum.copy_(torch.where(out.isfinite(), new, momentum))
+
+    def momentum_input(self, grad: Tensor, momentum: Tensor, beta: float, nesterov: bool) -> MomentumInput:
+        """`enter`, for a codec that reads what it writes."""
+        return MomentumInput(grad.numel(), partial(self.enter, grad, momentum, beta, nesterov))
+
+    def mask(self, momentum: Tensor, indices: Tensor, values: Tensor, count: Tensor | None = None) -> Tensor:
+        """Let the momentum be zero where an entry has a finite value.
+
+        Args:
+            indices, values: int32, none of them twice, and float32.
+            count: how many are used, int32 [1] on the device; None: all.
+
+        Returns:
+            What the momentum was there, float32; anything where an entry is not used.
+        """
+        at, stays = indices.long(), ~values.isfinite()
+        if count is not None:
+            unused = torch.arange(len(indices), device=indices.device) >= count
+            at, stays = at.masked_fill(unused, 0), stays | unused
+        before = momentum[at]
+        # Added, so that what is not used changes nothing, wherever it points: not even the sign of a zero.
+        momentum.index_add_(0, at, (-before).masked_fill_(stays, -0.0))
+        return before

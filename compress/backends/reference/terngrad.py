@@ -1,0 +1,65 @@
+"""TernGrad: drawn trits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from ...formats.wire import Part
+from .. import Kernels, Workspace
+from .arithmetic import (
+    F32,
+    LANES,
+    NAN,
+    TINY,
+    add,
+    block_lengths,
+    block_sums,
+    in_blocks,
+    levels_of,
+    numbers,
+    power_of_two_scale,
+    uniform,
+)
+
+
+class TernGrad(Kernels):
+    def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
+        a = numbers(x)
+        rows, lengths = in_blocks(a, codec.block), block_lengths(len(a), codec.block)
+        magnitudes = np.abs(rows)
+        largest = (magnitudes.view(np.uint32).max(axis=1)).view(F32)
+        p, inverse_p = power_of_two_scale(largest)
+        with np.errstate(all="ignore"):
+            scaled = magnitudes * p[:, None]
+            sigma = np.sqrt(block_sums(scaled * scaled) / lengths)
+            scaled_scale = np.fmin(largest * p, F32(codec.clip) * sigma)
+            scale = scaled_scale * inverse_p
+            scale = np.where((largest > 0) & (scale == 0), TINY, scale)
+            sound = np.isfinite(largest)
+            r = in_blocks(uniform(draw if codec.stochastic else None, len(a)), codec.block)
+            level = levels_of(np.where(sound[:, None], magnitudes, F32(0)), p, scaled_scale, 1, r)
+        self.write(codec.parts(len(a))[0], wire, np.where(sound, scale, NAN), level + (level & (rows < 0)))
+
+    @staticmethod
+    def write(part: Part, wire: Tensor, scale: np.ndarray, trit: np.ndarray) -> None:
+        """The records of scales [blocks] and trits [blocks, block]."""
+        planes = trit.reshape(len(trit), -1, 5, LANES)
+        record = part.view(wire.numpy())
+        record["scale"][:, 0] = scale
+        powers = np.array([1, 3, 9, 27, 81], np.uint8)
+        record["trits"] = (planes * powers[:, None]).sum(axis=2, dtype=np.uint8).reshape(len(trit), -1)
+
+    def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
+        (part,) = codec.parts(out.numel())
+        record = part.view(wire.numpy())
+        packed = record["trits"].reshape(part.records, -1, 1, LANES)
+        sound = packed < 243
+        trit = np.where(sound, packed // np.array([1, 3, 9, 27, 81], np.uint8)[:, None] % 3, 0)
+        workspace.status[0] += int((~sound).sum())
+        workspace.status[1] += int((~np.isfinite(record["scale"])).sum())
+        signed = np.array([0, 1, -1], F32)[trit].reshape(part.records, -1)
+        with np.errstate(all="ignore"):
+            add(out, alpha, signed * record["scale"])

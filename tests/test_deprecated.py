@@ -1,0 +1,55 @@
+"""Codecs and strategies written for the release before work, with a warning for each old name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from gradwire.compress import Codec, OneBit, Residual, TopK
+from gradwire.compress.feedback.base import RESIDUAL, FeedbackState
+from torch import Tensor
+
+
+def old_strategy() -> Any:
+    @dataclass(frozen=True)
+    class Halved(Residual):
+        vectors: ClassVar[tuple[str, ...]] = (RESIDUAL, "seen")
+
+        def send_all(self, kept: FeedbackState, grad: Tensor) -> Tensor:
+            return super().send_all(kept, grad) / 2  # type: ignore[misc]
+
+    return Halved
+
+
+def test_a_strategy_may_define_and_call_old_names() -> None:
+    with pytest.warns(DeprecationWarning, match="is now") as told:
+        strategy = old_strategy()()
+    assert [str(w.message) for w in told] == [
+        "Halved.vectors is now state_names: use that name",
+        "Halved.send_all is now flush: use that name",
+    ]
+    assert strategy.state_names == (RESIDUAL, "seen")
+    state = FeedbackState(strategy, {RESIDUAL: torch.tensor([1.0])})
+    with pytest.warns(DeprecationWarning, match=r"Halved.send_all is now flush"):
+        assert state.flush(torch.tensor([3.0])).tolist() == [2.0]
+    with pytest.warns(DeprecationWarning, match=r"Residual.stored_as is now storage_dtype"):
+        assert Residual(dtype=torch.bfloat16).stored_as(RESIDUAL) == torch.bfloat16  # type: ignore[attr-defined]
+
+
+def test_a_codec_may_define_and_call_old_names() -> None:
+    with pytest.warns(DeprecationWarning, match=r"Coarse.of_means is now second_pass"):
+
+        @dataclass(frozen=True)
+        class Coarse(OneBit):
+            def of_means(self) -> Codec:
+                return TopK()
+
+    assert Coarse().second_pass() == TopK()
+    with pytest.warns(DeprecationWarning, match=r"TopK.plain is now raw_entries"):
+        assert TopK().plain == TopK().raw_entries  # type: ignore[attr-defined]
+    with pytest.warns(DeprecationWarning, match=r"TopK.timed_as is now speed_key"):
+        assert TopK().timed_as == TopK().speed_key  # type: ignore[attr-defined]
+    with pytest.warns(DeprecationWarning, match=r"OneBit.of_layout is now for_layout"):
+        assert OneBit().of_layout(()) == OneBit()  # type: ignore[attr-defined]
