@@ -15,8 +15,8 @@ from gradwire.hooks.comm.entry_exchange import Entries, EntryExchanger
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.comm.pipeline import drive
 from gradwire.hooks.network import cost, probe
-from gradwire.hooks.sparse import all_reduce as sparse
 from gradwire.hooks.sparse import validation as arguments
+from gradwire.hooks.sparse.costs import choose
 from gradwire.hooks.sparse.validation import Algorithm, Op
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -75,7 +75,7 @@ def compare(
     bound = magnitude * (info.eps + world_size * torch.finfo(torch.float32).eps) + info.smallest_normal * info.eps
     outs = []
     scales: dict[Op, float] = {"sum": 1.0, "mean": 1.0 / world_size}
-    for algorithm in (*sparse.ALGORITHMS, "auto"):
+    for algorithm in (*arguments.ALGORITHMS, "auto"):
         options: dict[str, Any] = {"algorithm": algorithm, "group": group}
         for op, scale in scales.items():
             at, found = sparse_all_reduce(indices, values, numel, op=op, **options)
@@ -145,7 +145,7 @@ def strided(rank: int, algorithm: Algorithm) -> None:
             assert torch.equal(found[1], plain[1])
 
 
-@pytest.mark.parametrize("algorithm", sparse.ALGORITHMS)
+@pytest.mark.parametrize("algorithm", arguments.ALGORITHMS)
 def test_any_layout(ranks: Ranks, algorithm: Algorithm) -> None:
     ranks(2).run(strided, algorithm)
 
@@ -158,7 +158,7 @@ def special(rank: int, algorithm: Algorithm) -> list[float]:
     return found.tolist()
 
 
-@pytest.mark.parametrize("algorithm", sparse.ALGORITHMS)
+@pytest.mark.parametrize("algorithm", arguments.ALGORITHMS)
 def test_what_is_not_finite_stays_visible(ranks: Ranks, algorithm: str) -> None:
     for one, nan, inf, other in ranks(3).run(special, algorithm):
         assert (one, other) == (3.0, 4.0)
@@ -172,9 +172,9 @@ SURVIVORS = (0, 5)
 
 def die(rank: int) -> list[str]:
     """Algorithm by algorithm, a rank goes in the middle of a call, and the others are told."""
-    groups = [dist.new_group([0, 1 + n, 5], timeout=GROUP_TIMEOUT) for n in range(len(sparse.ALGORITHMS))]
+    groups = [dist.new_group([0, 1 + n, 5], timeout=GROUP_TIMEOUT) for n in range(len(arguments.ALGORITHMS))]
     indices, told = torch.arange(0, 50_000, 5), []
-    for n, (algorithm, group) in enumerate(zip(sparse.ALGORITHMS, groups, strict=True)):
+    for n, (algorithm, group) in enumerate(zip(arguments.ALGORITHMS, groups, strict=True)):
         if rank == 1 + n:
             EntryExchanger.gather = EntryExchanger.to_owners = lambda *a, **k: os._exit(1)  # type: ignore[method-assign, assignment]
             Group.all_reduce = lambda *a, **k: os._exit(1)  # type: ignore[method-assign]
@@ -197,7 +197,7 @@ def test_a_rank_that_dies_is_an_error_within_the_timeout() -> None:
     finally:
         pool.close()
     for rank in SURVIVORS:
-        assert len(told[rank]) == len(sparse.ALGORITHMS)
+        assert len(told[rank]) == len(arguments.ALGORITHMS)
         assert all(told[rank])
 
 
@@ -347,7 +347,7 @@ def test_the_model_chooses_as_bytes_do_on_a_slow_network(
     numel = 1 << 22
     k = int(density * numel)
     union = min(numel, round(k * (1 + (world_size - 1) * (1 - overlap))))
-    decision = sparse.choose(calibration, cost.Shape(numel, k, world_size, union))
+    decision = choose(calibration, cost.Shape(numel, k, world_size, union))
     assert decision.name in expected, str(decision)
 
 
@@ -359,7 +359,7 @@ def test_a_line_goes_through_what_was_measured() -> None:
 def test_on_a_fast_network_work_decides() -> None:
     fast = cost.Line(1e-5, 1e-11)
     calibration = cost.Calibration(fast, fast, fast, WORK, LATENCY)
-    assert sparse.choose(calibration, cost.Shape(1 << 22, 1 << 19, 8, 1 << 21)).name == "dense"
+    assert choose(calibration, cost.Shape(1 << 22, 1 << 19, 8, 1 << 21)).name == "dense"
 
 
 def test_estimates_of_the_union_follow_the_overlap() -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from gradwire import sparse_all_reduce
 from gradwire.hooks.sparse import all_reduce as sparse
-from gradwire.hooks.sparse.validation import Algorithm
+from gradwire.hooks.sparse.validation import ALGORITHMS, Algorithm
 from ranks import Pool
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -139,7 +139,7 @@ def differentiable(rank: int, algorithm: Algorithm) -> tuple[bool, bool]:
     return tracked, any(memory.requires_grad for memory in room._memory.values())
 
 
-@pytest.mark.parametrize("algorithm", sparse.ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_autograd_sees_nothing_of_it(ranks: Ranks, algorithm: Algorithm) -> None:
     assert ranks(2).run(differentiable, algorithm) == [(False, False)] * 2
 
@@ -155,7 +155,7 @@ def in_and_out_of_inference(rank: int, algorithm: Algorithm) -> list[list[float]
     return found
 
 
-@pytest.mark.parametrize("algorithm", sparse.ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_inference_mode_comes_and_goes(ranks: Ranks, algorithm: Algorithm) -> None:
     assert ranks(2).run(in_and_out_of_inference, algorithm) == [[[0, 1, 7, 1.0, 1.0, 2.0]] * 3] * 2
 

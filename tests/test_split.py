@@ -12,7 +12,7 @@ from gradwire.benchmarks.common.virtual import VirtualGroup
 from gradwire.compress import TopK
 from gradwire.compress.feedback.base import plain
 from gradwire.hooks.comm.entry_exchange import Entries, fill
-from gradwire.hooks.exchanges.split import Split
+from gradwire.hooks.exchanges.split import Split, split_estimate
 from gradwire.hooks.network import cost
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -171,7 +171,8 @@ def test_messages_cost_every_bucket_the_processor() -> None:
     far, near = (cost.Line(1e-3, 1e-9, each=each) for each in (0.0, 1e-3))
     shape = cost.Shape(1 << 18, 2621, 8, 20_000)
     stages = [
-        cost.Calibration(line, line, line, training.WORK, training.LATENCY).split_k(shape) for line in (far, near)
+        split_estimate(cost.Calibration(line, line, line, training.WORK, training.LATENCY), shape, shape.k)
+        for line in (far, near)
     ]
     assert stages[0].seconds == pytest.approx(stages[1].seconds)
     assert [estimate.stages for estimate in stages] == [2, 2]

@@ -15,6 +15,7 @@ from ...compress.codecs.cast import Cast
 from ...compress.formats.layout import Layout, layout_numel
 from ..comm.topology import Topology
 from ..exchanges import EXCHANGES, BucketSpec, Dense, Exchange, Hierarchical, TwoPass, possible, serving
+from ..exchanges.dense import all_reduce_estimate
 from ..network import cost, probe
 from ..network.cost import HIERARCHICAL
 from .trial import COMPRESSED, FALLBACK, HALF, PLANNED
@@ -220,7 +221,7 @@ class Planner:
         assert self._flat is not None
         for codec in self._codecs(choice):
             if codec is None:
-                plans["dense"] = Plan(choice.codec, "dense", False), self._flat.dense(cost.Shape(numel, 0, size, 0))
+                plans["dense"] = Plan(choice.codec, "dense", False), all_reduce_estimate(self._flat, numel, size)
                 continue
             asked = codec == choice.codec
             feedback = choice.feedback if asked else True

@@ -17,7 +17,8 @@ from ..comm.pipeline import Clock, Stages
 from ..comm.ports import Collective, PersistentMessage
 from ..exchanges import all_finite
 from ..network.cost import Calibration, Shape, expected_union
-from ..sparse.all_reduce import choose, total
+from ..sparse.all_reduce import total
+from ..sparse.costs import choose
 
 
 def sparse_names(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> frozenset[str]:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from ...compress.codec import Codec
 from ..comm.group import Group
 from ..comm.pipeline import Stages
-from ..network.cost import Calibration, Estimate, Shape
+from ..network.cost import GLOO_COLLECTIVES, Calibration, Estimate
 from .base import BucketSpec, Exchange, ExchangeArgs, all_finite
+
+
+def all_reduce_estimate(network: Calibration, numel: int, world_size: int) -> Estimate:
+    """The cost of an all-reduce of float32 elements, and of the passes over them."""
+    moves = [(network.all_reduce, 8 * numel * (world_size - 1) / world_size)]
+    whole = network.estimate("dense", moves, 0.0, network.work.dense * numel)
+    return replace(whole, at_once=min(network.at_once, GLOO_COLLECTIVES))
 
 
 class Dense(Exchange):
@@ -38,7 +47,7 @@ class Dense(Exchange):
 
     @classmethod
     def estimate(cls, network: Calibration, what: BucketSpec) -> Estimate:
-        return network.dense(Shape(what.numel, 0, what.world_size, 0))
+        return all_reduce_estimate(network, what.numel, what.world_size)
 
     @property
     def payload_bytes(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -18,8 +19,23 @@ from ..comm.entry_exchange import Entries, EntryExchanger, fill
 from ..comm.group import Group
 from ..comm.pipeline import Stages
 from ..comm.ports import Work
-from ..network.cost import Shape, expected_union
+from ..network.cost import Calibration, Estimate, Shape, expected_union
 from .base import BucketSpec, Exchange, ExchangeArgs, all_finite
+
+
+def entries_of(what: BucketSpec) -> Shape:
+    """The entries of a sparse codec's bucket, for estimates."""
+    codec = what.codec
+    assert isinstance(codec, SparseCodec)  # `carries` saw to it
+    k = codec.k(what.numel)
+    union = what.union or expected_union(what.numel, k, what.world_size)
+    return Shape(what.numel, k, what.world_size, min(max(union, k), what.numel), codec.value_dtype)
+
+
+def with_selection(entries: Estimate, network: Calibration, what: BucketSpec) -> Estimate:
+    """The cost of moving entries, and of the codec's selection before and the vector that they are written to after."""
+    encode, decode = entries.encode + what.speed.encode * what.numel, entries.decode + network.work.dense * what.numel
+    return replace(entries, encode=encode, decode=decode)
 
 
 class EntryExchange(Exchange):
@@ -45,15 +61,6 @@ class EntryExchange(Exchange):
     @classmethod
     def carries(cls, codec: Codec) -> bool:
         return isinstance(codec, SparseCodec)
-
-    @staticmethod
-    def shape(what: BucketSpec) -> Shape:
-        """What an estimate needs to know."""
-        codec = what.codec
-        assert isinstance(codec, SparseCodec)  # `carries` saw to it
-        k = codec.k(what.numel)
-        union = what.union or expected_union(what.numel, k, what.world_size)
-        return Shape(what.numel, k, what.world_size, min(max(union, k), what.numel), codec.value_dtype)
 
     @property
     def payload_bytes(self) -> int:

@@ -14,7 +14,7 @@ from ..comm.group import Group
 from ..comm.pipeline import Stages
 from ..network.cost import Calibration, Estimate
 from .base import BucketSpec, ExchangeArgs
-from .entry_base import EntryExchange
+from .entry_base import entries_of, with_selection
 from .fixed_base import FixedSizeExchange
 from .partition import row_capacity
 
@@ -48,10 +48,17 @@ class FixedSizeSplit(FixedSizeExchange):
 
     @classmethod
     def estimate(cls, network: Calibration, what: BucketSpec) -> Estimate:
-        shape, ranks = EntryExchange.shape(what), what.world_size
-        span = -(-what.numel // ranks)
-        capacity = row_capacity(shape.k, span, ranks, what.feedback)
-        return network.selected(network.padded_split(shape, span, capacity, what.speed), what.speed, what.numel)
+        shape, ranks, speed, work = entries_of(what), what.world_size, what.speed, network.work
+        k, span = shape.k, -(-what.numel // ranks)
+        capacity, share = row_capacity(k, span, ranks, what.feedback), min(-(-k // ranks), span)
+        moves = [
+            (network.all_to_all, (ranks - 1) * shape.entry_bytes(span, capacity)),
+            (network.all_gather, (ranks - 1) * shape.entry_bytes(span, share)),
+        ]
+        encode = work.merge * k + work.pack * ranks * capacity
+        decode = (speed.decode * ranks + speed.mean + speed.encode) * span + work.merge * k
+        decode += (work.unpack + work.scatter) * ranks * share
+        return with_selection(network.estimate(cls.name, moves, encode, decode), network, what)
 
     @property
     def payload_bytes(self) -> int:

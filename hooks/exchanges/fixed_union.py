@@ -14,7 +14,7 @@ from ..comm.pipeline import Stages
 from ..comm.readback import Readback
 from ..network.cost import Calibration, Estimate
 from .base import BucketSpec, ExchangeArgs
-from .entry_base import EntryExchange
+from .entry_base import entries_of, with_selection
 from .fixed_base import FixedSizeExchange
 
 
@@ -46,11 +46,16 @@ class FixedSizeUnion(FixedSizeExchange):
 
     @classmethod
     def estimate(cls, network: Calibration, what: BucketSpec) -> Estimate:
-        shape = EntryExchange.shape(what)
-        capacity = min(what.numel, what.world_size * shape.k)
+        shape, ranks, work = entries_of(what), what.world_size, network.work
+        k, capacity = shape.k, min(what.numel, ranks * shape.k)
         if what.feedback:
             capacity = min(capacity, _with_room(shape.union))
-        return network.selected(network.padded_union(shape, capacity), what.speed, what.numel)
+        moves = [
+            (network.all_gather, (ranks - 1) * index_bytes(what.numel, k)),
+            (network.all_reduce, 8 * capacity * (ranks - 1) / ranks),
+        ]
+        decode = (work.unpack + work.merge) * ranks * k + work.merge * (capacity + k) + work.scatter * 3 * capacity
+        return with_selection(network.estimate(cls.name, moves, work.pack * k, decode), network, what)
 
     @property
     def payload_bytes(self) -> int:

@@ -40,7 +40,9 @@ class Gather(Exchange):
 
     @classmethod
     def estimate(cls, network: Calibration, what: BucketSpec) -> Estimate:
-        return network.wires(what.codec, what.speed, what.numel, what.world_size)
+        numel, ranks, speed = what.numel, what.world_size, what.speed
+        moves = [(network.all_gather, (ranks - 1) * what.codec.wire_bytes(numel))]
+        return network.estimate(cls.name, moves, speed.encode * numel, (speed.decode * ranks + speed.mean) * numel)
 
     @property
     def payload_bytes(self) -> int:

@@ -80,7 +80,18 @@ class Hierarchical(Exchange):
             what, numel=-(-what.numel // local), world_size=what.world_size // local, union=what.union // local
         )
         name = f"{HIERARCHICAL} {inner.name}"
-        return nodes.inside.around(inner.estimate(nodes.between, sliced), name, what.numel, local)
+        network, between = nodes.inside, inner.estimate(nodes.between, sliced)
+        share, sweep = (local - 1) * (4 * -(-what.numel // local)), network.work.dense * what.numel
+        moves = [(network.all_to_all, share), (network.all_gather, share)]
+        inside = network.estimate(name, moves, between.encode + 2 * sweep, between.decode + sweep)
+        return replace(
+            inside,
+            received=between.received,
+            inside=inside.received,
+            latency=inside.latency + between.latency,
+            transfer=inside.transfer + between.transfer,
+            stages=inside.stages + between.stages,
+        )
 
     @property
     def owned_slices(self) -> list[OwnedSlice]:

@@ -57,7 +57,15 @@ class Factors(Exchange):
 
     @classmethod
     def estimate(cls, network: Calibration, what: BucketSpec) -> Estimate:
-        return network.factors(what.codec, what.speed, what.numel, what.world_size)
+        numel, ranks, speed = what.numel, what.world_size, what.speed
+        half = what.codec.wire_bytes(numel) / 2  # of either mean, about
+        moves = [(network.all_gather, (ranks - 1) * half)]
+        if ranks > 2:
+            moves = [
+                (network.all_to_all, half * (ranks - 1) / ranks),
+                (network.all_gather, (ranks - 1) * (half / ranks)),
+            ]
+        return network.estimate(cls.name, 2 * moves, speed.encode * numel, (speed.decode + speed.mean) * numel)
 
     @property
     def payload_bytes(self) -> int:

@@ -18,9 +18,9 @@ from ...compress.feedback.base import Kept
 from ..comm.entry_exchange import Entries, EntryExchanger
 from ..comm.group import Group
 from ..comm.pipeline import Stages
-from ..network.cost import Calibration, Estimate
+from ..network.cost import Calibration, Estimate, Shape
 from .base import BucketSpec
-from .entry_base import EntryExchange, Letters
+from .entry_base import EntryExchange, Letters, entries_of, with_selection
 from .fixed_split import FixedSizeSplit
 from .partition import SPREAD
 
@@ -33,6 +33,25 @@ HOST = torch.device("cpu")
 Place = tuple[int, int]
 #: The place of nothing, behind all others.
 NOWHERE: Place = (-1, 0)
+
+
+def split_estimate(network: Calibration, shape: Shape, kept: int, latency: float | None = None) -> Estimate:
+    """The cost of bringing entries together in this way.
+
+    Args:
+        kept: how many sums owners send to all.
+        latency: seconds, where it was measured as a whole; None: ranges, and how many sums each owner sends, are known
+            from earlier steps.
+    """
+    ranks, k, work = shape.world_size, shape.k, network.work
+    span, own, mine = max(1, shape.numel // ranks), -(-k // ranks), -(-kept // ranks)
+    moves = [
+        (network.all_to_all, (ranks - 1) * shape.entry_bytes(span, own)),
+        (network.all_to_all, (ranks - 1) * shape.entry_bytes(span, mine)),
+    ]
+    decode = work.pack * mine + (work.unpack + work.merge) * k + work.unpack * kept + work.sweep * span
+    decode += work.scatter * kept
+    return network.estimate("split", moves, work.pack * k, decode, latency)
 
 
 class Split(EntryExchange):
@@ -73,7 +92,8 @@ class Split(EntryExchange):
 
     @classmethod
     def estimate(cls, network: Calibration, what: BucketSpec) -> Estimate:
-        return network.selected(network.split_k(cls.shape(what)), what.speed, what.numel)
+        shape = entries_of(what)
+        return with_selection(split_estimate(network, shape, min(shape.k, shape.union)), network, what)
 
     def bring_together(self, entries: Entries, extra: Tensor, feedback: Kept) -> Stages:
         entries = Entries(entries.indices.to(HOST), entries.values.to(HOST))

@@ -67,7 +67,11 @@ class TwoPass(Exchange):
 
     @classmethod
     def estimate(cls, network: Calibration, what: BucketSpec) -> Estimate:
-        return network.two_pass(what.codec, what.speed, what.numel, what.world_size)
+        numel, ranks, speed = what.numel, what.world_size, what.speed
+        slice_bytes, own = (ranks - 1) * what.codec.wire_bytes(-(-numel // ranks)), numel / ranks
+        moves = [(network.all_to_all, slice_bytes), (network.all_gather, slice_bytes)]
+        decode = speed.decode * 2 * numel + speed.mean * (own + numel)
+        return network.estimate(cls.name, moves, speed.encode * (numel + own), decode)
 
     @property
     def owned_slices(self) -> list[OwnedSlice]:

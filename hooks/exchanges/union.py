@@ -6,12 +6,23 @@ import torch
 from torch import Tensor
 
 from ...compress.feedback.base import Kept
+from ...compress.formats.entries import index_bytes
 from ..comm.entry_exchange import Entries
 from ..comm.pipeline import Stages
-from ..network.cost import Calibration, Estimate
+from ..network.cost import Calibration, Estimate, Shape
 from .base import BucketSpec
-from .entry_base import EntryExchange
+from .entry_base import EntryExchange, entries_of, with_selection
 from .fixed_union import FixedSizeUnion
+
+
+def union_estimate(network: Calibration, shape: Shape) -> Estimate:
+    """The cost of bringing entries together in this way."""
+    ranks, k, union, work = shape.world_size, shape.k, shape.union, network.work
+    half = (network.all_to_all, 4 * union * (ranks - 1) / ranks)  # of the all-reduce, by messages
+    moves = [(network.all_gather, (ranks - 1) * index_bytes(shape.numel, k)), half, half]
+    decode = (work.unpack + work.merge) * ranks * k + work.merge * (union + k) + 2 * work.sweep * shape.numel
+    decode += work.scatter * union
+    return network.estimate("union", moves, work.pack * k, decode, network.latency.union)
 
 
 class Union(EntryExchange):
@@ -23,7 +34,7 @@ class Union(EntryExchange):
 
     @classmethod
     def estimate(cls, network: Calibration, what: BucketSpec) -> Estimate:
-        return network.selected(network.union(cls.shape(what)), what.speed, what.numel)
+        return with_selection(union_estimate(network, entries_of(what)), network, what)
 
     def bring_together(self, entries: Entries, extra: Tensor, feedback: Kept) -> Stages:
         carrier = self.carrier

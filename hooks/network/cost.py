@@ -1,4 +1,5 @@
-"""What an exchange will take: latency, bytes and work, by a model that `probe` calibrates.
+"""The cost model: latency, bytes and work, of a network that `probe` measures. The cost of each exchange is its own
+`estimate` (`hooks.exchanges`), and that of an algorithm for sparse gradients lies in `hooks.sparse.costs`.
 
 A stage of b received bytes takes α + β·b (Hockney 1994), with α and β of its own for each kind of message; what is done
 to entries and elements takes so many seconds for each. Receives are announced ahead, so α is one way: the distance, and
@@ -10,13 +11,12 @@ it the processor needs for messages (`Line.each`): with many ranks on few cores 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
-from ...compress.codec import Codec
 from ...compress.formats.entries import index_bytes, value_bytes
 
 #: What precedes the name of an exchange between nodes.
@@ -57,6 +57,10 @@ class Line:
             pair for pair in pairwise(((0.0, self.alpha), *self.points)) if size < pair[1][0]
         )
         return max(0.0, fast + (slow - fast) * (size - before) / (after - before) - self.alpha)
+
+
+#: A stage: its line, and the bytes that a rank receives.
+Move = tuple[Line, float]
 
 
 @dataclass(frozen=True)
@@ -179,120 +183,17 @@ class Calibration:
     latency: Latency
     at_once: int = UNLIMITED
 
-    # -- sparse gradients, by the algorithms of `hooks.sparse` ---------------------------------------------------------
-
-    def gather(self, shape: Shape) -> Estimate:
-        p, k, work = shape.world_size, shape.k, self.work
-        decode = (work.unpack + work.merge) * p * k + work.sweep * shape.numel + work.scatter * shape.union
-        moves = [self._gather(shape.entry_bytes(shape.numel, k), p)]
-        return self._estimate("gather", moves, work.pack * k, decode, self.latency.gather)
-
-    def union(self, shape: Shape) -> Estimate:
-        p, k, u, work = shape.world_size, shape.k, shape.union, self.work
-        decode = (work.unpack + work.merge) * p * k + work.merge * (u + k) + 2 * work.sweep * shape.numel
-        decode += work.scatter * u
-        moves = [self._gather(index_bytes(shape.numel, k), p), *2 * [(self.all_to_all, 4 * u * (p - 1) / p)]]
-        return self._estimate("union", moves, work.pack * k, decode, self.latency.union)
-
-    def split(self, shape: Shape) -> Estimate:
-        """With everything that the union has."""
-        return self._split(shape, shape.union, self.latency.split)
-
-    def split_k(self, shape: Shape) -> Estimate:
-        """With the k largest sums alone; ranges, and how many each owner has of those, are known from earlier steps."""
-        return self._split(shape, min(shape.k, shape.union))
-
-    def _split(self, shape: Shape, kept: int, latency: float | None = None) -> Estimate:
-        p, k, work = shape.world_size, shape.k, self.work
-        span, own, mine = max(1, shape.numel // p), -(-k // p), -(-kept // p)
-        moves: list[tuple[Line, float]] = [
-            (self.all_to_all, (p - 1) * shape.entry_bytes(span, own)),
-            (self.all_to_all, (p - 1) * shape.entry_bytes(span, mine)),
-        ]
-        decode = work.pack * mine + (work.unpack + work.merge) * k + work.unpack * kept + work.sweep * span
-        decode += work.scatter * kept
-        return self._estimate("split", moves, work.pack * k, decode, latency)
-
-    def padded_union(self, shape: Shape, capacity: int) -> Estimate:
-        """With room for so many elements in the union."""
-        p, k, work = shape.world_size, shape.k, self.work
-        moves = [self._gather(index_bytes(shape.numel, k), p), (self.all_reduce, 8 * capacity * (p - 1) / p)]
-        decode = (work.unpack + work.merge) * p * k + work.merge * (capacity + k) + work.scatter * 3 * capacity
-        return self._estimate("union", moves, work.pack * k, decode)
-
-    def padded_split(self, shape: Shape, span: int, capacity: int, speed: CodecSpeed) -> Estimate:
-        """With rows of so many entries to the owners of `span` elements each, who select k/P of their sums."""
-        p, k, work = shape.world_size, shape.k, self.work
-        share = min(-(-k // p), span)
-        moves = [
-            (self.all_to_all, (p - 1) * shape.entry_bytes(span, capacity)),
-            self._gather(shape.entry_bytes(span, share), p),
-        ]
-        encode = work.merge * k + work.pack * p * capacity
-        decode = (speed.decode * p + speed.mean + speed.encode) * span + work.merge * k
-        decode += (work.unpack + work.scatter) * p * share
-        return self._estimate("split", moves, encode, decode)
-
-    def dense(self, shape: Shape) -> Estimate:
-        moves = [(self.all_reduce, 8 * shape.numel * (shape.world_size - 1) / shape.world_size)]
-        whole = self._estimate("dense", moves, self.work.scatter * shape.k, self.work.dense * shape.numel)
-        return replace(whole, at_once=min(self.at_once, GLOO_COLLECTIVES))
-
-    # -- wires of codecs -----------------------------------------------------------------------------------------------
-
-    def wires(self, codec: Codec, speed: CodecSpeed, numel: int, world_size: int) -> Estimate:
-        """Every rank's wire to all."""
-        decode = (speed.decode * world_size + speed.mean) * numel
-        return self._estimate(
-            "gather", [self._gather(codec.wire_bytes(numel), world_size)], speed.encode * numel, decode
-        )
-
-    def two_pass(self, codec: Codec, speed: CodecSpeed, numel: int, world_size: int) -> Estimate:
-        slice_bytes = codec.wire_bytes(-(-numel // world_size))
-        moves = [(self.all_to_all, (world_size - 1) * slice_bytes), self._gather(slice_bytes, world_size)]
-        own = numel / world_size
-        decode = speed.decode * 2 * numel + speed.mean * (own + numel)
-        return self._estimate("two_pass", moves, speed.encode * (numel + own), decode)
-
-    def factors(self, codec: Codec, speed: CodecSpeed, numel: int, world_size: int) -> Estimate:
-        """Two means of float32 numbers, some half of the wire each: by owners above two ranks."""
-        half = codec.wire_bytes(numel) / 2
-        moves = [self._gather(half, world_size)]
-        if world_size > 2:
-            moves = [
-                (self.all_to_all, half * (world_size - 1) / world_size),
-                self._gather(half / world_size, world_size),
-            ]
-        return self._estimate("factors", 2 * moves, speed.encode * numel, (speed.decode + speed.mean) * numel)
-
-    def around(self, inner: Estimate, name: str, numel: int, local_size: int) -> Estimate:
-        """`inner` between nodes, and this calibration's collectives inside one, before and after it."""
-        share = 4 * -(-numel // local_size)
-        moves = [(self.all_to_all, (local_size - 1) * share), self._gather(share, local_size)]
-        before, after = inner.encode + 2 * self.work.dense * numel, inner.decode + self.work.dense * numel
-        whole = self._estimate(name, moves, before, after)
-        return replace(
-            whole,
-            received=inner.received,
-            inside=whole.received,
-            latency=whole.latency + inner.latency,
-            transfer=whole.transfer + inner.transfer,
-            stages=whole.stages + inner.stages,
-        )
-
-    def selected(self, entries: Estimate, speed: CodecSpeed, numel: int) -> Estimate:
-        """`entries`, with the codec's selection before, and the vector that they are written to after."""
-        encode, decode = entries.encode + speed.encode * numel, entries.decode + self.work.dense * numel
-        return replace(entries, encode=encode, decode=decode)
-
-    # ------------------------------------------------------------------------------------------------------------------
-
-    def _gather(self, row: float, world_size: int) -> tuple[Line, float]:
-        return self.all_gather, (world_size - 1) * row
-
-    def _estimate(
-        self, name: str, moves: list[tuple[Line, float]], encode: float, decode: float, latency: float | None = None
+    def estimate(
+        self, name: str, moves: Sequence[Move], encode: float, decode: float, latency: float | None = None
     ) -> Estimate:
+        """The cost of stages that follow each other.
+
+        Args:
+            name: of the exchange.
+            moves: each stage's line, and the bytes that a rank receives in it.
+            encode, decode: seconds of computing before the messages, and after them.
+            latency: seconds, where it was measured as a whole; None: the sum of the lines'.
+        """
         if latency is None:
             latency = sum(line.alpha for line, _ in moves)
         messages = min(latency, sum(line.each for line, _ in moves))

@@ -33,7 +33,8 @@ from ..comm.group import Group
 from ..comm.pipeline import Stages, drive
 from ..comm.untraced import untraced
 from ..network import cost, probe
-from .validation import ALGORITHMS, Algorithm, Offer, Op, compare, estimate_union
+from .costs import choose
+from .validation import Algorithm, Offer, Op, compare, estimate_union
 
 
 @overload
@@ -98,7 +99,7 @@ def sparse_all_reduce(
         numel: length N of the vector, or how many rows there are; below 2^31, the same on all ranks.
         group: the ranks; by default all.
         op: "mean" or "sum".
-        algorithm: "gather", "union", "split", "dense", or "auto": the fastest by `hooks.auto.cost`, which probes a
+        algorithm: "gather", "union", "split", "dense", or "auto": the fastest by `hooks.network.cost`, which probes a
             group the first time it meets it (a second or two).
         out: float32, float16 or bfloat16 [N] or [N, n], of any strides by which no two elements lie at one address, on
             the device of `values`: filled with the result, zero where no rank has an entry.
@@ -191,11 +192,6 @@ def prepare(
     room = _rooms.setdefault(process_group, {}).setdefault(here, Room(here))
     carrier = EntryExchanger(numel, travel, here, ranks, room, tuple(values.shape[1:]))
     return Call(carrier, entries, max(sides.counts), bounds, decision, scale, agreed)
-
-
-def choose(calibration: cost.Calibration, shape: cost.Shape) -> cost.Decision:
-    """Which algorithm is fastest."""
-    return cost.decide(getattr(calibration, algorithm)(shape) for algorithm in ALGORITHMS)
 
 
 def reduce(call: Call) -> Entries | Tensor:
