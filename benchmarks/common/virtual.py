@@ -48,7 +48,7 @@ class VirtualGroup(Group):
         """This group: in lockstep messages arrive in the order in which they are sent."""
         return self
 
-    def _pairwise(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Any:
+    def pairwise(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Any:
         own = sent[self.rank]
         received[self.rank][: len(own)].copy_(own)
         for target, part in enumerate(sent):
