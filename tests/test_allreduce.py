@@ -150,7 +150,7 @@ def test_impossible_exchanges_are_named() -> None:
         check_exchange("ring", OneBit())
     with pytest.raises(ValueError, match="use one of 'gather', 'union'"):
         check_exchange("two_pass", TopK())
-    with pytest.raises(ValueError, match="needs indices on the wire"):
+    with pytest.raises(ValueError, match="needs a sparse codec"):
         check_exchange("split", OneBit())
 
 

@@ -318,10 +318,10 @@ def test_connections_are_made_where_any_rank_needs_some() -> None:
         first, second = process.carrier(), process.carrier()
         made = [process.made]
         if process.rank == 1:
-            first._mesh.broken = True
+            first._shared.broken = True
         third, fourth = process.carrier(), process.carrier()
         made.append(process.made)
-        assert third._mesh is fourth._mesh is not first._mesh is second._mesh
+        assert third._shared is fourth._shared is not first._shared is second._shared
         if process.rank == 0:
             del third, fourth  # closed on one rank
         fifth = process.carrier()
@@ -339,7 +339,7 @@ def test_nobody_shares_with_a_rank_that_wants_more_than_words() -> None:
         kept = process.carrier()
         alone = process.carrier(control_only=process.rank != 1)
         again = process.carrier()
-        return type(alone).__name__, again._mesh is kept._mesh, process.made
+        return type(alone).__name__, again._shared is kept._shared, process.made
 
     assert processes(3, mixed) == [("ProcessGroupGloo", True, 2)] * 3
 
@@ -349,10 +349,10 @@ def test_a_failed_message_is_noticed() -> None:
         group = process.group()
         group.timeout = timedelta(seconds=1)
         if process.rank == 0:
-            with pytest.raises(RuntimeError, match="rank 1 does not answer"):
+            with pytest.raises(RuntimeError, match="rank 1 is not responding"):
                 group.all_gather_object("hello")
         met = process.carrier()
-        return met._mesh is group._group._mesh, process.made
+        return met._shared is group._group._shared, process.made
 
     assert processes(2, late) == [(False, 2)] * 2
 

@@ -124,7 +124,7 @@ def differentiable(rank: int, algorithm: Algorithm) -> tuple[bool, bool]:
     weight = torch.ones(4000, requires_grad=True)
     indices = torch.arange(rank, 8000, 2, dtype=torch.int32)
     leaf, inner = torch.zeros(8000, requires_grad=True), torch.ones(8000, requires_grad=True) * 2
-    sparse._rooms.pop(dist.group.WORLD, None)
+    sparse._pools.pop(dist.group.WORLD, None)
     tracked = False
     for k in (4000 * rank, 4000):  # nothing at first, on one rank
         values = (weight * 2)[:k]
@@ -135,7 +135,7 @@ def differentiable(rank: int, algorithm: Algorithm) -> tuple[bool, bool]:
             assert sparse_all_reduce(indices[:k], values, 8000, op="sum", algorithm=algorithm, out=out) is out
             assert torch.equal(out, expected)
     assert torch.equal(found, torch.full((8000,), 2.0))
-    (room,) = sparse._rooms[dist.group.WORLD].values()
+    (room,) = sparse._pools[dist.group.WORLD].values()
     return tracked, any(memory.requires_grad for memory in room._memory.values())
 
 
@@ -146,7 +146,7 @@ def test_autograd_sees_nothing_of_it(ranks: Ranks, algorithm: Algorithm) -> None
 
 def in_and_out_of_inference(rank: int, algorithm: Algorithm) -> list[list[float]]:
     """What inference mode makes cannot be written to outside it, and memory is kept."""
-    sparse._rooms.pop(dist.group.WORLD, None)
+    sparse._pools.pop(dist.group.WORLD, None)
     indices, found = torch.tensor([rank, 7]), []
     for mode in (True, False, True):
         with torch.inference_mode(mode):

@@ -238,7 +238,7 @@ def perform_all(rank: int, calls: list[Call]) -> list[tuple[str, str, str]]:
             AssertionError
         ):  # after the exchange: the next call is in step, and a failure shrinks on the same processes
             found.append((traceback.format_exc(limit=-1), "", ""))
-    for room in sparse._rooms.get(dist.group.WORLD, {}).values():
+    for room in sparse._pools.get(dist.group.WORLD, {}).values():
         assert not any(memory.requires_grad or memory.is_inference() for memory in room._memory.values())
     return found
 

@@ -103,7 +103,7 @@ def test_the_largest_are_kept_and_nothing_is_lost(case: tuple[Ranks, list[list[E
     ranks, steps = case
     size, sent = len(ranks.groups), torch.zeros(ranks.numel, dtype=torch.float64)
     got = torch.zeros(ranks.numel, dtype=torch.float64)
-    exact = ranks.exchanges[0].carrier.dtype == torch.float32
+    exact = ranks.exchanges[0].exchanger.dtype == torch.float32
     for step, lists in enumerate(steps):
         extras = [torch.arange(ranks.extra, dtype=torch.float32) + rank + step for rank in range(size)]
         wanted = torch.stack(extras).sum(0)
@@ -159,9 +159,9 @@ def test_bytes_are_those_of_what_travels() -> None:
             )
             for _ in range(size)
         ]
-        before = [exchange.carrier.received for exchange in ranks.exchanges]
+        before = [exchange.exchanger.received for exchange in ranks.exchanges]
         ranks.step(lists, [torch.zeros(0)] * size)
-    moved = sum(exchange.carrier.received - had for exchange, had in zip(ranks.exchanges, before, strict=True)) / size
+    moved = sum(exchange.exchanger.received - had for exchange, had in zip(ranks.exchanges, before, strict=True)) / size
     most = (size - 1) * (2 * k / size + 3 * math.sqrt(k / size) + 2) * (4 + 1.25)
     assert 2 * k * (size - 1) / size * 4 < moved < 1.05 * most
 

@@ -198,7 +198,7 @@ class Installed:
     @property
     def deciding(self) -> bool:
         """Whether the arm still tries what to do, if it is one that decides. Alike on all ranks."""
-        return bool(getattr(self.state, "deciding", False))
+        return bool(getattr(self.state, "tuning", False))
 
     def statistics(self) -> Statistics | None:
         """What gradwire has counted so far; None of the other arms."""

@@ -205,7 +205,7 @@ class Call:
         call = sparse.prepare(self.indices, self.values, self.numel, algorithm=self.algorithm, out=self.out)
         result = sparse.reduce(call)
         self.out.copy_(result) if isinstance(result, torch.Tensor) else fill(self.out, result)
-        self.chosen, self.moved = call.decision.name, call.agreed_bytes + call.carrier.received
+        self.chosen, self.moved = call.decision.name, call.agreed_bytes + call.exchanger.received
         self.why = str(call.decision)
 
 
@@ -226,9 +226,9 @@ class Kept:
         self.chosen, self.moved = "split", 0
 
     def __call__(self) -> None:
-        before = self.exchange.carrier.received
+        before = self.exchange.exchanger.received
         fill(self.out, drive(self.exchange.bring_together(self.entries, self.none, self.feedback)))
-        self.moved = self.exchange.carrier.received - before
+        self.moved = self.exchange.exchanger.received - before
 
 
 def timed(runner: Call | Kept, repeats: int) -> dict[str, Any]:

@@ -241,12 +241,12 @@ class SimulatedPort:
     def __init__(self, group: SimulatedGroup) -> None:
         self._group = group
 
-    def send(self, letters: Sequence[Tensor]) -> Any:
+    def send(self, messages: Sequence[Tensor]) -> Any:
         group, network, rank = self._group, self._group.world.network, self._group.rank
-        to_all = all(letter is letters[0] for letter in letters)
+        to_all = all(message is messages[0] for message in messages)
         latency = math.ceil(math.log2(group.size)) * network.alpha if to_all else network.alpha
         latency += 0.0 if to_all else (group.size - 1) * network.overhead
-        sent = len(letters[0]) if to_all else sum(map(len, letters)) - len(letters[rank])
+        sent = len(messages[0]) if to_all else sum(map(len, messages)) - len(messages[rank])
         arrived = list[Tensor]()
 
         def move(arguments: list[Any]) -> None:
@@ -254,13 +254,13 @@ class SimulatedPort:
                 given[1].extend(arguments[source][0][0][to] for source in range(group.size))
 
         def size() -> int:
-            lengths = [len(letter) for letter in arrived]
+            lengths = [len(message) for message in arrived]
             self.received = torch.empty(group.size, max(lengths), dtype=torch.uint8)
-            for row, letter in zip(self.received, arrived, strict=True):
-                row[: len(letter)] = letter
+            for row, message in zip(self.received, arrived, strict=True):
+                row[: len(message)] = message
             return max(sent, sum(lengths) - lengths[rank])
 
-        return group.world.meet(rank, (letters, arrived), move, latency if group.size > 1 else 0.0, size)
+        return group.world.meet(rank, (messages, arrived), move, latency if group.size > 1 else 0.0, size)
 
 
 def _transpose(arguments: list[Any]) -> None:
@@ -295,35 +295,35 @@ class Task:
 
     def __call__(self, group: SimulatedGroup) -> tuple[int, Entries | None]:
         """Bytes received, and the result on the first rank."""
-        carrier = EntryExchanger(self.numel, self.dtype, torch.device("cpu"), group)
+        exchanger = EntryExchanger(self.numel, self.dtype, torch.device("cpu"), group)
         entries = self.entries(group.rank)
         k = len(entries)
         if self.algorithm == "split-k":
             return self.largest(group, entries, k)
         group.begin()
-        sums = self.reduce(carrier, entries, k, group.rank == 0 or k * group.size <= EVERYBODY)
-        return carrier.received, sums if group.rank == 0 else None
+        sums = self.reduce(exchanger, entries, k, group.rank == 0 or k * group.size <= EVERYBODY)
+        return exchanger.received, sums if group.rank == 0 else None
 
     def entries(self, rank: int) -> Entries:
         indices = self.index_sets[rank]
         return Entries(indices.int(), torch.randn(len(indices), generator=torch.Generator().manual_seed(rank)))
 
-    def reduce(self, carrier: EntryExchanger, entries: Entries, k: int, observed: bool) -> Entries | None:
+    def reduce(self, exchanger: EntryExchanger, entries: Entries, k: int, observed: bool) -> Entries | None:
         if self.algorithm == "gather":
-            moving = carrier.start_gather(entries, k)
+            moving = exchanger.start_gather(entries, k)
             for _, work in moving:
                 work.wait()
-            return carrier.finish_gather(moving, k) if observed else None
+            return exchanger.finish_gather(moving, k) if observed else None
         if self.algorithm == "union":
-            union: Entries = drive(carrier.union(entries, k))
+            union: Entries = drive(exchanger.union(entries, k))
             return union
-        bounds = drive(carrier.balanced_bounds(entries.indices))
-        owned = drive(carrier.to_owners(entries, bounds))
-        counts = drive(carrier.all_counts(len(owned)))
-        shares = carrier.start_sharing(owned, counts, bounds)
+        bounds = drive(exchanger.balanced_bounds(entries.indices))
+        owned = drive(exchanger.to_owners(entries, bounds))
+        counts = drive(exchanger.all_counts(len(owned)))
+        shares = exchanger.start_sharing(owned, counts, bounds)
         for _, work in shares:
             work.wait()
-        return carrier.finish_sharing(shares, counts, bounds) if observed else None
+        return exchanger.finish_sharing(shares, counts, bounds) if observed else None
 
     def largest(self, group: SimulatedGroup, entries: Entries, k: int) -> tuple[int, Entries | None]:
         """With the k largest sums alone, as a model's gradients are exchanged, in the first step."""

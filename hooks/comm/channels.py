@@ -1,4 +1,4 @@
-"""The tags by which messages of one channel are told from those of another."""
+"""Message tags, one for each channel."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from itertools import count
 
 
 class Channels:
-    """The tags of a process group's channels, each given once: messages for a channel that is gone may be left, such as
-    receives that were announced ahead, which Gloo cannot take back.
+    """The tags of a process group's channels. Each tag is given once, as receives that were posted ahead outlive their
+    channel: Gloo cannot cancel them.
 
-    A tag follows from the channel's name and from how many of this name there have been, so the order in which ranks
-    make channels of other names does not matter. Where that tag is taken (about n/2^30 of the time, with n of them),
-    the next attempt's follows in the same way: alike on all ranks, unless they make just these two in another order,
-    which only threads in one step can. An attempt takes the same time however many there have been.
+    A tag is a hash of the channel's name and of the number of channels that have had this name, so ranks may make
+    channels of different names in different orders. If the tag is taken (probability n/2^30 with n channels), another
+    attempt is hashed. That stays alike on all ranks unless they make just these two in another order, which only
+    threads within one step can do.
 
     Args:
-        tags: how many there are, from 1 on.
+        tags: valid tags are 1 up to `tags` - 1.
     """
 
     def __init__(self, tags: int) -> None:

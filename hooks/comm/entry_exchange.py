@@ -66,10 +66,10 @@ class Entries:
 
 
 #: What is on its way: where it arrives, and what to wait for.
-Moving = tuple[Tensor, Work]
+InFlight = tuple[Tensor, Work]
 
 
-class Room:
+class BufferPool:
     """Memory by name, kept from one use to the next; it grows, and is never given back."""
 
     def __init__(self, device: torch.device) -> None:
@@ -113,30 +113,30 @@ class EntryExchanger:
         dtype: torch.dtype,
         device: torch.device,
         group: Group,
-        room: Room | None = None,
+        pool: BufferPool | None = None,
         row: tuple[int, ...] = (),
     ) -> None:
         self.numel, self.dtype, self.device, self.group = numel, dtype, device, group
         self.row, self.width = row, math.prod(row)
         self.rank, self.world_size = group.rank, group.size
         self.kernels = entries_for(device)
-        self.room = room or Room(device)
+        self.pool = pool or BufferPool(device)
         self.skipped = self.received = self.sent = 0
 
     def merge(self, lists: Entries, offsets: Sequence[int], start: int, stop: int) -> Entries:
         """The sum of the lists, in their order, where an index lies from `start` up to `stop`."""
         if lists.values.dim() > 1:
             return self._merge_rows(lists, offsets, start, stop)
-        room = self.room.entries("merged", len(lists))
+        pool = self.pool.entries("merged", len(lists))
         where = lists.indices, lists.values, offsets, start, stop
-        found, skipped = self.kernels.merge(*where, room.indices, room.values)
+        found, skipped = self.kernels.merge(*where, pool.indices, pool.values)
         self.skipped += skipped
-        return room[:found]
+        return pool[:found]
 
     def _merge_rows(self, lists: Entries, offsets: Sequence[int], start: int, stop: int) -> Entries:
         inside = (lists.indices >= start) & (lists.indices < stop)
         union = lists.indices[inside].unique()
-        total = self.room.entries("merged", len(union), self.row)
+        total = self.pool.entries("merged", len(union), self.row)
         total.indices.copy_(union)
         total.values.zero_()
         for a, b in pairwise(offsets):  # within a list no index comes twice, so that nothing depends on an order
@@ -156,31 +156,31 @@ class EntryExchanger:
             k: at least as many entries as any rank has, the same on all ranks. Shorter lists are padded.
             with_values: else only indices travel, and what is returned has no values that mean anything.
         """
-        moving = self.start_gather(entries, k, with_values)
-        yield WaitAll([work for _, work in moving])
-        return self.finish_gather(moving, k)
+        in_flight = self.start_gather(entries, k, with_values)
+        yield WaitAll([work for _, work in in_flight])
+        return self.finish_gather(in_flight, k)
 
-    def start_gather(self, entries: Entries, k: int, with_values: bool = True) -> list[Moving]:
+    def start_gather(self, entries: Entries, k: int, with_values: bool = True) -> list[InFlight]:
         """Pack a list, and start the all-gathers of its parts."""
-        padded = self.room.entries("padded", k, self.row)
+        padded = self.pool.entries("padded", k, self.row)
         padded.indices[: len(entries)] = entries.indices
         padded.values[: len(entries)] = entries.values
         padded.values[len(entries) :] = 0
-        index_row = self.room("index row", index_bytes(self.numel, k))
+        index_row = self.pool("index row", index_bytes(self.numel, k))
         count = torch.tensor([len(entries)], dtype=torch.int32, device="cpu").to(self.device)
         self.kernels.pack_indices(padded.indices, count, 0, self.numel, index_row)
-        moving = [self.all_gather(index_row)]
+        in_flight = [self.all_gather(index_row)]
         if with_values:
-            value_row = self.room("value row", value_bytes(k * self.width, self.dtype))
+            value_row = self.pool("value row", value_bytes(k * self.width, self.dtype))
             self.kernels.pack_values(padded.values.view(-1), self.dtype, value_row)
-            moving.append(self.all_gather(value_row))
-        return moving
+            in_flight.append(self.all_gather(value_row))
+        return in_flight
 
-    def finish_gather(self, moving: list[Moving], k: int) -> Entries:
+    def finish_gather(self, in_flight: list[InFlight], k: int) -> Entries:
         """Unpack what has arrived, and sum it."""
-        ranks, (index_rows, _), *values = self.world_size, *moving
+        ranks, (index_rows, _), *values = self.world_size, *in_flight
         row = self.row if values else ()
-        lists, used = self.room.entries("lists", k * ranks, row), self.room("used", ranks, torch.int32)
+        lists, used = self.pool.entries("lists", k * ranks, row), self.pool("used", ranks, torch.int32)
         self.kernels.unpack_indices(index_rows, 0, self.numel, used, lists.indices.view(ranks, k))
         for value_rows, _ in values:
             self.kernels.unpack_values(value_rows, self.dtype, lists.values.view(ranks, k * self.width))
@@ -188,7 +188,7 @@ class EntryExchanger:
         self.skipped -= k * ranks - int(used.clamp(max=k).sum())  # padding is out of range
         return merged
 
-    def all_gather(self, row: Tensor) -> Moving:
+    def all_gather(self, row: Tensor) -> InFlight:
         """Every rank's row to all."""
         rows = self.group.gather_output(self.world_size, *row.shape, dtype=row.dtype, device=self.device)
         self.count(sent=row.nbytes, received=(self.world_size - 1) * row.nbytes)
@@ -207,7 +207,7 @@ class EntryExchanger:
         samples = range_samples(indices, self.numel, self.rank, self.world_size)
         if samples.is_cuda:
             # NCCL may hold what it sends until it is waited for, on another stream than this one, and no longer.
-            samples = self.room("samples", len(samples), samples.dtype).copy_(samples)
+            samples = self.pool("samples", len(samples), samples.dtype).copy_(samples)
         every, work = self.all_gather(samples)
         yield work
         return bounds_of(every, self.numel)
@@ -225,14 +225,14 @@ class EntryExchanger:
         sent = Pieces([b - a for a, b in pairwise(cuts)], bounds[:-1], ranges)
         counts = yield from self._exchange_counts(sent.counts)
         arriving = Pieces(counts, [start] * len(counts), [span] * len(counts))
-        lists = self.room.entries("owned lists", sum(counts), self.row)
+        lists = self.pool.entries("owned lists", sum(counts), self.row)
 
         sizes = sent.index_sizes()
-        wire = self.room("index pieces", sum(sizes))
+        wire = self.pool("index pieces", sum(sizes))
         self.kernels.pack_index_pieces(entries.indices, sent, wire)
         indices, index_work = self._all_to_all("index wire", wire, sizes, arriving.index_sizes())
         sizes = self.value_sizes(sent)
-        wire = self.room("value pieces", sum(sizes))
+        wire = self.pool("value pieces", sum(sizes))
         with residual() if self.dtype != torch.float32 else nullcontext() as rest:
             self.pack_values(entries, sent, wire, rest)
         arrive = self.value_sizes(arriving)
@@ -248,27 +248,29 @@ class EntryExchanger:
         Args:
             counts: how many each owner has, known to all ranks.
         """
-        moving = self.start_sharing(owned, counts, bounds)
-        yield WaitAll([work for _, work in moving])
-        return self.finish_sharing(moving, counts, bounds)
+        in_flight = self.start_sharing(owned, counts, bounds)
+        yield WaitAll([work for _, work in in_flight])
+        return self.finish_sharing(in_flight, counts, bounds)
 
-    def start_sharing(self, owned: Entries, counts: Sequence[int], bounds: Sequence[int]) -> tuple[Moving, Moving]:
+    def start_sharing(self, owned: Entries, counts: Sequence[int], bounds: Sequence[int]) -> tuple[InFlight, InFlight]:
         """Pack what this rank owns, and start the all-gathers of its parts."""
         rank, every = self.rank, _owners(counts, bounds)
         mine = Pieces(counts[rank : rank + 1], bounds[rank : rank + 1], every.ranges[rank : rank + 1])
         sizes = every.index_sizes()
-        piece = self.room("owned index piece", sizes[rank])
+        piece = self.pool("owned index piece", sizes[rank])
         self.kernels.pack_index_pieces(owned.indices, mine, piece)
         indices = self._all_gather_v(piece, sizes)
         sizes = self.value_sizes(every)
-        piece = self.room("owned value piece", sizes[rank])
+        piece = self.pool("owned value piece", sizes[rank])
         self.pack_values(owned, mine, piece)
         return indices, self._all_gather_v(piece, sizes)
 
-    def finish_sharing(self, moving: tuple[Moving, Moving], counts: Sequence[int], bounds: Sequence[int]) -> Entries:
+    def finish_sharing(
+        self, in_flight: tuple[InFlight, InFlight], counts: Sequence[int], bounds: Sequence[int]
+    ) -> Entries:
         """Unpack what has arrived."""
-        (indices, _), (values, _) = moving
-        every, result = _owners(counts, bounds), self.room.entries("result", sum(counts), self.row)
+        (indices, _), (values, _) = in_flight
+        every, result = _owners(counts, bounds), self.pool.entries("result", sum(counts), self.row)
         self.kernels.unpack_index_pieces(indices, every, result.indices)
         self.unpack_values(values, every, result)
         return result
@@ -316,7 +318,7 @@ class EntryExchanger:
     def dense(self, entries: Entries) -> Stages:
         """The sum, of all elements: float32 [numel, …]; -0.0 where no rank has an entry, and nowhere else alone: that
         is the sum of nothing but -0.0."""
-        flat = self.room("dense", self.numel * self.width, torch.float32).fill_(-0.0)
+        flat = self.pool("dense", self.numel * self.width, torch.float32).fill_(-0.0)
         every = flat.view(self.numel, *self.row)
         every[entries.indices.long()] = entries.values + 0.0
         if self.group.is_channel:  # the backend's own has no channel: it would have to wait for its turn
@@ -337,16 +339,16 @@ class EntryExchanger:
         """The entries' values at the indices of the union, zero where there is none."""
         n, u = len(entries), len(union)
         if self.row:
-            rows = self.room.entries("on union", u, self.row).values.zero_()
+            rows = self.pool.entries("on union", u, self.row).values.zero_()
             return rows.index_copy_(0, torch.searchsorted(union, entries.indices), entries.values)
-        lists = self.room.entries("union and own", u + n)
+        lists = self.pool.entries("union and own", u + n)
         lists.indices[:u], lists.indices[u:] = union, entries.indices
         lists.values[:u] = 0
         lists.values[u:] = entries.values
         where = lists.indices, lists.values, (0, u, u + n), 0, self.numel
-        room = self.room.entries("on union", u + n)
-        found, _ = self.kernels.merge(*where, room.indices, room.values)
-        return room.values[:found]
+        pool = self.pool.entries("on union", u + n)
+        found, _ = self.kernels.merge(*where, pool.indices, pool.values)
+        return pool.values[:found]
 
     def _exchange_counts(self, counts: Sequence[int]) -> Stages:
         mine = torch.tensor(counts, dtype=torch.int32, device="cpu").to(self.device)
@@ -357,13 +359,13 @@ class EntryExchanger:
         arriving: list[int] = theirs.tolist()
         return arriving
 
-    def _all_to_all(self, name: str, wire: Tensor, sent: list[int], received: list[int]) -> Moving:
-        into = self.room(name, sum(received))
+    def _all_to_all(self, name: str, wire: Tensor, sent: list[int], received: list[int]) -> InFlight:
+        into = self.pool(name, sum(received))
         work = self.group.all_to_all_v(into, wire, received, sent)
         self.count(sum(sent) - sent[self.rank], sum(received) - received[self.rank])
         return into, work
 
-    def _all_gather_v(self, piece: Tensor, sizes: list[int]) -> Moving:
+    def _all_gather_v(self, piece: Tensor, sizes: list[int]) -> InFlight:
         wire = self.group.gather_output(sum(sizes), device=self.device)
         work = self.group.all_gather_v(wire, piece, sizes)
         self.count(sizes[self.rank], sum(sizes) - sizes[self.rank])
@@ -371,7 +373,7 @@ class EntryExchanger:
 
     def all_reduce(self, tensor: Tensor) -> Stages:
         """`tensor`, flat, = its sum over the ranks, in their order; over NCCL in the backend's."""
-        pieces = self.room(f"pieces {tensor.dtype}", tensor.numel() + self.world_size, tensor.dtype)
+        pieces = self.pool(f"pieces {tensor.dtype}", tensor.numel() + self.world_size, tensor.dtype)
         yield from self.group.sum(tensor, pieces)
         self.count_all_reduce(tensor)
 

@@ -250,13 +250,11 @@ class Group:
         return Messages(works, self, self.timeout)
 
     def with_peer_context(self, peer: int, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Call what concerns a peer: what goes wrong says which rank that is; Gloo has nothing but its address."""
+        """Call a function that concerns a peer, and name its rank in errors, as Gloo names only its address."""
         try:
             return call(*arguments)
         except RuntimeError as error:
-            raise RuntimeError(
-                f"rank {self.ranks[peer]} does not answer; what it said last may say why. {error}"
-            ) from error
+            raise RuntimeError(f"rank {self.ranks[peer]} is not responding: check that rank's log. {error}") from error
 
     @contextlib.contextmanager
     def failing_together(self) -> Iterator[None]:
@@ -371,18 +369,18 @@ class Group:
         said = torch.tensor([len(text), *struct.unpack("<2q", digest)], device="cpu").to(device)
         rows = self.gather_output(self.size, len(said), dtype=torch.int64, device=device)
         self.small_all_gather(rows, said).wait()
-        told = [tuple(row) for row in rows.tolist()]
+        rows_by_rank = [tuple(row) for row in rows.tolist()]
         first: dict[tuple[int, ...], int] = {}
-        for rank, row in enumerate(told):
+        for rank, row in enumerate(rows_by_rank):
             first.setdefault(row, rank)
         if len(first) == 1:
             return [json.loads(text)] * self.size
-        sizes = [row[0] if first[row] == rank else 0 for rank, row in enumerate(told)]
+        sizes = [row[0] if first[row] == rank else 0 for rank, row in enumerate(rows_by_rank)]
         mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)[: sizes[self.rank]].to(device)
         texts = self.gather_output(sum(sizes), device=device)
         self.all_gather_v(texts, mine, sizes).wait()
         parts = [json.loads(bytes(part.tolist())) if len(part) else None for part in texts.split(sizes)]
-        return [parts[first[row]] for row in told]
+        return [parts[first[row]] for row in rows_by_rank]
 
 
 def _backend_of(process_group: Any, device: torch.device) -> Any:

@@ -115,7 +115,7 @@ def drive(stages: Stages) -> Any:
 
 
 @dataclass(eq=False)
-class _Unit:
+class _Task:
     stages: Stages
     result: Tensor
     future: torch.futures.Future[Any]
@@ -136,7 +136,7 @@ class _Barrier:
 
 @dataclass(eq=False)
 class _Arrived:
-    unit: _Unit
+    task: _Task
     error: Exception | None
 
 
@@ -173,7 +173,7 @@ class Pipeline:
         On a GPU the stages see what the current stream holds now, and what waits for the future sees what they wrote.
         """
         future = self.new_future() if future is None else future
-        self._put(_Unit(stages, result, future, clock, self._ready()))
+        self._put(_Task(stages, result, future, clock, self._ready()))
         return future
 
     def submit(self, job: Job) -> torch.futures.Future[Any]:
@@ -190,7 +190,7 @@ class Pipeline:
         """When what the current stream holds now has run."""
         return None if self._device is None else torch.cuda.current_stream(self._device).record_event()
 
-    def _put(self, item: _Unit | _Barrier) -> None:
+    def _put(self, item: _Task | _Barrier) -> None:
         core = self._core
         if not self.threaded:
             core.take(item)
@@ -285,14 +285,14 @@ class _Core:
     waiting: tuple[list[threading.Thread], list[threading.Thread]] = field(default_factory=lambda: ([], []))
     #: What the latter wait for, or have waited for and not been asked about.
     waits: int = 0
-    under_way: dict[_Unit, None] = field(default_factory=dict)
+    in_flight: dict[_Task, None] = field(default_factory=dict)
     #: What has not begun.
     submitted: deque[Any] = field(default_factory=deque)
     #: Whether threads of others do what the computing thread else does, one at a time; it does nothing meanwhile.
     deferred: bool = False
     lock: threading.RLock = field(default_factory=threading.RLock)
     #: What they have put under way.
-    pending: deque[tuple[_Unit, Work]] = field(default_factory=deque)
+    pending: deque[tuple[_Task, Work]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         self.streams = None if self.device is None else (torch.cuda.Stream(self.device), torch.cuda.Stream(self.device))
@@ -305,8 +305,8 @@ class _Core:
         while self.begin_next():
             item = self.inbox.get()
             if isinstance(item, _Arrived):
-                self.waits -= item.unit.stage > 1
-                self.resume(item.unit, item.error)
+                self.waits -= item.task.stage > 1
+                self.resume(item.task, item.error)
             else:
                 self._take_over()
                 self.submitted.append(item)
@@ -321,7 +321,7 @@ class _Core:
     def begin(self) -> bool:
         """Begin what can begin; False: it was all there will be."""
         submitted = self.submitted
-        while submitted and (isinstance(submitted[0], _Unit) or not self.under_way):
+        while submitted and (isinstance(submitted[0], _Task) or not self.in_flight):
             item = submitted.popleft()
             if item is None:
                 return False
@@ -336,18 +336,18 @@ class _Core:
                 while self.pending:
                     self._await(*self.pending.popleft())
 
-    def take(self, item: _Unit | _Barrier | threading.Event) -> None:
+    def take(self, item: _Task | _Barrier | threading.Event) -> None:
         """Begin what was submitted."""
         if isinstance(item, threading.Event):
             item.set()
         elif self.failure.text is not None:
-            if isinstance(item, _Unit):
+            if isinstance(item, _Task):
                 item.stages.close()
             item.future.set_exception(self.failure.follow_up())
         elif isinstance(item, _Barrier):
             self._run(item)
         else:
-            self.under_way[item] = None
+            self.in_flight[item] = None
             with self._stream(0, item.ready):
                 work = self._advance(item)
             if self.streams is not None:
@@ -359,19 +359,19 @@ class _Core:
                         return
                     work = self._advance(item, self._wait(item, work))
 
-    def resume(self, unit: _Unit, error: Exception | None) -> None:
+    def resume(self, task: _Task, error: Exception | None) -> None:
         """What the unit waited for has arrived, or will not."""
-        if unit in self.under_way:
-            work = self._advance(unit, error)
+        if task in self.in_flight:
+            work = self._advance(task, error)
             if work is not None:
-                self._await(unit, work)
+                self._await(task, work)
 
-    def _await(self, unit: _Unit, work: Work) -> None:
+    def _await(self, task: _Task, work: Work) -> None:
         """Have a thread tell when this has arrived."""
         if self.deferred:
-            self.pending.append((unit, work))
+            self.pending.append((task, work))
             return
-        begins = unit.stage == 1
+        begins = task.stage == 1
         self.waits += not begins
         inbox, threads = (self.first, self.waiting[0]) if begins else (self.later, self.waiting[1])
         if len(threads) < (1 if begins else self.waits):
@@ -379,11 +379,11 @@ class _Core:
             try:
                 threads.append(start_thread(name, partial(self.wait, inbox), None))
             except RuntimeError as error:  # with fewer threads than waits ranks might wait in a circle
-                del self.under_way[unit]
+                del self.in_flight[task]
                 self.failure.left.append(work)
-                self._fail(error, unit.future)
+                self._fail(error, task.future)
                 return
-        inbox.put((unit, work))
+        inbox.put((task, work))
 
     def _end(self) -> None:
         for inbox, threads in zip((self.first, self.later), self.waiting, strict=True):
@@ -404,20 +404,20 @@ class _Core:
         if self.streams is not None:
             self.streams[1].wait_stream(self.streams[0])
 
-    def _advance(self, unit: _Unit, error: Exception | None = None) -> Work | None:
+    def _advance(self, task: _Task, error: Exception | None = None) -> Work | None:
         """Run the unit's next stage; None: it has ended, well or not."""
-        phase = "decode" if unit.stage else "encode"
+        phase = "decode" if task.stage else "encode"
         try:
-            with unit.clock(phase):
-                work = next(unit.stages) if error is None else unit.stages.throw(error)
-            unit.stage += 1
+            with task.clock(phase):
+                work = next(task.stages) if error is None else task.stages.throw(error)
+            task.stage += 1
             return work
         except StopIteration:
-            del self.under_way[unit]
-            unit.future.set_result(unit.result)
+            del self.in_flight[task]
+            task.future.set_result(task.result)
         except BaseException as failed:
-            del self.under_way[unit]
-            self._fail(failed, unit.future)
+            del self.in_flight[task]
+            self._fail(failed, task.future)
             if not isinstance(failed, Exception):  # on a user's thread, of a signal's handler
                 raise
         return None
@@ -430,10 +430,10 @@ class _Core:
         else:  # it is told where it was raised
             failure.text = repr(error)
             future.set_exception(failure.follow_up())
-        for unit in self.under_way:
-            unit.stages.close()
-            unit.future.set_exception(failure.follow_up())
-        self.under_way.clear()
+        for task in self.in_flight:
+            task.stages.close()
+            task.future.set_exception(failure.follow_up())
+        self.in_flight.clear()
 
     def _stream(self, number: int, ready: torch.cuda.Event | None = None) -> AbstractContextManager[Any]:
         if self.streams is None:
@@ -448,7 +448,7 @@ class _Core:
 
     # -- threads of others -------------------------------------------------------------------------------------------
 
-    def put_here(self, item: _Unit | _Barrier) -> bool:
+    def put_here(self, item: _Task | _Barrier) -> bool:
         """Begin it on this thread, if it may be."""
         if self.deferred:
             with self.lock:
@@ -462,16 +462,16 @@ class _Core:
         if self.deferred:
             with self.lock:
                 while self.pending:
-                    if len(self.under_way) > 1 and any(unit.stage > 1 for unit, _ in self.pending):
+                    if len(self.in_flight) > 1 and any(task.stage > 1 for task, _ in self.pending):
                         return False
-                    unit, work = self.pending[0]
-                    error = self._wait(unit, work, RuntimeError) if self.failure.text is None else None
+                    task, work = self.pending[0]
+                    error = self._wait(task, work, RuntimeError) if self.failure.text is None else None
                     self.pending.popleft()  # not before: what a signal's handler raises leaves it to threads
                     if self.failure.text is not None:
                         self.failure.left.append(work)
                     else:
-                        self.resume(unit, error)
-                    del unit, work
+                        self.resume(task, error)
+                    del task, work
                     self.begin()
                 return self.deferred
         return False
@@ -480,18 +480,18 @@ class _Core:
 
     def wait(self, inbox: queue.SimpleQueue[Any]) -> None:
         while (item := inbox.get()) is not None:
-            unit, work = item
+            task, work = item
             if self.failure.text is not None:
                 self.failure.left.append(work)
             else:
-                self.inbox.put(_Arrived(unit, self._wait(unit, work)))
-            del item, unit, work
+                self.inbox.put(_Arrived(task, self._wait(task, work)))
+            del item, task, work
 
     @staticmethod
-    def _wait(unit: _Unit, work: Work, expected: type[Exception] = Exception) -> Exception | None:
+    def _wait(task: _Task, work: Work, expected: type[Exception] = Exception) -> Exception | None:
         """What has gone wrong, if it is expected: on a user's thread another may be what a signal's handler raises."""
         try:
-            with unit.clock("exchange"):
+            with task.clock("exchange"):
                 work.wait()
         except expected as error:
             return error

@@ -191,9 +191,9 @@ class VariableMessage(PersistentMessage):
 
     def __init__(self, group: Peers, longest: int, ahead: int = 2) -> None:
         # What no message reaches of it is never touched, and so takes no memory.
-        room: Any = torch.empty(group.size, longest, dtype=torch.uint8, device="cpu")
-        super().__init__(group, room, room, ahead)
-        places: list[Any] = [room if free is room else torch.empty_like(room) for free in self._free]
+        pool: Any = torch.empty(group.size, longest, dtype=torch.uint8, device="cpu")
+        super().__init__(group, pool, pool, ahead)
+        places: list[Any] = [pool if free is pool else torch.empty_like(pool) for free in self._free]
         self._free = places
 
     @property
@@ -202,9 +202,9 @@ class VariableMessage(PersistentMessage):
         received: Any = self._received
         return received
 
-    def send(self, letters: Sequence[Tensor]) -> Work:
+    def send(self, messages: Sequence[Tensor]) -> Work:
         """Start: letter r goes to rank r. They must be left alone until that has been waited for."""
-        self._sent = letters
+        self._sent = messages
         return self.start()
 
     def _own_place(self, place: Sequence[Tensor]) -> Sequence[Tensor]:

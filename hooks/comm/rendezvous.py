@@ -32,7 +32,7 @@ TAGS = 1 << 24
 STATES = (1 << 31) // TAGS - 1
 
 #: What ranks can decide: to take the connections that all of them have, to make some, or a group that nobody shares.
-REUSE, MAKE, APART = "reuse", "make", "apart"
+REUSE, MAKE, SEPARATE = "reuse", "make", "apart"
 
 
 @contextlib.contextmanager
@@ -75,8 +75,8 @@ def connect(store: dist.Store, members: Sequence[int], rank: int, timeout: timed
         verdicts = place.multi_get(keys)
         if group is not None and all(verdict == READY for verdict in verdicts):
             return group
-    told = {members[i]: verdict.decode() for i, verdict in enumerate(verdicts) if verdict != READY}
-    raise RuntimeError(f"ranks {list(members)} could not connect in {ATTEMPTS} attempts: {told}")
+    failures = {members[i]: verdict.decode() for i, verdict in enumerate(verdicts) if verdict != READY}
+    raise RuntimeError(f"ranks {list(members)} could not connect in {ATTEMPTS} attempts: {failures}")
 
 
 def _connected(place: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
@@ -96,7 +96,7 @@ class SharedGloo:
         self.users = 0
         self.broken = False
         #: Messages that nobody has waited for. A message for memory that is gone would stop those behind it.
-        self.under_way: set[Any] = set()
+        self.in_flight: set[Any] = set()
 
     def usable(self) -> bool:
         return not self.broken and self.users < STATES
@@ -112,44 +112,44 @@ class TagRange:
     #: How many: channels get tags below this, plus `group.NAMED`, a multiple of it.
     tags = TAGS
 
-    def __init__(self, mesh: SharedGloo, first: int) -> None:
-        self._mesh, self._first = mesh, first
+    def __init__(self, shared: SharedGloo, first: int) -> None:
+        self._shared, self._first = shared, first
 
     @property
     def connections(self) -> SharedGloo:
         """What is common to all ranges."""
-        return self._mesh
+        return self._shared
 
     def rank(self) -> int:
-        return int(self._mesh.gloo.rank())
+        return int(self._shared.gloo.rank())
 
     def size(self) -> int:
-        return int(self._mesh.gloo.size())
+        return int(self._shared.gloo.size())
 
     def send(self, tensors: Any, peer: int, tag: int) -> _Message:
-        return self._start(self._mesh.gloo.send, tensors, peer, tag)
+        return self._start(self._shared.gloo.send, tensors, peer, tag)
 
     def recv(self, tensors: Any, peer: int, tag: int) -> _Message:
-        return self._start(self._mesh.gloo.recv, tensors, peer, tag)
+        return self._start(self._shared.gloo.recv, tensors, peer, tag)
 
     def _start(self, start: Callable[..., Any], tensors: Any, peer: int, tag: int) -> _Message:
         try:
-            return _Message(self._mesh, start(tensors, peer, self._first + tag % TAGS))
+            return _Message(self._shared, start(tensors, peer, self._first + tag % TAGS))
         except RuntimeError:
-            self._mesh.broken = True
+            self._shared.broken = True
             raise
 
     def _get_backend(self, device: object) -> Any:
-        return self._mesh.gloo
+        return self._shared.gloo
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         """Each message is waited for with a timeout of its own."""
 
 
 class _Message:
-    def __init__(self, mesh: SharedGloo, work: Any) -> None:
-        self._mesh, self._work = mesh, work
-        mesh.under_way.add(work)
+    def __init__(self, shared: SharedGloo, work: Any) -> None:
+        self._shared, self._work = shared, work
+        shared.in_flight.add(work)
 
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())
@@ -161,14 +161,14 @@ class _Message:
         try:
             self._work.wait(*timeout)
         except RuntimeError:
-            self._mesh.broken = True
+            self._shared.broken = True
             raise
         finally:
-            self._mesh.under_way.discard(self._work)
+            self._shared.in_flight.discard(self._work)
 
 
 #: By the global ranks, for as long as these numbers mean the same processes.
-_meshes: weakref.WeakKeyDictionary[Any, weakref.WeakValueDictionary[tuple[int, ...], SharedGloo]] = (
+_shared_by_members: weakref.WeakKeyDictionary[Any, weakref.WeakValueDictionary[tuple[int, ...], SharedGloo]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -199,15 +199,15 @@ def process_group(
     Raises:
         RuntimeError: a rank did not come in time.
     """
-    meshes = _meshes.setdefault(generation, weakref.WeakValueDictionary())
-    mesh = meshes.get(tuple(members))  # held from here on, so that it cannot go after the vote
-    verdict = _vote(store, len(members), timeout, control_only, mesh is not None and mesh.usable())
-    if verdict == APART:
+    meshes = _shared_by_members.setdefault(generation, weakref.WeakValueDictionary())
+    shared = meshes.get(tuple(members))  # held from here on, so that it cannot go after the vote
+    verdict = _vote(store, len(members), timeout, control_only, shared is not None and shared.usable())
+    if verdict == SEPARATE:
         return make()
     if verdict == MAKE:
-        mesh = meshes[tuple(members)] = SharedGloo(make())
-    assert mesh is not None
-    return mesh.range()
+        shared = meshes[tuple(members)] = SharedGloo(make())
+    assert shared is not None
+    return shared.range()
 
 
 def _vote(store: dist.Store, size: int, timeout: timedelta, control_only: bool, usable: bool) -> str:
@@ -217,7 +217,7 @@ def _vote(store: dist.Store, size: int, timeout: timedelta, control_only: bool, 
     vote = base**2 if not control_only else base if not usable else 0
     total = store.add("votes", 1 + vote)
     if total % base == size:
-        verdict = APART if total >= base**2 else MAKE if total >= base else REUSE
+        verdict = SEPARATE if total >= base**2 else MAKE if total >= base else REUSE
         store.set("verdict", verdict)
         return verdict
     store.wait(["verdict"], timeout)

@@ -276,8 +276,8 @@ class Reducer:
         try:
             if rows.collective:
                 yield self.session.announced
-            carrier, statistics = rows.carrier, self._statistics
-            sent, received = carrier.sent, carrier.received
+            exchanger, statistics = rows.exchanger, self._statistics
+            sent, received = exchanger.sent, exchanger.received
             yield from rows.reduce(grad, self.session.planner.network)
             if step.of_present:
                 yield self.session.announced
@@ -285,8 +285,8 @@ class Reducer:
             step.rows.append(rows)
             statistics.elements += rows.numel
             statistics.dense_bytes += 4 * rows.numel
-            statistics.payload_bytes += carrier.sent - sent
-            statistics.transfer_bytes += carrier.received - received
+            statistics.payload_bytes += exchanger.sent - sent
+            statistics.transfer_bytes += exchanger.received - received
             statistics.decisions[rows.index] = f"{rows.algorithm} of rows"
         except Exception as error:
             raise self._failure(error, step, f"bucket {rows.index}", "rows") from error

@@ -200,7 +200,7 @@ class Session:
             ValueError: they are at another step, mean something else, or scale their losses otherwise; on every rank
                 alike.
         """
-        means = {"error_feedback": choice.feedback, "way": choice.way, **history}
+        means = {"error_feedback": choice.feedback, "way": choice.candidate, **history}
         rows = self._compare("a training step", {"codec": str(choice.codec), "exchange": choice.exchange, **means})
         check_equal([row[4:] for row in rows])
 

@@ -1,4 +1,4 @@
-"""Every rank's wire to every rank."""
+"""All-gather of the wires."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slices of the wire to their owners, who encode the mean once more for all."""
+"""All-to-all of slices of the wire; owners encode their slice of the mean, and all-gather it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class TwoPass(Exchange):
         return start, min(self.slice, self.numel - start)
 
     def _wires(self) -> list[tuple[int, int, Tensor]]:
-        """What is decoded at the end: start and length of elements, and their wire."""
+        """The parts decoded at the end: first element, length and wire."""
         if self.numel and not self.extra:  # the slices lie end to end: a wire of the whole bucket
             return [(0, self.numel, self.received.view(1, -1)[:, : self.back.wire_bytes(self.numel)])]
         ranges = [(rank, *self._range(rank)) for rank in range(self.world_size)]

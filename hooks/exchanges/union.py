@@ -1,4 +1,4 @@
-"""An all-reduce at the union of what ranks have selected."""
+"""An all-reduce at the union of the ranks' selections."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .fixed_union import FixedSizeUnion
 
 
 def union_estimate(network: Calibration, shape: Shape) -> Estimate:
-    """The cost of bringing entries together in this way."""
+    """The cost of summing entries at their union."""
     ranks, k, union, work = shape.world_size, shape.k, shape.union, network.work
     half = (network.all_to_all, 4 * union * (ranks - 1) / ranks)  # of the all-reduce, by messages
     moves = [(network.all_gather, (ranks - 1) * index_bytes(shape.numel, k)), half, half]
@@ -26,8 +26,8 @@ def union_estimate(network: Calibration, shape: Shape) -> Estimate:
 
 
 class Union(EntryExchange):
-    """Where any rank has selected an element, all give what they have of it: more arrives than was selected, for as
-    many bytes. (P-1)·k·i + 8·u·(P-1)/P bytes received, i for an index, u in the union."""
+    """Every rank sends its values at all indices that any rank has selected, so more is applied than was selected.
+    (P-1)·k·i + 8·u·(P-1)/P bytes received, i for an index, u in the union."""
 
     name = "union"
     device_variant = FixedSizeUnion
@@ -37,12 +37,12 @@ class Union(EntryExchange):
         return with_selection(union_estimate(network, entries_of(what)), network, what)
 
     def bring_together(self, entries: Entries, extra: Tensor, feedback: Kept) -> Stages:
-        carrier = self.carrier
-        union = (yield from carrier.gather(entries, self.k, with_values=False)).indices
-        mine = carrier.on_union(entries, union)
+        exchanger = self.exchanger
+        union = (yield from exchanger.gather(entries, self.k, with_values=False)).indices
+        mine = exchanger.on_union(entries, union)
         feedback.take_at(union, mine)
         total = torch.cat([mine, extra])
-        yield from carrier.all_reduce(total)
+        yield from exchanger.all_reduce(total)
         extra.copy_(total[len(mine) :])
         self.union_size = len(mine)
         return Entries(union, total[: len(mine)].mul_(1.0 / self.world_size))

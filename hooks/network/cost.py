@@ -1,11 +1,11 @@
 """The cost model: latency, bytes and work, of a network that `probe` measures. The cost of each exchange is its own
 `estimate` (`hooks.exchanges`), and that of an algorithm for sparse gradients lies in `hooks.sparse.costs`.
 
-A stage of b received bytes takes α + β·b (Hockney 1994), with α and β of its own for each kind of message; what is done
-to entries and elements takes so many seconds for each. Receives are announced ahead, so α is one way: the distance, and
-what waking up takes. All buckets of a step are under way at once: they share the link and the processor, but wait for
-the distance together. So of the buckets of a step, the α of each stage counts once (`Estimate.among`), but for what of
-it the processor needs for messages (`Line.each`): with many ranks on few cores that is all of it.
+A stage of b received bytes takes α + β·b (Hockney 1994), with an α and a β for each kind of message. Work on entries
+and elements takes a fixed time for each. Receives are posted ahead, so α is one-way latency plus the time to wake up.
+All buckets of a step are in flight at once: they share the link and the processor, and wait for the distance together.
+So α counts once for each stage of a step (`Estimate.among`), except for the processor's part of it (`Line.each`), which
+every bucket pays; with many ranks on few cores that is all of α.
 """
 
 from __future__ import annotations
@@ -19,27 +19,26 @@ import torch
 
 from ...compress.formats.entries import index_bytes, value_bytes
 
-#: What precedes the name of an exchange between nodes.
+#: Precedes the name of the exchange between nodes.
 HIERARCHICAL = "hierarchical"
-#: How many of Gloo's collectives are under way at once: it has as many threads.
+#: Gloo's collectives in flight at once: it has as many threads.
 GLOO_COLLECTIVES = 2
 #: More than any step has.
 UNLIMITED = 1 << 30
-#: Gloo's all-reduce goes round a ring by pieces of at most this, two under way at once (gloo/allreduce.cc).
+#: Bytes: Gloo's all-reduce sends pieces of at most this size round a ring, two in flight at once (gloo/allreduce.cc).
 GLOO_PIECE = 1 << 20
 
 
 @dataclass(frozen=True)
 class Line:
-    """One stage: `alpha` seconds, and `beta` for each byte that a rank receives; up to the largest message that was
-    probed, what was measured, as backends change their ways with the size.
+    """One stage: `alpha` seconds, and `beta` for each byte that a rank receives. Up to the largest probed message the
+    measured times count instead, as backends change algorithms with the size.
 
     Attributes:
         points: bytes received and seconds taken, ascending.
-        window: bytes for which `alpha` is waited once, and so again for as many more: what is under way at once;
-            None: all of it.
-        each: the part of `alpha` that every stage takes for itself, though others are under way: the processor's time
-            for its messages, one to each rank, beside that of all ranks on the same machine.
+        window: bytes in flight at once; every further window waits for `alpha` again. None: no limit.
+        each: the part of `alpha` that stages in flight together do not share: the processor's time for a message to
+            each rank.
     """
 
     alpha: float
@@ -49,7 +48,7 @@ class Line:
     each: float = 0.0
 
     def transfer(self, size: float) -> float:
-        """Seconds for so many bytes received, beyond `alpha`."""
+        """Seconds beyond `alpha` to receive `size` bytes."""
         if not self.points or size >= self.points[-1][0]:
             again = 0.0 if self.window is None else max(0.0, size / self.window - 1)
             return self.beta * size + self.alpha * again
@@ -65,7 +64,8 @@ Move = tuple[Line, float]
 
 @dataclass(frozen=True)
 class Shape:
-    """One exchange: N elements, at most k entries on each of P ranks, u in their union, and how values travel."""
+    """Entries of one exchange: N elements, at most k entries on each of P ranks, u in their union, and the dtype of
+    values on the wire."""
 
     numel: int
     k: int
@@ -79,16 +79,16 @@ class Shape:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one exchange will take.
+    """The predicted cost of one exchange.
 
     Attributes:
         name: of the exchange.
         received: bytes that each rank receives; of a hierarchical exchange, from other nodes.
         latency, transfer: seconds waiting, and moving bytes and messages.
         encode, decode: seconds computing, before the bytes move and after.
-        inside: bytes that each rank receives from its own node besides.
-        stages: how often it waits.
-        at_once: how many buckets' exchanges of this kind wait together.
+        inside: bytes that each rank receives from its own node.
+        stages: times that it waits for messages.
+        at_once: buckets whose exchanges of this kind wait together.
     """
 
     name: str
@@ -107,11 +107,11 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """Of one bucket by itself."""
+        """The cost of one bucket alone."""
         return self.among(1)
 
     def among(self, buckets: int) -> float:
-        """What it adds to a step that has so many buckets like this one: its share of what they wait together."""
+        """Seconds added to a step of `buckets` alike: their common wait is divided among them."""
         return self.latency / min(buckets, self.at_once) + self.transfer + self.work
 
     def __str__(self) -> str:
@@ -121,7 +121,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Decision:
-    """What was chosen, and between what, for each of so many buckets."""
+    """The choice for each of `buckets` alike, and its candidates."""
 
     name: str
     candidates: tuple[Estimate, ...]
@@ -135,7 +135,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class CodecSpeed:
-    """Seconds an element: to encode, to decode one rank's wire, and, once for all ranks, to write their mean."""
+    """Seconds an element: to encode, to decode one rank's wire, and to write the mean of all ranks."""
 
     encode: float
     decode: float
@@ -144,8 +144,8 @@ class CodecSpeed:
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds to pack, unpack and merge an entry, and to write it into a vector; for each element over which lists are
-    merged; and for each element of a vector that is filled, scaled and read."""
+    """Seconds per entry to pack, unpack, merge and write it to a vector; per element of the range over which lists are
+    merged (`sweep`); and per element of a vector that is filled, scaled and read (`dense`)."""
 
     pack: float
     unpack: float
@@ -157,7 +157,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Latency:
-    """Seconds that the algorithms take for a handful of entries: rounds, waking up, and what surrounds them."""
+    """Seconds of each algorithm for a handful of entries: its rounds, waking up, and overhead."""
 
     gather: float
     union: float
@@ -166,14 +166,13 @@ class Latency:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a group's messages and the ranks' kernels take. Every rank holds the same numbers.
+    """The cost of a group's messages and of the ranks' kernels. Every rank holds the same numbers.
 
     Attributes:
-        all_gather, all_to_all: a stage of messages, announced ahead.
+        all_gather, all_to_all: a stage of messages whose receives are posted ahead.
         all_reduce: the backend's own.
-        work, latency: as their classes say.
-        at_once: how many buckets' exchanges wait together: all of them where messages go by themselves, one where a
-            stream orders everything, as NCCL's does.
+        at_once: buckets whose exchanges wait together: all of them with point-to-point messages, one where a stream
+            orders everything, as NCCL's does.
     """
 
     all_gather: Line
@@ -204,7 +203,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Nodes:
-    """Ranks that lie on nodes, `local_size` on each: what is known inside a node, and between ranks of all nodes."""
+    """Nodes of `local_size` ranks: the calibration inside a node, and that between ranks of all nodes."""
 
     inside: Calibration
     between: Calibration
@@ -212,11 +211,11 @@ class Nodes:
 
 
 def expected_union(numel: int, k: int, world_size: int) -> int:
-    """Elements that any rank selects, if each selected k of `numel` independently of the others."""
+    """Expected size of the union, if each rank selects k of `numel` elements independently."""
     return round(numel * -math.expm1(world_size * math.log1p(-min(k / numel, 1 - 1e-9))))
 
 
 def decide(candidates: Iterable[Estimate], buckets: int = 1) -> Decision:
-    """The fastest for each of so many buckets of a step that are alike; of equals, the first."""
+    """The fastest candidate for each of `buckets` alike in a step; the first of equals."""
     estimates = tuple(candidates)
     return Decision(min(estimates, key=lambda estimate: estimate.among(buckets)).name, estimates, buckets)

@@ -11,6 +11,7 @@ from ..network.cost import Calibration, Decision, Estimate, Shape, decide
 
 
 def gather(network: Calibration, shape: Shape) -> Estimate:
+    """The cost of an all-gather of all entries."""
     ranks, k, work = shape.world_size, shape.k, network.work
     moves = [(network.all_gather, (ranks - 1) * shape.entry_bytes(shape.numel, k))]
     decode = (work.unpack + work.merge) * ranks * k + work.sweep * shape.numel + work.scatter * shape.union
@@ -18,10 +19,12 @@ def gather(network: Calibration, shape: Shape) -> Estimate:
 
 
 def split(network: Calibration, shape: Shape) -> Estimate:
+    """The cost of sums by owners, all of which are kept."""
     return split_estimate(network, shape, shape.union, network.latency.split)
 
 
 def dense(network: Calibration, shape: Shape) -> Estimate:
+    """The cost of an all-reduce of all elements."""
     return replace(all_reduce_estimate(network, shape.numel, shape.world_size), encode=network.work.scatter * shape.k)
 
 
