@@ -11,7 +11,7 @@ import pytest
 import torch
 import training
 from gradwire.compress import TopK, new_draw
-from gradwire.compress.backends.partition import Dealing
+from gradwire.compress.backends.dealing import Dealing
 from gradwire.compress.feedback.base import NOTHING, RESIDUAL, Feedback, Kept, plain
 from gradwire.compress.feedback.momentum import MOMENTUM, Momentum
 from gradwire.hooks.comm.group import Group

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import rendezvous
 from .bruck_gather import Dissemination
 from .channels import Channels
 from .linger import linger, linger_with
@@ -66,9 +65,8 @@ class Group:
         self.timeout: timedelta | None = None
         self._tag = 0
         self._averages: bool | None = None
-        tags = getattr(process_group, "tags", NEVER_SENT - NAMED)
-        self._channels = _channels.setdefault(process_group, Channels(tags))
-        self.traffic = _traffic.setdefault(getattr(process_group, "connections", process_group), Traffic())
+        self._channels = _channels.setdefault(process_group, Channels(NEVER_SENT - NAMED))
+        self.traffic = _traffic.setdefault(process_group, Traffic())
         _groups.add(self)
 
     @property
@@ -113,18 +111,6 @@ class Group:
         members, rank = tuple(ranks), dist.get_rank()
         with unique_store(members, rank) as store:
             return cls(connect(store, members, rank, timeout or HANDSHAKE_TIMEOUT), members)
-
-    @classmethod
-    def control_group(cls, ranks: list[int], control_only: bool, timeout: timedelta | None = None) -> Group:
-        """As `of_ranks`, for what ranks tell each other. Where on every rank that is short messages and nothing else
-        (`control_only`), groups of the same ranks share their connections (`shared`).
-        """
-        members, rank = tuple(ranks), dist.get_rank()
-        world = dist.group.WORLD
-        place, timeout = members.index(rank), timeout or HANDSHAKE_TIMEOUT
-        with unique_store(members, rank) as store:
-            make = partial(connect, store, members, rank, timeout)
-            return cls(rendezvous.process_group(world, members, place, store, timeout, control_only, make), members)
 
     @staticmethod
     def blocks(process_group: Any, device: torch.device) -> bool:

@@ -81,7 +81,7 @@ class Session:
         blocking = Group.blocks(carrier, device)
         try:
             # What a user passes may be wrong on some rank, so ranks meet in a group of our own.
-            self.control = Group.control_group(ranks, not blocking or given is not None, timeout)
+            self.control = Group.of_ranks(ranks, timeout)
             error = None if problem is None else {"error": f"{type(problem).__name__}: {problem}"}
             whose = "none" if given is None else "one of its own"
             says = {**description, "process_group": whose}
