@@ -11,7 +11,7 @@ from gradwire.compress import CODECS, QSGD, Cast, Codec, Identity, OneBit, TernG
 from gradwire.compress.feedback.base import NOTHING, plain
 from gradwire.hooks.auto.planner import check_exchange, default_exchange
 from gradwire.hooks.comm.group import Group
-from gradwire.hooks.comm.pipeline import drive
+from gradwire.hooks.comm.ports import drive
 from gradwire.hooks.exchanges import EXCHANGES, ExchangeArgs, possible
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

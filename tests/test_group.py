@@ -18,10 +18,9 @@ import torch
 import torch.distributed as dist
 from gradwire.hooks.comm import group as group_module
 from gradwire.hooks.comm import rendezvous
-from gradwire.hooks.comm.channels import Channels
-from gradwire.hooks.comm.group import NEVER_SENT, Group, meeting_timeout
-from gradwire.hooks.comm.pipeline import drive
-from gradwire.hooks.comm.ports import Messages, PersistentMessage
+from gradwire.hooks.comm.group import NEVER_SENT, Group
+from gradwire.hooks.comm.ports import Channels, Messages, PersistentMessage, drive
+from gradwire.hooks.comm.rendezvous import meeting_timeout
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import Pool

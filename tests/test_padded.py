@@ -15,8 +15,7 @@ from gradwire.compress.backends.dealing import Dealing
 from gradwire.compress.feedback.base import NOTHING, RESIDUAL, Feedback, Kept, plain
 from gradwire.compress.feedback.momentum import MOMENTUM, Momentum
 from gradwire.hooks.comm.group import Group
-from gradwire.hooks.comm.pipeline import Stages, drive
-from gradwire.hooks.comm.ports import Work
+from gradwire.hooks.comm.ports import Stages, Work, drive
 from gradwire.hooks.exchanges import BucketSpec, ExchangeArgs
 from gradwire.hooks.exchanges.fixed_base import FixedSizeExchange
 from gradwire.hooks.exchanges.fixed_split import FixedSizeSplit

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from gradwire import sparse_all_reduce
 from gradwire.hooks.comm.entry_exchange import Entries, EntryExchanger
 from gradwire.hooks.comm.group import Group
-from gradwire.hooks.comm.pipeline import drive
+from gradwire.hooks.comm.ports import drive
 from gradwire.hooks.network import cost, probe
 from gradwire.hooks.sparse import validation as arguments
 from gradwire.hooks.sparse.costs import choose

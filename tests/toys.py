@@ -14,8 +14,7 @@ from gradwire.compress.feedback.base import RESIDUAL, Feedback, Kept, Residual
 from gradwire.compress.formats.entries import value_fields
 from gradwire.compress.formats.wire import Field, Part
 from gradwire.hooks.comm.group import Group
-from gradwire.hooks.comm.pipeline import Stages
-from gradwire.hooks.comm.ports import PersistentMessage
+from gradwire.hooks.comm.ports import PersistentMessage, Stages
 from gradwire.hooks.exchanges import BucketSpec, Exchange, ExchangeArgs
 from gradwire.hooks.network.cost import Calibration, Estimate
 from torch import Tensor

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ...compress.feedback.base import plain
 from ...hooks.comm.entry_exchange import fill
-from ...hooks.comm.pipeline import drive
+from ...hooks.comm.ports import drive
 from ..common import report
 from ..common.counts import expect_at_least
 from . import flags, links, simulation

@@ -33,8 +33,7 @@ from ...compress import TopK
 from ...compress.feedback.base import NOTHING
 from ...hooks.comm.entry_exchange import Entries, EntryExchanger
 from ...hooks.comm.group import Group
-from ...hooks.comm.pipeline import drive
-from ...hooks.comm.ports import Work
+from ...hooks.comm.ports import Work, drive
 from ...hooks.exchanges.split import Split
 from ..common import report
 

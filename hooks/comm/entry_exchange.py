@@ -19,8 +19,7 @@ from ...compress.backends import entries_for
 from ...compress.backends.sparse import Pieces
 from ...compress.formats.entries import index_bytes, value_bytes
 from .group import Group
-from .pipeline import Stages
-from .ports import WaitAll, Work
+from .ports import Stages, WaitAll, Work
 
 #: What gives a residual, float32, within a block; or nothing.
 Opening = Callable[[], AbstractContextManager[Tensor | None]]

@@ -19,13 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .bruck_gather import Dissemination
-from .channels import Channels
 from .linger import linger, linger_with
-from .ports import Collective, Messages, PaddedGather, PersistentMessage, Traffic, VariableMessage, Work
-from .rendezvous import connect, unique_store
-
-#: How long ranks wait for each other when a state is made, unless the user has given their group longer.
-HANDSHAKE_TIMEOUT = timedelta(seconds=60)
+from .ports import Channels, Collective, Messages, PaddedGather, PersistentMessage, Traffic, VariableMessage, Work
+from .rendezvous import HANDSHAKE_TIMEOUT, connect, timeout_of, unique_store
 
 #: The most ranks that send a few bytes to each other directly: with more, sending takes longer than some latencies.
 DIRECT_RANKS = 16
@@ -372,24 +368,6 @@ class Group:
 def _backend_of(process_group: Any, device: torch.device) -> Any:
     """What carries its tensors of this device: a process group's backend, or a backend that is used by itself."""
     return process_group._get_backend(device) if hasattr(process_group, "_get_backend") else process_group
-
-
-def timeout_of(process_group: Any) -> timedelta | None:
-    """How long a group's collectives may take, where its backend tells."""
-    try:
-        timeout: timedelta = process_group._get_backend(process_group._device_types[0]).options._timeout
-    except (RuntimeError, AttributeError, IndexError):
-        return None
-    return timeout
-
-
-def meeting_timeout(process_group: Any) -> timedelta:
-    """How long ranks of a group wait for each other when a state is made: as long as the group allows, where the user
-    has set that and it is longer than usual. PyTorch's own default is half an hour, which nobody should wait for a rank
-    that never comes."""
-    timeout = timeout_of(process_group)
-    defaults = (getattr(dist.constants, name, None) for name in ("default_pg_timeout", "default_pg_nccl_timeout"))
-    return HANDSHAKE_TIMEOUT if timeout is None or timeout in defaults else max(timeout, HANDSHAKE_TIMEOUT)
 
 
 def _averaging(options: Any) -> Any:

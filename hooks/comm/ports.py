@@ -1,13 +1,15 @@
-"""Messages in flight, and those whose memory serves time after time."""
+"""Messages in flight, persistent messages whose memory is reused, and the tags that tell channels apart."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Sequence
 from datetime import timedelta
+from itertools import count
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +21,19 @@ class Work(Protocol):
     """Something under way, as `dist.Work` is."""
 
     def wait(self) -> Any: ...
+
+
+#: The stages of a task: they yield messages in flight, and are resumed when these have arrived.
+Stages = Generator[Work, None, Any]
+
+
+def drive(stages: Stages) -> Any:
+    """Run stages to their end on this thread, waiting for each; returns their result."""
+    try:
+        while True:
+            next(stages).wait()
+    except StopIteration as end:
+        return end.value
 
 
 class Peers(Protocol):
@@ -261,3 +276,36 @@ class PaddedGather:
             memory.record_stream(torch.cuda.current_stream(memory.device))
         used = [(part, row) for part, row in zip(self._parts, self._rows, strict=True) if part.numel()]
         torch._foreach_copy_([part for part, _ in used], [row[: part.numel()] for part, row in used])
+
+
+class Channels:
+    """The tags of a process group's channels. Each tag is given once, as receives that were posted ahead outlive their
+    channel: Gloo cannot cancel them.
+
+    A tag is a hash of the channel's name and of the number of channels that have had this name, so ranks may make
+    channels of different names in different orders. If the tag is taken (probability n/2^30 with n channels), another
+    attempt is hashed. That stays alike on all ranks unless they make just these two in another order, which only
+    threads within one step can do.
+
+    Args:
+        tags: valid tags are 1 up to `tags` - 1.
+    """
+
+    def __init__(self, tags: int) -> None:
+        self._tags = tags
+        self._made: Counter[str] = Counter()
+        self._taken: set[int] = set()
+        self._lock = threading.Lock()
+
+    def tag(self, name: str) -> int:
+        """The tag of the next channel of this name."""
+        with self._lock:
+            self._made[name] += 1
+            for attempt in count():
+                text = f"{name}/{self._made[name]}/{attempt}"
+                digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+                tag = 1 + digest % (self._tags - 1)
+                if tag not in self._taken:
+                    break
+            self._taken.add(tag)
+            return tag

@@ -10,9 +10,12 @@ import contextlib
 import hashlib
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
+#: How long ranks wait for each other when a state is made, unless the user has given their group longer.
+HANDSHAKE_TIMEOUT = timedelta(seconds=60)
 #: Attempts to connect, and how long a rank whose attempt failed waits for the others' verdicts.
 ATTEMPTS, VERDICT_TIMEOUT = 3, timedelta(seconds=10)
 READY = b"ready"
@@ -66,3 +69,21 @@ def connect(store: dist.Store, members: Sequence[int], rank: int, timeout: timed
 
 def _connected(place: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
     return dist.ProcessGroupGloo(place, rank, size, timeout)
+
+
+def timeout_of(process_group: Any) -> timedelta | None:
+    """The timeout of a group's collectives; None: its backend does not tell."""
+    try:
+        timeout: timedelta = process_group._get_backend(process_group._device_types[0]).options._timeout
+    except (RuntimeError, AttributeError, IndexError):
+        return None
+    return timeout
+
+
+def meeting_timeout(process_group: Any) -> timedelta:
+    """How long ranks of a group wait for each other when a state is made: the group's timeout, if the user has set it
+    and it is longer than `HANDSHAKE_TIMEOUT`; else that. PyTorch's default of half an hour is too long to wait for a
+    rank that never comes."""
+    timeout = timeout_of(process_group)
+    defaults = (getattr(dist.constants, name, None) for name in ("default_pg_timeout", "default_pg_nccl_timeout"))
+    return HANDSHAKE_TIMEOUT if timeout is None or timeout in defaults else max(timeout, HANDSHAKE_TIMEOUT)

@@ -13,9 +13,10 @@ from ...compress.feedback.store import Memory
 from ...compress.formats.layout import layout_numel
 from ..auto.controller import Controller
 from ..auto.planner import REPLAN_INTERVAL, Choice, Plan
-from ..comm.group import HANDSHAKE_TIMEOUT
-from ..comm.pipeline import Clock, Stages, clock, drive
+from ..comm.pipeline import Clock, clock
+from ..comm.ports import Stages, drive
 from ..comm.readback import Readback
+from ..comm.rendezvous import HANDSHAKE_TIMEOUT
 from ..exchanges import all_finite
 from .bucket import Bucket
 from .dense_path import DensePath

@@ -13,9 +13,10 @@ import torch.distributed as dist
 
 from ..auto.planner import Choice, Fallback, Planner
 from ..comm import handshake
-from ..comm.group import HANDSHAKE_TIMEOUT, Group, meeting_timeout
+from ..comm.group import Group
 from ..comm.pipeline import Pipeline
 from ..comm.ports import Work
+from ..comm.rendezvous import HANDSHAKE_TIMEOUT, meeting_timeout
 from ..comm.topology import make_topology
 from ..network import probe
 from .grad_scaler import Scaling, check_equal

@@ -18,7 +18,7 @@ from ...compress.codec import Codec
 from ...compress.feedback.base import Feedback
 from ...compress.formats.layout import Slot
 from ..auto.planner import Fallback
-from ..comm.group import HANDSHAKE_TIMEOUT
+from ..comm.rendezvous import HANDSHAKE_TIMEOUT
 from ..comm.untraced import untraced
 from ..core.autograd_end import AtEnd, at_end, current_pass, raise_at_end, undisturbed, waited
 from ..core.bucket import Bucket

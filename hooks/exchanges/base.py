@@ -16,8 +16,7 @@ from ...compress.codecs.cast import Identity
 from ...compress.feedback.base import Kept
 from ...compress.formats.layout import OwnedSlice
 from ..comm.group import Group
-from ..comm.pipeline import Stages
-from ..comm.ports import Collective, PersistentMessage
+from ..comm.ports import Collective, PersistentMessage, Stages
 from ..network.cost import Calibration, CodecSpeed, Estimate
 
 IDENTITY = Identity()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...compress.codec import Codec
 from ..comm.group import Group
-from ..comm.pipeline import Stages
+from ..comm.ports import Stages
 from ..network.cost import GLOO_COLLECTIVES, Calibration, Estimate
 from .base import BucketSpec, Exchange, ExchangeArgs, all_finite
 

@@ -17,8 +17,7 @@ from ...compress.feedback.base import Kept
 from ...compress.formats.entries import index_bytes, plain_entries, value_bytes
 from ..comm.entry_exchange import Entries, EntryExchanger, fill
 from ..comm.group import Group
-from ..comm.pipeline import Stages
-from ..comm.ports import Work
+from ..comm.ports import Stages, Work
 from ..network.cost import Calibration, Estimate, Shape, expected_union
 from .base import BucketSpec, Exchange, ExchangeArgs, all_finite
 

@@ -11,7 +11,7 @@ from ...compress.codec import Codec
 from ...compress.codecs.topk import Largest
 from ...compress.feedback.base import Kept
 from ..comm.group import Group
-from ..comm.pipeline import Stages
+from ..comm.ports import Stages
 from ..network.cost import Calibration, Estimate
 from .base import BucketSpec, ExchangeArgs
 from .entry_base import entries_of, with_selection

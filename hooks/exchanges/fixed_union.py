@@ -10,7 +10,7 @@ from ...compress.codec import Codec
 from ...compress.feedback.base import Kept
 from ...compress.formats.entries import index_bytes
 from ..comm.group import Group
-from ..comm.pipeline import Stages
+from ..comm.ports import Stages
 from ..comm.readback import Readback
 from ..network.cost import Calibration, Estimate
 from .base import BucketSpec, ExchangeArgs

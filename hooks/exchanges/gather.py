@@ -7,8 +7,7 @@ from torch import Tensor
 
 from ...compress.codec import Codec, SparseCodec
 from ..comm.group import Group
-from ..comm.pipeline import Stages
-from ..comm.ports import WaitAll
+from ..comm.ports import Stages, WaitAll
 from ..network.cost import Calibration, Estimate
 from .base import BucketSpec, Exchange, ExchangeArgs
 

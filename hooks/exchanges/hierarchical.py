@@ -12,8 +12,7 @@ from ...compress.codec import Codec
 from ...compress.feedback.base import NOTHING
 from ...compress.formats.layout import OwnedSlice, Packing
 from ..comm.group import Group
-from ..comm.pipeline import Stages
-from ..comm.ports import Collective, PersistentMessage
+from ..comm.ports import Collective, PersistentMessage, Stages
 from ..network.cost import HIERARCHICAL, Estimate, Nodes
 from .base import IDENTITY, BucketSpec, Exchange, ExchangeArgs, all_finite
 

@@ -10,7 +10,7 @@ from ...compress.codec import Codec
 from ...compress.codecs.power_sgd import PowerSGD
 from ...compress.feedback.base import NOTHING
 from ..comm.group import Group
-from ..comm.pipeline import Stages
+from ..comm.ports import Stages
 from ..network.cost import Calibration, Estimate
 from .base import IDENTITY, BucketSpec, Exchange, ExchangeArgs
 from .gather import Gather

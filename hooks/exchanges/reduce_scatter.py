@@ -10,7 +10,7 @@ from torch import Tensor
 from ...compress.codec import Codec
 from ...compress.feedback.base import NOTHING, Kept
 from ..comm.group import Group
-from ..comm.pipeline import Stages
+from ..comm.ports import Stages
 from .base import Exchange, ExchangeArgs
 
 #: A digest in front of each row, by which ranks compare what they send: two words of 32 bits.

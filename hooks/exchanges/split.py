@@ -17,7 +17,7 @@ from ...compress.codec import Codec
 from ...compress.feedback.base import Kept
 from ..comm.entry_exchange import Entries, EntryExchanger
 from ..comm.group import Group
-from ..comm.pipeline import Stages
+from ..comm.ports import Stages
 from ..network.cost import Calibration, Estimate, Shape
 from .base import BucketSpec
 from .entry_base import EntryExchange, EntryMessages, entries_of, with_selection

@@ -9,7 +9,7 @@ from ...compress.codec import BlockCodec, Codec
 from ...compress.feedback.base import NOTHING
 from ...compress.formats.layout import OwnedSlice
 from ..comm.group import Group
-from ..comm.pipeline import Stages
+from ..comm.ports import Stages
 from ..network.cost import Calibration, Estimate
 from .base import BucketSpec, Exchange, ExchangeArgs
 

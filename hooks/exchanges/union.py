@@ -8,7 +8,7 @@ from torch import Tensor
 from ...compress.feedback.base import Kept
 from ...compress.formats.entries import index_bytes
 from ..comm.entry_exchange import Entries
-from ..comm.pipeline import Stages
+from ..comm.ports import Stages
 from ..network.cost import Calibration, Estimate, Shape
 from .base import BucketSpec
 from .entry_base import EntryExchange, entries_of, with_selection

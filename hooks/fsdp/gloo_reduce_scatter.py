@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..comm.entry_exchange import BufferPool
 from ..comm.group import Group
-from ..comm.pipeline import drive
+from ..comm.ports import drive
 from ..comm.untraced import untraced
 from .torch_internals import Shards
 

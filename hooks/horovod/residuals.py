@@ -19,7 +19,7 @@ from ...compress.feedback.base import RESIDUAL, RESIDUAL_DTYPES, Residual
 from ...compress.feedback.store import Memory
 from ...compress.formats.layout import Layout, Slot, layout_numel
 from ..auto.planner import check_exchange, default_exchange
-from ..comm.pipeline import drive
+from ..comm.ports import drive
 from ..core.bucket import Bucket
 from ..exchanges import EXCHANGES, Dense
 from .collectives import Channel

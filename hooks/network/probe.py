@@ -20,8 +20,7 @@ from ...compress.codec import Codec, new_draw
 from ...compress.formats.entries import index_bytes, value_bytes
 from ..comm.entry_exchange import Entries, EntryExchanger
 from ..comm.group import Group
-from ..comm.pipeline import drive
-from ..comm.ports import Collective, PersistentMessage
+from ..comm.ports import Collective, PersistentMessage, drive
 from .cost import UNLIMITED, Calibration, CodecSpeed, Latency, Line, Work
 
 #: A probe's messages grow until one takes so many seconds, or all ranks' together have so many bytes.

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ..comm.entry_exchange import BufferPool, Entries, EntryExchanger, bounds_of, fill, used
 from ..comm.group import Group
-from ..comm.pipeline import Stages, drive
+from ..comm.ports import Stages, drive
 from ..comm.untraced import untraced
 from ..network import cost, probe
 from .costs import choose
