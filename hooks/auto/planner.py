@@ -115,7 +115,7 @@ class Planner:
 
     Args:
         topology: the ranks.
-        device: where gradients are.
+        device: of gradients.
         fallback: replaces compression that does not pay: float32; bfloat16; "auto": bfloat16 if residuals are kept and
             it is faster, else float32; None: compress always.
         inline: the host does not wait for exchanges, as over NCCL.

@@ -1,4 +1,4 @@
-"""Where the ranks of a new group meet, and the Gloo group that connects them.
+"""The meeting of a new group's ranks, and the Gloo group that connects them.
 
 A Gloo group holds a socket to every rank, and three threads. States of the same ranks do not share one: that would save
 its sockets and some 20 ms of a further state's construction, and nothing of a step.
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-#: How long ranks wait for each other when a state is made, unless the user has given their group longer.
+#: Ranks wait for each other so long when a state is made, unless the user has given their group longer.
 HANDSHAKE_TIMEOUT = timedelta(seconds=60)
 #: Attempts to connect, and how long a rank whose attempt failed waits for the others' verdicts.
 ATTEMPTS, VERDICT_TIMEOUT = 3, timedelta(seconds=10)
@@ -81,8 +81,8 @@ def timeout_of(process_group: Any) -> timedelta | None:
 
 
 def meeting_timeout(process_group: Any) -> timedelta:
-    """How long ranks of a group wait for each other when a state is made: the group's timeout, if the user has set it
-    and it is longer than `HANDSHAKE_TIMEOUT`; else that. PyTorch's default of half an hour is too long to wait for a
+    """The time that ranks wait for each other when a state is made: the group's timeout, if the user has set it and it
+    is longer than `HANDSHAKE_TIMEOUT`; else that. PyTorch's default of half an hour is too long to wait for a
     rank that never comes."""
     timeout = timeout_of(process_group)
     defaults = (getattr(dist.constants, name, None) for name in ("default_pg_timeout", "default_pg_nccl_timeout"))

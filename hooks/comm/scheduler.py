@@ -58,7 +58,7 @@ class Failure:
     """The first failure of a task or job."""
 
     text: str | None = None
-    #: The exception, until somebody has been told.
+    #: The exception, until it has been raised.
     unseen: Exception | None = None
     #: Messages that were in flight, whose memory other ranks may still write to.
     left: list[Any]
@@ -114,7 +114,7 @@ class Scheduler:
         self._end()
 
     def begin_next(self) -> bool:
-        """`begin` under the lock, as another thread may begin tasks once it is told that all have ended."""
+        """`begin` under the lock, as another thread may begin tasks once `idle` has returned."""
         with self.lock:
             return self.begin()
 

@@ -152,7 +152,7 @@ class EntryMessages:
     def rounded(self, pieces: Pieces) -> Tensor:
         """The values written last, rounded as they will arrive."""
         exchanger = self._carrier
-        rounded, (memory, begins) = exchanger.pool.entries("told", sum(pieces.counts), exchanger.row), self._written
+        rounded, (memory, begins) = exchanger.pool.entries("rounded", sum(pieces.counts), exchanger.row), self._written
         exchanger.unpack_values(memory, pieces, rounded, begins)
         return rounded.values
 

@@ -39,7 +39,7 @@ def split_estimate(network: Calibration, shape: Shape, kept: int, latency: float
     """The cost of summing entries by owners of ranges.
 
     Args:
-        kept: how many sums owners send to all.
+        kept: sums that owners send to all.
         latency: seconds, where it was measured as a whole; None: ranges, and how many sums each owner sends, are known
             from earlier steps.
     """

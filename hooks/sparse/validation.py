@@ -56,7 +56,7 @@ class Offer:
         kinds = [device.type for device in process_group._device_types]
         control_device = CPU if "cpu" in kinds else torch.device(kinds[0])
         given = values.device if isinstance(values, Tensor) else CPU
-        # Gloo moves what lies in host memory.
+        # Gloo moves host memory.
         entry_device = given if given.type in kinds and not Group.blocks(process_group, given) else CPU
         try:
             _check(indices, values, numel, op, algorithm, out)
