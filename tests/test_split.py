@@ -54,7 +54,7 @@ class Ranks:
         """What all ranks get, and how many stages that took."""
         before = self.groups[0].stages
         left = [
-            exchange.bring_together(mine, extra, plain(residual))
+            exchange.combine(mine, extra, plain(residual))
             for exchange, mine, extra, residual in zip(self.exchanges, entries, extras, self.residuals, strict=True)
         ]
         results: dict[int, Tensor] = {}

@@ -20,11 +20,11 @@ from gradwire.hooks.auto.trial import (
     DROP_RATIO,
     FALLBACK,
     HALF,
-    MOST_TURNS,
+    MOST_ROUNDS,
     PLANNED,
     ROUND_STEPS,
+    ROUNDS,
     SETTLING,
-    TURNS,
     UNCOUNTED,
     Trial,
     typical,
@@ -40,7 +40,7 @@ from training import Ledger, batch, pretend, train, two_large_layers
 
 Ranks = Callable[[int], Pool]
 
-MOST = SETTLING + 2 * MOST_TURNS * ROUND_STEPS  # steps where two ways are tried
+MOST = SETTLING + 2 * MOST_ROUNDS * ROUND_STEPS  # steps where two ways are tried
 LATE = 0.02
 
 
@@ -62,14 +62,14 @@ def take(trial: Trial, spans: dict[str, float], least: float, other: str = FALLB
 def test_both_ways_get_turns_and_the_faster_wins() -> None:
     trial = Trial()
     ways = take(trial, {PLANNED: 1.0, FALLBACK: 0.9}, least=0.5)
-    assert ways == [PLANNED] * SETTLING + ([PLANNED] * ROUND_STEPS + [FALLBACK] * ROUND_STEPS) * TURNS
+    assert ways == [PLANNED] * SETTLING + ([PLANNED] * ROUND_STEPS + [FALLBACK] * ROUND_STEPS) * ROUNDS
     assert trial.verdict == trial.candidate == FALLBACK
     trial.end_step(9.9, lambda: against(FALLBACK, 0.0), lambda numbers: numbers)
     assert trial.verdict == FALLBACK
     assert "planned 1e+03 ms, fallback 900 ms" in str(trial)
 
 
-@pytest.mark.parametrize(("planned", "verdict", "turns"), [(0.75, PLANNED, MOST_TURNS), (0.85, FALLBACK, TURNS)])
+@pytest.mark.parametrize(("planned", "verdict", "turns"), [(0.75, PLANNED, MOST_ROUNDS), (0.85, FALLBACK, ROUNDS)])
 def test_who_compresses_more_has_to_win_twice(planned: float, verdict: str, turns: int) -> None:
     trial = Trial()
     assert len(take(trial, {PLANNED: planned, FALLBACK: 1.0}, least=0.5)) == SETTLING + 2 * turns * ROUND_STEPS
@@ -80,7 +80,7 @@ def test_luck_in_the_first_turns_is_not_enough() -> None:
     """Spans of two values, of which the first turns of compression have the shorter."""
     trial, step = Trial(), 0
     while trial.verdict is None:
-        lucky = step < SETTLING + 2 * TURNS * ROUND_STEPS
+        lucky = step < SETTLING + 2 * ROUNDS * ROUND_STEPS
         span = 1.0 if trial.candidate == FALLBACK else 0.7 if lucky else 1.1
         trial.end_step(span, lambda: against(FALLBACK, 0.5), lambda numbers: numbers)
         step += 1
@@ -126,9 +126,9 @@ THREE = [(COMPRESSED, [HALF, FALLBACK]), (HALF, [COMPRESSED, FALLBACK]), (FALLBA
 @pytest.mark.parametrize(
     ("compressed", "half", "fallback", "verdict", "turns"),
     [
-        (0.7, 0.85, 1.0, COMPRESSED, MOST_TURNS),
-        (0.85, 0.85, 1.0, HALF, MOST_TURNS),
-        (0.85, 0.97, 1.0, FALLBACK, TURNS),
+        (0.7, 0.85, 1.0, COMPRESSED, MOST_ROUNDS),
+        (0.85, 0.85, 1.0, HALF, MOST_ROUNDS),
+        (0.85, 0.97, 1.0, FALLBACK, ROUNDS),
         (0.8, 0.6, 0.95, HALF, None),
         (1.0, 1.0, 0.5, FALLBACK, None),
     ],
@@ -205,7 +205,7 @@ def test_all_ranks_stay_with_what_was_faster(
     _, taken, decisions, error = results[0]
     assert taken == steps or (
         steps is None
-        and taken in range(SETTLING + 2 * ROUND_STEPS, MOST + three * MOST_TURNS * ROUND_STEPS + 1, ROUND_STEPS)
+        and taken in range(SETTLING + 2 * ROUND_STEPS, MOST + three * MOST_ROUNDS * ROUND_STEPS + 1, ROUND_STEPS)
     )
     for text in decisions.values():
         assert text.startswith(expected)

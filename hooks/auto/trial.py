@@ -23,7 +23,7 @@ SETTLING = 3
 #: one, in which ranks agree, does not count either.
 ROUND_STEPS, UNCOUNTED = 6, 2
 #: Rounds of each candidate; and their number where the best one compresses more than another and wins by little.
-TURNS, MOST_TURNS = 2, 4
+ROUNDS, MOST_ROUNDS = 2, 4
 #: Candidates are tried if the network carries their bytes in so many times the planned step's time, and dropped when
 #: they take so many times the best one's.
 SPEEDUP_MARGIN, DROP_RATIO = 1.25, 1.5
@@ -51,7 +51,7 @@ class Trial:
         self.verdict: str | None = None
         self.step_times: dict[str, float] = {}
         self._candidates = [PLANNED]  # that may still win, in the order of their next rounds
-        self._turns: dict[str, int] = {}
+        self._rounds: dict[str, int] = {}
         self._level = PLANNED  # the other candidate that the plan counts as
         self._steps = 0
         self._mine: dict[str, list[float]] = {}
@@ -92,11 +92,11 @@ class Trial:
             return
         total, known = averaged([typical(mine), 1.0] if mine else [0.0, 0.0])
         self.step_times[candidate] = total / known if known else 0.0
-        if not self._turns:
+        if not self._rounds:
             self._level, others = challengers()
             longest = SPEEDUP_MARGIN * self.step_times[candidate]
             self._candidates = [candidate, *(other for other, least in others.items() if least <= longest)]
-        self._turns[candidate] = self._turns.get(candidate, 0) + 1
+        self._rounds[candidate] = self._rounds.get(candidate, 0) + 1
         self._candidates.append(self._candidates.pop(0))
         self._judge()
 
@@ -107,9 +107,9 @@ class Trial:
         best = min(known, key=lambda candidate: self.step_times[candidate] / share[candidate])
         hopeless = {candidate for candidate in known if self.step_times[candidate] > DROP_RATIO * self.step_times[best]}
         self._candidates = [candidate for candidate in self._candidates if candidate not in hopeless]
-        turns = min(self._turns.get(candidate, 0) for candidate in self._candidates)
-        enough = TURNS if share[best] == max(share[candidate] for candidate in self._candidates) else MOST_TURNS
-        if self._candidates == [best] or turns >= enough:
+        rounds = min(self._rounds.get(candidate, 0) for candidate in self._candidates)
+        enough = ROUNDS if share[best] == max(share[candidate] for candidate in self._candidates) else MOST_ROUNDS
+        if self._candidates == [best] or rounds >= enough:
             self.verdict = best
 
     def __str__(self) -> str:

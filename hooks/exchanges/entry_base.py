@@ -75,7 +75,7 @@ class EntryExchange(Exchange):
         if self.numel:
             x.feedback.encode(self.select, x.grad, self.wire, x.draw, self.workspaces[1])
             entries = Entries(*plain_entries(self.wire, self.k))
-            result = yield from self.bring_together(entries, x.extra, x.feedback)
+            result = yield from self.combine(entries, x.extra, x.feedback)
             fill(x.out, result)
             self.counted[0] = exchanger.skipped
             self.counted[1] += (~result.values.isfinite()).sum()
@@ -86,7 +86,7 @@ class EntryExchange(Exchange):
             self.counted[1] += ~all_finite(x.extra)
 
     @abstractmethod
-    def bring_together(self, entries: Entries, extra: Tensor, feedback: Kept) -> Stages:
+    def combine(self, entries: Entries, extra: Tensor, feedback: Kept) -> Stages:
         """Stages: the means of all ranks' entries, which they return; `extra` becomes its sum."""
 
     def union_of(self, out: Tensor) -> Tensor | None:
@@ -120,7 +120,7 @@ class EntryMessages:
         extras: Sequence[int],
         ahead: int = 2,
     ) -> None:
-        self._name, self._carrier, self._words, self._extras = name, exchanger, words, extras
+        self._name, self._exchanger, self._words, self._extras = name, exchanger, words, extras
         #: Bytes before the entries in each rank's message.
         self._heads = [4 * (words + count) for count in extras]
         # Fewer indices, or a smaller range, may take one word more, as each part is padded to whole words.
@@ -131,7 +131,7 @@ class EntryMessages:
         self, heads: Sequence[Sequence[int]], extras: Sequence[Tensor], entries: Entries, pieces: Pieces
     ) -> Sequence[Tensor]:
         """A message with each piece of the entries; valid until the next are written."""
-        exchanger, indices, values = self._carrier, pieces.index_sizes(), self._carrier.value_sizes(pieces)
+        exchanger, indices, values = self._exchanger, pieces.index_sizes(), self._exchanger.value_sizes(pieces)
         before = [4 * (self._words + numbers.numel()) for numbers in extras]
         sizes = [sum(size) for size in zip(before, indices, values, strict=True)]
         begins = list(accumulate(sizes, initial=0))
@@ -151,21 +151,21 @@ class EntryMessages:
 
     def rounded(self, pieces: Pieces) -> Tensor:
         """The values written last, rounded as they will arrive."""
-        exchanger = self._carrier
+        exchanger = self._exchanger
         rounded, (memory, begins) = exchanger.pool.entries("rounded", sum(pieces.counts), exchanger.row), self._written
         exchanger.unpack_values(memory, pieces, rounded, begins)
         return rounded.values
 
     def swap(self, messages: Sequence[Tensor]) -> Work:
         """Start: message r goes to rank r."""
-        own = messages[self._carrier.rank].numel()
-        self._carrier.count(sum(message.numel() for message in messages) - own, 0)
+        own = messages[self._exchanger.rank].numel()
+        self._exchanger.count(sum(message.numel() for message in messages) - own, 0)
         return self.port.send(messages)
 
     def share(self, message: Tensor) -> Work:
         """Start: the message goes to all ranks."""
-        self._carrier.count(message.numel(), 0)
-        return self.port.send([message] * self._carrier.world_size)
+        self._exchanger.count(message.numel(), 0)
+        return self.port.send([message] * self._exchanger.world_size)
 
     def heads(self) -> list[list[int]]:
         """The head of each rank's message."""
@@ -179,7 +179,7 @@ class EntryMessages:
         Args:
             into: name of the buffer for the entries.
         """
-        exchanger, rows = self._carrier, self.port.received
+        exchanger, rows = self._exchanger, self.port.received
         indices, values = pieces.index_sizes(), exchanger.value_sizes(pieces)
         sizes = [sum(size) for size in zip(self._heads, indices, values, strict=True)]
         exchanger.count(0, sum(sizes) - sizes[exchanger.rank])

@@ -95,7 +95,7 @@ class Split(EntryExchange):
         shape = entries_of(what)
         return with_selection(split_estimate(network, shape, min(shape.k, shape.union)), network, what)
 
-    def bring_together(self, entries: Entries, extra: Tensor, feedback: Kept) -> Stages:
+    def combine(self, entries: Entries, extra: Tensor, feedback: Kept) -> Stages:
         entries = Entries(entries.indices.to(HOST), entries.values.to(HOST))
         if self.step % BALANCE_EVERY == 0:
             self.bounds = yield from self.exchanger.balanced_bounds(entries.indices)
@@ -154,12 +154,12 @@ class Split(EntryExchange):
             indices, order = torch.cat([every.indices, others.indices]).sort()
             every = Entries(indices, torch.cat([every.values, others.values])[order])
             kept, _ = self._cut(every)
-        return _those(every, kept)
+        return _selected(every, kept)
 
     def _share(self, means: Entries, sent: Flags, keys: Keys, extras: Tensor, into: str) -> Stages:
         """Send some of the own means to all. Returns the extra numbers that arrived; all ranks' means, as Entries; and
         each rank's head: means sent, means it has, and the place of the next."""
-        messages, mine = self.to_all, _those(means, sent)
+        messages, mine = self.to_all, _selected(means, sent)
         head = [len(mine), len(means), *self._next(means, sent, keys)]
         bounds, rank = self.bounds, self.rank
         piece = Pieces([len(mine)], bounds[rank : rank + 1], [bounds[rank + 1] - bounds[rank]])
@@ -210,7 +210,7 @@ def _magnitudes(values: Tensor) -> Keys:
     return values.numpy().view(np.int32) & 0x7FFFFFFF
 
 
-def _those(entries: Entries, flags: Flags) -> Entries:
+def _selected(entries: Entries, flags: Flags) -> Entries:
     at = torch.from_numpy(np.flatnonzero(flags))
     return Entries(entries.indices[at], entries.values[at])
 

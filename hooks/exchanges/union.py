@@ -36,7 +36,7 @@ class Union(EntryExchange):
     def estimate(cls, network: Calibration, what: BucketSpec) -> Estimate:
         return with_selection(union_estimate(network, entries_of(what)), network, what)
 
-    def bring_together(self, entries: Entries, extra: Tensor, feedback: Kept) -> Stages:
+    def combine(self, entries: Entries, extra: Tensor, feedback: Kept) -> Stages:
         exchanger = self.exchanger
         union = (yield from exchanger.gather(entries, self.k, with_values=False)).indices
         mine = exchanger.on_union(entries, union)
