@@ -127,7 +127,7 @@ class Machine:
         self.state.close()
         if reducer is not None:  # those of states that earlier tests have dropped may begin and end meanwhile
             pipeline = reducer.session.pipeline
-            threads = [pipeline._thread, *itertools.chain(*pipeline._core.waiting)]
+            threads = [pipeline._thread, *itertools.chain(*pipeline._scheduler.waiting)]
             if left := [thread.name for thread in threads if thread is not None and thread.is_alive()]:
                 self.violations.append(f"threads left after close: {', '.join(left)}")
 

@@ -19,6 +19,7 @@ from gradwire.benchmarks.advisor.step_simulation import Job, Processors, Profile
 from gradwire.benchmarks.common.arms import PREDICTED
 from gradwire.compress import OneBit
 from gradwire.hooks.exchanges import BucketSpec, Gather, TwoPass
+from gradwire.hooks.exchanges.dense import all_reduce_estimate
 from gradwire.hooks.network import cost
 from gradwire.hooks.network.cost import CodecSpeed, Work
 from hypothesis import given
@@ -294,7 +295,7 @@ def test_many_buckets_share_the_wait_and_few_do_not() -> None:
     decision = cost.decide(candidates, buckets=40)
     assert decision.name == "two_pass"
     assert str(decision).startswith("of 40 buckets that wait together: two_pass")
-    dense = network.dense(cost.Shape(250_000, 0, 16, 0))
+    dense = all_reduce_estimate(network, 250_000, 16)
     assert dense.among(40) == dense.among(2) == pytest.approx(dense.seconds - dense.latency / 2)
 
 

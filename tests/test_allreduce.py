@@ -11,7 +11,7 @@ from gradwire.compress import CODECS, QSGD, Cast, Codec, Identity, OneBit, TernG
 from gradwire.compress.feedback.residual import NOTHING, server_state
 from gradwire.hooks.auto.planner import check_exchange, default_exchange
 from gradwire.hooks.comm.group import Group
-from gradwire.hooks.comm.pipeline import drive
+from gradwire.hooks.comm.ports import drive
 from gradwire.hooks.exchanges import EXCHANGES, ExchangeArgs, possible
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -152,7 +152,7 @@ def test_impossible_exchanges_are_named() -> None:
         check_exchange("ring", OneBit())
     with pytest.raises(ValueError, match="use one of 'gather', 'union'"):
         check_exchange("two_pass", TopK())
-    with pytest.raises(ValueError, match="needs indices on the wire"):
+    with pytest.raises(ValueError, match="needs a sparse codec"):
         check_exchange("split", OneBit())
 
 

@@ -283,8 +283,8 @@ def raised(rank: int) -> tuple[list[str], list[bool], int]:
         handle.remove()
         ddp.reducer._reset_state()
         assert state._reducer is not None
-        core = state._reducer.session.pipeline._core
-        rest = len(core.pending) + len(core.under_way)
+        core = state._reducer.session.pipeline._scheduler
+        rest = len(core.pending) + len(core.in_flight)
         digests += train(rank, ddp, range(4, 7))
     state.close()
     return digests, deferred.steps, rest

@@ -68,7 +68,7 @@ def leave(me: int) -> Any:
     assert world is not None
     probe._known.setdefault(world, {})[(0, 1), "cpu"] = None  # type: ignore[assignment]
     result = sparse_all_reduce(torch.tensor([me]), torch.ones(1), 4, op="sum", algorithm="gather")
-    (room,) = sparse._rooms[world].values()
+    (room,) = sparse._pools[world].values()
     kept = [weakref.ref(x) for x in (world, room, *room._memory.values())]
     del world, room
     dist.destroy_process_group()
@@ -76,7 +76,7 @@ def leave(me: int) -> Any:
     gone = [ref() is None for ref in kept]
     # `pairs` destroys a group again.
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return result[0].tolist(), all(gone), len(probe._known), len(sparse._rooms)
+    return result[0].tolist(), all(gone), len(probe._known), len(sparse._pools)
 
 
 @pytest.fixture(scope="module")

@@ -18,11 +18,9 @@ import torch
 import torch.distributed as dist
 from gradwire.hooks.comm import group as group_module
 from gradwire.hooks.comm import rendezvous
-from gradwire.hooks.comm.channels import Channels
-from gradwire.hooks.comm.group import Group, meeting_timeout
-from gradwire.hooks.comm.pipeline import drive
-from gradwire.hooks.comm.ports import Messages, PersistentMessage
-from gradwire.hooks.comm.rendezvous import TAGS, SharedGloo
+from gradwire.hooks.comm.group import NEVER_SENT, Group
+from gradwire.hooks.comm.ports import Channels, Messages, PersistentMessage, drive
+from gradwire.hooks.comm.rendezvous import meeting_timeout
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import Pool
@@ -280,16 +278,15 @@ class Noted(Silent):
     recv = send
 
 
-def test_channels_of_shared_connections_have_tags_of_their_own() -> None:
-    """Where a state has 2^24 of them, names may differ by no more than what lies beyond."""
+def test_channels_have_tags_of_their_own() -> None:
     gloo = Noted()
-    words, rows = Group(SharedGloo(gloo).range()), torch.zeros(2, 1)
+    words, rows = Group(gloo), torch.zeros(2, 1)
     for name in range(10_000):
         words.channel(str(name)).all_gather(rows, rows[0])
     words.all_gather(rows, rows[0])
     assert gloo.tags[::2] == gloo.tags[1::2]  # one is received, and one sent
     assert len(set(gloo.tags)) == 10_001
-    assert max(gloo.tags) < TAGS
+    assert max(gloo.tags) < NEVER_SENT
 
 
 def announced_twice(rank: int) -> list[int]:

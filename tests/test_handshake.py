@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from gradwire import OneBit
 from gradwire.hooks.comm import bruck_gather as dissemination
-from gradwire.hooks.comm import rendezvous
 from gradwire.hooks.comm import topology as nodes
 from gradwire.hooks.comm.bruck_gather import Dissemination
 from gradwire.hooks.comm.group import DIRECT_RANKS, Group
@@ -246,121 +245,7 @@ def test_a_digest_that_does_not_tell_is_found() -> None:
     assert [got for got, _ in sent_for(sides, Same)] != [sides] * 2
 
 
-# -- shared connections ------------------------------------------------------------------------------------------------
-
-
-class Process:
-    """A rank that is a thread here: what `shared` keeps of it is its own."""
-
-    def __init__(self, rank: int, size: int, store: dist.Store) -> None:
-        self.rank, self.size, self.met, self.made = rank, size, 0, 0
-        self._store, self._ranks = store, tuple(range(size))
-
-    def carrier(self, control_only: bool = True, within: timedelta = SOON) -> Any:
-        self.met += 1
-        store = dist.PrefixStore(str(self.met), self._store)
-
-        def make() -> Any:
-            self.made += 1
-            return gloo(store, self.rank, self.size)
-
-        return rendezvous.process_group(self, self._ranks, self.rank, store, within, control_only, make)
-
-    def group(self) -> Group:
-        return Group(self.carrier(), self._ranks)
-
-
-def processes(size: int, task: Callable[[Process], Any]) -> list[Any]:
-    store = dist.HashStore()
-    return in_threads(size, lambda rank: task(Process(rank, size, store)))
-
-
-def crossed(process: Process) -> list[float]:
-    """Two states, of which each rank turns to the other one first."""
-    groups, order = [process.group(), process.group()], (0, 1) if process.rank == 0 else (1, 0)
-    rows = torch.zeros(2, process.size, 1)
-    works: dict[int, Any] = {}
-    for _ in range(3):
-        for state in order:
-            row = torch.tensor([10.0 * state + process.rank])
-            works[state] = groups[state].small_all_gather(rows[state], row)
-        for state in order:
-            works[state].wait()
-    assert process.made == 1
-    return rows.flatten().tolist()
-
-
-def test_messages_of_two_states_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = [0.0, 1, 2, 10, 11, 12]
-    assert processes(3, crossed) == [expected] * 3
-    monkeypatch.setattr(rendezvous.SharedGloo, "range", lambda mesh: rendezvous.TagRange(mesh, 0))
-    assert processes(3, crossed) != [expected] * 3
-
-
-def abandoned(process: Process) -> list[float]:
-    first, second = process.group(), process.group()
-    for group, waits in ((first, process.rank == 0), (second, True)):
-        group.timeout = timedelta(seconds=5)
-        rows = torch.zeros(2, 1000)
-        work = group.small_all_gather(rows, torch.full((1000,), float(process.rank)))
-        if waits:
-            work.wait()
-        del work
-    return rows[:, -1].tolist()
-
-
-def test_a_state_that_has_given_up_does_not_stop_the_others() -> None:
-    assert processes(2, abandoned) == [[0.0, 1.0]] * 2
-
-
-def test_connections_are_made_where_any_rank_needs_some() -> None:
-    def lost(process: Process) -> Any:
-        first, second = process.carrier(), process.carrier()
-        made = [process.made]
-        if process.rank == 1:
-            first._mesh.broken = True
-        third, fourth = process.carrier(), process.carrier()
-        made.append(process.made)
-        assert third._mesh is fourth._mesh is not first._mesh is second._mesh
-        if process.rank == 0:
-            del third, fourth  # closed on one rank
-        fifth = process.carrier()
-        made.append(process.made)
-        for _ in range(rendezvous.STATES):
-            fifth = process.carrier()
-        made.append(process.made)
-        return made, fifth._first // rendezvous.TAGS
-
-    assert processes(3, lost) == [([1, 2, 3, 4], 0)] * 3
-
-
-def test_nobody_shares_with_a_rank_that_wants_more_than_words() -> None:
-    def mixed(process: Process) -> Any:
-        kept = process.carrier()
-        alone = process.carrier(control_only=process.rank != 1)
-        again = process.carrier()
-        return type(alone).__name__, again._mesh is kept._mesh, process.made
-
-    assert processes(3, mixed) == [("ProcessGroupGloo", True, 2)] * 3
-
-
-def test_a_failed_message_is_noticed() -> None:
-    def late(process: Process) -> Any:
-        group = process.group()
-        group.timeout = timedelta(seconds=1)
-        if process.rank == 0:
-            with pytest.raises(RuntimeError, match="rank 1 does not answer"):
-                group.all_gather_object("hello")
-        met = process.carrier()
-        return met._mesh is group._group._mesh, process.made
-
-    assert processes(2, late) == [(False, 2)] * 2
-
-
-def test_a_rank_that_does_not_come_is_waited_for_only_so_long() -> None:
-    store = dist.HashStore()
-    with pytest.raises(RuntimeError, match=r"(?i)time"):
-        Process(0, 2, store).carrier(within=timedelta(seconds=1))
+# -- several states ----------------------------------------------------------------------------------------------------
 
 
 def descriptors() -> int:
@@ -384,13 +269,13 @@ def two_models(rank: int, given: bool) -> Any:
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["given", "default"])
-def test_states_that_only_talk_share_a_connection(ranks: Ranks, given: bool) -> None:
+def test_states_give_their_connections_back(ranks: Ranks, given: bool) -> None:
     results = ranks(2).run(two_models, given)
     digests = results[0][0]
     for mine, first, second, left in results:
         assert mine == digests
         assert first > 0
-        assert second == (0 if given else first)
+        assert second == first
         assert left <= 0
 
 
@@ -495,9 +380,15 @@ def pretended_nccl(rank: int, options: dict[str, Any]) -> Any:
         assert not others.get("use_local_synchronization")
         return real(ranks, **others)
 
+    gloo = Group.of_ranks
+
+    def control_group(ranks: list[int], timeout: timedelta) -> Group:
+        assert len(ranks) == dist.get_world_size(), "Gloo carries gradients"
+        return gloo(ranks, timeout)
+
     with (
         patch.object(Group, "blocks", staticmethod(lambda *_: False)),
-        patch.object(Group, "of_ranks", side_effect=AssertionError("Gloo")),
+        patch.object(Group, "of_ranks", control_group),
         patch.object(dist.distributed_c10d, "new_group", new_group),
         patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2"}),
     ):

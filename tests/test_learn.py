@@ -42,7 +42,7 @@ from gradwire.compress.aggregation import Aggregation
 from gradwire.compress.feedback.store import FeedbackStore
 from gradwire.compress.formats.layout import Slot
 from gradwire.hooks.comm.group import Group
-from gradwire.hooks.comm.pipeline import drive
+from gradwire.hooks.comm.ports import drive
 from gradwire.hooks.core.bucket import Bucket
 from gradwire.hooks.exchanges import EXCHANGES
 from gradwire.optim import DistributedLion, OneBitAdam

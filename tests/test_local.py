@@ -890,7 +890,7 @@ def refused(rank: int, options: dict[str, Any], culprit: int | None) -> str:
         ({"outer_momentum": 1.0}, "OuterSGD(momentum=1.0): expected a number in [0, 1)"),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb=0: expected a number of MiB above 0"),
         ({"exchange": "hierarchical"}, "exchange='hierarchical': expected one of 'auto'"),
-        ({"codec": OneBit(), "exchange": "union"}, "needs indices on the wire"),
+        ({"codec": OneBit(), "exchange": "union"}, "needs a sparse codec"),
         ({"codec": OneBit}, "codec=OneBit is a class"),
         ({"model": "ddp"}, "hand LocalUpdates the module inside, model.module"),
         ({"optimizer": "another's"}, "1 parameters that are not the model's, the first of shape (7,)"),

@@ -545,7 +545,7 @@ def refused(rank: int, kind: str, params: Any, options: dict[str, Any], one: boo
         ("adam", {"warmup_steps": 0}, "warmup_steps=0: expected 1 or more"),
         ("adam", {"exchange": "hierarchical"}, "exchange='hierarchical': expected one of 'auto', 'gather'"),
         ("adam", {"codec": OneBit}, "codec=OneBit is a class"),
-        ("adam", {"codec": TopK(0.1), "exchange": "two_pass"}, "exchange='two_pass' cuts wires"),
+        ("adam", {"codec": TopK(0.1), "exchange": "two_pass"}, "exchange='two_pass' needs a block codec"),
         ("adam", {"error_feedback": Tracking()}, "a momentum already; use Residual"),
         ("adam", {"bucket_cap_mb": 0}, "bucket_cap_mb=0"),
         ("lion", {"vote": "median"}, "vote='median': expected one of 'majority', 'mean'"),

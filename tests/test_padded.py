@@ -16,8 +16,7 @@ from gradwire.compress.feedback.base import RESIDUAL, Feedback, FeedbackState
 from gradwire.compress.feedback.momentum import MOMENTUM, Momentum
 from gradwire.compress.feedback.residual import NOTHING, server_state
 from gradwire.hooks.comm.group import Group
-from gradwire.hooks.comm.pipeline import Stages, drive
-from gradwire.hooks.comm.ports import Work
+from gradwire.hooks.comm.ports import Stages, Work, drive
 from gradwire.hooks.exchanges import BucketSpec, ExchangeArgs
 from gradwire.hooks.exchanges.fixed_base import FixedSizeExchange
 from gradwire.hooks.exchanges.fixed_split import FixedSizeSplit
@@ -93,7 +92,7 @@ class Step:
     after: Tensor
     extra: Tensor
     momentum: Tensor
-    room: int
+    capacity: int
     status: list[int]
     received: int
 
@@ -133,7 +132,7 @@ def run(
                 drive(exchange.reduce(ExchangeArgs(given, out, extra, feedback, (), *draws)))
             mean, after, sums, masked = (read(x) for x in (out, residual, extra, momentum))
             status, received = read(torch.stack(exchange.counts()).sum(0)).tolist(), exchange.transfer_bytes
-            steps.append(Step(grad, before, mean, after, sums, masked, exchange.room, status, received))
+            steps.append(Step(grad, before, mean, after, sums, masked, exchange.capacity, status, received))
         return steps
 
     return World(case.ranks, schedule).run(train)
@@ -153,7 +152,7 @@ def expected(case: Case, steps: list[Step], number: int) -> tuple[Tensor, list[T
     kept = [total.numpy().copy() for total in totals]
     out, scale = np.zeros(case.numel, np.float32), np.float32(1.0 / case.ranks)
     if case.exchange == "union":
-        for i in sorted({i for entries in mine for i in entries})[: steps[0].room]:
+        for i in sorted({i for entries in mine for i in entries})[: steps[0].capacity]:
             total = np.float32(0)
             for entries, part in zip(mine, kept, strict=True):  # what waits goes too, if there is such
                 total, part[i] = total + (part[i] if case.feedback else entries.get(i, np.float32(0))), 0
@@ -164,7 +163,7 @@ def expected(case: Case, steps: list[Step], number: int) -> tuple[Tensor, list[T
         owned = owner_of(case.numel, case.ranks, torch.tensor(number)) == owner
         sums: dict[int, np.float32] = {}
         for rank, entries in enumerate(mine):
-            for i in [i for i in entries if owned[i]][: steps[0].room]:
+            for i in [i for i in entries if owned[i]][: steps[0].capacity]:
                 sums[i] = sums.get(i, np.float32(0)) + entries[i]
                 sent[rank].add(i)
         means = {i: total * scale for i, total in sums.items() if total * scale != 0}
@@ -240,7 +239,7 @@ def same_on_gpus(case: Case, schedule: Schedule) -> None:
             assert same_bits(a.out, b.out)
             assert same_bits(a.after, b.after)
             assert same_bits(a.extra, b.extra)
-            assert (a.room, a.status, a.received) == (b.room, b.status, b.received)
+            assert (a.capacity, a.status, a.received) == (b.capacity, b.status, b.received)
 
 
 schedules = st.one_of(st.just(Schedule()), st.builds(Schedule, st.none(), st.integers(0, 99)))
@@ -300,13 +299,13 @@ def test_what_does_not_fit_is_sent_later() -> None:
         first = steps[0]
         mine = selected(case, first.gradient)
         assert not any(owner_of(case.numel, case.ranks, torch.tensor(0))[list(mine)])
-        assert first.room < len(mine)
-        assert int((first.after[list(mine)] != 0).sum()) >= len(mine) - first.room
+        assert first.capacity < len(mine)
+        assert int((first.after[list(mine)] != 0).sum()) >= len(mine) - first.capacity
     case = replace(case, exchange="union", kind="parting")
     last = [steps[-1] for steps in check(case)]
     union = {i for step in last for i in selected(case, step.gradient + step.before)}
-    assert last[0].room < len(union)
-    assert int((last[0].out != 0).sum()) == last[0].room
+    assert last[0].capacity < len(union)
+    assert int((last[0].out != 0).sum()) == last[0].capacity
 
 
 class Hidden(Case):

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from gradwire.hooks.comm.pipeline import Pipeline, Stages, no_clock
+from gradwire.hooks.comm.pipeline import Pipeline, no_clock
+from gradwire.hooks.comm.ports import Stages
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -136,7 +137,7 @@ def test_a_thread_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch)
 
     future = pipeline.start(stages("a", bells, seen), torch.ones(1))
     assert until(lambda: seen == ["a0"])
-    monkeypatch.setattr("gradwire.hooks.comm.pipeline.start_thread", refuse)
+    monkeypatch.setattr("gradwire.hooks.comm.scheduler.start_thread", refuse)
     bells[0].rung.set()
     with pytest.raises(RuntimeError, match="can't start new thread"):
         future.wait()
@@ -300,7 +301,7 @@ def test_where_another_begins_threads_go_on_with_both() -> None:
         pipeline.defer(True)
         pipeline.start(stages("alone", [bells[0][0]], seen), torch.ones(1))
         pipeline.wait()
-        assert pipeline._core.deferred
+        assert pipeline._scheduler.deferred
 
 
 class Disturbed(Bell):
@@ -451,7 +452,7 @@ def test_a_thread_that_holds_the_last_reference_keeps_no_other_waiting(explicitl
     """It would wait for the one that computes, which waits for it."""
     name = f"held-{explicitly}"
     pipeline = Pipeline(name)
-    pipeline._core.inbox = Late(pipeline._core.inbox)  # type: ignore[assignment]
+    pipeline._scheduler.inbox = Late(pipeline._scheduler.inbox)  # type: ignore[assignment]
 
     def stages() -> Stages:
         yield torch.futures.collect_all([])

@@ -16,7 +16,7 @@ from gradwire import QSGD, CompressState, Identity, OneBit, TopK, compress_hook
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.core.sparse_gradient import SparseGradient
 from gradwire.hooks.network import probe
-from gradwire.hooks.sparse.all_reduce import ALGORITHMS
+from gradwire.hooks.sparse.validation import ALGORITHMS
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from ranks import Pool

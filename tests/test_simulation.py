@@ -13,7 +13,7 @@ from gradwire.benchmarks.sparse.allreduce import IndexSets
 from gradwire.benchmarks.sparse.simulation import Task, check, simulate
 from gradwire.hooks.comm.entry_exchange import Entries
 from gradwire.hooks.comm.group import Group
-from gradwire.hooks.comm.pipeline import Stages, drive
+from gradwire.hooks.comm.ports import Stages, drive
 from ranks import Pool
 from torch import Tensor
 

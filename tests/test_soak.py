@@ -35,12 +35,12 @@ from faults import (
     trained,
 )
 from forked import Ended, Forker
-from gradwire.hooks.auto.trial import ROUND_STEPS, SETTLING, TURNS
+from gradwire.hooks.auto.trial import ROUND_STEPS, ROUNDS, SETTLING
 
 SEED = int(os.environ.get("GRADWIRE_SOAK_SEED", "0"))
 
 #: Steps of a run; where "auto" tries both ways, more than the trial takes.
-TRIAL = SETTLING + ROUND_STEPS * TURNS
+TRIAL = SETTLING + ROUND_STEPS * ROUNDS
 STEPS = {name: TRIAL + 5 if name == "auto" else 8 for name in CONFIGURATIONS}
 NAMED = [name for name in CONFIGURATIONS if name != "auto"]
 

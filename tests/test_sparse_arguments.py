@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from gradwire import sparse_all_reduce
 from gradwire.hooks.sparse import all_reduce as sparse
-from gradwire.hooks.sparse.validation import Algorithm
+from gradwire.hooks.sparse.validation import ALGORITHMS, Algorithm
 from ranks import Pool
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -124,7 +124,7 @@ def differentiable(rank: int, algorithm: Algorithm) -> tuple[bool, bool]:
     weight = torch.ones(4000, requires_grad=True)
     indices = torch.arange(rank, 8000, 2, dtype=torch.int32)
     leaf, inner = torch.zeros(8000, requires_grad=True), torch.ones(8000, requires_grad=True) * 2
-    sparse._rooms.pop(dist.group.WORLD, None)
+    sparse._pools.pop(dist.group.WORLD, None)
     tracked = False
     for k in (4000 * rank, 4000):  # nothing at first, on one rank
         values = (weight * 2)[:k]
@@ -135,18 +135,18 @@ def differentiable(rank: int, algorithm: Algorithm) -> tuple[bool, bool]:
             assert sparse_all_reduce(indices[:k], values, 8000, op="sum", algorithm=algorithm, out=out) is out
             assert torch.equal(out, expected)
     assert torch.equal(found, torch.full((8000,), 2.0))
-    (room,) = sparse._rooms[dist.group.WORLD].values()
+    (room,) = sparse._pools[dist.group.WORLD].values()
     return tracked, any(memory.requires_grad for memory in room._memory.values())
 
 
-@pytest.mark.parametrize("algorithm", sparse.ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_autograd_sees_nothing_of_it(ranks: Ranks, algorithm: Algorithm) -> None:
     assert ranks(2).run(differentiable, algorithm) == [(False, False)] * 2
 
 
 def in_and_out_of_inference(rank: int, algorithm: Algorithm) -> list[list[float]]:
     """What inference mode makes cannot be written to outside it, and memory is kept."""
-    sparse._rooms.pop(dist.group.WORLD, None)
+    sparse._pools.pop(dist.group.WORLD, None)
     indices, found = torch.tensor([rank, 7]), []
     for mode in (True, False, True):
         with torch.inference_mode(mode):
@@ -155,7 +155,7 @@ def in_and_out_of_inference(rank: int, algorithm: Algorithm) -> list[list[float]
     return found
 
 
-@pytest.mark.parametrize("algorithm", sparse.ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_inference_mode_comes_and_goes(ranks: Ranks, algorithm: Algorithm) -> None:
     assert ranks(2).run(in_and_out_of_inference, algorithm) == [[[0, 1, 7, 1.0, 1.0, 2.0]] * 3] * 2
 

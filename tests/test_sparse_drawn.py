@@ -19,6 +19,7 @@ import torch.distributed as dist
 from gradwire import sparse_all_reduce
 from gradwire.hooks.network import probe
 from gradwire.hooks.sparse import all_reduce as sparse
+from gradwire.hooks.sparse.validation import ALGORITHMS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import Pool
@@ -237,7 +238,7 @@ def perform_all(rank: int, calls: list[Call]) -> list[tuple[str, str, str]]:
             AssertionError
         ):  # after the exchange: the next call is in step, and a failure shrinks on the same processes
             found.append((traceback.format_exc(limit=-1), "", ""))
-    for room in sparse._rooms.get(dist.group.WORLD, {}).values():
+    for room in sparse._pools.get(dist.group.WORLD, {}).values():
         assert not any(memory.requires_grad or memory.is_inference() for memory in room._memory.values())
     return found
 
@@ -264,7 +265,7 @@ def calls(draw: st.DrawFn, world_size: int) -> Call:
         row=draw(st.sampled_from([(), (), (1,), (7,)])),
         dtype=draw(st.sampled_from(tuple(DTYPES))),
         op=draw(st.sampled_from(("mean", "sum"))),
-        algorithm=draw(st.sampled_from(("auto", *sparse.ALGORITHMS))),
+        algorithm=draw(st.sampled_from(("auto", *ALGORITHMS))),
         beta=draw(st.sampled_from([1e-11, 1e-9, 1e-7])),
         sides=tuple(draw(st.lists(sides, min_size=world_size, max_size=world_size))),
         fault=draw(st.tuples(rank, fault)) if faulty else None,

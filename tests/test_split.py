@@ -10,8 +10,8 @@ from gradwire.benchmarks.common.in_process import InProcessGroup, World
 from gradwire.compress import TopK
 from gradwire.compress.feedback.residual import server_state
 from gradwire.hooks.comm.entry_exchange import Entries, fill
-from gradwire.hooks.comm.pipeline import Stages
-from gradwire.hooks.exchanges.split import Split
+from gradwire.hooks.comm.ports import Stages
+from gradwire.hooks.exchanges.split import Split, split_estimate
 from gradwire.hooks.network import cost
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -45,7 +45,7 @@ class Ranks:
         def stages(group: InProcessGroup) -> Stages:
             rank = group.rank
             feedback = server_state(self.residuals[rank])
-            return self.exchanges[rank].bring_together(entries[rank], extras[rank], feedback)
+            return self.exchanges[rank].combine(entries[rank], extras[rank], feedback)
 
         results = [fill(torch.zeros(self.numel), found) for found in self.world.run(stages)]
         assert all(torch.equal(result, results[0]) for result in results), "replicas differ"
@@ -84,7 +84,7 @@ def test_the_largest_are_kept_and_nothing_is_lost(case: tuple[Ranks, list[list[E
     ranks, steps = case
     size, sent = ranks.world.size, torch.zeros(ranks.numel, dtype=torch.float64)
     got = torch.zeros(ranks.numel, dtype=torch.float64)
-    exact = ranks.exchanges[0].carrier.dtype == torch.float32
+    exact = ranks.exchanges[0].exchanger.dtype == torch.float32
     for step, lists in enumerate(steps):
         extras = [torch.arange(ranks.extra, dtype=torch.float32) + rank + step for rank in range(size)]
         wanted = torch.stack(extras).sum(0)
@@ -140,9 +140,9 @@ def test_bytes_are_those_of_what_travels() -> None:
             )
             for _ in range(size)
         ]
-        before = [exchange.carrier.received for exchange in ranks.exchanges]
+        before = [exchange.exchanger.received for exchange in ranks.exchanges]
         ranks.step(lists, [torch.zeros(0)] * size)
-    moved = sum(exchange.carrier.received - had for exchange, had in zip(ranks.exchanges, before, strict=True)) / size
+    moved = sum(exchange.exchanger.received - had for exchange, had in zip(ranks.exchanges, before, strict=True)) / size
     most = (size - 1) * (2 * k / size + 3 * math.sqrt(k / size) + 2) * (4 + 1.25)
     assert 2 * k * (size - 1) / size * 4 < moved < 1.05 * most
 
@@ -152,7 +152,8 @@ def test_messages_cost_every_bucket_the_processor() -> None:
     far, near = (cost.Line(1e-3, 1e-9, each=each) for each in (0.0, 1e-3))
     shape = cost.Shape(1 << 18, 2621, 8, 20_000)
     stages = [
-        cost.Calibration(line, line, line, training.WORK, training.LATENCY).split_k(shape) for line in (far, near)
+        split_estimate(cost.Calibration(line, line, line, training.WORK, training.LATENCY), shape, shape.k)
+        for line in (far, near)
     ]
     assert stages[0].seconds == pytest.approx(stages[1].seconds)
     assert [estimate.stages for estimate in stages] == [2, 2]

@@ -20,11 +20,11 @@ from gradwire.hooks.auto.trial import (
     DROP_RATIO,
     FALLBACK,
     HALF,
-    MOST_TURNS,
+    MOST_ROUNDS,
     PLANNED,
     ROUND_STEPS,
+    ROUNDS,
     SETTLING,
-    TURNS,
     UNCOUNTED,
     Trial,
     typical,
@@ -40,7 +40,7 @@ from training import Ledger, batch, pretend, train, two_large_layers
 
 Ranks = Callable[[int], Pool]
 
-MOST = SETTLING + 2 * MOST_TURNS * ROUND_STEPS  # steps where two ways are tried
+MOST = SETTLING + 2 * MOST_ROUNDS * ROUND_STEPS  # steps where two ways are tried
 LATE = 0.02
 
 
@@ -53,8 +53,8 @@ def take(trial: Trial, spans: dict[str, float], least: float, other: str = FALLB
     """Steps that take `spans` each, until there is a verdict; the ways they went."""
     ways = []
     while trial.verdict is None:
-        ways.append(trial.way)
-        trial.end_step(spans[trial.way], lambda: against(other, least), lambda numbers: numbers)
+        ways.append(trial.candidate)
+        trial.end_step(spans[trial.candidate], lambda: against(other, least), lambda numbers: numbers)
         assert len(ways) <= MOST
     return ways
 
@@ -62,14 +62,14 @@ def take(trial: Trial, spans: dict[str, float], least: float, other: str = FALLB
 def test_both_ways_get_turns_and_the_faster_wins() -> None:
     trial = Trial()
     ways = take(trial, {PLANNED: 1.0, FALLBACK: 0.9}, least=0.5)
-    assert ways == [PLANNED] * SETTLING + ([PLANNED] * ROUND_STEPS + [FALLBACK] * ROUND_STEPS) * TURNS
-    assert trial.verdict == trial.way == FALLBACK
+    assert ways == [PLANNED] * SETTLING + ([PLANNED] * ROUND_STEPS + [FALLBACK] * ROUND_STEPS) * ROUNDS
+    assert trial.verdict == trial.candidate == FALLBACK
     trial.end_step(9.9, lambda: against(FALLBACK, 0.0), lambda numbers: numbers)
     assert trial.verdict == FALLBACK
     assert "planned 1e+03 ms, fallback 900 ms" in str(trial)
 
 
-@pytest.mark.parametrize(("planned", "verdict", "turns"), [(0.75, PLANNED, MOST_TURNS), (0.85, FALLBACK, TURNS)])
+@pytest.mark.parametrize(("planned", "verdict", "turns"), [(0.75, PLANNED, MOST_ROUNDS), (0.85, FALLBACK, ROUNDS)])
 def test_who_compresses_more_has_to_win_twice(planned: float, verdict: str, turns: int) -> None:
     trial = Trial()
     assert len(take(trial, {PLANNED: planned, FALLBACK: 1.0}, least=0.5)) == SETTLING + 2 * turns * ROUND_STEPS
@@ -80,8 +80,8 @@ def test_luck_in_the_first_turns_is_not_enough() -> None:
     """Spans of two values, of which the first turns of compression have the shorter."""
     trial, step = Trial(), 0
     while trial.verdict is None:
-        lucky = step < SETTLING + 2 * TURNS * ROUND_STEPS
-        span = 1.0 if trial.way == FALLBACK else 0.7 if lucky else 1.1
+        lucky = step < SETTLING + 2 * ROUNDS * ROUND_STEPS
+        span = 1.0 if trial.candidate == FALLBACK else 0.7 if lucky else 1.1
         trial.end_step(span, lambda: against(FALLBACK, 0.5), lambda numbers: numbers)
         step += 1
     assert trial.verdict == FALLBACK
@@ -126,9 +126,9 @@ THREE = [(COMPRESSED, [HALF, FALLBACK]), (HALF, [COMPRESSED, FALLBACK]), (FALLBA
 @pytest.mark.parametrize(
     ("compressed", "half", "fallback", "verdict", "turns"),
     [
-        (0.7, 0.85, 1.0, COMPRESSED, MOST_TURNS),
-        (0.85, 0.85, 1.0, HALF, MOST_TURNS),
-        (0.85, 0.97, 1.0, FALLBACK, TURNS),
+        (0.7, 0.85, 1.0, COMPRESSED, MOST_ROUNDS),
+        (0.85, 0.85, 1.0, HALF, MOST_ROUNDS),
+        (0.85, 0.97, 1.0, FALLBACK, ROUNDS),
         (0.8, 0.6, 0.95, HALF, None),
         (1.0, 1.0, 0.5, FALLBACK, None),
     ],
@@ -139,14 +139,14 @@ def test_the_best_of_three_ways_wins(
     spans = {COMPRESSED: compressed, HALF: half, FALLBACK: fallback}
     trial, ways = Trial(), []
     while trial.verdict is None:
-        way = level if trial.way == PLANNED else trial.way
-        ways.append(way)
-        trial.end_step(spans[way], lambda: (level, dict.fromkeys(others, 0.0)), lambda numbers: numbers)
+        candidate = level if trial.candidate == PLANNED else trial.candidate
+        ways.append(candidate)
+        trial.end_step(spans[candidate], lambda: (level, dict.fromkeys(others, 0.0)), lambda numbers: numbers)
     assert (level if trial.verdict == PLANNED else trial.verdict) == verdict
     if turns is not None:
         assert len(ways) == SETTLING + 3 * turns * ROUND_STEPS
     else:  # one of them gets no second turn
-        assert min(ways.count(way) for way in spans) in (ROUND_STEPS, ROUND_STEPS + SETTLING)
+        assert min(ways.count(candidate) for candidate in spans) in (ROUND_STEPS, ROUND_STEPS + SETTLING)
 
 
 def tried(rank: int, beta: float, slow: str, three: bool) -> Any:
@@ -169,11 +169,11 @@ def tried(rank: int, beta: float, slow: str, three: bool) -> Any:
     with patch.object(probe, "calibration", pretend(beta)), patch.object(probe, "codec_speed", lambda *_: speed):
         state = CompressState(ddp, OneBit(), fallback="auto" if three else torch.float32)
         ddp.register_comm_hook(state, compress_hook)
-        assert state.deciding
+        assert state.tuning
         steps, digests = 0, []
         slowed = patch.object(Gather, "reduce", late), patch.object(Dense, "reduce", late)
         with slowed[0], slowed[1], patch.object(DensePath, "end", end_late):
-            while state.deciding:
+            while state.tuning:
                 digests += train(rank, ddp, range(steps, steps + 1), ledger)
                 steps += 1
         digests += train(rank, ddp, range(steps, steps + 3), ledger)
@@ -205,7 +205,7 @@ def test_all_ranks_stay_with_what_was_faster(
     _, taken, decisions, error = results[0]
     assert taken == steps or (
         steps is None
-        and taken in range(SETTLING + 2 * ROUND_STEPS, MOST + three * MOST_TURNS * ROUND_STEPS + 1, ROUND_STEPS)
+        and taken in range(SETTLING + 2 * ROUND_STEPS, MOST + three * MOST_ROUNDS * ROUND_STEPS + 1, ROUND_STEPS)
     )
     for text in decisions.values():
         assert text.startswith(expected)
@@ -270,14 +270,14 @@ def changed(rank: int, slow_on: int) -> Any:
 
         dense, end = Dense.reduce, DensePath.end
         with patch.object(Dense, "reduce", slow_dense), patch.object(DensePath, "end", slow_straight):
-            go_on(lambda: state.deciding)
+            go_on(lambda: state.tuning)
             decided = steps
             go_on(lambda: steps < decided + 2)
             before = set(state.statistics().decisions.values())
             with patch.object(Gather, "reduce", late):
-                go_on(lambda: not state.deciding)
+                go_on(lambda: not state.tuning)
                 seen = steps
-                go_on(lambda: state.deciding)
+                go_on(lambda: state.tuning)
                 go_on(lambda: steps < seen + 40)
     after, error = set(state.statistics().decisions.values()), ledger.error(state)
     state.close()
@@ -306,11 +306,11 @@ def test_a_codec_may_change_faster_than_a_trial_lasts(codec: Callable[[int], Cod
     for step in range(2 * MOST + 10):
         choice = controller.follow(Choice(codec(step), "auto", True))
         assert choice.codec == codec(step)
-        ways.append(choice.way)
-        controller.ended(0.1 if choice.way == FALLBACK else 1.0, list, False)
+        ways.append(choice.candidate)
+        controller.ended(0.1 if choice.candidate == FALLBACK else 1.0, list, False)
     assert set(ways) == {PLANNED, FALLBACK}
     assert set(ways[-10:]) == {FALLBACK}
-    assert not controller.deciding
+    assert not controller.tuning
 
 
 def joined(rank: int) -> Any:
@@ -330,7 +330,7 @@ def joined(rank: int) -> Any:
         with patch.object(Session, "averaged", slow), ddp.join():
             for step in range(60 - 55 * rank):  # more than any trial of two ways takes
                 ddp(batch(rank, step, model)).square().mean().backward()
-    decided, steps = state.deciding, state.step
+    decided, steps = state.tuning, state.step
     state.close()
     return decided, steps
 
@@ -352,5 +352,5 @@ def test_a_rank_that_has_joined_goes_along_with_the_trial(ranks: Ranks) -> None:
 def test_compression_has_to_win_clearly(planned: float, other: float, rival: str, verdict: str) -> None:
     tried = Trial()
     while tried.verdict is None:
-        tried.end_step(planned if tried.way == PLANNED else other, lambda: against(rival, 0.0), lambda mine: mine)
+        tried.end_step(planned if tried.candidate == PLANNED else other, lambda: against(rival, 0.0), lambda mine: mine)
     assert tried.verdict == verdict

@@ -15,8 +15,7 @@ from gradwire.compress.feedback.residual import Residual
 from gradwire.compress.formats.entries import value_fields
 from gradwire.compress.formats.wire import Field, Part
 from gradwire.hooks.comm.group import Group
-from gradwire.hooks.comm.pipeline import Stages
-from gradwire.hooks.comm.ports import PersistentMessage
+from gradwire.hooks.comm.ports import PersistentMessage, Stages
 from gradwire.hooks.exchanges import BucketSpec, Exchange, ExchangeArgs
 from gradwire.hooks.network.cost import Calibration, Estimate
 from torch import Tensor

@@ -14,6 +14,7 @@ from ...hooks.auto.planner import calibrated, compressed
 from ...hooks.comm.group import Group
 from ...hooks.comm.topology import make_topology
 from ...hooks.exchanges import BucketSpec
+from ...hooks.exchanges.dense import all_reduce_estimate
 from ...hooks.network import cost
 from ..common.arms import BASELINE, PREDICTED, Arm, label
 from ..links import links
@@ -171,7 +172,7 @@ def jobs_of(arm: Arm, here: Here, network: Network) -> tuple[list[Job], list[str
         if arm.codec is None:
             half = arm.name == BASELINE
             words = -(-numel * (2 if half else here.element_bytes) // 4)
-            estimate = network.flat.dense(cost.Shape(words, 0, network.world_size, 0))
+            estimate = all_reduce_estimate(network.flat, words, network.world_size)
             there, back = (cast * numel if half else 0.0 for cast in here.casts)
             stack = network.processor["float16" if half else "float32"] * estimate.received
             jobs.append(Job(there, 0.0, estimate.latency, estimate.transfer, stack, back))

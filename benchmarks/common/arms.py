@@ -197,7 +197,7 @@ class Installed:
     @property
     def deciding(self) -> bool:
         """True while "auto" still tries candidates; the same on all ranks."""
-        return bool(getattr(self.state, "deciding", False))
+        return bool(getattr(self.state, "tuning", False))
 
     def statistics(self) -> Statistics | None:
         """gradwire's statistics so far; None for other arms."""

@@ -29,8 +29,7 @@ import torch
 from torch import Tensor
 
 from ...hooks.comm.group import Group
-from ...hooks.comm.pipeline import Stages
-from ...hooks.comm.ports import Work
+from ...hooks.comm.ports import Stages, Work
 
 
 @dataclass(frozen=True)

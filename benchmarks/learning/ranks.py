@@ -11,7 +11,7 @@ from ...compress import Codec
 from ...compress.feedback.base import Feedback
 from ...compress.feedback.store import FeedbackStore
 from ...compress.formats.layout import Layout, layout_numel
-from ...hooks.comm.pipeline import Stages
+from ...hooks.comm.ports import Stages
 from ...hooks.core.bucket import Bucket
 from ...hooks.exchanges import EXCHANGES
 from ..common.in_process import InProcessGroup, World

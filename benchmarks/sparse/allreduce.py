@@ -30,7 +30,7 @@ from ...compress import TopK
 from ...compress.feedback.residual import server_state
 from ...hooks.comm.entry_exchange import Entries, fill
 from ...hooks.comm.group import Group
-from ...hooks.comm.pipeline import drive
+from ...hooks.comm.ports import drive
 from ...hooks.exchanges.split import Split
 from ...hooks.sparse import all_reduce as sparse
 from ..common import report
@@ -204,7 +204,7 @@ class Call:
         call = sparse.prepare(self.indices, self.values, self.numel, algorithm=self.algorithm, out=self.out)
         result = sparse.reduce(call)
         self.out.copy_(result) if isinstance(result, torch.Tensor) else fill(self.out, result)
-        self.chosen, self.moved = call.decision.name, call.agreed_bytes + call.carrier.received
+        self.chosen, self.moved = call.decision.name, call.agreed_bytes + call.exchanger.received
         self.why = str(call.decision)
 
 
@@ -220,9 +220,9 @@ class Kept:
         self.chosen, self.moved = "split", 0
 
     def __call__(self) -> None:
-        before = self.exchange.carrier.received
-        fill(self.out, drive(self.exchange.bring_together(self.entries, self.none, self.feedback)))
-        self.moved = self.exchange.carrier.received - before
+        before = self.exchange.exchanger.received
+        fill(self.out, drive(self.exchange.combine(self.entries, self.none, self.feedback)))
+        self.moved = self.exchange.exchanger.received - before
 
 
 def timed(runner: Call | Kept, repeats: int) -> dict[str, Any]:

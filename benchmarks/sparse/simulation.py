@@ -13,8 +13,7 @@ from torch import Tensor
 from ...compress import TopK
 from ...compress.feedback.residual import NOTHING
 from ...hooks.comm.entry_exchange import Entries, EntryExchanger
-from ...hooks.comm.pipeline import Stages
-from ...hooks.comm.ports import WaitAll
+from ...hooks.comm.ports import Stages, WaitAll
 from ...hooks.exchanges.split import Split
 from ..common import report
 from ..common.in_process import InProcessGroup, Network, World
@@ -69,7 +68,7 @@ class Task:
         codec = TopK((k - 0.5) / self.numel, values=self.dtype)
         exchange = Split(codec, self.numel, 0, torch.device("cpu"), group)
         group.begin()
-        means = yield from exchange.bring_together(entries, torch.zeros(0), NOTHING)
+        means = yield from exchange.combine(entries, torch.zeros(0), NOTHING)
         sums = Entries(means.indices, means.values * group.size) if group.rank == 0 else None
         return exchange.transfer_bytes, sums
 

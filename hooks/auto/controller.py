@@ -1,4 +1,4 @@
-"""What "auto" does in a step: as planned, or as a trial says; and a trial again when the network has changed."""
+"""The choice that "auto" makes for a step: the plan's, a trial's, and a new trial's after the network has changed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Controller:
 
     Args:
         planner: of these ranks.
-        timed: whether the host knows how long a step takes, so that steps can be compared.
-        averaged: a collective: the ranks' means, of the numbers that each hands in.
+        timed: the host can time steps.
+        averaged: a collective: the ranks' mean of each number.
     """
 
     def __init__(self, planner: Planner, timed: bool, averaged: Callable[[list[float]], list[float]]) -> None:
@@ -25,67 +25,67 @@ class Controller:
         self._asked: Choice | None = None  # the step's choice, as the user wants it
         self._current: Choice  # and as a trial of it does
         self._trial: Trial | None = None
-        # Of all choices since the network was measured, those that are much alike being one: a schedule may come back
-        # to each, or change a little in every step.
+        # The trials since the network was probed. Similar choices share one, as a schedule may change a little in every
+        # step, and return to earlier choices.
         self._trials: dict[Choice, Trial] = {}
         self._drift = Drift()
 
     @property
-    def deciding(self) -> bool:
-        """Whether a trial is going on."""
+    def tuning(self) -> bool:
+        """True during a trial."""
         return self._trial is not None and self._trial.verdict is None
 
     @property
     def changed(self) -> bool:
-        """Whether the network has changed since the last decision, as far as this rank has seen."""
+        """True if this rank has seen the network change since the last decision."""
         return self._drift.changed
 
     def follow(self, choice: Choice) -> Choice:
-        """What a step of this choice is, as a trial wants it."""
+        """The choice for a step that asks for `choice`, with the trial's candidate."""
         if choice != self._asked:
             self._asked = self._current = choice
             tried = self._timed and self._planner.needs_trial(choice)
             self._trial = self._trials.setdefault(_alike(choice), Trial()) if tried else None
-        if self._trial is not None and self._trial.way != self._current.way:
-            self._current = replace(choice, way=self._trial.way)
+        if self._trial is not None and self._trial.candidate != self._current.candidate:
+            self._current = replace(choice, candidate=self._trial.candidate)
         return self._current
 
     @property
     def dense_steps(self) -> int:
-        """How many steps, from the next one on, may go straight if all is dense, as far as a trial is concerned."""
-        return self._trial.dense_steps if self._trial is not None and self.deciding else sys.maxsize
+        """Steps from the next one on that may take the dense path without disturbing a trial."""
+        return self._trial.dense_steps if self._trial is not None and self.tuning else sys.maxsize
 
-    def took_dense_path(self, steps: int, spans: Sequence[float]) -> None:
-        """Steps have gone straight, no more than might.
+    def took_dense_path(self, steps: int, step_times: Sequence[float]) -> None:
+        """Steps have taken the dense path, at most `dense_steps`.
 
         Args:
-            steps: how many, alike on all ranks.
-            spans: seconds on this rank, as far as they are known.
+            steps: their number, the same on all ranks.
+            step_times: seconds on this rank, of those that are known.
         """
-        if self._trial is not None and self.deciding:
+        if self._trial is not None and self.tuning:
             for step in range(steps):
-                self._trial.end_step(spans[step] if step < len(spans) else None, _nobody, self._averaged)
+                self._trial.end_step(step_times[step] if step < len(step_times) else None, _nobody, self._averaged)
 
-    def ended(self, span: float, served: Callable[[], Sequence[tuple[int, int, Plan]]], changed: bool) -> bool:
-        """A step has ended. A collective at the end of a trial's turns, and when the network has changed.
+    def ended(self, seconds: float, served: Callable[[], Sequence[tuple[int, int, Plan]]], changed: bool) -> bool:
+        """A step has ended. A collective at the end of a trial's rounds, and when the network has changed.
 
         Args:
-            span: its seconds, on this rank.
-            served: of each bucket, elements, union, and what served it (`Planner.challengers`).
-            changed: whether a rank has seen that the network has changed, alike on all ranks.
+            seconds: its time on this rank.
+            served: returns elements, union and plan of each bucket (`Planner.challengers`).
+            changed: a rank has seen the network change; the same on all ranks.
 
         Returns:
-            Whether there is something new to be decided for each bucket.
+            True if each bucket must be planned again.
         """
         trial, asked = self._trial, self._asked
         if trial is None or asked is None:
             return False
         if trial.verdict is None:
-            trial.end_step(span, lambda: self._planner.challengers(asked, served()), self._averaged)
+            trial.end_step(seconds, lambda: self._planner.challengers(asked, served()), self._averaged)
             if trial.verdict is None:
                 return False
         else:
-            self._drift.observe(span)
+            self._drift.observe(seconds)
             if not changed:
                 return False
             self._planner.recalibrate()
@@ -95,14 +95,14 @@ class Controller:
         return True
 
     def __str__(self) -> str:
-        """What the last trial found, for people; nothing where there is none."""
+        """The last trial's summary for people; empty without one."""
         return "" if self._trial is None else str(self._trial)
 
 
 def _alike(choice: Choice) -> Choice:
-    """What stands for choices of which the same is to be expected."""
+    """Cache key: choices expected to perform alike share a trial."""
     return replace(choice, codec=choice.codec.speed_key)
 
 
 def _nobody() -> tuple[str, dict[str, float]]:
-    raise AssertionError("a turn ends in a step that does not go straight")
+    raise AssertionError("a round never ends on the dense path")

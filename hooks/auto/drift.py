@@ -1,21 +1,21 @@
-"""Whether steps take longer, or shorter, than when the last decision was made: the network may have changed."""
+"""Detection of steps that have become slower or faster since the last decision, as the network may have changed."""
 
 from __future__ import annotations
 
 from statistics import median
 
-#: Steps that are looked at together.
+#: Steps in a window.
 WINDOW = 16
-#: How many times slower or faster than after the decision a window may be and count as unchanged.
+#: A window within this factor of the first one counts as unchanged.
 TOLERANCE = 1.5
 
 
 class Drift:
-    """Compares windows of step spans with the first one after a decision. Each revision that the ranks make of a
-    decision doubles the window, so that spans that vary for other reasons do not lead to a trial again and again.
+    """Compares windows of step times with the first one after a decision. Each revised decision doubles the window, so
+    that step times that vary for other reasons do not cause a trial again and again.
 
     Attributes:
-        changed: whether two windows in a row differ from the first by more than `TOLERANCE`, the same way.
+        changed: two windows in a row were slower, or faster, than the first by more than `TOLERANCE`.
     """
 
     def __init__(self) -> None:
@@ -27,16 +27,16 @@ class Drift:
         """A decision has been made, or revised."""
         self._window *= 1 + self.changed
         self.changed = False
-        self._spans: list[float] = []
+        self._step_times: list[float] = []
         self._reference: float | None = None
         self._before = 0
 
-    def observe(self, span: float) -> None:
-        """A step has taken so many seconds, on this rank."""
-        self._spans.append(span)
-        if len(self._spans) < self._window:
+    def observe(self, seconds: float) -> None:
+        """Record a step's time on this rank."""
+        self._step_times.append(seconds)
+        if len(self._step_times) < self._window:
             return
-        now, self._spans = median(self._spans), []
+        now, self._step_times = median(self._step_times), []
         if self._reference is None:
             self._reference = now
             return

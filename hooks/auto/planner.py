@@ -1,4 +1,4 @@
-"""Which exchange serves a bucket: as the user says, or by what the cost model predicts."""
+"""The plan of a bucket: its codec and exchange, as the user asks or as the cost model predicts."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from ...compress.codecs.cast import Cast
 from ...compress.formats.layout import Layout, layout_numel
 from ..comm.topology import Topology
 from ..exchanges import EXCHANGES, BucketSpec, Dense, Exchange, Hierarchical, TwoPass, possible, serving
+from ..exchanges.dense import all_reduce_estimate
 from ..network import cost, probe
 from ..network.cost import HIERARCHICAL
 from .trial import COMPRESSED, FALLBACK, HALF, PLANNED
 
-#: What `CompressState(fallback=…)` takes.
+#: Values of `CompressState(fallback=…)`.
 Fallback = torch.dtype | Literal["auto"] | None
-#: Half precision: what it leaves out is kept.
+#: Half precision, with residuals.
 HALF_PRECISION = Cast(torch.bfloat16)
-#: Steps after which "auto" looks again at how much the ranks' selections overlap.
+#: Steps after which "auto" plans again, with the union as it is then.
 REPLAN_INTERVAL = 256
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How a step is compressed: what ranks compare. `exchange` may still be "auto" or "hierarchical"; `way` is what a
-    trial lets "auto" choose from."""
+    """The compression of a step, on which the ranks must agree. `exchange` may still be "auto" or "hierarchical";
+    `candidate` is the trial's."""
 
     codec: Codec
     exchange: str
     feedback: bool
-    way: str = PLANNED
+    candidate: str = PLANNED
 
     @cached_property
     def digest(self) -> int:
@@ -43,7 +44,7 @@ class Choice:
 
 
 def codecs_of(choice: Choice, fallback: Fallback) -> list[Codec]:
-    """Every codec that may serve a choice."""
+    """The codecs that may serve a choice."""
     half = choice.exchange == "auto" and (fallback == torch.bfloat16 or (fallback == "auto" and choice.feedback))
     return [choice.codec, HALF_PRECISION] if half and choice.codec != HALF_PRECISION else [choice.codec]
 
@@ -55,19 +56,19 @@ def check_exchange(exchange: str, codec: Codec, besides: Sequence[str] = ("auto"
         raise ValueError(f"exchange={exchange!r}: expected one of {names}")
     able = possible(codec)
     if exchange in EXCHANGES and exchange not in able:
-        needs = {"two_pass": "cuts wires into slices", "factors": "averages factors of matrices"}
-        why = needs.get(exchange, "needs indices on the wire")
-        raise ValueError(f"exchange={exchange!r} {why}, and {codec} has none: use one of {', '.join(map(repr, able))}")
+        kinds = {"two_pass": "a block codec", "factors": "a low-rank codec"}
+        names, kind = ", ".join(map(repr, able)), kinds.get(exchange, "a sparse codec")
+        raise ValueError(f"exchange={exchange!r} needs {kind}, and {codec} is none: use one of {names}")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What serves a bucket now.
+    """The codec and exchange that serve a bucket.
 
     Attributes:
-        codec: what compresses it; a cast where compression does not pay.
-        exchange: a key of `EXCHANGES`, with "hierarchical " before it where nodes count.
-        feedback: whether residuals are kept.
+        codec: a cast if compression does not pay.
+        exchange: a key of `EXCHANGES`, after "hierarchical " for an exchange between nodes.
+        feedback: residuals are kept.
     """
 
     codec: Codec
@@ -78,8 +79,7 @@ class Plan:
 def calibrated(
     topology: Topology, device: torch.device, again: bool = False
 ) -> tuple[cost.Calibration, cost.Nodes | None]:
-    """What all ranks' exchanges take, and those inside and between nodes. A collective; groups are probed once, and
-    `again` if told to."""
+    """Calibrations among all ranks, and inside and between nodes. A collective; groups are probed once, or `again`."""
     everywhere = False if again else None
     flat = probe.calibration(topology.all, device, everywhere)
     if topology.inside is None or topology.between is None:
@@ -94,11 +94,10 @@ def calibrated(
 def compressed(
     what: BucketSpec, flat: cost.Calibration, nodes: cost.Nodes | None, inline: bool = False
 ) -> list[cost.Estimate]:
-    """Every exchange that can carry a bucket in its codec's wire, or the one made for that: among all ranks, and
-    where they lie on nodes, between those.
+    """Estimates of the exchanges that can carry the codec: among all ranks, and with `nodes` also between nodes.
 
     Args:
-        inline: leave out what makes the host wait for the device.
+        inline: leave out exchanges that make the host wait for the device.
     """
     names = (what.codec.exchange,) if what.codec.exchange else possible(what.codec)
     able = [serving(name, inline) for name in names if name != Dense.name]
@@ -116,10 +115,10 @@ class Planner:
 
     Args:
         topology: the ranks.
-        device: where gradients are.
-        fallback: what to send where compression does not pay: float32, bfloat16, "auto": bfloat16 where residuals are
-            kept and it is faster, else float32; or None: compress always.
-        inline: whether the host does not wait for exchanges, as over NCCL.
+        device: of gradients.
+        fallback: replaces compression that does not pay: float32; bfloat16; "auto": bfloat16 if residuals are kept and
+            it is faster, else float32; None: compress always.
+        inline: the host does not wait for exchanges, as over NCCL.
     """
 
     topology: Topology
@@ -132,7 +131,7 @@ class Planner:
 
     @property
     def network(self) -> cost.Calibration | None:
-        """What messages among all ranks take, where that has been probed."""
+        """The calibration among all ranks; None: not probed."""
         return self._flat
 
     def calibrate(self) -> None:
@@ -145,22 +144,22 @@ class Planner:
         self._flat, self._nodes = calibrated(self.topology, self.device, again=True)
 
     def knows(self, choice: Choice) -> bool:
-        """Whether `plan` needs no other rank any more."""
+        """True if `plan` needs no collective any more."""
         return choice.exchange != "auto" or self.topology.all.size == 1 or self._key(choice) in self._speeds
 
     def learn(self, choice: Choice, numel: int) -> None:
-        """Measure what `plan` needs to know of a codec. A collective."""
+        """Measure the speed of the choice's codecs, for `plan`. A collective."""
         keys = [self._key(choice), *((codec, True) for codec in codecs_of(choice, self.fallback)[1:])]
         for key in keys:
             if key not in self._speeds:
                 self._speeds[key] = probe.codec_speed(*key, numel, self.topology.all, self.device)
 
     def plan(self, choice: Choice, numel: int, union: int, buckets: int = 1) -> tuple[Plan, str]:
-        """What serves a bucket of `numel` elements, and why.
+        """The plan of a bucket of `numel` elements, and the reason.
 
         Args:
-            union: how many elements any rank has selected, of a sparse codec's, as seen before; 0: not known.
-            buckets: how many like it a step has, which wait for the network together.
+            union: the last observed size of the ranks' union with a sparse codec; 0: unknown.
+            buckets: buckets like it in a step, which wait for the network together.
         """
         codec, feedback, size = choice.codec, choice.feedback, self.topology.all.size
         if choice.exchange == HIERARCHICAL and self.topology.between is not None:
@@ -172,12 +171,12 @@ class Planner:
         if self._flat is None or numel == 0 or choice.exchange == HIERARCHICAL:
             name = default_exchange(codec, size)
             return Plan(codec, name, feedback and name != "dense"), "nothing to choose from"
-        plans = self._candidates(choice, numel, union)
+        plans = self._estimates(choice, numel, union)
         decision = cost.decide((estimate for _, estimate in plans.values()), buckets)
         return plans[decision.name][0], str(decision)
 
     def make(self, plan: Plan, name: str, layout: Layout, extra: int, device: torch.device) -> Exchange:
-        """The exchange that a plan wants, with every buffer it needs, on channels of this name."""
+        """Make a plan's exchange, on channels of this name."""
         inner, topology = serving(plan.exchange.rpartition(" ")[2], self.inline), self.topology
         numel = layout_numel(layout)
         if not plan.exchange.startswith(HIERARCHICAL):
@@ -188,7 +187,7 @@ class Planner:
         return Hierarchical(inner, plan.codec, numel, extra, device, *groups)
 
     def needs_trial(self, choice: Choice) -> bool:
-        """Whether the cost model chooses between compression and something else."""
+        """True if the cost model chooses between compression and a fallback."""
         return (
             choice.exchange == "auto"
             and self._flat is not None
@@ -197,30 +196,31 @@ class Planner:
         )
 
     def challengers(self, choice: Choice, buckets: Sequence[tuple[int, int, Plan]]) -> tuple[str, dict[str, float]]:
-        """Which way what is planned comes nearest to, and what a trial should hold against it: ways, and the seconds in
-        which the network carries their bytes.
+        """The candidate nearest to the plan, and the others for a trial, with the seconds in which the network carries
+        their bytes.
 
         Args:
-            choice: an `needs_trial` one, as planned.
-            buckets: of each, elements, union, and what serves it now.
+            choice: one that `needs_trial`.
+            buckets: elements, union and plan of each.
         """
         assert self._flat is not None
         beta = min(line.beta for line in (self._flat.all_gather, self._flat.all_to_all, self._flat.all_reduce))
-        served = {self._way(choice, plan) for numel, _, plan in buckets if numel}
-        ways = [way for way in (COMPRESSED, HALF, FALLBACK) if self._codecs(replace(choice, way=way))]
-        planned = next((way for way in ways if way in served), FALLBACK)
+        served = {self._candidate_of(choice, plan) for numel, _, plan in buckets if numel}
+        choices = {name: replace(choice, candidate=name) for name in (COMPRESSED, HALF, FALLBACK)}
+        candidates = [name for name, candidate in choices.items() if self._codecs(candidate)]
+        planned = next((name for name in candidates if name in served), FALLBACK)
         found = {}
-        for way in ways:
-            plans = [self._candidates(replace(choice, way=way), n, union).values() for n, union, _ in buckets if n]
-            found[way] = beta * sum(min(estimate.received for _, estimate in bucket) for bucket in plans)
-        return planned, {way: seconds for way, seconds in found.items() if way != planned}
+        for name in candidates:
+            plans = [self._estimates(choices[name], n, union).values() for n, union, _ in buckets if n]
+            found[name] = beta * sum(min(estimate.received for _, estimate in bucket) for bucket in plans)
+        return planned, {name: seconds for name, seconds in found.items() if name != planned}
 
-    def _candidates(self, choice: Choice, numel: int, union: int) -> dict[str, tuple[Plan, cost.Estimate]]:
+    def _estimates(self, choice: Choice, numel: int, union: int) -> dict[str, tuple[Plan, cost.Estimate]]:
         size, plans = self.topology.all.size, dict[str, tuple[Plan, cost.Estimate]]()
         assert self._flat is not None
         for codec in self._codecs(choice):
             if codec is None:
-                plans["dense"] = Plan(choice.codec, "dense", False), self._flat.dense(cost.Shape(numel, 0, size, 0))
+                plans["dense"] = Plan(choice.codec, "dense", False), all_reduce_estimate(self._flat, numel, size)
                 continue
             asked = codec == choice.codec
             feedback = choice.feedback if asked else True
@@ -232,15 +232,15 @@ class Planner:
         return plans
 
     def _codecs(self, choice: Choice) -> Sequence[Codec | None]:
-        """What may serve a bucket in the way of a choice; None: an all-reduce of float32."""
+        """The codecs of a choice's candidate; None: an all-reduce of float32."""
         lossless, half = choice.codec.lossless, codecs_of(choice, self.fallback)[1:]
         compression = [] if lossless else [choice.codec]
         exact = [None] if lossless or self.fallback in (torch.float32, "auto") else []
-        ways = {COMPRESSED: compression, HALF: half if exact else [], FALLBACK: exact or half}
-        return ways.get(choice.way, [*compression, *half, *exact])
+        candidates = {COMPRESSED: compression, HALF: half if exact else [], FALLBACK: exact or half}
+        return candidates.get(choice.candidate, [*compression, *half, *exact])
 
     @staticmethod
-    def _way(choice: Choice, plan: Plan) -> str:
+    def _candidate_of(choice: Choice, plan: Plan) -> str:
         if plan.exchange == "dense":
             return FALLBACK
         return COMPRESSED if plan.codec == choice.codec else HALF
@@ -251,8 +251,8 @@ class Planner:
 
 
 def default_exchange(codec: Codec, world_size: int) -> str:
-    """Without a cost model: the fewest bytes received, and one pass where they are equal. A rank alone has nothing to
-    send, so it loses nothing."""
+    """The exchange without a cost model: fewest bytes received, and of equals the one with fewest stages. A single rank
+    sends nothing, so its gradients stay exact."""
     if codec.lossless or world_size == 1:
         return "dense"
     if codec.exchange:

@@ -1,9 +1,9 @@
-"""A few bytes of every rank to every rank, in ⌈log2 P⌉ messages a rank instead of P - 1.
+"""An all-gather of a few bytes in ⌈log2 P⌉ messages a rank instead of P - 1.
 
 The all-gather of Bruck et al. ("Efficient algorithms for all-to-all communications in multiport message-passing
 systems", 1997): before round k a rank has the rows of the 2^k ranks from itself onwards; it sends them to the rank 2^k
 before it, and gets the next ones from the rank 2^k after it. Each round waits for the one before, so it takes ⌈log2 P⌉
-latencies where sending to everybody takes one: it pays where a rank is busy with sending rather than waiting.
+latencies instead of one: it pays if sending P - 1 messages keeps a rank busy for longer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def rounds(size: int) -> Iterator[tuple[int, int]]:
-    """Of each round: how far away its peers are, which is how many rows a rank has, and how many rows move."""
+    """The distance to the peers of each round, which is also the rows that a rank has, and the rows that move."""
     distance = 1
     while distance < size:
         yield distance, min(distance, size - distance)
@@ -24,14 +24,13 @@ def rounds(size: int) -> Iterator[tuple[int, int]]:
 
 
 class Dissemination:
-    """One all-gather under way. Several are waited for in the order in which they were started: a rank passes on what
-    it has only while it waits, and messages between two ranks are told apart by their order.
+    """One all-gather in flight. Wait for several in the order in which they were started: a rank forwards rows only
+    while it waits, and only the order distinguishes messages between two ranks.
 
     Args:
-        output: where the rows go, in rank order: [P, anything], any dtype, without gaps.
+        output: for the rows in rank order: [P, anything], any dtype, contiguous.
         row: this rank's.
-        rank: which that is.
-        send, receive: start to move some rows to or from a rank; what they return has `wait()`.
+        send, receive: start to move rows to or from a rank, and return an object with `wait()`.
     """
 
     def __init__(
@@ -44,9 +43,9 @@ class Dissemination:
     ) -> None:
         self._output, self._rank, self._send = output, rank, send
         self._size = size = len(output)
-        self._rows = torch.empty_like(output)  # of this rank, the next, and so on
+        self._rows = torch.empty_like(output)  # of this rank, the next one, and so on
         self._rows[0].copy_(row)
-        # Gloo begins to send once the receiver has announced itself: all receives at once save a latency a round.
+        # Gloo sends once the receiver has posted its receive: posting all of them now saves a latency a round.
         self._coming = [receive(self._rows[d : d + n], (rank + d) % size) for d, n in rounds(size)]
         self._steps = list(rounds(size))
         self._done = False
@@ -57,7 +56,7 @@ class Dissemination:
         return self._send(self._rows[:count], (self._rank - distance) % self._size)
 
     def wait(self) -> None:
-        """Return when every row is there; at once, from the second time on."""
+        """Wait until every row has arrived. Later calls return at once."""
         if self._done:
             return
         for step in range(max(0, len(self._going) - 1), len(self._coming)):  # from where it was left

@@ -1,7 +1,7 @@
-"""Entries, the indices and values of sparse gradients, on their way between ranks: indices first, then values.
+"""Exchange of entries, the indices and values of sparse gradients: indices travel first, then values.
 
-`EntryExchanger` packs, sends and merges lists of entries. The algorithms made of it are in `hooks.sparse` (the public
-all-reduce) and `hooks.exchanges` (a model's gradients).
+`EntryExchanger` packs, sends and merges lists of entries. `hooks.sparse` (the public all-reduce) and `hooks.exchanges`
+(a model's gradients) build their algorithms on it.
 """
 
 from __future__ import annotations
@@ -19,21 +19,20 @@ from ...compress.backends import entries_for
 from ...compress.backends.sparse import Pieces
 from ...compress.formats.entries import index_bytes, value_bytes
 from .group import Group
-from .pipeline import Stages
-from .ports import WaitAll, Work
+from .ports import Stages, WaitAll, Work
 
-#: What gives a residual, float32, within a block; or nothing.
+#: Opens a residual, float32, for a block; or None.
 Opening = Callable[[], AbstractContextManager[Tensor | None]]
 
-#: Samples of the index lists that balance owners' ranges, over all ranks.
+#: Samples of all ranks' index lists, which balance owners' ranges.
 RANGE_SAMPLES = 1024
 
 
 def range_samples(indices: Tensor, numel: int, rank: int, world_size: int) -> Tensor:
-    """How long a rank's list is, and evenly spaced samples of it: a histogram of equal parts. int32, as long on all
+    """A rank's list as its length and evenly spaced samples, a histogram of equal parts: int32, of one length on all
     ranks."""
     samples = max(4, RANGE_SAMPLES // world_size)
-    # The ranks' samples interlock, so that lists that are alike are cut as finely as all samples together.
+    # The ranks' samples interlock, so that equal lists are cut as finely as all samples together allow.
     place = (torch.arange(samples, device=indices.device).double() + (rank + 0.5) / world_size) / samples
     if len(indices):
         mine = indices[(place * len(indices)).long().clamp_(max=len(indices) - 1)].int()
@@ -43,7 +42,7 @@ def range_samples(indices: Tensor, numel: int, rank: int, world_size: int) -> Te
 
 
 def bounds_of(samples: Tensor, numel: int) -> list[int]:
-    """Owners' ranges, from what `range_samples` gives on each rank: int32 [P, …]."""
+    """Owners' ranges, from `range_samples` of all ranks: int32 [P, …]."""
     ranks, each = len(samples), samples.shape[1] - 1
     ordered, order = samples[:, 1:].reshape(-1).sort()
     weights = samples[:, :1].clamp(min=1).long().expand(-1, each).reshape(-1)[order].cumsum(0)
@@ -65,12 +64,12 @@ class Entries:
         return Entries(self.indices[part], self.values[part])
 
 
-#: What is on its way: where it arrives, and what to wait for.
-Moving = tuple[Tensor, Work]
+#: A message in flight: its memory, and its work.
+InFlight = tuple[Tensor, Work]
 
 
-class Room:
-    """Memory by name, kept from one use to the next; it grows, and is never given back."""
+class BufferPool:
+    """Buffers by name, kept between uses; they grow, and are never freed."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -79,7 +78,7 @@ class Room:
     def __call__(self, name: str, size: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         memory = self._memory.get(name)
         if memory is None or memory.numel() < size:
-            with torch.inference_mode(False):  # what is made in inference mode cannot be written to outside
+            with torch.inference_mode(False):  # memory made in inference mode cannot be written to outside of it
                 memory = self._memory[name] = torch.zeros(size + size // 8, dtype=dtype, device=self.device)
         return memory[:size]
 
@@ -89,21 +88,20 @@ class Room:
 
 
 class EntryExchanger:
-    """Moves entries of gradients of `numel` elements between the ranks of a group, in stages: generators that yield
-    what is under way (`comm.pipeline`). What they return lies in memory that the next one may use again.
+    """Moves entries of gradients of `numel` elements between the ranks of a group, in stages (`comm.pipeline`). Results
+    lie in buffers that the next call may reuse.
 
     Args:
         numel: of the gradient, below 2^31.
-        dtype: how values travel: float32, bfloat16 or int8 (`compress.entries`).
-        device: where entries are.
+        dtype: of values on the wire: float32, bfloat16 or int8 (`compress.formats.entries`).
+        device: of entries.
         group: the ranks.
-        room: memory to work in, by default its own.
-        row: shape of what an index stands for: () for an element, (n,) for a row of n of them. Only elements can be
-            cut, or leave a residual.
+        pool: buffers to work in; by default its own.
+        row: shape at an index: () for an element, (n,) for a row of n. Only elements can be rounded to a residual.
 
     Attributes:
-        skipped: entries that came from other ranks and cannot be right, left out so far.
-        received: bytes that collectives have brought from other ranks so far.
+        skipped: invalid entries from other ranks, left out so far.
+        received: bytes received from other ranks so far.
         sent: bytes handed to collectives for other ranks so far, each once.
     """
 
@@ -113,35 +111,35 @@ class EntryExchanger:
         dtype: torch.dtype,
         device: torch.device,
         group: Group,
-        room: Room | None = None,
+        pool: BufferPool | None = None,
         row: tuple[int, ...] = (),
     ) -> None:
         self.numel, self.dtype, self.device, self.group = numel, dtype, device, group
         self.row, self.width = row, math.prod(row)
         self.rank, self.world_size = group.rank, group.size
         self.kernels = entries_for(device)
-        self.room = room or Room(device)
+        self.pool = pool or BufferPool(device)
         self.skipped = self.received = self.sent = 0
 
     def merge(self, lists: Entries, offsets: Sequence[int], start: int, stop: int) -> Entries:
-        """The sum of the lists, in their order, where an index lies from `start` up to `stop`."""
+        """The sum of the lists in their order, of indices from `start` up to `stop`."""
         if lists.values.dim() > 1:
             return self._merge_rows(lists, offsets, start, stop)
-        room = self.room.entries("merged", len(lists))
+        pool = self.pool.entries("merged", len(lists))
         where = lists.indices, lists.values, offsets, start, stop
-        found, skipped = self.kernels.merge(*where, room.indices, room.values)
+        found, skipped = self.kernels.merge(*where, pool.indices, pool.values)
         self.skipped += skipped
-        return room[:found]
+        return pool[:found]
 
     def _merge_rows(self, lists: Entries, offsets: Sequence[int], start: int, stop: int) -> Entries:
         inside = (lists.indices >= start) & (lists.indices < stop)
         union = lists.indices[inside].unique()
-        total = self.room.entries("merged", len(union), self.row)
+        total = self.pool.entries("merged", len(union), self.row)
         total.indices.copy_(union)
         total.values.zero_()
         for a, b in pairwise(offsets):  # within a list no index comes twice, so that nothing depends on an order
             part, used = lists[a:b], inside[a:b]
-            if not used.all():  # what it was padded with, or cannot be right
+            if not used.all():  # padding, or invalid indices
                 part = part[used]
             total.values.index_add_(0, torch.searchsorted(union, part.indices), part.values)
         self.skipped += len(lists) - int(inside.sum())
@@ -153,34 +151,34 @@ class EntryExchanger:
         """The sum of all ranks' entries, in rank order, on every rank, as Entries.
 
         Args:
-            k: at least as many entries as any rank has, the same on all ranks. Shorter lists are padded.
-            with_values: else only indices travel, and what is returned has no values that mean anything.
+            k: at least the entries of any rank, the same on all ranks. Shorter lists are padded.
+            with_values: False: only indices travel, and the result's values are undefined.
         """
-        moving = self.start_gather(entries, k, with_values)
-        yield WaitAll([work for _, work in moving])
-        return self.finish_gather(moving, k)
+        in_flight = self.start_gather(entries, k, with_values)
+        yield WaitAll([work for _, work in in_flight])
+        return self.finish_gather(in_flight, k)
 
-    def start_gather(self, entries: Entries, k: int, with_values: bool = True) -> list[Moving]:
+    def start_gather(self, entries: Entries, k: int, with_values: bool = True) -> list[InFlight]:
         """Pack a list, and start the all-gathers of its parts."""
-        padded = self.room.entries("padded", k, self.row)
+        padded = self.pool.entries("padded", k, self.row)
         padded.indices[: len(entries)] = entries.indices
         padded.values[: len(entries)] = entries.values
         padded.values[len(entries) :] = 0
-        index_row = self.room("index row", index_bytes(self.numel, k))
+        index_row = self.pool("index row", index_bytes(self.numel, k))
         count = torch.tensor([len(entries)], dtype=torch.int32, device="cpu").to(self.device)
         self.kernels.pack_indices(padded.indices, count, 0, self.numel, index_row)
-        moving = [self.all_gather(index_row)]
+        in_flight = [self.all_gather(index_row)]
         if with_values:
-            value_row = self.room("value row", value_bytes(k * self.width, self.dtype))
+            value_row = self.pool("value row", value_bytes(k * self.width, self.dtype))
             self.kernels.pack_values(padded.values.view(-1), self.dtype, value_row)
-            moving.append(self.all_gather(value_row))
-        return moving
+            in_flight.append(self.all_gather(value_row))
+        return in_flight
 
-    def finish_gather(self, moving: list[Moving], k: int) -> Entries:
-        """Unpack what has arrived, and sum it."""
-        ranks, (index_rows, _), *values = self.world_size, *moving
+    def finish_gather(self, in_flight: list[InFlight], k: int) -> Entries:
+        """Unpack the lists that have arrived, and sum them."""
+        ranks, (index_rows, _), *values = self.world_size, *in_flight
         row = self.row if values else ()
-        lists, used = self.room.entries("lists", k * ranks, row), self.room("used", ranks, torch.int32)
+        lists, used = self.pool.entries("lists", k * ranks, row), self.pool("used", ranks, torch.int32)
         self.kernels.unpack_indices(index_rows, 0, self.numel, used, lists.indices.view(ranks, k))
         for value_rows, _ in values:
             self.kernels.unpack_values(value_rows, self.dtype, lists.values.view(ranks, k * self.width))
@@ -188,26 +186,26 @@ class EntryExchanger:
         self.skipped -= k * ranks - int(used.clamp(max=k).sum())  # padding is out of range
         return merged
 
-    def all_gather(self, row: Tensor) -> Moving:
+    def all_gather(self, row: Tensor) -> InFlight:
         """Every rank's row to all."""
         rows = self.group.gather_output(self.world_size, *row.shape, dtype=row.dtype, device=self.device)
         self.count(sent=row.nbytes, received=(self.world_size - 1) * row.nbytes)
         return rows, self.group.all_gather(rows, row)
 
     def count(self, sent: int, received: int) -> None:
-        """Bytes have been handed to collectives for other ranks, or have come."""
+        """Count bytes handed to collectives for other ranks, and received."""
         self.sent += sent if self.world_size > 1 else 0
         self.received += received
 
     # -- every entry to the owner of its range, and the owners' entries to all ---------------------------------------
 
     def balanced_bounds(self, indices: Tensor) -> Stages:
-        """Where owners' ranges begin and end so that each gets about as many entries: owner o has bounds[o] up to
-        bounds[o + 1]. list[int]."""
+        """Stages: bounds of owners' ranges with about equally many entries; owner o has bounds[o] up to bounds[o + 1].
+        list[int]."""
         samples = range_samples(indices, self.numel, self.rank, self.world_size)
         if samples.is_cuda:
-            # NCCL may hold what it sends until it is waited for, on another stream than this one, and no longer.
-            samples = self.room("samples", len(samples), samples.dtype).copy_(samples)
+            # NCCL holds its input only until it is waited for, maybe on another stream.
+            samples = self.pool("samples", len(samples), samples.dtype).copy_(samples)
         every, work = self.all_gather(samples)
         yield work
         return bounds_of(every, self.numel)
@@ -225,14 +223,14 @@ class EntryExchanger:
         sent = Pieces([b - a for a, b in pairwise(cuts)], bounds[:-1], ranges)
         counts = yield from self._exchange_counts(sent.counts)
         arriving = Pieces(counts, [start] * len(counts), [span] * len(counts))
-        lists = self.room.entries("owned lists", sum(counts), self.row)
+        lists = self.pool.entries("owned lists", sum(counts), self.row)
 
         sizes = sent.index_sizes()
-        wire = self.room("index pieces", sum(sizes))
+        wire = self.pool("index pieces", sum(sizes))
         self.kernels.pack_index_pieces(entries.indices, sent, wire)
         indices, index_work = self._all_to_all("index wire", wire, sizes, arriving.index_sizes())
         sizes = self.value_sizes(sent)
-        wire = self.room("value pieces", sum(sizes))
+        wire = self.pool("value pieces", sum(sizes))
         with residual() if self.dtype != torch.float32 else nullcontext() as rest:
             self.pack_values(entries, sent, wire, rest)
         arrive = self.value_sizes(arriving)
@@ -246,35 +244,37 @@ class EntryExchanger:
         """Every owner's entries, end to end, on every rank, as Entries.
 
         Args:
-            counts: how many each owner has, known to all ranks.
+            counts: of each owner's entries, known to all ranks.
         """
-        moving = self.start_sharing(owned, counts, bounds)
-        yield WaitAll([work for _, work in moving])
-        return self.finish_sharing(moving, counts, bounds)
+        in_flight = self.start_sharing(owned, counts, bounds)
+        yield WaitAll([work for _, work in in_flight])
+        return self.finish_sharing(in_flight, counts, bounds)
 
-    def start_sharing(self, owned: Entries, counts: Sequence[int], bounds: Sequence[int]) -> tuple[Moving, Moving]:
-        """Pack what this rank owns, and start the all-gathers of its parts."""
+    def start_sharing(self, owned: Entries, counts: Sequence[int], bounds: Sequence[int]) -> tuple[InFlight, InFlight]:
+        """Pack this rank's sums, and start the all-gathers of their parts."""
         rank, every = self.rank, _owners(counts, bounds)
         mine = Pieces(counts[rank : rank + 1], bounds[rank : rank + 1], every.ranges[rank : rank + 1])
         sizes = every.index_sizes()
-        piece = self.room("owned index piece", sizes[rank])
+        piece = self.pool("owned index piece", sizes[rank])
         self.kernels.pack_index_pieces(owned.indices, mine, piece)
         indices = self._all_gather_v(piece, sizes)
         sizes = self.value_sizes(every)
-        piece = self.room("owned value piece", sizes[rank])
+        piece = self.pool("owned value piece", sizes[rank])
         self.pack_values(owned, mine, piece)
         return indices, self._all_gather_v(piece, sizes)
 
-    def finish_sharing(self, moving: tuple[Moving, Moving], counts: Sequence[int], bounds: Sequence[int]) -> Entries:
+    def finish_sharing(
+        self, in_flight: tuple[InFlight, InFlight], counts: Sequence[int], bounds: Sequence[int]
+    ) -> Entries:
         """Unpack what has arrived."""
-        (indices, _), (values, _) = moving
-        every, result = _owners(counts, bounds), self.room.entries("result", sum(counts), self.row)
+        (indices, _), (values, _) = in_flight
+        every, result = _owners(counts, bounds), self.pool.entries("result", sum(counts), self.row)
         self.kernels.unpack_index_pieces(indices, every, result.indices)
         self.unpack_values(values, every, result)
         return result
 
     def _numbers(self, pieces: Pieces) -> Pieces:
-        """What is packed as values: as many numbers as rows have."""
+        """The pieces with each row counted as its numbers, as values are packed."""
         return replace(pieces, counts=[count * self.width for count in pieces.counts]) if self.row else pieces
 
     def value_sizes(self, pieces: Pieces) -> list[int]:
@@ -289,7 +289,7 @@ class EntryExchanger:
         residual: Tensor | None = None,
         begins: Sequence[int] | None = None,
     ) -> None:
-        # Without a residual it does not matter of which elements the values are.
+        # Without a residual the kernel does not read the indices.
         values = entries.values.view(-1)
         indices = values.view(torch.int32) if self.row else entries.indices
         self.kernels.pack_value_pieces(values, self._numbers(pieces), self.dtype, wire, indices, residual, begins)
@@ -314,12 +314,12 @@ class EntryExchanger:
         return (yield from self.from_owners(owned, counts, bounds))
 
     def dense(self, entries: Entries) -> Stages:
-        """The sum, of all elements: float32 [numel, …]; -0.0 where no rank has an entry, and nowhere else alone: that
-        is the sum of nothing but -0.0."""
-        flat = self.room("dense", self.numel * self.width, torch.float32).fill_(-0.0)
+        """The sum as a vector of all elements: float32 [numel, …]; -0.0 exactly where no rank has an entry, as only the
+        sum of -0.0 alone is -0.0."""
+        flat = self.pool("dense", self.numel * self.width, torch.float32).fill_(-0.0)
         every = flat.view(self.numel, *self.row)
         every[entries.indices.long()] = entries.values + 0.0
-        if self.group.is_channel:  # the backend's own has no channel: it would have to wait for its turn
+        if self.group.is_channel:  # collectives have no channels and need an order
             yield from self.all_reduce(flat)
         else:
             yield self.group.all_reduce(flat)
@@ -327,26 +327,26 @@ class EntryExchanger:
         return every
 
     def all_counts(self, count: int) -> Stages:
-        """What every rank passes, in rank order: list[int]."""
+        """Stages: every rank's count, in rank order: list[int]."""
         rows, work = self.all_gather(torch.tensor([count], dtype=torch.int32, device="cpu").to(self.device))
         yield work
         counts: list[int] = rows.view(-1).tolist()
         return counts
 
     def on_union(self, entries: Entries, union: Tensor) -> Tensor:
-        """The entries' values at the indices of the union, zero where there is none."""
+        """The entries' values at the union's indices; 0 without an entry."""
         n, u = len(entries), len(union)
         if self.row:
-            rows = self.room.entries("on union", u, self.row).values.zero_()
+            rows = self.pool.entries("on union", u, self.row).values.zero_()
             return rows.index_copy_(0, torch.searchsorted(union, entries.indices), entries.values)
-        lists = self.room.entries("union and own", u + n)
+        lists = self.pool.entries("union and own", u + n)
         lists.indices[:u], lists.indices[u:] = union, entries.indices
         lists.values[:u] = 0
         lists.values[u:] = entries.values
         where = lists.indices, lists.values, (0, u, u + n), 0, self.numel
-        room = self.room.entries("on union", u + n)
-        found, _ = self.kernels.merge(*where, room.indices, room.values)
-        return room.values[:found]
+        pool = self.pool.entries("on union", u + n)
+        found, _ = self.kernels.merge(*where, pool.indices, pool.values)
+        return pool.values[:found]
 
     def _exchange_counts(self, counts: Sequence[int]) -> Stages:
         mine = torch.tensor(counts, dtype=torch.int32, device="cpu").to(self.device)
@@ -357,31 +357,31 @@ class EntryExchanger:
         arriving: list[int] = theirs.tolist()
         return arriving
 
-    def _all_to_all(self, name: str, wire: Tensor, sent: list[int], received: list[int]) -> Moving:
-        into = self.room(name, sum(received))
+    def _all_to_all(self, name: str, wire: Tensor, sent: list[int], received: list[int]) -> InFlight:
+        into = self.pool(name, sum(received))
         work = self.group.all_to_all_v(into, wire, received, sent)
         self.count(sum(sent) - sent[self.rank], sum(received) - received[self.rank])
         return into, work
 
-    def _all_gather_v(self, piece: Tensor, sizes: list[int]) -> Moving:
+    def _all_gather_v(self, piece: Tensor, sizes: list[int]) -> InFlight:
         wire = self.group.gather_output(sum(sizes), device=self.device)
         work = self.group.all_gather_v(wire, piece, sizes)
         self.count(sizes[self.rank], sum(sizes) - sizes[self.rank])
         return wire, work
 
     def all_reduce(self, tensor: Tensor) -> Stages:
-        """`tensor`, flat, = its sum over the ranks, in their order; over NCCL in the backend's."""
-        pieces = self.room(f"pieces {tensor.dtype}", tensor.numel() + self.world_size, tensor.dtype)
+        """Stages: `tensor`, flat, = its sum over the ranks, in their order; over NCCL in the backend's."""
+        pieces = self.pool(f"pieces {tensor.dtype}", tensor.numel() + self.world_size, tensor.dtype)
         yield from self.group.sum(tensor, pieces)
         self.count_all_reduce(tensor)
 
     def count_all_reduce(self, tensor: Tensor) -> None:
-        """An all-reduce of this tensor has been made."""
+        """Count an all-reduce of this tensor."""
         self.count(tensor.nbytes, 2 * tensor.nbytes * (self.world_size - 1) // self.world_size)
 
 
 def used(every: Tensor) -> Entries:
-    """The entries that some rank has, zeros among them, of what `EntryExchanger.dense` gives."""
+    """The entries that some rank has, zeros included, of a result of `EntryExchanger.dense`."""
     some = ~(every.signbit() & (every == 0))
     place = (some.any(1) if some.dim() > 1 else some).nonzero().view(-1)
     return Entries(place.int(), every[place])

@@ -1,4 +1,4 @@
-"""The ranks that exchange with each other, and the collectives they use."""
+"""A group of ranks, and its collectives."""
 
 from __future__ import annotations
 
@@ -18,28 +18,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import rendezvous
 from .bruck_gather import Dissemination
-from .channels import Channels
 from .linger import linger, linger_with
-from .ports import Collective, Messages, PaddedGather, PersistentMessage, Traffic, VariableMessage, Work
-from .rendezvous import connect, unique_store
+from .ports import Channels, Collective, Messages, PaddedGather, PersistentMessage, Traffic, VariableMessage, Work
+from .rendezvous import HANDSHAKE_TIMEOUT, connect, timeout_of, unique_store
 
-#: How long ranks wait for each other when a state is made, unless the user has given their group longer.
-HANDSHAKE_TIMEOUT = timedelta(seconds=60)
-
-#: The most ranks that send a few bytes to each other directly: with more, sending takes longer than some latencies.
+#: The most ranks that send a few bytes to each other directly. With more, Bruck's all-gather takes less processor time:
+#: with an all-gather of 4 KB, 2.1 ms a rank instead of 2.7 among 24 ranks, 2.6 instead of 3.7 among 32, and 0.9 either
+#: way among 8 (`small_gather_port` with this limit and with 1000, in turns; Gloo, forked ranks on two cores).
 DIRECT_RANKS = 16
 
-#: Messages without a name count below this; channels have the tags from here on.
+#: Channels have the tags from here on; other messages are counted below.
 NAMED = 1 << 30
 #: A tag that no message has.
 NEVER_SENT = 0x7FFFFFFF
 
 _groups: weakref.WeakSet[Group] = weakref.WeakSet()
-#: The channels that a process group has had.
+#: The channels of each process group.
 _channels: weakref.WeakKeyDictionary[Any, Channels] = weakref.WeakKeyDictionary()
-#: What is in flight on the connections of a process group.
+#: The traffic on the connections of each process group.
 _traffic: weakref.WeakKeyDictionary[Any, Traffic] = weakref.WeakKeyDictionary()
 
 
@@ -47,14 +44,14 @@ class Group:
     """The collectives of one process group, for one thread at a time.
 
     Args:
-        process_group: what carries them. Its own methods are called, so that neither torch's renaming of functions nor
-            its registry of groups matters here.
-        ranks: the global ranks, where that registry does not know the group.
+        process_group: carries them. Its own methods are called, so that neither torch's renaming of functions nor its
+            registry of groups matters here.
+        ranks: the global ranks, if that registry does not know the group.
 
     `Work.wait` blocks the thread on Gloo; on NCCL it only makes the current stream wait.
     """
 
-    #: Whether another than its owner may have collectives of the process group under way, so that it may not.
+    #: Others than its owner may have collectives of the process group in flight, so its owner must not start any.
     shared = False
 
     def __init__(self, process_group: Any, ranks: Sequence[int] | None = None) -> None:
@@ -62,25 +59,24 @@ class Group:
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
         self._ranks = ranks
-        #: Of single messages, where it is not what the group was made with.
+        #: Of point-to-point messages; None: the process group's.
         self.timeout: timedelta | None = None
         self._tag = 0
         self._averages: bool | None = None
-        tags = getattr(process_group, "tags", NEVER_SENT - NAMED)
-        self._channels = _channels.setdefault(process_group, Channels(tags))
-        self.traffic = _traffic.setdefault(getattr(process_group, "connections", process_group), Traffic())
+        self._channels = _channels.setdefault(process_group, Channels(NEVER_SENT - NAMED))
+        self.traffic = _traffic.setdefault(process_group, Traffic())
         _groups.add(self)
 
     @property
     def is_channel(self) -> bool:
-        """Whether it is a channel."""
+        """True for a channel."""
         return self._tag >= NAMED
 
     def channel(self, name: str) -> Group:
-        """The same ranks and connections, for messages that no others are mistaken for: what one rank sends here
-        arrives, in this order, at the ranks that have made a channel of this name equally often.
+        """The same ranks and connections, with tags of its own. Messages arrive in order at ranks that have made a
+        channel of this name equally often.
 
-        Of its collectives those of CPU tensors may run beside others, in any order, `all_reduce` excepted.
+        Its collectives of CPU tensors may overlap with others in any order, except `all_reduce`.
         """
         twin = copy.copy(self)
         twin._tag = NAMED + self._channels.tag(f"{self._tag}/{name}")
@@ -94,8 +90,8 @@ class Group:
 
     @property
     def generation(self) -> Any:
-        """What the ranks' numbers refer to, for as long as they do: the default group, or where there is none the
-        process group itself. Whatever is remembered by rank is remembered for this object, weakly."""
+        """The object whose life is the validity of rank numbers: the default group, or without one the process group.
+        Caches by rank refer to it weakly."""
         default = dist.group.WORLD
         return self._group if default is None else default
 
@@ -104,36 +100,23 @@ class Group:
         """A new Gloo group of these global ranks. A collective; ranks wait `timeout` for each other, or
         `HANDSHAKE_TIMEOUT`.
 
-        `dist.new_group(use_local_synchronization=True)` would derive its name from the number of groups a rank is in:
-        it differs between ranks that are in different groups, and comes again when a group is destroyed. Here the
-        name counts the groups that have been made of the same ranks. The store counts, for each rank: a process that
-        outlives its default group then counts from the start with the new ones it meets, and where the store outlives
-        the process, the next one goes on where it stopped.
+        `dist.new_group(use_local_synchronization=True)` derives its name from the number of groups a rank is in, which
+        differs between ranks of different groups, and repeats when a group is destroyed. Here the name counts the
+        groups made of the same ranks, in the store and for each rank: a process that outlives its default group starts
+        again with the next one's store, and a process that its store outlives is continued by the next one.
         """
         members, rank = tuple(ranks), dist.get_rank()
         with unique_store(members, rank) as store:
             return cls(connect(store, members, rank, timeout or HANDSHAKE_TIMEOUT), members)
 
-    @classmethod
-    def control_group(cls, ranks: list[int], control_only: bool, timeout: timedelta | None = None) -> Group:
-        """As `of_ranks`, for what ranks tell each other. Where on every rank that is short messages and nothing else
-        (`control_only`), groups of the same ranks share their connections (`shared`).
-        """
-        members, rank = tuple(ranks), dist.get_rank()
-        world = dist.group.WORLD
-        place, timeout = members.index(rank), timeout or HANDSHAKE_TIMEOUT
-        with unique_store(members, rank) as store:
-            make = partial(connect, store, members, rank, timeout)
-            return cls(rendezvous.process_group(world, members, place, store, timeout, control_only, make), members)
-
     @staticmethod
     def blocks(process_group: Any, device: torch.device) -> bool:
-        """Whether collectives on tensors of `device` keep the calling thread waiting. Those of a backend that launches
-        several at once are ordered by streams: NCCL's, by whatever name. Warns of others, Gloo excepted."""
+        """True if collectives on tensors of `device` block the calling thread. Backends that launch several at once
+        order them by streams, as NCCL under any name. Warns of others except Gloo."""
         if device.type != "cuda":
             return True
         backend = _backend_of(process_group, device)
-        # Where torch does not tell, it has one of the kind, by one name.
+        # A torch that does not tell has one such backend, by one name.
         launches = getattr(backend, "supports_coalescing", None)
         ordered: bool = backend.name() == "nccl" if launches is None else launches
         if not ordered and backend.name() != "gloo":
@@ -146,7 +129,7 @@ class Group:
         return not ordered
 
     def follow_timeout(self, other: dist.ProcessGroup) -> None:
-        """From now on let collectives take as long as those of `other` may."""
+        """Take over the timeout of `other`."""
         timeout = timeout_of(other)
         if timeout is not None:
             with contextlib.suppress(RuntimeError, AttributeError):
@@ -156,7 +139,7 @@ class Group:
     def gather_output(
         self, *shape: int, dtype: torch.dtype = torch.uint8, device: torch.device | str = "cpu"
     ) -> Tensor:
-        """Memory for what an all-gather returns, which is the same on every rank."""
+        """Memory for the result of an all-gather, which is the same on every rank."""
         return torch.zeros(*shape, dtype=dtype, device=device)
 
     def all_gather(self, output: Tensor, row: Tensor) -> Work:
@@ -164,15 +147,14 @@ class Group:
         return self.persistent_gather(output, row).start()
 
     def persistent_gather(self, output: Tensor, row: Tensor, ahead: int = 2) -> PersistentMessage | Collective:
-        """For all-gathers of this row, into this memory. `ahead`: as of `PersistentMessage`."""
+        """An all-gather of this row into this memory, for many starts. `ahead`: as for `PersistentMessage`."""
         if row.is_cuda:
             return Collective(lambda: self._group._allgather_base(output.view(-1), row))
         return PersistentMessage(self, output.view(-1).chunk(self.size), [row.view(-1)] * self.size, ahead)
 
     def small_all_gather(self, output: Tensor, row: Tensor) -> Work:
-        """Start: as `all_gather`, for a few bytes of each rank that are on their way while the rank does other things.
-        With more than `DIRECT_RANKS` a rank sends ⌈log2 size⌉ messages; each waits for another, and goes while the rank
-        waits, so several under way are waited for in the order in which they were started."""
+        """Start: as `all_gather`, for a few bytes. With more than `DIRECT_RANKS` a rank sends ⌈log2 size⌉ messages,
+        most of them while it waits: wait for several in the order in which they were started."""
         if row.is_cuda or self.size <= DIRECT_RANKS:
             return self.all_gather(output, row)
 
@@ -185,7 +167,7 @@ class Group:
         )
 
     def small_gather_port(self, output: Tensor, row: Tensor) -> PersistentMessage | Collective:
-        """For many of them, with this row, into this memory."""
+        """A `small_all_gather` of this row into this memory, for many starts."""
         if self.size <= DIRECT_RANKS:
             return self.persistent_gather(output, row)
         return Collective(lambda: self.small_all_gather(output, row))
@@ -193,7 +175,7 @@ class Group:
     def all_gather_v(self, output: Tensor, row: Tensor, sizes: Sequence[int]) -> Work:
         """Start: `output` = the ranks' rows, end to end, `sizes[r]` elements from rank r.
 
-        NCCL has none such: there all rows travel as long as the longest, so that each still enters a node once.
+        NCCL lacks it: there all rows are padded to the longest, so that each still enters a node once.
         """
         if row.is_cuda:
             longest = max(sizes)
@@ -209,7 +191,7 @@ class Group:
         return self.persistent_swap(output, rows).start()
 
     def persistent_swap(self, output: Tensor, rows: Tensor, ahead: int = 2) -> PersistentMessage | Collective:
-        """For all-to-alls of these rows, into this memory. `ahead`: as of `PersistentMessage`."""
+        """An all-to-all of these rows into this memory, for many starts. `ahead`: as for `PersistentMessage`."""
         if rows.is_cuda:
             return Collective(lambda: self._group.alltoall_base(output.view(-1), rows.view(-1), [], []))
         return PersistentMessage(self, output.view(-1).chunk(self.size), rows.view(-1).chunk(self.size), ahead)
@@ -222,12 +204,12 @@ class Group:
         return self.pairwise(output.split(list(received)), rows.split(list(sent)))
 
     def variable_message(self, longest: int, ahead: int = 2) -> VariableMessage:
-        """For messages from host to host that are at most so many bytes long, but seldom are."""
+        """Messages between hosts of at most `longest` bytes, mostly fewer."""
         return VariableMessage(self, longest, ahead)
 
     def pairwise(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Work:
-        """Start: `sent[r]` goes to rank r and `received[r]` comes from it, all at once; what is empty goes nowhere, and
-        what is shorter than its place fills its beginning."""
+        """Start: `sent[r]` goes to rank r and `received[r]` comes from it, all at once. Empty ones are not sent; a
+        message shorter than its place fills the beginning."""
         return self.send(received, sent, self.receive(received))
 
     def receive(self, received: Sequence[Tensor]) -> list[tuple[int, dist.Work]]:
@@ -250,17 +232,15 @@ class Group:
         return Messages(works, self, self.timeout)
 
     def with_peer_context(self, peer: int, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Call what concerns a peer: what goes wrong says which rank that is; Gloo has nothing but its address."""
+        """Call a function that concerns a peer, and name its rank in errors, as Gloo names only its address."""
         try:
             return call(*arguments)
         except RuntimeError as error:
-            raise RuntimeError(
-                f"rank {self.ranks[peer]} does not answer; what it said last may say why. {error}"
-            ) from error
+            raise RuntimeError(f"rank {self.ranks[peer]} is not responding: check that rank's log. {error}") from error
 
     @contextlib.contextmanager
     def failing_together(self) -> Iterator[None]:
-        """Where messages fail here, they fail on every rank: the others may wait for some that this one gave up."""
+        """On an error, abort the group on every rank, as the others may wait for messages that this one gave up."""
         try:
             yield
         except RuntimeError:
@@ -268,14 +248,14 @@ class Group:
             raise
 
     def hold_unfinished(self, owner: object) -> None:
-        """When `owner` is collected in the middle of a step, let what it has sent arrive before connections close."""
+        """When `owner` is collected in the middle of a step, let its sent data arrive before connections close."""
         weakref.finalize(owner, _linger_unfinished, self.traffic, self._group).atexit = False
 
     def abort(self) -> None:
-        """End every wait for another rank by an error, here and there, where Gloo carries the group.
+        """End every wait for another rank by an error, on all ranks, if Gloo carries the group.
 
-        Nothing else in Gloo does that from outside of the wait: a message that does not come in time makes it close all
-        connections of a group. What this rank has sent before arrives first.
+        Gloo has no other way from outside of the wait: a receive that times out makes it close all connections of the
+        group. Data that this rank has sent before arrives first.
         """
         linger()
         self._abort()
@@ -297,8 +277,8 @@ class Group:
         return work
 
     def averages(self, device: torch.device) -> bool:
-        """Whether the backend divides by itself, as those do that are ordered by streams: what a rank gives is
-        multiplied by 1/size as it is read."""
+        """True if the backend computes means, as those do that are ordered by streams: they multiply by 1/size on
+        reading."""
         if device.type != "cuda":
             return False
         if self._averages is None:
@@ -306,14 +286,13 @@ class Group:
         return self._averages
 
     def mean(self, tensor: Tensor) -> dist.Work:
-        """Start: `tensor`, of floats, = mean over the ranks: multiplied by 1/size, and then the sum in the backend's
-        order, as DDP has it."""
+        """Start: `tensor` = mean over the ranks, multiplied by 1/size and then summed in the backend's order."""
         start, share = self.means(tensor.device)
         return start([tensor if share is None else tensor.mul_(share)])
 
     def means(self, device: torch.device) -> tuple[Callable[[list[Tensor]], dist.Work], float | None]:
-        """What starts `mean` of a tensor of this device, without torch's way from a group to its backend, and by what
-        the tensor is to be multiplied before, if by anything."""
+        """A function that starts the mean of tensors of this device, without torch's path from group to backend, and
+        the factor to multiply them by beforehand, if any."""
         backend = _backend_of(self._group, device)
         if self.averages(device):
             options = _averaging(dist.AllreduceOptions())
@@ -331,7 +310,7 @@ class Group:
 
         Args:
             tensor: flat.
-            pieces: of its dtype and `size` elements longer, or more, to work in.
+            pieces: scratch memory of its dtype, at least `size` elements longer.
         """
         if tensor.is_cuda:
             yield self.all_reduce(tensor)
@@ -347,7 +326,7 @@ class Group:
         Args:
             output: flat, may be this rank's part.
             parts: for each rank.
-            pieces: of their dtype and `size` times as long as `output`, or longer, to work in.
+            pieces: scratch memory of their dtype, at least `size` times as long as `output`.
         """
         rows = list(pieces[: self.size * len(output)].view(self.size, len(output)))
         spare, rows[self.rank] = rows[self.rank], parts[self.rank]
@@ -361,55 +340,37 @@ class Group:
             output.copy_(total)
 
     def all_gather_object(self, value: Any, device: torch.device | str = "cpu") -> list[Any]:
-        """What each rank passes, in rank order: anything that JSON can carry. It travels on `device`.
+        """Each rank's value, in rank order: anything that JSON can carry. It travels on `device`.
 
-        Ranks tell each other a digest first, and texts only where these differ, each by the first rank that has it:
-        where all pass the same, that is one exchange of 24 bytes. What is equal is one object.
+        Ranks exchange digests first. If these differ, the first rank with each text sends it. Equal values cost 24
+        bytes a rank, and become one object.
         """
         text = json.dumps(value).encode()
         digest = hashlib.blake2b(text, digest_size=16).digest()
         said = torch.tensor([len(text), *struct.unpack("<2q", digest)], device="cpu").to(device)
         rows = self.gather_output(self.size, len(said), dtype=torch.int64, device=device)
         self.small_all_gather(rows, said).wait()
-        told = [tuple(row) for row in rows.tolist()]
+        rows_by_rank = [tuple(row) for row in rows.tolist()]
         first: dict[tuple[int, ...], int] = {}
-        for rank, row in enumerate(told):
+        for rank, row in enumerate(rows_by_rank):
             first.setdefault(row, rank)
         if len(first) == 1:
             return [json.loads(text)] * self.size
-        sizes = [row[0] if first[row] == rank else 0 for rank, row in enumerate(told)]
+        sizes = [row[0] if first[row] == rank else 0 for rank, row in enumerate(rows_by_rank)]
         mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)[: sizes[self.rank]].to(device)
         texts = self.gather_output(sum(sizes), device=device)
         self.all_gather_v(texts, mine, sizes).wait()
         parts = [json.loads(bytes(part.tolist())) if len(part) else None for part in texts.split(sizes)]
-        return [parts[first[row]] for row in told]
+        return [parts[first[row]] for row in rows_by_rank]
 
 
 def _backend_of(process_group: Any, device: torch.device) -> Any:
-    """What carries its tensors of this device: a process group's backend, or a backend that is used by itself."""
+    """The backend for tensors of this device: a process group's, or one that is used by itself."""
     return process_group._get_backend(device) if hasattr(process_group, "_get_backend") else process_group
 
 
-def timeout_of(process_group: Any) -> timedelta | None:
-    """How long a group's collectives may take, where its backend tells."""
-    try:
-        timeout: timedelta = process_group._get_backend(process_group._device_types[0]).options._timeout
-    except (RuntimeError, AttributeError, IndexError):
-        return None
-    return timeout
-
-
-def meeting_timeout(process_group: Any) -> timedelta:
-    """How long ranks of a group wait for each other when a state is made: as long as the group allows, where the user
-    has set that and it is longer than usual. PyTorch's own default is half an hour, which nobody should wait for a rank
-    that never comes."""
-    timeout = timeout_of(process_group)
-    defaults = (getattr(dist.constants, name, None) for name in ("default_pg_timeout", "default_pg_nccl_timeout"))
-    return HANDSHAKE_TIMEOUT if timeout is None or timeout in defaults else max(timeout, HANDSHAKE_TIMEOUT)
-
-
 def _averaging(options: Any) -> Any:
-    """Options of a collective that makes means."""
+    """Set a collective's options to means."""
     options.reduceOp = dist.ReduceOp.AVG
     return options
 
@@ -420,7 +381,7 @@ def _linger_unfinished(traffic: Traffic, process_group: Any) -> None:
 
 
 def abort_all() -> None:
-    """Cut all groups: for a process that ends and has a thread that waits for another rank."""
+    """Abort all groups, in a process that ends while a thread waits for another rank."""
     linger()
     for group in {id(group._group): group for group in list(_groups)}.values():  # of its channels, one serves for all
         group._abort()

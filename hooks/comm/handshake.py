@@ -1,4 +1,4 @@
-"""Before anything is exchanged: do all ranks mean the same thing? And if not, who means what."""
+"""Comparison of the ranks' models and options before anything is exchanged."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def describe_model(parameters: Mapping[str, Tensor], excluded: Iterable[str], sparse: Iterable[str] = ()) -> list[str]:
-    """One line for each parameter, in the order of the model.
+    """One line for each parameter, in the model's order.
 
     Args:
-        excluded, sparse: names of those that are not compressed, and of those whose gradients are sparse.
+        excluded, sparse: names of parameters that are not compressed, and of those with sparse gradients.
     """
     marks = dict.fromkeys(excluded, " (excluded)") | dict.fromkeys(sparse, " (sparse)")
     return [
@@ -22,10 +22,10 @@ def describe_model(parameters: Mapping[str, Tensor], excluded: Iterable[str], sp
 
 
 def compare(sides: list[dict[str, Any]], remedy: str) -> None:
-    """Compare what the ranks say of themselves. A rank that cannot go on says so under "error".
+    """Compare the ranks' descriptions. A rank that cannot go on has a key "error".
 
     Args:
-        sides: the ranks'; where a value differs, later keys may too.
+        sides: one description for each rank. Only the first difference counts, as later keys may follow from it.
         remedy: a sentence for the user.
 
     Raises:
@@ -36,7 +36,7 @@ def compare(sides: list[dict[str, Any]], remedy: str) -> None:
         raise ValueError("gradwire cannot go on, on any rank: " + "; ".join(failed))
     for rank, side in enumerate(sides):
         if side is sides[0]:
-            continue  # as it is where all say the same
+            continue  # equal sides are one object
         for key, expected in sides[0].items():
             got = side[key]
             if got == expected:

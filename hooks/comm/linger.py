@@ -1,9 +1,9 @@
-"""Time for what has been sent to arrive, before connections close with a step unfinished.
+"""Waits for sent data to arrive before connections close in the middle of a step.
 
-Where both sides of a TCP connection have written when one closes it, the kernel may reset it, and a reset drops what is
-still in flight. Gloo does not wake a receive that had taken in a part of its message by then. So a rank that leaves in
-the middle of a step, since something has raised, sees to it first that all it has written has been acknowledged; the
-others then get an error in place of what it has not sent.
+If one side closes a TCP connection on which both have written, the kernel may reset it, and a reset drops data in
+flight. Gloo does not wake a receive that has got a part of its message by then. So a rank that leaves in the middle of
+a step, after an error, first waits until all that it has written is acknowledged; the others then get an error for the
+messages that it has not sent.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import termios
 import threading
 import time
 
-#: For how long, and how often to look, in seconds.
+#: Seconds: the longest wait, and between polls.
 LINGER_SECONDS, LOOK_SECONDS = 5.0, 0.01
 
 
 def unacknowledged() -> int:
-    """Bytes that this process's TCP sockets have been given and the other ends have not acknowledged."""
+    """Bytes written to this process's TCP sockets that the other ends have not acknowledged."""
     total, count = 0, array.array("i", [0])
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile, no socket, or one that listens
@@ -37,14 +37,14 @@ def unacknowledged() -> int:
 
 
 def linger(seconds: float = LINGER_SECONDS) -> None:
-    """Wait until all that has been sent has been acknowledged, or so long."""
+    """Wait until all sent bytes are acknowledged, at most `seconds`."""
     deadline = time.monotonic() + seconds
     while unacknowledged() and time.monotonic() < deadline:
         time.sleep(LOOK_SECONDS)
 
 
 def linger_with(*connections: object) -> None:
-    """Hold these meanwhile, in a thread."""
+    """Hold these objects in a thread while it lingers."""
     threading.Thread(target=_hold, args=connections, name="gradwire-linger", daemon=True).start()
 
 

@@ -1,5 +1,5 @@
-"""Many tensors between all ranks, as a model has: packed, in pieces that overlap. So they take a few latencies, and not
-one each."""
+"""Collectives of many tensors, such as a model's: packed into pieces that overlap, so that they take a few latencies
+instead of one each."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from torch import Tensor
 from .group import Group
 from .ports import Work
 
-#: A piece has at least so many bytes, or is the last; and while so many are under way, one more is. To send them takes
-#: longer than most latencies, and Gloo runs two collectives at a time.
+#: Bytes: a piece has at least so many, unless it is the last. Another piece starts while at most so many are in flight.
+#: Sending them takes longer than most latencies, and Gloo runs two collectives at a time.
 PIECE_BYTES = 16 << 20
-#: Something under way: how many bytes, what to wait for, and what to do then.
+#: A piece in flight: its bytes, its work, and a function to call when it has arrived.
 Started = tuple[int, Work, Callable[[], object]]
 
 
 def overlap(started: Iterable[Started]) -> None:
-    """Wait for what an iterator starts one by one, in that order, while what it starts next is under way."""
-    under_way, size = deque[Started](), 0
+    """Wait for pieces in the order in which an iterator starts them, while the next ones are in flight."""
+    in_flight, size = deque[Started](), 0
     for each in started:
-        under_way.append(each)
+        in_flight.append(each)
         size += each[0]
-        while size > PIECE_BYTES and len(under_way) > 1:
-            size -= _finish(under_way.popleft())
-    while under_way:
-        _finish(under_way.popleft())
+        while size > PIECE_BYTES and len(in_flight) > 1:
+            size -= _finish(in_flight.popleft())
+    while in_flight:
+        _finish(in_flight.popleft())
 
 
 def all_reduce(group: Group, device: torch.device, tensors: Iterable[Tensor]) -> None:
     """Let each tensor be the ranks' sum, in the backend's order. A collective, of tensors alike on all ranks.
 
     Args:
-        device: that the group's collectives take tensors of.
+        device: of the tensors that the group's collectives take.
         tensors: float32.
     """
     _exchange(group, device, tensors, lambda flat: group.all_reduce(flat.view(torch.float32)))
@@ -82,7 +82,7 @@ def _pieces(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 def _unpack(piece: list[Tensor], flat: Tensor) -> None:
     for tensor, part in zip(piece, flat.split([tensor.nbytes for tensor in piece]), strict=True):
-        # A copy, whose address suits any dtype.
+        # A copy, whose address is aligned for any dtype.
         tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
 
 

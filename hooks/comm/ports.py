@@ -1,13 +1,15 @@
-"""Messages in flight, and those whose memory serves time after time."""
+"""Messages in flight, persistent messages whose memory is reused, and the tags that tell channels apart."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Sequence
 from datetime import timedelta
+from itertools import count
 from typing import Any, Protocol
 
 import torch
@@ -16,13 +18,26 @@ from torch import Tensor
 
 
 class Work(Protocol):
-    """Something under way, as `dist.Work` is."""
+    """An operation in flight, such as `dist.Work`."""
 
     def wait(self) -> Any: ...
 
 
+#: The stages of a task: they yield messages in flight, and are resumed when these have arrived.
+Stages = Generator[Work, None, Any]
+
+
+def drive(stages: Stages) -> Any:
+    """Run stages to their end on this thread, waiting for each; returns their result."""
+    try:
+        while True:
+            next(stages).wait()
+    except StopIteration as end:
+        return end.value
+
+
 class Peers(Protocol):
-    """What messages need of a `Group`."""
+    """The part of a `Group` that messages need."""
 
     rank: int
     size: int
@@ -44,20 +59,20 @@ class Peers(Protocol):
 
 
 class Messages:
-    """Messages between this rank and the others: under way together, and waited for together.
+    """Messages between this rank and the others, in flight together and waited for together.
 
-    Where all ranks send and receive at once, each link carries both ways at its full rate; Gloo's own all-to-all and
-    all-gather reach that on no more than every other call, and else take up to twice as long.
+    If all ranks send and receive at once, each link carries both directions at its full rate. Gloo's own all-to-all and
+    all-gather reach that in at most every other call, and else take up to twice as long.
     """
 
     def __init__(self, works: Iterable[tuple[int, dist.Work]], group: Peers, timeout: timedelta | None) -> None:
         self._works, self._group, self._timeout = deque(works), group, timeout
 
     def wait(self) -> None:
-        """May be called again, also where a signal's handler has raised in between."""
+        """May be called again, also after an exception of a signal's handler."""
         while self._works:
             peer, work = self._works[0]
-            if not work.is_completed():  # which says whether somebody has waited for it
+            if not work.is_completed():  # Gloo's is completed once somebody has waited for it
                 self._group.with_peer_context(peer, work.wait, *(() if self._timeout is None else (self._timeout,)))
             elif not work.is_success():
                 raise RuntimeError(f"a message with rank {self._group.ranks[peer]} has failed before")
@@ -65,7 +80,7 @@ class Messages:
 
 
 class WaitAll:
-    """Several things under way, waited for as one."""
+    """Several works, waited for as one."""
 
     def __init__(self, works: Iterable[Work]) -> None:
         self._works = list(works)
@@ -76,24 +91,23 @@ class WaitAll:
 
 
 class Traffic:
-    """Messages that others still owe this rank on one set of connections, and the ports to announce once these have
-    arrived.
+    """The messages in flight to this rank on one set of connections, and the receives to post once they have arrived.
 
-    A rank may close its connections as soon as it has its own means, while its last messages are on their way. Whatever
-    another rank writes to it after that makes TCP reset the connection and drop them. Nobody waits for an announcement,
-    so the closing rank has not seen that it is still to come: it must not go out before everything has arrived.
+    A rank may close its connections once it has its own means, while its last messages are in flight. Anything that
+    another rank writes to it after that makes TCP reset the connection and drop them. Posting a receive writes to the
+    sender, and nobody waits for it: so it must not happen before all messages of the step have arrived.
     """
 
     def __init__(self) -> None:
-        #: Whether a step has begun and not ended.
+        #: A step has begun and not ended.
         self.unfinished = False
-        #: Held where a port's announcements change: the thread that announces need not be the one that uses the port.
+        #: Guards posted receives: they may be posted by another thread than the one that uses the message.
         self.lock = threading.RLock()
         self._open: weakref.WeakSet[Any] = weakref.WeakSet()
         self._due: weakref.WeakSet[PersistentMessage] = weakref.WeakSet()
 
     def begin(self, owner: Any) -> None:
-        """From now on messages of a step are in flight, until its owner says `end`, or is collected."""
+        """A step's messages are in flight from now on, until `end`, or until the owner is collected."""
         with self.lock:
             self._open.add(owner)
             self.unfinished = True
@@ -106,7 +120,7 @@ class Traffic:
             self._announce()
 
     def post_receives(self, port: PersistentMessage) -> None:
-        """Announce the port's next messages, now or when everything in flight has arrived."""
+        """Post the port's next receives, now or when everything in flight has arrived."""
         with self.lock:
             self._due.add(port)
             self._announce()
@@ -118,18 +132,17 @@ class Traffic:
 
 
 class PersistentMessage:
-    """Messages between all ranks whose sizes never change, time after time: one stage of an exchange.
+    """Messages of fixed sizes between all ranks, step after step: one stage of an exchange. MPI's term.
 
-    Gloo sends a message once its receiver has posted the receive. `post_receives` does so ahead, so that the message
-    takes one latency and not two: twice ahead, because a receive posted at the end of a step that is shorter than a
-    latency comes too late for the next step.
+    Gloo sends a message once its receiver has posted the receive. `post_receives` posts it ahead, so that the message
+    takes one latency instead of two. Receives are posted two steps ahead, because one posted at the end of a step that
+    is shorter than a latency comes too late for the next step.
 
     Args:
-        group: a channel, or else messages are received only when they are sent.
-        received, sent: of each rank and for each rank; what is empty goes nowhere. What arrives is there once it has
-            been waited for.
-        ahead: how many receives to post ahead. With one, messages arrive in `received` itself, between `post_receives`
-            and the end of waiting; else in memory of their own.
+        group: a channel, or else receives are posted only when messages are sent.
+        received, sent: from each rank and for each rank; empty ones are not sent. `received` is valid after waiting.
+        ahead: receives to post ahead. With one, messages arrive in `received` itself, between `post_receives` and the
+            end of waiting; else in memory of their own.
     """
 
     def __init__(self, group: Peers, received: Sequence[Tensor], sent: Sequence[Tensor], ahead: int = 2) -> None:
@@ -140,14 +153,14 @@ class PersistentMessage:
         self._posted: deque[tuple[Sequence[Tensor], list[tuple[int, dist.Work]]]] = deque()
 
     def post_receives(self) -> None:
-        """Announce the next messages, once nothing is in flight on these connections. With one ahead, nothing may read
-        what the last ones brought any more."""
+        """Post the next receives, once nothing is in flight on these connections. With one ahead, nobody may read
+        `received` any more."""
         if self._group.is_channel:
             self._group.traffic.post_receives(self)
 
     def announce(self) -> None:
-        """Announce the next messages now; `Traffic` calls it."""
-        with contextlib.suppress(RuntimeError):  # a rank that has gone, maybe as all is done; `start` would say so
+        """Post the next receives now. `Traffic` calls it."""
+        with contextlib.suppress(RuntimeError):  # a rank has gone, which `start` reports if it matters
             while self._free:
                 self._post()
 
@@ -156,7 +169,7 @@ class PersistentMessage:
         self._free.pop()
 
     def start(self) -> Work:
-        """Send; the messages of the other ranks, of as many starts, arrive meanwhile. Wait for them before the next."""
+        """Send, and receive the others' messages of as many starts. Wait before starting again."""
         if not self._group.is_channel:
             return self._group.pairwise(self._received, self._sent)
         with self._group.traffic.lock:
@@ -166,11 +179,11 @@ class PersistentMessage:
         return _Arriving(self, place, self._group.send(self._own_place(place), self._sent, works))
 
     def _own_place(self, place: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Where this rank's message to itself goes, if the others' arrive at a place."""
+        """Memory for this rank's message to itself, if the others' arrive at `place`."""
         return self._received
 
     def arrived(self, place: Sequence[Tensor]) -> None:
-        """Messages have arrived at a place, and are moved to where they are wanted."""
+        """Move messages that have arrived at `place` to `received`."""
         if place is not self._received:
             for source, (part, target) in enumerate(zip(place, self._received, strict=True)):
                 if source != self._group.rank:
@@ -181,30 +194,29 @@ class PersistentMessage:
 
 
 class VariableMessage(PersistentMessage):
-    """A `PersistentMessage` whose length only the sender knows, with room for the longest. What arrives stays in place
-    until the next messages have been waited for and `post_receives` is called.
+    """A `PersistentMessage` whose length only the sender knows, with room for the longest. Messages stay in place until
+    the next ones have been waited for and `post_receives` is called.
 
     Args:
-        group: as of a port.
         longest: bytes.
     """
 
     def __init__(self, group: Peers, longest: int, ahead: int = 2) -> None:
-        # What no message reaches of it is never touched, and so takes no memory.
-        room: Any = torch.empty(group.size, longest, dtype=torch.uint8, device="cpu")
-        super().__init__(group, room, room, ahead)
-        places: list[Any] = [room if free is room else torch.empty_like(room) for free in self._free]
+        # Pages that no message reaches are never touched, and take no memory.
+        pool: Any = torch.empty(group.size, longest, dtype=torch.uint8, device="cpu")
+        super().__init__(group, pool, pool, ahead)
+        places: list[Any] = [pool if free is pool else torch.empty_like(pool) for free in self._free]
         self._free = places
 
     @property
     def received(self) -> Tensor:
-        """What the ranks have sent, this one too, a row each, with anything behind it."""
+        """The message of each rank, this one included: a row each, undefined behind its end."""
         received: Any = self._received
         return received
 
-    def send(self, letters: Sequence[Tensor]) -> Work:
-        """Start: letter r goes to rank r. They must be left alone until that has been waited for."""
-        self._sent = letters
+    def send(self, messages: Sequence[Tensor]) -> Work:
+        """Start: message r goes to rank r. Leave them unchanged until after waiting."""
+        self._sent = messages
         return self.start()
 
     def _own_place(self, place: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -219,7 +231,7 @@ class VariableMessage(PersistentMessage):
 
 
 class _Arriving:
-    """Messages that a port receives."""
+    """The messages of one start."""
 
     def __init__(self, port: PersistentMessage, place: Sequence[Tensor], messages: Work) -> None:
         self._port, self._messages = port, messages
@@ -233,31 +245,64 @@ class _Arriving:
 
 
 class Collective:
-    """What a `PersistentMessage` is, of a collective that needs no announcing."""
+    """A collective with the interface of a `PersistentMessage`; it needs no receives."""
 
     def __init__(self, start: Callable[[], Work]) -> None:
         self.start = start
 
     def post_receives(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 class PaddedGather:
-    """An all-gather of rows of which only the beginnings count.
+    """An all-gather of padded rows.
 
     Args:
-        work: it, of `row`, into `rows`.
-        parts: where the beginnings are wanted.
+        work: the all-gather of `row` into `rows`.
+        parts: memory for the rows without padding.
     """
 
     def __init__(self, work: Work, row: Tensor, rows: Tensor, parts: Sequence[Tensor]) -> None:
         self._work, self._row, self._rows, self._parts = work, row, rows, parts
 
     def wait(self) -> None:
-        """The current stream waits, and copies what counts to where it is wanted."""
+        """The current stream waits, and copies the rows without padding."""
         self._work.wait()
-        # That may be another stream than the one that they were made on, which would use their memory again too early.
+        # It may differ from the stream that made them, whose allocator would reuse their memory too early.
         for memory in (self._row, self._rows):
             memory.record_stream(torch.cuda.current_stream(memory.device))
         used = [(part, row) for part, row in zip(self._parts, self._rows, strict=True) if part.numel()]
         torch._foreach_copy_([part for part, _ in used], [row[: part.numel()] for part, row in used])
+
+
+class Channels:
+    """The tags of a process group's channels. Each tag is given once, as receives that were posted ahead outlive their
+    channel: Gloo cannot cancel them.
+
+    A tag is a hash of the channel's name and of the number of channels that have had this name, so ranks may make
+    channels of different names in different orders. If the tag is taken (probability n/2^30 with n channels), another
+    attempt is hashed. That stays alike on all ranks unless they make just these two in another order, which only
+    threads within one step can do.
+
+    Args:
+        tags: valid tags are 1 up to `tags` - 1.
+    """
+
+    def __init__(self, tags: int) -> None:
+        self._tags = tags
+        self._made: Counter[str] = Counter()
+        self._taken: set[int] = set()
+        self._lock = threading.Lock()
+
+    def tag(self, name: str) -> int:
+        """The tag of the next channel of this name."""
+        with self._lock:
+            self._made[name] += 1
+            for attempt in count():
+                text = f"{name}/{self._made[name]}/{attempt}"
+                digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+                tag = 1 + digest % (self._tags - 1)
+                if tag not in self._taken:
+                    break
+            self._taken.add(tag)
+            return tag

@@ -1,4 +1,4 @@
-"""Numbers on their way from a device to the host."""
+"""Asynchronous copies of numbers from a device to the host."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 class Readback:
-    """A copy of a tensor, under way; on a GPU the host goes on meanwhile.
+    """A copy of a tensor in flight; on a GPU the host goes on meanwhile.
 
     Args:
-        numbers: as the current stream will have made them.
-        memory: of an earlier reading that has been read, to be used again.
+        numbers: computed on the current stream.
+        memory: of an earlier readback that has been read, to be used again.
     """
 
     def __init__(self, numbers: Tensor, memory: Tensor | None = None) -> None:
@@ -24,7 +24,7 @@ class Readback:
             self._copied = torch.cuda.current_stream(numbers.device).record_event()
 
     def read(self) -> list[list[int]]:
-        """The numbers, of a matrix; waits for what was launched before them, and for nothing after."""
+        """The rows of the matrix. Waits for kernels launched before the copy, and for none after it."""
         if self._copied is not None:
             self._copied.synchronize()
         found: list[list[int]] = self.memory.tolist()

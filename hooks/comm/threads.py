@@ -1,4 +1,4 @@
-"""What must have ended before the interpreter does: a thread that is inside torch then aborts the process."""
+"""Threads that end before the interpreter does, as a thread that is inside torch then aborts the process."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from .group import abort_all
 from .linger import linger
 from .untraced import untraced
 
-#: The threads that run, and what tells them to end, None in a queue; without one another thread does. None is held
-#: longer than it runs.
+#: Running threads, and the inbox in which None ends them; threads without one are ended by another thread.
 _threads: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue[Any] | None] = weakref.WeakKeyDictionary()
 
-#: How long to wait for a thread that ends: a message that never comes must not keep the process.
+#: Seconds to wait for a thread to end, as a message that never comes must not keep the process.
 STOP_SECONDS = 10.0
 
 
 def start_thread(
     name: str, target: Callable[[], None], inbox: queue.SimpleQueue[Any] | None, owner: object | None = None
 ) -> threading.Thread:
-    """Start a daemon that None in its inbox ends: when its owner is collected, or the interpreter ends."""
+    """Start a daemon thread. None is put in its inbox when its owner is collected, or the interpreter ends."""
     thread = threading.Thread(target=target, name=name, daemon=True)
     thread.start()
     _threads[thread] = inbox
@@ -37,18 +36,17 @@ def start_thread(
 @untraced
 def stop_thread(inbox: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
     inbox.put(None)
-    if threading.current_thread() not in _threads:  # what one of ours ran may hold the last reference
+    if threading.current_thread() not in _threads:  # a job on one of our threads may hold the last reference
         thread.join(STOP_SECONDS)
 
 
 @atexit.register
 def _stop_all() -> None:
-    """Let all threads end.
+    """End all threads.
 
-    A pipeline may be gone by now and its threads not: where the last job holds the last reference, nobody has waited.
-    And a unit may wait for a rank that does not come, as the main thread has raised something, here or there. Last,
-    what has been sent is let arrive: a process may end within a step, or be the last one of its network, as in a
-    container.
+    A pipeline's threads may outlive it: nobody waits for them if the last job held the last reference to it. A task may
+    also wait for a rank that does not come, after an error on either side. Last, sent data gets time to arrive: the
+    process may end within a step, and its network with it, as in a container.
     """
     threads = list(_threads.items())
     for _, inbox in threads:

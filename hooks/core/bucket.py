@@ -13,8 +13,8 @@ from ...compress.feedback.residual import NOTHING
 from ...compress.feedback.store import FeedbackStore
 from ...compress.formats.layout import Layout, Packing, end_to_end, layout_numel, runs_between
 from ..auto.planner import Choice, Plan, Planner
-from ..comm.pipeline import Clock, Stages
-from ..comm.ports import Collective, PersistentMessage
+from ..comm.pipeline import Clock
+from ..comm.ports import Collective, PersistentMessage, Stages
 from ..comm.readback import Readback
 from ..exchanges import Dense, Exchange, ExchangeArgs
 

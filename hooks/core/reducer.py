@@ -13,9 +13,10 @@ from ...compress.feedback.store import FeedbackStore
 from ...compress.formats.layout import layout_numel
 from ..auto.controller import Controller
 from ..auto.planner import REPLAN_INTERVAL, Choice, Plan
-from ..comm.group import HANDSHAKE_TIMEOUT
-from ..comm.pipeline import Clock, Stages, clock, drive
+from ..comm.pipeline import Clock, clock
+from ..comm.ports import Stages, drive
 from ..comm.readback import Readback
+from ..comm.rendezvous import HANDSHAKE_TIMEOUT
 from ..exchanges import all_finite
 from .bucket import Bucket
 from .dense_path import DensePath
@@ -276,8 +277,8 @@ class Reducer:
         try:
             if rows.collective:
                 yield self.session.announced
-            carrier, statistics = rows.carrier, self._statistics
-            sent, received = carrier.sent, carrier.received
+            exchanger, statistics = rows.exchanger, self._statistics
+            sent, received = exchanger.sent, exchanger.received
             yield from rows.reduce(grad, self.session.planner.network)
             if step.of_present:
                 yield self.session.announced
@@ -285,8 +286,8 @@ class Reducer:
             step.rows.append(rows)
             statistics.elements += rows.numel
             statistics.dense_bytes += 4 * rows.numel
-            statistics.payload_bytes += carrier.sent - sent
-            statistics.transfer_bytes += carrier.received - received
+            statistics.payload_bytes += exchanger.sent - sent
+            statistics.transfer_bytes += exchanger.received - received
             statistics.decisions[rows.index] = f"{rows.algorithm} of rows"
         except Exception as error:
             raise self._failure(error, step, f"bucket {rows.index}", "rows") from error

@@ -13,9 +13,10 @@ import torch.distributed as dist
 
 from ..auto.planner import Choice, Fallback, Planner
 from ..comm import handshake
-from ..comm.group import HANDSHAKE_TIMEOUT, Group, meeting_timeout
+from ..comm.group import Group
 from ..comm.pipeline import Pipeline
 from ..comm.ports import Work
+from ..comm.rendezvous import HANDSHAKE_TIMEOUT, meeting_timeout
 from ..comm.topology import make_topology
 from ..network import probe
 from .grad_scaler import Scaling, check_equal
@@ -81,7 +82,7 @@ class Session:
         blocking = Group.blocks(carrier, device)
         try:
             # What a user passes may be wrong on some rank, so ranks meet in a group of our own.
-            self.control = Group.control_group(ranks, not blocking or given is not None, timeout)
+            self.control = Group.of_ranks(ranks, timeout)
             error = None if problem is None else {"error": f"{type(problem).__name__}: {problem}"}
             whose = "none" if given is None else "one of its own"
             says = {**description, "process_group": whose}
@@ -200,7 +201,7 @@ class Session:
             ValueError: they are at another step, mean something else, or scale their losses otherwise; on every rank
                 alike.
         """
-        means = {"error_feedback": choice.feedback, "way": choice.way, **history}
+        means = {"error_feedback": choice.feedback, "way": choice.candidate, **history}
         rows = self._compare("a training step", {"codec": str(choice.codec), "exchange": choice.exchange, **means})
         check_equal([row[4:] for row in rows])
 

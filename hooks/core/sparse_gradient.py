@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from ..comm.entry_exchange import Entries, EntryExchanger, bounds_of, range_samples, used
 from ..comm.group import Group
-from ..comm.pipeline import Clock, Stages
-from ..comm.ports import Collective, PersistentMessage
+from ..comm.pipeline import Clock
+from ..comm.ports import Collective, PersistentMessage, Stages
 from ..exchanges import all_finite
 from ..network.cost import Calibration, Shape, expected_union
-from ..sparse.all_reduce import choose, total
+from ..sparse.all_reduce import total
+from ..sparse.costs import choose
 
 
 def sparse_names(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> frozenset[str]:
@@ -53,7 +54,7 @@ class SparseGradient:
         self.numel, self.device, self.dtype = parameter.numel(), parameter.device, parameter.dtype
         travel = torch.bfloat16 if parameter.dtype == torch.bfloat16 else torch.float32
         rows, n = parameter.shape
-        self.carrier = EntryExchanger(rows, travel, parameter.device, group, row=(n,))
+        self.exchanger = EntryExchanger(rows, travel, parameter.device, group, row=(n,))
         self.collective = not group.is_channel
         #: What ranks tell each other of their rows: as long in every step, so that it is announced ahead.
         self._samples = range_samples(
@@ -80,18 +81,18 @@ class SparseGradient:
         Args:
             network: what messages take; None: not known, and bytes decide.
         """
-        carrier, own = self.carrier, grad.float().coalesce()  # rows that come twice are added up in float32
+        exchanger, own = self.exchanger, grad.float().coalesce()  # rows that come twice are added up in float32
         if own.sparse_dim() != 1:
             raise TypeError(
                 f"a gradient with {own.sparse_dim()} sparse dimensions: gradwire takes rows, as embeddings'"
             )
         entries = Entries(own.indices()[0].int(), own.values())
-        self._samples.copy_(range_samples(entries.indices, carrier.numel, carrier.rank, carrier.world_size))
+        self._samples.copy_(range_samples(entries.indices, exchanger.numel, exchanger.rank, exchanger.world_size))
         yield self.ports[0].start()
         k = int(self._every[:, 0].max())
         self.algorithm = self._choose(k, network)
-        bounds = bounds_of(self._every, carrier.numel) if self.algorithm == "split" else []
-        mean = yield from total(carrier, self.algorithm, entries, k, bounds, 1.0 / carrier.world_size)
+        bounds = bounds_of(self._every, exchanger.numel) if self.algorithm == "split" else []
+        mean = yield from total(exchanger, self.algorithm, entries, k, bounds, 1.0 / exchanger.world_size)
         if isinstance(mean, Tensor):  # rows that nobody has used are none of the gradient's: optimizers would move them
             mean = used(mean)
         indices, values = mean.indices.long(), mean.values
@@ -102,8 +103,8 @@ class SparseGradient:
         )
 
     def _choose(self, k: int, network: Calibration | None) -> str:
-        rows, ranks, n = self.carrier.numel, self.carrier.world_size, self.carrier.width
+        rows, ranks, n = self.exchanger.numel, self.exchanger.world_size, self.exchanger.width
         if network is None:  # dense receives 2 (P-1)/P rows for each of the parameter's
             return "gather" if ranks * k < 2 * rows else "dense"
         union = expected_union(rows, k, ranks)
-        return choose(network, Shape(n * rows, n * k, ranks, n * union, self.carrier.dtype)).name
+        return choose(network, Shape(n * rows, n * k, ranks, n * union, self.exchanger.dtype)).name

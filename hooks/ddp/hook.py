@@ -18,7 +18,7 @@ from ...compress.codec import Codec
 from ...compress.feedback.base import Feedback
 from ...compress.formats.layout import Slot
 from ..auto.planner import Fallback
-from ..comm.group import HANDSHAKE_TIMEOUT
+from ..comm.rendezvous import HANDSHAKE_TIMEOUT
 from ..comm.untraced import untraced
 from ..core.autograd_end import AtEnd, at_end, current_pass, raise_at_end, undisturbed, waited
 from ..core.bucket import Bucket
@@ -283,7 +283,7 @@ class CompressState(State):
             if model is not None:
                 model.reducer._reset_state()
             if type(error) is RuntimeError:  # the backend's, which says little
-                text = "gradwire: a rank does not answer in a dense step; what it said last may say why"
+                text = "gradwire: a rank is not responding in a dense step: check that rank's log"
                 raise RuntimeError(f"{text}. {error}") from error
             raise
         if interruption is not None:

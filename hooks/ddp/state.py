@@ -20,6 +20,7 @@ from ..comm import handshake
 from ..core import checkpoint
 from ..core.bucket import Bucket
 from ..core.dense_path import DensePath
+from ..core.deprecated import former_property
 from ..core.grad_scaler import LossScale, ScalerSync
 from ..core.optimizer_checks import check_optimizer, expect_optimizer
 from ..core.options import Exclude, Options, check_dtypes, excluded_names
@@ -125,10 +126,12 @@ class State:
         return self._step
 
     @property
-    def deciding(self) -> bool:
-        """Whether "auto" still tries which is faster, to compress or not: over Gloo it does for dozens of steps."""
+    def tuning(self) -> bool:
+        """True while "auto" times steps with and without compression: over Gloo for dozens of steps."""
         self._flush()
-        return self._reducer is not None and self._reducer.controller.deciding
+        return self._reducer is not None and self._reducer.controller.tuning
+
+    deciding = former_property("deciding", "tuning")
 
     def statistics(self) -> Statistics:
         """What this rank has done so far, as of now; call it between steps."""

@@ -1,4 +1,4 @@
-"""The exchanges: how buckets become one mean on every rank. Replicas end bit-identical in all of them, and all but
+"""The exchanges turn a bucket's gradients into one mean on every rank. All keep replicas bit-identical, and all but
 `dense` sum in rank order.
 
 To add one, derive from `Exchange` and call `register`.
@@ -37,11 +37,10 @@ EXCHANGES: dict[str, type[Exchange]] = {}
 
 
 def register(exchange: type[Exchange]) -> type[Exchange]:
-    """Let a class serve as `exchange=` its `name`, and let "auto" choose it where its `estimate` is least. On every
-    rank alike.
+    """Make a class available as `exchange=` its `name`, and to "auto". Call it alike on every rank.
 
     Raises:
-        ValueError: there is another one of this name.
+        ValueError: another exchange has this name.
     """
     if EXCHANGES.setdefault(exchange.name, exchange) is not exchange:
         raise ValueError(f"there is an exchange named {exchange.name!r} already: choose another name")
@@ -58,6 +57,7 @@ def possible(codec: Codec) -> tuple[str, ...]:
 
 
 def serving(name: str, inline: bool) -> type[Exchange]:
-    """What serves as `exchange=` this name. `inline`: where the host must not wait for the device, if there is such."""
+    """The class that serves `exchange=name`; with `inline` the one that does not make the host wait for the device, if
+    there is one."""
     exchange = EXCHANGES[name]
     return exchange.device_variant or exchange if inline else exchange

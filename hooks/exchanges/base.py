@@ -1,4 +1,4 @@
-"""What every exchange of a bucket's gradients is."""
+"""The interface of an exchange: one bucket's gradients in, their mean over the ranks out."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from ...compress.codecs.cast import Identity
 from ...compress.feedback.base import FeedbackState
 from ...compress.formats.layout import OwnedSlice
 from ..comm.group import Group
-from ..comm.pipeline import Stages
-from ..comm.ports import Collective, PersistentMessage
+from ..comm.ports import Collective, PersistentMessage, Stages
 from ..network.cost import Calibration, CodecSpeed, Estimate
 
 IDENTITY = Identity()
 
 
 def all_finite(x: Tensor) -> Tensor:
-    """Whether every element is finite, bool []."""
+    """True if every element is finite: bool []."""
     if x.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=x.device)
     return backend_for(x.device).vectors.all_finite(x)
@@ -32,14 +31,14 @@ def all_finite(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """What an estimate is of.
+    """A bucket, for an estimate.
 
     Attributes:
-        codec, speed: what compresses, and how fast.
+        codec, speed: the codec, and its measured speed.
         numel: elements.
         world_size: ranks.
-        union: elements that any rank selects, of a sparse codec's; 0: not known.
-        feedback: whether residuals are kept.
+        union: elements that any rank selects with a sparse codec; 0: unknown.
+        feedback: residuals are kept.
     """
 
     codec: Codec
@@ -52,15 +51,15 @@ class BucketSpec:
 
 @dataclass(eq=False)
 class ExchangeArgs:
-    """What an exchange is given of one bucket in one step.
+    """The arguments of one bucket's exchange in one step.
 
     Attributes:
         grad: flat, of the exchange's `numel` elements; may be `out`.
-        out: flat, of as many.
-        extra: float32, of the exchange's `extra` elements.
-        feedback: what this rank keeps of these elements; it encodes `grad`.
-        owned: the same for each of the exchange's `owned_slices`; empty where nothing is kept.
-        draw, owner_draw: of the rank's own code, and of what it encodes for others (`codec.new_draw`).
+        out: flat, as long as `grad`.
+        extra: float32, the exchange's `extra` uncompressed elements.
+        feedback: this rank's state for these elements; it encodes `grad`.
+        owned: the state for each of the exchange's `owned_slices`; empty if none is kept.
+        draw, owner_draw: random draws for the rank's own code, and for what it encodes for others (`codec.new_draw`).
     """
 
     grad: Tensor
@@ -73,22 +72,21 @@ class ExchangeArgs:
 
 
 class Exchange(ABC):
-    """One bucket's way from gradient to mean. It owns every buffer it needs, and serves the same bucket step by step.
+    """Reduces one bucket's gradients to their mean, step after step. Owns every buffer that it needs.
 
     Args:
-        codec: what compresses.
         numel: elements that are compressed, possibly 0.
-        extra: float32 elements that travel as they are, in the same messages.
-        device: where the gradient is.
-        group: the ranks; a channel of its own, where other buckets are under way besides.
+        extra: float32 elements that travel uncompressed in the same messages.
+        device: of the gradient.
+        group: the ranks; a channel of the bucket's own if several buckets are in flight.
     """
 
     name: ClassVar[str]
-    #: Whether the host reads sizes from the device on the way.
+    #: The host waits for sizes from the device.
     syncs_host: ClassVar[bool] = False
-    #: What does the same, and takes its place, where the host must not read: as over NCCL.
+    #: Takes this class's place where the host must not wait for the device, as over NCCL.
     device_variant: ClassVar[type[Exchange] | None] = None
-    #: Whether it starts collectives, which must not begin before ranks have compared what they do.
+    #: It starts collectives, which must not begin before the ranks have compared their steps.
     collective: ClassVar[bool] = False
 
     def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
@@ -99,57 +97,56 @@ class Exchange(ABC):
 
     @classmethod
     def carries(cls, codec: Codec) -> bool:
-        """Whether it can exchange what this codec encodes."""
+        """True if it can exchange this codec's wires."""
         raise NotImplementedError
 
     @classmethod
     def estimate(cls, network: Calibration, what: BucketSpec) -> Estimate:
-        """What it will take."""
+        """The predicted cost on this network."""
         raise NotImplementedError
 
     @property
     def owned_slices(self) -> list[OwnedSlice]:
-        """The elements whose mean this rank encodes for others, with the weight of the residual that it keeps there."""
+        """The elements whose mean this rank encodes for others, and the weight of the residual that it keeps there."""
         return []
 
     @property
     @abstractmethod
     def payload_bytes(self) -> int:
-        """Bytes that this rank hands to collectives for other ranks, in the last step."""
+        """Bytes sent to other ranks in the last step."""
 
     @property
     @abstractmethod
     def transfer_bytes(self) -> int:
-        """Bytes that this rank receives from others, in the last step."""
+        """Bytes received from other ranks in the last step."""
 
     @abstractmethod
     def reduce(self, x: ExchangeArgs) -> Stages:
         """Write the ranks' mean of `x.grad` to `x.out`, and that of `x.extra` to `x.extra`."""
 
     def union_of(self, out: Tensor) -> Tensor | None:
-        """How many elements any rank has selected, of a sparse codec's, by what was written to `out` last: int64 []; or
-        None: it does not know."""
+        """The size of the ranks' union with a sparse codec, from the last `out`: int64 []; None: unknown."""
         return None
 
     def counts(self) -> list[Tensor]:
-        """int64[2] each, which add up: entries skipped and records not finite, since this exchange was made."""
+        """Counts since this exchange was made, int64[2] each, to be added: entries skipped, and records not finite."""
         return [workspace.status for workspace in self.workspaces]
 
     def bytes(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
     def persistent_gather(self, output: Tensor, row: Tensor, ahead: int = 2) -> PersistentMessage | Collective:
-        """For all-gathers that are alike in every step."""
+        """An all-gather that is alike in every step."""
         self.ports.append(self._own_group("gather").persistent_gather(output, row, ahead))
         return self.ports[-1]
 
     def persistent_swap(self, output: Tensor, rows: Tensor, ahead: int = 2) -> PersistentMessage | Collective:
-        """For all-to-alls that are alike in every step."""
+        """An all-to-all that is alike in every step."""
         self.ports.append(self._own_group("swap").persistent_swap(output, rows, ahead))
         return self.ports[-1]
 
     def _own_group(self, name: str) -> Group:
-        """So that receives posted ahead for one stage are not taken for another's."""
+        """A channel for one stage, so that receives posted ahead for another are not mistaken for its own."""
         return self.group.channel(name) if self.group.is_channel else self.group
 
     def _decode_extra(self, rows: Tensor, out: Tensor) -> None:

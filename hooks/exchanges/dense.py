@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from ...compress.codec import Codec
 from ..comm.group import Group
-from ..comm.pipeline import Stages
-from ..network.cost import Calibration, Estimate, Shape
+from ..comm.ports import Stages
+from ..network.cost import GLOO_COLLECTIVES, Calibration, Estimate
 from .base import BucketSpec, Exchange, ExchangeArgs, all_finite
 
 
+def all_reduce_estimate(network: Calibration, numel: int, world_size: int) -> Estimate:
+    """The cost of an all-reduce of float32 elements, and of the passes over them."""
+    moves = [(network.all_reduce, 8 * numel * (world_size - 1) / world_size)]
+    whole = network.estimate("dense", moves, 0.0, network.work.dense * numel)
+    return replace(whole, at_once=min(network.at_once, GLOO_COLLECTIVES))
+
+
 class Dense(Exchange):
-    """float32 all-reduce; the codec only waits. In place where the gradient is float32 and nothing travels beside it.
+    """float32 all-reduce; the codec is not used. In place if the gradient is float32 and there are no extra elements.
     8·N·(P-1)/P bytes received.
 
     Attributes:
-        settled: whether the last mean was finite, so that no rank can have kept anything back. Not known on GPUs, as
-            the host would have to wait for them.
+        settled: the last mean was finite, so that no rank keeps a residual. Unknown on GPUs, for which the host would
+            have to wait.
     """
 
     name = "dense"
@@ -26,7 +35,7 @@ class Dense(Exchange):
 
     def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
         super().__init__(codec, numel, extra, device, group)
-        self.memory: Tensor | None = None  # where the sum cannot be made in place
+        self.memory: Tensor | None = None  # for sums that cannot be made in place
         self.pieces: Tensor | None = None
         self.counted = torch.zeros(2, dtype=torch.int64, device=device)
         self.not_finite = self.counted[1]
@@ -38,7 +47,7 @@ class Dense(Exchange):
 
     @classmethod
     def estimate(cls, network: Calibration, what: BucketSpec) -> Estimate:
-        return network.dense(Shape(what.numel, 0, what.world_size, 0))
+        return all_reduce_estimate(network, what.numel, what.world_size)
 
     @property
     def payload_bytes(self) -> int:
@@ -57,7 +66,7 @@ class Dense(Exchange):
             total[: self.numel].copy_(x.grad)
             total[self.numel :].copy_(x.extra)
         if self.group.shared:
-            yield from self.group.sum(total, self._room())
+            yield from self.group.sum(total, self._buffer())
             total.mul_(1.0 / self.world_size)
         else:
             yield self.group.mean(total)  # as `DensePath.reduce` does: to the same bits
@@ -69,8 +78,8 @@ class Dense(Exchange):
             x.out.copy_(total[: self.numel])
             x.extra.copy_(total[self.numel :])
 
-    def _room(self) -> Tensor:
-        """For a sum by messages."""
+    def _buffer(self) -> Tensor:
+        """Memory for a sum by messages."""
         if self.pieces is None:
             size = self.numel + self.extra + self.world_size
             self.pieces = torch.zeros(size, dtype=torch.float32, device=self.device)

@@ -1,9 +1,10 @@
-"""What the exchanges of entries share: a codec that selects, and messages that say at their head what they hold."""
+"""The base of exchanges that move entries one by one, and their messages."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -16,14 +17,28 @@ from ...compress.feedback.base import FeedbackState
 from ...compress.formats.entries import index_bytes, split_raw, value_bytes
 from ..comm.entry_exchange import Entries, EntryExchanger, fill
 from ..comm.group import Group
-from ..comm.pipeline import Stages
-from ..comm.ports import Work
-from ..network.cost import Shape, expected_union
+from ..comm.ports import Stages, Work
+from ..network.cost import Calibration, Estimate, Shape, expected_union
 from .base import BucketSpec, Exchange, ExchangeArgs, all_finite
 
 
+def entries_of(what: BucketSpec) -> Shape:
+    """The entries of a sparse codec's bucket, for estimates."""
+    codec = what.codec
+    assert isinstance(codec, SparseCodec)  # `carries` saw to it
+    k = codec.k(what.numel)
+    union = what.union or expected_union(what.numel, k, what.world_size)
+    return Shape(what.numel, k, what.world_size, min(max(union, k), what.numel), codec.value_dtype)
+
+
+def with_selection(entries: Estimate, network: Calibration, what: BucketSpec) -> Estimate:
+    """The cost of moving entries, and of the codec's selection before and the vector that they are written to after."""
+    encode, decode = entries.encode + what.speed.encode * what.numel, entries.decode + network.work.dense * what.numel
+    return replace(entries, encode=encode, decode=decode)
+
+
 class EntryExchange(Exchange):
-    """The codec selects, and its entries travel one by one, not as a wire."""
+    """The codec selects, and its entries travel one by one instead of as a wire."""
 
     syncs_host = True
 
@@ -32,7 +47,7 @@ class EntryExchange(Exchange):
         if not isinstance(codec, SparseCodec):
             raise TypeError(f"{codec} does not select entries, which {type(self).__name__} exchanges")
         self.select = codec.raw_entries
-        self.carrier = EntryExchanger(max(1, numel), codec.value_dtype, device, group)
+        self.exchanger = EntryExchanger(max(1, numel), codec.value_dtype, device, group)
         self.k = codec.k(numel) if numel else 0
         self.wire = self.bytes(self.select.wire_bytes(numel) if numel else 0)
         if numel:
@@ -46,42 +61,33 @@ class EntryExchange(Exchange):
     def carries(cls, codec: Codec) -> bool:
         return isinstance(codec, SparseCodec)
 
-    @staticmethod
-    def shape(what: BucketSpec) -> Shape:
-        """What an estimate needs to know."""
-        codec = what.codec
-        assert isinstance(codec, SparseCodec)  # `carries` saw to it
-        k = codec.k(what.numel)
-        union = what.union or expected_union(what.numel, k, what.world_size)
-        return Shape(what.numel, k, what.world_size, min(max(union, k), what.numel), codec.value_dtype)
-
     @property
     def payload_bytes(self) -> int:
-        return self.carrier.sent - self.moved[0]
+        return self.exchanger.sent - self.moved[0]
 
     @property
     def transfer_bytes(self) -> int:
-        return self.carrier.received - self.moved[1]
+        return self.exchanger.received - self.moved[1]
 
     def reduce(self, x: ExchangeArgs) -> Stages:
-        carrier = self.carrier
-        self.moved = carrier.sent, carrier.received
+        exchanger = self.exchanger
+        self.moved = exchanger.sent, exchanger.received
         if self.numel:
             x.feedback.encode(self.select, x.grad, self.wire, x.draw, self.workspaces[1])
             entries = Entries(*split_raw(self.wire, self.k))
-            result = yield from self.bring_together(entries, x.extra, x.feedback)
+            result = yield from self.combine(entries, x.extra, x.feedback)
             fill(x.out, result)
-            self.counted[0] = carrier.skipped
+            self.counted[0] = exchanger.skipped
             self.counted[1] += (~result.values.isfinite()).sum()
         elif self.extra:
-            yield from carrier.all_reduce(x.extra)
+            yield from exchanger.all_reduce(x.extra)
         if self.extra:
             x.extra.mul_(1.0 / self.world_size)
             self.counted[1] += ~all_finite(x.extra)
 
     @abstractmethod
-    def bring_together(self, entries: Entries, extra: Tensor, feedback: FeedbackState) -> Stages:
-        """Bring this rank's entries together with the others', to means, which the stages return; sum `extra`."""
+    def combine(self, entries: Entries, extra: Tensor, feedback: FeedbackState) -> Stages:
+        """Stages: the means of all ranks' entries, which they return; `extra` becomes its sum."""
 
     def union_of(self, out: Tensor) -> Tensor | None:
         return torch.tensor(self.union_size, device="cpu")
@@ -90,101 +96,101 @@ class EntryExchange(Exchange):
         return [self.counted]
 
 
-class Letters:
-    """One stage of messages, step after step: a head of int32 numbers, float32 numbers that go beside, and entries:
-    their indices, then their values. No rank has to hear how much will come before it can make room for it.
+class EntryMessages:
+    """One stage of messages, step after step. A message has a head of int32 numbers, extra float32 numbers, and
+    entries: indices, then values. Receivers need not know its length beforehand.
 
     Args:
-        name: of the memory for what is sent, where a carrier has several.
-        carrier: of entries on the host.
+        name: of the exchanger's buffer for messages to send.
+        exchanger: of entries on the host.
         group: its ranks, by a channel for these messages alone.
         k: the most entries in a message.
         words: numbers in a head.
-        beside: how many numbers come beside from each rank.
+        extras: the extra numbers in the message from each rank.
         ahead: as of a `PersistentMessage`.
     """
 
     def __init__(
         self,
         name: str,
-        carrier: EntryExchanger,
+        exchanger: EntryExchanger,
         group: Group,
         k: int,
         words: int,
-        beside: Sequence[int],
+        extras: Sequence[int],
         ahead: int = 2,
     ) -> None:
-        self._name, self._carrier, self._words, self._beside = name, carrier, words, beside
-        #: Where entries begin in each rank's message.
-        self._heads = [4 * (words + count) for count in beside]
-        # A list of fewer indices, or below a lower number, may take a word more, as each of its parts ends with one.
-        longest = index_bytes(carrier.numel, k) + 4 + value_bytes(k * carrier.width, carrier.dtype)
+        self._name, self._exchanger, self._words, self._extras = name, exchanger, words, extras
+        #: Bytes before the entries in each rank's message.
+        self._heads = [4 * (words + count) for count in extras]
+        # Fewer indices, or a smaller range, may take one word more, as each part is padded to whole words.
+        longest = index_bytes(exchanger.numel, k) + 4 + value_bytes(k * exchanger.width, exchanger.dtype)
         self.port = group.variable_message(max(self._heads) + longest, ahead)
 
     def write(
-        self, heads: Sequence[Sequence[int]], beside: Sequence[Tensor], entries: Entries, pieces: Pieces
+        self, heads: Sequence[Sequence[int]], extras: Sequence[Tensor], entries: Entries, pieces: Pieces
     ) -> Sequence[Tensor]:
-        """A message of each piece of the entries, until the next are written."""
-        carrier, indices, values = self._carrier, pieces.index_sizes(), self._carrier.value_sizes(pieces)
-        before = [4 * (self._words + numbers.numel()) for numbers in beside]
+        """A message with each piece of the entries; valid until the next are written."""
+        exchanger, indices, values = self._exchanger, pieces.index_sizes(), self._exchanger.value_sizes(pieces)
+        before = [4 * (self._words + numbers.numel()) for numbers in extras]
         sizes = [sum(size) for size in zip(before, indices, values, strict=True)]
         begins = list(accumulate(sizes, initial=0))
-        memory = carrier.room(self._name, begins[-1])
+        memory = exchanger.pool(self._name, begins[-1])
         words = memory.numpy().view(np.int32)
-        for begin, head, numbers in zip(begins, heads, beside, strict=False):
+        for begin, head, numbers in zip(begins, heads, extras, strict=False):
             end = begin // 4 + len(head)
             words[begin // 4 : end] = head
             if numbers.numel():
                 words[end : end + numbers.numel()] = numbers.numpy().view(np.int32)
         begins = [sum(size) for size in zip(begins, before, strict=False)]
-        carrier.kernels.pack_index_pieces(entries.indices, pieces, memory, begins)
+        exchanger.kernels.pack_index_pieces(entries.indices, pieces, memory, begins)
         begins = [sum(size) for size in zip(begins, indices, strict=True)]
-        carrier.pack_values(entries, pieces, memory, begins=begins)
+        exchanger.pack_values(entries, pieces, memory, begins=begins)
         self._written = memory, begins
         return memory.split(sizes)
 
     def rounded(self, pieces: Pieces) -> Tensor:
-        """The values that were written last, as they will arrive."""
-        carrier = self._carrier
-        told, (memory, begins) = carrier.room.entries("told", sum(pieces.counts), carrier.row), self._written
-        carrier.unpack_values(memory, pieces, told, begins)
-        return told.values
+        """The values written last, rounded as they will arrive."""
+        exchanger = self._exchanger
+        rounded, (memory, begins) = exchanger.pool.entries("rounded", sum(pieces.counts), exchanger.row), self._written
+        exchanger.unpack_values(memory, pieces, rounded, begins)
+        return rounded.values
 
-    def swap(self, letters: Sequence[Tensor]) -> Work:
-        """Start: letter r goes to rank r."""
-        own = letters[self._carrier.rank].numel()
-        self._carrier.count(sum(letter.numel() for letter in letters) - own, 0)
-        return self.port.send(letters)
+    def swap(self, messages: Sequence[Tensor]) -> Work:
+        """Start: message r goes to rank r."""
+        own = messages[self._exchanger.rank].numel()
+        self._exchanger.count(sum(message.numel() for message in messages) - own, 0)
+        return self.port.send(messages)
 
-    def share(self, letter: Tensor) -> Work:
-        """Start: this rank's letter goes to all."""
-        self._carrier.count(letter.numel(), 0)
-        return self.port.send([letter] * self._carrier.world_size)
+    def share(self, message: Tensor) -> Work:
+        """Start: the message goes to all ranks."""
+        self._exchanger.count(message.numel(), 0)
+        return self.port.send([message] * self._exchanger.world_size)
 
     def heads(self) -> list[list[int]]:
-        """What has arrived from each rank."""
+        """The head of each rank's message."""
         heads = self.port.received.numpy()[:, : 4 * self._words].copy()
         numbers: list[list[int]] = heads.view(np.int32).tolist()
         return numbers
 
     def read(self, pieces: Pieces, into: str) -> tuple[Sequence[Tensor], Entries]:
-        """What has arrived beside, from each rank, where it lies; and the entries, of which piece r is rank r's.
+        """The extra numbers from each rank, where they arrived; and the entries, piece r from rank r.
 
         Args:
-            into: name of the memory for the entries.
+            into: name of the buffer for the entries.
         """
-        carrier, rows = self._carrier, self.port.received
-        indices, values = pieces.index_sizes(), carrier.value_sizes(pieces)
+        exchanger, rows = self._exchanger, self.port.received
+        indices, values = pieces.index_sizes(), exchanger.value_sizes(pieces)
         sizes = [sum(size) for size in zip(self._heads, indices, values, strict=True)]
-        carrier.count(0, sum(sizes) - sizes[carrier.rank])
+        exchanger.count(0, sum(sizes) - sizes[exchanger.rank])
         if max(sizes) > rows.shape[1]:
             raise RuntimeError(f"messages of {sizes} bytes cannot be right: at most {rows.shape[1]} were to come")
-        entries, wire = carrier.room.entries(into, sum(pieces.counts), carrier.row), rows.view(-1)
+        entries, wire = exchanger.pool.entries(into, sum(pieces.counts), exchanger.row), rows.view(-1)
         begins = [rank * rows.shape[1] + head for rank, head in enumerate(self._heads)]
-        carrier.kernels.unpack_index_pieces(wire, pieces, entries.indices, begins)
+        exchanger.kernels.unpack_index_pieces(wire, pieces, entries.indices, begins)
         begins = [begin + size for begin, size in zip(begins, indices, strict=True)]
-        carrier.unpack_values(wire, pieces, entries, begins)
-        if not any(self._beside):
+        exchanger.unpack_values(wire, pieces, entries, begins)
+        if not any(self._extras):
             return [torch.empty(0, device="cpu")] * len(rows), entries
         numbers = [row[4 * self._words : head].view(torch.float32) for row, head in zip(rows, self._heads, strict=True)]
         return numbers, entries

@@ -1,8 +1,7 @@
-"""The exchanges of entries where the host must not wait for the device, as over NCCL.
+"""Exchanges of entries for which the host does not wait for the device, as over NCCL.
 
-What travels has a size that the host knows beforehand, and how much of it is used is known on the device alone. Where
-more is to travel than fits, the rest waits in the residual: a later step sends it. Without a residual there is room for
-all that can come.
+The host knows the size of messages beforehand; only the device knows how much of them is used. Entries beyond their
+capacity wait in the residual for a later step. Without a residual the capacity is the most that can come.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ class FixedSizeExchange(Exchange):
     """The codec selects, and its entries travel in rows of fixed size.
 
     Attributes:
-        count, indices, values: what the codec has selected here: how many, int32 [1], and as many of int32 and float32
-            [k], ascending; zeros behind them.
-        row: what goes to all ranks.
-        room: for how many entries, of what varies: in each row to an owner, or in the union.
+        count, indices, values: this rank's selection: its size, int32 [1], and int32 and float32 [k] in ascending order
+            of indices, zero behind them.
+        row: this rank's message to all.
+        capacity: entries that fit in each row to an owner, or in the union.
     """
 
     row: Tensor
-    room: int
+    capacity: int
 
     def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
         super().__init__(codec, numel, extra, device, group)

@@ -1,4 +1,4 @@
-"""`split` where the host must not wait for the device."""
+"""`split` in messages of fixed size, for which the host does not wait for the device."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from ...compress.codec import Codec
 from ...compress.codecs.topk import Largest
 from ...compress.feedback.base import FeedbackState
 from ..comm.group import Group
-from ..comm.pipeline import Stages
+from ..comm.ports import Stages
 from ..network.cost import Calibration, Estimate
 from .base import BucketSpec, ExchangeArgs
-from .entry_base import EntryExchange
+from .entry_base import entries_of, with_selection
 from .fixed_base import FixedSizeExchange
 from .partition import row_capacity
 
 
 class FixedSizeSplit(FixedSizeExchange):
-    """`Split` with owners of elements that are dealt to them, and each owner's k/P largest sums kept: as they are dealt
-    by chance, those are about the k largest of all. (P-1)·(c+⌈k/P⌉)·(i+v) bytes received, c = k/P + 3·√(k/P).
+    """`Split` with elements dealt to owners by chance. Each owner keeps its k/P largest sums, which are about the k
+    largest of all. (P-1)·(c+⌈k/P⌉)·(i+v) bytes received, c = k/P + 3·√(k/P).
 
-    An entry that finds no room in the row to its owner stays in the residual; in the next step it has another owner.
+    An entry that does not fit in the row to its owner stays in the residual; the next step gives it another owner.
     """
 
     name = "split"
@@ -31,7 +31,7 @@ class FixedSizeSplit(FixedSizeExchange):
     def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
         super().__init__(codec, numel, extra, device, group)
         self.rows: OwnerMessages | None = None
-        self.room = 0
+        self.capacity = 0
         ranks = self.world_size
         self.partition = partition = Partition(numel, ranks, device)
         self.share = min(-(-self.k // ranks), partition.span)
@@ -48,10 +48,17 @@ class FixedSizeSplit(FixedSizeExchange):
 
     @classmethod
     def estimate(cls, network: Calibration, what: BucketSpec) -> Estimate:
-        shape, ranks = EntryExchange.shape(what), what.world_size
-        span = -(-what.numel // ranks)
-        capacity = row_capacity(shape.k, span, ranks, what.feedback)
-        return network.selected(network.padded_split(shape, span, capacity, what.speed), what.speed, what.numel)
+        shape, ranks, speed, work = entries_of(what), what.world_size, what.speed, network.work
+        k, span = shape.k, -(-what.numel // ranks)
+        capacity, share = row_capacity(k, span, ranks, what.feedback), min(-(-k // ranks), span)
+        moves = [
+            (network.all_to_all, (ranks - 1) * shape.entry_bytes(span, capacity)),
+            (network.all_gather, (ranks - 1) * shape.entry_bytes(span, share)),
+        ]
+        encode = work.merge * k + work.pack * ranks * capacity
+        decode = (speed.decode * ranks + speed.mean + speed.encode) * span + work.merge * k
+        decode += (work.unpack + work.scatter) * ranks * share
+        return with_selection(network.estimate(cls.name, moves, encode, decode), network, what)
 
     @property
     def payload_bytes(self) -> int:
@@ -67,9 +74,9 @@ class FixedSizeSplit(FixedSizeExchange):
         if self.extra:
             self.tail.view(torch.float32).copy_(x.extra)
         if self.numel:
-            rows, turn = self.rows_for(x.feedback), x.draw[1]
+            rows, rotation = self.rows_for(x.feedback), x.draw[1]
             x.feedback.encode(self.select, x.grad, self.wire, x.draw, self.workspaces[1])
-            rows.dealer.deal(self.entries, turn)
+            rows.dealer.deal(self.entries, rotation)
             yield rows.to_owners.start()
             rows.dealer.mean(rows.received, self.mean, x.out)
             self.back.encode(self.mean, self.encoded, x.owner_draw, self.workspaces[2])
@@ -77,17 +84,17 @@ class FixedSizeSplit(FixedSizeExchange):
         if self.numel:
             with x.feedback.open() as residual:
                 means = self.parts[0], self.parts[1]
-                rows.dealer.deliver(self.entries, turn, means, self.mean, self.rank, x.out, residual, self.counted)
+                rows.dealer.deliver(self.entries, rotation, means, self.mean, self.rank, x.out, residual, self.counted)
                 if x.feedback.follows_entries:
                     x.feedback.on_unsent(used_places(self.indices, self.count)[0], rows.dealer.later)
         if self.extra:
             self._decode_extra(self.parts[2], x.extra)
 
     def rows_for(self, feedback: FeedbackState) -> OwnerMessages:
-        """The rows to the owners, with room for what does not wait in the residual."""
-        room = row_capacity(self.k, self.partition.span, self.world_size, feedback.keeps)
-        if self.rows is None or self.room != room:
-            self.room, self.rows = room, OwnerMessages(self, room)
+        """The rows to the owners, of the capacity that this feedback needs."""
+        capacity = row_capacity(self.k, self.partition.span, self.world_size, feedback.keeps)
+        if self.rows is None or self.capacity != capacity:
+            self.capacity, self.rows = capacity, OwnerMessages(self, capacity)
         return self.rows
 
     def counts(self) -> list[Tensor]:
@@ -98,7 +105,7 @@ class FixedSizeSplit(FixedSizeExchange):
 
 
 class OwnerMessages:
-    """Rows to the owners, with room for so many entries each: indices, then values."""
+    """Rows of at most `capacity` entries to each owner: indices, then values."""
 
     def __init__(self, exchange: FixedSizeSplit, capacity: int) -> None:
         partition, ranks = exchange.partition, exchange.world_size

@@ -1,4 +1,4 @@
-"""`union` where the host must not wait for the device."""
+"""`union` in messages of fixed size, for which the host does not wait for the device."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from ...compress.codec import Codec
 from ...compress.feedback.base import FeedbackState
 from ...compress.formats.entries import index_bytes
 from ..comm.group import Group
-from ..comm.pipeline import Stages
+from ..comm.ports import Stages
 from ..comm.readback import Readback
 from ..network.cost import Calibration, Estimate
 from .base import BucketSpec, ExchangeArgs
-from .entry_base import EntryExchange
+from .entry_base import entries_of, with_selection
 from .fixed_base import FixedSizeExchange
 
 
 class FixedSizeUnion(FixedSizeExchange):
-    """`Union`, of which so many elements take part as were in the last step's, and an eighth more: those of lower
-    index. (P-1)·k·i + 9·u·(P-1)/P bytes received; without a residual u is the most that there can be.
+    """`Union` with a capacity of the last step's union and an eighth more; the lower indices take part.
+    (P-1)·k·i + 9·u·(P-1)/P bytes received; without a residual u is the largest possible union.
 
-    How large the last union was the host reads when the next step begins: nothing of this step is waited for.
+    The host reads the size of the last union when the next step begins, so it waits for nothing of this step.
     """
 
     name = "union"
@@ -30,7 +30,7 @@ class FixedSizeUnion(FixedSizeExchange):
     def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
         super().__init__(codec, numel, extra, device, group)
         ranks = self.world_size
-        self.most = self.room = min(numel, ranks * self.k)
+        self.most = self.capacity = min(numel, ranks * self.k)
         self.union_size = 0
         self.reading: Readback | None = None
         self.total, self.pieces = (
@@ -46,21 +46,26 @@ class FixedSizeUnion(FixedSizeExchange):
 
     @classmethod
     def estimate(cls, network: Calibration, what: BucketSpec) -> Estimate:
-        shape = EntryExchange.shape(what)
-        capacity = min(what.numel, what.world_size * shape.k)
+        shape, ranks, work = entries_of(what), what.world_size, network.work
+        k, capacity = shape.k, min(what.numel, ranks * shape.k)
         if what.feedback:
             capacity = min(capacity, _with_room(shape.union))
-        return network.selected(network.padded_union(shape, capacity), what.speed, what.numel)
+        moves = [
+            (network.all_gather, (ranks - 1) * index_bytes(what.numel, k)),
+            (network.all_reduce, 8 * capacity * (ranks - 1) / ranks),
+        ]
+        decode = (work.unpack + work.merge) * ranks * k + work.merge * (capacity + k) + work.scatter * 3 * capacity
+        return with_selection(network.estimate(cls.name, moves, work.pack * k, decode), network, what)
 
     @property
     def payload_bytes(self) -> int:
         if self.world_size == 1:
             return 0
-        return len(self.row) + 4 * (self.room + self.extra)
+        return len(self.row) + 4 * (self.capacity + self.extra)
 
     @property
     def transfer_bytes(self) -> int:
-        others, summed = self.world_size - 1, 4 * (self.room + self.extra)
+        others, summed = self.world_size - 1, 4 * (self.capacity + self.extra)
         return others * len(self.row) + 2 * summed * others // self.world_size
 
     def union_of(self, out: Tensor) -> Tensor | None:
@@ -72,28 +77,28 @@ class FixedSizeUnion(FixedSizeExchange):
             x.extra.mul_(1.0 / self.world_size)
             self.counted[1] += (~x.extra.isfinite()).sum()
             return
-        self._make_room(x.feedback)
+        self._set_capacity(x.feedback)
         x.feedback.encode(self.select, x.grad, self.wire, x.draw, self.workspaces[1])
         self.kernels.pack_indices(self.indices, self.count, 0, self.numel, self.row)
         yield self.to_all.start()
         self.kernels.unpack_indices(self.rows, 0, self.numel, self.used, self.lists)
         self.union([self.lists.view(-1)])
         self.reading = Readback(self.union.size[None], self.reading.memory if self.reading else None)
-        total = self.total[: self.room + self.extra]
+        total = self.total[: self.capacity + self.extra]
         with x.feedback.open() as residual:
-            self.union.take(self.entries, residual, self.room, x.extra, total, x.out)
+            self.union.take(self.entries, residual, self.capacity, x.extra, total, x.out)
             if x.feedback.follows_entries:
-                size, union = self.union.size.clamp(max=self.room), self.union.indices[: self.room]
-                x.feedback.strategy.on_extra_sent(x.feedback, union, total[: self.room], size)
+                size, union = self.union.size.clamp(max=self.capacity), self.union.indices[: self.capacity]
+                x.feedback.strategy.on_extra_sent(x.feedback, union, total[: self.capacity], size)
                 x.feedback.on_unsent(used_places(self.indices, self.count)[0], self.union.later)
         yield from self.group.sum(total, self.pieces)
         self.union.deliver(total, self.world_size, x.out, x.extra, (self.used, self.k), self.counted)
 
-    def _make_room(self, feedback: FeedbackState) -> None:
+    def _set_capacity(self, feedback: FeedbackState) -> None:
         if self.reading is not None:
             self.union_size = self.reading.read()[0][0]
         known = self.reading is not None and feedback.keeps
-        self.room = min(self.most, max(self.k, _with_room(self.union_size))) if known else self.most
+        self.capacity = min(self.most, max(self.k, _with_room(self.union_size))) if known else self.most
 
     def counts(self) -> list[Tensor]:
         return [self.counted, self.union.status] if self.numel else [self.counted]

@@ -1,4 +1,4 @@
-"""Every rank's wire to every rank."""
+"""All-gather of the wires."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from torch import Tensor
 
 from ...compress.codec import Codec, SparseCodec
 from ..comm.group import Group
-from ..comm.pipeline import Stages
-from ..comm.ports import WaitAll
+from ..comm.ports import Stages, WaitAll
 from ..network.cost import Calibration, Estimate
 from .base import BucketSpec, Exchange, ExchangeArgs
 
@@ -40,7 +39,9 @@ class Gather(Exchange):
 
     @classmethod
     def estimate(cls, network: Calibration, what: BucketSpec) -> Estimate:
-        return network.wires(what.codec, what.speed, what.numel, what.world_size)
+        numel, ranks, speed = what.numel, what.world_size, what.speed
+        moves = [(network.all_gather, (ranks - 1) * what.codec.wire_bytes(numel))]
+        return network.estimate(cls.name, moves, speed.encode * numel, (speed.decode * ranks + speed.mean) * numel)
 
     @property
     def payload_bytes(self) -> int:

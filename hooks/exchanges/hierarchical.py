@@ -12,16 +12,15 @@ from ...compress.codec import Codec
 from ...compress.feedback.residual import NOTHING
 from ...compress.formats.layout import OwnedSlice, Packing
 from ..comm.group import Group
-from ..comm.pipeline import Stages
-from ..comm.ports import Collective, PersistentMessage
+from ..comm.ports import Collective, PersistentMessage, Stages
 from ..network.cost import HIERARCHICAL, Estimate, Nodes
 from .base import IDENTITY, BucketSpec, Exchange, ExchangeArgs, all_finite
 
 
 class Hierarchical(Exchange):
     """Full precision inside a node, compression between nodes: each rank of a node reduces a slice of the gradient, and
-    exchanges it, compressed, with the ranks of other nodes that have the same slice. What travels as it is goes the
-    same way, in slices, so that nothing leaves a node more than once.
+    exchanges it, compressed, with the ranks of other nodes that have the same slice. Extra elements travel in slices
+    too, so that nothing leaves a node more than once.
 
     Args:
         inner: the exchange between nodes.
@@ -43,7 +42,7 @@ class Hierarchical(Exchange):
         self.start, own = _range(self.rank, self.slice, numel)
         _, own_extra = _range(self.rank, -(-extra // ranks), extra)
         self.inner = inner(codec, own, own_extra, device, between)
-        # A row for each rank of the node: its slice of the gradient, and behind that of what stays as it is.
+        # A row for each rank of the node: its slice of the gradient, then its slice of the extra elements.
         width = self.slice + -(-extra // ranks)
         self.sent = torch.zeros(ranks, width, dtype=torch.float32, device=device)
         self.row = torch.zeros(width, dtype=torch.float32, device=device)
@@ -66,7 +65,7 @@ class Hierarchical(Exchange):
         self.ports += self.inner.ports
 
     def _packing(self, rows: Tensor) -> tuple[Packing, Packing]:
-        """What moves a gradient, and what stays as it is, between a flat tensor and such rows."""
+        """Moves of the gradient, and of the extra elements, between a flat tensor and such rows."""
         return tuple(  # type: ignore[return-value]
             Packing(numel, ((start, row[:length]) for row, (start, length) in _in_rows(columns, numel)))
             for columns, numel in ((rows[:, : self.slice], self.numel), (rows[:, self.slice :], self.extra))
@@ -74,13 +73,24 @@ class Hierarchical(Exchange):
 
     @classmethod
     def estimate_around(cls, inner: type[Exchange], nodes: Nodes, what: BucketSpec) -> Estimate:
-        """What it will take with an exchange between nodes."""
+        """The predicted cost with `inner` between nodes."""
         local = nodes.local_size
         sliced = replace(
             what, numel=-(-what.numel // local), world_size=what.world_size // local, union=what.union // local
         )
         name = f"{HIERARCHICAL} {inner.name}"
-        return nodes.inside.around(inner.estimate(nodes.between, sliced), name, what.numel, local)
+        network, between = nodes.inside, inner.estimate(nodes.between, sliced)
+        share, sweep = (local - 1) * (4 * -(-what.numel // local)), network.work.dense * what.numel
+        moves = [(network.all_to_all, share), (network.all_gather, share)]
+        inside = network.estimate(name, moves, between.encode + 2 * sweep, between.decode + sweep)
+        return replace(
+            inside,
+            received=between.received,
+            inside=inside.received,
+            latency=inside.latency + between.latency,
+            transfer=inside.transfer + between.transfer,
+            stages=inside.stages + between.stages,
+        )
 
     @property
     def owned_slices(self) -> list[OwnedSlice]:
@@ -96,13 +106,13 @@ class Hierarchical(Exchange):
 
     @property
     def transfer_bytes(self) -> int:
-        """Between nodes alone."""
+        """Bytes received between nodes."""
         return self.inner.transfer_bytes
 
     def reduce(self, x: ExchangeArgs) -> Stages:
         if not self.row.numel():  # empty parameters alone, as DDP puts those of another dtype in a bucket of their own
             return
-        self.to_send.take(x.feedback.flush(x.grad))  # with what other exchanges and other slices have left behind
+        self.to_send.take(x.feedback.flush(x.grad))  # with the residuals of other exchanges and other slices
         self.extra_to_send.take(x.extra)
         yield self.to_owners.start()
         if not self.averages:
@@ -122,13 +132,13 @@ class Hierarchical(Exchange):
 
 
 def _range(rank: int, length: int, numel: int) -> tuple[int, int]:
-    """Start and length of a rank's slice, where slices are so long."""
+    """Start and length of a rank's slice, of slices of `length` elements."""
     start = min(rank * length, numel)
     return start, min(length, numel - start)
 
 
 def _in_rows(rows: Tensor, numel: int) -> Iterator[tuple[Tensor, tuple[int, int]]]:
-    """Memory for the slices of `numel` elements, each in a row of its own, with start and length; as few as can be."""
+    """Memory for slices of `numel` elements, a row each, with start and length; one piece if rows lie end to end."""
     if rows.is_contiguous():
         yield rows.view(-1), (0, numel)
     else:

@@ -1,4 +1,4 @@
-"""The mean of matrices by factors that ranks make together."""
+"""The mean of matrices as low-rank factors (PowerSGD)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...compress.codec import Codec
 from ...compress.codecs.power_sgd import PowerSGD
 from ...compress.feedback.residual import NOTHING
 from ..comm.group import Group
-from ..comm.pipeline import Stages
+from ..comm.ports import Stages
 from ..network.cost import Calibration, Estimate
 from .base import IDENTITY, BucketSpec, Exchange, ExchangeArgs
 from .gather import Gather
@@ -22,11 +22,11 @@ class Factors(Exchange):
 
         P = orthonormal columns of mean(M_i·S);  Q_i = M_iᵀ·P;  mean = P·mean(Q_i)ᵀ;  residual = M_i - P·Q_iᵀ
 
-    and S = mean(Q_i) of the step before, columns of length 1; at first, when the bucket is another one, or after a
-    checkpoint, which does not have it, it is drawn.
-    Both means are made in rank order, of float32 numbers: from their owners above two ranks, 8·f·(P-1)/P bytes received
-    for f of them. The gradient's own memory holds M_i meanwhile. The paper keeps M_i less the mean; what ranks keep
-    differs by that, their mean does not.
+    and S = mean(Q_i) of the step before, with columns of length 1. S is drawn at first, for a new bucket, and after a
+    checkpoint, which does not hold it.
+    Both means are of float32 numbers in rank order, above two ranks by owners: 8·f·(P-1)/P bytes received for f
+    numbers. M_i lies in the gradient's memory meanwhile. The paper's residual is M_i less the mean: the residuals here
+    differ from it, and their mean does not.
     """
 
     name = "factors"
@@ -49,7 +49,7 @@ class Factors(Exchange):
         self.ports = [port for exchange in self.means for port in exchange.ports]
         #: S; None: not drawn yet.
         self.start: Tensor | None = None
-        self._room: Tensor | None = None
+        self._buffer: Tensor | None = None
 
     @classmethod
     def carries(cls, codec: Codec) -> bool:
@@ -57,7 +57,15 @@ class Factors(Exchange):
 
     @classmethod
     def estimate(cls, network: Calibration, what: BucketSpec) -> Estimate:
-        return network.factors(what.codec, what.speed, what.numel, what.world_size)
+        numel, ranks, speed = what.numel, what.world_size, what.speed
+        half = what.codec.wire_bytes(numel) / 2  # of either mean, about
+        moves = [(network.all_gather, (ranks - 1) * half)]
+        if ranks > 2:
+            moves = [
+                (network.all_to_all, half * (ranks - 1) / ranks),
+                (network.all_gather, (ranks - 1) * (half / ranks)),
+            ]
+        return network.estimate(cls.name, 2 * moves, speed.encode * numel, (speed.decode + speed.mean) * numel)
 
     @property
     def payload_bytes(self) -> int:
@@ -73,7 +81,7 @@ class Factors(Exchange):
             return
         kernels, matrices, total = self.kernels, self.matrices, self._total(x)
         whole, left, right = matrices.split(self.numbers)
-        # As an exchange of all of it would: gradient and residual, and an empty residual.
+        # `total` becomes gradient plus residual, and the residual 0.
         x.feedback.encode(IDENTITY, x.grad, total.view(torch.uint8), x.draw, self.workspaces[0])
         if self.start is None:
             self.start = torch.empty(matrices.right, dtype=torch.float32, device=self.device)
@@ -85,11 +93,11 @@ class Factors(Exchange):
             kernels.orthonormalise(matrices, left)
             kernels.right(matrices, total, left, right)
             stages = self.means[1].reduce(self._of(right, right[:0], x))
-            under_way = next(stages)
+            in_flight = next(stages)
             with x.feedback.open() as residual:
                 if residual is not None:
                     kernels.leave(matrices, left, right, total, residual)
-            yield under_way
+            yield in_flight
             yield from stages
             kernels.settle(matrices, left, right)
             kernels.follow(matrices, right, self.start)
@@ -101,14 +109,14 @@ class Factors(Exchange):
         return [*super().counts(), *(count for exchange in self.means for count in exchange.counts())]
 
     def _total(self, x: ExchangeArgs) -> Tensor:
-        """Memory for gradient and residual."""
+        """Memory for gradient plus residual."""
         if x.out.dtype == torch.float32:
             return x.out
-        if self._room is None:
-            self._room = torch.empty(self.numel, dtype=torch.float32, device=self.device)
-        return self._room
+        if self._buffer is None:
+            self._buffer = torch.empty(self.numel, dtype=torch.float32, device=self.device)
+        return self._buffer
 
     @staticmethod
     def _of(numbers: Tensor, extra: Tensor, x: ExchangeArgs) -> ExchangeArgs:
-        """To replace numbers by their mean."""
+        """Arguments that replace numbers by their mean."""
         return ExchangeArgs(numbers, numbers, extra, NOTHING, (), x.draw, x.owner_draw)

@@ -1,4 +1,4 @@
-"""Every rank's code of a row to the row's owner, who adds them up: the first half of `TwoPass`."""
+"""All-to-all of encoded rows to their owners, who sum them: the first half of `TwoPass`."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from ...compress.codec import Codec
 from ...compress.feedback.base import FeedbackState
 from ...compress.feedback.residual import NOTHING
 from ..comm.group import Group
-from ..comm.pipeline import Stages
+from ..comm.ports import Stages
 from .base import Exchange, ExchangeArgs
 
-#: In front of each row, what its sender means by it: two words of 32 bits.
+#: A digest in front of each row, by which ranks compare what they send: two words of 32 bits.
 HEAD_BYTES = 8
 
 
 class ReduceScatter(Exchange):
-    """All-to-all of the codes of P rows, and each rank the mean of its own row: what sharded training wants in the
-    place of a reduce-scatter. w·(P-1) bytes received, of rows of w bytes.
+    """A reduce-scatter of P encoded rows, for sharded training: each rank gets the mean of its own row. w·(P-1) bytes
+    received, with rows of w bytes.
 
-    Every row is a wire of its own, so that any codec serves; that takes P calls to encode. As a gradient goes one way
-    only, there is no second code of the mean.
+    Every row is a wire of its own, so any codec serves; that takes P calls to encode. The mean stays with its owner, so
+    it is not encoded again.
 
-    Of `ExchangeArgs`, `grad` has P rows of `numel`, `feedback` as many, and `out` one, of any of the codecs' dtypes;
-    `extra` has P rows of `extra`, of which the first becomes the mean of this rank's. There is nothing `owned`.
+    `ExchangeArgs` has P rows of `numel` in `grad` and in `feedback`, and one in `out`, of any dtype that codecs take;
+    `extra` has P rows of `extra`, of which the first becomes the mean of this rank's. `owned` is empty.
 
     Args:
         numel, extra: of one row.
@@ -48,7 +48,7 @@ class ReduceScatter(Exchange):
         self.extras = sent[:, self.row_bytes - 4 * extra :].view(torch.float32) if extra else None
         if numel:
             self.workspaces.append(codec.workspace(numel, device))
-        # Rows have draws of their own, or elements in the same place of two of them would share their noise.
+        # Each row has a draw of its own, or elements at the same place of two rows would share their noise.
         self.draws = torch.zeros(ranks, 3, dtype=torch.int64, device=device)
         self.streams = torch.zeros_like(self.draws)
         self.streams[:, 2] = torch.arange(ranks, device="cpu")
@@ -68,14 +68,14 @@ class ReduceScatter(Exchange):
         return (self.world_size - 1) * self.row_bytes
 
     def say(self, what: str) -> None:
-        """What travels in front of the rows; on all ranks the same, or `unequal` afterwards."""
+        """Set the text whose digest travels in front of the rows, for `unequal` to compare."""
         if what != self._said:
             digest = hashlib.blake2b(what.encode(), digest_size=HEAD_BYTES).digest()
             self.heads.copy_(torch.frombuffer(bytearray(digest), dtype=torch.int32), non_blocking=True)
             self._said = what
 
     def unequal(self) -> Tensor:
-        """Whether another rank said something else in the last step: a bool."""
+        """True if another rank's text differed in the last step: bool []."""
         return (self.heard != self.heads).any()
 
     def reduce(self, x: ExchangeArgs) -> Stages:
@@ -94,12 +94,14 @@ class ReduceScatter(Exchange):
             self._decode_extra(self.tails, x.extra[: self.extra])
 
     def decode(self, out: Tensor) -> None:
-        """Write the mean of this rank's row, as it has arrived last, to `out`."""
+        """Write the mean of this rank's row, as it arrived last, to `out`."""
         if self.numel:
             self.codec.decode_mean(self.wires, out, self.workspaces[-1])
 
     def _rows_of(self, kept: FeedbackState) -> list[FeedbackState]:
-        if kept is not self._kept or kept.low_precision:  # what is open lies elsewhere each time
+        if (
+            kept is not self._kept or kept.low_precision
+        ):  # vectors in low precision are opened at another address each time
             self._kept = kept
             self._kept_rows = [
                 FeedbackState(

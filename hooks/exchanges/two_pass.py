@@ -1,4 +1,4 @@
-"""Slices of the wire to their owners, who encode the mean once more for all."""
+"""All-to-all of slices of the wire; owners encode their slice of the mean, and all-gather it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ...compress.codec import BlockCodec, Codec
 from ...compress.feedback.residual import NOTHING
 from ...compress.formats.layout import OwnedSlice
 from ..comm.group import Group
-from ..comm.pipeline import Stages
+from ..comm.ports import Stages
 from ..network.cost import Calibration, Estimate
 from .base import BucketSpec, Exchange, ExchangeArgs
 
@@ -51,7 +51,7 @@ class TwoPass(Exchange):
         return start, min(self.slice, self.numel - start)
 
     def _wires(self) -> list[tuple[int, int, Tensor]]:
-        """What is decoded at the end: start and length of elements, and their wire."""
+        """The parts decoded at the end: first element, length and wire."""
         if self.numel and not self.extra:  # the slices lie end to end: a wire of the whole bucket
             return [(0, self.numel, self.received.view(1, -1)[:, : self.back.wire_bytes(self.numel)])]
         ranges = [(rank, *self._range(rank)) for rank in range(self.world_size)]
@@ -67,7 +67,11 @@ class TwoPass(Exchange):
 
     @classmethod
     def estimate(cls, network: Calibration, what: BucketSpec) -> Estimate:
-        return network.two_pass(what.codec, what.speed, what.numel, what.world_size)
+        numel, ranks, speed = what.numel, what.world_size, what.speed
+        slice_bytes, own = (ranks - 1) * what.codec.wire_bytes(-(-numel // ranks)), numel / ranks
+        moves = [(network.all_to_all, slice_bytes), (network.all_gather, slice_bytes)]
+        decode = speed.decode * 2 * numel + speed.mean * (own + numel)
+        return network.estimate(cls.name, moves, speed.encode * (numel + own), decode)
 
     @property
     def owned_slices(self) -> list[OwnedSlice]:

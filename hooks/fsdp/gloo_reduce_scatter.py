@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm.entry_exchange import Room
+from ..comm.entry_exchange import BufferPool
 from ..comm.group import Group
-from ..comm.pipeline import drive
+from ..comm.ports import drive
 from ..comm.untraced import untraced
 from .torch_internals import Shards
 
 #: Of each process group: a channel, and memory for what arrives there. One call is under way at a time.
-_places: weakref.WeakKeyDictionary[Any, tuple[Group, Room]] = weakref.WeakKeyDictionary()
+_places: weakref.WeakKeyDictionary[Any, tuple[Group, BufferPool]] = weakref.WeakKeyDictionary()
 
 
 def install(parts: Sequence[Shards]) -> None:
@@ -36,7 +36,7 @@ class _Direct:
     def __init__(self, plain: Any, process_group: Any) -> None:
         self._plain = plain
         if process_group not in _places:
-            _places[process_group] = Group(process_group).channel("reduce_scatter"), Room(torch.device("cpu"))
+            _places[process_group] = Group(process_group).channel("reduce_scatter"), BufferPool(torch.device("cpu"))
         self._group, self._room = _places[process_group]
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -22,6 +22,7 @@ from ..comm.pipeline import Pipeline
 from ..comm.ports import Work
 from ..core import checkpoint
 from ..core.autograd_end import AtEnd, raise_at_end, waited
+from ..core.deprecated import former_property
 from ..core.discarded import DiscardedMeans
 from ..core.grad_scaler import LossScale, ScalerSync
 from ..core.optimizer_checks import check_optimizer, expect_optimizer
@@ -157,11 +158,13 @@ class FSDPState:
         return self._step
 
     @property
-    def deciding(self) -> bool:
-        """Whether "auto" still tries which is faster, to compress or not: over Gloo it does for some twenty steps."""
+    def tuning(self) -> bool:
+        """True while "auto" times steps with and without compression: over Gloo for some twenty steps."""
         reducer = self._running()
         reducer.flush()
-        return reducer.controller.deciding
+        return reducer.controller.tuning
+
+    deciding = former_property("deciding", "tuning")
 
     def statistics(self) -> Statistics:
         """What this rank has done so far, as of now; call it between steps."""

@@ -1,45 +1,44 @@
-"""What an exchange will take: latency, bytes and work, by a model that `probe` calibrates.
+"""The cost model: latency, bytes and work, of a network that `probe` measures. The cost of each exchange is its own
+`estimate` (`hooks.exchanges`), and that of an algorithm for sparse gradients lies in `hooks.sparse.costs`.
 
-A stage of b received bytes takes α + β·b (Hockney 1994), with α and β of its own for each kind of message; what is done
-to entries and elements takes so many seconds for each. Receives are announced ahead, so α is one way: the distance, and
-what waking up takes. All buckets of a step are under way at once: they share the link and the processor, but wait for
-the distance together. So of the buckets of a step, the α of each stage counts once (`Estimate.among`), but for what of
-it the processor needs for messages (`Line.each`): with many ranks on few cores that is all of it.
+A stage of b received bytes takes α + β·b (Hockney 1994), with an α and a β for each kind of message. Work on entries
+and elements takes a fixed time for each. Receives are posted ahead, so α is one-way latency plus the time to wake up.
+All buckets of a step are in flight at once: they share the link and the processor, and wait for the distance together.
+So α counts once for each stage of a step (`Estimate.among`), except for the processor's part of it (`Line.each`), which
+every bucket pays; with many ranks on few cores that is all of α.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
-from ...compress.codec import Codec
 from ...compress.formats.entries import index_bytes, value_bytes
 
-#: What precedes the name of an exchange between nodes.
+#: Precedes the name of the exchange between nodes.
 HIERARCHICAL = "hierarchical"
-#: How many of Gloo's collectives are under way at once: it has as many threads.
+#: Gloo's collectives in flight at once: it has as many threads.
 GLOO_COLLECTIVES = 2
 #: More than any step has.
 UNLIMITED = 1 << 30
-#: Gloo's all-reduce goes round a ring by pieces of at most this, two under way at once (gloo/allreduce.cc).
+#: Bytes: Gloo's all-reduce sends pieces of at most this size round a ring, two in flight at once (gloo/allreduce.cc).
 GLOO_PIECE = 1 << 20
 
 
 @dataclass(frozen=True)
 class Line:
-    """One stage: `alpha` seconds, and `beta` for each byte that a rank receives; up to the largest message that was
-    probed, what was measured, as backends change their ways with the size.
+    """One stage: `alpha` seconds, and `beta` for each byte that a rank receives. Up to the largest probed message the
+    measured times count instead, as backends change algorithms with the size.
 
     Attributes:
         points: bytes received and seconds taken, ascending.
-        window: bytes for which `alpha` is waited once, and so again for as many more: what is under way at once;
-            None: all of it.
-        each: the part of `alpha` that every stage takes for itself, though others are under way: the processor's time
-            for its messages, one to each rank, beside that of all ranks on the same machine.
+        window: bytes in flight at once; every further window waits for `alpha` again. None: no limit.
+        each: the part of `alpha` that stages in flight together do not share: the processor's time for a message to
+            each rank.
     """
 
     alpha: float
@@ -49,7 +48,7 @@ class Line:
     each: float = 0.0
 
     def transfer(self, size: float) -> float:
-        """Seconds for so many bytes received, beyond `alpha`."""
+        """Seconds beyond `alpha` to receive `size` bytes."""
         if not self.points or size >= self.points[-1][0]:
             again = 0.0 if self.window is None else max(0.0, size / self.window - 1)
             return self.beta * size + self.alpha * again
@@ -59,9 +58,14 @@ class Line:
         return max(0.0, fast + (slow - fast) * (size - before) / (after - before) - self.alpha)
 
 
+#: A stage: its line, and the bytes that a rank receives.
+Move = tuple[Line, float]
+
+
 @dataclass(frozen=True)
 class Shape:
-    """One exchange: N elements, at most k entries on each of P ranks, u in their union, and how values travel."""
+    """Entries of one exchange: N elements, at most k entries on each of P ranks, u in their union, and the dtype of
+    values on the wire."""
 
     numel: int
     k: int
@@ -75,16 +79,16 @@ class Shape:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one exchange will take.
+    """The predicted cost of one exchange.
 
     Attributes:
         name: of the exchange.
         received: bytes that each rank receives; of a hierarchical exchange, from other nodes.
         latency, transfer: seconds waiting, and moving bytes and messages.
         encode, decode: seconds computing, before the bytes move and after.
-        inside: bytes that each rank receives from its own node besides.
-        stages: how often it waits.
-        at_once: how many buckets' exchanges of this kind wait together.
+        inside: bytes that each rank receives from its own node.
+        stages: times that it waits for messages.
+        at_once: buckets whose exchanges of this kind wait together.
     """
 
     name: str
@@ -103,11 +107,11 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """Of one bucket by itself."""
+        """The cost of one bucket alone."""
         return self.among(1)
 
     def among(self, buckets: int) -> float:
-        """What it adds to a step that has so many buckets like this one: its share of what they wait together."""
+        """Seconds added to a step of `buckets` alike: their common wait is divided among them."""
         return self.latency / min(buckets, self.at_once) + self.transfer + self.work
 
     def __str__(self) -> str:
@@ -117,7 +121,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Decision:
-    """What was chosen, and between what, for each of so many buckets."""
+    """The choice for each of `buckets` alike, and its candidates."""
 
     name: str
     candidates: tuple[Estimate, ...]
@@ -131,7 +135,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class CodecSpeed:
-    """Seconds an element: to encode, to decode one rank's wire, and, once for all ranks, to write their mean."""
+    """Seconds an element: to encode, to decode one rank's wire, and to write the mean of all ranks."""
 
     encode: float
     decode: float
@@ -140,8 +144,8 @@ class CodecSpeed:
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds to pack, unpack and merge an entry, and to write it into a vector; for each element over which lists are
-    merged; and for each element of a vector that is filled, scaled and read."""
+    """Seconds per entry to pack, unpack, merge and write it to a vector; per element of the range over which lists are
+    merged (`sweep`); and per element of a vector that is filled, scaled and read (`dense`)."""
 
     pack: float
     unpack: float
@@ -153,7 +157,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Latency:
-    """Seconds that the algorithms take for a handful of entries: rounds, waking up, and what surrounds them."""
+    """Seconds of each algorithm for a handful of entries: its rounds, waking up, and overhead."""
 
     gather: float
     union: float
@@ -162,14 +166,13 @@ class Latency:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a group's messages and the ranks' kernels take. Every rank holds the same numbers.
+    """The cost of a group's messages and of the ranks' kernels. Every rank holds the same numbers.
 
     Attributes:
-        all_gather, all_to_all: a stage of messages, announced ahead.
+        all_gather, all_to_all: a stage of messages whose receives are posted ahead.
         all_reduce: the backend's own.
-        work, latency: as their classes say.
-        at_once: how many buckets' exchanges wait together: all of them where messages go by themselves, one where a
-            stream orders everything, as NCCL's does.
+        at_once: buckets whose exchanges wait together: all of them with point-to-point messages, one where a stream
+            orders everything, as NCCL's does.
     """
 
     all_gather: Line
@@ -179,120 +182,17 @@ class Calibration:
     latency: Latency
     at_once: int = UNLIMITED
 
-    # -- sparse gradients, by the algorithms of `hooks.sparse` ---------------------------------------------------------
-
-    def gather(self, shape: Shape) -> Estimate:
-        p, k, work = shape.world_size, shape.k, self.work
-        decode = (work.unpack + work.merge) * p * k + work.sweep * shape.numel + work.scatter * shape.union
-        moves = [self._gather(shape.entry_bytes(shape.numel, k), p)]
-        return self._estimate("gather", moves, work.pack * k, decode, self.latency.gather)
-
-    def union(self, shape: Shape) -> Estimate:
-        p, k, u, work = shape.world_size, shape.k, shape.union, self.work
-        decode = (work.unpack + work.merge) * p * k + work.merge * (u + k) + 2 * work.sweep * shape.numel
-        decode += work.scatter * u
-        moves = [self._gather(index_bytes(shape.numel, k), p), *2 * [(self.all_to_all, 4 * u * (p - 1) / p)]]
-        return self._estimate("union", moves, work.pack * k, decode, self.latency.union)
-
-    def split(self, shape: Shape) -> Estimate:
-        """With everything that the union has."""
-        return self._split(shape, shape.union, self.latency.split)
-
-    def split_k(self, shape: Shape) -> Estimate:
-        """With the k largest sums alone; ranges, and how many each owner has of those, are known from earlier steps."""
-        return self._split(shape, min(shape.k, shape.union))
-
-    def _split(self, shape: Shape, kept: int, latency: float | None = None) -> Estimate:
-        p, k, work = shape.world_size, shape.k, self.work
-        span, own, mine = max(1, shape.numel // p), -(-k // p), -(-kept // p)
-        moves: list[tuple[Line, float]] = [
-            (self.all_to_all, (p - 1) * shape.entry_bytes(span, own)),
-            (self.all_to_all, (p - 1) * shape.entry_bytes(span, mine)),
-        ]
-        decode = work.pack * mine + (work.unpack + work.merge) * k + work.unpack * kept + work.sweep * span
-        decode += work.scatter * kept
-        return self._estimate("split", moves, work.pack * k, decode, latency)
-
-    def padded_union(self, shape: Shape, capacity: int) -> Estimate:
-        """With room for so many elements in the union."""
-        p, k, work = shape.world_size, shape.k, self.work
-        moves = [self._gather(index_bytes(shape.numel, k), p), (self.all_reduce, 8 * capacity * (p - 1) / p)]
-        decode = (work.unpack + work.merge) * p * k + work.merge * (capacity + k) + work.scatter * 3 * capacity
-        return self._estimate("union", moves, work.pack * k, decode)
-
-    def padded_split(self, shape: Shape, span: int, capacity: int, speed: CodecSpeed) -> Estimate:
-        """With rows of so many entries to the owners of `span` elements each, who select k/P of their sums."""
-        p, k, work = shape.world_size, shape.k, self.work
-        share = min(-(-k // p), span)
-        moves = [
-            (self.all_to_all, (p - 1) * shape.entry_bytes(span, capacity)),
-            self._gather(shape.entry_bytes(span, share), p),
-        ]
-        encode = work.merge * k + work.pack * p * capacity
-        decode = (speed.decode * p + speed.mean + speed.encode) * span + work.merge * k
-        decode += (work.unpack + work.scatter) * p * share
-        return self._estimate("split", moves, encode, decode)
-
-    def dense(self, shape: Shape) -> Estimate:
-        moves = [(self.all_reduce, 8 * shape.numel * (shape.world_size - 1) / shape.world_size)]
-        whole = self._estimate("dense", moves, self.work.scatter * shape.k, self.work.dense * shape.numel)
-        return replace(whole, at_once=min(self.at_once, GLOO_COLLECTIVES))
-
-    # -- wires of codecs -----------------------------------------------------------------------------------------------
-
-    def wires(self, codec: Codec, speed: CodecSpeed, numel: int, world_size: int) -> Estimate:
-        """Every rank's wire to all."""
-        decode = (speed.decode * world_size + speed.mean) * numel
-        return self._estimate(
-            "gather", [self._gather(codec.wire_bytes(numel), world_size)], speed.encode * numel, decode
-        )
-
-    def two_pass(self, codec: Codec, speed: CodecSpeed, numel: int, world_size: int) -> Estimate:
-        slice_bytes = codec.wire_bytes(-(-numel // world_size))
-        moves = [(self.all_to_all, (world_size - 1) * slice_bytes), self._gather(slice_bytes, world_size)]
-        own = numel / world_size
-        decode = speed.decode * 2 * numel + speed.mean * (own + numel)
-        return self._estimate("two_pass", moves, speed.encode * (numel + own), decode)
-
-    def factors(self, codec: Codec, speed: CodecSpeed, numel: int, world_size: int) -> Estimate:
-        """Two means of float32 numbers, some half of the wire each: by owners above two ranks."""
-        half = codec.wire_bytes(numel) / 2
-        moves = [self._gather(half, world_size)]
-        if world_size > 2:
-            moves = [
-                (self.all_to_all, half * (world_size - 1) / world_size),
-                self._gather(half / world_size, world_size),
-            ]
-        return self._estimate("factors", 2 * moves, speed.encode * numel, (speed.decode + speed.mean) * numel)
-
-    def around(self, inner: Estimate, name: str, numel: int, local_size: int) -> Estimate:
-        """`inner` between nodes, and this calibration's collectives inside one, before and after it."""
-        share = 4 * -(-numel // local_size)
-        moves = [(self.all_to_all, (local_size - 1) * share), self._gather(share, local_size)]
-        before, after = inner.encode + 2 * self.work.dense * numel, inner.decode + self.work.dense * numel
-        whole = self._estimate(name, moves, before, after)
-        return replace(
-            whole,
-            received=inner.received,
-            inside=whole.received,
-            latency=whole.latency + inner.latency,
-            transfer=whole.transfer + inner.transfer,
-            stages=whole.stages + inner.stages,
-        )
-
-    def selected(self, entries: Estimate, speed: CodecSpeed, numel: int) -> Estimate:
-        """`entries`, with the codec's selection before, and the vector that they are written to after."""
-        encode, decode = entries.encode + speed.encode * numel, entries.decode + self.work.dense * numel
-        return replace(entries, encode=encode, decode=decode)
-
-    # ------------------------------------------------------------------------------------------------------------------
-
-    def _gather(self, row: float, world_size: int) -> tuple[Line, float]:
-        return self.all_gather, (world_size - 1) * row
-
-    def _estimate(
-        self, name: str, moves: list[tuple[Line, float]], encode: float, decode: float, latency: float | None = None
+    def estimate(
+        self, name: str, moves: Sequence[Move], encode: float, decode: float, latency: float | None = None
     ) -> Estimate:
+        """The cost of stages that follow each other.
+
+        Args:
+            name: of the exchange.
+            moves: each stage's line, and the bytes that a rank receives in it.
+            encode, decode: seconds of computing before the messages, and after them.
+            latency: seconds, where it was measured as a whole; None: the sum of the lines'.
+        """
         if latency is None:
             latency = sum(line.alpha for line, _ in moves)
         messages = min(latency, sum(line.each for line, _ in moves))
@@ -303,7 +203,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Nodes:
-    """Ranks that lie on nodes, `local_size` on each: what is known inside a node, and between ranks of all nodes."""
+    """Nodes of `local_size` ranks: the calibration inside a node, and that between ranks of all nodes."""
 
     inside: Calibration
     between: Calibration
@@ -311,11 +211,11 @@ class Nodes:
 
 
 def expected_union(numel: int, k: int, world_size: int) -> int:
-    """Elements that any rank selects, if each selected k of `numel` independently of the others."""
+    """Expected size of the union, if each rank selects k of `numel` elements independently."""
     return round(numel * -math.expm1(world_size * math.log1p(-min(k / numel, 1 - 1e-9))))
 
 
 def decide(candidates: Iterable[Estimate], buckets: int = 1) -> Decision:
-    """The fastest for each of so many buckets of a step that are alike; of equals, the first."""
+    """The fastest candidate for each of `buckets` alike in a step; the first of equals."""
     estimates = tuple(candidates)
     return Decision(min(estimates, key=lambda estimate: estimate.among(buckets)).name, estimates, buckets)

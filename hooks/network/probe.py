@@ -1,8 +1,8 @@
-"""A short probe of a group: what its messages and the ranks' kernels take, for the model in `cost`.
+"""A short probe of a group's messages and of the ranks' kernels, which calibrates the model in `cost`.
 
-All of it is measured once for a group, with all ranks at work together as they will be, and every rank gets the same
-numbers, so that all decide alike: of work the slowest rank's. Of messages the mean of the ranks': they begin up to one
-way apart, whatever they do to begin together, and what one waits longer for that, another waits less.
+A group is probed once, with all ranks at work together as in a step. Every rank gets the same numbers, so that all
+decide alike. Work counts as the slowest rank has it. Messages count by the ranks' mean: ranks begin up to one latency
+apart, and a longer wait on one is a shorter wait on another.
 """
 
 from __future__ import annotations
@@ -20,29 +20,28 @@ from ...compress.codec import Codec, new_draw
 from ...compress.formats.entries import index_bytes, value_bytes
 from ..comm.entry_exchange import Entries, EntryExchanger
 from ..comm.group import Group
-from ..comm.pipeline import drive
-from ..comm.ports import Collective, PersistentMessage
+from ..comm.ports import Collective, PersistentMessage, drive
 from .cost import UNLIMITED, Calibration, CodecSpeed, Latency, Line, Work
 
-#: A probe's messages grow until one has taken this long, or all ranks' have so many bytes.
+#: A probe's messages grow until one takes so many seconds, or all ranks' together have so many bytes.
 PROBE_SECONDS, PROBE_BYTES = 0.15, 1 << 26
-#: And on slow networks, so many times their latency: it must not be what is measured.
+#: On slow networks, until one takes so many latencies, as the transfer is to be measured.
 PROBE_LATENCIES = 4
-#: Its shortest messages, how many, and the pause before each: ranks do other things between them, and have to wake up.
+#: Bytes of the shortest messages, their number, and seconds of pause before each: in steps, too, ranks have to wake up.
 SHORT, SHORTS, PAUSE = 64, 9, 1e-3
-#: Entries that the probe packs, one in so many elements.
+#: Entries that the probe packs, and elements for each of them.
 PROBE_ENTRIES, PROBE_SPACING = 1 << 15, 64
 #: Elements that a codec's probe compresses.
 PROBE_ELEMENTS = 1 << 19
-#: Wires that it decodes at once, to see what each of them takes.
+#: Wires decoded at once, to find the cost of each.
 MANY = 3
 
-#: By global ranks and type of device, for as long as these numbers mean the same processes.
+#: By global ranks and type of device, as long as these numbers refer to the same processes.
 _known: weakref.WeakKeyDictionary[Any, dict[tuple[tuple[int, ...], str], Calibration]] = weakref.WeakKeyDictionary()
 
 
 def known(group: Group, device: torch.device) -> bool:
-    """Whether this rank has a calibration of the group: others may not, where the last probe failed."""
+    """True if this rank has a calibration of the group. Others may not, after a failed probe."""
     return (group.ranks, device.type) in _known.get(group.generation, {})
 
 
@@ -50,7 +49,7 @@ def calibration(group: Group, device: torch.device, everywhere: bool | None = No
     """The calibration of a group for tensors on `device`. A collective; it probes at the first call alone.
 
     Args:
-        everywhere: whether it is known on every rank, where that has been found out.
+        everywhere: True if every rank has one; None: ask.
     """
     if everywhere is None:
         everywhere = not any(agreed(group, device, [float(not known(group, device))]))
@@ -61,7 +60,7 @@ def calibration(group: Group, device: torch.device, everywhere: bool | None = No
 
 
 def calibrate(group: Group, device: torch.device) -> Calibration:
-    """Probe a group: a collective. Takes a second or two, and more where the network is slow or cores are few."""
+    """Probe a group: a collective. Takes a second or two, and longer on slow networks or few cores."""
     p = group.size
 
     gathers, swaps = group.channel("probe gather"), group.channel("probe swap")
@@ -88,7 +87,7 @@ def calibrate(group: Group, device: torch.device) -> Calibration:
 
 
 def slowest(calibration: Calibration, group: Group, device: torch.device) -> Calibration:
-    """What subgroups have measured by themselves, as the slowest of `group` has it: every rank must decide alike."""
+    """The slowest of the calibrations that subgroups of `group` have measured, so that all its ranks decide alike."""
     lines = calibration.all_gather, calibration.all_to_all, calibration.all_reduce
     mine = [number for line in lines for number in (line.alpha, line.beta, line.each)]
     numbers = iter(agreed(group, device, mine))
@@ -99,10 +98,10 @@ def slowest(calibration: Calibration, group: Group, device: torch.device) -> Cal
 
 
 def _line(make: Callable[[int], PersistentMessage | Collective], group: Group, device: torch.device) -> Line:
-    """α from the shortest messages; β from long ones, the better of the last two: some sizes suit a backend badly.
+    """α from the shortest messages; β from the better of the two longest, as some sizes suit a backend badly.
 
     Args:
-        make: what moves so many bytes from each rank to each other, again and again.
+        make: returns a message of so many bytes from each rank to each other.
     """
     others = max(1, group.size - 1)
     short = [make(SHORT) for _ in range(SHORTS)]
@@ -127,8 +126,8 @@ def _line(make: Callable[[int], PersistentMessage | Collective], group: Group, d
 
 
 def _each(ports: list[PersistentMessage | Collective], alpha: float, group: Group, device: torch.device) -> float:
-    """What one more stage of messages takes that is under way with others; a backend's collectives have their own
-    ways (`cost.GLOO_COLLECTIVES`)."""
+    """Seconds of one more stage that is in flight with others; 0 for a backend's collectives, which count by
+    `cost.GLOO_COLLECTIVES`."""
     if not all(isinstance(port, PersistentMessage) for port in ports):
         return 0.0
 
@@ -146,15 +145,15 @@ def _each(ports: list[PersistentMessage | Collective], alpha: float, group: Grou
 
 
 def _latency(group: Group, device: torch.device) -> Latency:
-    carrier = EntryExchanger(1024, torch.float32, device, group)
+    exchanger = EntryExchanger(1024, torch.float32, device, group)
     entries = Entries(
         torch.arange(8, dtype=torch.int32, device=device) * 128, torch.ones(8, dtype=torch.float32, device=device)
     )
     bounds = [1024 * owner // group.size for owner in range(group.size + 1)]
     runs: tuple[Callable[[int], object], ...] = (
-        lambda _: drive(carrier.gather(entries, 8)),
-        lambda _: drive(carrier.union(entries, 8)),
-        lambda _: drive(carrier.split(entries, bounds)),
+        lambda _: drive(exchanger.gather(entries, 8)),
+        lambda _: drive(exchanger.union(entries, 8)),
+        lambda _: drive(exchanger.split(entries, bounds)),
     )
     seconds = []
     for run in runs:
@@ -187,7 +186,7 @@ def work(group: Group, device: torch.device) -> Work:
     def scatter() -> None:
         vector[indices.long()] = values
 
-    def sweep() -> None:  # no entries: what the elements alone take
+    def sweep() -> None:  # no entries: the cost of the elements alone
         kernels.merge(indices[:0], values[:0], (0, 0), 0, numel, out_indices, out_values)
 
     def dense() -> None:
@@ -208,7 +207,7 @@ def work(group: Group, device: torch.device) -> Work:
 def codec_speed(
     codec: Codec, feedback: bool, numel: int, group: Group, device: torch.device, most: int = PROBE_ELEMENTS
 ) -> CodecSpeed:
-    """How fast a codec is on gradients of `numel` elements, or `most`, with all ranks at work. A collective."""
+    """The speed of a codec on gradients of `numel` elements, at most `most`, with all ranks at work. A collective."""
     n = max(1, min(numel, most))
     workspace = codec.workspace(n, device)
     generator = torch.Generator().manual_seed(0)
@@ -266,19 +265,19 @@ def _median(values: list[float]) -> float:
 
 
 def averaged(group: Group, device: torch.device, numbers: list[float]) -> list[float]:
-    """The ranks' mean of each, on every rank."""
+    """The ranks' mean of each number, on every rank."""
     means: list[float] = _everyone(group, device, numbers).mean(0).tolist()
     return means
 
 
 def agreed(group: Group, device: torch.device, seconds: list[float]) -> list[float]:
-    """The slowest rank's, on every rank."""
+    """The slowest rank's seconds, on every rank."""
     slowest: list[float] = _everyone(group, device, seconds).amax(0).tolist()
     return slowest
 
 
 def _everyone(group: Group, device: torch.device, seconds: list[float]) -> torch.Tensor:
-    """Every rank's, on every rank: float64 [P, …]."""
+    """The numbers of all ranks, on every rank: float64 [P, …]."""
     mine = torch.tensor(seconds, dtype=torch.float64, device="cpu").to(device)
     rows = torch.zeros(group.size, len(seconds), dtype=torch.float64, device=device)
     group.all_gather(rows, mine).wait()

@@ -1,4 +1,4 @@
-"""`sparse_all_reduce`: the sum of sparse gradients over the ranks, by whatever moves least.
+"""`sparse_all_reduce`: the sum of sparse gradients over the ranks, by the fastest of four algorithms.
 
 | algorithm | how                                                                      | received per rank         |
 | --------- | ------------------------------------------------------------------------ | ------------------------- |
@@ -8,12 +8,12 @@
 | dense     | all-reduce of all elements                                               | 8·N·(P-1)/P               |
 
 with k entries a rank, u in their union, N elements, P ranks, i ≈ log2(N/k) + 2 bits for an index and v bytes for a
-value; where values are rows, an entry is one of these. All but dense sum in rank order (union over NCCL as that does);
-all give every rank the same bits.
+value; if values are rows, an entry is a row. All but dense, and union over NCCL, sum in rank order; all give every rank
+the same bits.
 
 `split` is the split all-gather of SparCML (Renggli et al., SC 2019) with the balanced ranges of Ok-Topk (Li & Hoefler,
-PPoPP 2022); that indices travel ahead of values is from Kylix (Zhao & Canny, ICPP 2014); `union` is to a whole gradient
-what OmniReduce (Fei et al., SIGCOMM 2021) is to its blocks.
+PPoPP 2022). Indices travel ahead of values as in Kylix (Zhao & Canny, ICPP 2014). `union` does for single elements
+what OmniReduce (Fei et al., SIGCOMM 2021) does for blocks.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm.entry_exchange import Entries, EntryExchanger, Room, bounds_of, fill, used
+from ..comm.entry_exchange import BufferPool, Entries, EntryExchanger, bounds_of, fill, used
 from ..comm.group import Group
-from ..comm.pipeline import Stages, drive
+from ..comm.ports import Stages, drive
 from ..comm.untraced import untraced
 from ..network import cost, probe
-from .validation import ALGORITHMS, Algorithm, Offer, Op, compare, estimate_union
+from .costs import choose
+from .validation import Algorithm, Offer, Op, compare, estimate_union
 
 
 @overload
@@ -88,17 +89,17 @@ def sparse_all_reduce(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Sum or average a sparse vector over the ranks of a group. A collective: every rank must call it.
 
-    Not differentiable, as `torch.distributed`'s collectives: autograd sees neither what goes in nor what comes out.
+    Not differentiable, like `torch.distributed`'s collectives.
 
     Args:
         indices: int64 or int32 [k], strictly ascending, in [0, numel). k may differ between ranks, and be 0.
         values: float32, float16 or bfloat16 [k], on the same device; or [k, n], a row for each index, as the gradient
             of an embedding has. NaN and infinities are passed on. Sums are made in float32; bfloat16 travels as such in
             "gather" and "split", all else as float32.
-        numel: length N of the vector, or how many rows there are; below 2^31, the same on all ranks.
+        numel: length N of the vector, or number of rows; below 2^31, the same on all ranks.
         group: the ranks; by default all.
         op: "mean" or "sum".
-        algorithm: "gather", "union", "split", "dense", or "auto": the fastest by `hooks.auto.cost`, which probes a
+        algorithm: "gather", "union", "split", "dense", or "auto": the fastest by `hooks.network.cost`, which probes a
             group the first time it meets it (a second or two).
         out: float32, float16 or bfloat16 [N] or [N, n], of any strides by which no two elements lie at one address, on
             the device of `values`: filled with the result, zero where no rank has an entry.
@@ -108,8 +109,8 @@ def sparse_all_reduce(
         or `out`, if that was given. Equal bit for bit on all ranks.
 
     Raises:
-        ValueError, TypeError: if any rank was given what cannot be reduced, or ranks disagree. On every rank, with the
-            same text, which names the rank; all may go on.
+        ValueError, TypeError: a rank's arguments are invalid, or ranks disagree. Raised on every rank with the same
+            text, which names the rank; all may go on.
         RuntimeError: a rank did not take part within the group's timeout.
 
     Memory is kept for the next call on the same group. The host waits for one small all-gather, which compares
@@ -117,7 +118,7 @@ def sparse_all_reduce(
     """
     with torch.no_grad():
         call = prepare(indices, values, numel, group, op, algorithm, out)
-        with call.carrier.group.failing_together():
+        with call.exchanger.group.failing_together():
             result = reduce(call)
         if out is not None:
             return out.copy_(result.add_(0.0)) if isinstance(result, Tensor) else fill(out, result)
@@ -131,22 +132,22 @@ def sparse_all_reduce(
 
 
 #: Memory of the calls on a group, which goes with the group.
-_rooms: weakref.WeakKeyDictionary[Any, dict[torch.device, Room]] = weakref.WeakKeyDictionary()
+_pools: weakref.WeakKeyDictionary[Any, dict[torch.device, BufferPool]] = weakref.WeakKeyDictionary()
 
 
 @dataclass
 class Call:
-    """What all ranks have agreed on.
+    """A call on whose arguments all ranks have agreed.
 
     Attributes:
-        entries: this rank's, where the group can move them.
+        entries: this rank's, on a device whose tensors the group can move.
         k: the most entries that any rank has.
         bounds: of the owners' ranges, for "split".
-        scale: what sums are multiplied by.
-        agreed_bytes: what it took to agree, received from other ranks.
+        scale: factor of the sums.
+        agreed_bytes: bytes received from other ranks to agree.
     """
 
-    carrier: EntryExchanger
+    exchanger: EntryExchanger
     entries: Entries
     k: int
     bounds: list[int]
@@ -175,7 +176,7 @@ def prepare(
         )
     ranks, offer = Group(process_group), Offer.of(process_group, indices, values, numel, op, algorithm, out)
     sides = compare(offer, ranks)
-    travel, here = torch.bfloat16 if values.dtype == torch.bfloat16 else torch.float32, offer.moves
+    travel, here = torch.bfloat16 if values.dtype == torch.bfloat16 else torch.float32, offer.entry_device
     decision = cost.Decision(algorithm, ())
     if algorithm == "auto":
         width = math.prod(values.shape[1:])
@@ -188,26 +189,21 @@ def prepare(
     bounds = bounds_of(sides.samples, numel) if decision.name == "split" else []
     scale = 1.0 / ranks.size if op == "mean" else 1.0
     agreed = (ranks.size - 1) * sides.nbytes
-    room = _rooms.setdefault(process_group, {}).setdefault(here, Room(here))
-    carrier = EntryExchanger(numel, travel, here, ranks, room, tuple(values.shape[1:]))
-    return Call(carrier, entries, max(sides.counts), bounds, decision, scale, agreed)
-
-
-def choose(calibration: cost.Calibration, shape: cost.Shape) -> cost.Decision:
-    """Which algorithm is fastest."""
-    return cost.decide(getattr(calibration, algorithm)(shape) for algorithm in ALGORITHMS)
+    pool = _pools.setdefault(process_group, {}).setdefault(here, BufferPool(here))
+    exchanger = EntryExchanger(numel, travel, here, ranks, pool, tuple(values.shape[1:]))
+    return Call(exchanger, entries, max(sides.counts), bounds, decision, scale, agreed)
 
 
 def reduce(call: Call) -> Entries | Tensor:
     """The second half: the result as entries, or by "dense" as float32 [numel, …]. A collective."""
     result: Entries | Tensor = drive(
-        total(call.carrier, call.decision.name, call.entries, call.k, call.bounds, call.scale)
+        total(call.exchanger, call.decision.name, call.entries, call.k, call.bounds, call.scale)
     )
     return result
 
 
 def total(
-    carrier: EntryExchanger, algorithm: str, entries: Entries, k: int, bounds: Sequence[int], scale: float
+    exchanger: EntryExchanger, algorithm: str, entries: Entries, k: int, bounds: Sequence[int], scale: float
 ) -> Stages:
     """Stages: the sum over the ranks times `scale`, as Entries, or by "dense" as float32 [numel, …].
 
@@ -215,14 +211,14 @@ def total(
         k: the most entries that any rank has.
         bounds: of the owners' ranges, for "split".
     """
-    if carrier.world_size == 1:
+    if exchanger.world_size == 1:
         return Entries(entries.indices, entries.values * scale)
     if k == 0:
         return entries
     if algorithm == "split":
-        return (yield from carrier.split(entries, bounds, scale))
+        return (yield from exchanger.split(entries, bounds, scale))
     if algorithm == "dense":
-        return (yield from carrier.dense(entries)).mul_(scale)
-    result: Entries = yield from (carrier.gather if algorithm == "gather" else carrier.union)(entries, k)
+        return (yield from exchanger.dense(entries)).mul_(scale)
+    result: Entries = yield from (exchanger.gather if algorithm == "gather" else exchanger.union)(entries, k)
     result.values.mul_(scale)
     return result

@@ -1,6 +1,5 @@
-"""What `sparse_all_reduce` was given: whether this rank can go on with it, whether the others can, and whether all mean
-the same. Whatever is wrong on one rank is raised on all of them, so that none waits for another, or takes its next call
-for this one.
+"""Validation of `sparse_all_reduce`'s arguments, on this rank and against the other ranks'. An error on one rank is
+raised on all of them, so that no rank waits for another, or takes its next call for this one.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ CHOICES: tuple[Algorithm, ...] = get_args(Algorithm)
 ALGORITHMS = CHOICES[1:]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 INDEX_DTYPES = (torch.int64, torch.int32)
-#: Elements of the gradient in one window, whose entries tell ranks how much their index sets overlap.
+#: Elements of the gradient in one window; the entries in windows tell how much the ranks' index sets overlap.
 WINDOW = 32
 #: Windows of all ranks together.
 WINDOWS = 2048
@@ -34,35 +33,36 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Offer:
-    """What this rank brings, whatever it was given: what is wrong with that, every rank must hear.
+    """This rank's arguments, valid or not, as every rank must hear of an error.
 
     Attributes:
-        indices, values: without gaps, unknown to autograd; empty if there is a problem.
-        facts: what must be equal on all ranks, as numbers: see `FACTS`.
-        problem: why this rank cannot go on.
-        moves: where entries are when they go to other ranks.
-        meets: where what is compared is. It depends on the group alone, so that ranks meet whatever they were given.
+        indices, values: contiguous, detached from autograd; empty if there is a problem.
+        facts: numbers that must be equal on all ranks: see `FACTS`.
+        problem: the error in the arguments.
+        entry_device: of entries on their way to other ranks.
+        control_device: of the messages that compare arguments. It depends on the group alone, so that ranks meet
+            whatever their arguments are.
     """
 
     indices: Tensor
     values: Tensor
     facts: list[int]
     problem: Exception | None
-    moves: torch.device
-    meets: torch.device
+    entry_device: torch.device
+    control_device: torch.device
 
     @classmethod
     def of(cls, process_group: Any, indices: Any, values: Any, numel: Any, op: Any, algorithm: Any, out: Any) -> Offer:
         kinds = [device.type for device in process_group._device_types]
-        meets = CPU if "cpu" in kinds else torch.device(kinds[0])
+        control_device = CPU if "cpu" in kinds else torch.device(kinds[0])
         given = values.device if isinstance(values, Tensor) else CPU
-        # Gloo moves what lies in host memory.
-        moves = given if given.type in kinds and not Group.blocks(process_group, given) else CPU
+        # Gloo moves host memory.
+        entry_device = given if given.type in kinds and not Group.blocks(process_group, given) else CPU
         try:
             _check(indices, values, numel, op, algorithm, out)
-            if moves.type not in kinds:
+            if entry_device.type not in kinds:
                 raise ValueError(f"values are on {given}, and the group moves tensors on {' and '.join(kinds)} alone")
-            at = _plain(indices)
+            at = _raw(indices)
             _check_order(at, numel)
             facts = [
                 numel,
@@ -70,16 +70,16 @@ class Offer:
                 CHOICES.index(algorithm),
                 DTYPES.index(values.dtype),
                 values.shape[1] if values.dim() > 1 else 0,
-                DEVICES.index(moves.type),
+                DEVICES.index(entry_device.type),
             ]
-            return cls(at, _plain(values), facts, None, moves, meets)
+            return cls(at, _raw(values), facts, None, entry_device, control_device)
         except Exception as problem:  # whatever it is, the others wait for this rank
             nothing = torch.zeros(0, dtype=torch.int32, device="cpu")
-            return cls(nothing, nothing.float(), [0] * len(FACTS), problem, CPU, meets)
+            return cls(nothing, nothing.float(), [0] * len(FACTS), problem, CPU, control_device)
 
 
 DEVICES = ("cpu", "cuda")
-#: What ranks must agree on, and what its numbers stand for; None: they are what is meant.
+#: Arguments that must be equal on all ranks, and the values that their numbers index; None: the number is the value.
 FACTS: tuple[tuple[str, tuple[Any, ...] | None], ...] = (
     ("numel", None),
     ("op", OPS),
@@ -90,18 +90,18 @@ FACTS: tuple[tuple[str, tuple[Any, ...] | None], ...] = (
 )
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """What a kernel may read by its address."""
+def _raw(tensor: Tensor) -> Tensor:
+    """The tensor's memory as kernels read it: detached and contiguous."""
     return tensor.detach().resolve_neg().contiguous()
 
 
 def _check(indices: Any, values: Any, numel: Any, op: Any, algorithm: Any, out: Any) -> None:
     if not _is_plain(indices, INDEX_DTYPES, 1):
-        raise TypeError(f"indices must be a 1-D int64 or int32 tensor, got {_what(indices)}")
+        raise TypeError(f"indices must be a 1-D int64 or int32 tensor, got {_describe(indices)}")
     if not _is_plain(values, DTYPES, 2) or values.shape[1:] == (0,):
         raise TypeError(
             "values must be a tensor of float32, float16 or bfloat16, 1-D, or 2-D with a row for each index, got "
-            f"{_what(values)}"
+            f"{_describe(values)}"
         )
     if len(indices) != len(values) or indices.device != values.device:
         raise ValueError(
@@ -120,7 +120,7 @@ def _check(indices: Any, values: Any, numel: Any, op: Any, algorithm: Any, out: 
 def _check_out(out: Any, values: Tensor, numel: int) -> None:
     shape = numel, *values.shape[1:]
     if not _is_plain(out, DTYPES, 2) or out.shape != shape or out.device != values.device:
-        raise ValueError(f"out must be a tensor of shape {shape} on {values.device}, like values; got {_what(out)}")
+        raise ValueError(f"out must be a tensor of shape {shape} on {values.device}, like values; got {_describe(out)}")
     if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
         raise ValueError("all elements of out lie at one address: give it memory of its own, as out.clone() has")
     if out.dim() == 2 and min(out.shape) > 1:
@@ -152,8 +152,7 @@ def _check_order(indices: Tensor, numel: int) -> None:
 
 
 def _is_plain(value: Any, dtypes: tuple[torch.dtype, ...], most: int) -> bool:
-    """Whether it is a tensor of one dimension, or `most`, with memory of its own, as fake, meta and distributed ones
-    have not."""
+    """True for a tensor of 1 to `most` dimensions with memory of its own, unlike fake, meta and distributed ones."""
     return (
         isinstance(value, Tensor)
         and type(value).__torch_dispatch__ == Tensor.__torch_dispatch__
@@ -164,7 +163,7 @@ def _is_plain(value: Any, dtypes: tuple[torch.dtype, ...], most: int) -> bool:
     )
 
 
-def _what(value: Any) -> str:
+def _describe(value: Any) -> str:
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     layout = "" if value.layout == torch.strided else f", {value.layout}"
@@ -173,13 +172,13 @@ def _what(value: Any) -> str:
 
 @dataclass
 class Sides:
-    """What the ranks say of themselves.
+    """The arguments of all ranks.
 
     Attributes:
-        counts: entries of each.
-        calibrated: whether all of them know the group's calibration.
-        sketches: of their index sets, by `_windows`, int64 [P, windows].
-        samples: of their lists, by `entries.range_samples`.
+        counts: entries of each rank.
+        calibrated: all of them have the group's calibration.
+        sketches: of their index sets, by `windows_of`, int64 [P, windows].
+        samples: of their index lists, by `range_samples`.
         nbytes: of one rank's message.
     """
 
@@ -191,19 +190,19 @@ class Sides:
 
 
 def compare(offer: Offer, group: Group) -> Sides:
-    """One all-gather: raises on every rank alike if one cannot go on, or two want different things."""
+    """Compare arguments in one all-gather. Raises alike on every rank if some are invalid, or differ."""
     sound, indices, numel = offer.problem is None, offer.indices, max(1, offer.facts[0])
     sketch = windows_of(indices, numel, max(16, WINDOWS // group.size))
     samples = range_samples(indices, numel, group.rank, group.size)
-    known = sound and probe.known(group, offer.moves)
+    known = sound and probe.known(group, offer.entry_device)
     facts = torch.tensor([int(sound), int(known), len(indices), *offer.facts], device="cpu")
     # Words of 64 bits first, so that they lie at multiples of 8 bytes.
-    row = torch.cat([x.view(torch.int32).to(offer.meets) for x in (facts, sketch, samples)])
-    rows = group.gather_output(group.size, len(row), dtype=torch.int32, device=offer.meets)
+    row = torch.cat([x.view(torch.int32).to(offer.control_device) for x in (facts, sketch, samples)])
+    rows = group.gather_output(group.size, len(row), dtype=torch.int32, device=offer.control_device)
     with group.failing_together():
         group.all_gather(rows, row).wait()
-    told, sketches, samples = rows.split([2 * len(facts), 2 * len(sketch), len(samples)], dim=1)
-    sides = _longs(told).tolist()
+    everyone, sketches, samples = rows.split([2 * len(facts), 2 * len(sketch), len(samples)], dim=1)
+    sides = _longs(everyone).tolist()
     if not all(side[0] for side in sides):
         _raise_problems(offer, group)
     for which, (name, meaning) in enumerate(FACTS):
@@ -219,13 +218,13 @@ def compare(offer: Offer, group: Group) -> Sides:
 
 
 def _raise_problems(offer: Offer, group: Group) -> None:
-    """Raise what is wrong on any rank, alike on all of them. A collective."""
+    """Raise all ranks' problems, alike on every rank. A collective."""
     problem = offer.problem
     with group.failing_together():
-        told = group.all_gather_object(
-            None if problem is None else [type(problem).__name__, str(problem)[:1000]], offer.meets
+        everyone = group.all_gather_object(
+            None if problem is None else [type(problem).__name__, str(problem)[:1000]], offer.control_device
         )
-    problems = [(f"rank {rank}: {one[1]}", one[0]) for rank, one in enumerate(told) if one is not None]
+    problems = [(f"rank {rank}: {one[1]}", one[0]) for rank, one in enumerate(everyone) if one is not None]
     kind = {"TypeError": TypeError, "ValueError": ValueError}.get(problems[0][1], RuntimeError)
     raise kind("sparse_all_reduce cannot go on: " + "; ".join(text for text, _ in problems)) from problem
 
@@ -236,7 +235,7 @@ def _longs(words: Tensor) -> Tensor:
 
 
 def windows_of(indices: Tensor, numel: int, windows: int) -> Tensor:
-    """Which elements of some windows, the same on all ranks, have entries: one int64 of bits for each."""
+    """The elements that have entries in each of some windows, the same on all ranks: an int64 of bits a window."""
     spread = torch.arange(windows, dtype=torch.int64, device=indices.device)
     # Multiples of the golden ratio lie evenly in [0, 1), and in step with nothing.
     starts = ((spread * 0x9E3779B9 & 0xFFFFFFFF) * max(numel - WINDOW, 0)) >> 32
@@ -250,7 +249,7 @@ def windows_of(indices: Tensor, numel: int, windows: int) -> Tensor:
 
 
 def estimate_union(sides: Sides, numel: int) -> int:
-    """How many indices the union has, from the windows of all ranks."""
+    """The size of the union, estimated from the windows of all ranks."""
     counts, bits = sides.counts, sides.sketches
     total = sum(counts)
     each = (bits.unsqueeze(-1) >> torch.arange(WINDOW, device=bits.device)) & 1

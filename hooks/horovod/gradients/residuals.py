@@ -17,7 +17,7 @@ from ....compress.feedback.base import RESIDUAL
 from ....compress.feedback.store import FeedbackStore
 from ....compress.formats.layout import Layout, Slot, layout_numel
 from ...auto.planner import default_exchange
-from ...comm.pipeline import drive
+from ...comm.ports import drive
 from ...core.bucket import Bucket
 from ...exchanges import EXCHANGES, Dense
 from ..compression import CodecCompression
