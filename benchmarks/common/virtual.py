@@ -127,6 +127,6 @@ class VirtualRanks:
         return gradients[0]
 
     @property
-    def transfer_bytes(self) -> int:
+    def bytes_received(self) -> int:
         """What a rank received in the last step, the most of any."""
-        return max(unit.exchange.transfer_bytes for unit in self.units)
+        return max(unit.exchange.bytes_received for unit in self.units)

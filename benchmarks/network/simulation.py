@@ -332,7 +332,7 @@ class Task:
         group.begin()
         means = drive(exchange.bring_together(entries, torch.zeros(0), NOTHING))
         sums = Entries(means.indices, means.values * group.size) if group.rank == 0 else None
-        return exchange.transfer_bytes, sums
+        return exchange.bytes_received, sums
 
 
 def simulate(task: Task, world_size: int, network: Network) -> dict[str, Any]:

@@ -174,7 +174,7 @@ class Runner:
         if statistics is None:
             return {}
         seconds = {f"{phase}_s": spent for phase, spent in statistics.seconds.items()}
-        return {"payload_bytes": statistics.payload_bytes, **seconds}
+        return {"payload_bytes": statistics.bytes_sent, **seconds}
 
     def result(self) -> dict[str, Any]:
         counted = {name: report.median([count[name] for count in self.counts]) for name in self.counts[0]}

@@ -100,8 +100,8 @@ class DensePath:
         statistics.elements += numel
         statistics.dense_bytes += 4 * numel
         if ranks > 1:
-            statistics.payload_bytes += 4 * numel
-            statistics.transfer_bytes += 8 * numel * (ranks - 1) // ranks
+            statistics.bytes_sent += 4 * numel
+            statistics.bytes_received += 8 * numel * (ranks - 1) // ranks
 
     def drop(self) -> None:
         """Nobody wants the means of the step: wait until nothing is written to them, if other ranks let it end."""

@@ -285,8 +285,8 @@ class Reducer:
             step.rows.append(rows)
             statistics.elements += rows.numel
             statistics.dense_bytes += 4 * rows.numel
-            statistics.payload_bytes += carrier.sent - sent
-            statistics.transfer_bytes += carrier.received - received
+            statistics.bytes_sent += carrier.sent - sent
+            statistics.bytes_received += carrier.received - received
             statistics.decisions[rows.index] = f"{rows.algorithm} of rows"
         except Exception as error:
             raise self._failure(error, step, f"bucket {rows.index}", "rows") from error
@@ -312,8 +312,8 @@ class Reducer:
         statistics = self._statistics
         statistics.elements += bucket.numel
         statistics.dense_bytes += 4 * bucket.numel
-        statistics.payload_bytes += bucket.exchange.payload_bytes
-        statistics.transfer_bytes += bucket.exchange.transfer_bytes
+        statistics.bytes_sent += bucket.exchange.bytes_sent
+        statistics.bytes_received += bucket.exchange.bytes_received
 
     def _end(self, step: Step) -> None:
         try:

@@ -1,25 +1,25 @@
-"""What a state counts."""
+"""Counts and times of a rank's steps."""
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 
 
 @dataclass
 class Statistics:
-    """What a rank has done since its state was made.
+    """Counts of a rank since its state was made.
 
     Attributes:
         steps: synchronised backward passes.
         elements: gradient elements reduced.
-        dense_bytes: what they would be as float32.
-        payload_bytes: bytes this rank handed to collectives for other ranks, but for the few that compare steps.
-        transfer_bytes: bytes this rank received from others, by what the collectives move; of a hierarchical exchange,
-            from other nodes.
-        skipped_entries: indices or codes that cannot occur in a sound wire and were left out.
-        nonfinite_steps: steps whose mean had a NaN or an infinity; of steps in which all is dense every 64th is looked
-            at.
-        decisions: for each bucket, by index, which exchange serves it, and why.
+        dense_bytes: their size as float32.
+        bytes_sent: bytes this rank handed to collectives for other ranks, without the few by which ranks compare steps.
+        bytes_received: bytes this rank received from other ranks, by the traffic of the collectives; of a hierarchical
+            exchange, from other nodes.
+        skipped_entries: indices or codes that no sound wire has, and that were left out.
+        nonfinite_steps: steps whose mean had a NaN or an infinity; of all-dense steps every 64th is checked.
+        decisions: each bucket's exchange and the reason for it, by the bucket's index.
         seconds: wall time up to a bucket's first messages ("encode"), waiting for messages ("exchange"; buckets
             wait beside each other), and computing after them ("decode"); all of it overlaps with backward.
             Profilers show the same times as ranges (`comm.pipeline.RANGE`).
@@ -28,9 +28,29 @@ class Statistics:
     steps: int = 0
     elements: int = 0
     dense_bytes: int = 0
-    payload_bytes: int = 0
-    transfer_bytes: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
     skipped_entries: int = 0
     nonfinite_steps: int = 0
     decisions: dict[int, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=lambda: {"encode": 0.0, "exchange": 0.0, "decode": 0.0})
+
+    @property
+    def payload_bytes(self) -> int:
+        """Former name of `bytes_sent`."""
+        _warn_former("payload_bytes", "bytes_sent")
+        return self.bytes_sent
+
+    @property
+    def transfer_bytes(self) -> int:
+        """Former name of `bytes_received`."""
+        _warn_former("transfer_bytes", "bytes_received")
+        return self.bytes_received
+
+
+def _warn_former(name: str, now: str) -> None:
+    warnings.warn(
+        f"Statistics.{name} is called {now} now; the former name will go in the next release",
+        DeprecationWarning,
+        stacklevel=3,
+    )

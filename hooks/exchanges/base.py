@@ -114,12 +114,12 @@ class Exchange(ABC):
 
     @property
     @abstractmethod
-    def payload_bytes(self) -> int:
+    def bytes_sent(self) -> int:
         """Bytes that this rank hands to collectives for other ranks, in the last step."""
 
     @property
     @abstractmethod
-    def transfer_bytes(self) -> int:
+    def bytes_received(self) -> int:
         """Bytes that this rank receives from others, in the last step."""
 
     @abstractmethod

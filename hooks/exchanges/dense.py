@@ -41,11 +41,11 @@ class Dense(Exchange):
         return network.dense(Shape(what.numel, 0, what.world_size, 0))
 
     @property
-    def payload_bytes(self) -> int:
+    def bytes_sent(self) -> int:
         return 4 * (self.numel + self.extra) if self.world_size > 1 else 0
 
     @property
-    def transfer_bytes(self) -> int:
+    def bytes_received(self) -> int:
         return 2 * 4 * (self.numel + self.extra) * (self.world_size - 1) // self.world_size
 
     def reduce(self, x: ExchangeArgs) -> Stages:

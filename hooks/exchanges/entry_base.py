@@ -56,11 +56,11 @@ class EntryExchange(Exchange):
         return Shape(what.numel, k, what.world_size, min(max(union, k), what.numel), codec.value_dtype)
 
     @property
-    def payload_bytes(self) -> int:
+    def bytes_sent(self) -> int:
         return self.carrier.sent - self.moved[0]
 
     @property
-    def transfer_bytes(self) -> int:
+    def bytes_received(self) -> int:
         return self.carrier.received - self.moved[1]
 
     def reduce(self, x: ExchangeArgs) -> Stages:

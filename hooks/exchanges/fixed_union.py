@@ -53,13 +53,13 @@ class FixedSizeUnion(FixedSizeExchange):
         return network.selected(network.padded_union(shape, capacity), what.speed, what.numel)
 
     @property
-    def payload_bytes(self) -> int:
+    def bytes_sent(self) -> int:
         if self.world_size == 1:
             return 0
         return len(self.row) + 4 * (self.room + self.extra)
 
     @property
-    def transfer_bytes(self) -> int:
+    def bytes_received(self) -> int:
         others, summed = self.world_size - 1, 4 * (self.room + self.extra)
         return others * len(self.row) + 2 * summed * others // self.world_size
 

@@ -43,11 +43,11 @@ class Gather(Exchange):
         return network.wires(what.codec, what.speed, what.numel, what.world_size)
 
     @property
-    def payload_bytes(self) -> int:
+    def bytes_sent(self) -> int:
         return self.row.numel() if self.world_size > 1 else 0
 
     @property
-    def transfer_bytes(self) -> int:
+    def bytes_received(self) -> int:
         return (self.world_size - 1) * self.row.numel()
 
     def reduce(self, x: ExchangeArgs) -> Stages:

@@ -68,8 +68,10 @@ class ScatterState:
             problem = error
         self._feedback = Memory(options.strategy)
         description = {} if problem is not None else self._description()
-        how: Any = {"probes": False, "dense_path": False, "owner": "compress_fsdp"}
-        self._session = Session(group, None, device, description, problem, None, None, **how)
+        self._session = Session(
+            group, None, device, description, problem, None, None,
+            probes=False, dense_path=False, owner="compress_fsdp",
+        )  # fmt: skip
         ranks = self._session.group
         self._parts = [Unsharded(shards, self._excluded, ranks, self._feedback) for shards in self._shards]
         for part in self._parts:
@@ -123,8 +125,8 @@ class ScatterState:
             part.send_all(grads)
             plain()
             sent = (part.ranks - 1) * output.nbytes
-            statistics.payload_bytes += sent
-            statistics.transfer_bytes += sent
+            statistics.bytes_sent += sent
+            statistics.bytes_received += sent
             statistics.decisions[part.shards.index] = "FSDP's own: a warm-up"
         else:
             exchange = part.follow(choice, self._options.seed)
@@ -138,8 +140,8 @@ class ScatterState:
             except Exception as error:
                 where = f"[step {self._step}, module {part.shards.module!r}, {choice.codec}]"
                 raise RuntimeError(f"gradwire: {error} {where}") from error
-            statistics.payload_bytes += exchange.payload_bytes
-            statistics.transfer_bytes += exchange.transfer_bytes
+            statistics.bytes_sent += exchange.bytes_sent
+            statistics.bytes_received += exchange.bytes_received
             statistics.decisions[part.shards.index] = f"reduce_scatter of {choice.codec}"
         if outside:
             self._ended()

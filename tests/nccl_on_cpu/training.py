@@ -204,7 +204,7 @@ def differences(a: list[Outcome], b: list[Outcome]) -> list[str]:
             pairs |= {f"{vector} of {name}": (names[name], y.kept[vector][name]) for name in names}
         found += [f"rank {rank}: {name}" for name, (p, q) in pairs.items() if not same_bits(p, q)]
         found += [f"rank {rank}: scale"] if x.scale != y.scale else []
-        for count in ("steps", "elements", "payload_bytes", "transfer_bytes", "skipped_entries", "nonfinite_steps"):
+        for count in ("steps", "elements", "bytes_sent", "bytes_received", "skipped_entries", "nonfinite_steps"):
             if getattr(x.statistics, count) != getattr(y.statistics, count):
                 found.append(f"rank {rank}: {count} {getattr(x.statistics, count)} {getattr(y.statistics, count)}")
     return found
