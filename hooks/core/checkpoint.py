@@ -194,10 +194,10 @@ def means(
     session: Session, vectors: Mapping[str, Mapping[str, Tensor]], parameters: Mapping[str, Tensor]
 ) -> dict[str, dict[str, Tensor]]:
     """The mean over the ranks of what each keeps of the parameters, by vector and name. A collective."""
-    told = session.control.all_gather_object({vector: sorted(mine) for vector, mine in vectors.items()})
+    reported = session.control.all_gather_object({vector: sorted(mine) for vector, mine in vectors.items()})
     found: dict[str, dict[str, Tensor]] = {}
     for vector, mine in vectors.items():
-        names = sorted({name for each in told for name in each[vector]})
+        names = sorted({name for each in reported for name in each[vector]})
         found[vector] = {name: mine[name] if name in mine else _zeros(parameters[name]) for name in names}
     every = [mean for means in found.values() for mean in means.values()]
     if every:

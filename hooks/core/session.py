@@ -1,4 +1,4 @@
-"""What ties a state to the other ranks: the groups, what was compared when they met, and the pipeline."""
+"""The tie of a state to the other ranks: groups, handshake, announcements and the pipeline."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ RAISED, LOADED = "what raised before", "loaded checkpoints"
 
 
 class Session:
-    """Constructing it is a collective: the ranks meet, and compare what each says of itself.
+    """The groups of ranks, and what these agree on. Constructing it is a collective: ranks compare their descriptions.
 
     Args:
         model_group: the model's process group.
-        given: the one that the user wants gradients to take, or None.
-        device: where gradients are.
-        description: what must be equal on all ranks, by name.
-        problem: why this rank cannot start, if it cannot: the others hear of it, and it is raised here.
+        given: the process group that the user wants gradients to take, or None.
+        device: the gradients' device.
+        description: values that must be equal on all ranks, by name.
+        problem: the reason why this rank cannot start, if any: it is raised here, and reported to the other ranks.
         topology, fallback: `CompressState`'s.
-        probes: whether to measure the group, for `exchange="auto"`.
-        dense_path: steps in which all is dense may go without the pipeline.
-        owner: what the user constructs, for messages.
+        probes: measure the group, for `exchange="auto"`.
+        dense_path: allow all-dense steps without the pipeline.
+        owner: the class or function that the user calls, for messages.
 
     Attributes:
-        group: for gradients, on the pipeline.
-        control: for what the host has to know.
-        dense_group: for gradients of steps in which all is dense; None where there are none such.
-        planner: decides how buckets go.
-        pipeline: carries what is under way.
+        group: carries gradients, on the pipeline.
+        control: carries words between hosts.
+        dense_group: carries gradients of all-dense steps; None where these take the pipeline.
+        planner: decides on the exchange of each bucket.
+        pipeline: runs the exchanges.
 
     Raises:
         RuntimeError: a rank did not arrive.
         ValueError: the ranks disagree, or one cannot start; on every rank alike.
     """
 
-    #: What ranks must have done alike before a step: which backward passes have raised within one, and how far each had
-    #: come, and before how many a checkpoint was loaded. Steps keep it, so it is replaced and never changed.
-    _past: Mapping[str, str] = {RAISED: "nothing", LOADED: "none"}
-    #: Steps that a load came before, and the seed of what has been loaded since the last one.
+    #: Events before a step that all ranks must have in common: the backward passes that raised within a step and how
+    #: far each had come, and the loaded checkpoints. Steps hold it, so it is replaced and never changed.
+    _history: Mapping[str, str] = {RAISED: "nothing", LOADED: "none"}
+    #: Number of steps that followed a load, and the seed of the checkpoint loaded since the last step.
     _loads = 0
     _seed: int | None = None
 
@@ -77,10 +77,10 @@ class Session:
                 f"process_group has the ranks {dist.get_process_group_ranks(given)}, not those of the model's group, "
                 f"{ranks}: make one of the same ranks"
             )
-        carrier, timeout = model_group if given is None else given, meeting_timeout(model_group)
-        blocking = Group.blocks(carrier, device)
+        process_group, timeout = model_group if given is None else given, meeting_timeout(model_group)
+        blocking = Group.blocks(process_group, device)
         try:
-            # What a user passes may be wrong on some rank, so ranks meet in a group of our own.
+            # Some rank's arguments may be wrong, so ranks meet in a group of our own.
             self.control = Group.control_group(ranks, not blocking or given is not None, timeout)
             error = None if problem is None else {"error": f"{type(problem).__name__}: {problem}"}
             whose = "none" if given is None else "one of its own"
@@ -97,41 +97,42 @@ class Session:
         handshake.compare([side.get("says", side) for side in sides], CONSTRUCT.format(owner))
         self.control.follow_timeout(model_group)  # before its channels are made, which have its timeout
         # NCCL's collectives order themselves on streams, so the model's own group serves; Gloo needs one apart.
-        # Several states may use one group: each has a channel of it. Its collectives are the first one's, or in the
-        # model's own DDP's: Gloo counts them, and two threads would begin them in an order of their own on each rank.
-        group = self.control if blocking and given is None else Group(carrier)
+        # Several states may share a group: each has a channel of it. Only the first uses its collectives, and in the
+        # model's own group only DDP: Gloo counts them, and two threads would start them in different orders on each
+        # rank.
+        group = self.control if blocking and given is None else Group(process_group)
         group.shared = any(side["shares"] for side in sides)
         self.group = group.channel("state")
         _users_of(given).add(self)
-        nodes = make_topology(topology, ranks, self.group, carrier, blocking)
+        nodes = make_topology(topology, ranks, self.group, process_group, blocking)
         for part in (nodes.inside, nodes.between):
             if part is not None and blocking:
                 part.follow_timeout(model_group)
-        # Where the user has named a group, nothing goes elsewhere.
-        self.dense_group = Group(carrier) if dense_path and not group.shared else None
+        # All messages go through the group that the user has named.
+        self.dense_group = Group(process_group) if dense_path and not group.shared else None
         self.planner = Planner(nodes, device, fallback, inline=not blocking)
         if probes:
             self.planner.calibrate()
-        #: Whether ranks have saved their parts of the state unequally often, as seen by all of them alike.
+        #: True if ranks have saved their parts of the state unequally often; alike on all ranks.
         self.uneven_saves = False
-        #: Whether a rank has seen, before the step that ranks compared last, that the network has changed.
+        #: True if a rank saw a change of the network before the step that ranks compared last.
         self.drifted = False
         for used in {self.group.traffic: self.group, self.control.traffic: self.control}.values():
             used.hold_unfinished(self)
-        self._words_from(self.control)
+        self._open_channel(self.control)
         self.pipeline = Pipeline(f"gradwire-{self.group.rank}", device, threaded=blocking)
 
-    def _words_from(self, control: Group) -> None:
-        """Where ranks tell each other what comes next, and the memory for it."""
+    def _open_channel(self, control: Group) -> None:
+        """Open the channel of announcements, and allocate its memory."""
         self._mine = torch.zeros(6, dtype=torch.int64, device="cpu")
         self._all = torch.zeros(control.size, 6, dtype=torch.int64, device="cpu")
-        self._said = self._mine.numpy()  # the same memory: writing there takes less than a tensor to copy from
-        self._words = control.channel("steps")
-        self._port = self._words.small_gather_port(self._all, self._mine)
+        self._row = self._mine.numpy()  # the same memory: writing to it is faster than through torch
+        self._channel = control.channel("steps")
+        self._port = self._channel.small_gather_port(self._all, self._mine)
 
     @property
     def announced(self) -> Work:
-        """What arrives from the others after `announce`; `compare` waits for it too."""
+        """The announcements of the other ranks, in flight after `announce`; `compare` waits for them, too."""
         return self._under_way
 
     def announce(
@@ -145,87 +146,86 @@ class Session:
         patience: timedelta | None = None,
         joined: bool = False,
     ) -> None:
-        """Begin to tell the other ranks what comes next here. From host to host, so that no GPU is waited for.
+        """Start to announce this rank's next step to the other ranks. From host to host, without a wait for a GPU.
 
         Args:
-            past: as it was when the step began, which may have raised meanwhile.
-            saves: how often this rank has saved its part of the state.
-            drift: whether this rank sees that the network has changed.
-            scaling: what the loss scaler has done, as far as this rank knows.
-            patience: how long the others may take to tell, where that is not the group's timeout.
-            joined: whether this rank has run out of data, and gives zeros.
+            history: `history` as of the begin of the step, which may have raised since.
+            saves: number of times that this rank has saved its part of the state.
+            drift: this rank sees that the network has changed.
+            scaling: the loss scaler's state, as far as this rank knows.
+            patience: time limit for the other ranks' announcements; None: the group's timeout.
+            joined: this rank has run out of data, and contributes zeros.
         """
-        self._words.timeout, usual = patience or self._words.timeout, self._words.timeout
-        digest = choice.digest ^ (_digest(repr(sorted(history.items()))) if history is not Session._past else 0)
+        self._channel.timeout, usual = patience or self._channel.timeout, self._channel.timeout
+        digest = choice.digest ^ (_digest(repr(sorted(history.items()))) if history is not Session._history else 0)
         self._announce(step, digest, saves, drift + 2 * joined, *(() if scaling is None else scaling.words()))
-        self._words.timeout = usual
+        self._channel.timeout = usual
 
     def raised(self, step: int, names: Iterable[str]) -> None:
-        """A backward pass has raised before its step was whole, after the gradients of these. Ranks must have sent the
-        same of it: what one has not, another would take from the next step. So ranks compare it."""
-        before = "" if self._past[RAISED] == "nothing" else f", and before that {_digest(self._past[RAISED]):x}"
-        self._past = {**self._past, RAISED: f"step {step} after {sorted(names)}{before}"}
+        """Note that a backward pass has raised before its step was complete, after the gradients of `names`. Ranks
+        compare these: messages that one rank has not sent, another would take from the next step."""
+        before = "" if self._history[RAISED] == "nothing" else f", and before that {_digest(self._history[RAISED]):x}"
+        self._history = {**self._history, RAISED: f"step {step} after {sorted(names)}{before}"}
 
     def loaded(self, seed: int) -> None:
-        """A checkpoint has been loaded: the next step makes exchanges again, on channels of their own, with draws of
-        this seed. What one rank sends on a new channel, another would wait for on the old one, so ranks compare it."""
+        """Note that a checkpoint has been loaded: the next step makes new exchanges, on new channels, with draws of
+        this seed. Ranks compare this: one would send on a new channel, and another wait on the old one."""
         self._seed = seed
 
     def history(self) -> Mapping[str, str]:
-        """What ranks must have done alike before the step that begins now: for `announce` and `compare`."""
+        """Events before the step that begins now that all ranks must have in common, for `announce` and `compare`."""
         if self._seed is not None:
             self._loads += 1
-            self._past = {**self._past, LOADED: f"{self._loads}, the last one of seed {self._seed}"}
+            self._history = {**self._history, LOADED: f"{self._loads}, the last one of seed {self._seed}"}
             self._seed = None
-        return self._past
+        return self._history
 
     def begin(self) -> None:
-        """Messages of a step are in flight from now on: what is posted meanwhile is announced when one has ended."""
+        """Begin a step: receives posted during it are announced at its end."""
         for traffic in {self.group.traffic, self.control.traffic}:
             traffic.begin(self)
 
     def post_receives(self) -> None:
-        """Between two steps: be ready for what the others will tell."""
+        """Between two steps: post the receives of the next announcements."""
         self._port.post_receives()
 
     def end(self) -> None:
-        """All messages of the step have arrived."""
+        """End a step: all of its messages have arrived."""
         for traffic in {self.group.traffic, self.control.traffic}:
             traffic.end(self)
 
     def compare(self, choice: Choice, history: Mapping[str, str]) -> None:
-        """Wait for what the others have announced, as this rank has.
+        """Wait for the announcements of the other ranks, and compare them with this rank's.
 
         Raises:
-            ValueError: they are at another step, mean something else, or scale their losses otherwise; on every rank
-                alike.
+            ValueError: ranks differ in the step, its choice or history, or the loss scale; on every rank alike.
         """
         means = {"error_feedback": choice.feedback, "way": choice.way, **history}
         rows = self._compare("a training step", {"codec": str(choice.codec), "exchange": choice.exchange, **means})
         check_equal([row[4:] for row in rows])
 
     def share(self) -> float:
-        """After `announced`: how many ranks there are for each that has not joined."""
+        """After `announced`: the number of ranks divided by the number of those that have not joined."""
         return len(self._all) / max(1, sum(not row[3] & 2 for row in self._all.tolist()))
 
     def scaling(self) -> Scaling | None:
-        """After `compare`: what the loss scaler has done by the word of the first rank that knows, if one does."""
+        """After `compare`: the scaling announced by the first rank that knows one; None if none does."""
         for row in self._all.tolist():
-            if (told := Scaling.of(row[4:])) is not None:
-                return told
+            if (reported := Scaling.of(row[4:])) is not None:
+                return reported
         return None
 
     def agree(self, call: str, step: int, patience: timedelta | None = HANDSHAKE_TIMEOUT) -> None:
-        """Make sure that all ranks are in the same call, at the same step.
+        """Check that all ranks are in the same call, at the same step.
 
         Args:
-            patience: how long the others may take to come; None: the group's timeout.
+            patience: time limit for the other ranks; None: the group's timeout.
 
         Raises:
             ValueError: they are not; on every rank alike.
             RuntimeError: a rank did not come.
         """
-        self._words.timeout, usual = patience or self._words.timeout, self._words.timeout
+        self._channel.timeout, usual = patience or self._channel.timeout, self._channel.timeout
         try:
             self._announce(step, _digest(call))
             self._compare(call, {})
@@ -234,27 +234,27 @@ class Session:
                 f"gradwire: not every rank called {call}, which each must at this step. {failure}"
             ) from failure
         finally:
-            self._words.timeout = usual
+            self._channel.timeout = usual
 
     def refuse(self, problem: str, patience: timedelta | None = None) -> None:
-        """Tell ranks that are in a step, or come to one, why this one is not.
+        """Report to ranks that begin a step why this rank does not.
 
         Args:
-            patience: how long these may take to come; None: the group's timeout.
+            patience: time limit for these ranks; None: the group's timeout.
 
         Raises:
-            ValueError: it, on every rank alike.
+            ValueError: the problem; on every rank alike.
             RuntimeError: a rank did not come.
         """
-        self._words.timeout, usual = patience or self._words.timeout, self._words.timeout
+        self._channel.timeout, usual = patience or self._channel.timeout, self._channel.timeout
         try:
             self._announce(-1, _digest(problem))
             self._compare("", {"error": problem})
         finally:
-            self._words.timeout = usual
+            self._channel.timeout = usual
 
     def _announce(self, *words: int) -> None:
-        self._said[: len(words)], self._said[len(words) :] = words, 0
+        self._row[: len(words)], self._row[len(words) :] = words, 0
         self._under_way = self._port.start()
 
     def _compare(self, call: str, means: dict[str, Any]) -> list[list[int]]:
@@ -266,7 +266,7 @@ class Session:
             )
             handshake.compare(self.control.all_gather_object({"call": call, "step": mine[0], **means}), remedy)
         self.uneven_saves |= any(row[2] != mine[2] for row in rows)
-        # To measure it takes collectives.
+        # A drifted network is measured again, by collectives, which a shared group may not use.
         self.drifted = any(row[3] & 1 for row in rows) and not self.group.shared
         return rows
 
@@ -275,7 +275,7 @@ class Session:
         return probe.averaged(self.control, torch.device("cpu"), numbers)
 
 
-#: What uses a process group that a user has named.
+#: The sessions of each process group that a user has named.
 _users: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Session]] = weakref.WeakKeyDictionary()
 
 

@@ -1,4 +1,4 @@
-"""What a state is between steps: its options, its memory, the ranks that it meets, and its checkpoints."""
+"""The parts of `CompressState` outside a step: options, feedback, model, handshake and checkpoints."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ from .model_lookup import ddp_of, find_owner, module_of, parameters_of
 from .registration import check_free, expect_hook, expect_hook_of_copy
 from .untrained import Untrained
 
-#: What belongs to a process and is left out of copies of a state.
+#: Attributes that belong to a process, and that copies of a state do not get.
 OF_PROCESS = ("_reducer", "_buckets", "_names", "_open", "_dense_path", "_untrained")
 
 
 class State:
-    """The part of `CompressState` that has nothing to do with a step.
+    """The part of `CompressState` outside a step.
 
     Args:
-        options: how gradients are to be compressed.
+        options: the user's options.
         exclude, grad_scaler, process_group: `CompressState`'s.
 
     Raises:
-        TypeError, ValueError: an argument cannot work, whatever the model.
+        TypeError, ValueError: an argument is invalid for every model.
     """
 
     _reducer: Reducer | None
     _buckets: dict[int, Bucket | SparseGradient]
     _names: dict[int, str]
-    _open: Step | None  # from its first bucket to its last
-    _dense_path: DensePath | None  # what serves steps that go without it
-    _untrained: Untrained | None  # as of the last look
+    _open: Step | None  # the step in progress, from its first bucket to its last
+    _dense_path: DensePath | None  # reduces steps without the pipeline
+    _untrained: Untrained | None  # as of the last check
     _closed = False
 
     def __init__(
@@ -95,7 +95,7 @@ class State:
 
     @property
     def bound(self) -> bool:
-        """Whether it belongs to a model."""
+        """True if the state belongs to a model."""
         return self._bound
 
     @property
@@ -103,7 +103,7 @@ class State:
         """The GradScaler in use. A copy of the state has a copy of it: assign the one that training goes on with.
 
         Raises:
-            ValueError: the state is bound, and it is enabled and the one before was not, or the other way round.
+            ValueError: the state is bound, and only one of the former and the new scaler is enabled.
         """
         return self._scaler_sync.loss_scale.scaler if self._bound else self._scaler
 
@@ -126,35 +126,35 @@ class State:
 
     @property
     def deciding(self) -> bool:
-        """Whether "auto" still tries which is faster, to compress or not: over Gloo it does for dozens of steps."""
+        """True while "auto" times steps with and without compression: over Gloo for dozens of steps."""
         self._flush()
         return self._reducer is not None and self._reducer.controller.deciding
 
     def statistics(self) -> Statistics:
-        """What this rank has done so far, as of now; call it between steps."""
+        """This rank's counts so far; call it between steps."""
         self._flush()
         return copy.deepcopy(self._statistics)
 
     # -- the model ---------------------------------------------------------------------------------------------------
 
     def bind(self, model: nn.Module) -> Self:
-        """Let the state belong to a DDP model: the ranks meet, and compare what each has. A collective; where it
-        belongs to that model already, nothing happens.
+        """Bind the state to a DDP model: ranks compare options and models. A collective; nothing happens if the state
+        is bound to that model already.
 
-        A state that was made without a model binds itself at its first bucket, on all ranks; what is wrong is told
-        sooner here, and a rank may take its time for its first batch. One that is bound goes on, with all that it
-        keeps, where the same parameters have been wrapped again. Where the former wrapper lives on, it must be told
-        so: buckets do not say whose they are.
+        A state that was made without a model binds itself at its first bucket, on all ranks. `bind` reports errors
+        sooner, and lets a rank take its time for its first batch. A bound state can be bound again, and keeps its
+        residuals, after the same parameters have been wrapped again. Call `bind` then if the former wrapper still
+        exists: buckets do not know their model.
 
         Args:
-            model: as `CompressState`'s.
+            model: `CompressState`'s.
 
         Returns:
             The state.
 
         Raises:
-            TypeError, ValueError: `CompressState`'s; or the checkpoint that was loaded before does not fit; or the
-                state belongs to another model. It is as it was before, then.
+            TypeError, ValueError: `CompressState`'s; or the checkpoint loaded before does not fit; or the state
+                belongs to another model. The state is unchanged then.
             RuntimeError: torch.distributed is not initialised, or a rank did not arrive within 60 s.
         """
         if not (dist.is_available() and dist.is_initialized()):
@@ -193,7 +193,7 @@ class State:
             if self._loaded is not None:
                 self._load(*self._loaded)
             self._names = {id(p): name for name, p in self._parameters.items()}
-        except Exception as error:  # whatever it is, the other ranks must hear of it
+        except Exception as error:  # the other ranks must hear of any error
             problem = error
         try:
             reducer = self._connect(problem)
@@ -201,7 +201,7 @@ class State:
             self.__dict__.update(before)
             raise
         self._loaded = self._exclude = self._scaler = None
-        expect_optimizer(self._parameters.values(), partial(_judge, weakref.ref(self)))
+        expect_optimizer(self._parameters.values(), partial(_check_optimizer, weakref.ref(self)))
         return reducer
 
     def _check(self, model: DistributedDataParallel) -> None:
@@ -247,10 +247,10 @@ class State:
         `weights_only=True`. It loads on the same rank of the same number of ranks; save one for each rank, or let
         `torch.distributed.checkpoint` save them all.
 
-        Residuals that an owner keeps for all ranks are folded into its own, here and in the running state, so that
-        going on and loading give the same, if DDP has the same buckets: in its first step it has others, and so have
-        codes of blocks. But for `"factors"`, which then begins anew with what it approximates gradients from
-        (`PowerSGD`). Parameters that may have a residual, but have none yet, have zeros.
+        Residuals that an owner keeps for all ranks are folded into its own, here and in the running state. Training
+        that goes on and training that loads then give the same, with two exceptions: DDP has other buckets in its
+        first step, and `"factors"` begins its approximation anew (`PowerSGD`). Parameters that may have a residual,
+        but have none yet, have zeros.
 
         Raises:
             RuntimeError: the state has no model yet, and nothing was loaded into it.
@@ -269,7 +269,7 @@ class State:
         A collective: every rank must call it, after the same step.
 
         Raises:
-            ValueError: another rank does something else now, or is at another step; on every rank alike.
+            ValueError: another rank is in another call, or at another step; on every rank alike.
             RuntimeError: another rank did not come within 60 s, or the state has no model yet.
         """
         self._expect_model("consolidated_state_dict()")
@@ -281,17 +281,17 @@ class State:
         return self._export(checkpoint.MEAN, means)
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Go on from a checkpoint. Every rank must load one of the same step; the next step compares them. A state that
-        has no model yet keeps it until it has one, and complains then.
+        """Go on from a checkpoint. Every rank must load one of the same step; the next step compares them. A state
+        without a model keeps the checkpoint until it is bound, and checks it then.
 
         Args:
             state_dict: from `state_dict` on this rank of as many, or from `consolidated_state_dict`.
-            strict: with False, a checkpoint that has no residuals for this rank, or some for what is an embedding with
-                sparse gradients now, excluded, frozen, of another shape or gone, loads too, with a warning: what
-                compression had left out there is then lost.
+            strict: False accepts, with a warning, a checkpoint that has no residuals for this rank, or residuals of
+                parameters that are excluded, frozen, sparse, of another shape or gone now. Those residuals are lost.
 
         Raises:
-            ValueError: it is of another format, rank, world size, codec or model. Nothing has changed then.
+            ValueError: the checkpoint is of another format, rank, world size, codec or model. Nothing has changed
+                then.
         """
         if self._bound:
             self._load(state_dict, strict)
@@ -353,9 +353,8 @@ class State:
     # -- other ranks -------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Wait for what is queued, then give back the thread and the connections. The next use makes new ones, for
-        which all ranks meet: every rank must close after the same step, or those that go on wait for the group's
-        timeout.
+        """Wait for queued work, then release the thread and the connections. The next use makes new ones, which is a
+        collective: every rank must close after the same step, or those that go on wait for the group's timeout.
         """
         self._idle()
         if self._reducer is not None:
@@ -372,7 +371,7 @@ class State:
         self._names = {id(p): name for name, p in self._parameters.items()}
 
     def _connect(self, problem: Exception | None) -> Reducer:
-        """Meet the other ranks, who hear of the problem that this one has, if it has any. A collective."""
+        """Make a session and a reducer. A collective, in which the other ranks hear of this one's problem, if any."""
         options, self._closed = self._options, False
         session = Session(
             self._model_group or dist.group.WORLD,
@@ -392,7 +391,7 @@ class State:
         return reducer
 
     def _world(self) -> tuple[int, int]:
-        """This rank, and how many there are."""
+        """This rank, and the number of ranks."""
         group: Any = self._model_group or dist.group.WORLD
         return dist.get_rank(group), dist.get_world_size(group)
 
@@ -410,8 +409,8 @@ class State:
             self._reducer.flush()
 
     def _idle(self) -> None:
-        """Wait for what is queued, and for what follows from it."""
-        if self._dense_path is not None:  # DDP has futures of its sums that are done already
+        """Wait for queued work, and for the return of means that follows from it."""
+        if self._dense_path is not None:  # DDP holds futures that complete before the sums do
             self._dense_path.end()
         self._flush()
         if self._reducer is not None and self._discarded.pending:
@@ -420,7 +419,7 @@ class State:
 
 
 def _check_same(old: Mapping[str, nn.Parameter], new: Mapping[str, nn.Parameter]) -> None:
-    """Raises ValueError where a state would go on with another model's parameters."""
+    """Raise ValueError if a state would go on with another model's parameters."""
     if [(name, p.shape) for name, p in old.items()] == [(name, p.shape) for name, p in new.items()]:
         return
     names = sorted(old.keys() ^ new.keys()) or [name for name in old if old[name].shape != new[name].shape] or list(new)
@@ -431,12 +430,12 @@ def _check_same(old: Mapping[str, nn.Parameter], new: Mapping[str, nn.Parameter]
 
 
 def _model_of(state: weakref.ref[State]) -> DistributedDataParallel | None:
-    """The model of a state as of now: it may have been wrapped again."""
+    """The present model of a state, which may have been wrapped again."""
     mine = state()
     return None if mine is None else mine._ddp()
 
 
-def _judge(state: weakref.ref[State], optimizer: torch.optim.Optimizer) -> None:
+def _check_optimizer(state: weakref.ref[State], optimizer: torch.optim.Optimizer) -> None:
     """`check_optimizer`, unless the state is closed, or gone."""
     mine = state()
     if mine is not None and mine._reducer is not None:
@@ -444,13 +443,13 @@ def _judge(state: weakref.ref[State], optimizer: torch.optim.Optimizer) -> None:
 
 
 def _find_model(state: weakref.ref[State], parameter: Tensor) -> DistributedDataParallel | None:
-    """The model of a copy, which knows it where both were copied at once."""
+    """The model of a copied state, which the state knows if both were copied at once."""
     mine = state()
     return None if mine is None else mine._ddp() or find_owner(mine, parameter)
 
 
 def _refuse(state: weakref.ref[State], problem: str) -> None:
-    """Tell all ranks; nothing once a state is closed, or gone."""
+    """Report a problem to all ranks, and raise it; do nothing once the state is closed, or gone."""
     mine = state()
     if mine is None or mine._closed:
         return

@@ -1,9 +1,8 @@
-"""What the state of a sharded model writes down and reads back: as the model's own shards, so that
-`torch.distributed.checkpoint` moves them to other meshes.
+"""Checkpoints of sharded models: residuals are saved as shards like the model's, so that
+`torch.distributed.checkpoint` can move them to other meshes.
 
-It keeps one copy of what several ranks have, whichever brings it. Replicas keep different residuals, so what is saved
-is their mean, which every replica goes on with: the mean of the residuals is then what it was, with as many replicas or
-with others.
+That keeps one copy of tensors that several ranks have, from any of them. Replicas have different residuals, so their
+mean is saved, and every replica goes on with it: the mean of the residuals is unchanged, for any number of replicas.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ def means(session: Session, vectors: Vectors, groups: Iterable[Shards], keeps: f
     vector and name, with zeros where nothing is kept. A collective.
 
     Args:
-        vectors: of padded shards, by name.
-        keeps: names of the parameters of which something may be kept.
+        vectors: padded shards by vector and name.
+        keeps: names of the parameters that may have a residual.
     """
     shards_of = {name: shards for shards in groups for name in shards.parameters}
-    padded = {  # what `checkpoint.means` makes zeros like
+    padded = {  # the shapes of `checkpoint.means`' zeros
         name: torch.empty((), dtype=torch.float32, device=shards.group.device).expand(
             shards.parameters[name].padded_sharded_param_size
         )
@@ -55,7 +54,7 @@ def means(session: Session, vectors: Vectors, groups: Iterable[Shards], keeps: f
 
 
 def as_sharded(local: Tensor, parameter: DTensor) -> DTensor:
-    """A shard of something that lies as a parameter does."""
+    """A local shard as a DTensor, sharded like a parameter."""
     return DTensor.from_local(
         local, parameter.device_mesh, parameter.placements, run_check=False,
         shape=parameter.shape, stride=parameter.stride(),
@@ -69,13 +68,13 @@ def read(
     strict: bool,
     excluded: Iterable[str],
 ) -> Any:
-    """A checkpoint, and the padded shards that this rank has of it, by vector and name.
+    """A checkpoint, and this rank's padded shards of it, by vector and name.
 
     Args:
-        excluded: names of parameters of which nothing is kept.
+        excluded: names of parameters without residuals.
 
     Raises:
-        ValueError: it does not fit.
+        ValueError: the checkpoint does not fit.
     """
     shards_of = {name: shards for shards in groups for name in shards.parameters}
     parameters = {name: shards.parameters[name].sharded_param for name, shards in shards_of.items()}
@@ -93,10 +92,10 @@ def read(
 
 
 def _local(by_rank: Mapping[str, Mapping[str, Tensor]], parameters: Mapping[str, DTensor]) -> dict[str, Any]:
-    """With this rank's shards in the place of DTensors.
+    """The same tensors, each DTensor replaced by this rank's shard.
 
     Raises:
-        ValueError: they are sharded otherwise than the model's parameters.
+        ValueError: one is sharded otherwise than the model's parameter.
     """
     result: dict[str, Any] = {}
     for key, found in by_rank.items():

@@ -40,10 +40,10 @@ UNEQUAL = (
 
 
 class ScatterState:
-    """What `compress_fsdp` returns without `mesh`: gradients are compressed on their way to the owners of the shards.
+    """The state of `compress_fsdp` without `mesh`: gradients are compressed on their way to the owners of the shards.
 
-    It keeps what compression leaves out of this rank's gradients, float32 of the whole model, not of its shards: four
-    bytes for each element of the parameters. Of stochastic codes (`QSGD()`, `TernGrad()`) nothing is kept.
+    Its residual is of this rank's unsharded gradients, in float32: four bytes for each element of the whole model.
+    Stochastic codecs (`QSGD()`, `TernGrad()`) need none.
     """
 
     def __init__(self, model: nn.Module, options: ScatterOptions, exclude: Exclude | None) -> None:
@@ -64,7 +64,7 @@ class ScatterState:
             options.check(self._shards[0].size)
             self._excluded = excluded_names(exclude, self._parameters)
             options.prepare(0, (shards.dtype for shards in self._shards), device)
-        except Exception as error:  # whatever it is, the other ranks must hear of it
+        except Exception as error:  # the other ranks must hear of any error
             problem = error
         self._feedback = Memory(options.strategy)
         description = {} if problem is not None else self._description()
@@ -82,26 +82,26 @@ class ScatterState:
             else:  # FSDP then reduces nothing
                 part.shards.attach(partial(self._alone, part))
         self._by_hand = ByHand(model, self._ended, self._raised)
-        self._bad = torch.zeros(2, dtype=torch.int64, device=device)  # records not finite, and steps that had some
+        self._bad = torch.zeros(2, dtype=torch.int64, device=device)  # records not finite, and steps with such records
         self._unequal = _Unequal(device)
-        expect_optimizer(self._parameters.values(), partial(_judge, weakref.ref(self)))
+        expect_optimizer(self._parameters.values(), partial(_check_optimizer, weakref.ref(self)))
 
     def __repr__(self) -> str:
         return f"<ScatterState of {len(self._parameters)} parameters: {self._options.codec_text}, step {self._step}>"
 
     @property
     def step(self) -> int:
-        """Backward passes so far in which gradients were exchanged."""
+        """Number of backward passes so far that exchanged gradients."""
         return self._step
 
     def statistics(self) -> Statistics:
-        """What this rank has done so far; call it between steps. Waits for the device."""
+        """This rank's counts so far; call it between steps. Waits for the device."""
         self._statistics.skipped_entries = int(self._status()[0])
         self._statistics.nonfinite_steps = int(self._bad[1])
         return copy.deepcopy(self._statistics)
 
     def close(self) -> None:
-        """Give the model back to FSDP's own reduce-scatter. What is still owed is dropped: save it before."""
+        """Give the model back to FSDP's own reduce-scatter. Residuals are dropped: save them before."""
         self._closed = True
         self._by_hand.detach()
         for shards in self._shards:
@@ -110,10 +110,10 @@ class ScatterState:
     # -- one step, seen from FSDP ------------------------------------------------------------------------------------
 
     def _reduce(self, part: Unsharded, output: Tensor, grads: Tensor, op: Any, plain: Any) -> None:
-        """In the place of FSDP's reduce-scatter.
+        """Replace FSDP's reduce-scatter.
 
         Args:
-            plain: what that would be, without arguments.
+            plain: calls FSDP's own, on the same tensors.
         """
         times = times_mean(op, part.ranks, 1.0 / divide_factor(part.shards.group))
         outside = self._begin(part)
@@ -131,7 +131,7 @@ class ScatterState:
         else:
             exchange = part.follow(choice, self._options.seed)
             used = sorted(part.shards.used)
-            at = "" if exchange.heads.is_cuda else self._step  # on a GPU it would be copied there every time
+            at = "" if exchange.heads.is_cuda else self._step  # on a GPU it would be copied there in every step
             exchange.say(f"{at} {choice.digest} {used}")
             try:
                 with self._session.group.failing_together():
@@ -147,7 +147,7 @@ class ScatterState:
             self._ended()
 
     def _alone(self, part: Unsharded, shards: Shards, output: Tensor) -> None:
-        """A rank by itself compresses nothing; what a checkpoint has brought is sent."""
+        """Reduce on a single rank, without compression; residuals of a checkpoint are added."""
         outside = self._begin(part)
         part.use_contribution(1.0 / post_divide(shards.group, output.dtype))
         part.send_all(output)
@@ -155,7 +155,7 @@ class ScatterState:
             self._ended()
 
     def _begin(self, part: Unsharded) -> bool:
-        """A part of a pass, maybe its first; returns whether no pass runs."""
+        """Begin a part of a pass, and the pass with its first part. Returns True if no backward pass runs."""
         outside = False
         if self._open is None:
             self._unequal.check()
@@ -163,11 +163,11 @@ class ScatterState:
             self._open = {}
             self._session.begin()
             outside = not self._by_hand.active and not AtEnd(self._ended, self._raised).queue()
-        self._open[part.shards.index] = part  # of a module that is used twice in a pass, the last
+        self._open[part.shards.index] = part  # the last one, of a module that is used twice in a pass
         return outside
 
     def _announce_step(self) -> None:
-        """Compare with the other ranks what the pass is to be, before anything is sent that they would not expect."""
+        """Compare the pass with those of the other ranks, before any message that these would not expect."""
         choice, past = self._options.choice(self._step), self._session.history()
         try:
             with self._session.group.failing_together():
@@ -189,7 +189,7 @@ class ScatterState:
         self._bad[0] = bad
 
     def _raised(self) -> None:
-        """The pass has raised: what it handed out is not applied, but where an optimizer has, within backward."""
+        """Return the means of a pass that has raised, except those that an optimizer has applied within backward."""
         parts, self._open = self._open or {}, None
         self._step += bool(parts)
         for part in parts.values():
@@ -202,14 +202,14 @@ class ScatterState:
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The sum of the ranks' residuals as the optimizer is to see it, sharded as the parameters are (`DTensor`), and
-        a few numbers: for `torch.distributed.checkpoint`, which loads it on any number of ranks, and into the state of
-        `compress_fsdp(mesh=…)` too. A rank that loads it owes its own shard. Nothing is lost.
+        """The sum of the ranks' residuals in the optimizer's units, sharded like the parameters (`DTensor`), and a few
+        numbers: for `torch.distributed.checkpoint`, which loads it on any number of ranks, and also into the state of
+        `compress_fsdp(mesh=…)`. A rank that loads it has the residual of its own shard. Nothing is lost.
 
         A collective: every rank must call it, after the same step. Saving changes nothing.
 
         Raises:
-            ValueError: another rank does something else now, or is at another step; on every rank alike.
+            ValueError: another rank is in another call, or at another step; on every rank alike.
             RuntimeError: another rank did not come within 60 s.
         """
         self._session.agree("state_dict()", self._step)
@@ -233,10 +233,10 @@ class ScatterState:
 
         Args:
             state_dict: this state's own, filled by `torch.distributed.checkpoint.load`; or one of as many ranks.
-            strict: with False, a checkpoint without what this state keeps, or with more, loads too, with a warning.
+            strict: False accepts, with a warning, a checkpoint that lacks tensors of this state, or has more.
 
         Raises:
-            ValueError: it is of another format, codec or model. Nothing has changed then.
+            ValueError: the checkpoint is of another format, codec or model. Nothing has changed then.
         """
         expected = checkpoint.export(checkpoint.MEAN, {RESIDUAL: {}}, **self._facts())
         saved, vectors = checkpoints.read(state_dict, expected, self._shards, strict, self._excluded)
@@ -262,7 +262,7 @@ class ScatterState:
 
 
 class _ReduceScatter:
-    """What FSDP calls, one for each parameter group. It has the methods of FSDP's `ReduceScatter`, a private class."""
+    """The reduce-scatter that FSDP calls, one for each parameter group, with the methods of FSDP's private class."""
 
     def __init__(self, state: ScatterState, part: Unsharded, plain: Any) -> None:
         self._state, self._part, self._plain = state, part, plain
@@ -280,8 +280,8 @@ class _ReduceScatter:
 
 
 class _Unequal:
-    """Whether ranks have meant different things: seen at once on CPUs, and before the next pass on GPUs, where the host
-    does not wait."""
+    """Detects that ranks have reduced different gradients: at once on CPUs, and before the next pass on GPUs, where the
+    host does not wait."""
 
     def __init__(self, device: torch.device) -> None:
         self._seen = torch.zeros((), dtype=torch.bool, device=device)
@@ -303,7 +303,7 @@ class _Unequal:
 
 
 def _check_comms(parts: Sequence[Shards]) -> None:
-    """Raises ValueError where something else reduces already, or among several groups of ranks."""
+    """Raise ValueError if the model has another hook or reduce-scatter, or several groups of ranks."""
     groups = {tuple(dist.get_process_group_ranks(shards.process_group)) for shards in parts}
     if len(groups) > 1:
         raise ValueError(
@@ -321,7 +321,7 @@ def _check_comms(parts: Sequence[Shards]) -> None:
 
 
 def drive_timed(stages: Any, clock: Any) -> None:
-    """`drive`, with each phase's time noted."""
+    """`drive`, with the time of each phase."""
     phase = "encode"
     while True:
         with clock(phase):
@@ -333,7 +333,7 @@ def drive_timed(stages: Any, clock: Any) -> None:
         phase = "decode"
 
 
-def _judge(state: weakref.ref[ScatterState], optimizer: torch.optim.Optimizer) -> None:
+def _check_optimizer(state: weakref.ref[ScatterState], optimizer: torch.optim.Optimizer) -> None:
     """`check_optimizer`, unless the state is closed, or gone."""
     mine = state()
     if mine is not None and not mine._closed:

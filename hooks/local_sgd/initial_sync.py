@@ -1,4 +1,4 @@
-"""Periodic updates: each rank's own model, which must be one that can be trained alone, and starts as all others do."""
+"""Each rank's own model: checks that it can be trained alone, and that it can take the first rank's values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def trainable(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, n
     """The model's parameters that require gradients and have elements, by name.
 
     Raises:
-        TypeError, ValueError: model and optimizer cannot be meant.
+        TypeError, ValueError: model and optimizer are invalid, or do not belong together.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, expected a torch.nn.Module")
@@ -51,7 +51,7 @@ def trainable(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, n
 
 
 def check_writable(model: nn.Module) -> None:
-    """Raises ValueError for what `comm.pieces.broadcast` could not change in place."""
+    """Raise ValueError for tensors that `comm.pieces.broadcast` cannot change in place."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         sizes = zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout == torch.strided else ()
         if tensor.layout != torch.strided:

@@ -96,7 +96,7 @@ class Meeting(Session):
         self.dense_group = None
         self.planner = Planner(Topology(self.group, *parts), device, torch.float32, inline=True)
         self.uneven_saves = self.drifted = False
-        self._words_from(self.control)
+        self._open_channel(self.control)
         self.pipeline = Pipeline(f"test-{rank}", device, threaded=False)
 
 
