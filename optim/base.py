@@ -15,8 +15,8 @@ from .. import __version__
 from ..compress.feedback.store import Memory
 from ..hooks.comm import handshake, pieces
 from ..hooks.comm.untraced import untraced
-from ..hooks.core import checkpoint
 from ..hooks.core.autograd_end import waited
+from ..hooks.core.checkpoint import Checkpoint
 from ..hooks.core.grad_scaler import LossScale, ScalerSync
 from ..hooks.core.names import unwrapped
 from ..hooks.core.options import Options, check_dtypes, check_whole
@@ -250,8 +250,7 @@ class ExchangingOptimizer(torch.optim.Optimizer):
         """Torch's state_dict, with this rank's residuals under "gradwire". It loads on the same rank of the same number
         of ranks: save one on each."""
         self._running().settle()
-        self._feedback.fold()
-        return self._export(super().state_dict(), self._key, self._feedback.everything())
+        return {**super().state_dict(), KEY: self._checkpoint.of_rank()}
 
     def consolidated_state_dict(self) -> dict[str, Any]:
         """A state_dict that is equal on all ranks, with the ranks' mean of tensors that differ: loads on any number of
@@ -264,7 +263,6 @@ class ExchangingOptimizer(torch.optim.Optimizer):
         reducer.settle()
         session = reducer.session
         session.agree("consolidated_state_dict()", self._steps)
-        self._feedback.fold()
         saved = super().state_dict()
         state = saved["state"] = copy.deepcopy(saved["state"])  # torch's shows the tensors that the next step changes
         own = [(flat, name, flat.flat[name].clone()) for flat in self._buckets for name in sorted(self.own)]
@@ -273,8 +271,7 @@ class ExchangingOptimizer(torch.optim.Optimizer):
             mean.div_(session.group.size)
             for index, part in zip(flat.names, flat.parts(mean), strict=True):
                 state[int(index)][name] = part
-        means = checkpoint.means(session, self._feedback.everything(), self._named())
-        return self._export(saved, checkpoint.MEAN, means)
+        return {**saved, KEY: self._checkpoint.of_means(session)}
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Go on from a checkpoint. Every rank must load one of the same step; parameters are left alone.
@@ -290,9 +287,7 @@ class ExchangingOptimizer(torch.optim.Optimizer):
         reducer, named = self._running(), self._named()
         if KEY not in state_dict:
             raise ValueError(f"this is not a checkpoint of {self._owner}: it lacks {KEY!r}")
-        nothing: dict[str, dict[str, Tensor]] = {vector: {} for vector in self._feedback.strategy.vectors}
-        expected = checkpoint.export(self._key, nothing, **self._facts())
-        saved, vectors = checkpoint.read(state_dict[KEY], expected, self._key, named, strict, self._owner)
+        saved, vectors = self._checkpoint.read(state_dict[KEY], strict)
         for index, p in named.items():
             found = state_dict["state"].get(int(index), {})
             for name in self.kept:
@@ -314,14 +309,8 @@ class ExchangingOptimizer(torch.optim.Optimizer):
         reducer.forget(self._options.seed, (flat.bucket for flat in self._buckets))
 
     @property
-    def _key(self) -> str:
-        return checkpoint.rank_key(dist.get_rank(self._ranks), dist.get_world_size(self._ranks))
-
-    def _export(self, saved: dict[str, Any], key: str, vectors: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
-        return {**saved, KEY: checkpoint.export(key, vectors, self._feedback.strategy, **self._facts())}
-
-    def _facts(self) -> dict[str, Any]:
-        return {"codec": self._options.codec_text, "step": self._steps, "seed": self._options.seed}
+    def _checkpoint(self) -> Checkpoint:
+        return Checkpoint(self._owner, self._options, self._feedback, self._named(), self._ranks, self._steps)
 
     # -- what there is -------------------------------------------------------------------------------------------------
 

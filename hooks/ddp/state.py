@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ... import __version__
 from ...compress.feedback.store import Memory
 from ..comm import handshake
-from ..core import checkpoint
 from ..core.bucket import Bucket
+from ..core.checkpoint import Checkpoint, idle_names
 from ..core.dense_path import DensePath
 from ..core.grad_scaler import LossScale, ScalerSync
 from ..core.optimizer_checks import check_optimizer, expect_optimizer
@@ -260,8 +260,7 @@ class State:
         self._expect_model("state_dict()")
         self._idle()
         self._saves += 1
-        self._feedback.fold()
-        return self._export(checkpoint.rank_key(*self._world()), self._feedback.everything())
+        return self._checkpoint.of_rank()
 
     def consolidated_state_dict(self) -> dict[str, Any]:
         """The mean of the residuals over the ranks, equal on all: loads on any number of ranks, and nothing is lost.
@@ -276,9 +275,7 @@ class State:
         self._idle()
         session = (self._reducer or self._connect(None)).session
         session.agree("consolidated_state_dict()", self._step)
-        self._feedback.fold()
-        means = checkpoint.means(session, self._feedback.everything(), self._parameters)
-        return self._export(checkpoint.MEAN, means)
+        return self._checkpoint.of_means(session)
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Go on from a checkpoint. Every rank must load one of the same step; the next step compares them. A state
@@ -299,10 +296,7 @@ class State:
             self._loaded = state_dict, strict
 
     def _load(self, state_dict: dict[str, Any], strict: bool) -> None:
-        key = checkpoint.rank_key(*self._world())
-        expected = self._export(key, {vector: {} for vector in self._feedback.strategy.vectors}, fill=False)
-        idle = checkpoint.idle_names(() if self._options.keeps_all else self._excluded, self._sparse)
-        saved, vectors = checkpoint.read(state_dict, expected, key, self._parameters, strict, idle=idle)
+        saved, vectors = self._checkpoint.read(state_dict, strict)
         self._idle()
         self._feedback.load(vectors)
         self._step = saved["step"]
@@ -312,18 +306,13 @@ class State:
             self._reducer.forget(self._options.seed, self._buckets.values())
         self._dense_path = None
 
-    def _export(self, key: str, vectors: Mapping[str, dict[str, Tensor]], fill: bool = True) -> dict[str, Any]:
-        if fill and self._options.may_keep():
-            without = self._sparse if self._options.keeps_all else self._sparse | self._excluded
-            kept = {name: p for name, p in self._parameters.items() if name not in without}
-            vectors = {vector: checkpoint.filled(found, kept) for vector, found in vectors.items()}
-        facts = {
-            "codec": self._options.codec_text,
-            "step": self._step,
-            "seed": self._options.seed,
-            "scale": self._scaler_sync.scale,
-        }
-        return checkpoint.export(key, vectors, self._feedback.strategy, **facts)
+    @property
+    def _checkpoint(self) -> Checkpoint:
+        idle = idle_names(() if self._options.keeps_all else self._excluded, self._sparse)
+        return Checkpoint(
+            "CompressState", self._options, self._feedback, self._parameters, self._group, self._step,
+            zeros=self._parameters.keys() - idle, idle=idle, scale=self._scaler_sync.scale,
+        )  # fmt: skip
 
     def __getstate__(self) -> dict[str, Any]:
         self._idle()
@@ -374,7 +363,7 @@ class State:
         """Make a session and a reducer. A collective, in which the other ranks hear of this one's problem, if any."""
         options, self._closed = self._options, False
         session = Session(
-            self._model_group or dist.group.WORLD,
+            self._group,
             self._given_group,
             self._device,
             {} if problem is not None else self._description(),
@@ -390,15 +379,14 @@ class State:
         reducer.controller.follow(options.choice(self._step))
         return reducer
 
-    def _world(self) -> tuple[int, int]:
-        """This rank, and the number of ranks."""
-        group: Any = self._model_group or dist.group.WORLD
-        return dist.get_rank(group), dist.get_world_size(group)
+    @property
+    def _group(self) -> Any:
+        return self._model_group or dist.group.WORLD
 
     def _description(self) -> dict[str, Any]:
         return {
             "version": __version__,
-            **self._options.describe(self._world()[1]),
+            **self._options.describe(dist.get_world_size(self._group)),
             "grad_scaler": self._scaler_sync.skips,
             "step": self._step,
             "the model's parameters": handshake.describe_model(self._parameters, self._excluded, self._sparse),

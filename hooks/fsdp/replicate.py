@@ -20,7 +20,6 @@ from ..comm import handshake
 from ..comm.group import Group
 from ..comm.pipeline import Pipeline
 from ..comm.ports import Work
-from ..core import checkpoint
 from ..core.autograd_end import AtEnd, raise_at_end, waited
 from ..core.discarded import DiscardedMeans
 from ..core.grad_scaler import LossScale, ScalerSync
@@ -30,8 +29,8 @@ from ..core.reducer import Reducer
 from ..core.session import Session
 from ..core.statistics import Statistics
 from ..core.step import Step
-from . import checkpoint as checkpoints
 from . import gloo_reduce_scatter as direct
+from .checkpoint import ShardedCheckpoint
 from .manual import ByHand
 from .options import FSDPOptions
 from .torch_internals import Shards, find_shards
@@ -309,12 +308,7 @@ class FSDPState:
             )
         reducer.flush()
         reducer.session.agree("state_dict()", self._step)
-        self._feedback.fold()
-        kept = frozenset(self._parameters) if self._options.may_keep() else frozenset[str]()
-        kept -= self._idle
-        vectors = self._feedback.everything()
-        found = checkpoints.means(reducer.session, vectors, self._shards, kept)
-        return checkpoint.export(checkpoint.MEAN, found, **self._facts())
+        return self._checkpoint.of_means(reducer.session)
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Go on from a checkpoint. Every rank must load one of the same step; the next step compares them.
@@ -327,9 +321,7 @@ class FSDPState:
             ValueError: the checkpoint is of another format, codec or model. Nothing has changed then.
         """
         reducer = self._running()
-        nothing: dict[str, dict[str, Tensor]] = {vector: {} for vector in self._feedback.strategy.vectors}
-        expected = checkpoint.export(checkpoint.MEAN, nothing, **self._facts())
-        saved, vectors = checkpoints.read(state_dict, expected, self._shards, strict, self._idle)
+        saved, vectors = self._checkpoint.read(state_dict, strict)
         reducer.flush()
         self._feedback.load(vectors)
         self._step, self._options.seed = saved["step"], saved["seed"]
@@ -337,12 +329,9 @@ class FSDPState:
         reducer.forget(self._options.seed, (bucket for bucket in buckets if bucket is not None))
 
     @property
-    def _idle(self) -> frozenset[str]:
-        """Names of parameters without residuals."""
-        return frozenset() if self._options.keeps_all else self._excluded
-
-    def _facts(self) -> dict[str, Any]:
-        return {"codec": self._options.codec_text, "step": self._step, "seed": self._options.seed}
+    def _checkpoint(self) -> ShardedCheckpoint:
+        idle = frozenset[str]() if self._options.keeps_all else self._excluded
+        return ShardedCheckpoint(self._options, self._feedback, self._shards, self._step, idle)
 
     # -- what must be right ------------------------------------------------------------------------------------------
 

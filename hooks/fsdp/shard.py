@@ -19,14 +19,14 @@ from ..comm import handshake
 from ..comm.pieces import Started, overlap
 from ..comm.pipeline import clock
 from ..comm.untraced import untraced
-from ..core import checkpoint
 from ..core.autograd_end import AtEnd
+from ..core.checkpoint import MEAN
 from ..core.optimizer_checks import check_optimizer, expect_optimizer
 from ..core.options import Exclude, excluded_names
 from ..core.session import Session
 from ..core.statistics import Statistics
-from . import checkpoint as checkpoints
 from .arithmetic import divide_factor, post_divide
+from .checkpoint import ShardedCheckpoint
 from .manual import ByHand
 from .megatron import times_mean
 from .options import ScatterOptions
@@ -213,12 +213,11 @@ class ScatterState:
             RuntimeError: another rank did not come within 60 s.
         """
         self._session.agree("state_dict()", self._step)
-        mine = self._feedback.by_name()
+        mine, checkpoint = self._feedback.by_name(), self._checkpoint
         found: dict[str, Tensor] = {}
 
         def take(part: Unsharded, name: str, arrived: Tensor) -> None:
-            parameter = part.shards.parameters[name].sharded_param
-            found[name] = checkpoints.as_sharded(part.outstanding(name, arrived), parameter)
+            found[name] = checkpoint.as_sharded(name, part.outstanding(name, arrived))
 
         def start(part: Unsharded, name: str) -> Started:
             arrived, work = part.collect(name, mine.get(name))
@@ -226,7 +225,7 @@ class ScatterState:
 
         parts = self._parts if self._options.may_keep() else ()
         overlap(start(part, name) for part in parts for name in sorted(part.columns))
-        return checkpoint.export(checkpoint.MEAN, {RESIDUAL: found}, **self._facts())
+        return checkpoint.export(MEAN, {RESIDUAL: found})
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Go on from a checkpoint. Every rank must load one of the same step; the next step compares them.
@@ -238,8 +237,7 @@ class ScatterState:
         Raises:
             ValueError: the checkpoint is of another format, codec or model. Nothing has changed then.
         """
-        expected = checkpoint.export(checkpoint.MEAN, {RESIDUAL: {}}, **self._facts())
-        saved, vectors = checkpoints.read(state_dict, expected, self._shards, strict, self._excluded)
+        saved, vectors = self._checkpoint.read(state_dict, strict)
         parts = {name: part for part in self._parts for name in part.columns}
         for part in self._parts:
             part.contribution = part.usual_contribution()
@@ -249,8 +247,9 @@ class ScatterState:
         self._step, self._options.seed = saved["step"], saved["seed"]
         self._session.loaded(self._options.seed)
 
-    def _facts(self) -> dict[str, Any]:
-        return {"codec": self._options.codec_text, "step": self._step, "seed": self._options.seed}
+    @property
+    def _checkpoint(self) -> ShardedCheckpoint:
+        return ShardedCheckpoint(self._options, self._feedback, self._shards, self._step, self._excluded)
 
     def _description(self) -> dict[str, Any]:
         return {

@@ -19,8 +19,8 @@ from ...compress.feedback.store import Memory
 from ..comm import handshake
 from ..comm.pieces import broadcast
 from ..comm.untraced import untraced
-from ..core import checkpoint
 from ..core.autograd_end import waited
+from ..core.checkpoint import Checkpoint, idle_names
 from ..core.names import plain_names, renamed
 from ..core.options import Exclude, check_dtypes, check_whole, excluded_names
 from ..core.reducer import Reducer
@@ -336,9 +336,7 @@ class LocalUpdates:
         between rounds. A round in flight is waited for, and its means are saved.
         """
         self._running().settle()
-        self._feedback.fold()
-        key = checkpoint.rank_key(dist.get_rank(self._group), dist.get_world_size(self._group))
-        return self._export(key, self._feedback.everything())
+        return self._export(self._checkpoint.of_rank())
 
     def consolidated_state_dict(self) -> dict[str, Any]:
         """Call `synchronise()`, and return the mean of the residuals over the ranks beside the values that are the same
@@ -348,9 +346,7 @@ class LocalUpdates:
             RuntimeError, ValueError: `synchronise`'s.
         """
         self.synchronise()
-        self._feedback.fold()
-        means = checkpoint.means(self._running().session, self._feedback.everything(), self._parameters)
-        return self._export(checkpoint.MEAN, means)
+        return self._export(self._checkpoint.of_means(self._running().session))
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Go on from a checkpoint. Every rank must load one of the same step. Model and optimizer are left alone: load
@@ -365,11 +361,7 @@ class LocalUpdates:
                 then.
         """
         reducer = self._running()
-        key = checkpoint.rank_key(dist.get_rank(self._group), dist.get_world_size(self._group))
-        nothing: dict[str, dict[str, Tensor]] = {vector: {} for vector in self._feedback.strategy.vectors}
-        expected = {**checkpoint.export(key, nothing, **self._facts()), **{what: {} for what in REPLICATED_KEYS}}
-        idle = checkpoint.idle_names(() if self._options.keeps_all else self._excluded)
-        saved, vectors = checkpoint.read(state_dict, expected, key, self._parameters, strict, OWNER, idle)
+        saved, vectors = self._checkpoint.read(state_dict, strict, REPLICATED_KEYS)
         saved = {**saved, **{what: renamed(saved[what], self._parameters) for what in REPLICATED_KEYS}}
         check_saved(saved, self._parameters, self._all())
         reducer.settle()
@@ -388,27 +380,23 @@ class LocalUpdates:
         self._under_way = InFlightRound(parts, means, [], saved["due"], carried, None) if parts else None
         reducer.forget(self._options.seed, (shared.bucket for shared in self._all()))
 
-    def _export(self, key: str, vectors: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
-        if self._options.may_keep():
-            vectors = {vector: checkpoint.filled(found, self._parameters) for vector, found in vectors.items()}
+    def _export(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """A checkpoint with the tensors that are the same on all ranks."""
         done = None if self._under_way is None else self._arrived()
         arrived = [] if done is None else list(zip(done.globals, done.buffers, strict=True))
-        kept = checkpoint.export(key, vectors, self._feedback.strategy, **self._facts())
-        kept |= replicated_tensors(self._all(), arrived)
+        saved |= replicated_tensors(self._all(), arrived)
         if done is not None:
-            kept[CARRIED] = done.keep_local
-        return kept
+            saved[CARRIED] = done.keep_local
+        return saved
 
-    def _facts(self) -> dict[str, Any]:
-        return {
-            "codec": self._options.codec_text,
-            "step": self._rounds,
-            "seed": self._options.seed,
-            "local_steps": self._steps,
-            "counted_steps": self._count,
-            "moved": self._moved,
-            "due": 0 if self._under_way is None else self._under_way.due,
-        }
+    @property
+    def _checkpoint(self) -> Checkpoint:
+        return Checkpoint(
+            OWNER, self._options, self._feedback, self._parameters, self._group, self._rounds,
+            zeros=self._parameters, idle=idle_names(() if self._options.keeps_all else self._excluded),
+            local_steps=self._steps, counted_steps=self._count, moved=self._moved,
+            due=0 if self._under_way is None else self._under_way.due,
+        )  # fmt: skip
 
     # -- what must be right ------------------------------------------------------------------------------------------
 
