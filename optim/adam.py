@@ -17,8 +17,9 @@ from ..compress.codec import BlockCodec, check_choice
 from ..hooks.auto.planner import Choice
 from ..hooks.core.options import Options
 from ..hooks.exchanges import EXCHANGES
-from .base import ExchangingOptimizer, check_range
+from .base import ExchangingOptimizer
 from .flat_state import FlatState
+from .groups import check_range
 
 
 class OneBitAdam(ExchangingOptimizer):

@@ -18,13 +18,13 @@ from ..hooks.comm.untraced import untraced
 from ..hooks.core.autograd_end import waited
 from ..hooks.core.checkpoint import Checkpoint
 from ..hooks.core.grad_scaler import LossScale, ScalerSync
-from ..hooks.core.names import unwrapped
 from ..hooks.core.options import Options, check_dtypes, check_whole
 from ..hooks.core.reducer import Reducer
 from ..hooks.core.session import Session
 from ..hooks.core.statistics import Statistics
 from ..hooks.local_sgd.outer_sgd import fragments_of
 from .flat_state import FlatState
+from .groups import called, check_group
 from .replicated import Replicas
 
 #: The key of gradwire's part of a state_dict.
@@ -232,12 +232,12 @@ class ExchangingOptimizer(torch.optim.Optimizer):
             for place, p in enumerate(group["params"]):
                 if p.grad is not None and p.numel() and id(p) not in self._trained:
                     return (
-                        f"{_called(group, number, place)} has a gradient, and required none when "
+                        f"{called(group, number, place)} has a gradient, and required none when "
                         f"{self._owner} was made: let it require one before, or add it as a group later on"
                     )
                 if p.grad is not None and p.grad.layout != torch.strided:
                     return (
-                        f"{_called(group, number, place)} has a gradient of layout {p.grad.layout}: build the "
+                        f"{called(group, number, place)} has a gradient of layout {p.grad.layout}: build the "
                         "embedding with sparse=False"
                     )
         if self._replicas is None:
@@ -371,15 +371,7 @@ class ExchangingOptimizer(torch.optim.Optimizer):
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         """Raise ValueError for invalid options of a group."""
-        betas = group["betas"]
-        check_range("lr", group["lr"], float("inf"))
-        check_range("weight_decay", group["weight_decay"], float("inf"))
-        if not isinstance(betas, tuple | list) or len(betas) != 2:
-            raise ValueError(f"betas={betas!r}: expected two numbers in [0, 1)")
-        for place, beta in enumerate(betas):
-            check_range(f"betas[{place}]", beta, 1.0)
-        if not isinstance(group["maximize"], bool):
-            raise ValueError(f"maximize={group['maximize']!r}: expected True or False")
+        check_group(group)
 
     def _check_addition(self) -> None:
         """Raise ValueError if no group can be added any more."""
@@ -397,16 +389,3 @@ class ExchangingOptimizer(torch.optim.Optimizer):
             "parameter groups": groups,
             "the parameters": handshake.describe_model(self._named(), ()),
         }
-
-
-def _called(group: Mapping[str, Any], number: int, place: int) -> str:
-    """A parameter for messages: its name, if the optimizer was given names, and its place."""
-    names = group.get("param_names")
-    name = "" if names is None else f" {unwrapped(names[place])!r},"
-    return f"parameter{name} {place} of group {number}, of shape {tuple(group['params'][place].shape)},"
-
-
-def check_range(name: str, value: object, end: float) -> None:
-    """Raise ValueError unless `value` is a number with 0 <= value < end."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < end:
-        raise ValueError(f"{name}={value!r}: expected a number in [0, {end})")

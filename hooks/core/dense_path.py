@@ -43,8 +43,8 @@ class DensePath:
         group: the group in which DDP would reduce the gradients.
         device: the gradients' device.
         until: the number of the first step that may be reduced otherwise.
-        seen: whether anybody but DDP sees the futures, or none may keep its buffer. DDP looks at them when the pass has
-            ended and the means are there, so that one which has its result already serves in every step.
+        futures_observed: anybody but DDP gets the futures, or none may keep its buffer. DDP reads them after the end of
+            the pass, when the means are there, so that one completed future serves in every step.
         statistics: the counts to add to.
 
     Attributes:

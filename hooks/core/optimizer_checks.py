@@ -75,7 +75,7 @@ def check_optimizer(options: Options, optimizer: torch.optim.Optimizer) -> None:
     choice = options.choice(options.warmup_steps)
     problem = known_problem(optimizer, choice.codec, choice.feedback and not options.keeps_all)
     if problem is not None and choice.exchange != "dense":
-        warnings.warn(problem, stacklevel=7)  # where the optimizer's step was called
+        warnings.warn(problem, stacklevel=8)  # where the optimizer's step was called
 
 
 @dataclass(eq=False)  # weak references to tensors compare as these do: by element

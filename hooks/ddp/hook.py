@@ -28,6 +28,7 @@ from ..core.options import ExchangeName, Exclude, Options
 from ..core.reducer import DENSE_CHECK_INTERVAL, Reducer
 from ..core.sparse_gradient import SparseGradient
 from ..core.step import Step
+from .ddp_options import finalized_by_hand, frees_buckets, join_mode, strides_in_bucket
 from .discarded import UnusedMeans
 from .model_lookup import find_owner
 from .state import State
@@ -145,7 +146,7 @@ class CompressState(State):
         if first:
             step.own = AtEnd(partial(self._ended, step), partial(self._discard, step)).queue()
             # In DDP.join, which reads from the device at every step, ranks that have joined must hear of the scale.
-            joins, step.of_present = _joins(self._ddp())
+            joins, step.of_present = join_mode(self._ddp())
             scaling = self._scaler_sync.loss_scale.scaling(read=joins) if step.own else None
             reducer.announce_step(
                 step, bucket, self._saves, scaling, step.own and self._waits_at_end() and undisturbed()
@@ -195,7 +196,7 @@ class CompressState(State):
     def _must_compare(self) -> bool:
         """True if an all-dense step needs the announcements of the ranks."""
         model = self._ddp()
-        return _joins(model)[1] or self._finalized_by_hand(model)
+        return join_mode(model)[1] or finalized_by_hand(model)
 
     def _check_trained(self) -> None:
         """At the begin of a step: raise ValueError if a parameter is trained that DDP does not reduce, on every rank
@@ -221,8 +222,7 @@ class CompressState(State):
         """A new run of dense steps, at the begin of a step; None where this one needs the pipeline."""
         reducer, model = self._reducer or self._connect(None), self._ddp()
         self._discarded.reclaim_unused(reducer.session.pipeline)
-        skips = getattr(model, "skip_all_reduce_unused_params", False)
-        if skips or _joins(model)[1] or self._finalized_by_hand(model):
+        if getattr(model, "skip_all_reduce_unused_params", False) or self._must_compare():
             return None
         options, step = self._options, self._step
         until = options.warmup_steps if step < options.warmup_steps else sys.maxsize
@@ -232,38 +232,14 @@ class CompressState(State):
                 return None
             until = step + 1
         return reducer.dense_path(
-            step, options.choice(step), until, self._device, self._futures_observed(model) or _lazy(model)
+            step, options.choice(step), until, self._device, _futures_observed(model) or frees_buckets(model)
         )
-
-    @staticmethod
-    def _finalized_by_hand(model: nn.Module | None) -> bool:
-        """True if the user decides when DDP applies the means, within the backward pass or after it.
-
-        Raises:
-            RuntimeError: DDP then counts parameters' uses too late.
-        """
-        if not getattr(model, "require_manual_backward_finalization", False):
-            return False
-        for option in ("find_unused_parameters", "static_graph"):
-            if getattr(model, option):
-                raise RuntimeError(
-                    f"gradwire keeps what DDP({option}=True) throws away, and must know of it when backward ends: "
-                    "leave out require_manual_backward_finalization, or that"
-                )
-        return True
-
-    @staticmethod
-    def _futures_observed(model: nn.Module | None) -> bool:
-        """True if anybody but DDP gets the futures of the hook."""
-        return {hook for hook, _ in getattr(model, "_comm_hooks", ())} != {compress_hook}
 
     def _waits_at_end(self) -> bool:
         """True if nobody waits for a future before the end of the backward pass. DDP does in a static graph's first
         pass, and where the user finalizes."""
         model = self._ddp()
-        return not (
-            self._futures_observed(model) or getattr(model, "static_graph", False) or self._finalized_by_hand(model)
-        )
+        return not (_futures_observed(model) or getattr(model, "static_graph", False) or finalized_by_hand(model))
 
     def _drop_dense(self) -> None:
         """Leave the dense path: the backward pass has raised."""
@@ -337,7 +313,7 @@ class CompressState(State):
             self._discarded.look(model)
         self._discarded.expect(step)
         at_end(partial(self._discarded.reclaim_unused, pipeline))
-        if _lazy(model):
+        if frees_buckets(model):
             at_end(step.let_go)
         if interruption is not None:  # DDP must apply the means first, as on the other ranks
             raise_at_end(interruption)
@@ -413,26 +389,9 @@ def compress_hook(state: CompressState, bucket: dist.GradBucket) -> torch.future
     return state.submit(bucket)
 
 
-def strides_in_bucket(parameter: Tensor) -> tuple[int, ...]:
-    """Strides of a gradient in DDP's bucket: the parameter's if they leave no gap, else contiguous ones."""
-    expected = 1
-    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return torch.empty(parameter.shape, device="meta").stride()
-            expected *= size
-    return parameter.stride()
-
-
-def _joins(model: nn.Module | None) -> tuple[bool, bool]:
-    """A pair: True if the model is in `DDP.join`, and True if means are over the ranks that have not joined."""
-    joins = getattr(getattr(model, "_join_config", None), "enable", False)
-    return joins, joins and not getattr(model, "_divide_by_initial_world_size", True)
-
-
-def _lazy(model: nn.Module | None) -> bool:
-    """True if DDP frees its buckets' memory after each backward pass."""
-    return getattr(model, "lazy_bucket_allocation", False)
+def _futures_observed(model: nn.Module | None) -> bool:
+    """True if anybody but DDP gets the futures of the hook."""
+    return {hook for hook, _ in getattr(model, "_comm_hooks", ())} != {compress_hook}
 
 
 def _nowhere() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -67,3 +68,14 @@ def parameters_of(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
     ignored, names = model.parameters_to_ignore, names_of(module_of(model))
     named = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored]
     return {names.get(id(p), name): p for name, p in named}
+
+
+def check_same(old: Mapping[str, nn.Parameter], new: Mapping[str, nn.Parameter]) -> None:
+    """Raise ValueError if a state would go on with another model's parameters."""
+    if [(name, p.shape) for name, p in old.items()] == [(name, p.shape) for name, p in new.items()]:
+        return
+    names = sorted(old.keys() ^ new.keys()) or [name for name in old if old[name].shape != new[name].shape] or list(new)
+    raise ValueError(
+        f"the state belongs to another model: they differ in {', '.join(map(repr, names[:4]))}; make a CompressState "
+        "for each model"
+    )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -28,8 +27,10 @@ from ..core.session import Session
 from ..core.sparse_gradient import SparseGradient, sparse_names
 from ..core.statistics import Statistics
 from ..core.step import Step
+from ..core.weak_method import weakly
+from .ddp_options import check_options
 from .discarded import UnusedMeans
-from .model_lookup import ddp_of, find_owner, module_of, parameters_of
+from .model_lookup import check_same, ddp_of, find_owner, module_of, parameters_of
 from .registration import check_free, expect_hook, expect_hook_of_copy
 from .untrained import Untrained
 
@@ -165,7 +166,7 @@ class State:
         if not (self._bound and self._ddp() is ddp):
             self._bind(ddp)
             parameters = self._parameters.values()
-            expect_hook(parameters, partial(_model_of, weakref.ref(self)), partial(_refuse, weakref.ref(self)))
+            expect_hook(parameters, weakly(self._ddp), weakly(self._refuse))
         return self
 
     def _bind(self, model: DistributedDataParallel, within_hook: bool = False) -> Reducer:
@@ -182,7 +183,7 @@ class State:
             if not within_hook:
                 check_free(model)
             if again:
-                _check_same(old, self._parameters)
+                check_same(old, self._parameters)
                 self._discarded = UnusedMeans(self._parameters, self._feedback)
             else:
                 self._check(model)
@@ -201,22 +202,12 @@ class State:
             self.__dict__.update(before)
             raise
         self._loaded = self._exclude = self._scaler = None
-        expect_optimizer(self._parameters.values(), partial(_check_optimizer, weakref.ref(self)))
+        expect_optimizer(self._parameters.values(), weakly(self._check_optimizer))
         return reducer
 
     def _check(self, model: DistributedDataParallel) -> None:
-        if getattr(model, "_use_python_reducer", False):
-            raise ValueError(
-                'torch._dynamo.config.optimize_ddp="python_reducer" calls hooks with other arguments: set it to '
-                '"ddp_optimizer"'
-            )
         self._options.check(dist.get_world_size(model.process_group))
-        clips = self._options.strategy is not None and self._options.strategy.largest_norm is not None
-        if clips and model.static_graph and getattr(model, "skip_all_reduce_unused_params", False):
-            raise ValueError(
-                f"error_feedback={self._options.strategy} waits for the norm of all gradients; with static_graph=True "
-                "and skip_all_reduce_unused_params=True nobody knows when they are there: leave out one of the three"
-            )
+        check_options(model, self._options.strategy)
         loss_scale = LossScale(self._scaler)
         self._feedback = Memory(self._options.strategy, keep_previous=loss_scale.skips)
         self._scaler_sync = ScalerSync(loss_scale, self._feedback)
@@ -232,6 +223,14 @@ class State:
 
     def _ddp(self) -> DistributedDataParallel | None:
         return None if self._model is None else self._model()
+
+    def _find_owner(self, parameter: Tensor) -> DistributedDataParallel | None:
+        """The model of a copied state, which the state knows if both were copied at once."""
+        return self._ddp() or find_owner(self, parameter)
+
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._reducer is not None:
+            check_optimizer(self._options, optimizer)
 
     def _expect_model(self, what: str) -> None:
         if not self._bound:
@@ -328,8 +327,7 @@ class State:
         self._discarded = UnusedMeans(self._parameters, self._feedback)
         self._disconnect()
         if self._bound and not self._closed:
-            mine = weakref.ref(self)
-            expect_hook_of_copy(self._parameters.values(), partial(_find_model, mine), partial(_refuse, mine))
+            expect_hook_of_copy(self._parameters.values(), weakly(self._find_owner), weakly(self._refuse))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = memo[id(self)] = type(self).__new__(type(self))
@@ -379,6 +377,15 @@ class State:
         reducer.controller.follow(options.choice(self._step))
         return reducer
 
+    def _refuse(self, problem: str) -> None:
+        """Report a problem to all ranks, and raise it; do nothing once the state is closed."""
+        if self._closed:
+            return
+        error = RuntimeError(f"gradwire: {problem}")
+        reducer = self._reducer or self._connect(error)  # a copy has not met the others yet: this raises
+        reducer.session.refuse(problem)
+        raise error
+
     @property
     def _group(self) -> Any:
         return self._model_group or dist.group.WORLD
@@ -404,44 +411,3 @@ class State:
         if self._reducer is not None and self._discarded.pending:
             self._discarded.reclaim_unused(self._reducer.session.pipeline)
             self._flush()
-
-
-def _check_same(old: Mapping[str, nn.Parameter], new: Mapping[str, nn.Parameter]) -> None:
-    """Raise ValueError if a state would go on with another model's parameters."""
-    if [(name, p.shape) for name, p in old.items()] == [(name, p.shape) for name, p in new.items()]:
-        return
-    names = sorted(old.keys() ^ new.keys()) or [name for name in old if old[name].shape != new[name].shape] or list(new)
-    raise ValueError(
-        f"the state belongs to another model: they differ in {', '.join(map(repr, names[:4]))}; make a CompressState "
-        "for each model"
-    )
-
-
-def _model_of(state: weakref.ref[State]) -> DistributedDataParallel | None:
-    """The present model of a state, which may have been wrapped again."""
-    mine = state()
-    return None if mine is None else mine._ddp()
-
-
-def _check_optimizer(state: weakref.ref[State], optimizer: torch.optim.Optimizer) -> None:
-    """`check_optimizer`, unless the state is closed, or gone."""
-    mine = state()
-    if mine is not None and mine._reducer is not None:
-        check_optimizer(mine._options, optimizer)
-
-
-def _find_model(state: weakref.ref[State], parameter: Tensor) -> DistributedDataParallel | None:
-    """The model of a copied state, which the state knows if both were copied at once."""
-    mine = state()
-    return None if mine is None else mine._ddp() or find_owner(mine, parameter)
-
-
-def _refuse(state: weakref.ref[State], problem: str) -> None:
-    """Report a problem to all ranks, and raise it; do nothing once the state is closed, or gone."""
-    mine = state()
-    if mine is None or mine._closed:
-        return
-    error = RuntimeError(f"gradwire: {problem}")
-    reducer = mine._reducer or mine._connect(error)  # a copy has not met the others yet: this raises
-    reducer.session.refuse(problem)
-    raise error

@@ -91,6 +91,8 @@ def compressed_reduce_scatter(
     return reduce_scatter
 
 
+# It does not use the Reducer, whose steps begin, end and are compared: the caller knows no steps and no parameters,
+# may have several calls in flight, and names the group with each.
 class _Calls:
     """The exchanges of one function, each for one call at a time: as many of a kind as are in flight together."""
 

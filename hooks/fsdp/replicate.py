@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import weakref
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,6 +28,7 @@ from ..core.reducer import Reducer
 from ..core.session import Session
 from ..core.statistics import Statistics
 from ..core.step import Step
+from ..core.weak_method import weakly
 from . import gloo_reduce_scatter as direct
 from .checkpoint import ShardedCheckpoint
 from .manual import ByHand
@@ -144,7 +144,7 @@ class FSDPState:
             shards.watch()
         direct.install(self._shards)
         self._by_hand = ByHand(model, lambda: self._ended(self._open), lambda: self._discard(self._open))
-        expect_optimizer(self._parameters.values(), partial(_check_optimizer, weakref.ref(self)))
+        expect_optimizer(self._parameters.values(), weakly(self._check_optimizer))
 
     def __repr__(self) -> str:
         shards = f"{len(self._parameters)} parameters' shards"
@@ -362,6 +362,10 @@ class FSDPState:
         self._device = self._shards[0].group.device
         self._parameters = {n: p.sharded_param for shards in self._shards for n, p in shards.parameters.items()}
 
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._reducer is not None:
+            check_optimizer(self._options, optimizer)
+
     def _description(self) -> dict[str, Any]:
         first = self._shards[0]
         reduced = [f"{shards.module}: {shards.dtype}, shard {shards.rank} of {shards.size}" for shards in self._shards]
@@ -379,10 +383,3 @@ def _closed(output: Tensor) -> None:
         "the FSDPState of this model is closed, and nothing reduces its gradients among the replicas: call "
         "compress_fsdp again"
     )
-
-
-def _check_optimizer(state: weakref.ref[FSDPState], optimizer: torch.optim.Optimizer) -> None:
-    """`check_optimizer`, unless the state is closed, or gone."""
-    mine = state()
-    if mine is not None and mine._reducer is not None:
-        check_optimizer(mine._options, optimizer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -25,6 +24,7 @@ from ..core.optimizer_checks import check_optimizer, expect_optimizer
 from ..core.options import Exclude, excluded_names
 from ..core.session import Session
 from ..core.statistics import Statistics
+from ..core.weak_method import weakly
 from .arithmetic import divide_factor, post_divide
 from .checkpoint import ShardedCheckpoint
 from .manual import ByHand
@@ -39,6 +39,8 @@ UNEQUAL = (
 )
 
 
+# It does not use the Reducer, which gives every rank the mean of a whole bucket: FSDP waits in each call for this
+# rank's row alone, on its own stream, so that a pipeline, plans and futures would add steps and save none.
 class ScatterState:
     """The state of `compress_fsdp` without `mesh`: gradients are compressed on their way to the owners of the shards.
 
@@ -84,7 +86,7 @@ class ScatterState:
         self._by_hand = ByHand(model, self._ended, self._raised)
         self._bad = torch.zeros(2, dtype=torch.int64, device=device)  # records not finite, and steps with such records
         self._unequal = _Unequal(device)
-        expect_optimizer(self._parameters.values(), partial(_check_optimizer, weakref.ref(self)))
+        expect_optimizer(self._parameters.values(), weakly(self._check_optimizer))
 
     def __repr__(self) -> str:
         return f"<ScatterState of {len(self._parameters)} parameters: {self._options.codec_text}, step {self._step}>"
@@ -251,6 +253,10 @@ class ScatterState:
     def _checkpoint(self) -> ShardedCheckpoint:
         return ShardedCheckpoint(self._options, self._feedback, self._shards, self._step, self._excluded)
 
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._closed:
+            check_optimizer(self._options, optimizer)
+
     def _description(self) -> dict[str, Any]:
         return {
             "version": __version__,
@@ -330,10 +336,3 @@ def drive_timed(stages: Any, clock: Any) -> None:
         with clock("exchange"):
             work.wait()
         phase = "decode"
-
-
-def _check_optimizer(state: weakref.ref[ScatterState], optimizer: torch.optim.Optimizer) -> None:
-    """`check_optimizer`, unless the state is closed, or gone."""
-    mine = state()
-    if mine is not None and not mine._closed:
-        check_optimizer(mine._options, optimizer)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..core.names import names_of
+from ..core.names import names_of, plain_names
 
 
 def named_trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -48,6 +48,25 @@ def trainable(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, n
     if len(devices) > 1:
         raise ValueError(f"model is on {', '.join(map(str, devices))}: LocalUpdates takes parameters on one device")
     return parameters
+
+
+def thawed(model: nn.Module, known: Iterable[nn.Parameter]) -> str | None:
+    """The error message if a parameter requires gradients that is none of the exchanged ones, else None."""
+    ids = {id(p) for p in known}
+    name = next((name for name, p in named_trainable(model) if id(p) not in ids), None)
+    if name is None:
+        return None
+    return (
+        f"parameter {name!r} requires gradients, and is none of those that did when LocalUpdates was made, which are "
+        "exchanged: unfreeze it before; or let it require none, synchronise(), unfreeze it, and make another "
+        "LocalUpdates"
+    )
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """The model's parameters and buffers, by their names without wrappers."""
+    named = dict[str, Tensor](model.named_parameters()) | dict(model.named_buffers())
+    return {name: named[full] for full, name in plain_names(named).items()}
 
 
 def check_writable(model: nn.Module) -> None:

@@ -21,13 +21,13 @@ from ..comm.pieces import broadcast
 from ..comm.untraced import untraced
 from ..core.autograd_end import waited
 from ..core.checkpoint import Checkpoint, idle_names
-from ..core.names import plain_names, renamed
+from ..core.names import renamed
 from ..core.options import Exclude, check_dtypes, check_whole, excluded_names
 from ..core.reducer import Reducer
 from ..core.session import Session
 from ..core.statistics import Statistics
 from ..exchanges import all_finite
-from .initial_sync import check_writable, named_trainable, trainable
+from .initial_sync import check_writable, tensors_of, thawed, trainable
 from .options import Aggregate, LocalExchange, LocalOptions, modern
 from .outer_sgd import (
     REPLICATED_KEYS,
@@ -402,18 +402,11 @@ class LocalUpdates:
 
     def _check_trained(self, session: Session) -> None:
         """Raise ValueError if a parameter is trained that is not exchanged, also on ranks that are in a round."""
-        known = {id(p) for p in self._parameters.values()}
-        name = next((name for name, p in named_trainable(self._model) if id(p) not in known), None)
-        if name is None:
-            return
-        problem = (
-            f"parameter {name!r} requires gradients, and is none of those that did when {OWNER} was made, which are "
-            "exchanged: unfreeze it before; or let it require none, synchronise(), unfreeze it, and make another "
-            f"{OWNER}"
-        )
-        session.pipeline.wait()
-        session.refuse(problem)
-        raise ValueError(f"gradwire: {problem}")
+        problem = thawed(self._model, self._parameters.values())
+        if problem is not None:
+            session.pipeline.wait()
+            session.refuse(problem)
+            raise ValueError(f"gradwire: {problem}")
 
     def _check(self) -> None:
         self._schedule.check()
@@ -424,13 +417,11 @@ class LocalUpdates:
         check_writable(self._model)
 
     def _description(self, model: nn.Module) -> dict[str, Any]:
-        named = dict[str, Tensor](model.named_parameters()) | dict(model.named_buffers())
-        held = {name: named[full] for full, name in plain_names(named).items()}
         return {
             "version": __version__,
             **self._options.describe(dist.get_world_size(self._group)),
             "schedule": str(self._schedule),
             "outer optimizer": str(self._outer),
             "the model's parameters": handshake.describe_model(self._parameters, self._excluded),
-            "what the model holds": handshake.describe_model(held, ()),
+            "what the model holds": handshake.describe_model(tensors_of(model), ()),
         }
