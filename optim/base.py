@@ -147,8 +147,7 @@ class ExchangingOptimizer(torch.optim.Optimizer):
         except Exception as error:
             problem = error
             del self.param_groups[groups:]
-        failed = None if problem is None else {"error": f"{type(problem).__name__}: {problem}"}
-        sides = session.control.all_gather_object(failed or self._description())
+        sides = session.control.all_gather_object(handshake.side(self._description(), problem))
         if problem is not None:
             raise problem
         try:

@@ -39,7 +39,8 @@ def disturbed(owner: Any, name: str, raised: BaseException) -> Iterator[None]:
     wait, left = getattr(owner, name), list[bool]()
 
     def leaves(*given: Any) -> Any:
-        if not left and getattr(given[0], "_under_way", wait) is not None:
+        words = getattr(given[0], "_announcement", None)
+        if not left and (words is None or words.in_flight is not None):
             left.append(True)
             raise raised
         return wait(*given)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
@@ -18,9 +17,12 @@ from ..comm.pipeline import Pipeline
 from ..comm.ports import Work
 from ..comm.topology import make_topology
 from ..network import probe
+from .announcement import Announcement, digest
 from .grad_scaler import Scaling, check_equal
 
 CONSTRUCT = "Construct {} with equal arguments and models on every rank"
+#: Words of an announcement: step, digest of its meaning, number of saves, flags, and a scaling's two.
+WORDS = 6
 RAISED, LOADED = "what raised before", "loaded checkpoints"
 
 
@@ -82,11 +84,10 @@ class Session:
         try:
             # Some rank's arguments may be wrong, so ranks meet in a group of our own.
             self.control = Group.control_group(ranks, not blocking or given is not None, timeout)
-            error = None if problem is None else {"error": f"{type(problem).__name__}: {problem}"}
             whose = "none" if given is None else "one of its own"
-            says = {**description, "process_group": whose}
+            side = handshake.side({**description, "process_group": whose}, problem)
             shares = blocking and given is not None and (given is model_group or bool(_users_of(given)))
-            sides = self.control.all_gather_object(error or {"says": says, "shares": shares})
+            sides = self.control.all_gather_object((side, shares))
         except RuntimeError as failure:
             raise RuntimeError(
                 f"gradwire could not reach all ranks within {timeout.total_seconds():.0f} s: every rank must construct "
@@ -94,14 +95,14 @@ class Session:
             ) from failure
         if problem is not None:
             raise problem
-        handshake.compare([side.get("says", side) for side in sides], CONSTRUCT.format(owner))
+        handshake.compare([side for side, _ in sides], CONSTRUCT.format(owner))
         self.control.follow_timeout(model_group)  # before its channels are made, which have its timeout
         # NCCL's collectives order themselves on streams, so the model's own group serves; Gloo needs one apart.
         # Several states may share a group: each has a channel of it. Only the first uses its collectives, and in the
         # model's own group only DDP: Gloo counts them, and two threads would start them in different orders on each
         # rank.
         group = self.control if blocking and given is None else Group(process_group)
-        group.shared = any(side["shares"] for side in sides)
+        group.shared = any(shared for _, shared in sides)
         self.group = group.channel("state")
         _users_of(given).add(self)
         nodes = make_topology(topology, ranks, self.group, process_group, blocking)
@@ -119,21 +120,14 @@ class Session:
         self.drifted = False
         for used in {self.group.traffic: self.group, self.control.traffic: self.control}.values():
             used.hold_unfinished(self)
-        self._open_channel(self.control)
+        self._announcement = Announcement(self.control.channel("steps"), WORDS)
         self.pipeline = Pipeline(f"gradwire-{self.group.rank}", device, threaded=blocking)
-
-    def _open_channel(self, control: Group) -> None:
-        """Open the channel of announcements, and allocate its memory."""
-        self._mine = torch.zeros(6, dtype=torch.int64, device="cpu")
-        self._all = torch.zeros(control.size, 6, dtype=torch.int64, device="cpu")
-        self._row = self._mine.numpy()  # the same memory: writing to it is faster than through torch
-        self._channel = control.channel("steps")
-        self._port = self._channel.small_gather_port(self._all, self._mine)
 
     @property
     def announced(self) -> Work:
         """The announcements of the other ranks, in flight after `announce`; `compare` waits for them, too."""
-        return self._under_way
+        assert self._announcement.in_flight is not None
+        return self._announcement.in_flight
 
     def announce(
         self,
@@ -156,15 +150,15 @@ class Session:
             patience: time limit for the other ranks' announcements; None: the group's timeout.
             joined: this rank has run out of data, and contributes zeros.
         """
-        self._channel.timeout, usual = patience or self._channel.timeout, self._channel.timeout
-        digest = choice.digest ^ (_digest(repr(sorted(history.items()))) if history is not Session._history else 0)
-        self._announce(step, digest, saves, drift + 2 * joined, *(() if scaling is None else scaling.words()))
-        self._channel.timeout = usual
+        means = choice.digest ^ (digest(repr(sorted(history.items()))) if history is not Session._history else 0)
+        scale = () if scaling is None else scaling.words()
+        with self._announcement.within(patience):
+            self._announcement.start(step, means, saves, drift + 2 * joined, *scale)
 
     def raised(self, step: int, names: Iterable[str]) -> None:
         """Note that a backward pass has raised before its step was complete, after the gradients of `names`. Ranks
         compare these: messages that one rank has not sent, another would take from the next step."""
-        before = "" if self._history[RAISED] == "nothing" else f", and before that {_digest(self._history[RAISED]):x}"
+        before = "" if self._history[RAISED] == "nothing" else f", and before that {digest(self._history[RAISED]):x}"
         self._history = {**self._history, RAISED: f"step {step} after {sorted(names)}{before}"}
 
     def loaded(self, seed: int) -> None:
@@ -187,7 +181,7 @@ class Session:
 
     def post_receives(self) -> None:
         """Between two steps: post the receives of the next announcements."""
-        self._port.post_receives()
+        self._announcement.post_receives()
 
     def end(self) -> None:
         """End a step: all of its messages have arrived."""
@@ -206,11 +200,12 @@ class Session:
 
     def share(self) -> float:
         """After `announced`: the number of ranks divided by the number of those that have not joined."""
-        return len(self._all) / max(1, sum(not row[3] & 2 for row in self._all.tolist()))
+        rows = self._announcement.words()
+        return len(rows) / max(1, sum(not row[3] & 2 for row in rows))
 
     def scaling(self) -> Scaling | None:
         """After `compare`: the scaling announced by the first rank that knows one; None if none does."""
-        for row in self._all.tolist():
+        for row in self._announcement.words():
             if (reported := Scaling.of(row[4:])) is not None:
                 return reported
         return None
@@ -225,16 +220,14 @@ class Session:
             ValueError: they are not; on every rank alike.
             RuntimeError: a rank did not come.
         """
-        self._channel.timeout, usual = patience or self._channel.timeout, self._channel.timeout
         try:
-            self._announce(step, _digest(call))
-            self._compare(call, {})
+            with self._announcement.within(patience):
+                self._announcement.start(step, digest(call))
+                self._compare(call, {})
         except RuntimeError as failure:
             raise RuntimeError(
                 f"gradwire: not every rank called {call}, which each must at this step. {failure}"
             ) from failure
-        finally:
-            self._channel.timeout = usual
 
     def refuse(self, problem: str, patience: timedelta | None = None) -> None:
         """Report to ranks that begin a step why this rank does not.
@@ -246,20 +239,13 @@ class Session:
             ValueError: the problem; on every rank alike.
             RuntimeError: a rank did not come.
         """
-        self._channel.timeout, usual = patience or self._channel.timeout, self._channel.timeout
-        try:
-            self._announce(-1, _digest(problem))
+        with self._announcement.within(patience):
+            self._announcement.start(-1, digest(problem))
             self._compare("", {"error": problem})
-        finally:
-            self._channel.timeout = usual
-
-    def _announce(self, *words: int) -> None:
-        self._row[: len(words)], self._row[len(words) :] = words, 0
-        self._under_way = self._port.start()
 
     def _compare(self, call: str, means: dict[str, Any]) -> list[list[int]]:
-        self._under_way.wait()
-        rows, mine = self._all.tolist(), self._mine.tolist()
+        rows = self._announcement.wait()
+        mine = rows[self.control.rank]
         if any(row[:2] != mine[:2] for row in rows):
             remedy = (
                 "Every rank must make the same calls with the same arguments, and resume from one step's checkpoint"
@@ -281,7 +267,3 @@ _users: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Session]] = weakref.WeakK
 
 def _users_of(given: dist.ProcessGroup | None) -> weakref.WeakSet[Session]:
     return weakref.WeakSet() if given is None else _users.setdefault(given, weakref.WeakSet())
-
-
-def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")

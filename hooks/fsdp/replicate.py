@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ from ...compress.feedback.store import Memory
 from ..comm import handshake
 from ..comm.group import Group
 from ..comm.pipeline import Pipeline
-from ..comm.ports import Work
+from ..core.announcement import Announcement, digest
 from ..core.autograd_end import AtEnd, raise_at_end, waited
 from ..core.discarded import DiscardedMeans
 from ..core.grad_scaler import LossScale, ScalerSync
@@ -52,28 +51,23 @@ class _UsedParameters:
     """
 
     def __init__(self, group: Group) -> None:
-        self._mine = torch.zeros(1, dtype=torch.int64, device="cpu")
-        self._all = torch.zeros(group.size, 1, dtype=torch.int64, device="cpu")
-        self._port = group.small_gather_port(self._all, self._mine)
-        self._under_way: Work | None = None
+        self._announcement = Announcement(group, 1)
 
     def tell(self, used: str) -> None:
         """Send this replica's uses to the others; `agree` must follow."""
-        digest = hashlib.blake2b(used.encode(), digest_size=7).digest()
-        self._mine[0] = int.from_bytes(digest, "big")
-        self._under_way = self._port.start()
+        self._announcement.start(digest(used))
 
     def agree(self) -> bool:
         """True if all replicas have sent the same; waits for the others, once."""
-        if self._under_way is not None:
+        if self._announcement.in_flight is not None:
             try:
-                self._under_way.wait()
+                self._announcement.wait()
             except RuntimeError:
-                self._under_way = None
+                self._announcement.in_flight = None
                 raise
-            self._under_way = None  # not before: a signal's handler may raise meanwhile
-            self._port.post_receives()
-        return bool((self._all == self._mine).all())
+            self._announcement.in_flight = None  # not before: a signal handler may raise meanwhile
+            self._announcement.post_receives()
+        return len({word for (word,) in self._announcement.words()}) == 1
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,11 @@ from gradwire.hooks.auto.planner import Choice, Planner
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.comm.pipeline import Pipeline
 from gradwire.hooks.comm.topology import Topology
+from gradwire.hooks.core.announcement import Announcement
 from gradwire.hooks.core.bucket import Bucket
 from gradwire.hooks.core.grad_scaler import LossScale, ScalerSync
 from gradwire.hooks.core.reducer import Reducer
-from gradwire.hooks.core.session import Session
+from gradwire.hooks.core.session import WORDS, Session
 from gradwire.hooks.core.statistics import Statistics
 from torch import Tensor
 
@@ -96,7 +97,7 @@ class Meeting(Session):
         self.dense_group = None
         self.planner = Planner(Topology(self.group, *parts), device, torch.float32, inline=True)
         self.uneven_saves = self.drifted = False
-        self._open_channel(self.control)
+        self._announcement = Announcement(self.control.channel("steps"), WORDS)
         self.pipeline = Pipeline(f"test-{rank}", device, threaded=False)
 
 
