@@ -88,19 +88,7 @@ class ExchangingOptimizer(torch.optim.Optimizer):
             Memory(options.strategy).strategy.prepare(device)
         except Exception as error:  # the other ranks must hear of any error
             problem = error
-        description = {} if problem is not None else self._description()
-        session = Session(
-            self._ranks,
-            None,
-            device,
-            description,
-            problem,
-            None,
-            None,
-            probes=False,
-            dense_path=False,
-            owner=self._owner,
-        )
+        session = Session(self._owner, self._ranks, device, self._description, problem)
         self._feedback = Memory(options.strategy)
         scaler_sync = ScalerSync(LossScale(None), self._feedback)
         numel = sum(flat.bucket.numel for flat in made)

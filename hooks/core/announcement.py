@@ -21,7 +21,7 @@ class Announcement:
         width: number of words, of 64 bits each.
 
     Attributes:
-        in_flight: the other ranks' words, after `start`; None before the first one.
+        in_flight: the other ranks' words, after `start`, to be waited for; None before the first one.
     """
 
     def __init__(self, channel: Group, width: int) -> None:
@@ -37,12 +37,7 @@ class Announcement:
         self._mine[: len(words)], self._mine[len(words) :] = words, 0
         self.in_flight = self._port.start()
 
-    def wait(self) -> list[list[int]]:
-        """Wait for all ranks' words, and return them."""
-        assert self.in_flight is not None
-        self.in_flight.wait()
-        return self.words()
-
+    @property
     def words(self) -> list[list[int]]:
         """All ranks' words, as of the last wait."""
         words: list[list[int]] = self._every.tolist()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -30,15 +30,15 @@ class Session:
     """The groups of ranks, and what these agree on. Constructing it is a collective: ranks compare their descriptions.
 
     Args:
+        owner: the class or function that the user calls, for messages.
         model_group: the model's process group.
-        given: the process group that the user wants gradients to take, or None.
         device: the gradients' device.
-        description: values that must be equal on all ranks, by name.
+        describe: returns values that must be equal on all ranks, by name; not called if there is a problem.
         problem: the reason why this rank cannot start, if any: it is raised here, and reported to the other ranks.
+        given: the process group that the user wants gradients to take, if any.
         topology, fallback: `CompressState`'s.
         probes: measure the group, for `exchange="auto"`.
         dense_path: allow all-dense steps without the pipeline.
-        owner: the class or function that the user calls, for messages.
 
     Attributes:
         group: carries gradients, on the pipeline.
@@ -61,17 +61,17 @@ class Session:
 
     def __init__(
         self,
+        owner: str,
         model_group: Any,
-        given: dist.ProcessGroup | None,
         device: torch.device,
-        description: Mapping[str, Any],
+        describe: Callable[[], Mapping[str, Any]],
         problem: Exception | None,
-        topology: Any,
-        fallback: Fallback,
         *,
-        probes: bool,
-        dense_path: bool,
-        owner: str = "CompressState",
+        given: dist.ProcessGroup | None = None,
+        topology: Any = None,
+        fallback: Fallback = None,
+        probes: bool = False,
+        dense_path: bool = False,
     ) -> None:
         ranks = dist.get_process_group_ranks(model_group)
         if problem is None and given is not None and dist.get_process_group_ranks(given) != ranks:
@@ -79,13 +79,13 @@ class Session:
                 f"process_group has the ranks {dist.get_process_group_ranks(given)}, not those of the model's group, "
                 f"{ranks}: make one of the same ranks"
             )
+        whose = "none" if given is None else "one of its own"
+        side = handshake.side({} if problem else {**describe(), "process_group": whose}, problem)
         process_group, timeout = model_group if given is None else given, meeting_timeout(model_group)
         blocking = Group.blocks(process_group, device)
         try:
             # Some rank's arguments may be wrong, so ranks meet in a group of our own.
             self.control = Group.control_group(ranks, not blocking or given is not None, timeout)
-            whose = "none" if given is None else "one of its own"
-            side = handshake.side({**description, "process_group": whose}, problem)
             shares = blocking and given is not None and (given is model_group or bool(_users_of(given)))
             sides = self.control.all_gather_object((side, shares))
         except RuntimeError as failure:
@@ -200,12 +200,12 @@ class Session:
 
     def share(self) -> float:
         """After `announced`: the number of ranks divided by the number of those that have not joined."""
-        rows = self._announcement.words()
+        rows = self._announcement.words
         return len(rows) / max(1, sum(not row[3] & 2 for row in rows))
 
     def scaling(self) -> Scaling | None:
         """After `compare`: the scaling announced by the first rank that knows one; None if none does."""
-        for row in self._announcement.words():
+        for row in self._announcement.words:
             if (reported := Scaling.of(row[4:])) is not None:
                 return reported
         return None
@@ -244,7 +244,8 @@ class Session:
             self._compare("", {"error": problem})
 
     def _compare(self, call: str, means: dict[str, Any]) -> list[list[int]]:
-        rows = self._announcement.wait()
+        self.announced.wait()
+        rows = self._announcement.words
         mine = rows[self.control.rank]
         if any(row[:2] != mine[:2] for row in rows):
             remedy = (

@@ -361,13 +361,14 @@ class State:
         """Make a session and a reducer. A collective, in which the other ranks hear of this one's problem, if any."""
         options, self._closed = self._options, False
         session = Session(
+            "CompressState",
             self._group,
-            self._given_group,
             self._device,
-            {} if problem is not None else self._description(),
+            self._description,
             problem,
-            options.topology if options.exchange in ("auto", "hierarchical") else None,
-            options.fallback,
+            given=self._given_group,
+            topology=options.topology if options.exchange in ("auto", "hierarchical") else None,
+            fallback=options.fallback,
             probes=options.exchange == "auto",
             dense_path=not self._scaler_sync.skips,  # a step that may be undone has to be remembered
         )

@@ -61,13 +61,13 @@ class _UsedParameters:
         """True if all replicas have sent the same; waits for the others, once."""
         if self._announcement.in_flight is not None:
             try:
-                self._announcement.wait()
+                self._announcement.in_flight.wait()
             except RuntimeError:
                 self._announcement.in_flight = None
                 raise
             self._announcement.in_flight = None  # not before: a signal handler may raise meanwhile
             self._announcement.post_receives()
-        return len({word for (word,) in self._announcement.words()}) == 1
+        return len({word for (word,) in self._announcement.words}) == 1
 
 
 @dataclass(frozen=True)
@@ -111,17 +111,9 @@ class FSDPState:
         self._feedback = Memory(options.strategy)
         self._discarded = DiscardedMeans(self._feedback)
         session = Session(
-            self._group,
-            None,
-            self._device,
-            {} if problem is not None else self._description(),
-            problem,
-            None,
-            options.fallback,
-            probes=options.exchange == "auto" and problem is None,
-            dense_path=False,
-            owner="compress_fsdp",
-        )
+            "compress_fsdp", self._group, self._device, self._description, problem,
+            fallback=options.fallback, probes=options.exchange == "auto",
+        )  # fmt: skip
         self._reducer: Reducer | None = Reducer(
             session,
             self._feedback,

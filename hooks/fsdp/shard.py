@@ -69,11 +69,7 @@ class ScatterState:
         except Exception as error:  # the other ranks must hear of any error
             problem = error
         self._feedback = Memory(options.strategy)
-        description = {} if problem is not None else self._description()
-        self._session = Session(
-            group, None, device, description, problem, None, None,
-            probes=False, dense_path=False, owner="compress_fsdp",
-        )  # fmt: skip
+        self._session = Session("compress_fsdp", group, device, self._description, problem)
         ranks = self._session.group
         self._parts = [Unsharded(shards, self._excluded, ranks, self._feedback) for shards in self._shards]
         for part in self._parts:

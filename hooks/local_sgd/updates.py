@@ -142,10 +142,7 @@ class LocalUpdates:
             self._options.prepare(0, [torch.float32], place)
         except Exception as error:  # the other ranks must hear of any error
             problem = error
-        description = {} if problem is not None else self._description(model)
-        session = Session(
-            self._group, None, place, description, problem, None, None, probes=False, dense_path=False, owner=OWNER
-        )
+        session = Session(OWNER, self._group, place, self._description, problem)
         self._feedback = Memory(self._options.strategy, keep_previous=True)
         scaler_sync, numel = RoundRollback(self._feedback), sum(p.numel() for p in self._parameters.values())
         self._reducer: Reducer | None = Reducer(
@@ -416,12 +413,12 @@ class LocalUpdates:
         check_whole(self._parameters, "LocalUpdates")
         check_writable(self._model)
 
-    def _description(self, model: nn.Module) -> dict[str, Any]:
+    def _description(self) -> dict[str, Any]:
         return {
             "version": __version__,
             **self._options.describe(dist.get_world_size(self._group)),
             "schedule": str(self._schedule),
             "outer optimizer": str(self._outer),
             "the model's parameters": handshake.describe_model(self._parameters, self._excluded),
-            "what the model holds": handshake.describe_model(tensors_of(model), ()),
+            "what the model holds": handshake.describe_model(tensors_of(self._model), ()),
         }
