@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field
+
+from .deprecated import former_property
 
 
 @dataclass
@@ -35,22 +36,5 @@ class Statistics:
     decisions: dict[int, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=lambda: {"encode": 0.0, "exchange": 0.0, "decode": 0.0})
 
-    @property
-    def payload_bytes(self) -> int:
-        """Former name of `bytes_sent`."""
-        _warn_former("payload_bytes", "bytes_sent")
-        return self.bytes_sent
-
-    @property
-    def transfer_bytes(self) -> int:
-        """Former name of `bytes_received`."""
-        _warn_former("transfer_bytes", "bytes_received")
-        return self.bytes_received
-
-
-def _warn_former(name: str, now: str) -> None:
-    warnings.warn(
-        f"Statistics.{name} is called {now} now; the former name will go in the next release",
-        DeprecationWarning,
-        stacklevel=3,
-    )
+    payload_bytes = former_property("payload_bytes", "bytes_sent")
+    transfer_bytes = former_property("transfer_bytes", "bytes_received")
