@@ -73,7 +73,7 @@ def main() -> None:
     dist.all_gather_object(said, hashlib.sha256(bits).hexdigest())
     if dist.get_rank() == 0:
         print("replicas are equal" if said[:shards] == said[-shards:] else "replicas differ")
-        print(f"{state.statistics().payload_bytes} bytes sent, {state.statistics().dense_bytes} as float32")
+        print(f"{state.statistics().bytes_sent} bytes sent, {state.statistics().dense_bytes} as float32")
     state.close()
     dist.destroy_process_group()
 

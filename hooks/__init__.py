@@ -1,6 +1,6 @@
 """DDP communication hooks, sharded models, periodic synchronisation, and the exchanges behind them."""
 
-from .core.optimizer_checks import Recommendation, recommend
+from .core.recommend import Recommendation, recommend
 from .core.statistics import Statistics
 from .ddp.hook import CompressState, compress_hook
 from .fsdp import compress_fsdp

@@ -17,8 +17,9 @@ from ..compress.codec import BlockCodec, check_choice
 from ..hooks.auto.planner import Choice
 from ..hooks.core.options import Options
 from ..hooks.exchanges import EXCHANGES
-from .base import ExchangingOptimizer, check_range
+from .base import ExchangingOptimizer
 from .flat_state import FlatState
+from .groups import check_range
 
 
 class OneBitAdam(ExchangingOptimizer):
@@ -28,26 +29,27 @@ class OneBitAdam(ExchangingOptimizer):
         then, v being fixed:       m_r = β1·m + (1-β1)·g_r;  m = their mean through the codec, with error feedback
         in both:                   p -= lr·(m / (√v + eps) + weight_decay·p)
 
-    There is no correction of the bias, as published: begin with a learning rate that rises. Through "two_pass" both the
-    ranks and the owners of slices keep what the codec leaves out. Nothing of the momentum is lost: the mean over the
-    ranks of m plus residual is what it is without compression.
+    The bias is not corrected, as published: begin with a learning rate that rises. With "two_pass" both the ranks and
+    the owners of slices keep residuals. Nothing of the momentum is lost: the mean over the ranks of m plus residual is
+    that without compression.
 
-    An element whose v is zero stays as it is, weight decay included: one bit cannot say zero, and what has never had a
-    gradient must not move. So what gets its first gradient after the warm-up is not trained; that is warned of.
+    An element whose v is zero stays unchanged, weight decay included: one bit cannot express zero, and an element that
+    never had a gradient must not move. A parameter with its first gradient after the warm-up is therefore not trained,
+    and a warning says so.
 
-    m, v and residual are float32, whatever the parameters are: 16 bytes an element in all, and during an exchange no
-    more. See `ExchangingOptimizer` for what else holds.
+    m, v and residual are float32 for parameters of any dtype: 16 bytes an element in all, also during an exchange.
+    `ExchangingOptimizer` says what else holds.
 
     Args:
-        params, lr, betas, eps, weight_decay, maximize: as of `torch.optim.AdamW`: weight decay is decoupled.
+        params, lr, betas, eps, weight_decay, maximize: `torch.optim.AdamW`'s: weight decay is decoupled.
         warmup_steps: DeepSpeed's `freeze_step`: 15 to 25 % of all steps as published, until v has settled.
-        codec: what momenta travel as; any that contracts, or a function of the step, equal on all ranks.
-        exchange: "auto" is "two_pass" for codes of blocks, "dense" for `Identity`, else "gather".
-        error_feedback: as of `CompressState`, but on by default.
-        bucket_cap_mb, process_group, seed: as of `LocalUpdates`.
+        codec: the momenta's codec, one that contracts, or a function of the step, equal on all ranks.
+        exchange: "auto" is "two_pass" for block codecs, "dense" for `Identity`, else "gather".
+        error_feedback: `CompressState`'s, but on by default.
+        bucket_cap_mb, process_group, seed: `LocalUpdates`'.
 
     Raises:
-        TypeError, ValueError: an argument cannot work, here or on another rank, or the ranks disagree.
+        TypeError, ValueError: an argument is invalid, here or on another rank, or the ranks disagree.
         RuntimeError: torch.distributed is not initialized, or a rank did not arrive.
     """
 
@@ -72,14 +74,14 @@ class OneBitAdam(ExchangingOptimizer):
     ) -> None:
         options = AdamOptions(codec, exchange, error_feedback, warmup_steps, None, None, seed)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        self._frozen = False  # whether `exchanged` holds √v + eps
-        self._still: list[nn.Parameter] = []  # whose v is zero for good
+        self._frozen = False  # True if `exchanged` holds √v + eps
+        self._still: list[nn.Parameter] = []  # parameters whose v stays zero
         super().__init__(params, defaults, options, bucket_cap_mb, process_group)
         self._update: Tensor | None = None
 
     @property
     def warming_up(self) -> bool:
-        """Whether the next step is one of plain Adam."""
+        """True if the next step is one of plain Adam."""
         return self._steps < self._options.warmup_steps
 
     def _encoded(self, flat: FlatState) -> Tensor:
@@ -111,7 +113,7 @@ class OneBitAdam(ExchangingOptimizer):
         flat.move(update, group["lr"])
 
     def _freeze(self) -> None:
-        """The warm-up is over, or a checkpoint from after it has been loaded."""
+        """Freeze the variance: the warm-up is over, or a checkpoint from after it has been loaded."""
         self._frozen = True
         for flat in self._buckets:
             divisor(flat.flat["exp_avg_sq"], self.param_groups[flat.group]["eps"], flat.exchanged)
@@ -119,7 +121,7 @@ class OneBitAdam(ExchangingOptimizer):
             self._still += [p for p, variance in parts if not bool(variance.any())]
 
     def _scratch(self, numel: int, device: torch.device) -> Tensor:
-        """Memory that buckets share, one after the other."""
+        """Memory that buckets use one after the other."""
         if self._update is None or len(self._update) < numel:
             longest = max(flat.bucket.numel for flat in self._buckets)
             self._update = torch.empty(longest, dtype=torch.float32, device=device)
@@ -154,7 +156,7 @@ class OneBitAdam(ExchangingOptimizer):
 
 
 class AdamOptions(Options):
-    """`OneBitAdam`'s."""
+    """Options of `OneBitAdam`."""
 
     def check(self, world_size: int | None) -> None:
         check_choice("exchange", self.exchange, ("auto", *EXCHANGES))

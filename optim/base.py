@@ -1,4 +1,4 @@
-"""What optimizers have in common whose ranks exchange something else than gradients."""
+"""The base of optimizers whose ranks exchange something else than gradients."""
 
 from __future__ import annotations
 
@@ -15,46 +15,47 @@ from .. import __version__
 from ..compress.feedback.store import FeedbackStore
 from ..hooks.comm import handshake, pieces
 from ..hooks.comm.untraced import untraced
-from ..hooks.core import checkpoint
 from ..hooks.core.autograd_end import waited
+from ..hooks.core.checkpoint import Checkpoint
 from ..hooks.core.grad_scaler import LossScale, ScalerSync
-from ..hooks.core.names import unwrapped
 from ..hooks.core.options import Options, check_dtypes, check_whole
 from ..hooks.core.reducer import Reducer
 from ..hooks.core.session import Session
 from ..hooks.core.statistics import Statistics
 from ..hooks.local_sgd.outer_sgd import fragments_of
 from .flat_state import FlatState
+from .groups import called, check_group
 from .replicated import Replicas
 
-#: Under which key a state_dict has what is gradwire's.
+#: The key of gradwire's part of a state_dict.
 KEY = "gradwire"
 
 
 class ExchangingOptimizer(torch.optim.Optimizer):
-    """An optimizer of torch's whose `step` reduces something through gradwire. Constructing it is a collective: ranks
-    compare options and parameters, and start from the first rank's parameters; so are `step` and
-    `consolidated_state_dict`.
+    """A torch optimizer whose `step` is a reduction through gradwire. `step` and `consolidated_state_dict` are
+    collectives, and so is constructing it: ranks compare options and parameters, and start from the first rank's
+    parameters.
 
-    Gradients must be each rank's own: see `gradwire.optim.keep_gradients`. A parameter without a gradient has one of
-    zero, as other ranks may have another. Parameters that require none when the optimizer is made are left alone.
+    Gradients must be each rank's own: see `gradwire.optim.keep_gradients`. A parameter without a gradient counts as
+    one with a gradient of zero, as other ranks may have one. Parameters that require no gradient when the optimizer is
+    made are left alone.
 
     Args:
-        params: as torch's optimizers take them.
-        defaults: of each group's options.
-        options: what ranks exchange, and how.
-        bucket_cap_mb: they do in pieces of about so many MiB of float32.
+        params: those of torch's optimizers.
+        defaults: defaults of each group's options.
+        options: the options of the exchange.
+        bucket_cap_mb: size of the pieces of the exchange, in MiB of float32.
         process_group: the ranks; by default all.
     """
 
-    #: What is kept of each parameter, by name, and what of that differs between ranks.
+    #: A parameter's state tensors, dtypes by name, and the names of those that differ between ranks.
     kept: ClassVar[Mapping[str, torch.dtype]]
     own: ClassVar[frozenset[str]] = frozenset()
     #: A GradScaler then calls `step`, which refuses it on all ranks, where it would skip it on some.
     _step_supports_amp_scaling = True
     grad_scale: Tensor | None
     found_inf: Tensor
-    #: None before the ranks have met, when it is closed, and in a copy, which has nobody to talk to.
+    #: None before the ranks have met, after `close`, and in a copy.
     _reducer: Reducer | None = None
 
     def __init__(
@@ -85,26 +86,14 @@ class ExchangingOptimizer(torch.optim.Optimizer):
             choice = options.choice(options.warmup_steps)
             choice.codec.kernels(device).prepare(choice.codec, torch.float32, device)
             FeedbackStore(options.strategy).strategy.prepare(device)
-        except Exception as error:  # whatever it is, the other ranks must hear of it
+        except Exception as error:  # the other ranks must hear of any error
             problem = error
-        description = {} if problem is not None else self._description()
-        session = Session(
-            self._ranks,
-            None,
-            device,
-            description,
-            problem,
-            None,
-            None,
-            probes=False,
-            dense_path=False,
-            owner=self._owner,
-        )
+        session = Session(self._owner, self._ranks, device, self._description, problem)
         self._feedback = FeedbackStore(options.strategy)
-        tracker = ScalerSync(LossScale(None), self._feedback)
+        scaler_sync = ScalerSync(LossScale(None), self._feedback)
         numel = sum(flat.bucket.numel for flat in made)
         self._reducer = Reducer(
-            session, self._feedback, tracker, self._statistics, options.seed, clean=False, numel=numel
+            session, self._feedback, scaler_sync, self._statistics, options.seed, clean=False, numel=numel
         )
         self._begin(made)
 
@@ -118,18 +107,18 @@ class ExchangingOptimizer(torch.optim.Optimizer):
         return f"{super().__repr__()}\n<{self._options.codec_text} by {self._options.exchange!r}, step {self._steps}>"
 
     def statistics(self) -> Statistics:
-        """What this rank has exchanged so far."""
+        """This rank's counts so far."""
         self._running().flush()
         return copy.deepcopy(self._statistics)
 
     def close(self) -> None:
-        """Give back the thread and the connections. Nothing can follow."""
+        """Release the thread and the connections. Nothing can follow."""
         if self._reducer is not None:
             self._reducer.flush()
         self._reducer = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; once the optimizer is made, a collective."""
+        """Torch's `add_param_group`; once the optimizer is made, a collective."""
         if self._reducer is None:  # the constructor's
             super().add_param_group(param_group)
             return
@@ -146,8 +135,7 @@ class ExchangingOptimizer(torch.optim.Optimizer):
         except Exception as error:
             problem = error
             del self.param_groups[groups:]
-        failed = None if problem is None else {"error": f"{type(problem).__name__}: {problem}"}
-        sides = session.control.all_gather_object(failed or self._description())
+        sides = session.control.all_gather_object(handshake.side(self._description(), problem))
         if problem is not None:
             raise problem
         try:
@@ -169,8 +157,8 @@ class ExchangingOptimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: gradients are not each rank's own, or scaled; or another rank has failed or is gone.
-                Parameters are as they were.
-            ValueError: another rank means something else; on every rank alike.
+                Parameters are unchanged.
+            ValueError: ranks disagree; on every rank alike.
         """
         loss = None
         if closure is not None:
@@ -185,12 +173,12 @@ class ExchangingOptimizer(torch.optim.Optimizer):
         step = reducer.begin(number, self._options.choice(number), self._hyperparameters())
         reducer.announce_step(step, self._buckets[0].bucket, 0, None)
         sent, futures = [], []
-        for flat in self._buckets:  # each while those before it are under way
+        for flat in self._buckets:  # each while those before it are in flight
             sent.append(self._encoded(flat))
             futures.append(reducer.reduce(step, flat.bucket, sent[-1]))
         reducer.end(step)
         pipeline = reducer.session.pipeline
-        # For all: an error leaves every parameter as it was.
+        # For all means before the first is used: an error leaves every parameter unchanged.
         interruption = waited(pipeline.wait, lambda _: pipeline.failed)
         for future in futures:
             future.wait()
@@ -204,14 +192,14 @@ class ExchangingOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def _encoded(self, flat: FlatState) -> Tensor:
-        """What ranks exchange of a bucket in this step: flat float32, replaced by the mean."""
+        """The tensor of a bucket to exchange in this step: flat float32, replaced by the ranks' mean."""
 
     @abstractmethod
     def _decoded(self, flat: FlatState, group: Mapping[str, Any], mean: Tensor) -> None:
-        """Move the bucket's parameters by the mean of what ranks have exchanged."""
+        """Move the bucket's parameters, by the ranks' mean of `_encoded`."""
 
     def _hyperparameters(self) -> dict[str, str]:
-        """Those by which ranks with equal means would move apart: schedulers, scripts and checkpoints set them."""
+        """Hyperparameters by name, for ranks to compare: schedulers, scripts and checkpoints change them."""
         return {
             f"{name} of parameter group {number}": str(float(value) if isinstance(value, int | float) else value)
             for number, group in enumerate(self.param_groups)
@@ -220,7 +208,7 @@ class ExchangingOptimizer(torch.optim.Optimizer):
         }
 
     def _problem(self) -> str | None:
-        """Why this step cannot be made."""
+        """The error message if this step cannot be made, else None."""
         if "found_inf" in self.__dict__:
             del self.grad_scale, self.found_inf  # the scaler would, after the step
             return (
@@ -231,12 +219,12 @@ class ExchangingOptimizer(torch.optim.Optimizer):
             for place, p in enumerate(group["params"]):
                 if p.grad is not None and p.numel() and id(p) not in self._trained:
                     return (
-                        f"{_called(group, number, place)} has a gradient, and required none when "
+                        f"{called(group, number, place)} has a gradient, and required none when "
                         f"{self._owner} was made: let it require one before, or add it as a group later on"
                     )
                 if p.grad is not None and p.grad.layout != torch.strided:
                     return (
-                        f"{_called(group, number, place)} has a gradient of layout {p.grad.layout}: build the "
+                        f"{called(group, number, place)} has a gradient of layout {p.grad.layout}: build the "
                         "embedding with sparse=False"
                     )
         if self._replicas is None:
@@ -246,24 +234,22 @@ class ExchangingOptimizer(torch.optim.Optimizer):
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, with this rank's residuals under "gradwire": it loads on the same rank of as many, so save one on
-        each."""
+        """Torch's state_dict, with this rank's residuals under "gradwire". It loads on the same rank of the same number
+        of ranks: save one on each."""
         self._running().settle()
-        self._feedback.fold()
-        return self._export(super().state_dict(), self._key, self._feedback.everything())
+        return {**super().state_dict(), KEY: self._checkpoint.of_rank()}
 
     def consolidated_state_dict(self) -> dict[str, Any]:
-        """Equal on all ranks, with the mean over them of what differs: loads on any number of ranks, and nothing is
-        lost. A collective.
+        """A state_dict that is equal on all ranks, with the ranks' mean of tensors that differ: loads on any number of
+        ranks, and nothing is lost. A collective.
 
         Raises:
-            RuntimeError, ValueError: a rank calls something else, or at another step; or one is gone.
+            RuntimeError, ValueError: a rank is in another call, or at another step; or one is gone.
         """
         reducer = self._running()
         reducer.settle()
         session = reducer.session
         session.agree("consolidated_state_dict()", self._steps)
-        self._feedback.fold()
         saved = super().state_dict()
         state = saved["state"] = copy.deepcopy(saved["state"])  # torch's shows the tensors that the next step changes
         own = [(flat, name, flat.flat[name].clone()) for flat in self._buckets for name in sorted(self.own)]
@@ -272,25 +258,23 @@ class ExchangingOptimizer(torch.optim.Optimizer):
             mean.div_(session.group.size)
             for index, part in zip(flat.names, flat.parts(mean), strict=True):
                 state[int(index)][name] = part
-        means = checkpoint.means(session, self._feedback.everything(), self._named())
-        return self._export(saved, checkpoint.MEAN, means)
+        return {**saved, KEY: self._checkpoint.second_pass(session)}
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Go on from a checkpoint. Every rank must load one of the same step; parameters are left alone.
 
         Args:
             state_dict: from `state_dict` on this rank of as many, or from `consolidated_state_dict`.
-            strict: with False, one that has no residuals for this rank loads too, with a warning.
+            strict: False accepts, with a warning, a checkpoint that has no residuals for this rank.
 
         Raises:
-            ValueError: it is of another optimizer, rank, world size, codec or model. Nothing has changed then.
+            ValueError: the checkpoint is of another optimizer, rank, world size, codec or model. Nothing has changed
+                then.
         """
         reducer, named = self._running(), self._named()
         if KEY not in state_dict:
             raise ValueError(f"this is not a checkpoint of {self._owner}: it lacks {KEY!r}")
-        nothing: dict[str, dict[str, Tensor]] = {vector: {} for vector in self._feedback.strategy.state_names}
-        expected = checkpoint.export(self._key, nothing, **self._facts())
-        saved, vectors = checkpoint.read(state_dict[KEY], expected, self._key, named, strict, self._owner)
+        saved, vectors = self._checkpoint.read(state_dict[KEY], strict)
         for index, p in named.items():
             found = state_dict["state"].get(int(index), {})
             for name in self.kept:
@@ -312,14 +296,8 @@ class ExchangingOptimizer(torch.optim.Optimizer):
         reducer.forget(self._options.seed, (flat.bucket for flat in self._buckets))
 
     @property
-    def _key(self) -> str:
-        return checkpoint.rank_key(dist.get_rank(self._ranks), dist.get_world_size(self._ranks))
-
-    def _export(self, saved: dict[str, Any], key: str, vectors: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
-        return {**saved, KEY: checkpoint.export(key, vectors, self._feedback.strategy, **self._facts())}
-
-    def _facts(self) -> dict[str, Any]:
-        return {"codec": self._options.codec_text, "step": self._steps, "seed": self._options.seed}
+    def _checkpoint(self) -> Checkpoint:
+        return Checkpoint(self._owner, self._options, self._feedback, self._named(), self._ranks, self._steps)
 
     # -- what there is -------------------------------------------------------------------------------------------------
 
@@ -331,12 +309,12 @@ class ExchangingOptimizer(torch.optim.Optimizer):
         return self._reducer
 
     def _named(self) -> dict[str, nn.Parameter]:
-        """The parameters that are trained, by the numbers that they have in a state_dict."""
+        """The trained parameters, by their numbers in a state_dict."""
         every = [p for group in self.param_groups for p in group["params"]]
         return {str(index): p for index, p in enumerate(every) if p.requires_grad and p.numel()}
 
     def _made(self, first: int) -> list[FlatState]:
-        """Buckets of the groups from `first` on."""
+        """Make buckets of the groups from `first` on."""
         every = self._named()
         made: list[FlatState] = []
         for number, group in list(enumerate(self.param_groups))[first:]:
@@ -347,7 +325,7 @@ class ExchangingOptimizer(torch.optim.Optimizer):
         return made
 
     def _begin(self, buckets: list[FlatState]) -> None:
-        """All ranks have made these buckets: take them in, with the same parameters."""
+        """Add buckets that all ranks have made, and give all ranks the same parameters."""
         self._buckets += buckets
         begun = [p for flat in buckets for p in flat.parameters]
         self._trained |= {id(p) for p in begun}
@@ -357,7 +335,7 @@ class ExchangingOptimizer(torch.optim.Optimizer):
         self._replicas = None
 
     def _show(self, flat: FlatState) -> None:
-        """Let `state` be views of the bucket's."""
+        """Set `state` to views of the bucket's tensors."""
         for place, p in enumerate(flat.parameters):
             self.state[p] = {name: views[place] for name, views in flat.views.items()}
 
@@ -379,19 +357,11 @@ class ExchangingOptimizer(torch.optim.Optimizer):
         self._options.check(dist.get_world_size(self._ranks))
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
-        """Raises ValueError for options of a group that cannot be meant."""
-        betas = group["betas"]
-        check_range("lr", group["lr"], float("inf"))
-        check_range("weight_decay", group["weight_decay"], float("inf"))
-        if not isinstance(betas, tuple | list) or len(betas) != 2:
-            raise ValueError(f"betas={betas!r}: expected two numbers in [0, 1)")
-        for place, beta in enumerate(betas):
-            check_range(f"betas[{place}]", beta, 1.0)
-        if not isinstance(group["maximize"], bool):
-            raise ValueError(f"maximize={group['maximize']!r}: expected True or False")
+        """Raise ValueError for invalid options of a group."""
+        check_group(group)
 
     def _check_addition(self) -> None:
-        """Raises ValueError where no group can be added any more."""
+        """Raise ValueError if no group can be added any more."""
 
     def _description(self) -> dict[str, Any]:
         groups = [
@@ -406,16 +376,3 @@ class ExchangingOptimizer(torch.optim.Optimizer):
             "parameter groups": groups,
             "the parameters": handshake.describe_model(self._named(), ()),
         }
-
-
-def _called(group: Mapping[str, Any], number: int, place: int) -> str:
-    """A parameter by its name, where the optimizer was given names, and by its place."""
-    names = group.get("param_names")
-    name = "" if names is None else f" {unwrapped(names[place])!r},"
-    return f"parameter{name} {place} of group {number}, of shape {tuple(group['params'][place].shape)},"
-
-
-def check_range(name: str, value: object, end: float) -> None:
-    """Raises ValueError unless `value` is a number with 0 <= value < end."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < end:
-        raise ValueError(f"{name}={value!r}: expected a number in [0, {end})")

@@ -1,4 +1,4 @@
-"""Parameters whose gradients are exchanged together, and their optimizer's state, flat."""
+"""Parameters that are exchanged together, with their optimizer's state in flat tensors."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ..hooks.local_sgd.outer_sgd import layout_of
 
 
 class FlatState:
-    """Some parameters of one group. Flat tensors hold their state, one after the other, and of each parameter it is a
-    view of them: a step is a few passes over the bucket, whatever the number of parameters.
+    """Some parameters of one group. Flat tensors hold their state, and each parameter's state is a view: a step is a
+    few passes over the bucket, for any number of parameters.
 
     Args:
-        index: tells it from the others, alike on all ranks.
+        index: identifies the bucket, alike on all ranks.
         group: the index of the parameters' group.
-        parameters: by name.
-        state: its dtype by name; zero at first.
+        parameters: the parameters by name.
+        state: the dtypes of the state's tensors by name; they begin with zeros.
 
     Attributes:
-        flat, views: by name of a state: the bucket's tensor, and each parameter's part in its shape.
-        exchanged: flat float32, what ranks exchange, where that is none of the state.
+        flat, views: the bucket's tensor and each parameter's part in its shape, by name of a state.
+        exchanged: flat float32, the tensor that ranks exchange, where that is none of the state.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ from .base import ExchangingOptimizer
 from .flat_state import FlatState
 
 EXCHANGES = ("auto", "gather", "two_pass")
-#: From so many ranks on, a bit to the owner of a slice and two back are fewer than one to each rank.
+#: Ranks from which on a bit to the owner of a slice and two back are fewer than one to each rank.
 TWO_PASS_RANKS = 4
 
 
@@ -29,27 +29,27 @@ class DistributedLion(ExchangingOptimizer):
         Δ = sign(Σ d_r) by majority, a tie being 0, or the ranks' mean of d_r
         p -= lr·(Δ + weight_decay·p)
 
-    Votes travel exactly, a bit and 8 bytes for 4096 of them, and no residual is kept. One bit cannot say zero: where a
-    rank has neither gradient nor momentum it votes -1 and +1 by turns, half of the ranks against the others, so that
-    those that have an opinion decide most of the time. An element stays as it is, weight decay included, until the
-    outcome first differs from what ranks without an opinion give: what no rank uses does not move. With
-    `codec=Ternary()` a vote may be zero, in 1.63 bits.
+    Votes are sent exactly, 4096 of them in a bit each and 8 bytes, and no residual is kept. One bit cannot express
+    zero: a rank with neither gradient nor momentum votes -1 and +1 by turns, half of such ranks against the others, so
+    that the other ranks decide most of the time. An element stays unchanged, weight decay included, until the outcome
+    first differs from that of ranks without an opinion: elements that no rank uses do not move. With `codec=Ternary()`
+    a vote may be zero, in 1.63 bits.
 
-    m is float32, whatever the parameters are; 9 bytes an element in all. See `ExchangingOptimizer` for what else holds.
+    m is float32 for parameters of any dtype; 9 bytes an element in all. `ExchangingOptimizer` says what else holds.
 
     Args:
-        params: as torch's optimizers take them.
+        params: those of torch's optimizers.
         lr: a third to a tenth of Adam's, as published.
-        betas: β1 of what is voted on, β2 of the momentum.
+        betas: β1 of the vote, β2 of the momentum.
         weight_decay: decoupled; three to ten times Adam's, as published.
         vote: "majority" or "mean".
-        codec: what votes travel as: `Votes()`, `Ternary()`, or `Identity()`, for tests.
-        exchange: "gather", all votes to all ranks; "two_pass", a majority's only: to the owner of a slice, and from
-            there in 2 bits; "auto", whichever takes fewer bytes.
-        maximize, bucket_cap_mb, process_group, seed: as of `OneBitAdam`.
+        codec: the votes' codec: `Votes()`, `Ternary()`, or `Identity()`, for tests.
+        exchange: "gather", all votes to all ranks; "two_pass", for a majority only: to the owner of a slice, and from
+            there in 2 bits; "auto", the one with fewer bytes.
+        maximize, bucket_cap_mb, process_group, seed: `OneBitAdam`'s.
 
     Raises:
-        TypeError, ValueError: an argument cannot work, here or on another rank, or the ranks disagree.
+        TypeError, ValueError: an argument is invalid, here or on another rank, or the ranks disagree.
         RuntimeError: torch.distributed is not initialized, or a rank did not arrive.
     """
 
@@ -123,12 +123,12 @@ class DistributedLion(ExchangingOptimizer):
 
 
 def no_opinion(rank: int, step: int, ranks: int) -> float:
-    """What a rank votes that has no opinion: half of the ranks against the others, in other places every step."""
+    """The vote of a rank without an opinion: half of the ranks against the others, other ones in every step."""
     return (1.0 if (rank + step) % ranks % 2 == 0 else -1.0) * _odd_one(step, ranks)
 
 
 def nobody(step: int, ranks: int, majority: bool) -> float:
-    """The outcome where no rank has an opinion: what the odd one of an odd number of ranks votes, and its share."""
+    """The outcome if no rank has an opinion: the vote of the odd one of an odd number of ranks, or its share."""
     if ranks % 2 == 0:
         return 0.0
     share = torch.tensor(1.0, dtype=torch.float32, device="cpu") / ranks

@@ -1,4 +1,4 @@
-"""Models in DistributedDataParallel, which must leave gradients as they are on each rank."""
+"""Models in DistributedDataParallel, which must leave each rank its own gradients."""
 
 # Annotations stay evaluated here: DDP compares those of a hook with its own.
 import gc
@@ -15,16 +15,16 @@ from ..hooks.comm.untraced import untraced
 
 @untraced
 def keep_gradients(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """A hook of DDP that leaves every rank its own gradients, for an optimizer that exchanges something itself:
+    """DDP hook that leaves every rank its own gradients, for an optimizer that makes the exchange:
 
         model.register_comm_hook(None, gradwire.optim.keep_gradients)
 
     Args:
-        state: anything, None for example.
+        state: unused.
         bucket: DDP's.
 
     Returns:
-        A future of the bucket's buffer, as it is.
+        A future of the bucket's buffer, unchanged.
     """
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
@@ -32,7 +32,7 @@ def keep_gradients(state: object, bucket: dist.GradBucket) -> torch.futures.Futu
 
 
 class Replicas:
-    """The DDP models that hold some parameters: found once, and looked at in every step."""
+    """The DDP models that hold some parameters: found once, and checked in every step."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         own, kinds = {id(parameter) for parameter in parameters}, set(_kinds(DistributedDataParallel))
@@ -41,10 +41,10 @@ class Replicas:
         self._models = [weakref.ref(m) for m in models if any(id(p) in own for p in m.parameters())]
 
     def problem(self, owner: str) -> str | None:
-        """Why the last backward pass has averaged gradients, if DDP has."""
+        """The error message if DDP has averaged gradients in the last backward pass, else None."""
         for reference in self._models:
             model = reference()
-            # What the last forward pass with gradients has left there: whether the backward pass after it synchronises.
+            # The last forward pass with gradients has set it: True if the backward pass after it synchronises.
             if model is None or not model.require_forward_param_sync:
                 continue
             if not any(hook is keep_gradients for hook, _ in getattr(model, "_comm_hooks", ())):

@@ -59,7 +59,7 @@ def reduce_once(rank: int, world_size: int, exchange: str, codec: Codec, numel: 
     got = torch.cat([out.double() + after / world_size, extra_out.double()])
     off = float((wanted - got)[:numel].norm() / (size / world_size).norm()) if numel else 0.0
     extra_off = float((wanted - got)[numel:].abs().max()) if extra else 0.0
-    return off, extra_off, digest([out, extra_out]), runner.payload_bytes, runner.transfer_bytes
+    return off, extra_off, digest([out, extra_out]), runner.bytes_sent, runner.bytes_received
 
 
 CASES = [

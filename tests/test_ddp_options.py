@@ -93,9 +93,9 @@ def alive_after_backward(rank: int, exchange: str) -> list[int]:
     model, state = wrapped(exchange, lazy_bucket_allocation=True)
     submit, buffers, found = state.submit, list[weakref.ref[Tensor]](), []
 
-    def noted(bucket: dist.GradBucket) -> Any:
-        buffers.append(weakref.ref(bucket.buffer()))
-        return submit(bucket)
+    def noted(grad_bucket: dist.GradBucket) -> Any:
+        buffers.append(weakref.ref(grad_bucket.buffer()))
+        return submit(grad_bucket)
 
     state.submit = noted  # type: ignore[method-assign]
     for _ in range(6):

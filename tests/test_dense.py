@@ -64,7 +64,7 @@ def beside_ddp(rank: int, options: dict[str, Any], way: dict[str, Any] | None = 
         digests = straight.train(rank, ddp, range(6))
     counted = state.statistics()
     state.close()
-    return digests, expected, straight.steps, counted.dense_bytes, counted.payload_bytes
+    return digests, expected, straight.steps, counted.dense_bytes, counted.bytes_sent
 
 
 def test_dense_steps_go_straight_and_equal_ddp(ranks: Ranks) -> None:

@@ -128,7 +128,7 @@ def trained(rank: int, codec: Codec, exchange: str, steps: int = 5, save_at: int
     assert (counted.skipped_entries, counted.nonfinite_steps) == (0, 0)
     assert {decision.split()[0] for decision in counted.decisions.values()} == {exchange}
     assert all(bool(p.isfinite().all()) for p in model.parameters())
-    return digests, off, counted.payload_bytes / counted.dense_bytes
+    return digests, off, counted.bytes_sent / counted.dense_bytes
 
 
 @ways(len(FIRST), rest=True)

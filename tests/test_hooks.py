@@ -268,7 +268,7 @@ def alone(rank: int) -> Any:
     ledger = Ledger(model)
     ddp, state = wrap(model, TopK(0.1), exchange="gather")
     train(rank, ddp, range(5), ledger)
-    return ledger.error(state), state.statistics().payload_bytes
+    return ledger.error(state), state.statistics().bytes_sent
 
 
 def test_world_size_one(ranks: Ranks) -> None:
@@ -473,9 +473,9 @@ def warm(rank: int) -> Any:
     ddp, state = wrap(model, OneBit(), warmup_steps=3)
     train(rank, ddp, range(3), ledger)
     exact = max(float((ledger.wanted[n] - ledger.received[n]).abs().max()) for n in ledger.wanted)
-    dense = state.statistics().payload_bytes
+    dense = state.statistics().bytes_sent
     train(rank, ddp, range(3, 6), ledger)
-    return exact, dense, state.statistics().payload_bytes - dense, ledger.error(state)
+    return exact, dense, state.statistics().bytes_sent - dense, ledger.error(state)
 
 
 def test_warmup_is_dense(ranks: Ranks) -> None:
@@ -551,5 +551,5 @@ def test_statistics_match_what_the_codec_promises(ranks: Ranks, codec: Codec) ->
         numel = sum(p.numel() for p in convnet(1024).parameters())
         assert statistics.elements == 3 * numel
         assert statistics.dense_bytes == 12 * numel
-        assert statistics.payload_bytes == pytest.approx(3 * codec.bits_per_element() * numel / 8, rel=0.05)
+        assert statistics.bytes_sent == pytest.approx(3 * codec.bits_per_element() * numel / 8, rel=0.05)
         assert min(statistics.seconds.values()) > 0

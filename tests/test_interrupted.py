@@ -14,7 +14,7 @@ from gradwire import Identity, LocalUpdates, Rounds, TopK, compress_fsdp
 from gradwire.hooks.comm.pipeline import Pipeline
 from gradwire.hooks.core import reducer
 from gradwire.hooks.core.dense_path import DensePath, Sum
-from gradwire.hooks.fsdp.replicate import _Uses
+from gradwire.hooks.fsdp.replicate import _UsedParameters
 from gradwire.optim import OneBitAdam
 from lacking import needs_reduce_scatter
 from ranks import Pool
@@ -39,7 +39,8 @@ def disturbed(owner: Any, name: str, raised: BaseException) -> Iterator[None]:
     wait, left = getattr(owner, name), list[bool]()
 
     def leaves(*given: Any) -> Any:
-        if not left and getattr(given[0], "_under_way", wait) is not None:
+        words = getattr(given[0], "_announcement", None)
+        if not left and (words is None or words.in_flight is not None):
             left.append(True)
             raise raised
         return wait(*given)
@@ -123,7 +124,7 @@ def test_ddp_goes_on(ranks: Ranks, way: str, raised: BaseException) -> None:
 
 def sharded(rank: int, way: str, raised: BaseException | None) -> list[str]:
     mesh = mesh_of((2, 1))
-    left: tuple[Any, str] = (Pipeline, "wait") if way == "means" else (_Uses, "agree")
+    left: tuple[Any, str] = (Pipeline, "wait") if way == "means" else (_UsedParameters, "agree")
     model: Any = perceptron()
     fully_shard(model[0], mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])

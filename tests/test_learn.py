@@ -70,7 +70,7 @@ def really(rank: int, codec: Codec, exchange: str, strategy: Feedback | None) ->
         flat = gradient(rank, step)
         drive(unit.reduce(flat, memory, keeps, step))
         digests.append(digest([flat]))
-    return digests, unit.exchange.transfer_bytes
+    return digests, unit.exchange.bytes_received
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_virtual_ranks_are_as_real_ones(ranks: Ranks, codec: Codec, exchange: st
     digests = [digest([virtual.reduce([gradient(rank, step) for rank in range(3)])]) for step in range(STEPS)]
     real = ranks(3).run(really, codec, exchange, strategy)
     assert [found for found, _ in real] == [digests] * 3
-    assert max(received for _, received in real) == virtual.transfer_bytes
+    assert max(received for _, received in real) == virtual.bytes_received
 
 
 def really_inside(rank: int, arm: str) -> tuple[torch.Tensor, int]:
@@ -116,9 +116,9 @@ def really_inside(rank: int, arm: str) -> tuple[torch.Tensor, int]:
     )
     for step in range(5):
         p.grad = some_zeros(gradient(rank, step))
-        before = optimizer.statistics().transfer_bytes
+        before = optimizer.statistics().bytes_received
         optimizer.step()
-    received = optimizer.statistics().transfer_bytes - before
+    received = optimizer.statistics().bytes_received - before
     optimizer.close()
     return p.detach(), received
 
@@ -137,7 +137,7 @@ def test_optimizers_on_virtual_ranks_are_the_real_ones(ranks: Ranks, arm: str) -
     for found, received in ranks(3).run(really_inside, arm):
         # Real ranks sum in another order in the dense step: now and then a sign falls otherwise.
         assert int((~torch.isclose(found, values, rtol=1e-5, atol=1e-6)).sum()) <= (5 if arm == "onebit-adam" else 0)
-        assert received <= virtual.transfer_bytes
+        assert received <= virtual.bytes_received
     assert torch.equal(values[:500], gradient(9, 9)[:500])
 
 
@@ -370,10 +370,10 @@ def really_apart(rank: int, way: LearningArm, rounds: RoundSchedule) -> tuple[st
         inputs, targets = next(batches)
         task.loss(model(inputs), targets).backward()
         learn.update(optimizer, 0.01, task.clip)
-        before = updates.statistics().transfer_bytes
+        before = updates.statistics().bytes_received
         updates.step()
     updates.synchronise()
-    received = updates.statistics().transfer_bytes - before
+    received = updates.statistics().bytes_received - before
     updates.close()
     return digest(model.parameters()), received
 
@@ -419,7 +419,7 @@ def test_rounds_of_virtual_ranks_are_the_real_ones(ranks: Ranks, way: LearningAr
     assert len(digests) == 1
     for found, received in ranks(3).run(really_apart, way, rounds):
         assert {found} == digests
-        assert received <= virtual.transfer_bytes
+        assert received <= virtual.bytes_received
 
 
 def test_rounds_share_their_bytes_among_steps() -> None:

@@ -601,7 +601,7 @@ def votes_bytes(rank: int, exchange: Any) -> tuple[int, int]:
     optimizer.step()
     done = optimizer.statistics()
     optimizer.close()
-    return 8 * done.payload_bytes, 8 * done.transfer_bytes
+    return 8 * done.bytes_sent, 8 * done.bytes_received
 
 
 def test_a_vote_is_a_bit(ranks: Ranks) -> None:

@@ -31,7 +31,8 @@ from gradwire import (
 )
 from gradwire.compress import Feedback
 from gradwire.hooks.core import optimizer_checks as optimizers
-from gradwire.hooks.core.optimizer_checks import UNTRIED, expect_optimizer, is_adaptive, known_problem
+from gradwire.hooks.core.optimizer_checks import expect_optimizer, known_problem
+from gradwire.hooks.core.recommend import UNTRIED, is_adaptive
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Pool

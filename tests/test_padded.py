@@ -131,7 +131,7 @@ def run(
                 draws = (new_draw(0, number, rank, device) for _ in range(2))
                 drive(exchange.reduce(ExchangeArgs(given, out, extra, feedback, (), *draws)))
             mean, after, sums, masked = (read(x) for x in (out, residual, extra, momentum))
-            status, received = read(torch.stack(exchange.counts()).sum(0)).tolist(), exchange.transfer_bytes
+            status, received = read(torch.stack(exchange.counts()).sum(0)).tolist(), exchange.bytes_received
             steps.append(Step(grad, before, mean, after, sums, masked, exchange.capacity, status, received))
         return steps
 

@@ -11,10 +11,13 @@ import gradwire
 import pytest
 import torch
 import torch.distributed as dist
+from gradwire import TopK
+from gradwire.compress.feedback.store import FeedbackStore
 from gradwire.hooks.comm import pieces
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.comm.pieces import all_reduce, broadcast, overlap
 from gradwire.hooks.core import checkpoint
+from gradwire.hooks.core.options import Options
 from gradwire.optim import DistributedLion, OneBitAdam
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -172,12 +175,18 @@ def test_latencies_do_not_grow_with_the_number_of_parameters(ranks: Callable[[in
         assert consolidated <= 3
 
 
+def checkpoint_of(parameters: dict[str, Tensor]) -> checkpoint.Checkpoint:
+    return checkpoint.Checkpoint("CompressState", Options(TopK(0.1)), FeedbackStore(), parameters, None, 0)
+
+
 def test_a_rank_s_own_residuals_are_read_without_the_others_mean() -> None:
     own = {"a": torch.ones(2)}
-    saved = checkpoint.export("rank 0 of 2", {"residual": own}, step=0, codec="TopK()", seed=0)
+    mine = checkpoint_of({"a": torch.ones(2)})
+    mine.key = "rank 0 of 2"
+    saved = mine.export(mine.key, {"residual": own})
     saved["residuals"]["rank 1 of 2"] = {"a": torch.zeros(2)}
     with patch.object(checkpoint, "_mean_of_all", side_effect=AssertionError("the mean is not needed")):
-        _, found = checkpoint.read(saved, saved, "rank 0 of 2", {"a": torch.ones(2)}, strict=True)
+        _, found = mine.read(saved, strict=True)
     assert torch.equal(found["residual"]["a"], own["a"])
 
 
@@ -193,7 +202,7 @@ def test_means_of_what_only_some_ranks_keep() -> None:
     parameters = {name: torch.zeros(2, 3) for name in "abc"}
     kept = {"residual": {"a": torch.ones(2, 3)}, "momentum": {}}
     with patch.object(torch, "zeros", wraps=torch.zeros) as made:
-        found = checkpoint.means(connection, kept, parameters)
+        found = checkpoint_of(parameters).means(connection, kept)
     assert made.call_count == 1
     assert found["momentum"] == {}
     assert list(found["residual"]) == ["a", "b"]

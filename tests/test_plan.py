@@ -85,7 +85,7 @@ def decide(rank: int, codec: Codec, beta: float, options: dict[str, Any], inside
         probe.calibration, probe.codec_speed = real
     error, done = ledger.error(state), state.statistics()
     state.close()
-    return digests, error, done.decisions, done.payload_bytes / done.dense_bytes
+    return digests, error, done.decisions, done.bytes_sent / done.dense_bytes
 
 
 SLOW, FAST = 1e-7, 1e-12

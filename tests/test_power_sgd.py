@@ -371,7 +371,7 @@ def test_bytes_are_those_of_two_means() -> None:
         ranks = InProcessRanks(size, LAYOUT, PowerSGD(2), "factors", Residual())
         ranks.reduce([gradient("normal", NUMEL, r) for r in range(size)])
         most = 2 * wire * (size - 1) / size if size > 2 else wire
-        assert most <= ranks.transfer_bytes <= most + 2 * 8 * size
+        assert most <= ranks.bytes_received <= most + 2 * 8 * size
 
 
 # -- in training -------------------------------------------------------------------------------------------------------

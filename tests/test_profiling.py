@@ -140,6 +140,14 @@ def test_phases_on_the_profiled_thread_need_no_option() -> None:
     assert event.time_range.elapsed_us() >= 1e4
 
 
+def test_former_names_of_counts_warn() -> None:
+    statistics = Statistics(bytes_sent=3, bytes_received=5)
+    with pytest.warns(DeprecationWarning, match="payload_bytes is called bytes_sent now"):
+        assert statistics.bytes_sent == 3
+    with pytest.warns(DeprecationWarning, match="transfer_bytes is called bytes_received now"):
+        assert statistics.transfer_bytes == 5
+
+
 @pytest.mark.parametrize("profiled", [False, True])
 @pytest.mark.parametrize("tool", [None, *NVTX_TOOLS])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

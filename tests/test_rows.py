@@ -279,7 +279,7 @@ def bytes_of(rank: int, used: int) -> tuple[int, int]:
     trainer.step()
     done = trainer.state.statistics()
     trainer.state.close()
-    return done.transfer_bytes, done.dense_bytes
+    return done.bytes_received, done.dense_bytes
 
 
 def test_few_rows_are_few_bytes(ranks: Ranks) -> None:

@@ -77,7 +77,7 @@ def warmed_up(rank: int) -> tuple[list[float], str]:
     for step in range(12):
         model.zero_grad()
         ddp(batch(rank, step, model)).square().mean().backward()
-        now = state.statistics().payload_bytes
+        now = state.statistics().bytes_sent
         shares.append((now - sent) / (4 * numel))
         sent = now
     state.close()

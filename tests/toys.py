@@ -254,11 +254,11 @@ class Star(Exchange):
         return Estimate("star", 4.0 * what.numel, 0.0, 0.0, 0.0, 0.0)  # says that it takes no time at all
 
     @property
-    def payload_bytes(self) -> int:
+    def bytes_sent(self) -> int:
         return len(self.row)
 
     @property
-    def transfer_bytes(self) -> int:
+    def bytes_received(self) -> int:
         return 4 * self.floats
 
     def reduce(self, x: ExchangeArgs) -> Stages:

@@ -21,6 +21,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from gradwire.hooks.core.bucket import Bucket
+from gradwire.hooks.core.checkpoint import Checkpoint
 from gradwire.hooks.core.reducer import Reducer
 from gradwire.hooks.core.step import Step
 from gradwire.hooks.ddp.state import State
@@ -51,7 +52,7 @@ class Account:
         self._end = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        account, reduce, bind, load, export = self, Reducer._reduce, State._bind, State._load, State._export
+        account, reduce, bind, load, export = self, Reducer._reduce, State._bind, State._load, Checkpoint.export
 
         def looked_at(reducer: Reducer, step: Step, unit: Bucket, buffer: Tensor) -> Iterator[Any]:
             account._add(account.wanted, unit, buffer)
@@ -68,13 +69,13 @@ class Account:
             account.start = {name: residual.double().clone() for name, residual in found.items()}
             account.wanted, account.received = {}, {}
 
-        def exported(state: State, key: str, vectors: Any, fill: bool = True) -> dict[str, Any]:
-            if fill and account.saved is None and state.step:
+        def exported(checkpoint: Checkpoint, key: str, vectors: Any) -> dict[str, Any]:
+            if account.saved is None and checkpoint.facts["step"]:
                 account.saved = {name: residual.double().clone() for name, residual in vectors["residual"].items()}
-            return export(state, key, vectors, fill)
+            return export(checkpoint, key, vectors)
 
-        of_state = {"_bind": bound, "_load": loaded, "_export": exported}
-        for what, by in ((Reducer, {"_reduce": looked_at}), (State, of_state)):
+        of_state = {"_bind": bound, "_load": loaded}
+        for what, by in ((Reducer, {"_reduce": looked_at}), (State, of_state), (Checkpoint, {"export": exported})):
             self._end.enter_context(patch.multiple(what, **by))
         handle = register_optimizer_step_post_hook(self._stepped)
         self._end.callback(handle.remove)

@@ -1,11 +1,11 @@
-"""gradwire under Lightning, Accelerate and Transformers: the hook, and what it keeps in their checkpoints.
+"""gradwire under Lightning, Accelerate and Transformers: the hook, and its state in their checkpoints.
 
 >>> Trainer(callbacks=[LightningCallback(CompressState(TopK(density=0.01)))])  # lightning.pytorch's
 >>> register_with_accelerator(accelerator, model, CompressState(TopK(density=0.01)))  # after accelerator.prepare(model)
 >>> trainer.add_callback(TransformersCallback(trainer, CompressState(TopK(density=0.01))))  # transformers' Trainer
->>> register_hook(model, CompressState(TopK(density=0.01)))  # Fabric's, or anybody's
+>>> register_hook(model, CompressState(TopK(density=0.01)))  # Fabric, or any DDP model
 
-Importing this imports none of them: each is asked for by the name that needs it.
+Importing this module imports none of them: each is imported with the first name that needs it.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Accelerate: the hook at a model that has been prepared, and files beside those of `save_state`."""
+"""Accelerate: the hook of a prepared model, and its state beside the files of `save_state`."""
 
 from __future__ import annotations
 
@@ -13,34 +13,33 @@ from ..hooks import CompressState
 from . import files
 from .registering import register_hook
 
-#: The states that each accelerator saves, in files of other names each.
+#: The states that each accelerator saves, each in files of another name.
 _states: WeakKeyDictionary[Accelerator, list[CompressState]] = WeakKeyDictionary()
 
 
 def register_with_accelerator(
     accelerator: Accelerator, model: nn.Module, state: CompressState, *, strict: bool = True
 ) -> None:
-    """Compress the gradients of a prepared model. `accelerator.save_state` then writes what each rank keeps to a file
-    of its own, and `load_state` reads it; on another number of ranks, each gets the mean of what all kept. With one
-    process nothing is done. A collective.
+    """Compress the gradients of a prepared model. `accelerator.save_state` then writes each rank's residuals to a file
+    of its own, and `load_state` reads it; on another number of ranks, each rank gets the mean of all. With one process
+    nothing is done. A collective.
 
     Args:
-        accelerator: which has prepared the model, without a `comm_hook` of its own. In "fp16" its GradScaler is
+        accelerator: the one that prepared the model, without a `comm_hook` of its own. In "fp16" its GradScaler is
             followed.
-        model: what `prepare` returned.
+        model: the return value of `prepare`.
         state: from `CompressState(codec)`.
-        strict: with False, `load_state` takes files too that have residuals for what is frozen, excluded, of another
-            shape or gone now, or none, with a warning: `CompressState.load_state_dict`'s.
+        strict: `CompressState.load_state_dict`'s, for `load_state`.
 
     Raises:
-        TypeError: `prepare` made no `DistributedDataParallel` of it.
+        TypeError: `prepare` made no `DistributedDataParallel` of the model.
         RuntimeError: the model has another hook.
     """
     if accelerator.num_processes == 1:
         return
     register_hook(model, state, accelerator.scaler)
     states = _states.setdefault(accelerator, [])
-    if any(known is state for known in states):  # of a model that has been prepared again
+    if any(known is state for known in states):  # the model has been prepared again
         return
     states.append(state)
     name = "gradwire" if len(states) == 1 else f"gradwire{len(states)}"

@@ -1,4 +1,4 @@
-"""A state beside the files of a checkpoint: what each rank keeps, in a file of its own."""
+"""A state beside the files of a checkpoint: each rank's part in a file of its own."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def save(state: CompressState, folder: str | Path, name: str = "gradwire") -> Pa
     """Write this rank's `state_dict()`. Every rank must, after the same step.
 
     Args:
-        folder: of the checkpoint; made where it is not there.
-        name: what the file's name begins with.
+        folder: the checkpoint's folder; made if it does not exist.
+        name: begin of the file's name.
 
     Returns:
         The file.
@@ -35,17 +35,17 @@ def save(state: CompressState, folder: str | Path, name: str = "gradwire") -> Pa
 
 
 def load(state: CompressState, folder: str | Path, name: str = "gradwire", strict: bool = True) -> bool:
-    """Go on from what `save` wrote. On another number of ranks, each gets the mean of what all kept, so that nothing is
-    lost.
+    """Go on from the files of `save`. On another number of ranks, each gets the mean of all residuals, so that nothing
+    is lost.
 
     Args:
         strict: `CompressState.load_state_dict`'s.
 
     Returns:
-        Whether there was anything; else this warns.
+        True if there were files; else this warns.
 
     Raises:
-        ValueError: it does not fit, or a rank's file is missing.
+        ValueError: the files do not fit, or a rank's file is missing.
     """
     own = _path(Path(folder), name)
     files = [own] if own.exists() else _files(own.parent, name)
@@ -60,10 +60,10 @@ def load(state: CompressState, folder: str | Path, name: str = "gradwire", stric
 
 
 def _together(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """One checkpoint of what several ranks have saved.
+    """One checkpoint with the parts of several ranks.
 
     Raises:
-        ValueError: they are of different steps.
+        ValueError: the parts are of different steps.
     """
     steps = sorted({part["step"] for part in parts})
     if len(steps) > 1:
@@ -79,8 +79,8 @@ def _together(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _remove_others(folder: Path, name: str, step: int) -> None:
-    """Remove files of another number of ranks, which would be taken for this checkpoint's; the rank that is last does.
-    Until every rank has written its file of this step, they may be all that can be loaded."""
+    """Remove files of another number of ranks, which would be taken for this checkpoint's. The last rank to save does:
+    until every rank has written its file of this step, the old files may be all that can be loaded."""
     mine = {_path(folder, name, rank) for rank in range(dist.get_world_size())}
     others = set(_files(folder, name)) - mine
     if others and all(file.exists() and _step(file) == step for file in mine):
@@ -94,7 +94,7 @@ def _step(file: Path) -> int:
 
 
 def _files(folder: Path, name: str) -> list[Path]:
-    """All ranks', of any number of them."""
+    """The files of all ranks, of any number of ranks."""
     pattern = re.compile(re.escape(name) + r"_\d+_of_\d+\.pt")
     return sorted(file for file in folder.glob("*.pt") if pattern.fullmatch(file.name))
 

@@ -1,4 +1,4 @@
-"""Lightning: a callback, which works with every strategy that wraps the model in DDP, on CPUs too."""
+"""Lightning: a callback for every strategy that wraps the model in DDP, on CPUs too."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from .registering import register_hook
 
 
 class LightningCallback(Callback):
-    """Compresses the gradients of `Trainer.fit`, and has the state in Lightning's checkpoints.
+    """Compresses the gradients of `Trainer.fit`, and saves the state in Lightning's checkpoints.
 
     Lightning's own slot, `DDPStrategy(ddp_comm_state=…, ddp_comm_hook=…)`, takes a `CompressState(codec)` too, but
     registers hooks on CUDA only, and saves nothing.
 
-    A checkpoint has the mean of what all ranks keep (`consolidated_state_dict`): it is as large as the model in
-    float32, loads on any number of ranks, and nothing is lost. To make it is a collective, as Lightning's
-    `save_checkpoint` is. Where the Trainer has one process, nothing is done, and what a checkpoint has brought goes as
-    it is into the next. The GradScaler of "16-mixed" is followed.
+    A checkpoint has the mean of all ranks' residuals (`consolidated_state_dict`): it is as large as the model in
+    float32, loads on any number of ranks, and nothing is lost. Making it is a collective, as Lightning's
+    `save_checkpoint` is. With one process nothing is compressed, and the state of a loaded checkpoint is saved
+    unchanged in the next one. The GradScaler of "16-mixed" is followed.
 
     Args:
         state: from `CompressState(codec)`.
-        strict: with False, a checkpoint loads too that has residuals for what is frozen, excluded, of another shape or
-            gone now, or none, with a warning: `CompressState.load_state_dict`'s.
+        strict: `CompressState.load_state_dict`'s.
 
     Raises:
         TypeError: in `fit`, the strategy does not wrap the model in DDP.
@@ -55,7 +54,7 @@ class LightningCallback(Callback):
         if self.state.bound:
             return self.state.consolidated_state_dict()
         try:
-            return self.state.state_dict()  # what was loaded, as long as it has no model
+            return self.state.state_dict()  # the loaded checkpoint, as long as there is no model
         except RuntimeError:
             return {}
 

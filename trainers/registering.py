@@ -1,4 +1,4 @@
-"""The hook, registered at whatever a trainer has made of the model."""
+"""Registration of the hook with a model, or with a trainer's wrapper of it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ..hooks.ddp.registration import check_free, has_hook
 def register_hook(
     model: nn.Module, state: CompressState, grad_scaler: torch.amp.GradScaler | Literal["own"] | None = "own"
 ) -> None:
-    """Bind a state to a model, and register `compress_hook` there. A collective; the second time nothing happens.
+    """Bind a state to a model, and register `compress_hook`. A collective; a second call does nothing.
 
     Args:
-        model: a `DistributedDataParallel` model, or what Fabric's `setup` or `torch.compile` made of it.
+        model: a `DistributedDataParallel` model, or a wrapper of it by Fabric's `setup` or `torch.compile`.
         state: from `CompressState(codec)`.
-        grad_scaler: what scales gradients from now on: the trainer's, or None. By default the state's own is; and where
-            there is none, a state that has not trained yet keeps its own, as one that is used by hand.
+        grad_scaler: the GradScaler from now on: the trainer's, or None. By default the state keeps its own; with None,
+            so does a state that has not trained yet.
 
     Raises:
         TypeError: there is no DDP model inside.
         ValueError: `CompressState.bind`'s; or DDP cannot call the hook; or the state has trained with a GradScaler and
-            there is none, or the other way round.
+            there is none now, or the reverse.
         RuntimeError: the model has another hook; or `CompressState.bind`'s.
     """
     if not isinstance(state, CompressState):
@@ -34,7 +34,7 @@ def register_hook(
     ddp = ddp_of(model)
     check_free(ddp)
     if not has_hook(ddp):
-        ddp._comm_hooks.clear()  # of the model that this one is a copy of
+        ddp._comm_hooks.clear()  # those of the model that this one is a copy of
         if getattr(ddp, "_static_graph_delay_allreduce_enqueued", False):
             raise ValueError(
                 "the model is a copy of one with static_graph=True, which torch never lets reduce anything: wrap its "

@@ -1,4 +1,4 @@
-"""Transformers' Trainer: a callback, which holds the trainer, since callbacks are given the model without DDP."""
+"""Transformers' Trainer: a callback, which holds the trainer, since callbacks get the model without DDP."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ from .registering import register_hook
 
 
 class TransformersCallback(TrainerCallback):
-    """Compresses the gradients of `Trainer.train`, and has what each rank keeps in the Trainer's checkpoints, in a file
-    of its own, as their random states are. With one process nothing is done.
+    """Compresses the gradients of `Trainer.train`, and saves each rank's state in the Trainer's checkpoints, in a file
+    of its own like their random states. With one process nothing is done.
 
-    The Trainer tells callbacks that it has resumed, but not from where: it is seen from which folder it loads its
-    optimizer. Of a Trainer that does so in another way, the folder is taken from `resume_from`, from
-    `TrainingArguments.resume_from_checkpoint`, or is the checkpoint of that step in `output_dir`; it counts only if its
-    log is the one that the Trainer has resumed with. On another number of ranks, each gets the mean of what all kept.
+    The Trainer tells callbacks that it has resumed, but not the folder, which is taken from the load of its optimizer.
+    If a Trainer loads that otherwise, the folder is `resume_from`, `TrainingArguments.resume_from_checkpoint`, or the
+    checkpoint of that step in `output_dir`; it is used only if its log is the one that the Trainer has resumed with. On
+    another number of ranks, each gets the mean of all ranks' residuals.
 
-    Where `train` begins with another model than it had the last time, as `model_init` makes one for each trial of a
-    `hyperparameter_search`, nothing is kept of the former, and steps are counted anew.
+    If `train` begins with another model than the last time, as with `model_init` in each trial of a
+    `hyperparameter_search`, the former model's residuals are dropped, and steps are counted anew.
 
     Args:
-        trainer: the one that it is added to.
+        trainer: the trainer that gets the callback.
         state: from `CompressState(codec)`.
-        resume_from: the folder that is handed to `train(resume_from_checkpoint=…)`, where that is not seen.
-        strict: with False, a checkpoint loads too that has residuals for what is frozen, excluded, of another shape or
-            gone now, or none, with a warning: `CompressState.load_state_dict`'s.
+        resume_from: the folder of `train(resume_from_checkpoint=…)`, for Trainers that hide it.
+        strict: `CompressState.load_state_dict`'s.
 
     Raises:
         TypeError: in `train`, the Trainer has not made a `DistributedDataParallel` of the model.
@@ -47,7 +46,7 @@ class TransformersCallback(TrainerCallback):
     ) -> None:
         self.trainer, self.state, self.resume_from, self.strict = trainer, state, resume_from, strict
         self._trained: weakref.ref[nn.Module] | None = None
-        #: Where the Trainer has loaded its optimizer from, when it began to train.
+        #: The folder from which the Trainer loaded its optimizer, when it began to train.
         self._loaded: str | Path | None = None
         load: Any = getattr(trainer, "_load_optimizer_and_scheduler", None)
         if load is not None:
@@ -106,7 +105,7 @@ class TransformersCallback(TrainerCallback):
         yield self._folder(args, state)
 
     def _folder(self, args: TrainingArguments, state: TrainerState) -> Path:
-        """Where the Trainer saves this step: trials of a hyperparameter search have folders of their own."""
+        """The folder of this step's checkpoint; each trial of a hyperparameter search has its own."""
         trainer: Any = self.trainer
         trial = getattr(trainer, "_trial", None)
         assert args.output_dir is not None

@@ -207,7 +207,7 @@ class Installed:
         """Sent for each element of a gradient, so far."""
         done = self.statistics()
         if done is not None:
-            return 32 * done.payload_bytes / done.dense_bytes / (self.arm.every or 1)
+            return 32 * done.bytes_sent / done.dense_bytes / (self.arm.every or 1)
         if self.arm.rank:
             _, before, after = self.state.compression_stats()
             return 32 * after / before if before else 32.0
@@ -221,7 +221,7 @@ class Installed:
             return self.bits_per_element() / 32
         ranks = dist.get_world_size()
         ring = 2 * (ranks - 1) / ranks * done.dense_bytes
-        return done.transfer_bytes / ring / (self.arm.every or 1)
+        return done.bytes_received / ring / (self.arm.every or 1)
 
     def sends(self) -> str:
         """`WHOLE` or `HALF` if "auto" decided for it in every bucket, else `COMPRESSED`."""

@@ -120,7 +120,7 @@ def train(arm: Arm, recipe: Recipe, corpus: Corpus, seed: int, progress: Progres
             loss = torch.tensor(total_loss(model, inputs[rank::world_size], targets[rank::world_size]))
             dist.all_reduce(loss)
             done = installed.statistics()
-            sent = done.payload_bytes if done else round(arm.bits / 8) * elements * (step + 1)
+            sent = done.bytes_sent if done else round(arm.bits / 8) * elements * (step + 1)
             curve.append(Point(step + 1, bits_per_byte(loss.item(), targets.numel()), sent))
             note = f"{curve[-1].bits_per_byte:.3f} bits per byte"
         progress.advance(1, f"{arm.title}, seed {seed}, step {step + 1}: {note}")

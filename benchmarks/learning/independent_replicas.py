@@ -98,7 +98,7 @@ class IndependentReplicas:
         if not delay:
             self._move(carry=False)
             self.agree = True
-        return self.ranks.transfer_bytes
+        return self.ranks.bytes_received
 
     def _move(self, carry: bool) -> None:
         """Apply the means that have been exchanged."""

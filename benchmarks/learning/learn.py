@@ -161,11 +161,11 @@ def train_together(
             move(parameters, flat, layout)
         if inside is not None:
             inside.move(values, flats, rate)
-            received += ranks.transfer_bytes
+            received += ranks.bytes_received
             continue
         arriving.append(ranks.reduce(flats).clone())
         put(parameters, arriving[0], layout)
-        received += ranks.transfer_bytes
+        received += ranks.bytes_received
         if isinstance(way.strategy, Tracking):
             beta = way.strategy.beta
             rate /= 1.0 - beta ** (step + 1) if way.corrected else 1.0

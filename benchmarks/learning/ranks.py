@@ -76,6 +76,6 @@ class InProcessRanks:
         return gradients[0]
 
     @property
-    def transfer_bytes(self) -> int:
+    def bytes_received(self) -> int:
         """Bytes that a rank received in the last step, the most of any."""
-        return max(unit.exchange.transfer_bytes for unit in self.units)
+        return max(unit.exchange.bytes_received for unit in self.units)

@@ -106,7 +106,7 @@ class Runner:
         if statistics is None:
             return {}
         seconds = {f"{phase}_s": spent for phase, spent in statistics.seconds.items()}
-        return {"payload_bytes": statistics.payload_bytes, **seconds}
+        return {"payload_bytes": statistics.bytes_sent, **seconds}
 
     def result(self) -> dict[str, Any]:
         """Of all rounds: times, bytes sent a step as the kernel counts them, and medians of what gradwire counted."""

@@ -70,7 +70,7 @@ class Task:
         group.begin()
         means = yield from exchange.combine(entries, torch.zeros(0), NOTHING)
         sums = Entries(means.indices, means.values * group.size) if group.rank == 0 else None
-        return exchange.transfer_bytes, sums
+        return exchange.bytes_received, sums
 
 
 def simulate(task: Task, world_size: int, network: Network) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def main() -> None:
         mean = accelerator.reduce(total, "mean")
         accelerator.print(f"loss {float(mean):.3f} after {state.step} steps")
     done = state.statistics()
-    accelerator.print(f"{done.payload_bytes} bytes sent where float32 has {done.dense_bytes}")
+    accelerator.print(f"{done.bytes_sent} bytes sent where float32 has {done.dense_bytes}")
     accelerator.end_training()
 
 

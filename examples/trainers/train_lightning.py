@@ -64,7 +64,7 @@ def main() -> None:
     done = state.statistics()
     if trainer.is_global_zero:
         print(f"loss {float(trainer.callback_metrics['loss']):.3f} after {state.step} steps")
-        print(f"{done.payload_bytes} bytes sent where float32 has {done.dense_bytes}")
+        print(f"{done.bytes_sent} bytes sent where float32 has {done.dense_bytes}")
 
 
 if __name__ == "__main__":

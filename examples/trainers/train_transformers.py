@@ -49,7 +49,7 @@ def main() -> None:
     done = state.statistics()
     if trainer.is_world_process_zero():
         print(f"loss {losses[0]:.3f} at first, {losses[-1]:.3f} after {state.step} steps")
-        print(f"{done.payload_bytes} bytes sent where float32 has {done.dense_bytes}")
+        print(f"{done.bytes_sent} bytes sent where float32 has {done.dense_bytes}")
 
 
 if __name__ == "__main__":

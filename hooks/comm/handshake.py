@@ -21,6 +21,11 @@ def describe_model(parameters: Mapping[str, Tensor], excluded: Iterable[str], sp
     ]
 
 
+def side(description: dict[str, Any], problem: Exception | None) -> dict[str, Any]:
+    """A rank's side for `compare`: its description, or the error because of which it cannot go on."""
+    return description if problem is None else {"error": f"{type(problem).__name__}: {problem}"}
+
+
 def compare(sides: list[dict[str, Any]], remedy: str) -> None:
     """Compare the ranks' descriptions. A rank that cannot go on has a key "error".
 

@@ -1,4 +1,4 @@
-"""Where a backward pass ends, and whether it did: autograd's word, of which DDP's hook hears nothing."""
+"""The end of a backward pass, or its failure, as autograd reports it; DDP's hook hears of neither."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ current_pass: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def undisturbed() -> bool:
-    """Whether torch computes on this thread, in a backward pass, as on one of our own: no autocast, no mode that gets
-    to see what it does, or does it otherwise."""
+    """True if torch computes on this thread, in a backward pass, as on a thread of ours: without autocast and without
+    modes that observe or replace operations."""
     return not (torch._C._len_torch_dispatch_stack() or torch.is_autocast_enabled("cpu"))
 
 
 class AtEnd:
-    """What to do when the backward pass that runs now has ended, and what if it raises instead.
+    """Two callbacks of the backward pass that runs now: one for its end, one for the case that it raises.
 
     Autograd calls a callback when a pass has ended, in the order in which callbacks were queued; where the pass raises
     it drops them, which is when `raised` is called.
@@ -52,12 +52,12 @@ class AtEnd:
 
 
 def waited(wait: Callable[[], object], failed: Callable[[BaseException], bool]) -> BaseException | None:
-    """Wait for what ranks make together: a rank that leaves it there parts from the others. What a signal's handler
-    raises meanwhile is returned, to be raised when that has been put to use; a second one comes out at once.
+    """Wait for a result of all ranks: a rank that leaves the wait diverges from the others. An exception from a signal
+    handler is returned, for the caller to raise once the result is used; a second one is raised at once.
 
     Args:
-        wait: may be called again; raises what has failed.
-        failed: whether that is what it has raised.
+        wait: raises the failure of the result; may be called again.
+        failed: True of an exception that is such a failure.
     """
     try:
         wait()
@@ -70,7 +70,7 @@ def waited(wait: Callable[[], object], failed: Callable[[BaseException], bool]) 
 
 
 def raise_at_end(error: BaseException) -> None:
-    """Raise it when the backward pass that runs now has ended, after what is queued by now; at once where none runs."""
+    """Raise at the end of the backward pass that runs now, after all queued callbacks; at once where none runs."""
 
     def tell() -> None:
         raise error

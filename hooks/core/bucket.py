@@ -20,16 +20,15 @@ from ..exchanges import Dense, Exchange, ExchangeArgs
 
 
 class Bucket:
-    """What is reduced as one, a bucket of DDP for example: its layout, and the exchange that serves it now, with its
-    buffers.
+    """Gradients that are reduced as one, for example those of a DDP bucket: their layout, and their current exchange.
 
     Args:
-        index: tells it from the others, alike on all ranks.
-        parameters: whose gradients these are.
-        slots: where they lie.
-        excluded: names of those that stay as they are, inside the same messages.
+        index: identifies the bucket, alike on all ranks.
+        parameters: the owners of the gradients.
+        slots: the place of each gradient in the buffer.
+        excluded: names of the parameters that travel uncompressed, inside the same messages.
         like: a flat gradient.
-        strategy: what is kept between steps, where that is more than a residual.
+        strategy: the feedback strategy, where it keeps more than a residual.
     """
 
     def __init__(
@@ -45,39 +44,39 @@ class Bucket:
         self.slots, self.names = slots, frozenset(slot.name for slot in slots)
         kept = tuple(slot for slot in slots if slot.name not in excluded)
         rest = tuple(slot for slot in slots if slot.name in excluded)
-        self.layout, self.beside = end_to_end(kept), end_to_end(rest)
-        self.extra = torch.zeros(layout_numel(rest), dtype=torch.float32, device=like.device)
-        #: Whether what stays as it is goes through the strategy too.
-        self.keeps_beside = bool(rest) and strategy is not None and not strategy.only_residual
-        # Where some parameters stay dense, the others have to move together first. What adds up means would add up
-        # their rounding too.
+        self.layout, self.uncompressed_layout = end_to_end(kept), end_to_end(rest)
+        self.uncompressed = torch.zeros(layout_numel(rest), dtype=torch.float32, device=like.device)
+        #: True if uncompressed gradients pass through the strategy, too.
+        self.keeps_uncompressed = bool(rest) and strategy is not None and not strategy.only_residual
+        # Where some parameters stay uncompressed, the others are moved together first. A strategy that adds up means
+        # would add up their rounding, too.
         wide = strategy is not None and not strategy.only_residual
         dtype = torch.float32 if wide else like.dtype
         moves = bool(rest) or dtype != like.dtype
         self.packed = torch.zeros(layout_numel(kept), dtype=dtype, device=like.device) if moves else None
         if self.packed is not None:
             compressed = runs_between(zip(kept, self.layout, strict=True), self.packed)
-            dense = runs_between(zip(rest, self.beside, strict=True), self.extra)
+            dense = runs_between(zip(rest, self.uncompressed_layout, strict=True), self.uncompressed)
             self.packing = Packing(self.numel, [*compressed, *dense])
         self.choice: Choice | None = None
         self.plan: Plan | None = None
         self.clock: Clock | None = None
         self.exchange: Exchange
-        #: What has served before, until ranks are known to have replaced it alike: a rank that has not sends to it, and
-        #: a message for memory that is gone would stop those behind it, which say so.
+        #: The former exchange, until all ranks are known to have replaced it: a rank that has not still sends to it,
+        #: and a message without memory would block the messages behind it, which report the difference.
         self.replaced: Exchange | None = None
         self.operands: ExchangeArgs
-        #: What is kept of it, and as of which version of the feedback; None where nothing is, or that is not known.
+        #: This bucket's part of the feedback, and the feedback's version then; None: nothing is kept, or not known.
         self.kept: FeedbackState | None = None
         self.kept_version = -1
-        #: How many elements any rank has selected, where a sparse codec's exchange has seen that; else 0.
+        #: Number of elements that any rank has selected, where a sparse codec's exchange has counted it; else 0.
         self.union = 0
-        #: The same, on its way to the host.
+        #: That number on its way to the host.
         self.counting: Readback | None = None
         self.device = like.device
-        #: The result of what has none.
+        #: The result of stages that have none.
         self.nothing = torch.empty(0, device="cpu")
-        #: Whether the last mean was not finite, as DDP gets it, so alike on all ranks; where that is asked for.
+        #: True if the last mean, as DDP gets it, was not finite; alike on all ranks. None where nobody asks.
         self.overflow: Tensor | None = None
 
     @property
@@ -86,7 +85,7 @@ class Bucket:
         return self.exchange.ports
 
     def serves(self, parameters: list[Tensor], like: Tensor) -> bool:
-        """Whether DDP's bucket of these parameters still is this one; after a rebuild it may not be."""
+        """True if DDP's bucket of these parameters still is this one; after a rebuild it may not be."""
         return (
             self.numel == like.numel()
             and self.dtype == like.dtype
@@ -96,20 +95,23 @@ class Bucket:
         )
 
     def use(self, exchange: Exchange, seed: int, rank: int) -> None:
-        """Let an exchange serve from now on."""
+        """Reduce by this exchange from now on."""
         stream = 2 * rank << 32 | self.index
         draws = torch.stack([new_draw(seed, 0, number, self.device) for number in (stream, stream | 1 << 32)])
-        self.exchange, self.operands = exchange, ExchangeArgs(self.extra, self.extra, self.extra, NOTHING, (), *draws)
+        self.exchange, self.operands = (
+            exchange,
+            ExchangeArgs(self.uncompressed, self.uncompressed, self.uncompressed, NOTHING, (), *draws),
+        )
         stochastic = exchange.codec.stochastic or exchange.codec.second_pass().stochastic
-        #: Where the draws have their step; None where nothing is drawn.
+        #: The draws' step numbers; None where nothing is drawn.
         self.steps = draws[:, 1] if stochastic else None
-        self.kept = None  # nor what owners keep, whose slices are the exchange's
-        self.seen = [0, 0]  # of its counts
+        self.kept = None  # owners' slices depend on the exchange
+        self.seen = [0, 0]  # the exchange's counts as of the last step
 
     def follow(self, plan: Plan, planner: Planner, seed: int) -> None:
-        """Let the exchange serve that a plan wants."""
+        """Reduce by the exchange of this plan from now on."""
         if self.plan != plan:
-            numel, extra = layout_numel(self.layout), self.extra.numel()
+            numel, extra = layout_numel(self.layout), self.uncompressed.numel()
             exchange = planner.make(plan, f"{self.index} {numel} {extra} {plan}", self.layout, extra, self.device)
             self.replaced = getattr(self, "exchange", None)
             self.use(exchange, seed, planner.topology.all.rank)
@@ -119,10 +121,10 @@ class Bucket:
         """Stages: replace the gradients by their mean.
 
         Args:
-            buffer: where they lie.
-            feedback: what compression has left out so far.
-            keeps: whether what it leaves out now is kept there; what is there goes out in any case.
-            step: of the draws.
+            buffer: holds the gradients.
+            feedback: the residuals.
+            keeps: keep the residual of this step there; the residual of earlier steps is sent in any case.
+            step: number for the draws.
         """
         operands = self.operands
         if self.steps is not None:
@@ -131,23 +133,23 @@ class Bucket:
             self.packing.take(buffer)
         operands.out = grad = buffer if self.packed is None else self.packed
         operands.grad = self._feed(grad, feedback, keeps)
-        if self.keeps_beside:
-            self.extra.copy_(feedback.drain(self.beside, self.extra))
+        if self.keeps_uncompressed:
+            self.uncompressed.copy_(feedback.drain(self.uncompressed_layout, self.uncompressed))
         yield from self.exchange.reduce(operands)
-        operands.grad = operands.out = self.extra  # holds nothing between steps
+        operands.grad = operands.out = self.uncompressed  # holds nothing between steps
         for port in self.exchange.ports:
             port.post_receives()
         if self.kept is not None:
             self.kept.deliver(grad)
         else:
             feedback.deliver(self.layout, grad)
-        if self.keeps_beside:
-            feedback.deliver(self.beside, self.extra)
+        if self.keeps_uncompressed:
+            feedback.deliver(self.uncompressed_layout, self.uncompressed)
         if self.packed is not None:
             self.packing.put(buffer)
 
     def _feed(self, grad: Tensor, feedback: FeedbackStore, keeps: bool) -> Tensor:
-        """What is to be encoded; puts what is kept, and what this rank keeps for others, among the operands."""
+        """The gradient to encode; sets the operands' feedback, this rank's own and that of the slices it owns."""
         operands = self.operands
         if not keeps:
             self.kept, operands.feedback, operands.owned = None, NOTHING, ()
@@ -159,15 +161,15 @@ class Bucket:
         return grad
 
     def goes_dense(self, choice: Choice, clean: bool) -> bool:
-        """Whether nothing but a float32 all-reduce of the buffer serves it, for good by this choice.
+        """True if a float32 all-reduce of the buffer is all that this choice needs, in every step from now on.
 
         Args:
-            clean: whether no rank can have kept anything back; else the last mean tells.
+            clean: no rank can hold a residual; if False, the last mean decides.
         """
         if self.dtype != torch.float32 or self.choice != choice or not isinstance(self.exchange, Dense):
             return False
         return clean or self.exchange.settled
 
     def forget(self) -> None:
-        """Draws and predictions begin again."""
+        """Begin draws and predictions again."""
         self.plan = self.choice = None

@@ -1,7 +1,7 @@
-"""What a state writes down and reads back: tensors, numbers and strings only.
+"""Checkpoints of whatever keeps residuals: tensors, numbers and strings only.
 
-Residuals differ between ranks, so each rank's lie under a key that names the rank: `torch.distributed.checkpoint` keeps
-one value for each key, whichever rank brings it. Their mean is the same on all ranks and lies under `MEAN`. Format 1
+Residuals differ between ranks, so each rank's are saved under a key that names the rank: `torch.distributed.checkpoint`
+keeps one value for each key, from any rank. Their mean is the same on all ranks, and is saved under `MEAN`. Format 1
 had one rank's residuals without such a key, and "rank" (-1 for the mean) and "world_size" beside them.
 """
 
@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor
 
-from ...compress.feedback.base import RESIDUAL, Feedback
+from ...compress.feedback.base import RESIDUAL
+from ...compress.feedback.store import FeedbackStore
 from ..comm.pieces import all_reduce
 from .names import renamed
+from .options import Options
 from .session import Session
 
 FORMAT = 2
@@ -26,6 +30,11 @@ FORMAT = 2
 MEAN = "mean"
 
 PACKAGE = Path(__file__).parents[2]
+#: Remedy for a checkpoint that is refused.
+SKIP = "; load_state_dict(..., strict=False)"
+
+#: Tensors by vector of the feedback strategy and by name of the parameter.
+Vectors = dict[str, dict[str, Tensor]]
 
 
 def rank_key(rank: int, world_size: int) -> str:
@@ -33,24 +42,175 @@ def rank_key(rank: int, world_size: int) -> str:
     return f"rank {rank} of {world_size}"
 
 
-def export(
-    key: str, vectors: Mapping[str, dict[str, Tensor]], strategy: Feedback | None = None, **facts: Any
-) -> dict[str, Any]:
-    """A checkpoint: `facts`, which are the same on all ranks, residuals by parameter name, and what else is kept.
+class Checkpoint:
+    """The checkpoints of one owner, as of now.
 
     Args:
-        strategy: what a rank keeps as bfloat16 is saved so; int8's numbers take their steps' float32, and means do too.
+        owner: the class or function that the user calls, for messages.
+        options: the owner's.
+        feedback: the owner's residuals.
+        parameters: the owner's, by name.
+        group: the process group; None: only means are saved.
+        step: the owner's step.
+        zeros: names of parameters that are saved as zeros where they have no residual but may get one:
+            `torch.distributed.checkpoint` fills only the tensors that it is shown.
+        idle: parameters that have no residuals, by name, with the reason.
+        facts: further values that are equal on all ranks.
     """
-    if strategy is not None and key != MEAN:
-        halved = {vector for vector in vectors if strategy.storage_dtype(vector) == torch.bfloat16}
-        vectors = {v: {n: x.bfloat16() if v in halved else x for n, x in found.items()} for v, found in vectors.items()}
-    kept = {vector: {key: found} for vector, found in vectors.items()}
-    residuals = kept.pop(RESIDUAL, {key: {}})
-    return {"format": FORMAT, **facts, "residuals": residuals, **({"vectors": kept} if kept else {})}
+
+    def __init__(
+        self,
+        owner: str,
+        options: Options,
+        feedback: FeedbackStore,
+        parameters: Mapping[str, Tensor],
+        group: Any,
+        step: int,
+        *,
+        zeros: Container[str] = (),
+        idle: Mapping[str, str] = MappingProxyType({}),
+        **facts: Any,
+    ) -> None:
+        self.owner, self.feedback, self.parameters, self.idle = owner, feedback, parameters, idle
+        self.key = MEAN if group is None else rank_key(dist.get_rank(group), dist.get_world_size(group))
+        self.facts = {"codec": options.codec_text, "step": step, "seed": options.seed, **facts}
+        self._zeros = zeros if options.may_keep() else ()
+
+    # -- saving --------------------------------------------------------------------------------------------------------
+
+    def of_rank(self) -> dict[str, Any]:
+        """This rank's part."""
+        self.feedback.fold()
+        return self.export(self.key, self.feedback.everything())
+
+    def second_pass(self, session: Session) -> dict[str, Any]:
+        """The mean of the residuals over the ranks, equal on all. A collective."""
+        self.feedback.fold()
+        return self.export(MEAN, self.means(session, self.feedback.everything()))
+
+    def means(self, session: Session, vectors: Vectors) -> Vectors:
+        """The mean over the ranks of each residual that any of them has. A collective."""
+        reported = session.control.all_gather_object({vector: sorted(mine) for vector, mine in vectors.items()})
+        found: Vectors = {}
+        for vector, mine in vectors.items():
+            names = sorted({name for each in reported for name in each[vector]})
+            found[vector] = {name: mine[name] if name in mine else self.zero(name) for name in names}
+        every = [mean for means in found.values() for mean in means.values()]
+        if every:
+            all_reduce(session.group, every[0].device, every)
+        for mean in every:
+            mean.div_(session.group.size)
+        return found
+
+    def export(self, key: str, vectors: Vectors) -> dict[str, Any]:
+        """A checkpoint with these residuals under `key`. A rank's bfloat16 is saved as such; int8 and means as float32,
+        since int8's steps would be needed, too."""
+        shown = [name for name in self.parameters if name in self._zeros]
+        saved = {}
+        for vector, found in vectors.items():
+            found = {**found, **{name: self.zero(name) for name in shown if name not in found}}
+            if key != MEAN and self.feedback.strategy.storage_dtype(vector) == torch.bfloat16:
+                found = {n: x.bfloat16() for n, x in found.items()}
+            saved[vector] = {key: found}
+        residuals = saved.pop(RESIDUAL, {key: {}})
+        return {"format": FORMAT, **self.facts, "residuals": residuals, **({"vectors": saved} if saved else {})}
+
+    def zero(self, name: str) -> Tensor:
+        """The residual of a parameter that has none."""
+        like = self.parameters[name]
+        return torch.zeros(like.shape, dtype=torch.float32, device=like.device)
+
+    # -- loading -------------------------------------------------------------------------------------------------------
+
+    def read(
+        self, saved: Mapping[str, Any], strict: bool, needs: Collection[str] = ()
+    ) -> tuple[Mapping[str, Any], Vectors]:
+        """A checkpoint in today's format, and its residuals for this rank.
+
+        Args:
+            saved: from `of_rank` or `second_pass`, in this or another process.
+            strict: refuse a checkpoint that has no residuals for this rank, or some that cannot be used; else drop
+                these, with a warning.
+            needs: further keys that it must have.
+
+        Raises:
+            ValueError: the checkpoint does not fit.
+        """
+        saved = _upgraded(saved)
+        missing = {"format", *self.facts, "residuals", *needs} - saved.keys()
+        if missing:
+            raise ValueError(f"this is not a checkpoint of {self.owner}: it lacks {', '.join(sorted(missing))}")
+        remedies = {
+            "format": "load it with the version of gradwire that saved it",
+            "codec": f"make this one with the checkpoint's codec, or begin without the checkpoint of {self.owner}",
+        }
+        for fact, remedy in remedies.items():
+            mine = {"format": FORMAT, **self.facts}[fact]
+            if saved[fact] != mine:
+                raise ValueError(f"the checkpoint has {fact} {saved[fact]}, this state {mine}: {remedy}")
+        vectors = self._of_this_model(self._of_this_rank(saved, strict), strict)
+        # A checkpoint has zeros where nothing was kept.
+        kept = {v: {name: x for name, x in found.items() if bool(x.any())} for v, found in vectors.items()}
+        more = sorted(v for v in kept.keys() - {RESIDUAL, *self.feedback.strategy.state_names} if kept[v])
+        if more:  # their residual need not be one of gradients
+            keeps = " and ".join(sorted({RESIDUAL, *self.feedback.strategy.state_names}))
+            text = f"the checkpoint has {' and '.join(more)} of parameters, and this state keeps {keeps} alone"
+            _refuse(strict, text, f"{SKIP} begins without what was kept", "it begins without what was kept")
+            kept = {}
+        return saved, self._without_idle(kept, strict)
+
+    def _of_this_rank(self, saved: Mapping[str, Any], strict: bool) -> Vectors:
+        """The tensors for this rank, by this model's names."""
+        by_rank = {RESIDUAL: saved["residuals"], **saved.get("vectors", {})}
+        vectors: dict[str, Any] = {
+            vector: found[self.key] if self.key in found else _mean_of_all(found) for vector, found in by_rank.items()
+        }
+        absent = sorted({*self.feedback.strategy.state_names} - {RESIDUAL} - vectors.keys())
+        if absent:  # a residual alone would stay in what is added up
+            lacks = " and no ".join(absent)
+            text = f"the checkpoint has no {lacks} of parameters, which this state keeps besides residuals"
+            _refuse(strict, text, f"{SKIP} begins without what was kept", "it begins without what was kept")
+            return {}
+        if None in vectors.values():
+            text = (
+                f"the checkpoint has the residuals of {', '.join(saved['residuals']) or 'no rank'}, and this is "
+                f"{self.key}: save state_dict() on every rank, each to a file of its own, or on every rank "
+                "consolidated_state_dict(), which loads on any rank and any number of ranks"
+            )
+            _refuse(strict, text, f"{SKIP} goes on without residuals", "this rank goes on without residuals")
+            return {}
+        return {vector: renamed(found, self.parameters) for vector, found in vectors.items()}
+
+    def _of_this_model(self, vectors: Vectors, strict: bool) -> Vectors:
+        """Without parameters that the model has not, has frozen, or has in another shape."""
+        foreign: dict[str, str] = {}
+        for name, x in (item for found in vectors.values() for item in found.items()):
+            mine = self.parameters.get(name)
+            if mine is None or mine.shape != x.shape:
+                has = "no such parameter that requires gradients" if mine is None else f"shape {tuple(mine.shape)}"
+                foreign.setdefault(name, f"it has {name!r} of shape {tuple(x.shape)}, this model {has}")
+        if foreign:
+            text = f"the checkpoint is of another model: {min(foreign.items())[1]}"
+            outcome = f"what was kept of {len(foreign)} such is dropped"
+            _refuse(strict, text, f"{SKIP} goes on without what was kept of such", outcome)
+        return {vector: {n: x for n, x in found.items() if n not in foreign} for vector, found in vectors.items()}
+
+    def _without_idle(self, vectors: Vectors, strict: bool) -> Vectors:
+        """Without parameters whose residuals would never be sent."""
+        late = sorted({name for found in vectors.values() for name in found} & self.idle.keys())
+        if late:
+            text = f"the checkpoint has a residual of {late[0]!r}, {self.idle[late[0]]}, and goes without one"
+            _refuse(strict, text, ": undo that, or drop it by load_state_dict(..., strict=False)", "it is dropped")
+        return {vector: {n: x for n, x in found.items() if n not in self.idle} for vector, found in vectors.items()}
 
 
-def upgraded(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A checkpoint in today's format, whichever it had."""
+def idle_names(excluded: Iterable[str], sparse: Iterable[str] = ()) -> dict[str, str]:
+    """`Checkpoint`'s `idle`, of excluded parameters and of those with sparse gradients."""
+    return dict.fromkeys(excluded, "which is excluded now") | dict.fromkeys(sparse, "whose gradients are sparse now")
+
+
+def _upgraded(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A checkpoint of any format in today's."""
     if saved.get("format") != 1 or not {"rank", "world_size", "residuals"} <= saved.keys():
         return saved
     rest = {key: value for key, value in saved.items() if key not in ("rank", "world_size")}
@@ -58,122 +218,8 @@ def upgraded(saved: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**rest, "format": FORMAT, "residuals": {key: saved["residuals"]}}
 
 
-def read(
-    saved: Mapping[str, Any],
-    expected: Mapping[str, Any],
-    key: str,
-    parameters: Mapping[str, Tensor],
-    strict: bool,
-    owner: str = "CompressState",
-    idle: Mapping[str, str] | None = None,
-) -> tuple[Mapping[str, Any], dict[str, dict[str, Tensor]]]:
-    """A checkpoint in today's format, and what it has that is this rank's or everybody's: residuals, and other vectors.
-
-    Args:
-        saved: what `export` gave, in this or another process.
-        expected: what this state would export.
-        key: this rank's.
-        parameters: the model's, by name.
-        strict: whether to refuse a checkpoint that has no residuals for this rank, or some of parameters that the model
-            has not, or has frozen; else go on without these, and warn.
-        owner: whose checkpoints these are, for messages.
-        idle: why nothing that is kept of a parameter would ever be sent, by name: a checkpoint that has something is
-            refused if `strict`, else that is dropped, with a warning.
-
-    Raises:
-        ValueError: it does not fit.
-    """
-    saved = upgraded(saved)
-    missing = expected.keys() - saved.keys() - {"vectors"}
-    if missing:
-        raise ValueError(f"this is not a checkpoint of {owner}: it lacks {', '.join(sorted(missing))}")
-    remedies = {
-        "format": "load it with the version of gradwire that saved it",
-        "codec": f"make this one with the checkpoint's codec, or begin without the checkpoint of {owner}",
-    }
-    for fact, remedy in remedies.items():
-        if saved[fact] != expected[fact]:
-            raise ValueError(f"the checkpoint has {fact} {saved[fact]}, this state {expected[fact]}: {remedy}")
-    by_rank = {RESIDUAL: saved["residuals"], **saved.get("vectors", {})}
-    vectors: dict[str, Any] = {
-        vector: found[key] if key in found else _mean_of_all(found) for vector, found in by_rank.items()
-    }
-    absent = sorted(expected.get("vectors", {}).keys() - vectors.keys())
-    if absent:  # a residual alone would stay in what is added up
-        text = (
-            f"the checkpoint has no {' and no '.join(absent)} of parameters, which this state keeps besides residuals"
-        )
-        if strict:
-            raise ValueError(f"{text}; load_state_dict(..., strict=False) begins without what was kept")
-        _warn(f"{text}; it begins without what was kept")
-        vectors = {}
-    if None in vectors.values():
-        text = (
-            f"the checkpoint has the residuals of {', '.join(saved['residuals']) or 'no rank'}, and this is {key}: "
-            "save state_dict() on every rank, each to a file of its own, or on every rank consolidated_state_dict(), "
-            "which loads on any rank and any number of ranks"
-        )
-        if strict:
-            raise ValueError(f"{text}; load_state_dict(..., strict=False) goes on without residuals")
-        _warn(f"{text}; this rank goes on without residuals")
-        vectors = {}
-    named: dict[str, Mapping[str, Tensor]] = {vector: renamed(found, parameters) for vector, found in vectors.items()}
-    vectors = _of_this_model(named, parameters, strict)
-    # A checkpoint has zeros where nothing was kept.
-    kept = {v: {name: x for name, x in found.items() if bool(x.any())} for v, found in vectors.items()}
-    more = sorted(v for v in kept.keys() - expected.get("vectors", {}).keys() - {RESIDUAL} if kept[v])
-    if more:  # their residual need not be one of gradients
-        keeps = " and ".join(sorted({RESIDUAL, *expected.get("vectors", {})}))
-        text = f"the checkpoint has {' and '.join(more)} of parameters, and this state keeps {keeps} alone"
-        if strict:
-            raise ValueError(f"{text}; load_state_dict(..., strict=False) begins without what was kept")
-        _warn(f"{text}; it begins without what was kept")
-        kept = {}
-    return saved, _without(kept, idle or {}, strict)
-
-
-def _of_this_model(
-    vectors: dict[str, Mapping[str, Tensor]], parameters: Mapping[str, Tensor], strict: bool
-) -> dict[str, Mapping[str, Tensor]]:
-    """Less what is of parameters that the model has not, has frozen, or has in another shape, if not `strict`."""
-    foreign: dict[str, str] = {}
-    for name, x in (item for found in vectors.values() for item in found.items()):
-        mine = parameters.get(name)
-        if mine is None or mine.shape != x.shape:
-            has = "no such parameter that requires gradients" if mine is None else f"shape {tuple(mine.shape)}"
-            foreign.setdefault(name, f"it has {name!r} of shape {tuple(x.shape)}, this model {has}")
-    if not foreign:
-        return vectors
-    text = f"the checkpoint is of another model: {min(foreign.items())[1]}"
-    if strict:
-        raise ValueError(f"{text}; load_state_dict(..., strict=False) goes on without what was kept of such")
-    _warn(f"{text}; what was kept of {len(foreign)} such is dropped")
-    return {vector: {n: x for n, x in found.items() if n not in foreign} for vector, found in vectors.items()}
-
-
-def _without(
-    vectors: dict[str, dict[str, Tensor]], idle: Mapping[str, str], strict: bool
-) -> dict[str, dict[str, Tensor]]:
-    late = sorted({name for found in vectors.values() for name in found} & idle.keys())
-    if not late:
-        return vectors
-    text = f"the checkpoint has a residual of {late[0]!r}, {idle[late[0]]}, and goes without one"
-    if strict:
-        raise ValueError(f"{text}: undo that, or drop it by load_state_dict(..., strict=False)")
-    _warn(f"{text}; it is dropped")
-    return {vector: {n: x for n, x in found.items() if n not in idle} for vector, found in vectors.items()}
-
-
-def _warn(text: str) -> None:
-    """Names the line outside of the package that loads; states come here on ways of different lengths."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back and Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(text, stacklevel=level)
-
-
 def _mean_of_all(by_rank: Mapping[str, Mapping[str, Tensor]]) -> Mapping[str, Tensor] | None:
-    """What all ranks kept, no matter which saved it: the mean, or each rank's own. None where some are missing."""
+    """The mean over the ranks that saved: itself, or of each rank's own. None where some are missing."""
     size = len(by_rank)
     if MEAN in by_rank or set(by_rank) != {rank_key(rank, size) for rank in range(size)}:
         return by_rank.get(MEAN)
@@ -185,33 +231,14 @@ def _mean_of_all(by_rank: Mapping[str, Mapping[str, Tensor]]) -> Mapping[str, Te
     return found
 
 
-def idle_names(excluded: Iterable[str], sparse: Iterable[str] = ()) -> dict[str, str]:
-    """`read`'s `idle`, of parameters that are left as they are and of those whose gradients are sparse."""
-    return dict.fromkeys(excluded, "which is excluded now") | dict.fromkeys(sparse, "whose gradients are sparse now")
+def _refuse(strict: bool, text: str, remedy: str, outcome: str) -> None:
+    """Raise ValueError with the remedy if `strict`, else warn of the outcome.
 
-
-def means(
-    session: Session, vectors: Mapping[str, Mapping[str, Tensor]], parameters: Mapping[str, Tensor]
-) -> dict[str, dict[str, Tensor]]:
-    """The mean over the ranks of what each keeps of the parameters, by vector and name. A collective."""
-    told = session.control.all_gather_object({vector: sorted(mine) for vector, mine in vectors.items()})
-    found: dict[str, dict[str, Tensor]] = {}
-    for vector, mine in vectors.items():
-        names = sorted({name for each in told for name in each[vector]})
-        found[vector] = {name: mine[name] if name in mine else _zeros(parameters[name]) for name in names}
-    every = [mean for means in found.values() for mean in means.values()]
-    if every:
-        all_reduce(session.group, next(iter(parameters.values())).device, every)
-    for mean in every:
-        mean.div_(session.group.size)
-    return found
-
-
-def filled(residuals: dict[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Residuals with zeros for the parameters that have none: `torch.distributed.checkpoint` fills what it is shown."""
-    zeros = {name: _zeros(p) for name, p in parameters.items() if name not in residuals}
-    return {**residuals, **zeros}
-
-
-def _zeros(parameter: Tensor) -> Tensor:
-    return torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
+    The warning names the line outside of the package that loads: the depth of calls differs between owners.
+    """
+    if strict:
+        raise ValueError(text + remedy)
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(f"{text}; {outcome}", stacklevel=level)

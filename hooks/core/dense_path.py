@@ -1,7 +1,7 @@
-"""Steps in which all is dense and nothing is kept: an all-reduce of each bucket, and as little else as can be.
+"""Steps in which every bucket is dense and nothing is kept: an all-reduce of each bucket.
 
-Backward leaves little of Python in the processor's caches, so what runs here once a bucket takes several times what it
-takes alone. What a step of DDP's own does not do either is done once for a run of such steps, or not at all.
+After backward, Python runs on cold caches: code for each bucket costs several times its standalone time. Work that
+does not change is therefore done once for a run of such steps.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 from ..comm.group import Group
 from .statistics import Statistics
 
-#: How long to wait for what is under way when a backward pass has raised.
+#: Longest wait for messages in flight after a backward pass has raised.
 RAISED_TIMEOUT = timedelta(seconds=10)
 
 
 class Sum(torch.futures.Future[Tensor]):
-    """A sum that the backend makes in place; who waits for it sees to it that others need not."""
+    """The backend's sum, in place. The first wait completes the future, and later ones return at once."""
 
     def __init__(self, buffer: Tensor) -> None:
         super().__init__(devices=[buffer.device] if buffer.is_cuda else None)
@@ -40,24 +40,26 @@ class DensePath:
     """A run of such steps.
 
     Args:
-        group: that the gradients would take anyway.
-        device: where they are.
-        until: the number of the first step that may be something else.
-        seen: whether anybody but DDP sees the futures, or none may keep its buffer. DDP looks at them when the pass has
-            ended and the means are there, so that one which has its result already serves in every step.
-        statistics: what is counted.
+        group: the group in which DDP would reduce the gradients.
+        device: the gradients' device.
+        until: the number of the first step that may be reduced otherwise.
+        futures_observed: anybody but DDP gets the futures, or none may keep its buffer. DDP reads them after the end of
+            the pass, when the means are there, so that one completed future serves in every step.
+        statistics: the counts to add to.
 
     Attributes:
-        under_way: what is to be waited for, bucket by bucket.
-        backward: the pass that waits for it when it ends, leaving nothing under way if it raises; None: no pass runs.
-        steps: how many have been, alike on all ranks.
+        under_way: sums in flight, bucket by bucket.
+        backward: the pass that waits for the sums at its end, and for their writes if it raises; None: no pass runs.
+        steps: number of steps so far, alike on all ranks.
         spans: seconds from a pass's first bucket to all its means, on this rank.
     """
 
-    def __init__(self, group: Group, device: torch.device, until: int, seen: bool, statistics: Statistics) -> None:
+    def __init__(
+        self, group: Group, device: torch.device, until: int, futures_observed: bool, statistics: Statistics
+    ) -> None:
         self.until = until
         self._start, self._share = group.means(device)
-        self._ranks, self._fresh, self._statistics = group.size, seen or device.type != "cpu", statistics
+        self._ranks, self._fresh, self._statistics = group.size, futures_observed or device.type != "cpu", statistics
         self.under_way: list[Sum] = []
         self._last: list[Sum] = []
         self.backward: int | None = None
@@ -65,7 +67,7 @@ class DensePath:
         self._began = 0.0
 
     def reduce(self, buffer: Tensor) -> torch.futures.Future[Tensor]:
-        """The mean, there after `end`, or when it has been waited for: no thread of the backend's calls into Python."""
+        """A future of the mean, complete after `end` or after `wait`: no backend thread calls into Python."""
         under_way, last, share = self.under_way, self._last, self._share
         place = len(under_way)
         if not place:
@@ -82,7 +84,7 @@ class DensePath:
         return future
 
     def end(self) -> None:
-        """All of a backward pass has been given to `reduce`: wait for the means, before DDP looks."""
+        """Wait for the means of a backward pass, before DDP reads them."""
         under_way, numel = self.under_way, 0
         try:
             for future in under_way:
@@ -93,18 +95,18 @@ class DensePath:
         except RuntimeError:
             self.under_way = []
             raise
-        self.under_way = []  # not before: after what a signal's handler has raised the rest is waited for, too
+        self.under_way = []  # not before: if a signal handler raises, a second call waits for the rest
         if under_way:
             self.spans.append(time.perf_counter() - self._began)
         statistics, ranks = self._statistics, self._ranks
         statistics.elements += numel
         statistics.dense_bytes += 4 * numel
         if ranks > 1:
-            statistics.payload_bytes += 4 * numel
-            statistics.transfer_bytes += 8 * numel * (ranks - 1) // ranks
+            statistics.bytes_sent += 4 * numel
+            statistics.bytes_received += 8 * numel * (ranks - 1) // ranks
 
     def drop(self) -> None:
-        """Nobody wants the means of the step: wait until nothing is written to them, if other ranks let it end."""
+        """Give up the means of the step: wait until the backend no longer writes to them, within `RAISED_TIMEOUT`."""
         under_way, self.under_way = self.under_way, []
         for future in under_way:
             with suppress(RuntimeError):

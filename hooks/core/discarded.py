@@ -1,7 +1,7 @@
-"""Means that nobody applies: they go back to the residuals.
+"""Means that are not applied: they return to the residuals.
 
-When every rank adds such a mean to its residual, the mean of the residuals is what it was before, with the gradients
-that had gone in.
+If every rank adds such a mean to its residual, the mean of the residuals is that of before the step plus the mean of
+the gradients.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from .step import Step
 
 
 class DiscardedMeans:
-    """Returns the means of a model that are not applied.
+    """Returns means that are not applied to the residuals.
 
     Args:
-        feedback: the residuals that take them.
+        feedback: the residuals.
     """
 
     def __init__(self, feedback: FeedbackStore) -> None:
         self._feedback = feedback
 
     def discard(self, step: Step, pipeline: Pipeline) -> None:
-        """No mean of the step is applied: the backward pass raised, here or on the pipeline."""
+        """Return all means of a step whose backward pass raised, here or on the pipeline."""
         if step.settled:
             return
         step.settled = True
@@ -41,20 +41,20 @@ class DiscardedMeans:
             self.keep(step)
 
     def keep(self, step: Step, names: Collection[str] | None = None) -> Tensor:
-        """Nobody applies the means of these parameters, or of all: keep them. On the pipeline."""
+        """Return the means of these parameters, or of all, to the residuals. Runs on the pipeline."""
         for layout, mean, _ in self._returned(step):
             returned = [(slot, None) for slot in layout if names is None or slot.name in names]
             self._feedback.restore(layout, mean, returned)
         return torch.empty(0, device="cpu")
 
     def _returned(self, step: Step) -> Iterator[tuple[Layout, Tensor, Tensor]]:
-        """Each layout of which something is kept, the flat mean in it, and DDP's buffer. A step that is undone sent
-        nothing."""
+        """Each layout that has a residual, its flat mean, and DDP's buffer; none of a step that is undone, whose
+        residuals are those of before."""
         if not step.undone:
             for bucket, buffer in step.reduced:
                 mean = buffer if bucket.packed is None else bucket.packed
                 if bucket.packed is None and step.share != 1.0:
                     mean = mean / step.share
-                for layout, means in ((bucket.layout, mean), (bucket.beside, bucket.extra)):
+                for layout, means in ((bucket.layout, mean), (bucket.uncompressed_layout, bucket.uncompressed)):
                     if self._feedback.holds(layout):
                         yield layout, means, buffer

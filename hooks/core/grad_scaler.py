@@ -1,7 +1,7 @@
-"""A GradScaler, as far as error feedback has to follow it.
+"""GradScaler support for error feedback.
 
-A scaler skips the optimizer's step where a gradient is not finite. What was sent for the steps since its last update
-has then not been delivered: `backward()` may run several times before one `scaler.step(optimizer)`.
+A scaler skips the optimizer's step if a gradient is not finite. The means of all backward passes since its last update
+are then not applied: `backward()` may run several times before one `scaler.step(optimizer)`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from ...compress.feedback.store import FeedbackStore
 from ..comm.readback import Readback
 
-#: How to mend scales that differ.
+#: Remedy for scales that differ.
 EQUAL_SCALES = (
     "Gradients of different scales have no mean. Give every rank's GradScaler the state_dict() of one rank: after a "
     "resume, and after an epoch in which ranks made different numbers of steps"
@@ -26,12 +26,12 @@ EQUAL_SCALES = (
 
 @dataclass(frozen=True)
 class Scaling:
-    """What a scaler has done before a step.
+    """State of a loss scaler before a step.
 
     Attributes:
-        scale: that gradients have now; on a GPU a tensor [], for which nobody has to wait.
-        updated: whether the steps before are settled.
-        known: the scale as a number; on a GPU that of the step before, None in the first.
+        scale: the gradients' scale now; on a GPU a tensor [], which is not read back.
+        updated: True if the scaler has been updated since, so that earlier steps are final.
+        known: the scale as a number; on a GPU that of the step before, None in the first step.
     """
 
     scale: float | Tensor
@@ -39,19 +39,19 @@ class Scaling:
     known: float | None = None
 
     def words(self) -> tuple[int, int]:
-        """As whole numbers of 64 bits: the first says how much is known, the second is the scale."""
+        """Two 64-bit integers: the kind of knowledge, and the scale."""
         if isinstance(self.scale, Tensor):
             return (0, 0) if self.known is None else (BEFORE, _bits(self.known))
         return 1 + self.updated, _bits(self.scale)
 
     @classmethod
     def of(cls, words: Sequence[int]) -> Scaling | None:
-        """None where it is not known what the scaler has done."""
+        """The inverse of `words`; None where the scaler's state is not known."""
         known, bits = words
         return cls(_number(bits), known == 2) if known in (1, 2) else None
 
 
-#: The first of a scaling's words where the second is the scale of the step before.
+#: First word of a scaling whose second word is the scale of the step before.
 BEFORE = 3
 
 
@@ -80,13 +80,13 @@ def _number(bits: int) -> float:
 
 
 class LossScale:
-    """What a GradScaler does, seen at the first bucket of each step.
+    """Observer of a GradScaler, asked at the first bucket of each step.
 
     Args:
         scaler: the GradScaler in use, or None.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: `scaler` is neither.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
@@ -100,14 +100,14 @@ class LossScale:
 
     @property
     def skips(self) -> bool:
-        """Whether steps can be skipped: not by a scaler that is disabled."""
+        """True if the scaler can skip steps: there is one, and it is enabled."""
         return self.scaler is not None and self.scaler.is_enabled()
 
     def scaling(self, read: bool = False) -> Scaling | None:
-        """What the scaler has done since the last call; None where steps are never skipped.
+        """The scaler's state now, compared with the last call; None where steps are never skipped.
 
         Args:
-            read: have the scale as a number, so that other ranks can be told; waits for the device.
+            read: return the scale as a number, for other ranks; waits for the device.
         """
         scale = self.read() if read else self.scale
         if read:  # others may have joined, and know of no step before
@@ -116,13 +116,13 @@ class LossScale:
 
     @property
     def scale(self) -> float | Tensor | None:
-        """The scale that gradients have now, where it lies; None where nothing scales them."""
+        """The gradients' scale now, on its own device; None where nothing scales them."""
         scale = getattr(self.scaler, "_scale", None) if self.skips else None
         return scale if isinstance(scale, Tensor) and scale.is_cuda else self.read()
 
     def known(self) -> float | None:
-        """The scale as a number, for ranks to compare, without a wait: on a GPU that of the last call, None in the
-        first."""
+        """The scale as a number, for ranks to compare, without a wait: on a GPU the scale of the last call, and None in
+        the first."""
         scale = self.scale
         if not isinstance(scale, Tensor):
             return scale
@@ -131,16 +131,16 @@ class LossScale:
         return None if before is None else float(before.read()[0][0])
 
     def forget(self) -> None:
-        """The next step is the first that all ranks make."""
+        """Forget the scale of the last call: the next step is the first that all ranks make."""
         self._reading = None
 
     def read(self) -> float | None:
-        """The scale that gradients have now, as a number: waits for the device. None where nothing scales them."""
+        """The gradients' scale now, as a number; None where nothing scales them. Waits for the device."""
         return float(self.scaler.get_scale()) if self.scaler is not None and self.skips else None
 
     def updated(self) -> bool:
-        """Whether the scaler has been updated since the last call, so that the steps before it are settled."""
-        # `update` replaces what the scaler keeps of each optimizer; a scaler that keeps nothing settles every step.
+        """True if the scaler has been updated since the last call, so that the steps before it are final."""
+        # `update` replaces the scaler's record of each optimizer; for a scaler without one every step is final.
         now = getattr(self.scaler, "_per_optimizer_states", None)
         updated = now is None or now is not self._seen
         self._seen = now
@@ -151,49 +151,48 @@ class LossScale:
 
 
 class PeerScaling(Protocol):
-    """Where the other ranks say what their scalers have done."""
+    """Source of the other ranks' scalings."""
 
-    def compare(self, choice: Any, past: Mapping[str, str]) -> None: ...
+    def compare(self, choice: Any, history: Mapping[str, str]) -> None: ...
     def scaling(self) -> Scaling | None: ...
 
 
 class ScalerSync:
-    """Keeps residuals in the units of a loss scale, and takes back what a scaler has thrown away.
+    """Rescales residuals with the loss scale, and rolls them back if the scaler skips a step.
 
     Args:
-        loss_scale: what the scaler does.
+        loss_scale: observes the scaler.
         feedback: the residuals.
     """
 
     def __init__(self, loss_scale: LossScale, feedback: FeedbackStore) -> None:
         self.loss_scale, self.feedback = loss_scale, feedback
         self._scale: float | Tensor | None = loss_scale.read()
-        #: Whether the last step was made without this rank's gradients, so that its scaler does not know of it.
+        #: True if the last step had no gradients of this rank, so that its scaler does not know of the step.
         self.was_joined = False
         self._overflowed = False
 
     @property
     def scale(self) -> float | None:
-        """That residuals have; None where nothing scales gradients. Waits for the device."""
+        """The residuals' scale; None where nothing scales gradients. Waits for the device."""
         return None if self._scale is None else float(self._scale)
 
     @property
     def skips(self) -> bool:
-        """Whether steps can be skipped."""
+        """True if the scaler can skip steps."""
         return self.loss_scale.skips
 
     def asks(self, step: Any) -> bool:
-        """Whether `follow` will wait for the others: where this rank has joined, its own scaler does not know what
-        theirs do; they say so."""
+        """True if `follow` will wait for the other ranks: after a rank has joined, only theirs know the scale."""
         return self.skips and (self.was_joined or not step.own)
 
     def follow(self, others: PeerScaling, step: Any, scaling: Scaling | None) -> bool:
-        """Before a step: what the scaler has done since the last one. Returns whether that took to ask the others.
+        """Bring residuals to the scale of the step that begins. Returns True if that took a wait for the other ranks.
 
         Args:
-            others: who have announced the same.
-            step: with `own`, `choice` and `history`.
-            scaling: as this rank knows it.
+            others: the ranks that have announced this step.
+            step: has `own`, `choice` and `history`.
+            scaling: the scaler's state as this rank knows it.
         """
         if not self.skips:
             return False
@@ -210,7 +209,7 @@ class ScalerSync:
         return was_joined
 
     def _rescale(self, scale: float | Tensor) -> None:
-        """Gradients have this scale from now on."""
+        """Bring residuals to this scale."""
         if isinstance(scale, Tensor):  # the scaler will change it in place
             scale.record_stream(torch.cuda.current_stream(scale.device))
             scale = scale.clone()
@@ -220,20 +219,20 @@ class ScalerSync:
         self._scale = scale
 
     def ended(self, not_finite: bool) -> bool:
-        """After a step: whether the scaler will skip it, which is undone here. What came before in the same gradients
-        is skipped with it, and so is what will yet be added to them."""
+        """After a step: roll residuals back if the scaler will skip it, and return True then. The scaler also skips all
+        other backward passes that add to the same gradients, earlier and later ones."""
         self._overflowed |= self.skips and not_finite
         if self._overflowed:
             self.feedback.rollback()
         return self._overflowed
 
     def loaded(self, scale: float | None) -> None:
-        """The residuals are from a checkpoint, in units of this scale."""
+        """Take over residuals of a checkpoint, which have this scale."""
         self._overflowed = False
         self._scale = scale or 1.0 if self.skips else None
         if self._scale is None:
             self.feedback.rescale(1 / (scale or 1.0))
 
     def disconnected(self) -> None:
-        """What comes next has nothing to do with the last step."""
+        """Forget the last step: the next one follows no step of this session."""
         self._overflowed = False

@@ -1,4 +1,4 @@
-"""Names of parameters: those that the module itself gives them, whatever has been wrapped around its parts."""
+"""Names of parameters as the innermost module gives them, without those of wrappers."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import TypeVar
 
 from torch import nn
 
-#: Under which torch.compile, activation checkpointing and FSDP1 keep the module that they wrap.
+#: Attributes in which torch.compile, activation checkpointing and FSDP1 keep the wrapped module.
 WRAPPED = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"))
-#: Where DataParallel, AveragedModel and others keep it, and many a module a part of its own.
+#: Attribute in which DataParallel, AveragedModel and others keep it; also a usual name of a module's own part.
 OUTERMOST = "module."
 
 T = TypeVar("T")
 
 
 def unwrapped(name: str) -> str:
-    """A name, or a pattern of names, without the parts that wrappers have put in."""
+    """A name, or a pattern of names, without the parts of wrappers."""
     return ".".join(part for part in name.split(".") if part not in WRAPPED)
 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:
-    """The names without wrappers, by the full ones. No two are equal: those that would be keep their wrappers."""
+    """Names without wrappers, by full name. Names that would become equal keep their wrappers."""
     short = {name: unwrapped(name) for name in names}
     counts = Counter(short.values())
     plain = {name: inner if counts[inner] == 1 else name for name, inner in short.items()}
@@ -38,7 +38,7 @@ def names_of(module: nn.Module) -> dict[int, str]:
 
 
 def renamed(found: Mapping[str, T], known: Container[str]) -> dict[str, T]:
-    """What a checkpoint has by name, by the names that are known, where it has wrappers in its own."""
+    """A checkpoint's values under the model's names, which may lack or have wrappers that the checkpoint's have not."""
     result: dict[str, T] = {}
     for name, value in found.items():
         inner = unwrapped(name)

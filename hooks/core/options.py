@@ -1,4 +1,4 @@
-"""How gradients are to be compressed, as a user says it, and what is said about what cannot be meant."""
+"""User options and their validation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..auto.planner import Choice, Fallback, check_exchange, codecs_of
 from ..comm.topology import node_size
 from .names import OUTERMOST, unwrapped
 
-#: The argument `exchange` of `CompressState`: one of these, or the name of a class that was registered.
+#: The argument `exchange` of `CompressState`: one of these, or the name of a registered class.
 ExchangeName = Literal["auto", "gather", "two_pass", "union", "split", "factors", "dense", "hierarchical"] | str
 #: A predicate, or names of parameters in which "*" stands for anything.
 Exclude = Callable[[str, nn.Parameter], bool] | Sequence[str]
@@ -29,7 +29,7 @@ FALLBACKS = ("auto", torch.float32, torch.bfloat16, None)
 
 @dataclass
 class Options:
-    """What is equal on all ranks. The arguments are `CompressState`'s."""
+    """Options that are equal on all ranks. The arguments are `CompressState`'s."""
 
     codec: Codec | Callable[[int], Codec]
     exchange: ExchangeName = "auto"
@@ -41,7 +41,7 @@ class Options:
     _chosen: tuple[tuple[Codec, bool], Choice] | None = field(default=None, init=False, repr=False)
 
     def check(self, world_size: int | None) -> None:
-        """Raises TypeError or ValueError for what cannot be meant, among so many ranks, if that is known."""
+        """Raise TypeError or ValueError for invalid options. `world_size` None: not known yet."""
         codec, feedback, warmup, seed = self.codec, self.error_feedback, self.warmup_steps, self.seed
         if not (isinstance(feedback, bool | Feedback) or feedback == "auto"):
             raise ValueError(f"error_feedback={feedback!r}: expected True, False, 'auto' or a strategy: Residual()")
@@ -64,23 +64,23 @@ class Options:
 
     @property
     def strategy(self) -> Feedback | None:
-        """The one that the user has named."""
+        """The feedback strategy that the user has named, if any."""
         return self.error_feedback if isinstance(self.error_feedback, Feedback) else None
 
     @property
     def scheduled(self) -> bool:
-        """Whether the codec depends on the step."""
+        """True if the codec is a function of the step."""
         return not isinstance(self.codec, Codec)
 
     def codec_at(self, step: int) -> Codec:
-        """The codec of a step, as the user gave it."""
+        """The user's codec for a step."""
         codec = self.codec if isinstance(self.codec, Codec) else self.codec(step)
         if not isinstance(codec, Codec):
             raise TypeError(f"codec at step {step} is {codec!r}: expected a codec, such as gradwire.TopK(density=0.01)")
         return codec
 
     def choice(self, step: int) -> Choice:
-        """What a step is to be."""
+        """Codec, exchange and feedback of a step."""
         asked = self.codec_at(step), step < self.warmup_steps
         if self._chosen is None or self._chosen[0] != asked:
             self._chosen = asked, self._choose(*asked)
@@ -98,11 +98,11 @@ class Options:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether something is kept of every parameter in every step, sent whole or not."""
+        """True if the strategy keeps state of every parameter in every step, of uncompressed ones too."""
         return self.strategy is not None and not self.strategy.only_residual
 
     def prepare(self, step: int, dtypes: Iterable[torch.dtype], device: torch.device) -> None:
-        """Compile what a step of such gradients needs."""
+        """Compile the kernels that a step of such gradients needs."""
         for codec in codecs_of(self.choice(step), self.fallback):
             for dtype in set(dtypes):
                 codec.kernels(device).prepare(codec, dtype, device)
@@ -110,7 +110,7 @@ class Options:
         backend_for(device).vectors.prepare(device)
 
     def may_keep(self) -> bool:
-        """Whether anything may ever be kept."""
+        """True if any step may leave a residual or other state."""
         if (self.exchange == "auto" and self.fallback == torch.bfloat16) or self.keeps_all:
             return True
         return self.scheduled or self.choice(self.warmup_steps).feedback
@@ -121,7 +121,7 @@ class Options:
         return f"a function of the step, at 0 {self.codec_at(0)}" if self.scheduled else str(self.codec)
 
     def describe(self, world_size: int) -> dict[str, Any]:
-        """What ranks compare."""
+        """Options by name, for ranks to compare."""
         return {
             "wire format": WIRE_VERSION,
             "codec": self.codec_text,
@@ -135,14 +135,14 @@ class Options:
 
 
 def check_dtypes(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raises TypeError for parameters of a dtype that is not compressed."""
+    """Raise TypeError for parameters whose dtype cannot be compressed."""
     for name, parameter in parameters.items():
         if parameter.dtype not in DTYPES:
             raise TypeError(f"parameter {name!r} is {parameter.dtype}: gradwire compresses float32, float16, bfloat16")
 
 
 def check_whole(parameters: Mapping[str, nn.Parameter], owner: str) -> None:
-    """Raises TypeError for parameters of which a rank has a shard only, where these must lie flat in one tensor."""
+    """Raise TypeError for sharded parameters: `owner` needs whole ones, in flat tensors."""
     for name, parameter in parameters.items():
         if type(parameter).__torch_dispatch__ != Tensor.__torch_dispatch__:
             raise TypeError(
@@ -152,10 +152,10 @@ def check_whole(parameters: Mapping[str, nn.Parameter], owner: str) -> None:
 
 
 def excluded_names(exclude: Exclude | None, parameters: Mapping[str, nn.Parameter]) -> frozenset[str]:
-    """The names of the parameters that `exclude` means.
+    """The names of the parameters that `exclude` selects.
 
     Raises:
-        TypeError: it is neither a predicate nor a sequence of names.
+        TypeError: `exclude` is neither a predicate nor a sequence of names.
         ValueError: a name in it matches no parameter.
     """
     if exclude is None:

@@ -1,4 +1,4 @@
-"""The data path: a flat gradient in, the ranks' mean out. It knows nothing of who asks: DDP, or anybody else."""
+"""The data path: a flat gradient in, the ranks' mean out. It does not know its callers, DDP or others."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ from .sparse_gradient import SparseGradient
 from .statistics import Statistics
 from .step import ClipFuture, Step, StepCounters
 
-#: Where everything is dense, every so many steps one goes the usual way: ranks compare steps, and look for NaN.
+#: Steps from one dense step that takes the pipeline to the next: there ranks compare steps, and look for NaN.
 DENSE_CHECK_INTERVAL = 64
-#: Up to so many gradients a step is not worth other threads: what these could do beside backward takes less time than
-#: it takes to wake them.
+#: Gradient elements of a step at or below which other threads are not used: waking them would cost more time than they
+#: could save beside backward.
 SMALL_NUMEL = 1 << 18
 
 
 class Reducer:
-    """Reduces the gradients of one model among the ranks of a connection, step by step.
+    """Reduces the gradients of one model among the ranks of a session, step by step.
 
     Args:
-        connection: to the other ranks.
-        feedback: what compression has left out, by parameter.
-        tracker: follows the loss scaler.
-        statistics: what is counted.
-        seed: of stochastic rounding.
-        clean: whether no rank can have anything in its feedback.
-        numel: elements of all gradients.
+        session: the tie to the other ranks.
+        feedback: the residuals, by parameter.
+        scaler_sync: follows the loss scaler.
+        statistics: the counts to add to.
+        seed: seed of stochastic rounding.
+        clean: no rank can hold a residual.
+        numel: number of elements of all gradients.
     """
 
     def __init__(
         self,
         session: Session,
         feedback: FeedbackStore,
-        tracker: ScalerSync,
+        scaler_sync: ScalerSync,
         statistics: Statistics,
         seed: int,
         *,
@@ -58,34 +58,37 @@ class Reducer:
         numel: int,
     ) -> None:
         self.session, self.seed, self._numel = session, seed, numel
-        self._feedback, self._scaler_sync, self._statistics = feedback, tracker, statistics
+        self._feedback, self._scaler_sync, self._statistics = feedback, scaler_sync, statistics
         self.controller = Controller(session.planner, session.pipeline.threaded, session.averaged)
-        self._skips = tracker.skips
+        self._skips = scaler_sync.skips
         self._clean = clean
-        #: Whether the last step had few gradients, and none that wait for what others say before they go.
+        #: True if the last step had few gradients, and none that wait for the announcements of other ranks.
         self._small = False
         self._last: Step | None = None
         self._ended: Step | None = None
-        #: The choice under which all units are dense and no rank keeps anything.
+        #: The choice under which all buckets are dense and no rank keeps a residual.
         self._all_dense: Choice | None = None
-        self._dense_units: list[Bucket] = []
-        #: What has served the last steps without the pipeline, if they went so.
+        self._dense_buckets: list[Bucket] = []
+        #: The dense path of the last steps, if they took it.
         self._dense_path: DensePath | None = None
-        #: Whether that was given up before its end, which other ranks may not have done.
+        #: True if this rank left the dense path before its end, which other ranks may not have done.
         self._left_early = False
-        #: What the last step has counted, until the host learns of it: on a GPU a step later.
+        #: Counts of the last step until the host has read them: on a GPU a step later.
         self._counts: StepCounters | None = None
-        #: Memory on the host for that.
+        #: Host memory for them.
         self._counted: Tensor | None = None
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
-    def dense_path(self, number: int, choice: Choice, until: int, device: torch.device, seen: bool) -> DensePath | None:
-        """Where all units are dense and nothing is kept: what serves the steps from this one on. Alike on all ranks.
+    def dense_path(
+        self, number: int, choice: Choice, until: int, device: torch.device, futures_observed: bool
+    ) -> DensePath | None:
+        """The dense path for the steps from this one on, if all buckets are dense and nothing is kept; else None. Alike
+        on all ranks.
 
         Args:
-            number, choice: of the next step.
-            until, device, seen: of `DensePath`; the step in which ranks look whether all is well comes first.
+            number, choice: number and choice of the next step.
+            until, device, futures_observed: `DensePath`'s; it ends at the latest where ranks compare steps again.
         """
         self._await_last(number)
         group = self.session.dense_group
@@ -93,26 +96,26 @@ class Reducer:
             return None
         if self.controller.follow(choice) != self._all_dense or not self.controller.dense_steps:
             return None
-        last, self._dense_units = self._dense_units, []
-        for bucket in last:  # not before it is known what has become of their means
+        last, self._dense_buckets = self._dense_buckets, []
+        for bucket in last:  # not before it is known that their means are applied
             self._feedback.let_go(bucket.layout)
         until = min(
             until, number - number % DENSE_CHECK_INTERVAL + DENSE_CHECK_INTERVAL, number + self.controller.dense_steps
         )
-        self._dense_path = DensePath(group, device, until, seen, self._statistics)
+        self._dense_path = DensePath(group, device, until, futures_observed, self._statistics)
         return self._dense_path
 
     def raised(self, number: int, sums: int) -> None:
-        """A backward pass has raised in a step that went straight, after so many sums: what one rank has not begun, the
-        others would make of the next step's. So that goes the usual way, in which ranks compare."""
+        """A backward pass has raised on the dense path, after `sums` sums: sums that one rank has not begun, the others
+        would complete with those of the next step. The next step therefore takes the pipeline, where ranks compare."""
         self._all_dense = None
         self.session.raised(number, [f"bucket {place}" for place in range(sums)])
 
     def begin(self, number: int, choice: Choice, alike: Mapping[str, str] | None = None) -> Step:
-        """A step begins; `announce_step` must follow.
+        """Begin a step; `announce_step` must follow.
 
         Args:
-            alike: what else must be equal on all ranks, by the name to complain with.
+            alike: further values that must be equal on all ranks, by the name for the message.
         """
         self._await_last(number)
         self._all_dense = None
@@ -122,7 +125,7 @@ class Reducer:
         return self._last
 
     def _await_last(self, number: int) -> None:
-        """What a step is depends on how the last one ended; outside of backward nobody has waited for that yet."""
+        """Wait for the end of the last step, which the next one depends on; within backward it has been waited for."""
         if self._ended is not self._last:
             self.session.pipeline.idle()
         dense_path, self._dense_path = self._dense_path, None
@@ -133,41 +136,41 @@ class Reducer:
     def announce_step(
         self, step: Step, bucket: Bucket | SparseGradient, saves: int, scaling: Scaling | None, at_end: bool = False
     ) -> None:
-        """Compare with the other ranks what the step is to be.
+        """Compare the step with those of the other ranks.
 
         Args:
-            unit: its first.
-            saves: how often this rank has saved its part of the state.
-            scaling: what the loss scaler has done, as far as this rank knows.
-            at_end: whether nobody waits for a mean before the step has ended, and then by the pipeline, so that a small
-                step can be left to the thread that waits.
+            bucket: its first bucket.
+            saves: number of times that this rank has saved its part of the state.
+            scaling: the loss scaler's state, as far as this rank knows.
+            at_end: nobody waits for a mean before the end of the step, and then by the pipeline, so that the waiting
+                thread can run a small step itself.
         """
         pipeline, planner = self.session.pipeline, self.session.planner
         stages = self._announce_step(step, bucket, saves, scaling)
         asks = self._scaler_sync.asks(step) or not planner.knows(step.choice)
         pipeline.defer(at_end and self._small and not asks)
-        if asks:  # what the others say is needed before all else
+        if asks:  # the step depends on the announcements of the other ranks
             pipeline.submit(partial(drive, stages))
         else:
             pipeline.start(stages, bucket.nothing, self._clock(bucket))
 
-    def rows(self, index: int, name: str, parameter: Tensor) -> SparseGradient:
-        """What `reduce` takes for a parameter whose gradients are sparse. All ranks ask for the same, as often."""
+    def sparse_gradient(self, index: int, name: str, parameter: Tensor) -> SparseGradient:
+        """Make the argument of `reduce` for a parameter with sparse gradients. All ranks must, equally often."""
         return SparseGradient(index, name, parameter, self.session.planner.topology.all.channel(f"rows of {name}"))
 
     def reduce(self, step: Step, bucket: Bucket | SparseGradient, buffer: Tensor) -> torch.futures.Future[Tensor]:
-        """Replace a unit's gradients by their mean; the future gets `buffer`."""
+        """Replace a bucket's gradients by their mean; the future gets `buffer`."""
         clips = self._feedback.strategy.largest_norm is not None and isinstance(bucket, Bucket)
         future = self.session.pipeline.new_future(ClipFuture if clips else torch.futures.Future)
         if isinstance(bucket, SparseGradient):
-            stages = self._reduce_rows(step, bucket, buffer)
+            stages = self._reduce_sparse(step, bucket, buffer)
             return self.session.pipeline.start(stages, buffer, self._clock(bucket), future)
         if not isinstance(future, ClipFuture):
             self._start(step, bucket, buffer, future)
         else:
             step.held.append((bucket, buffer, future))
             step.norms.append(torch.linalg.vector_norm(buffer, dtype=torch.float32))
-            # In a static graph's first pass DDP waits for the means before anybody can tell that it is over.
+            # In a static graph's first pass DDP waits for the means before the end of the pass is known.
             if sum(other.numel for other, *_ in step.held) == self._numel:
                 self._clip(step)
         return future
@@ -178,18 +181,18 @@ class Reducer:
         self.session.pipeline.start(self._reduce(step, bucket, buffer), buffer, self._clock(bucket), future)
 
     def end(self, step: Step) -> None:
-        """Every unit of the step has been given to `reduce`."""
+        """End a step whose buckets have all been given to `reduce`."""
         if step.held:
             self._clip(step)
         self.session.pipeline.submit(partial(self._end, step))
 
     def _clip(self, step: Step) -> None:
-        """The norm of this rank's own gradient is known: scale it to what the strategy allows, and let it go."""
+        """Scale this rank's gradient to the largest norm that the strategy allows, and start its buckets."""
         limit, norm = self._feedback.strategy.largest_norm, torch.stack(step.norms).double().norm()
         assert limit is not None
         scale = self._scaler_sync.loss_scale.scale
         factor = (limit * (1.0 if scale is None else scale) / norm).clamp(max=1.0)
-        step.factor = factor = torch.where(norm.isfinite(), factor, 1.0)  # what is not finite is not to spread
+        step.factor = factor = torch.where(norm.isfinite(), factor, 1.0)  # NaN must not spread to other elements
         for bucket, buffer, future in step.held:
             if factor.is_cuda or float(factor) < 1.0:
                 buffer.mul_(factor)
@@ -197,22 +200,22 @@ class Reducer:
         step.held.clear()
 
     def flush(self) -> None:
-        """Wait for all that has been submitted, and for what the device has to tell of it."""
+        """Wait for all that has been submitted, and for its counts."""
         self.session.pipeline.flush()
-        self._learn()
+        self._read_counts()
 
     def close(self) -> None:
-        """As `flush`; then its threads end. It is not used again."""
+        """`flush`, and end the threads. The reducer cannot be used again."""
         self.flush()
         self.session.pipeline.end()
 
     def settle(self) -> None:
-        """As `flush`; raises what has failed."""
+        """`flush`, and raise the pipeline's failure, if any."""
         self.session.pipeline.wait()
         self.flush()
 
     def forget(self, seed: int, buckets: Iterable[Bucket | SparseGradient]) -> None:
-        """Residuals have been loaded: draws and decisions of all units begin again."""
+        """Begin draws and decisions of all buckets again: residuals have been loaded."""
         self.seed, self._clean, self._all_dense = seed, False, None
         self.session.loaded(seed)
         for bucket in buckets:
@@ -223,12 +226,12 @@ class Reducer:
     def _announce_step(
         self, step: Step, bucket: Bucket | SparseGradient, saves: int, scaling: Scaling | None
     ) -> Stages:
-        """Compare, while the first units may be under way already: what ranks mean differently has no tag in common."""
+        """Compare the step, while its first buckets may be in flight: messages of unequal steps have no common tag."""
         left_early, self._left_early = self._left_early, False
         try:
             if self._skips:
-                self._learn()
-            # Ranks that go straight on tell nothing: if some of them still do, waiting for them must end.
+                self._read_counts()
+            # Ranks on the dense path announce nothing: the wait for them must end.
             patience = HANDSHAKE_TIMEOUT if left_early else None
             changed = self.controller.changed
             told = step.number, step.choice, step.history, saves, changed, scaling, patience
@@ -237,7 +240,7 @@ class Reducer:
                 yield self.session.announced
                 self.session.compare(step.choice, step.history)
             if not self.session.planner.knows(step.choice):
-                # Measuring takes all ranks, which now are known to mean this codec.
+                # Measuring is a collective, and all ranks are known to use this codec now.
                 self.session.planner.learn(step.choice, max(1, min(bucket.numel, self._numel)))
         except Exception as error:
             if left_early and not isinstance(error, ValueError) and self.session.dense_group is not None:
@@ -245,14 +248,14 @@ class Reducer:
             raise self._failure(error, step, f"bucket {bucket.index}", step.choice.exchange) from error
 
     def _reduce(self, step: Step, bucket: Bucket, buffer: Tensor) -> Stages:
-        """One unit's way to its mean."""
+        """Stages from a bucket's gradients to their mean."""
         choice, number = step.choice, step.number
         if buffer.is_cuda:
             buffer.record_stream(torch.cuda.current_stream(buffer.device))
         try:
             self._prepare(bucket, choice, number)
             assert bucket.plan is not None
-            if bucket.exchange.collective:  # it must not begin before the other ranks are known to mean it too
+            if bucket.exchange.collective:  # it must not start before the other ranks are known to start it, too
                 yield self.session.announced
             keeps = bucket.plan.feedback and bucket.exchange.numel > 0
             self._clean &= not keeps
@@ -272,28 +275,28 @@ class Reducer:
             name = bucket.plan.exchange if bucket.plan is not None else choice.exchange
             raise self._failure(error, step, f"bucket {bucket.index}", name) from error
 
-    def _reduce_rows(self, step: Step, rows: SparseGradient, grad: Tensor) -> Stages:
-        """The way of a sparse gradient."""
+    def _reduce_sparse(self, step: Step, gradient: SparseGradient, grad: Tensor) -> Stages:
+        """Stages from a sparse gradient to its mean."""
         try:
-            if rows.collective:
+            if gradient.collective:
                 yield self.session.announced
-            exchanger, statistics = rows.exchanger, self._statistics
+            exchanger, statistics = gradient.exchanger, self._statistics
             sent, received = exchanger.sent, exchanger.received
-            yield from rows.reduce(grad, self.session.planner.network)
+            yield from gradient.reduce(grad, self.session.planner.network)
             if step.of_present:
                 yield self.session.announced
                 grad.mul_(self.session.share())
-            step.rows.append(rows)
-            statistics.elements += rows.numel
-            statistics.dense_bytes += 4 * rows.numel
-            statistics.payload_bytes += exchanger.sent - sent
-            statistics.transfer_bytes += exchanger.received - received
-            statistics.decisions[rows.index] = f"{rows.algorithm} of rows"
+            step.sparse.append(gradient)
+            statistics.elements += gradient.numel
+            statistics.dense_bytes += 4 * gradient.numel
+            statistics.bytes_sent += exchanger.sent - sent
+            statistics.bytes_received += exchanger.received - received
+            statistics.decisions[gradient.index] = f"{gradient.algorithm} of rows"
         except Exception as error:
-            raise self._failure(error, step, f"bucket {rows.index}", "rows") from error
+            raise self._failure(error, step, f"bucket {gradient.index}", "rows") from error
 
     def _prepare(self, bucket: Bucket, choice: Choice, number: int) -> None:
-        """Let a unit have its exchange: decided when its choice changes, and now and then."""
+        """Plan a bucket's exchange: when its choice changes, and with "auto" every `REPLAN_INTERVAL` steps."""
         plan = bucket.plan
         if plan is None or bucket.choice != choice or (choice.exchange == "auto" and number % REPLAN_INTERVAL == 0):
             planner, numel = self.session.planner, layout_numel(bucket.layout)
@@ -313,22 +316,22 @@ class Reducer:
         statistics = self._statistics
         statistics.elements += bucket.numel
         statistics.dense_bytes += 4 * bucket.numel
-        statistics.payload_bytes += bucket.exchange.payload_bytes
-        statistics.transfer_bytes += bucket.exchange.transfer_bytes
+        statistics.bytes_sent += bucket.exchange.bytes_sent
+        statistics.bytes_received += bucket.exchange.bytes_received
 
     def _end(self, step: Step) -> None:
         try:
             buckets = [bucket for bucket, _ in step.reduced]
-            self._learn()
+            self._read_counts()
             self._counts = StepCounters.of(step, self._counted)
             if any(bucket.device.type == "cuda" for bucket in buckets):
-                step.learn = self._learn if self._skips else None
+                step.learn = self._read_counts if self._skips else None
             else:
-                self._learn()
+                self._read_counts()
             self._statistics.steps += 1
             for bucket in buckets:
                 bucket.replaced = None
-            parts: list[Bucket | SparseGradient] = [*buckets, *step.rows]
+            parts: list[Bucket | SparseGradient] = [*buckets, *step.sparse]
             for port in [port for part in parts for port in part.ports]:
                 port.post_receives()
             self.session.post_receives()
@@ -337,21 +340,21 @@ class Reducer:
             if self.controller.ended(span, served, self.session.drifted):
                 for bucket in buckets:
                     bucket.choice = None
-            few = self._numel <= SMALL_NUMEL and not step.rows
+            few = self._numel <= SMALL_NUMEL and not step.sparse
             self._small = few and not any(bucket.exchange.collective for bucket in buckets)
             dense = (
                 self._feedback.strategy.only_residual
-                and not step.rows
+                and not step.sparse
                 and all(bucket.goes_dense(step.choice, self._clean) for bucket in buckets)
             )
             if dense and self.session.dense_group is not None:
-                self._all_dense, self._dense_units = step.choice, buckets
+                self._all_dense, self._dense_buckets = step.choice, buckets
             self._ended = step
         except Exception as error:
             raise self._failure(error, step, "at its end", step.choice.exchange) from error
 
-    def _learn(self) -> None:
-        """What the last step has counted is known: count it, and undo the step if a scaler skips it."""
+    def _read_counts(self) -> None:
+        """Add the counts of the last step to the statistics, and undo the step if a scaler skips it."""
         counts, self._counts = self._counts, None
         if counts is None:
             return

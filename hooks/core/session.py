@@ -1,10 +1,9 @@
-"""What ties a state to the other ranks: the groups, what was compared when they met, and the pipeline."""
+"""The tie of a state to the other ranks: groups, handshake, announcements and the pipeline."""
 
 from __future__ import annotations
 
-import hashlib
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -19,58 +18,61 @@ from ..comm.ports import Work
 from ..comm.rendezvous import HANDSHAKE_TIMEOUT, meeting_timeout
 from ..comm.topology import make_topology
 from ..network import probe
+from .announcement import Announcement, digest
 from .grad_scaler import Scaling, check_equal
 
 CONSTRUCT = "Construct {} with equal arguments and models on every rank"
+#: Words of an announcement: step, digest of its meaning, number of saves, flags, and a scaling's two.
+WORDS = 6
 RAISED, LOADED = "what raised before", "loaded checkpoints"
 
 
 class Session:
-    """Constructing it is a collective: the ranks meet, and compare what each says of itself.
+    """The groups of ranks, and what these agree on. Constructing it is a collective: ranks compare their descriptions.
 
     Args:
+        owner: the class or function that the user calls, for messages.
         model_group: the model's process group.
-        given: the one that the user wants gradients to take, or None.
-        device: where gradients are.
-        description: what must be equal on all ranks, by name.
-        problem: why this rank cannot start, if it cannot: the others hear of it, and it is raised here.
+        device: the gradients' device.
+        describe: returns values that must be equal on all ranks, by name; not called if there is a problem.
+        problem: the reason why this rank cannot start, if any: it is raised here, and reported to the other ranks.
+        given: the process group that the user wants gradients to take, if any.
         topology, fallback: `CompressState`'s.
-        probes: whether to measure the group, for `exchange="auto"`.
-        dense_path: steps in which all is dense may go without the pipeline.
-        owner: what the user constructs, for messages.
+        probes: measure the group, for `exchange="auto"`.
+        dense_path: allow all-dense steps without the pipeline.
 
     Attributes:
-        group: for gradients, on the pipeline.
-        control: for what the host has to know.
-        dense_group: for gradients of steps in which all is dense; None where there are none such.
-        planner: decides how buckets go.
-        pipeline: carries what is under way.
+        group: carries gradients, on the pipeline.
+        control: carries words between hosts.
+        dense_group: carries gradients of all-dense steps; None where these take the pipeline.
+        planner: decides on the exchange of each bucket.
+        pipeline: runs the exchanges.
 
     Raises:
         RuntimeError: a rank did not arrive.
         ValueError: the ranks disagree, or one cannot start; on every rank alike.
     """
 
-    #: What ranks must have done alike before a step: which backward passes have raised within one, and how far each had
-    #: come, and before how many a checkpoint was loaded. Steps keep it, so it is replaced and never changed.
-    _past: Mapping[str, str] = {RAISED: "nothing", LOADED: "none"}
-    #: Steps that a load came before, and the seed of what has been loaded since the last one.
+    #: Events before a step that all ranks must have in common: the backward passes that raised within a step and how
+    #: far each had come, and the loaded checkpoints. Steps hold it, so it is replaced and never changed.
+    _history: Mapping[str, str] = {RAISED: "nothing", LOADED: "none"}
+    #: Number of steps that followed a load, and the seed of the checkpoint loaded since the last step.
     _loads = 0
     _seed: int | None = None
 
     def __init__(
         self,
+        owner: str,
         model_group: Any,
-        given: dist.ProcessGroup | None,
         device: torch.device,
-        description: Mapping[str, Any],
+        describe: Callable[[], Mapping[str, Any]],
         problem: Exception | None,
-        topology: Any,
-        fallback: Fallback,
         *,
-        probes: bool,
-        dense_path: bool,
-        owner: str = "CompressState",
+        given: dist.ProcessGroup | None = None,
+        topology: Any = None,
+        fallback: Fallback = None,
+        probes: bool = False,
+        dense_path: bool = False,
     ) -> None:
         ranks = dist.get_process_group_ranks(model_group)
         if problem is None and given is not None and dist.get_process_group_ranks(given) != ranks:
@@ -78,16 +80,15 @@ class Session:
                 f"process_group has the ranks {dist.get_process_group_ranks(given)}, not those of the model's group, "
                 f"{ranks}: make one of the same ranks"
             )
-        carrier, timeout = model_group if given is None else given, meeting_timeout(model_group)
-        blocking = Group.blocks(carrier, device)
+        whose = "none" if given is None else "one of its own"
+        side = handshake.side({} if problem else {**describe(), "process_group": whose}, problem)
+        process_group, timeout = model_group if given is None else given, meeting_timeout(model_group)
+        blocking = Group.blocks(process_group, device)
         try:
-            # What a user passes may be wrong on some rank, so ranks meet in a group of our own.
+            # Some rank's arguments may be wrong, so ranks meet in a group of our own.
             self.control = Group.of_ranks(ranks, timeout)
-            error = None if problem is None else {"error": f"{type(problem).__name__}: {problem}"}
-            whose = "none" if given is None else "one of its own"
-            says = {**description, "process_group": whose}
             shares = blocking and given is not None and (given is model_group or bool(_users_of(given)))
-            sides = self.control.all_gather_object(error or {"says": says, "shares": shares})
+            sides = self.control.all_gather_object((side, shares))
         except RuntimeError as failure:
             raise RuntimeError(
                 f"gradwire could not reach all ranks within {timeout.total_seconds():.0f} s: every rank must construct "
@@ -95,45 +96,39 @@ class Session:
             ) from failure
         if problem is not None:
             raise problem
-        handshake.compare([side.get("says", side) for side in sides], CONSTRUCT.format(owner))
+        handshake.compare([side for side, _ in sides], CONSTRUCT.format(owner))
         self.control.follow_timeout(model_group)  # before its channels are made, which have its timeout
         # NCCL's collectives order themselves on streams, so the model's own group serves; Gloo needs one apart.
-        # Several states may use one group: each has a channel of it. Its collectives are the first one's, or in the
-        # model's own DDP's: Gloo counts them, and two threads would begin them in an order of their own on each rank.
-        group = self.control if blocking and given is None else Group(carrier)
-        group.shared = any(side["shares"] for side in sides)
+        # Several states may share a group: each has a channel of it. Only the first uses its collectives, and in the
+        # model's own group only DDP: Gloo counts them, and two threads would start them in different orders on each
+        # rank.
+        group = self.control if blocking and given is None else Group(process_group)
+        group.shared = any(shared for _, shared in sides)
         self.group = group.channel("state")
         _users_of(given).add(self)
-        nodes = make_topology(topology, ranks, self.group, carrier, blocking)
+        nodes = make_topology(topology, ranks, self.group, process_group, blocking)
         for part in (nodes.inside, nodes.between):
             if part is not None and blocking:
                 part.follow_timeout(model_group)
-        # Where the user has named a group, nothing goes elsewhere.
-        self.dense_group = Group(carrier) if dense_path and not group.shared else None
+        # All messages go through the group that the user has named.
+        self.dense_group = Group(process_group) if dense_path and not group.shared else None
         self.planner = Planner(nodes, device, fallback, inline=not blocking)
         if probes:
             self.planner.calibrate()
-        #: Whether ranks have saved their parts of the state unequally often, as seen by all of them alike.
+        #: True if ranks have saved their parts of the state unequally often; alike on all ranks.
         self.uneven_saves = False
-        #: Whether a rank has seen, before the step that ranks compared last, that the network has changed.
+        #: True if a rank saw a change of the network before the step that ranks compared last.
         self.drifted = False
         for used in {self.group.traffic: self.group, self.control.traffic: self.control}.values():
             used.hold_unfinished(self)
-        self._words_from(self.control)
+        self._announcement = Announcement(self.control.channel("steps"), WORDS)
         self.pipeline = Pipeline(f"gradwire-{self.group.rank}", device, threaded=blocking)
-
-    def _words_from(self, control: Group) -> None:
-        """Where ranks tell each other what comes next, and the memory for it."""
-        self._mine = torch.zeros(6, dtype=torch.int64, device="cpu")
-        self._all = torch.zeros(control.size, 6, dtype=torch.int64, device="cpu")
-        self._said = self._mine.numpy()  # the same memory: writing there takes less than a tensor to copy from
-        self._words = control.channel("steps")
-        self._port = self._words.small_gather_port(self._all, self._mine)
 
     @property
     def announced(self) -> Work:
-        """What arrives from the others after `announce`; `compare` waits for it too."""
-        return self._under_way
+        """The announcements of the other ranks, in flight after `announce`; `compare` waits for them, too."""
+        assert self._announcement.in_flight is not None
+        return self._announcement.in_flight
 
     def announce(
         self,
@@ -146,128 +141,120 @@ class Session:
         patience: timedelta | None = None,
         joined: bool = False,
     ) -> None:
-        """Begin to tell the other ranks what comes next here. From host to host, so that no GPU is waited for.
+        """Start to announce this rank's next step to the other ranks. From host to host, without a wait for a GPU.
 
         Args:
-            past: as it was when the step began, which may have raised meanwhile.
-            saves: how often this rank has saved its part of the state.
-            drift: whether this rank sees that the network has changed.
-            scaling: what the loss scaler has done, as far as this rank knows.
-            patience: how long the others may take to tell, where that is not the group's timeout.
-            joined: whether this rank has run out of data, and gives zeros.
+            history: `history` as of the begin of the step, which may have raised since.
+            saves: number of times that this rank has saved its part of the state.
+            drift: this rank sees that the network has changed.
+            scaling: the loss scaler's state, as far as this rank knows.
+            patience: time limit for the other ranks' announcements; None: the group's timeout.
+            joined: this rank has run out of data, and contributes zeros.
         """
-        self._words.timeout, usual = patience or self._words.timeout, self._words.timeout
-        digest = choice.digest ^ (_digest(repr(sorted(history.items()))) if history is not Session._past else 0)
-        self._announce(step, digest, saves, drift + 2 * joined, *(() if scaling is None else scaling.words()))
-        self._words.timeout = usual
+        means = choice.digest ^ (digest(repr(sorted(history.items()))) if history is not Session._history else 0)
+        scale = () if scaling is None else scaling.words()
+        with self._announcement.within(patience):
+            self._announcement.start(step, means, saves, drift + 2 * joined, *scale)
 
     def raised(self, step: int, names: Iterable[str]) -> None:
-        """A backward pass has raised before its step was whole, after the gradients of these. Ranks must have sent the
-        same of it: what one has not, another would take from the next step. So ranks compare it."""
-        before = "" if self._past[RAISED] == "nothing" else f", and before that {_digest(self._past[RAISED]):x}"
-        self._past = {**self._past, RAISED: f"step {step} after {sorted(names)}{before}"}
+        """Note that a backward pass has raised before its step was complete, after the gradients of `names`. Ranks
+        compare these: messages that one rank has not sent, another would take from the next step."""
+        before = "" if self._history[RAISED] == "nothing" else f", and before that {digest(self._history[RAISED]):x}"
+        self._history = {**self._history, RAISED: f"step {step} after {sorted(names)}{before}"}
 
     def loaded(self, seed: int) -> None:
-        """A checkpoint has been loaded: the next step makes exchanges again, on channels of their own, with draws of
-        this seed. What one rank sends on a new channel, another would wait for on the old one, so ranks compare it."""
+        """Note that a checkpoint has been loaded: the next step makes new exchanges, on new channels, with draws of
+        this seed. Ranks compare this: one would send on a new channel, and another wait on the old one."""
         self._seed = seed
 
     def history(self) -> Mapping[str, str]:
-        """What ranks must have done alike before the step that begins now: for `announce` and `compare`."""
+        """Events before the step that begins now that all ranks must have in common, for `announce` and `compare`."""
         if self._seed is not None:
             self._loads += 1
-            self._past = {**self._past, LOADED: f"{self._loads}, the last one of seed {self._seed}"}
+            self._history = {**self._history, LOADED: f"{self._loads}, the last one of seed {self._seed}"}
             self._seed = None
-        return self._past
+        return self._history
 
     def begin(self) -> None:
-        """Messages of a step are in flight from now on: what is posted meanwhile is announced when one has ended."""
+        """Begin a step: receives posted during it are announced at its end."""
         for traffic in {self.group.traffic, self.control.traffic}:
             traffic.begin(self)
 
     def post_receives(self) -> None:
-        """Between two steps: be ready for what the others will tell."""
-        self._port.post_receives()
+        """Between two steps: post the receives of the next announcements."""
+        self._announcement.post_receives()
 
     def end(self) -> None:
-        """All messages of the step have arrived."""
+        """End a step: all of its messages have arrived."""
         for traffic in {self.group.traffic, self.control.traffic}:
             traffic.end(self)
 
     def compare(self, choice: Choice, history: Mapping[str, str]) -> None:
-        """Wait for what the others have announced, as this rank has.
+        """Wait for the announcements of the other ranks, and compare them with this rank's.
 
         Raises:
-            ValueError: they are at another step, mean something else, or scale their losses otherwise; on every rank
-                alike.
+            ValueError: ranks differ in the step, its choice or history, or the loss scale; on every rank alike.
         """
         means = {"error_feedback": choice.feedback, "way": choice.candidate, **history}
         rows = self._compare("a training step", {"codec": str(choice.codec), "exchange": choice.exchange, **means})
         check_equal([row[4:] for row in rows])
 
     def share(self) -> float:
-        """After `announced`: how many ranks there are for each that has not joined."""
-        return len(self._all) / max(1, sum(not row[3] & 2 for row in self._all.tolist()))
+        """After `announced`: the number of ranks divided by the number of those that have not joined."""
+        rows = self._announcement.words
+        return len(rows) / max(1, sum(not row[3] & 2 for row in rows))
 
     def scaling(self) -> Scaling | None:
-        """After `compare`: what the loss scaler has done by the word of the first rank that knows, if one does."""
-        for row in self._all.tolist():
-            if (told := Scaling.of(row[4:])) is not None:
-                return told
+        """After `compare`: the scaling announced by the first rank that knows one; None if none does."""
+        for row in self._announcement.words:
+            if (reported := Scaling.of(row[4:])) is not None:
+                return reported
         return None
 
     def agree(self, call: str, step: int, patience: timedelta | None = HANDSHAKE_TIMEOUT) -> None:
-        """Make sure that all ranks are in the same call, at the same step.
+        """Check that all ranks are in the same call, at the same step.
 
         Args:
-            patience: how long the others may take to come; None: the group's timeout.
+            patience: time limit for the other ranks; None: the group's timeout.
 
         Raises:
             ValueError: they are not; on every rank alike.
             RuntimeError: a rank did not come.
         """
-        self._words.timeout, usual = patience or self._words.timeout, self._words.timeout
         try:
-            self._announce(step, _digest(call))
-            self._compare(call, {})
+            with self._announcement.within(patience):
+                self._announcement.start(step, digest(call))
+                self._compare(call, {})
         except RuntimeError as failure:
             raise RuntimeError(
                 f"gradwire: not every rank called {call}, which each must at this step. {failure}"
             ) from failure
-        finally:
-            self._words.timeout = usual
 
     def refuse(self, problem: str, patience: timedelta | None = None) -> None:
-        """Tell ranks that are in a step, or come to one, why this one is not.
+        """Report to ranks that begin a step why this rank does not.
 
         Args:
-            patience: how long these may take to come; None: the group's timeout.
+            patience: time limit for these ranks; None: the group's timeout.
 
         Raises:
-            ValueError: it, on every rank alike.
+            ValueError: the problem; on every rank alike.
             RuntimeError: a rank did not come.
         """
-        self._words.timeout, usual = patience or self._words.timeout, self._words.timeout
-        try:
-            self._announce(-1, _digest(problem))
+        with self._announcement.within(patience):
+            self._announcement.start(-1, digest(problem))
             self._compare("", {"error": problem})
-        finally:
-            self._words.timeout = usual
-
-    def _announce(self, *words: int) -> None:
-        self._said[: len(words)], self._said[len(words) :] = words, 0
-        self._under_way = self._port.start()
 
     def _compare(self, call: str, means: dict[str, Any]) -> list[list[int]]:
-        self._under_way.wait()
-        rows, mine = self._all.tolist(), self._mine.tolist()
+        self.announced.wait()
+        rows = self._announcement.words
+        mine = rows[self.control.rank]
         if any(row[:2] != mine[:2] for row in rows):
             remedy = (
                 "Every rank must make the same calls with the same arguments, and resume from one step's checkpoint"
             )
             handshake.compare(self.control.all_gather_object({"call": call, "step": mine[0], **means}), remedy)
         self.uneven_saves |= any(row[2] != mine[2] for row in rows)
-        # To measure it takes collectives.
+        # A drifted network is measured again, by collectives, which a shared group may not use.
         self.drifted = any(row[3] & 1 for row in rows) and not self.group.shared
         return rows
 
@@ -276,13 +263,9 @@ class Session:
         return probe.averaged(self.control, torch.device("cpu"), numbers)
 
 
-#: What uses a process group that a user has named.
+#: The sessions of each process group that a user has named.
 _users: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Session]] = weakref.WeakKeyDictionary()
 
 
 def _users_of(given: dist.ProcessGroup | None) -> weakref.WeakSet[Session]:
     return weakref.WeakSet() if given is None else _users.setdefault(given, weakref.WeakSet())
-
-
-def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")

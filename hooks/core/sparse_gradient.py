@@ -1,7 +1,7 @@
-"""Sparse gradients among the others: the rows of an embedding that a batch has used (`nn.Embedding(sparse=True)`).
+"""Sparse gradients: the rows of an embedding that a batch has used (`nn.Embedding(sparse=True)`).
 
-As in Parallax (Kim et al., EuroSys 2019) each variable goes the way that suits it: dense gradients are compressed, and
-of sparse ones the rows travel that there are, exactly, by `hooks.sparse`. Nothing is kept of them between steps.
+As in Parallax (Kim et al., EuroSys 2019), dense gradients are compressed, and the rows of sparse ones are sent exactly,
+by `hooks.sparse`. Nothing is kept of them between steps.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ..sparse.costs import choose
 
 
 def sparse_names(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> frozenset[str]:
-    """The names of those parameters whose gradients are sparse, as `DistributedDataParallel` finds them: by the first
-    module that has them."""
+    """The names of parameters with sparse gradients, found as by `DistributedDataParallel`: by the first module that
+    has the parameter."""
     owners: dict[int, nn.Module] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -36,17 +36,17 @@ def sparse_names(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> fr
 
 
 class SparseGradient:
-    """The sparse gradient of one parameter, [rows, n], which has so many rows, of n numbers each.
+    """The sparse gradient of one parameter of shape [rows, n].
 
     Args:
-        index: of its bucket.
-        name: of the parameter.
-        parameter: whose gradient it is.
-        group: the ranks; a channel of its own, where others are under way besides.
+        index: the index of its bucket.
+        name: the parameter's name.
+        parameter: the owner of the gradient.
+        group: the ranks; a channel of its own, where other messages are in flight.
 
     Attributes:
-        finite: whether the last mean was.
-        algorithm: what brought the last one together, by `hooks.sparse`'s names.
+        finite: True if the last mean was finite.
+        algorithm: the algorithm of the last exchange, one of `hooks.sparse`'s names.
     """
 
     def __init__(self, index: int, name: str, parameter: Tensor, group: Group) -> None:
@@ -56,7 +56,7 @@ class SparseGradient:
         rows, n = parameter.shape
         self.exchanger = EntryExchanger(rows, travel, parameter.device, group, row=(n,))
         self.collective = not group.is_channel
-        #: What ranks tell each other of their rows: as long in every step, so that it is announced ahead.
+        #: Samples of each rank's row indices: of one length in every step, so that receives are posted ahead.
         self._samples = range_samples(
             torch.empty(0, dtype=torch.int32, device=self.device), rows, group.rank, group.size
         )
@@ -65,21 +65,21 @@ class SparseGradient:
         self.ports: Sequence[PersistentMessage | Collective] = (apart.persistent_gather(self._every, self._samples),)
         self.clock: Clock | None = None
         self.finite, self.algorithm = True, ""
-        #: The result of what has none.
+        #: The result of stages that have none.
         self.nothing = torch.empty(0, device="cpu")
 
     def serves(self, parameters: list[Tensor], like: Tensor) -> bool:
-        """Whether DDP's bucket of these parameters still is this one."""
+        """True if DDP's bucket of these parameters still is this one."""
         return len(parameters) == 1 and parameters[0] is self.parameters[0]
 
     def forget(self) -> None:
-        """There is nothing that depends on earlier steps."""
+        """Do nothing: no state depends on earlier steps."""
 
     def reduce(self, grad: Tensor, network: Calibration | None) -> Stages:
         """Stages: replace a sparse gradient by the ranks' mean, in place.
 
         Args:
-            network: what messages take; None: not known, and bytes decide.
+            network: the measured network; None: not measured, and the number of bytes decides.
         """
         exchanger, own = self.exchanger, grad.float().coalesce()  # rows that come twice are added up in float32
         if own.sparse_dim() != 1:
@@ -93,7 +93,7 @@ class SparseGradient:
         self.algorithm = self._choose(k, network)
         bounds = bounds_of(self._every, exchanger.numel) if self.algorithm == "split" else []
         mean = yield from total(exchanger, self.algorithm, entries, k, bounds, 1.0 / exchanger.world_size)
-        if isinstance(mean, Tensor):  # rows that nobody has used are none of the gradient's: optimizers would move them
+        if isinstance(mean, Tensor):  # without rows that no rank has used: optimizers would move them
             mean = used(mean)
         indices, values = mean.indices.long(), mean.values
         values = values.to(grad.dtype, copy=True)  # the next step works in the same memory

@@ -1,25 +1,26 @@
-"""What a state counts."""
+"""Counts and times of a rank's steps."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from .deprecated import former_property
+
 
 @dataclass
 class Statistics:
-    """What a rank has done since its state was made.
+    """Counts of a rank since its state was made.
 
     Attributes:
         steps: synchronised backward passes.
         elements: gradient elements reduced.
-        dense_bytes: what they would be as float32.
-        payload_bytes: bytes this rank handed to collectives for other ranks, but for the few that compare steps.
-        transfer_bytes: bytes this rank received from others, by what the collectives move; of a hierarchical exchange,
-            from other nodes.
-        skipped_entries: indices or codes that cannot occur in a sound wire and were left out.
-        nonfinite_steps: steps whose mean had a NaN or an infinity; of steps in which all is dense every 64th is looked
-            at.
-        decisions: for each bucket, by index, which exchange serves it, and why.
+        dense_bytes: their size as float32.
+        bytes_sent: bytes this rank handed to collectives for other ranks, without the few by which ranks compare steps.
+        bytes_received: bytes this rank received from other ranks, by the traffic of the collectives; of a hierarchical
+            exchange, from other nodes.
+        skipped_entries: indices or codes that no sound wire has, and that were left out.
+        nonfinite_steps: steps whose mean had a NaN or an infinity; of all-dense steps every 64th is checked.
+        decisions: each bucket's exchange and the reason for it, by the bucket's index.
         seconds: wall time up to a bucket's first messages ("encode"), waiting for messages ("exchange"; buckets
             wait beside each other), and computing after them ("decode"); all of it overlaps with backward.
             Profilers show the same times as ranges (`comm.pipeline.RANGE`).
@@ -28,9 +29,12 @@ class Statistics:
     steps: int = 0
     elements: int = 0
     dense_bytes: int = 0
-    payload_bytes: int = 0
-    transfer_bytes: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
     skipped_entries: int = 0
     nonfinite_steps: int = 0
     decisions: dict[int, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=lambda: {"encode": 0.0, "exchange": 0.0, "decode": 0.0})
+
+    payload_bytes = former_property("payload_bytes", "bytes_sent")
+    transfer_bytes = former_property("transfer_bytes", "bytes_received")

@@ -15,7 +15,7 @@ from .sparse_gradient import SparseGradient
 
 
 class ClipFuture(torch.futures.Future[Tensor]):
-    """Of a unit that waits for the norm of all gradients: a hook that waited for it would never give the others."""
+    """Future of a bucket that waits for the norm of all gradients: a hook that waited for it would deadlock."""
 
     held = True
 
@@ -31,22 +31,22 @@ class ClipFuture(torch.futures.Future[Tensor]):
 
 @dataclass(eq=False)
 class StepCounters:
-    """What a step's exchanges have counted, on its way to the host: rows of two, `Exchange.counts` of each unit, and
-    how many means were not finite.
+    """Counts of a step's exchanges on their way to the host: rows of two numbers, `Exchange.counts` of each bucket, and
+    the number of means that were not finite.
 
     Attributes:
-        rows_finite: whether the means of sparse gradients were.
-        seen: what each unit had counted before, and in how many rows it counts.
+        sparse_finite: True if the means of sparse gradients were finite.
+        seen: the earlier counts of each bucket, and its number of rows.
     """
 
     step: Step
-    rows_finite: bool
+    sparse_finite: bool
     seen: list[tuple[list[int], int]]
     reading: Readback
 
     @classmethod
     def of(cls, step: Step, memory: Tensor | None) -> StepCounters:
-        """Begin to read. Args: as of `Readback`."""
+        """Start to read back. `memory` is `Readback`'s."""
         buckets = [bucket for bucket, _ in step.reduced]
         counts = [bucket.exchange.counts() for bucket in buckets]
         rows = [row for found in counts for row in found]
@@ -54,59 +54,59 @@ class StepCounters:
         if overflows:
             rows.append(torch.stack(overflows).sum().expand(2))
         numbers = torch.stack(rows) if rows else torch.zeros(0, 2, dtype=torch.int64, device="cpu")
-        finite = all(gradient.finite for gradient in step.rows)
+        finite = all(gradient.finite for gradient in step.sparse)
         seen = [(bucket.seen, len(found)) for bucket, found in zip(buckets, counts, strict=True)]
         return cls(step, finite, seen, Readback(numbers, memory))
 
     def read(self) -> tuple[int, bool]:
-        """Entries skipped, and whether anything was not finite. Once."""
+        """The number of entries skipped, and True if anything was not finite. Called once."""
         numbers, skipped, broken, first = self.reading.read(), 0, 0, 0
         for seen, length in self.seen:
             now = [sum(column) for column in zip(*numbers[first : first + length], strict=True)]
             skipped, broken = skipped + now[0] - seen[0], broken + now[1] - seen[1]
             seen[:], first = now, first + length
-        if len(numbers) > first:  # of the means themselves, which a scaler goes by
+        if len(numbers) > first:  # the means themselves decide for a scaler
             broken = numbers[-1][0]
-        return skipped, bool(broken) or not self.rows_finite
+        return skipped, bool(broken) or not self.sparse_finite
 
 
 @dataclass(eq=False)
 class Step:
-    """One reduction of all gradients: its number, its choice, whose gradients have been submitted, and the units
-    reduced so far, with the buffers that hold their means."""
+    """One reduction of all gradients: its number and choice, the names of the parameters submitted so far, and the
+    buckets reduced so far with the buffers of their means."""
 
     number: int
     choice: Choice
-    #: What ranks must have done alike before it began, as `Session` has it, and what else must be equal.
+    #: What all ranks must have in common at its begin: `Session.history`, and what its owner adds.
     history: Mapping[str, str]
     names: set[str] = field(default_factory=set)
     reduced: list[tuple[Bucket, Tensor]] = field(default_factory=list)
     #: Sparse gradients reduced so far.
-    rows: list[SparseGradient] = field(default_factory=list)
-    #: Units that wait for the norm of all gradients, and the norms of theirs.
+    sparse: list[SparseGradient] = field(default_factory=list)
+    #: Buckets that wait for the norm of all gradients, and the norm of each.
     held: list[tuple[Bucket, Tensor, torch.futures.Future[Tensor]]] = field(default_factory=list)
     norms: list[Tensor] = field(default_factory=list)
-    #: By what this rank's gradients have been multiplied to have a norm that is allowed; None: they have not been.
+    #: Factor that has brought this rank's gradients to the largest norm allowed; None: not clipped.
     factor: Tensor | None = None
-    #: Whether gradients of this rank go in, and not zeros in the place of a rank that has joined.
+    #: True if this rank contributes gradients; False if it has joined and contributes zeros.
     own: bool = True
-    #: Whether means are of the ranks alone that have not joined, and how many ranks there are for each of those.
+    #: True if means are over the ranks that have not joined, and the number of all ranks divided by that of these.
     of_present: bool = False
     share: float = 1.0
-    #: Learns from the device whether the scaler will skip it, as long as that is not known.
+    #: Reads from the device whether the scaler will skip the step; None once that is known.
     learn: Callable[[], None] | None = None
-    #: Whether its owner has got all of its means, or never will.
+    #: True if its owner has got all of its means, or never will.
     settled: bool = False
     began: float = 0.0
     _undone: bool = False
 
     def let_go(self) -> None:
-        """Keep no buffers: the means have been taken."""
+        """Drop the buffers: the means have been used."""
         self.reduced = [(bucket, buffer[:0].clone()) for bucket, buffer in self.reduced]
 
     @property
     def undone(self) -> bool:
-        """Whether the scaler will skip it. Waits for the device where only that knows."""
+        """True if the scaler will skip the step. Waits for the device where only the device knows."""
         if self.learn is not None:
             self.learn()
         return self._undone

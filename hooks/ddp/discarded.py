@@ -1,5 +1,5 @@
-"""Means that DDP does not apply go back to the residuals: those of parameters that no rank has used
-(`find_unused_parameters`, `static_graph`), and all means of a backward pass that raises.
+"""Return of means that DDP does not apply: those of parameters that no rank has used (`find_unused_parameters`,
+`static_graph`), and all means of a backward pass that raises.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ..core.step import Step
 
 
 class UnusedMeans(DiscardedMeans):
-    """Finds the means that DDP leaves.
+    """Finds the means that DDP does not apply.
 
     Args:
-        parameters: by name, in the order in which DDP counts them.
+        parameters: the parameters by name, in the order of DDP's counts.
         feedback: their residuals.
     """
 
@@ -34,7 +34,7 @@ class UnusedMeans(DiscardedMeans):
         self._looked = False
 
     def look(self, model: DistributedDataParallel) -> None:
-        """Find where DDP counts who uses what. Not from within the hook, where the reducer's lock is held.
+        """Find DDP's counts of parameters' uses. Not from within the hook, where the reducer's lock is held.
 
         Raises:
             ValueError: other parameters require gradients than did when DDP wrapped the model.
@@ -53,15 +53,15 @@ class UnusedMeans(DiscardedMeans):
 
     @property
     def pending(self) -> bool:
-        """`reclaim_unused` has something to do."""
+        """True if `reclaim_unused` has something to do."""
         return self._pending is not None
 
     def expect(self, step: Step) -> None:
-        """DDP is about to take the step's means; call `reclaim_unused` once it has."""
+        """Note that DDP is about to apply the step's means; call `reclaim_unused` once it has."""
         self._pending = step
 
     def reclaim_unused(self, pipeline: Pipeline) -> None:
-        """Return the means that DDP has left of the expected step."""
+        """Return to the residuals the means of the expected step that DDP has not applied."""
         step, self._pending = self._pending, None
         if step is None or step.settled:
             return
@@ -81,7 +81,7 @@ class UnusedMeans(DiscardedMeans):
             for slot in layout:
                 if slot.name in names:
                     grad = self._parameters[slot.name].grad if step.own else None
-                    # In DDP's own bucket the mean has replaced the gradient that had gone in. Elsewhere both are there.
+                    # In DDP's own bucket the mean has replaced this rank's gradient; elsewhere both exist.
                     if grad is None or grad.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr():
                         returned.append((slot, grad if grad is None or step.factor is None else grad * step.factor))
             self._feedback.restore(layout, mean, returned)

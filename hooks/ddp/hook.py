@@ -1,4 +1,4 @@
-"""DDP's communication hook, and its state: DDP's buckets, its rebuilds, its oddities.
+"""DDP's communication hook, and its state during a step.
 
 Annotations stay evaluated here: `register_comm_hook` compares the hook's with its own.
 """
@@ -28,6 +28,7 @@ from ..core.options import ExchangeName, Exclude, Options
 from ..core.reducer import DENSE_CHECK_INTERVAL, Reducer
 from ..core.sparse_gradient import SparseGradient
 from ..core.step import Step
+from .ddp_options import finalized_by_hand, frees_buckets, join_mode, strides_in_bucket
 from .discarded import UnusedMeans
 from .model_lookup import find_owner
 from .state import State
@@ -42,48 +43,45 @@ BIND = (
 
 
 class CompressState(State):
-    """The state of `compress_hook` for one DDP model. Constructing it for a model is a collective: every rank must, and
-    with equal arguments, which are compared.
+    """The state of `compress_hook` for one DDP model. Constructing it for a model is a collective: ranks compare their
+    arguments, which must be equal.
 
-    `CompressState(codec)`, without a model, can be made before there is one, and before torch.distributed is
-    initialised: it meets the other ranks in `bind()`, or by itself at the first bucket of the model at which it is
-    registered.
+    `CompressState(codec)` can be made before the model and before `init_process_group`. It meets the other ranks in
+    `bind()`, or at the first bucket of the model with which it is registered.
 
     Args:
-        model: the `DistributedDataParallel` model, or what `torch.compile` or Fabric made of it; may be left out.
-        codec: a codec, or a function of the step (counted from 0) that returns one, equal on all ranks, as
-            `gradwire.schedules` has them.
-        exchange: "gather", "two_pass", "union", "split", "factors", "dense", "hierarchical", or "auto": what is fastest
-            for each bucket by `hooks.auto.cost`, whose probe of the group takes a second or two when the first state is
-            made; over Gloo some steps are then trained each way (`hooks.auto.trial`). Measured times differ between
-            runs, and so may decisions: name an exchange where runs must be repeatable.
-        error_feedback: whether to keep what compression leaves out and add it to the next gradient. "auto" does so for
-            codecs that contract (the deterministic ones); True makes stochastic codecs round to nearest. Or a strategy
-            of its own: `Residual(decay=0.95)`, `Residual(dtype=torch.bfloat16)`, in half the memory, `Tracking()` for
-            optimizers like Adam, or `Momentum()` for SGD, both of which want an optimizer without momentum, and refuse
-            the first step of another; True means `Residual()`.
-        warmup_steps: this many first steps are dense.
+        model: the `DistributedDataParallel` model, or a wrapper of it by `torch.compile` or Fabric; may be left out.
+        codec: a codec, or a function of the step (counted from 0) that returns one, equal on all ranks:
+            `gradwire.schedules` has some.
+        exchange: "gather", "two_pass", "union", "split", "factors", "dense", "hierarchical", or "auto": the fastest one
+            for each bucket by `hooks.network.cost`. The first state measures the group for that, a second or two; over
+            Gloo some steps are then timed with and without compression. Measured times differ between runs, and so may
+            decisions: name an exchange where runs must be repeatable.
+        error_feedback: keep what compression leaves out, and add it to the next gradient. "auto" does so for codecs
+            that contract (the deterministic ones); True makes stochastic codecs round to nearest. Or a strategy:
+            `Residual(decay=0.95)`, `Residual(dtype=torch.bfloat16)` in half the memory, `Tracking()` for optimizers
+            like Adam, or `Momentum()` for SGD. The last two need an optimizer without momentum, and refuse the first
+            step of another. True means `Residual()`.
+        warmup_steps: number of first steps that are dense.
         exclude: names of parameters, with `*` for any part (`*.bias`), or a predicate `(name, parameter)`: these stay
             float32, inside the same messages.
-        fallback: what "auto" sends where compression does not pay (a fast network, a small bucket): torch.float32;
-            torch.bfloat16, with error feedback; "auto": whichever of them is faster, float32 alone where no residuals
-            are kept; or None: it compresses always.
-        topology: how ranks lie on nodes, for "auto" and "hierarchical", which compress between nodes only: ranks on
-            each node, a two-dimensional DeviceMesh (nodes × ranks inside), "auto" (what torchrun says), or None. Over
-            NCCL groups inside and between nodes are made once for a process group: by its ranks, where
+        fallback: how "auto" sends a bucket for which compression does not pay (a fast network, a small bucket):
+            torch.float32; torch.bfloat16, with error feedback; "auto": the faster of both, float32 where no residuals
+            are kept; or None: always compressed.
+        topology: the placement of ranks on nodes, for "auto" and "hierarchical", which compress between nodes only:
+            ranks on each node, a two-dimensional DeviceMesh (nodes × ranks inside), "auto" (from torchrun's variables),
+            or None. Over NCCL, groups inside and between nodes are made once for a process group: by its ranks if
             `init_process_group` was given `device_id`, else by all processes.
-        grad_scaler: the GradScaler in use, if any: residuals follow its scale, and where it skips a step because of an
-            overflow they are put back as they were after its last `update()`. All of the model's parameters are taken
-            to be in one optimizer's hands.
-        process_group: used for the exchanges and nothing else. By default a Gloo group of the model's ranks is made,
-            and dense buckets go in the model's own, as without a hook; for a model on GPUs whose own group is NCCL's,
-            that one serves. What the host has to know goes in a Gloo group in any case. Several states may be given
-            one: over Gloo the first alone makes collectives in it, dense means of the others go by messages; in the
-            model's own group, where DDP makes collectives meanwhile, all do.
-        seed: of stochastic rounding.
+        grad_scaler: the GradScaler in use, if any: residuals follow its scale, and return to their values of its last
+            `update()` if it skips a step because of an overflow. One optimizer must have all of the model's parameters.
+        process_group: carries the exchanges. By default a Gloo group of the model's ranks is made, and dense buckets
+            use the model's own group, as without a hook; a model on GPUs uses its own NCCL group. Words between hosts
+            use a Gloo group in any case. States may share a group: over Gloo only the first uses its collectives, and
+            the others use point-to-point messages; in the model's own group, where DDP uses collectives, all do.
+        seed: seed of stochastic rounding.
 
     Raises:
-        TypeError, ValueError: an argument cannot work, here or on another rank, or the ranks disagree.
+        TypeError, ValueError: an argument is invalid, here or on another rank, or the ranks disagree.
         RuntimeError: there is a model and torch.distributed is not initialised, or a rank did not arrive within 60 s.
     """
 
@@ -108,7 +106,7 @@ class CompressState(State):
         if given is None:
             raise TypeError("codec is missing: pass one, such as TopK(density=0.01), or a function of the step")
         options = Options(given, exchange, error_feedback, warmup_steps, fallback, topology, seed)
-        if model is None:  # nobody else is to be told what is wrong
+        if model is None:  # no other rank waits to hear of errors
             options.check(None)
             options.choice(0)
             LossScale(grad_scaler)
@@ -118,18 +116,18 @@ class CompressState(State):
 
     # -- one step, seen from DDP -------------------------------------------------------------------------------------
 
-    def submit(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Queue a bucket: what `compress_hook` does. DDP calls it in the order of the buckets, equal on all ranks."""
-        buffer, dense_path = bucket.buffer(), self._dense_path
+    def submit(self, grad_bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Queue a bucket, for `compress_hook`. DDP calls it in the order of the buckets, equal on all ranks."""
+        buffer, dense_path = grad_bucket.buffer(), self._dense_path
         if buffer.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "gradwire's exchanges cannot be captured in a CUDA graph: leave backward out of the graph"
             )
         if dense_path is None or not dense_path.under_way:
-            dense_path = self._goes_straight(bucket)
+            dense_path = self._choose_dense_path(grad_bucket)
         if dense_path is not None:
             future = dense_path.reduce(buffer)
-            if bucket.is_last():
+            if grad_bucket.is_last():
                 self._step += 1
                 dense_path.steps += 1
                 self._statistics.steps += 1
@@ -138,32 +136,34 @@ class CompressState(State):
                     self._end_dense()
             return future
         reducer = self._reducer or self._connect(None)  # none after `close`, or in a copy
-        unit = self._unit(bucket, buffer, reducer)
-        if self._open is not None and not unit.names.isdisjoint(self._open.names):
-            # A pass that raised unnoticed, after one inside it had ended: its means are overwritten by now.
+        bucket = self._bucket_of(grad_bucket, buffer, reducer)
+        if self._open is not None and not bucket.names.isdisjoint(self._open.names):
+            # An outer pass has raised unnoticed, after one inside it had ended: its means are overwritten by now.
             self._step, self._open = self._open.number + 1, None
         first = self._open is None
         step = self._open or self._begin(reducer)
-        step.names |= unit.names
+        step.names |= bucket.names
         if first:
             step.own = AtEnd(partial(self._ended, step), partial(self._discard, step)).queue()
             # In DDP.join, which reads from the device at every step, ranks that have joined must hear of the scale.
-            joins, step.of_present = _joins(self._ddp())
+            joins, step.of_present = join_mode(self._ddp())
             scaling = self._scaler_sync.loss_scale.scaling(read=joins) if step.own else None
-            reducer.announce_step(step, unit, self._saves, scaling, step.own and self._waits_at_end() and undisturbed())
-        future = reducer.reduce(step, unit, buffer)
-        if bucket.is_last():
-            self._buckets = {index: u for index, u in self._buckets.items() if index <= unit.index}
+            reducer.announce_step(
+                step, bucket, self._saves, scaling, step.own and self._waits_at_end() and undisturbed()
+            )
+        future = reducer.reduce(step, bucket, buffer)
+        if grad_bucket.is_last():
+            self._buckets = {index: b for index, b in self._buckets.items() if index <= bucket.index}
             self._close(step, reducer)
             if not AtEnd(partial(self._deliver, step), partial(self._discard, step)).queue():
-                reducer.session.pipeline.idle()  # nobody else would go on with what is deferred
+                reducer.session.pipeline.idle()  # no callback will run the deferred stages
                 self._discarded.expect(step)
         return future
 
-    def _find_model(self, bucket: dist.GradBucket) -> None:
-        """In the first step of a state without a model, of a copy, or after the model has been wrapped again: whose
-        bucket it is. What DDP does with the means must be known."""
-        owner = find_owner(self, bucket.parameters()[0])
+    def _find_model(self, grad_bucket: dist.GradBucket) -> None:
+        """Find the model of a bucket: in the first step of a state without a model, of a copy, or after the model has
+        been wrapped again. Its options tell which means DDP applies."""
+        owner = find_owner(self, grad_bucket.parameters()[0])
         if owner is not None and self._bound:
             self._model, self._discarded = weakref.ref(owner), UnusedMeans(self._parameters, self._feedback)
         elif owner is not None:
@@ -178,29 +178,29 @@ class CompressState(State):
         else:
             self._connect(RuntimeError("this CompressState does not find its model: " + BIND))
 
-    def _goes_straight(self, bucket: dist.GradBucket) -> DensePath | None:
-        """At the begin of a step, or of a backward pass inside another: what reduces its buckets, where that takes no
-        more than an all-reduce of each."""
+    def _choose_dense_path(self, grad_bucket: dist.GradBucket) -> DensePath | None:
+        """At the begin of a step, or of a backward pass inside another: the dense path, if an all-reduce of each bucket
+        is enough; else None."""
         model, dense_path = self._model, self._dense_path
         if model is None or (model is not _nowhere and model() is None):
-            self._find_model(bucket)
+            self._find_model(grad_bucket)
         if self._open is None:
             self._check_trained()
         if dense_path is None or self._step >= dense_path.until or self._must_compare():
             dense_path = self._dense_path = self._dense_run() if self._open is None else None
-        if dense_path is not None:  # a pass that raises must not leave DDP's buckets to a sum that is under way
+        if dense_path is not None:  # if the pass raises, no sum in flight may still write to DDP's buckets
             queued = AtEnd(self._end_dense, self._drop_dense).queue()
             dense_path.backward = current_pass() if queued else None
         return dense_path
 
     def _must_compare(self) -> bool:
-        """Whether a step needs what ranks tell each other, though all of it is dense."""
+        """True if an all-dense step needs the announcements of the ranks."""
         model = self._ddp()
-        return _joins(model)[1] or self._finalized_by_hand(model)
+        return join_mode(model)[1] or finalized_by_hand(model)
 
     def _check_trained(self) -> None:
-        """At the begin of a step. Raises ValueError where a parameter is trained that DDP does not reduce, on every
-        rank that hears of it; one that does not, as dense steps need no words, is left by its own group."""
+        """At the begin of a step: raise ValueError if a parameter is trained that DDP does not reduce, on every rank
+        that takes the pipeline; a rank on the dense path, which has no announcements, fails by its group's abort."""
         model = self._ddp()
         if model is None:
             return
@@ -219,51 +219,30 @@ class CompressState(State):
         raise ValueError(f"gradwire: {problem}")
 
     def _dense_run(self) -> DensePath | None:
-        """At the begin of a step."""
+        """A new run of dense steps, at the begin of a step; None where this one needs the pipeline."""
         reducer, model = self._reducer or self._connect(None), self._ddp()
         self._discarded.reclaim_unused(reducer.session.pipeline)
-        skips = getattr(model, "skip_all_reduce_unused_params", False)
-        if skips or _joins(model)[1] or self._finalized_by_hand(model):
+        if getattr(model, "skip_all_reduce_unused_params", False) or self._must_compare():
             return None
         options, step = self._options, self._step
         until = options.warmup_steps if step < options.warmup_steps else sys.maxsize
         if options.scheduled:
-            # A user's function might choose otherwise on another rank, which would then wait to hear from this one.
+            # A user's function may choose otherwise on another rank, which would then wait for an announcement.
             if options.exchange != "dense":
                 return None
             until = step + 1
-        return reducer.dense_path(step, options.choice(step), until, self._device, self._seen(model) or _lazy(model))
-
-    @staticmethod
-    def _finalized_by_hand(model: nn.Module | None) -> bool:
-        """Whether the user says when DDP takes the means: within the backward pass, maybe, or after it.
-
-        Raises:
-            RuntimeError: DDP will tell too late which parameters no rank has used.
-        """
-        if not getattr(model, "require_manual_backward_finalization", False):
-            return False
-        for option in ("find_unused_parameters", "static_graph"):
-            if getattr(model, option):
-                raise RuntimeError(
-                    f"gradwire keeps what DDP({option}=True) throws away, and must know of it when backward ends: "
-                    "leave out require_manual_backward_finalization, or that"
-                )
-        return True
-
-    @staticmethod
-    def _seen(model: nn.Module | None) -> bool:
-        """Whether anybody but DDP sees the futures of the hook."""
-        return {hook for hook, _ in getattr(model, "_comm_hooks", ())} != {compress_hook}
+        return reducer.dense_path(
+            step, options.choice(step), until, self._device, _futures_observed(model) or frees_buckets(model)
+        )
 
     def _waits_at_end(self) -> bool:
-        """Whether nobody waits for a future before the backward pass has ended, as DDP does in a static graph's first
+        """True if nobody waits for a future before the end of the backward pass. DDP does in a static graph's first
         pass, and where the user finalizes."""
         model = self._ddp()
-        return not (self._seen(model) or getattr(model, "static_graph", False) or self._finalized_by_hand(model))
+        return not (_futures_observed(model) or getattr(model, "static_graph", False) or finalized_by_hand(model))
 
     def _drop_dense(self) -> None:
-        """The backward pass has raised in a step that goes without the pipeline."""
+        """Leave the dense path: the backward pass has raised."""
         dense_path, self._dense_path = self._dense_path, None
         if dense_path is not None:
             sums = len(dense_path.under_way)
@@ -272,7 +251,7 @@ class CompressState(State):
                 self._reducer.raised(self._step, sums)
 
     def _end_dense(self) -> None:
-        """DDP is about to look at the means of a step that went without the pipeline."""
+        """Wait for the means of the dense path, before DDP reads them."""
         dense_path = self._dense_path
         if dense_path is None:
             return
@@ -303,23 +282,22 @@ class CompressState(State):
         return step
 
     def _close(self, step: Step, reducer: Reducer) -> None:
-        """Every bucket of the step has been submitted."""
+        """End a step whose buckets have all been submitted."""
         self._open = self._dense_path = None
         self._step = step.number + 1
         reducer.end(step)
 
     def _ended(self, step: Step) -> None:
-        """The backward pass that had the step's first bucket has ended. It may have been one inside another."""
+        """End the backward pass of the step's first bucket, which may be one inside another."""
         if step is not self._open or self._reducer is None:
             return
-        # Where DDP leaves out buckets nobody knows the last one, and in a static graph's first pass no bucket is called
-        # that.
+        # If DDP skips buckets, the last one is not known in advance; a static graph's first pass marks none as last.
         if getattr(self._ddp(), "skip_all_reduce_unused_params", False) or len(step.names) == len(self._parameters):
             self._close(step, self._reducer)
             self._deliver(step)
 
     def _deliver(self, step: Step) -> None:
-        """The backward pass is over, but for what DDP does with the means: waits for them, as DDP would."""
+        """Wait for the means at the end of the backward pass, before DDP applies them."""
         reducer, model = self._reducer, self._ddp()
         if reducer is None:
             return
@@ -328,20 +306,20 @@ class CompressState(State):
             interruption = waited(pipeline.wait, lambda _: pipeline.failed)
         except Exception:
             self._discard(step)
-            if model is not None:  # else DDP would complain of this pass at the next one, and of nothing else
+            if model is not None:  # else DDP would report this pass, and nothing else, at the next one
                 model.reducer._reset_state()
             raise
         if model is not None:
             self._discarded.look(model)
         self._discarded.expect(step)
         at_end(partial(self._discarded.reclaim_unused, pipeline))
-        if _lazy(model):
+        if frees_buckets(model):
             at_end(step.let_go)
-        if interruption is not None:  # DDP has to take the means first, as the other ranks' does
+        if interruption is not None:  # DDP must apply the means first, as on the other ranks
             raise_at_end(interruption)
 
     def _discard(self, step: Step) -> None:
-        """The backward pass has raised."""
+        """Give up a step: its backward pass has raised."""
         if step is self._open:
             self._open, self._dense_path, self._step = None, None, step.number + 1
             if self._reducer is not None:
@@ -349,24 +327,26 @@ class CompressState(State):
         if self._reducer is not None:
             self._discarded.discard(step, self._reducer.session.pipeline)
 
-    def _unit(self, bucket: dist.GradBucket, buffer: Tensor, reducer: Reducer) -> Bucket | SparseGradient:
-        index, parameters = bucket.index(), bucket.parameters()
-        unit = self._buckets.get(index)
+    def _bucket_of(self, grad_bucket: dist.GradBucket, buffer: Tensor, reducer: Reducer) -> Bucket | SparseGradient:
+        index, parameters = grad_bucket.index(), grad_bucket.parameters()
+        bucket = self._buckets.get(index)
         if buffer.layout != torch.strided:
-            if unit is None or not unit.serves(parameters, buffer):
-                (parameter,) = parameters  # DDP gives each of them a bucket
-                unit = self._buckets[index] = reducer.rows(index, self._name_of(parameter, index), parameter)
-            return unit
-        if unit is None or not unit.serves(parameters, buffer):
+            if bucket is None or not bucket.serves(parameters, buffer):
+                (parameter,) = parameters  # DDP gives each sparse gradient a bucket
+                bucket = self._buckets[index] = reducer.sparse_gradient(
+                    index, self._name_of(parameter, index), parameter
+                )
+            return bucket
+        if bucket is None or not bucket.serves(parameters, buffer):
             slots = []
-            for parameter, grad in zip(parameters, bucket.gradients(), strict=True):
+            for parameter, grad in zip(parameters, grad_bucket.gradients(), strict=True):
                 name = self._name_of(parameter, index)
                 start = int(grad.storage_offset()) - int(buffer.storage_offset())
                 slots.append(Slot(name, start, tuple(parameter.shape), strides_in_bucket(parameter)))
-            unit = self._buckets[index] = Bucket(
+            bucket = self._buckets[index] = Bucket(
                 index, parameters, tuple(slots), self._excluded, buffer, self._feedback.strategy
             )
-        return unit
+        return bucket
 
     def _name_of(self, parameter: Tensor, index: int) -> str:
         name = self._names.get(id(parameter))
@@ -382,8 +362,8 @@ class CompressState(State):
 def compress_hook(state: CompressState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Replace a bucket's gradients by their mean over the ranks, compressed on the way.
 
-    Equivalent to DDP's all-reduce followed by a division by the world size, up to what the codec leaves out; that
-    stays in `state` and goes with a later step. Register it with `model.register_comm_hook(state, compress_hook)`.
+    Equals DDP's all-reduce and division by the world size, up to the part that the codec leaves out; `state` keeps
+    that part, and sends it in a later step. Register it with `model.register_comm_hook(state, compress_hook)`.
 
     Args:
         state: made for this model, once.
@@ -393,8 +373,8 @@ def compress_hook(state: CompressState, bucket: dist.GradBucket) -> torch.future
         A future of `bucket.buffer()`, holding the mean.
 
     Raises:
-        RuntimeError: compression or a peer has failed; later buckets raise it, or else the end of the backward pass.
-        TypeError: `state` is no CompressState, or this is no bucket of DDP's own reducer.
+        RuntimeError: compression or a peer has failed; a later bucket raises it, or the end of the backward pass.
+        TypeError: `state` is no CompressState, or `bucket` is not from DDP's own reducer.
     """
     if not isinstance(state, CompressState):
         raise TypeError(
@@ -409,26 +389,9 @@ def compress_hook(state: CompressState, bucket: dist.GradBucket) -> torch.future
     return state.submit(bucket)
 
 
-def strides_in_bucket(parameter: Tensor) -> tuple[int, ...]:
-    """How DDP lays a gradient into its bucket: with the parameter's strides if they leave no gap, else contiguous."""
-    expected = 1
-    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return torch.empty(parameter.shape, device="meta").stride()
-            expected *= size
-    return parameter.stride()
-
-
-def _joins(model: nn.Module | None) -> tuple[bool, bool]:
-    """Whether the model is in `DDP.join`, where ranks run out of data, and whether means are to be of the others."""
-    joins = getattr(getattr(model, "_join_config", None), "enable", False)
-    return joins, joins and not getattr(model, "_divide_by_initial_world_size", True)
-
-
-def _lazy(model: nn.Module | None) -> bool:
-    """Whether DDP has memory for buckets within backward passes only, if nobody keeps it."""
-    return getattr(model, "lazy_bucket_allocation", False)
+def _futures_observed(model: nn.Module | None) -> bool:
+    """True if anybody but DDP gets the futures of the hook."""
+    return {hook for hook, _ in getattr(model, "_comm_hooks", ())} != {compress_hook}
 
 
 def _nowhere() -> None:

@@ -1,8 +1,9 @@
-"""Which DDP model a state belongs to, and what its parameters are called."""
+"""The DDP model of a state, and the names of its parameters."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from ..core.names import names_of
 
 
 def ddp_of(model: Any) -> DistributedDataParallel:
-    """The DDP model that was handed over, or that is inside what `torch.compile` or Fabric made of it.
+    """The DDP model itself, or the one inside a wrapper of `torch.compile` or Fabric.
 
     Raises:
         TypeError: there is none.
@@ -33,10 +34,10 @@ def ddp_of(model: Any) -> DistributedDataParallel:
 
 
 def find_owner(state: object, parameter: Tensor) -> DistributedDataParallel | None:
-    """The DDP model that has this parameter in its buckets, and a hook: at best one whose hook has this state.
+    """The DDP model that has this parameter and a hook; preferred is one whose hook has this state.
 
-    A bucket does not know its model, and neither does a state that was made before it, or was pickled. None where
-    several may be meant, or none is found.
+    A bucket does not know its model, and neither does a state that was made before the model, or was pickled. None if
+    there is no such model, or more than one.
     """
     registered, hooked = [], []
     for found in gc.get_objects():
@@ -52,8 +53,8 @@ def find_owner(state: object, parameter: Tensor) -> DistributedDataParallel | No
 
 
 def module_of(model: DistributedDataParallel) -> nn.Module:
-    """The module that names the parameters: what DDP wraps. Where torch's `replicate` has been applied to a module, DDP
-    wraps a list of its parameters only."""
+    """The module that names the parameters: the one that DDP wraps. After torch's `replicate(module)`, DDP wraps a
+    list of parameters, and this is `module`."""
     if type(model.module) is nn.ParameterList:
         for found in gc.get_objects():
             if type(found).__name__ == "_ReplicateState" and getattr(found, "_ddp", None) is model:
@@ -63,8 +64,18 @@ def module_of(model: DistributedDataParallel) -> nn.Module:
 
 
 def parameters_of(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
-    """The parameters that DDP reduces, in the order in which it counts them, by the names that their module gives
-    them."""
+    """The parameters that DDP reduces, by the names that their module gives them, in the order of DDP's counts."""
     ignored, names = model.parameters_to_ignore, names_of(module_of(model))
     named = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored]
     return {names.get(id(p), name): p for name, p in named}
+
+
+def check_same(old: Mapping[str, nn.Parameter], new: Mapping[str, nn.Parameter]) -> None:
+    """Raise ValueError if a state would go on with another model's parameters."""
+    if [(name, p.shape) for name, p in old.items()] == [(name, p.shape) for name, p in new.items()]:
+        return
+    names = sorted(old.keys() ^ new.keys()) or [name for name in old if old[name].shape != new[name].shape] or list(new)
+    raise ValueError(
+        f"the state belongs to another model: they differ in {', '.join(map(repr, names[:4]))}; make a CompressState "
+        "for each model"
+    )

@@ -1,4 +1,4 @@
-"""Whether a model's gradients come to a state's hook: another may have its place, or a rank may have none."""
+"""Checks that DDP calls a state's hook: a model may have another hook, or none."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ PROBLEM = (
 
 
 def has_hook(model: DistributedDataParallel) -> bool:
-    """Whether DDP calls a hook. A copied or unpickled model lists that of the original, and calls none."""
+    """True if DDP calls a hook. A copied or unpickled model lists the original's hook, and calls none."""
     return bool(model._get_ddp_logging_data().get("comm_hook"))
 
 
 def check_free(model: DistributedDataParallel) -> None:
-    """Raises ValueError where DDP has a hook of its own, or makes one at the first forward pass."""
+    """Raise ValueError if DDP has a hook of its own, or makes one at the first forward pass."""
     own = None
     if getattr(model, "mixed_precision", None) is not None:
         own = "mixed_precision=…", "use torch.autocast, or a model in bfloat16"
@@ -43,12 +43,13 @@ def expect_hook(
     model_of: Callable[[], DistributedDataParallel | None],
     refuse: Callable[[str], None],
 ) -> None:
-    """In the first synchronised backward pass, look whether the model has a communication hook, and raise if not.
+    """In the first synchronised backward pass, check that the model has a communication hook.
 
     Args:
         parameters: the model's; one gets a gradient.
-        model_of: the model, while it lives.
-        refuse: tells the other ranks why this one does not take part, before it raises RuntimeError here.
+        model_of: returns the model, while it lives.
+        refuse: called if there is no hook: reports to the other ranks that this one takes no part, then raises
+            RuntimeError here.
     """
     handles: list[Any] = []
 
@@ -70,10 +71,10 @@ def expect_hook_of_copy(
     find: Callable[[Tensor], DistributedDataParallel | None],
     refuse: Callable[[str], None],
 ) -> None:
-    """As `expect_hook`, for a copy of a state: its model has to be found, and may be trained without DDP.
+    """`expect_hook` for a copy of a state: its model must be found, and may be trained without DDP.
 
     Args:
-        find: the model that has a parameter.
+        find: returns the model that has a parameter.
     """
     handles: list[Any] = []
     found: list[Callable[[], DistributedDataParallel | None]] = []
@@ -111,7 +112,7 @@ def expect_hook_of_copy(
 
 
 def _awaits_its_end(model: DistributedDataParallel) -> bool:
-    """Whether DDP reduces the gradients of the backward pass that runs now."""
+    """True if DDP reduces the gradients of the backward pass that runs now."""
     try:
         model.reducer._check_reducer_finalized()
     except RuntimeError:

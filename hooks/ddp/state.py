@@ -1,12 +1,11 @@
-"""What a state is between steps: its options, its memory, the ranks that it meets, and its checkpoints."""
+"""The parts of `CompressState` outside a step: options, feedback, model, handshake and checkpoints."""
 
 from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -17,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ... import __version__
 from ...compress.feedback.store import FeedbackStore
 from ..comm import handshake
-from ..core import checkpoint
 from ..core.bucket import Bucket
+from ..core.checkpoint import Checkpoint, idle_names
 from ..core.dense_path import DensePath
 from ..core.deprecated import former_property
 from ..core.grad_scaler import LossScale, ScalerSync
@@ -29,32 +28,34 @@ from ..core.session import Session
 from ..core.sparse_gradient import SparseGradient, sparse_names
 from ..core.statistics import Statistics
 from ..core.step import Step
+from ..core.weak_method import weakly
+from .ddp_options import check_options
 from .discarded import UnusedMeans
-from .model_lookup import ddp_of, find_owner, module_of, parameters_of
+from .model_lookup import check_same, ddp_of, find_owner, module_of, parameters_of
 from .registration import check_free, expect_hook, expect_hook_of_copy
 from .untrained import Untrained
 
-#: What belongs to a process and is left out of copies of a state.
+#: Attributes that belong to a process, and that copies of a state do not get.
 OF_PROCESS = ("_reducer", "_buckets", "_names", "_open", "_dense_path", "_untrained")
 
 
 class State:
-    """The part of `CompressState` that has nothing to do with a step.
+    """The part of `CompressState` outside a step.
 
     Args:
-        options: how gradients are to be compressed.
+        options: the user's options.
         exclude, grad_scaler, process_group: `CompressState`'s.
 
     Raises:
-        TypeError, ValueError: an argument cannot work, whatever the model.
+        TypeError, ValueError: an argument is invalid for every model.
     """
 
     _reducer: Reducer | None
     _buckets: dict[int, Bucket | SparseGradient]
     _names: dict[int, str]
-    _open: Step | None  # from its first bucket to its last
-    _dense_path: DensePath | None  # what serves steps that go without it
-    _untrained: Untrained | None  # as of the last look
+    _open: Step | None  # the step in progress, from its first bucket to its last
+    _dense_path: DensePath | None  # reduces steps without the pipeline
+    _untrained: Untrained | None  # as of the last check
     _closed = False
 
     def __init__(
@@ -96,7 +97,7 @@ class State:
 
     @property
     def bound(self) -> bool:
-        """Whether it belongs to a model."""
+        """True if the state belongs to a model."""
         return self._bound
 
     @property
@@ -104,7 +105,7 @@ class State:
         """The GradScaler in use. A copy of the state has a copy of it: assign the one that training goes on with.
 
         Raises:
-            ValueError: the state is bound, and it is enabled and the one before was not, or the other way round.
+            ValueError: the state is bound, and only one of the former and the new scaler is enabled.
         """
         return self._scaler_sync.loss_scale.scaler if self._bound else self._scaler
 
@@ -134,30 +135,30 @@ class State:
     deciding = former_property("deciding", "tuning")
 
     def statistics(self) -> Statistics:
-        """What this rank has done so far, as of now; call it between steps."""
+        """This rank's counts so far; call it between steps."""
         self._flush()
         return copy.deepcopy(self._statistics)
 
     # -- the model ---------------------------------------------------------------------------------------------------
 
     def bind(self, model: nn.Module) -> Self:
-        """Let the state belong to a DDP model: the ranks meet, and compare what each has. A collective; where it
-        belongs to that model already, nothing happens.
+        """Bind the state to a DDP model: ranks compare options and models. A collective; nothing happens if the state
+        is bound to that model already.
 
-        A state that was made without a model binds itself at its first bucket, on all ranks; what is wrong is told
-        sooner here, and a rank may take its time for its first batch. One that is bound goes on, with all that it
-        keeps, where the same parameters have been wrapped again. Where the former wrapper lives on, it must be told
-        so: buckets do not say whose they are.
+        A state that was made without a model binds itself at its first bucket, on all ranks. `bind` reports errors
+        sooner, and lets a rank take its time for its first batch. A bound state can be bound again, and keeps its
+        residuals, after the same parameters have been wrapped again. Call `bind` then if the former wrapper still
+        exists: buckets do not know their model.
 
         Args:
-            model: as `CompressState`'s.
+            model: `CompressState`'s.
 
         Returns:
             The state.
 
         Raises:
-            TypeError, ValueError: `CompressState`'s; or the checkpoint that was loaded before does not fit; or the
-                state belongs to another model. It is as it was before, then.
+            TypeError, ValueError: `CompressState`'s; or the checkpoint loaded before does not fit; or the state
+                belongs to another model. The state is unchanged then.
             RuntimeError: torch.distributed is not initialised, or a rank did not arrive within 60 s.
         """
         if not (dist.is_available() and dist.is_initialized()):
@@ -168,7 +169,7 @@ class State:
         if not (self._bound and self._ddp() is ddp):
             self._bind(ddp)
             parameters = self._parameters.values()
-            expect_hook(parameters, partial(_model_of, weakref.ref(self)), partial(_refuse, weakref.ref(self)))
+            expect_hook(parameters, weakly(self._ddp), weakly(self._refuse))
         return self
 
     def _bind(self, model: DistributedDataParallel, within_hook: bool = False) -> Reducer:
@@ -185,7 +186,7 @@ class State:
             if not within_hook:
                 check_free(model)
             if again:
-                _check_same(old, self._parameters)
+                check_same(old, self._parameters)
                 self._discarded = UnusedMeans(self._parameters, self._feedback)
             else:
                 self._check(model)
@@ -196,7 +197,7 @@ class State:
             if self._loaded is not None:
                 self._load(*self._loaded)
             self._names = {id(p): name for name, p in self._parameters.items()}
-        except Exception as error:  # whatever it is, the other ranks must hear of it
+        except Exception as error:  # the other ranks must hear of any error
             problem = error
         try:
             reducer = self._connect(problem)
@@ -204,22 +205,12 @@ class State:
             self.__dict__.update(before)
             raise
         self._loaded = self._exclude = self._scaler = None
-        expect_optimizer(self._parameters.values(), partial(_judge, weakref.ref(self)))
+        expect_optimizer(self._parameters.values(), weakly(self._check_optimizer))
         return reducer
 
     def _check(self, model: DistributedDataParallel) -> None:
-        if getattr(model, "_use_python_reducer", False):
-            raise ValueError(
-                'torch._dynamo.config.optimize_ddp="python_reducer" calls hooks with other arguments: set it to '
-                '"ddp_optimizer"'
-            )
         self._options.check(dist.get_world_size(model.process_group))
-        clips = self._options.strategy is not None and self._options.strategy.largest_norm is not None
-        if clips and model.static_graph and getattr(model, "skip_all_reduce_unused_params", False):
-            raise ValueError(
-                f"error_feedback={self._options.strategy} waits for the norm of all gradients; with static_graph=True "
-                "and skip_all_reduce_unused_params=True nobody knows when they are there: leave out one of the three"
-            )
+        check_options(model, self._options.strategy)
         loss_scale = LossScale(self._scaler)
         self._feedback = FeedbackStore(self._options.strategy, keep_previous=loss_scale.skips)
         self._scaler_sync = ScalerSync(loss_scale, self._feedback)
@@ -236,6 +227,14 @@ class State:
     def _ddp(self) -> DistributedDataParallel | None:
         return None if self._model is None else self._model()
 
+    def _find_owner(self, parameter: Tensor) -> DistributedDataParallel | None:
+        """The model of a copied state, which the state knows if both were copied at once."""
+        return self._ddp() or find_owner(self, parameter)
+
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._reducer is not None:
+            check_optimizer(self._options, optimizer)
+
     def _expect_model(self, what: str) -> None:
         if not self._bound:
             raise RuntimeError(
@@ -250,10 +249,10 @@ class State:
         `weights_only=True`. It loads on the same rank of the same number of ranks; save one for each rank, or let
         `torch.distributed.checkpoint` save them all.
 
-        Residuals that an owner keeps for all ranks are folded into its own, here and in the running state, so that
-        going on and loading give the same, if DDP has the same buckets: in its first step it has others, and so have
-        codes of blocks. But for `"factors"`, which then begins anew with what it approximates gradients from
-        (`PowerSGD`). Parameters that may have a residual, but have none yet, have zeros.
+        Residuals that an owner keeps for all ranks are folded into its own, here and in the running state. Training
+        that goes on and training that loads then give the same, with two exceptions: DDP has other buckets in its
+        first step, and `"factors"` begins its approximation anew (`PowerSGD`). Parameters that may have a residual,
+        but have none yet, have zeros.
 
         Raises:
             RuntimeError: the state has no model yet, and nothing was loaded into it.
@@ -263,8 +262,7 @@ class State:
         self._expect_model("state_dict()")
         self._idle()
         self._saves += 1
-        self._feedback.fold()
-        return self._export(checkpoint.rank_key(*self._world()), self._feedback.everything())
+        return self._checkpoint.of_rank()
 
     def consolidated_state_dict(self) -> dict[str, Any]:
         """The mean of the residuals over the ranks, equal on all: loads on any number of ranks, and nothing is lost.
@@ -272,29 +270,27 @@ class State:
         A collective: every rank must call it, after the same step.
 
         Raises:
-            ValueError: another rank does something else now, or is at another step; on every rank alike.
+            ValueError: another rank is in another call, or at another step; on every rank alike.
             RuntimeError: another rank did not come within 60 s, or the state has no model yet.
         """
         self._expect_model("consolidated_state_dict()")
         self._idle()
         session = (self._reducer or self._connect(None)).session
         session.agree("consolidated_state_dict()", self._step)
-        self._feedback.fold()
-        means = checkpoint.means(session, self._feedback.everything(), self._parameters)
-        return self._export(checkpoint.MEAN, means)
+        return self._checkpoint.second_pass(session)
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Go on from a checkpoint. Every rank must load one of the same step; the next step compares them. A state that
-        has no model yet keeps it until it has one, and complains then.
+        """Go on from a checkpoint. Every rank must load one of the same step; the next step compares them. A state
+        without a model keeps the checkpoint until it is bound, and checks it then.
 
         Args:
             state_dict: from `state_dict` on this rank of as many, or from `consolidated_state_dict`.
-            strict: with False, a checkpoint that has no residuals for this rank, or some for what is an embedding with
-                sparse gradients now, excluded, frozen, of another shape or gone, loads too, with a warning: what
-                compression had left out there is then lost.
+            strict: False accepts, with a warning, a checkpoint that has no residuals for this rank, or residuals of
+                parameters that are excluded, frozen, sparse, of another shape or gone now. Those residuals are lost.
 
         Raises:
-            ValueError: it is of another format, rank, world size, codec or model. Nothing has changed then.
+            ValueError: the checkpoint is of another format, rank, world size, codec or model. Nothing has changed
+                then.
         """
         if self._bound:
             self._load(state_dict, strict)
@@ -302,10 +298,7 @@ class State:
             self._loaded = state_dict, strict
 
     def _load(self, state_dict: dict[str, Any], strict: bool) -> None:
-        key = checkpoint.rank_key(*self._world())
-        expected = self._export(key, {vector: {} for vector in self._feedback.strategy.state_names}, fill=False)
-        idle = checkpoint.idle_names(() if self._options.keeps_all else self._excluded, self._sparse)
-        saved, vectors = checkpoint.read(state_dict, expected, key, self._parameters, strict, idle=idle)
+        saved, vectors = self._checkpoint.read(state_dict, strict)
         self._idle()
         self._feedback.load(vectors)
         self._step = saved["step"]
@@ -315,18 +308,13 @@ class State:
             self._reducer.forget(self._options.seed, self._buckets.values())
         self._dense_path = None
 
-    def _export(self, key: str, vectors: Mapping[str, dict[str, Tensor]], fill: bool = True) -> dict[str, Any]:
-        if fill and self._options.may_keep():
-            without = self._sparse if self._options.keeps_all else self._sparse | self._excluded
-            kept = {name: p for name, p in self._parameters.items() if name not in without}
-            vectors = {vector: checkpoint.filled(found, kept) for vector, found in vectors.items()}
-        facts = {
-            "codec": self._options.codec_text,
-            "step": self._step,
-            "seed": self._options.seed,
-            "scale": self._scaler_sync.scale,
-        }
-        return checkpoint.export(key, vectors, self._feedback.strategy, **facts)
+    @property
+    def _checkpoint(self) -> Checkpoint:
+        idle = idle_names(() if self._options.keeps_all else self._excluded, self._sparse)
+        return Checkpoint(
+            "CompressState", self._options, self._feedback, self._parameters, self._group, self._step,
+            zeros=self._parameters.keys() - idle, idle=idle, scale=self._scaler_sync.scale,
+        )  # fmt: skip
 
     def __getstate__(self) -> dict[str, Any]:
         self._idle()
@@ -342,8 +330,7 @@ class State:
         self._discarded = UnusedMeans(self._parameters, self._feedback)
         self._disconnect()
         if self._bound and not self._closed:
-            mine = weakref.ref(self)
-            expect_hook_of_copy(self._parameters.values(), partial(_find_model, mine), partial(_refuse, mine))
+            expect_hook_of_copy(self._parameters.values(), weakly(self._find_owner), weakly(self._refuse))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = memo[id(self)] = type(self).__new__(type(self))
@@ -356,9 +343,8 @@ class State:
     # -- other ranks -------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Wait for what is queued, then give back the thread and the connections. The next use makes new ones, for
-        which all ranks meet: every rank must close after the same step, or those that go on wait for the group's
-        timeout.
+        """Wait for queued work, then release the thread and the connections. The next use makes new ones, which is a
+        collective: every rank must close after the same step, or those that go on wait for the group's timeout.
         """
         self._idle()
         if self._reducer is not None:
@@ -375,16 +361,17 @@ class State:
         self._names = {id(p): name for name, p in self._parameters.items()}
 
     def _connect(self, problem: Exception | None) -> Reducer:
-        """Meet the other ranks, who hear of the problem that this one has, if it has any. A collective."""
+        """Make a session and a reducer. A collective, in which the other ranks hear of this one's problem, if any."""
         options, self._closed = self._options, False
         session = Session(
-            self._model_group or dist.group.WORLD,
-            self._given_group,
+            "CompressState",
+            self._group,
             self._device,
-            {} if problem is not None else self._description(),
+            self._description,
             problem,
-            options.topology if options.exchange in ("auto", "hierarchical") else None,
-            options.fallback,
+            given=self._given_group,
+            topology=options.topology if options.exchange in ("auto", "hierarchical") else None,
+            fallback=options.fallback,
             probes=options.exchange == "auto",
             dense_path=not self._scaler_sync.skips,  # a step that may be undone has to be remembered
         )
@@ -394,15 +381,23 @@ class State:
         reducer.controller.follow(options.choice(self._step))
         return reducer
 
-    def _world(self) -> tuple[int, int]:
-        """This rank, and how many there are."""
-        group: Any = self._model_group or dist.group.WORLD
-        return dist.get_rank(group), dist.get_world_size(group)
+    def _refuse(self, problem: str) -> None:
+        """Report a problem to all ranks, and raise it; do nothing once the state is closed."""
+        if self._closed:
+            return
+        error = RuntimeError(f"gradwire: {problem}")
+        reducer = self._reducer or self._connect(error)  # a copy has not met the others yet: this raises
+        reducer.session.refuse(problem)
+        raise error
+
+    @property
+    def _group(self) -> Any:
+        return self._model_group or dist.group.WORLD
 
     def _description(self) -> dict[str, Any]:
         return {
             "version": __version__,
-            **self._options.describe(self._world()[1]),
+            **self._options.describe(dist.get_world_size(self._group)),
             "grad_scaler": self._scaler_sync.skips,
             "step": self._step,
             "the model's parameters": handshake.describe_model(self._parameters, self._excluded, self._sparse),
@@ -413,51 +408,10 @@ class State:
             self._reducer.flush()
 
     def _idle(self) -> None:
-        """Wait for what is queued, and for what follows from it."""
-        if self._dense_path is not None:  # DDP has futures of its sums that are done already
+        """Wait for queued work, and for the return of means that follows from it."""
+        if self._dense_path is not None:  # DDP holds futures that complete before the sums do
             self._dense_path.end()
         self._flush()
         if self._reducer is not None and self._discarded.pending:
             self._discarded.reclaim_unused(self._reducer.session.pipeline)
             self._flush()
-
-
-def _check_same(old: Mapping[str, nn.Parameter], new: Mapping[str, nn.Parameter]) -> None:
-    """Raises ValueError where a state would go on with another model's parameters."""
-    if [(name, p.shape) for name, p in old.items()] == [(name, p.shape) for name, p in new.items()]:
-        return
-    names = sorted(old.keys() ^ new.keys()) or [name for name in old if old[name].shape != new[name].shape] or list(new)
-    raise ValueError(
-        f"the state belongs to another model: they differ in {', '.join(map(repr, names[:4]))}; make a CompressState "
-        "for each model"
-    )
-
-
-def _model_of(state: weakref.ref[State]) -> DistributedDataParallel | None:
-    """The model of a state as of now: it may have been wrapped again."""
-    mine = state()
-    return None if mine is None else mine._ddp()
-
-
-def _judge(state: weakref.ref[State], optimizer: torch.optim.Optimizer) -> None:
-    """`check_optimizer`, unless the state is closed, or gone."""
-    mine = state()
-    if mine is not None and mine._reducer is not None:
-        check_optimizer(mine._options, optimizer)
-
-
-def _find_model(state: weakref.ref[State], parameter: Tensor) -> DistributedDataParallel | None:
-    """The model of a copy, which knows it where both were copied at once."""
-    mine = state()
-    return None if mine is None else mine._ddp() or find_owner(mine, parameter)
-
-
-def _refuse(state: weakref.ref[State], problem: str) -> None:
-    """Tell all ranks; nothing once a state is closed, or gone."""
-    mine = state()
-    if mine is None or mine._closed:
-        return
-    error = RuntimeError(f"gradwire: {problem}")
-    reducer = mine._reducer or mine._connect(error)  # a copy has not met the others yet: this raises
-    reducer.session.refuse(problem)
-    raise error

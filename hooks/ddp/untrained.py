@@ -1,4 +1,4 @@
-"""Parameters whose gradients nobody reduces, as they required none: ranks part where one does later on."""
+"""Parameters that required no gradient when DDP wrapped the model: replicas diverge if one is trained later on."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _requires_gradients = attrgetter("requires_grad")
 
 
 class Untrained:
-    """Those of a DDP model.
+    """The untrained parameters of a DDP model.
 
     Args:
-        model: which has ignored some, that are no concern of ours.
+        model: the model; parameters that the user has let it ignore are left out.
         reduced: ids of the parameters that it reduces.
     """
 
@@ -28,7 +28,7 @@ class Untrained:
         self._parameters: list[nn.Parameter] = [p for name, p in named if id(p) not in reduced and name not in ignored]
 
     def problem(self, model: DistributedDataParallel) -> str | None:
-        """Why ranks would part, if one requires gradients by now."""
+        """The error message if one of them requires gradients by now, else None."""
         if not any(map(_requires_gradients, self._parameters)):
             return None
         p, names = next(p for p in self._parameters if p.requires_grad), names_of(module_of(model))

@@ -112,12 +112,12 @@ class Exchange(ABC):
 
     @property
     @abstractmethod
-    def payload_bytes(self) -> int:
+    def bytes_sent(self) -> int:
         """Bytes sent to other ranks in the last step."""
 
     @property
     @abstractmethod
-    def transfer_bytes(self) -> int:
+    def bytes_received(self) -> int:
         """Bytes received from other ranks in the last step."""
 
     @abstractmethod

@@ -50,11 +50,11 @@ class Dense(Exchange):
         return all_reduce_estimate(network, what.numel, what.world_size)
 
     @property
-    def payload_bytes(self) -> int:
+    def bytes_sent(self) -> int:
         return 4 * (self.numel + self.extra) if self.world_size > 1 else 0
 
     @property
-    def transfer_bytes(self) -> int:
+    def bytes_received(self) -> int:
         return 2 * 4 * (self.numel + self.extra) * (self.world_size - 1) // self.world_size
 
     def reduce(self, x: ExchangeArgs) -> Stages:

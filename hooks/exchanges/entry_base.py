@@ -62,11 +62,11 @@ class EntryExchange(Exchange):
         return isinstance(codec, SparseCodec)
 
     @property
-    def payload_bytes(self) -> int:
+    def bytes_sent(self) -> int:
         return self.exchanger.sent - self.moved[0]
 
     @property
-    def transfer_bytes(self) -> int:
+    def bytes_received(self) -> int:
         return self.exchanger.received - self.moved[1]
 
     def reduce(self, x: ExchangeArgs) -> Stages:

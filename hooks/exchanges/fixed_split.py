@@ -61,13 +61,13 @@ class FixedSizeSplit(FixedSizeExchange):
         return with_selection(network.estimate(cls.name, moves, encode, decode), network, what)
 
     @property
-    def payload_bytes(self) -> int:
+    def bytes_sent(self) -> int:
         if self.world_size == 1:
             return 0
         return (self.world_size - 1) * (self.rows.nbytes if self.rows else 0) + len(self.row)
 
     @property
-    def transfer_bytes(self) -> int:
+    def bytes_received(self) -> int:
         return (self.world_size - 1) * ((self.rows.nbytes if self.rows else 0) + len(self.row))
 
     def reduce(self, x: ExchangeArgs) -> Stages:

@@ -58,13 +58,13 @@ class FixedSizeUnion(FixedSizeExchange):
         return with_selection(network.estimate(cls.name, moves, work.pack * k, decode), network, what)
 
     @property
-    def payload_bytes(self) -> int:
+    def bytes_sent(self) -> int:
         if self.world_size == 1:
             return 0
         return len(self.row) + 4 * (self.capacity + self.extra)
 
     @property
-    def transfer_bytes(self) -> int:
+    def bytes_received(self) -> int:
         others, summed = self.world_size - 1, 4 * (self.capacity + self.extra)
         return others * len(self.row) + 2 * summed * others // self.world_size
 

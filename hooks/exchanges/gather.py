@@ -44,11 +44,11 @@ class Gather(Exchange):
         return network.estimate(cls.name, moves, speed.encode * numel, (speed.decode * ranks + speed.mean) * numel)
 
     @property
-    def payload_bytes(self) -> int:
+    def bytes_sent(self) -> int:
         return self.row.numel() if self.world_size > 1 else 0
 
     @property
-    def transfer_bytes(self) -> int:
+    def bytes_received(self) -> int:
         return (self.world_size - 1) * self.row.numel()
 
     def reduce(self, x: ExchangeArgs) -> Stages:

@@ -101,13 +101,13 @@ class Hierarchical(Exchange):
         return [(self.start, own, size), *inner]
 
     @property
-    def payload_bytes(self) -> int:
-        return self.inner.payload_bytes + 4 * self.sent.numel()
+    def bytes_sent(self) -> int:
+        return self.inner.bytes_sent + 4 * self.sent.numel()
 
     @property
-    def transfer_bytes(self) -> int:
+    def bytes_received(self) -> int:
         """Bytes received between nodes."""
-        return self.inner.transfer_bytes
+        return self.inner.bytes_received
 
     def reduce(self, x: ExchangeArgs) -> Stages:
         if not self.row.numel():  # empty parameters alone, as DDP puts those of another dtype in a bucket of their own

@@ -68,12 +68,12 @@ class Factors(Exchange):
         return network.estimate(cls.name, 2 * moves, speed.encode * numel, (speed.decode + speed.mean) * numel)
 
     @property
-    def payload_bytes(self) -> int:
-        return sum(exchange.payload_bytes for exchange in self.means)
+    def bytes_sent(self) -> int:
+        return sum(exchange.bytes_sent for exchange in self.means)
 
     @property
-    def transfer_bytes(self) -> int:
-        return sum(exchange.transfer_bytes for exchange in self.means)
+    def bytes_received(self) -> int:
+        return sum(exchange.bytes_received for exchange in self.means)
 
     def reduce(self, x: ExchangeArgs) -> Stages:
         if not self.numel:

@@ -60,11 +60,11 @@ class ReduceScatter(Exchange):
         return True
 
     @property
-    def payload_bytes(self) -> int:
+    def bytes_sent(self) -> int:
         return (self.world_size - 1) * self.row_bytes
 
     @property
-    def transfer_bytes(self) -> int:
+    def bytes_received(self) -> int:
         return (self.world_size - 1) * self.row_bytes
 
     def say(self, what: str) -> None:

@@ -78,13 +78,13 @@ class TwoPass(Exchange):
         return [(self.start, self.mean.numel(), self.world_size)] if self.mean.numel() else []
 
     @property
-    def payload_bytes(self) -> int:
+    def bytes_sent(self) -> int:
         if self.world_size == 1:
             return 0
         return (self.world_size - 1) * self.slice_bytes + self.row.numel()
 
     @property
-    def transfer_bytes(self) -> int:
+    def bytes_received(self) -> int:
         return (self.world_size - 1) * (self.slice_bytes + self.row.numel())
 
     def reduce(self, x: ExchangeArgs) -> Stages:

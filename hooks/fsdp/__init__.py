@@ -1,6 +1,6 @@
 """FSDP2 and HSDP: gradients of `fully_shard` compressed on their way between replicas, or between shards.
 
-What imports FSDP, which takes a second or two, is imported by those who call it.
+Modules that import FSDP, which takes a second or two, are imported on the first call.
 """
 
 from __future__ import annotations
@@ -68,32 +68,31 @@ def compress_fsdp(
     exclude: Exclude | None = None,
     seed: int = 0,
 ) -> FSDPState | ScatterState:
-    """Sharded training whose gradients are compressed: between replicas (with `mesh`), or between shards (without).
+    """Compress the gradients of a sharded model: between replicas (with `mesh`), or between shards (without).
 
     **With `mesh`**, after `fully_shard(model, mesh=mesh["shard"])`, with `mesh` of two dimensions: FSDP reduces
-    gradients among the shards, and every rank's shard of them is then reduced among the ranks that have the same one,
-    over `mesh["replicate"]`, compressed. What compression leaves out is kept by parameter, for this rank's shards only.
-    With a shard dimension of size 1 it is data parallelism. The result is as FSDP's own HSDP would have it:
-    mixed precision, divide factors and accumulation (`set_requires_gradient_sync`, `set_requires_all_reduce`) included.
+    gradients among the shards. Each rank's shard of them is then reduced, compressed, among the ranks that have the
+    same shard, over `mesh["replicate"]`. Residuals are kept by parameter, for this rank's shards only. With a shard
+    dimension of size 1 it is data parallelism. The result is that of FSDP's own HSDP, including mixed precision,
+    divide factors and accumulation (`set_requires_gradient_sync`, `set_requires_all_reduce`).
 
-    **Without**, after `fully_shard` over a mesh of one dimension: each rank's gradient goes to the shards' owners
-    compressed, in the place of FSDP's reduce-scatter (the first half of DoubleSqueeze, Tang et al., ICML 2019). Any
-    codec serves. Stochastic ones, `QSGD()` and `TernGrad()`, keep nothing; for others every rank keeps a residual that
-    is as large as the unsharded model's gradients, four bytes an element. For slow links between all ranks; it needs
-    torch 2.9.
+    **Without**, after `fully_shard` over a mesh of one dimension: each rank sends its gradient compressed to the
+    shards' owners, instead of FSDP's reduce-scatter (the first half of DoubleSqueeze, Tang et al., ICML 2019). It takes
+    any codec. Stochastic ones, `QSGD()` and `TernGrad()`, keep nothing; for others every rank keeps a residual as large
+    as the unsharded model's gradients, four bytes an element. For slow links between all ranks; it needs torch 2.9.
 
     Args:
-        model: after `fully_shard` has been called on its parts and on itself.
+        model: the model, after `fully_shard` has been called on its parts and on itself.
         codec: a codec, or a function of the step (counted from 0) that returns one, equal on all ranks.
-        mesh: of one dimension: the ranks that have the same shards. None: there are no such.
-        exchange, error_feedback, warmup_steps, fallback, exclude, seed: as `CompressState` has them; without `mesh`,
-            `exchange` and `fallback` are left out, and `error_feedback` may keep residuals alone.
+        mesh: a one-dimensional mesh of the ranks that have the same shards. None: no ranks have.
+        exchange, error_feedback, warmup_steps, fallback, exclude, seed: `CompressState`'s; without `mesh`, leave out
+            `exchange` and `fallback`, and `error_feedback` takes residuals alone.
 
     Returns:
-        The state, for statistics and checkpoints; the model holds it too. Making it is a collective.
+        The state, for statistics and checkpoints; the model holds it, too. Making it is a collective.
 
     Raises:
-        TypeError, ValueError: an argument or the model cannot work, here or on another rank, or the ranks disagree.
+        TypeError, ValueError: an argument or the model is invalid, here or on another rank, or the ranks disagree.
         RuntimeError: this torch is too old, torch.distributed is not initialised, or a rank did not arrive within 60 s.
     """
     if not (dist.is_available() and dist.is_initialized()):

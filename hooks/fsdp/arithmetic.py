@@ -1,4 +1,4 @@
-"""FSDP2's arithmetic around a reduction: dtypes, the order of the parameters, and what it divides by."""
+"""FSDP2's arithmetic around a reduction: dtypes, divisors, and the order of the parameters."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 
 def post_divide(group: Any, dtype: torch.dtype) -> float:
-    """By what FSDP divides gradients after the hook: below float32's range before and after the reduction, by powers
-    of two near the root of what it divides by."""
+    """FSDP's divisor of gradients after the hook. For dtypes with less range than float32, FSDP divides before and
+    after the reduction, by powers of two near the square root of the whole divisor."""
     overflows = dtype not in (torch.float32, torch.bfloat16)
     if not only_sums(group, dtype):
         return 1.0
@@ -21,20 +21,20 @@ def post_divide(group: Any, dtype: torch.dtype) -> float:
 
 
 def only_sums(group: Any, dtype: torch.dtype) -> bool:
-    """Whether FSDP reduces by sums, and divides by itself."""
+    """True if FSDP reduces by sums, and divides by itself."""
     forced = getattr(group, "force_sum_reduction_for_comms", False) or group.device.type == "mtia"
     return forced or dtype not in (torch.float32, torch.bfloat16)
 
 
 def divide_factor(group: Any) -> float:
-    """By what FSDP divides the sum over the shards, before and after it together."""
+    """FSDP's whole divisor of the sum over the shards, before and after the reduction together."""
     factor = group.gradient_divide_factor
     return float(group.mesh_info.shard_mesh_size if factor is None else factor)
 
 
 def grad_dtype(parameter: Any) -> torch.dtype | None:
-    """The dtype of a parameter's gradients, sharded, as the optimizer sees them. Before torch 2.15 that is the
-    parameter's own; since then `Tensor.grad_dtype`, where the user has set it, and None: as autograd brings them."""
+    """The dtype of a parameter's sharded gradients, as the optimizer sees them. Before torch 2.15 it is the
+    parameter's own; since then `Tensor.grad_dtype`, if the user has set it. None: as autograd makes them."""
     sharded = parameter.sharded_param
     if not hasattr(parameter, "sharded_grad_dtype"):
         found: torch.dtype | None = sharded.dtype
@@ -46,8 +46,7 @@ def grad_dtype(parameter: Any) -> torch.dtype | None:
 
 
 def reduce_order(group: Any) -> list[Any]:
-    """A group's parameters in the order in which FSDP lays out what it reduces: since torch 2.15 those whose gradients
-    have one dtype lie together."""
+    """A group's parameters in the order of FSDP's reduction. Since torch 2.15 gradients of one dtype lie together."""
     if not hasattr(group, "_reduce_scatter_param_indices"):
         return list(group.fsdp_params)
     by_dtype: dict[torch.dtype | None, list[Any]] = {}
@@ -57,8 +56,8 @@ def reduce_order(group: Any) -> list[Any]:
 
 
 def reduce_dtype(group: Any, parameters: list[Any]) -> torch.dtype:
-    """The widest dtype in which FSDP reduces the gradients of some of a group's parameters. Since torch 2.15 it is that
-    of those that have one; float32 stands for gradients of a dtype that only autograd knows."""
+    """The widest dtype in which FSDP reduces gradients of these parameters of a group. Since torch 2.15 it depends on
+    each of them; float32 stands for a dtype that only autograd knows."""
     policy = getattr(group, "mp_policy", None)
     if policy is not None:  # one for the group, before torch 2.15
         dtypes = {policy.reduce_dtype or policy.param_dtype or parameters[0].sharded_param.dtype}

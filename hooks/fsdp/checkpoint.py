@@ -1,115 +1,102 @@
-"""What the state of a sharded model writes down and reads back: as the model's own shards, so that
-`torch.distributed.checkpoint` moves them to other meshes.
+"""Checkpoints of sharded models: residuals are saved as shards like the model's, so that
+`torch.distributed.checkpoint` can move them to other meshes.
 
-It keeps one copy of what several ranks have, whichever brings it. Replicas keep different residuals, so what is saved
-is their mean, which every replica goes on with: the mean of the residuals is then what it was, with as many replicas or
-with others.
+That keeps one copy of tensors that several ranks have, from any of them. Replicas have different residuals, so their
+mean is saved, and every replica goes on with it: the mean of the residuals is unchanged, for any number of replicas.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..core import checkpoint
-from ..core.checkpoint import MEAN
+from ...compress.feedback.store import FeedbackStore
+from ..core.checkpoint import Checkpoint, Vectors, idle_names
 from ..core.names import renamed
+from ..core.options import Options
 from ..core.session import Session
 from .torch_internals import Shards
 
-Vectors = dict[str, dict[str, Tensor]]
 
-
-def means(session: Session, vectors: Vectors, groups: Iterable[Shards], keeps: frozenset[str]) -> Vectors:
-    """The mean over the replicas of what each keeps of its shards, as DTensors sharded as their parameters are: by
-    vector and name, with zeros where nothing is kept. A collective.
+class ShardedCheckpoint(Checkpoint):
+    """The checkpoints of one owner, as of now; `Checkpoint.parameters` are local shards.
 
     Args:
-        vectors: of padded shards, by name.
-        keeps: names of the parameters of which something may be kept.
+        options, feedback, step: `Checkpoint`'s; the feedback has padded shards.
+        groups: the model's parameter groups.
+        idle: names of parameters that have no residuals.
     """
-    shards_of = {name: shards for shards in groups for name in shards.parameters}
-    padded = {  # what `checkpoint.means` makes zeros like
-        name: torch.empty((), dtype=torch.float32, device=shards.group.device).expand(
-            shards.parameters[name].padded_sharded_param_size
-        )
-        for name, shards in shards_of.items()
-    }
-    found: Vectors = {}
-    for vector, kept in checkpoint.means(session, vectors, padded).items():
-        found[vector] = {}
-        for name in padded:
-            if name in keeps:
-                shards = shards_of[name]
-                if name in kept:
-                    part = shards.local(name, kept[name]).contiguous()
-                else:
-                    size = shards.parameters[name].sharded_size
-                    part = torch.zeros(size, dtype=torch.float32, device=shards.group.device)
-                found[vector][name] = as_sharded(part, shards.parameters[name].sharded_param)
-    return found
 
+    def __init__(
+        self, options: Options, feedback: FeedbackStore, groups: Iterable[Shards], step: int, idle: frozenset[str]
+    ) -> None:
+        self.shards_of = {name: shards for shards in groups for name in shards.parameters}
+        self.sharded = {name: shards.parameters[name].sharded_param for name, shards in self.shards_of.items()}
+        local = {name: p.to_local() for name, p in self.sharded.items()}
+        super().__init__("compress_fsdp", options, feedback, local, None, step, idle=idle_names(idle))
+        self.saves = [name for name in local if options.may_keep() and name not in idle]
 
-def as_sharded(local: Tensor, parameter: DTensor) -> DTensor:
-    """A shard of something that lies as a parameter does."""
-    return DTensor.from_local(
-        local, parameter.device_mesh, parameter.placements, run_check=False,
-        shape=parameter.shape, stride=parameter.stride(),
-    )  # fmt: skip
+    def means(self, session: Session, vectors: Vectors) -> Vectors:
+        """The mean over the replicas of each one's residuals, as DTensors sharded like their parameters, with zeros
+        where no replica has one. A collective."""
+        saved: Vectors = {}
+        for vector, found in super().means(session, vectors).items():
+            saved[vector] = {}
+            for name in self.saves:
+                local = self.shards_of[name].local(name, found[name] if name in found else self.zero(name))
+                # A view would be saved with all of its memory.
+                saved[vector][name] = self.as_sharded(name, local if name in found else local.clone())
+        return saved
 
+    def zero(self, name: str) -> Tensor:
+        """A padded shard of zeros."""
+        shards = self.shards_of[name]
+        shape = shards.parameters[name].padded_sharded_param_size
+        return torch.zeros(shape, dtype=torch.float32, device=shards.group.device)
 
-def read(
-    saved: Mapping[str, Any],
-    expected: Mapping[str, Any],
-    groups: Iterable[Shards],
-    strict: bool,
-    excluded: Iterable[str],
-) -> Any:
-    """A checkpoint, and the padded shards that this rank has of it, by vector and name.
+    def read(
+        self, saved: Mapping[str, Any], strict: bool, needs: Collection[str] = ()
+    ) -> tuple[Mapping[str, Any], Vectors]:
+        """`Checkpoint.read`, with padded shards."""
+        saved = {**saved, "residuals": self._local(saved.get("residuals", {}))}
+        if "vectors" in saved:
+            saved["vectors"] = {vector: self._local(found) for vector, found in saved["vectors"].items()}
+        facts, vectors = super().read(saved, strict, needs)
+        return facts, {
+            vector: {name: self.shards_of[name].padded(name, local.float()) for name, local in found.items()}
+            for vector, found in vectors.items()
+        }
 
-    Args:
-        excluded: names of parameters of which nothing is kept.
+    def as_sharded(self, name: str, local: Tensor) -> DTensor:
+        """A local shard as a DTensor, sharded like a parameter."""
+        like = self.sharded[name]
+        return DTensor.from_local(
+            local.contiguous(), like.device_mesh, like.placements, run_check=False,
+            shape=like.shape, stride=like.stride(),
+        )  # fmt: skip
 
-    Raises:
-        ValueError: it does not fit.
-    """
-    shards_of = {name: shards for shards in groups for name in shards.parameters}
-    parameters = {name: shards.parameters[name].sharded_param for name, shards in shards_of.items()}
-    saved = {**saved, "residuals": _local(saved.get("residuals", {}), parameters)}
-    if "vectors" in saved:
-        saved["vectors"] = {vector: _local(found, parameters) for vector, found in saved["vectors"].items()}
-    mine = {name: p.to_local() for name, p in parameters.items()}
-    facts, vectors = checkpoint.read(
-        saved, expected, MEAN, mine, strict, "compress_fsdp", checkpoint.idle_names(excluded)
-    )
-    return facts, {
-        vector: {name: shards_of[name].padded(name, local.float()) for name, local in found.items()}
-        for vector, found in vectors.items()
-    }
+    def _local(self, by_rank: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Any]:
+        """The same tensors, each DTensor replaced by this rank's shard.
 
-
-def _local(by_rank: Mapping[str, Mapping[str, Tensor]], parameters: Mapping[str, DTensor]) -> dict[str, Any]:
-    """With this rank's shards in the place of DTensors.
-
-    Raises:
-        ValueError: they are sharded otherwise than the model's parameters.
-    """
-    result: dict[str, Any] = {}
-    for key, found in by_rank.items():
-        result[key] = {}
-        for name, x in renamed(found, parameters).items():
-            p = parameters.get(name)
-            if isinstance(x, DTensor):
-                if p is not None and (x.shape, x.placements) != (p.shape, p.placements):
-                    raise ValueError(
-                        f"the checkpoint has {name!r} of shape {tuple(x.shape)} as {x.placements}, this model "
-                        f"{tuple(p.shape)} as {p.placements}: let torch.distributed.checkpoint load it into this "
-                        "state's own state_dict(), which shards it again"
-                    )
-                x = x.to_local()
-            result[key][name] = x
-    return result
+        Raises:
+            ValueError: one is sharded otherwise than the model's parameter.
+        """
+        result: dict[str, Any] = {}
+        for key, found in by_rank.items():
+            result[key] = {}
+            for name, x in renamed(found, self.sharded).items():
+                p = self.sharded.get(name)
+                if isinstance(x, DTensor):
+                    if p is not None and (x.shape, x.placements) != (p.shape, p.placements):
+                        raise ValueError(
+                            f"the checkpoint has {name!r} of shape {tuple(x.shape)} as {x.placements}, this model "
+                            f"{tuple(p.shape)} as {p.placements}: let torch.distributed.checkpoint load it into this "
+                            "state's own state_dict(), which shards it again"
+                        )
+                    x = x.to_local()
+                result[key][name] = x
+        return result

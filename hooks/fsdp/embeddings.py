@@ -1,4 +1,4 @@
-"""Embeddings with sparse gradients beside FSDP, which takes none: every rank has the table, and nobody reduces it."""
+"""Embeddings with sparse gradients beside FSDP, which does not reduce them: every rank has the whole table."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ def reduce_rows(model: nn.Module, group: dist.ProcessGroup | None = None, *, alg
     """Replace the gradients of a model's sparse embeddings by their mean over the ranks, row by row and exactly.
 
     For tables (`nn.Embedding(sparse=True)`, `nn.EmbeddingBag(sparse=True)`) that `fully_shard(…, ignored_params=…)` has
-    left out. Call it after backward, before the optimizer, on every rank; a rank that has not used a table sends no
-    rows, and gets the others'. Gradients stay sparse, equal bit for bit on all ranks; a table that no rank has used
-    keeps none. After several backward passes it is called once. Ranks must begin with equal tables.
+    left out. Call it on every rank after backward and before the optimizer; after several backward passes, once. A rank
+    that has not used a table sends no rows, and gets those of the others. Gradients stay sparse, equal bit for bit on
+    all ranks; a table that no rank has used keeps none. Ranks must begin with equal tables.
 
     Args:
-        model: tables are found in all of its parts; those whose parameters are sharded, or frozen, are left alone.
+        model: the owner of the tables, in any of its parts; sharded and frozen parameters are left alone.
         group: the ranks, of all shards and replicas; by default all.
-        algorithm: as in `sparse_all_reduce`, which carries the rows.
+        algorithm: `sparse_all_reduce`'s, which carries the rows.
 
     Raises:
         TypeError: a gradient is dense where rows are expected.
-        ValueError, RuntimeError: as `sparse_all_reduce`, on every rank alike.
+        ValueError, RuntimeError: `sparse_all_reduce`'s, on every rank alike.
     """
     parameters = dict(model.named_parameters())
     for name in sorted(sparse_names(model, parameters)):

@@ -1,4 +1,4 @@
-"""An exact reduce-scatter over Gloo, whose own is an all-reduce inside."""
+"""An exact reduce-scatter over Gloo, whose own makes an all-reduce."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ..comm.ports import drive
 from ..comm.untraced import untraced
 from .torch_internals import Shards
 
-#: Of each process group: a channel, and memory for what arrives there. One call is under way at a time.
+#: A channel and receive memory for each process group. One call is in flight at a time.
 _places: weakref.WeakKeyDictionary[Any, tuple[Group, BufferPool]] = weakref.WeakKeyDictionary()
 
 
 def install(parts: Sequence[Shards]) -> None:
-    """Let gradients of these go to the shards' owners directly, where FSDP would have Gloo sum all of them on all
-    ranks. Nothing changes over NCCL, with a reduce-scatter of the user's, and in torch before 2.9."""
+    """Send gradients directly to the shards' owners, where FSDP would have Gloo sum all of them on all ranks. Nothing
+    changes over NCCL, with a reduce-scatter of the user's, and in torch before 2.9."""
     for shards in parts:
         plain = getattr(shards.group, "_reduce_scatter_comm", None)
         group, device = shards.process_group, shards.group.device
@@ -31,7 +31,7 @@ def install(parts: Sequence[Shards]) -> None:
 
 
 class _Direct:
-    """What FSDP calls. It has the methods of FSDP's `ReduceScatter`, a private class."""
+    """The reduce-scatter that FSDP calls. It has the methods of FSDP's `ReduceScatter`, a private class."""
 
     def __init__(self, plain: Any, process_group: Any) -> None:
         self._plain = plain

@@ -1,6 +1,6 @@
 """Passes that the caller finalizes outside of autograd: `FSDPModule.set_manual_backward_finalization`, torch 2.15's.
 
-FSDP then reduces what is left in `finalize_backward`, and waits for all of it there, or later in the handle's `wait`.
+FSDP then reduces the remaining gradients in `finalize_backward`, and waits for them there, or in the handle's `wait`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from ..comm.untraced import untraced
 
 
 class ByHand:
-    """When such passes of a model end.
+    """Observer of the ends of such passes.
 
     Args:
-        model: with FSDP modules.
-        ended: called when FSDP has waited for the gradients of a pass of this kind.
+        model: a model with FSDP modules.
+        ended: called when FSDP has waited for the gradients of such a pass.
         discarded: called when a pass is given up, by `reset_iter_state`.
     """
 
@@ -27,16 +27,16 @@ class ByHand:
         states: dict[Any, None] = {m._get_fsdp_state(): None for m in model.modules() if isinstance(m, FSDPModule)}
         self._states = [state for state in states if hasattr(state, "wait_for_gradient_reduction")]
         self._ended, self._discarded = ended, discarded
-        for state in self._states:  # which of them is the root shows in the first forward pass
+        for state in self._states:  # the root is not known before the first forward pass
             self._watch(state)
 
     @property
     def active(self) -> bool:
-        """Whether the pass is one of these that runs now, or is finalized."""
+        """True if such a pass runs now, or is finalized."""
         return any(state._state_ctx.manual_backward_finalization_active for state in self._states)
 
     def detach(self) -> None:
-        """Hear no more of it."""
+        """Stop observing."""
         for state in self._states:
             del state.wait_for_gradient_reduction, state._reset_iter_state
         self._states = []

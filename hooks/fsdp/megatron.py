@@ -1,4 +1,4 @@
-"""A reduce-scatter that compresses, with the signature of torch's own: for those who take a function in its place.
+"""A compressed reduce-scatter with the signature of torch's own, for libraries that let it be replaced.
 
 Megatron-LM calls `dist_reduce_scatter_func(output, input, op=, group=, async_op=)`, a global of its module
 `megatron.core.distributed.param_and_grad_buffer`.
@@ -23,13 +23,13 @@ from ..exchanges import ExchangeArgs, ReduceScatter
 
 
 def times_mean(op: Any, ranks: int, factor: float | None = None) -> float:
-    """What a reduction gives, in units of the mean.
+    """The factor from the mean to the result of a reduction.
 
     Args:
-        factor: of PREMUL_SUM, where torch is too old to tell.
+        factor: PREMUL_SUM's, where torch is too old to tell.
 
     Raises:
-        ValueError: it is neither a sum nor a mean.
+        ValueError: `op` is neither a sum nor a mean.
     """
     op = op if isinstance(op, dist.ReduceOp) else dist.ReduceOp(op)
     if op == dist.ReduceOp.AVG:
@@ -45,24 +45,24 @@ def times_mean(op: Any, ranks: int, factor: float | None = None) -> float:
 def compressed_reduce_scatter(
     codec: Codec, *, error_feedback: Literal["auto", False] = "auto", seed: int = 0
 ) -> Callable[..., Work | None]:
-    """A function to call in the place of `torch.distributed.reduce_scatter_tensor`.
+    """Make a function that replaces `torch.distributed.reduce_scatter_tensor`.
 
     That is `reduce_scatter(output, input, op=ReduceOp.SUM, group=None, async_op=False)`, with `output` of n and `input`
-    of P·n elements, contiguous, of the same dtype, float32, float16 or bfloat16, on one device. Each rank's code of a
-    row goes to its owner, who adds them up in float32, in rank order. With `async_op` it returns something to `wait`
-    for, until when both tensors belong to it; else None. Every rank calls, and waits, in the same order.
+    of P·n elements, contiguous, of the same dtype, float32, float16 or bfloat16, on one device. Each rank sends the
+    code of a row to its owner, who adds the codes up in float32, in rank order. With `async_op` it returns a handle;
+    both tensors must be left alone until its `wait`. Every rank must call, and wait, in the same order.
 
-    It knows no parameters, so that nothing can be kept between calls: take codes that are unbiased, as `QSGD()` and
+    It knows no parameters, so that nothing can be kept between calls: use unbiased codecs, such as `QSGD()` and
     `TernGrad()` (Alistarh et al., NeurIPS 2017; Wen et al., NeurIPS 2017).
 
     Args:
-        codec: what compresses; equal on all ranks.
-        error_feedback: False lets codes through that would need a residual, such as `Cast(torch.bfloat16)`.
-        seed: of stochastic rounding.
+        codec: the codec; equal on all ranks.
+        error_feedback: False accepts codecs that need a residual, such as `Cast(torch.bfloat16)`.
+        seed: seed of stochastic rounding.
 
     Raises:
-        TypeError, ValueError: the codec is none, or needs a residual. The function: `output` and `input` do not fit, or
-            `op` is neither a sum nor a mean; RuntimeError: no process group, or a rank did not answer.
+        TypeError, ValueError: `codec` is no codec, or needs a residual. The function: `output` and `input` do not fit,
+            or `op` is neither a sum nor a mean; RuntimeError: no process group, or a rank did not respond.
     """
     if not isinstance(codec, Codec):
         raise TypeError(f"codec={codec!r}: expected a codec, such as QSGD()")
@@ -91,8 +91,10 @@ def compressed_reduce_scatter(
     return reduce_scatter
 
 
+# It does not use the Reducer, whose steps begin, end and are compared: the caller knows no steps and no parameters,
+# may have several calls in flight, and names the group with each.
 class _Calls:
-    """The exchanges of one function, each for one call at a time; as many of a kind as are under way together."""
+    """The exchanges of one function, each for one call at a time: as many of a kind as are in flight together."""
 
     def __init__(self, codec: Codec, seed: int) -> None:
         self._codec, self._seed = codec, seed
@@ -125,7 +127,7 @@ class _Calls:
 
 
 class _Lane:
-    """An exchange, and the call that it serves now."""
+    """An exchange, and its current call."""
 
     def __init__(self, codec: Codec, output: Tensor, group: Group, draw: Tensor) -> None:
         self.exchange = ReduceScatter(codec, output.numel(), 0, output.device, group)
@@ -134,7 +136,7 @@ class _Lane:
 
 
 class _Handle:
-    """What is under way."""
+    """A call in flight."""
 
     def __init__(self, lane: _Lane, output: Tensor, input: Tensor, times: float) -> None:
         self._lane, self._output, self._times = lane, output, times
@@ -147,8 +149,8 @@ class _Handle:
 
     @untraced
     def wait(self) -> None:
-        """Until `output` is there; over NCCL, as seen from the current stream. May be called again, also where a
-        signal's handler has raised in between; once it has failed, it always does."""
+        """Wait for `output`; over NCCL, on the current stream. May be called again, also after a signal handler has
+        raised; once it has failed, it always does."""
         if self._failure is not None:
             raise RuntimeError(f"this reduce-scatter failed when it was first waited for: {self._failure}")
         if self._work is None:
@@ -156,7 +158,7 @@ class _Handle:
         with torch.no_grad():
             try:
                 self._work.wait()
-            except RuntimeError as error:  # Gloo would say of the message that it is completed
+            except RuntimeError as error:  # Gloo would report the message as completed
                 self._failure = str(error)
                 raise
             self._lane.exchange.decode(self._output)

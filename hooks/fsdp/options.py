@@ -1,4 +1,4 @@
-"""How shards are to be compressed, as a user says it, and what is said about what cannot be meant."""
+"""Options of `compress_fsdp`, and their validation."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ..auto.planner import Choice
 from ..core.options import Options
 from ..exchanges import EXCHANGES
 
-#: The argument `exchange` of `compress_fsdp`: one of these, or the name of a class that was registered.
+#: The argument `exchange` of `compress_fsdp`: one of these, or the name of a registered class.
 FSDPExchange = Literal["auto", "gather", "two_pass", "union", "split", "factors", "dense"] | str
 
 
 @dataclass
 class FSDPOptions(Options):
-    """What is equal on all ranks, among so many replicas. The arguments are `compress_fsdp`'s."""
+    """Options of `compress_fsdp` with `mesh`, equal on all ranks."""
 
     replicas: int = 1
 
@@ -32,12 +32,12 @@ class FSDPOptions(Options):
 
     def _choose(self, codec: Codec, warm: bool) -> Choice:
         choice = super()._choose(codec, warm)
-        return replace(choice, exchange="dense") if self.replicas == 1 else choice  # nobody to compress for
+        return replace(choice, exchange="dense") if self.replicas == 1 else choice  # no other rank to send to
 
 
 @dataclass
 class ScatterOptions(Options):
-    """The same where the reduce-scatter among the shards is compressed."""
+    """Options of `compress_fsdp` without `mesh`, equal on all ranks."""
 
     def check(self, world_size: int | None) -> None:
         super().check(world_size)

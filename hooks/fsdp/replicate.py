@@ -1,10 +1,8 @@
-"""FSDP2's all-reduce hook, and its state: what one pass submits, and what becomes of its means."""
+"""FSDP2's all-reduce hook, and its state."""
 
 from __future__ import annotations
 
 import copy
-import hashlib
-import weakref
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,8 +17,7 @@ from ...compress.feedback.store import FeedbackStore
 from ..comm import handshake
 from ..comm.group import Group
 from ..comm.pipeline import Pipeline
-from ..comm.ports import Work
-from ..core import checkpoint
+from ..core.announcement import Announcement, digest
 from ..core.autograd_end import AtEnd, raise_at_end, waited
 from ..core.deprecated import former_property
 from ..core.discarded import DiscardedMeans
@@ -31,60 +28,56 @@ from ..core.reducer import Reducer
 from ..core.session import Session
 from ..core.statistics import Statistics
 from ..core.step import Step
-from . import checkpoint as checkpoints
+from ..core.weak_method import weakly
 from . import gloo_reduce_scatter as direct
+from .checkpoint import ShardedCheckpoint
 from .manual import ByHand
 from .options import FSDPOptions
 from .torch_internals import Shards, find_shards
 
-#: Where the reduce-scatter comes from that is compressed.
+#: The module of the compressed reduce-scatter.
 _SCATTER = f"{__package__}.shard"
-#: For all replicas, when one has submitted something else.
+#: Raised on all replicas if one has submitted other gradients.
 UNEQUAL = (
     "gradwire: in the last backward pass not all replicas had gradients of the same parameters: let all use the "
     "same ones, or give unused ones zeros by set_reduce_scatter_unused_params(True)"
 )
 
 
-class _Uses:
-    """Whether all replicas mean the same parameters, which they tell each other while those are under way.
+class _UsedParameters:
+    """Comparison of the parameters that replicas have used, while their gradients are in flight.
 
     Args:
         group: a channel for that.
     """
 
     def __init__(self, group: Group) -> None:
-        self._mine = torch.zeros(1, dtype=torch.int64, device="cpu")
-        self._all = torch.zeros(group.size, 1, dtype=torch.int64, device="cpu")
-        self._port = group.small_gather_port(self._all, self._mine)
-        self._under_way: Work | None = None
+        self._announcement = Announcement(group, 1)
 
     def tell(self, used: str) -> None:
-        """Tell the others what is used here; `agree` comes before the next."""
-        digest = hashlib.blake2b(used.encode(), digest_size=7).digest()
-        self._mine[0] = int.from_bytes(digest, "big")
-        self._under_way = self._port.start()
+        """Send this replica's uses to the others; `agree` must follow."""
+        self._announcement.start(digest(used))
 
     def agree(self) -> bool:
-        """Whether what was told last is the same everywhere; waits for the others, once."""
-        if self._under_way is not None:
+        """True if all replicas have sent the same; waits for the others, once."""
+        if self._announcement.in_flight is not None:
             try:
-                self._under_way.wait()
+                self._announcement.in_flight.wait()
             except RuntimeError:
-                self._under_way = None
+                self._announcement.in_flight = None
                 raise
-            self._under_way = None  # not before: a signal's handler may raise meanwhile
-            self._port.post_receives()
-        return bool((self._all == self._mine).all())
+            self._announcement.in_flight = None  # not before: a signal handler may raise meanwhile
+            self._announcement.post_receives()
+        return len({word for (word,) in self._announcement.words}) == 1
 
 
 @dataclass(frozen=True)
 class _Submitted:
-    """Shards under way.
+    """Shards in flight.
 
     Attributes:
-        names: of the parameters whose gradients are in them.
-        missing: of those among them to whose gradients the mean has still to be added.
+        names: names of the parameters with gradients in them.
+        missing: names of those to whose gradients the mean has still to be added.
     """
 
     shards: Shards
@@ -94,7 +87,7 @@ class _Submitted:
 
 
 class FSDPState:
-    """What `compress_fsdp` returns, and the model's hooks hold."""
+    """The state of `compress_fsdp` with `mesh`; the model's hooks hold it."""
 
     def __init__(self, model: nn.Module, options: FSDPOptions, mesh: DeviceMesh, exclude: Exclude | None) -> None:
         self._options = options
@@ -113,23 +106,15 @@ class FSDPState:
             self._find(model, mesh)
             self._options.check(self._group.size())
             self._excluded = excluded_names(exclude, self._parameters)
-            options.prepare(0, (shards.unit_dtype for shards in self._shards), self._device)
-        except Exception as error:  # whatever it is, the other ranks must hear of it
+            options.prepare(0, (shards.bucket_dtype for shards in self._shards), self._device)
+        except Exception as error:  # the other ranks must hear of any error
             problem = error
         self._feedback = FeedbackStore(options.strategy)
         self._discarded = DiscardedMeans(self._feedback)
         session = Session(
-            self._group,
-            None,
-            self._device,
-            {} if problem is not None else self._description(),
-            problem,
-            None,
-            options.fallback,
-            probes=options.exchange == "auto" and problem is None,
-            dense_path=False,
-            owner="compress_fsdp",
-        )
+            "compress_fsdp", self._group, self._device, self._description, problem,
+            fallback=options.fallback, probes=options.exchange == "auto",
+        )  # fmt: skip
         self._reducer: Reducer | None = Reducer(
             session,
             self._feedback,
@@ -139,14 +124,14 @@ class FSDPState:
             clean=True,
             numel=sum(shards.numel for shards in self._shards),
         )
-        self._uses = _Uses(session.control.channel("used parameters"))
+        self._uses = _UsedParameters(session.control.channel("used parameters"))
         for shards in self._shards:
             shards.attach(self._reduce)
-        for shards in self._frozen:  # nobody would reduce their gradients among the replicas
+        for shards in self._frozen:  # if they are trained later on, nothing reduces them among the replicas
             shards.watch()
         direct.install(self._shards)
         self._by_hand = ByHand(model, lambda: self._ended(self._open), lambda: self._discard(self._open))
-        expect_optimizer(self._parameters.values(), partial(_judge, weakref.ref(self)))
+        expect_optimizer(self._parameters.values(), weakly(self._check_optimizer))
 
     def __repr__(self) -> str:
         shards = f"{len(self._parameters)} parameters' shards"
@@ -154,7 +139,7 @@ class FSDPState:
 
     @property
     def step(self) -> int:
-        """Backward passes so far in which gradients were exchanged."""
+        """Number of backward passes so far that exchanged gradients."""
         return self._step
 
     @property
@@ -167,13 +152,13 @@ class FSDPState:
     deciding = former_property("deciding", "tuning")
 
     def statistics(self) -> Statistics:
-        """What this rank has done so far, as of now; call it between steps."""
+        """This rank's counts so far; call it between steps."""
         if self._reducer is not None:
             self._reducer.flush()
         return copy.deepcopy(self._statistics)
 
     def close(self) -> None:
-        """Wait for what is under way, then give back the thread and the connections. A backward pass of the model
+        """Wait for gradients in flight, then release the thread and the connections. A backward pass of the model
         raises from now on, as nothing would reduce its gradients among the replicas; call `compress_fsdp` again.
         """
         if self._reducer is not None:
@@ -188,13 +173,13 @@ class FSDPState:
     # -- one step, seen from FSDP ------------------------------------------------------------------------------------
 
     def _reduce(self, shards: Shards, output: Tensor) -> None:
-        """FSDP's hook: replace this rank's shard of the gradients of some parameters by the replicas' mean."""
+        """FSDP's hook: replace this rank's shard of a parameter group's gradients by the replicas' mean."""
         reducer = self._running()
         if torch.promote_types(output.dtype, shards.dtype) != shards.dtype:
             raise TypeError(
                 f"FSDP reduces {output.dtype}, and its policy says {shards.dtype}: call compress_fsdp again"
             )
-        if output.is_cuda:  # FSDP lets go of it while kernels on this stream still have to read it
+        if output.is_cuda:  # FSDP frees it while kernels on this stream still have to read it
             output.record_stream(torch.cuda.current_stream(output.device))
         if not shards.group.all_reduce_grads:  # `set_requires_all_reduce(False)`: later
             shards.hold(output)
@@ -209,7 +194,7 @@ class FSDPState:
         bucket = shards.bucket(buffer, self._excluded, self._feedback.strategy)
         step, outside = self._open, False
         if step is None:
-            if not self._uses.agree():  # over NCCL, where the host has not waited for what came of the last step
+            if not self._uses.agree():  # over NCCL, where the host has not waited for the last comparison
                 raise RuntimeError(UNEQUAL)
             step = self._open = reducer.begin(self._step, self._options.choice(self._step))
             ends = partial(self._ended, step), partial(self._discard, step)
@@ -223,7 +208,7 @@ class FSDPState:
             if buffer is not output:
                 output.zero_()  # FSDP adds it to gradients now; the mean follows
         else:
-            future.wait()  # on a GPU, what comes next on this stream
+            future.wait()  # on a GPU: later kernels on this stream wait
             if buffer is not output:
                 shards.put_back(output)
                 missing -= shards.used
@@ -232,7 +217,7 @@ class FSDPState:
             self._ended(step)
 
     def _ended(self, step: Step | None) -> None:
-        """FSDP has submitted all that the pass has; or the next is of a module that is in this step already."""
+        """End a step: the pass is over, or the next gradients are of a module that is in this step already."""
         if step is None or step is not self._open or self._reducer is None:
             return
         self._open = None
@@ -245,18 +230,18 @@ class FSDPState:
         self._deliver(step, pipeline, interruption)
 
     def _agree(self, step: Step, pipeline: Pipeline) -> None:
-        """Raises RuntimeError where not all replicas have submitted the same, on all of them."""
+        """Raise RuntimeError, on all replicas, if not all have submitted the same."""
         assert self._reducer is not None
         try:
             if pipeline.threaded and not self._uses.agree():
                 raise RuntimeError(UNEQUAL)
         except RuntimeError:
-            self._reducer.session.group.abort()  # some wait for what never comes
+            self._reducer.session.group.abort()  # some ranks wait for messages that never come
             self._discard(step)
             raise
 
     def _deliver(self, step: Step, pipeline: Pipeline, interruption: BaseException | None) -> None:
-        """Wait for the means, and add them where FSDP would have; then raise what a signal's handler has raised."""
+        """Wait for the means, and add them as FSDP would; then raise `interruption`, from a signal handler."""
         try:
             interruption = waited(pipeline.wait, lambda _: pipeline.failed) or interruption
         except Exception:
@@ -271,14 +256,14 @@ class FSDPState:
             part.shards.held = frozenset()
             unused |= part.shards.parameters.keys() - part.names
         if unused:
-            # No replica has a gradient of these, and no optimizer sees their mean, which is of residuals alone.
+            # No replica has a gradient of these: their mean, of residuals alone, reaches no optimizer.
             pipeline.submit(partial(self._discarded.keep, step, unused)).wait()
         step.reduced.clear()  # else FSDP's gradients would live as long as the step
         if interruption is not None:
             raise_at_end(interruption)
 
     def _discard(self, step: Step | None) -> None:
-        """The pass has raised, here or on the pipeline, or is given up: no mean of it is applied."""
+        """Give up a step: the pass has raised, here or on the pipeline, and no mean of it is applied."""
         if step is None:
             return
         if step is self._open:
@@ -294,14 +279,14 @@ class FSDPState:
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The mean of the replicas' residuals, sharded as the parameters are (`DTensor`), and a few numbers: for
+        """The mean of the replicas' residuals, sharded like the parameters (`DTensor`), and a few numbers: for
         `torch.distributed.checkpoint`, which loads it on any mesh. Nothing is lost: replicas go on with the mean.
 
-        A collective among replicas: every rank must call it, after the same step. Saving changes nothing; going on and
-        loading differ, as residuals do that have been averaged.
+        A collective among replicas: every rank must call it, after the same step. Saving changes nothing. Training
+        that loads differs from training that goes on, as its residuals have been averaged.
 
         Raises:
-            ValueError: another replica does something else now, or is at another step; on every rank alike.
+            ValueError: another replica is in another call, or at another step; on every rank alike.
             RuntimeError: another replica did not come within 60 s, or gradients have been held back.
         """
         reducer = self._running()
@@ -312,40 +297,30 @@ class FSDPState:
             )
         reducer.flush()
         reducer.session.agree("state_dict()", self._step)
-        self._feedback.fold()
-        kept = frozenset(self._parameters) if self._options.may_keep() else frozenset[str]()
-        kept -= self._idle
-        vectors = self._feedback.everything()
-        found = checkpoints.means(reducer.session, vectors, self._shards, kept)
-        return checkpoint.export(checkpoint.MEAN, found, **self._facts())
+        return self._checkpoint.second_pass(reducer.session)
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Go on from a checkpoint. Every rank must load one of the same step; the next step compares them.
 
         Args:
             state_dict: this state's own, filled by `torch.distributed.checkpoint.load`; or one of the same mesh.
-            strict: with False, a checkpoint without what this state keeps, or with more, loads too, with a warning.
+            strict: False accepts, with a warning, a checkpoint that lacks tensors of this state, or has more.
 
         Raises:
-            ValueError: it is of another format, codec or model. Nothing has changed then.
+            ValueError: the checkpoint is of another format, codec or model. Nothing has changed then.
         """
         reducer = self._running()
-        nothing: dict[str, dict[str, Tensor]] = {vector: {} for vector in self._feedback.strategy.state_names}
-        expected = checkpoint.export(checkpoint.MEAN, nothing, **self._facts())
-        saved, vectors = checkpoints.read(state_dict, expected, self._shards, strict, self._idle)
+        saved, vectors = self._checkpoint.read(state_dict, strict)
         reducer.flush()
         self._feedback.load(vectors)
         self._step, self._options.seed = saved["step"], saved["seed"]
-        buckets = (shards.made_unit for shards in self._shards)
+        buckets = (shards.made_bucket for shards in self._shards)
         reducer.forget(self._options.seed, (bucket for bucket in buckets if bucket is not None))
 
     @property
-    def _idle(self) -> frozenset[str]:
-        """Names of parameters of which nothing is kept."""
-        return frozenset() if self._options.keeps_all else self._excluded
-
-    def _facts(self) -> dict[str, Any]:
-        return {"codec": self._options.codec_text, "step": self._step, "seed": self._options.seed}
+    def _checkpoint(self) -> ShardedCheckpoint:
+        idle = frozenset[str]() if self._options.keeps_all else self._excluded
+        return ShardedCheckpoint(self._options, self._feedback, self._shards, self._step, idle)
 
     # -- what must be right ------------------------------------------------------------------------------------------
 
@@ -355,10 +330,10 @@ class FSDPState:
         return self._reducer
 
     def _find(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        """The model's shards, all of them, and what their parameters are called.
+        """Find all of the model's shards, and the names of their parameters.
 
         Raises:
-            TypeError, ValueError, RuntimeError: this model's cannot be compressed.
+            TypeError, ValueError, RuntimeError: the model cannot be compressed.
         """
         if mesh.ndim != 1:
             dimensions = ", ".join(mesh.mesh_dim_names or ("without names",))
@@ -375,6 +350,10 @@ class FSDPState:
                 raise ValueError(f"module {shards.module!r} has a compressed reduce-scatter: close() that state first")
         self._device = self._shards[0].group.device
         self._parameters = {n: p.sharded_param for shards in self._shards for n, p in shards.parameters.items()}
+
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._reducer is not None:
+            check_optimizer(self._options, optimizer)
 
     def _description(self) -> dict[str, Any]:
         first = self._shards[0]
@@ -393,10 +372,3 @@ def _closed(output: Tensor) -> None:
         "the FSDPState of this model is closed, and nothing reduces its gradients among the replicas: call "
         "compress_fsdp again"
     )
-
-
-def _judge(state: weakref.ref[FSDPState], optimizer: torch.optim.Optimizer) -> None:
-    """`check_optimizer`, unless the state is closed, or gone."""
-    mine = state()
-    if mine is not None and mine._reducer is not None:
-        check_optimizer(mine._options, optimizer)

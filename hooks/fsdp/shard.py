@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -19,14 +18,15 @@ from ..comm import handshake
 from ..comm.pieces import Started, overlap
 from ..comm.pipeline import clock
 from ..comm.untraced import untraced
-from ..core import checkpoint
 from ..core.autograd_end import AtEnd
+from ..core.checkpoint import MEAN
 from ..core.optimizer_checks import check_optimizer, expect_optimizer
 from ..core.options import Exclude, excluded_names
 from ..core.session import Session
 from ..core.statistics import Statistics
-from . import checkpoint as checkpoints
+from ..core.weak_method import weakly
 from .arithmetic import divide_factor, post_divide
+from .checkpoint import ShardedCheckpoint
 from .manual import ByHand
 from .megatron import times_mean
 from .options import ScatterOptions
@@ -39,11 +39,13 @@ UNEQUAL = (
 )
 
 
+# It does not use the Reducer, which gives every rank the mean of a whole bucket: FSDP waits in each call for this
+# rank's row alone, on its own stream, so that a pipeline, plans and futures would add steps and save none.
 class ScatterState:
-    """What `compress_fsdp` returns without `mesh`: gradients are compressed on their way to the owners of the shards.
+    """The state of `compress_fsdp` without `mesh`: gradients are compressed on their way to the owners of the shards.
 
-    It keeps what compression leaves out of this rank's gradients, float32 of the whole model, not of its shards: four
-    bytes for each element of the parameters. Of stochastic codes (`QSGD()`, `TernGrad()`) nothing is kept.
+    Its residual is of this rank's unsharded gradients, in float32: four bytes for each element of the whole model.
+    Stochastic codecs (`QSGD()`, `TernGrad()`) need none.
     """
 
     def __init__(self, model: nn.Module, options: ScatterOptions, exclude: Exclude | None) -> None:
@@ -64,12 +66,10 @@ class ScatterState:
             options.check(self._shards[0].size)
             self._excluded = excluded_names(exclude, self._parameters)
             options.prepare(0, (shards.dtype for shards in self._shards), device)
-        except Exception as error:  # whatever it is, the other ranks must hear of it
+        except Exception as error:  # the other ranks must hear of any error
             problem = error
         self._feedback = FeedbackStore(options.strategy)
-        description = {} if problem is not None else self._description()
-        how: Any = {"probes": False, "dense_path": False, "owner": "compress_fsdp"}
-        self._session = Session(group, None, device, description, problem, None, None, **how)
+        self._session = Session("compress_fsdp", group, device, self._description, problem)
         ranks = self._session.group
         self._parts = [Unsharded(shards, self._excluded, ranks, self._feedback) for shards in self._shards]
         for part in self._parts:
@@ -80,26 +80,26 @@ class ScatterState:
             else:  # FSDP then reduces nothing
                 part.shards.attach(partial(self._alone, part))
         self._by_hand = ByHand(model, self._ended, self._raised)
-        self._bad = torch.zeros(2, dtype=torch.int64, device=device)  # records not finite, and steps that had some
+        self._bad = torch.zeros(2, dtype=torch.int64, device=device)  # records not finite, and steps with such records
         self._unequal = _Unequal(device)
-        expect_optimizer(self._parameters.values(), partial(_judge, weakref.ref(self)))
+        expect_optimizer(self._parameters.values(), weakly(self._check_optimizer))
 
     def __repr__(self) -> str:
         return f"<ScatterState of {len(self._parameters)} parameters: {self._options.codec_text}, step {self._step}>"
 
     @property
     def step(self) -> int:
-        """Backward passes so far in which gradients were exchanged."""
+        """Number of backward passes so far that exchanged gradients."""
         return self._step
 
     def statistics(self) -> Statistics:
-        """What this rank has done so far; call it between steps. Waits for the device."""
+        """This rank's counts so far; call it between steps. Waits for the device."""
         self._statistics.skipped_entries = int(self._status()[0])
         self._statistics.nonfinite_steps = int(self._bad[1])
         return copy.deepcopy(self._statistics)
 
     def close(self) -> None:
-        """Give the model back to FSDP's own reduce-scatter. What is still owed is dropped: save it before."""
+        """Give the model back to FSDP's own reduce-scatter. Residuals are dropped: save them before."""
         self._closed = True
         self._by_hand.detach()
         for shards in self._shards:
@@ -108,10 +108,10 @@ class ScatterState:
     # -- one step, seen from FSDP ------------------------------------------------------------------------------------
 
     def _reduce(self, part: Unsharded, output: Tensor, grads: Tensor, op: Any, plain: Any) -> None:
-        """In the place of FSDP's reduce-scatter.
+        """Replace FSDP's reduce-scatter.
 
         Args:
-            plain: what that would be, without arguments.
+            plain: calls FSDP's own, on the same tensors.
         """
         times = times_mean(op, part.ranks, 1.0 / divide_factor(part.shards.group))
         outside = self._begin(part)
@@ -123,13 +123,13 @@ class ScatterState:
             part.send_all(grads)
             plain()
             sent = (part.ranks - 1) * output.nbytes
-            statistics.payload_bytes += sent
-            statistics.transfer_bytes += sent
+            statistics.bytes_sent += sent
+            statistics.bytes_received += sent
             statistics.decisions[part.shards.index] = "FSDP's own: a warm-up"
         else:
             exchange = part.follow(choice, self._options.seed)
             used = sorted(part.shards.used)
-            at = "" if exchange.heads.is_cuda else self._step  # on a GPU it would be copied there every time
+            at = "" if exchange.heads.is_cuda else self._step  # on a GPU it would be copied there in every step
             exchange.say(f"{at} {choice.digest} {used}")
             try:
                 with self._session.group.failing_together():
@@ -138,14 +138,14 @@ class ScatterState:
             except Exception as error:
                 where = f"[step {self._step}, module {part.shards.module!r}, {choice.codec}]"
                 raise RuntimeError(f"gradwire: {error} {where}") from error
-            statistics.payload_bytes += exchange.payload_bytes
-            statistics.transfer_bytes += exchange.transfer_bytes
+            statistics.bytes_sent += exchange.bytes_sent
+            statistics.bytes_received += exchange.bytes_received
             statistics.decisions[part.shards.index] = f"reduce_scatter of {choice.codec}"
         if outside:
             self._ended()
 
     def _alone(self, part: Unsharded, shards: Shards, output: Tensor) -> None:
-        """A rank by itself compresses nothing; what a checkpoint has brought is sent."""
+        """Reduce on a single rank, without compression; residuals of a checkpoint are added."""
         outside = self._begin(part)
         part.use_contribution(1.0 / post_divide(shards.group, output.dtype))
         part.send_all(output)
@@ -153,7 +153,7 @@ class ScatterState:
             self._ended()
 
     def _begin(self, part: Unsharded) -> bool:
-        """A part of a pass, maybe its first; returns whether no pass runs."""
+        """Begin a part of a pass, and the pass with its first part. Returns True if no backward pass runs."""
         outside = False
         if self._open is None:
             self._unequal.check()
@@ -161,11 +161,11 @@ class ScatterState:
             self._open = {}
             self._session.begin()
             outside = not self._by_hand.active and not AtEnd(self._ended, self._raised).queue()
-        self._open[part.shards.index] = part  # of a module that is used twice in a pass, the last
+        self._open[part.shards.index] = part  # the last one, of a module that is used twice in a pass
         return outside
 
     def _announce_step(self) -> None:
-        """Compare with the other ranks what the pass is to be, before anything is sent that they would not expect."""
+        """Compare the pass with those of the other ranks, before any message that these would not expect."""
         choice, past = self._options.choice(self._step), self._session.history()
         try:
             with self._session.group.failing_together():
@@ -187,7 +187,7 @@ class ScatterState:
         self._bad[0] = bad
 
     def _raised(self) -> None:
-        """The pass has raised: what it handed out is not applied, but where an optimizer has, within backward."""
+        """Return the means of a pass that has raised, except those that an optimizer has applied within backward."""
         parts, self._open = self._open or {}, None
         self._step += bool(parts)
         for part in parts.values():
@@ -200,23 +200,22 @@ class ScatterState:
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The sum of the ranks' residuals as the optimizer is to see it, sharded as the parameters are (`DTensor`), and
-        a few numbers: for `torch.distributed.checkpoint`, which loads it on any number of ranks, and into the state of
-        `compress_fsdp(mesh=…)` too. A rank that loads it owes its own shard. Nothing is lost.
+        """The sum of the ranks' residuals in the optimizer's units, sharded like the parameters (`DTensor`), and a few
+        numbers: for `torch.distributed.checkpoint`, which loads it on any number of ranks, and also into the state of
+        `compress_fsdp(mesh=…)`. A rank that loads it has the residual of its own shard. Nothing is lost.
 
         A collective: every rank must call it, after the same step. Saving changes nothing.
 
         Raises:
-            ValueError: another rank does something else now, or is at another step; on every rank alike.
+            ValueError: another rank is in another call, or at another step; on every rank alike.
             RuntimeError: another rank did not come within 60 s.
         """
         self._session.agree("state_dict()", self._step)
-        mine = self._feedback.by_name()
+        mine, checkpoint = self._feedback.by_name(), self._checkpoint
         found: dict[str, Tensor] = {}
 
         def take(part: Unsharded, name: str, arrived: Tensor) -> None:
-            parameter = part.shards.parameters[name].sharded_param
-            found[name] = checkpoints.as_sharded(part.outstanding(name, arrived), parameter)
+            found[name] = checkpoint.as_sharded(name, part.outstanding(name, arrived))
 
         def start(part: Unsharded, name: str) -> Started:
             arrived, work = part.collect(name, mine.get(name))
@@ -224,20 +223,19 @@ class ScatterState:
 
         parts = self._parts if self._options.may_keep() else ()
         overlap(start(part, name) for part in parts for name in sorted(part.columns))
-        return checkpoint.export(checkpoint.MEAN, {RESIDUAL: found}, **self._facts())
+        return checkpoint.export(MEAN, {RESIDUAL: found})
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Go on from a checkpoint. Every rank must load one of the same step; the next step compares them.
 
         Args:
             state_dict: this state's own, filled by `torch.distributed.checkpoint.load`; or one of as many ranks.
-            strict: with False, a checkpoint without what this state keeps, or with more, loads too, with a warning.
+            strict: False accepts, with a warning, a checkpoint that lacks tensors of this state, or has more.
 
         Raises:
-            ValueError: it is of another format, codec or model. Nothing has changed then.
+            ValueError: the checkpoint is of another format, codec or model. Nothing has changed then.
         """
-        expected = checkpoint.export(checkpoint.MEAN, {RESIDUAL: {}}, **self._facts())
-        saved, vectors = checkpoints.read(state_dict, expected, self._shards, strict, self._excluded)
+        saved, vectors = self._checkpoint.read(state_dict, strict)
         parts = {name: part for part in self._parts for name in part.columns}
         for part in self._parts:
             part.contribution = part.usual_contribution()
@@ -247,8 +245,13 @@ class ScatterState:
         self._step, self._options.seed = saved["step"], saved["seed"]
         self._session.loaded(self._options.seed)
 
-    def _facts(self) -> dict[str, Any]:
-        return {"codec": self._options.codec_text, "step": self._step, "seed": self._options.seed}
+    @property
+    def _checkpoint(self) -> ShardedCheckpoint:
+        return ShardedCheckpoint(self._options, self._feedback, self._shards, self._step, self._excluded)
+
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._closed:
+            check_optimizer(self._options, optimizer)
 
     def _description(self) -> dict[str, Any]:
         return {
@@ -260,7 +263,7 @@ class ScatterState:
 
 
 class _ReduceScatter:
-    """What FSDP calls, one for each parameter group. It has the methods of FSDP's `ReduceScatter`, a private class."""
+    """The reduce-scatter that FSDP calls, one for each parameter group, with the methods of FSDP's private class."""
 
     def __init__(self, state: ScatterState, part: Unsharded, plain: Any) -> None:
         self._state, self._part, self._plain = state, part, plain
@@ -278,8 +281,8 @@ class _ReduceScatter:
 
 
 class _Unequal:
-    """Whether ranks have meant different things: seen at once on CPUs, and before the next pass on GPUs, where the host
-    does not wait."""
+    """Detects that ranks have reduced different gradients: at once on CPUs, and before the next pass on GPUs, where the
+    host does not wait."""
 
     def __init__(self, device: torch.device) -> None:
         self._seen = torch.zeros((), dtype=torch.bool, device=device)
@@ -301,7 +304,7 @@ class _Unequal:
 
 
 def _check_comms(parts: Sequence[Shards]) -> None:
-    """Raises ValueError where something else reduces already, or among several groups of ranks."""
+    """Raise ValueError if the model has another hook or reduce-scatter, or several groups of ranks."""
     groups = {tuple(dist.get_process_group_ranks(shards.process_group)) for shards in parts}
     if len(groups) > 1:
         raise ValueError(
@@ -319,7 +322,7 @@ def _check_comms(parts: Sequence[Shards]) -> None:
 
 
 def drive_timed(stages: Any, clock: Any) -> None:
-    """`drive`, with each phase's time noted."""
+    """`drive`, with the time of each phase."""
     phase = "encode"
     while True:
         with clock(phase):
@@ -329,10 +332,3 @@ def drive_timed(stages: Any, clock: Any) -> None:
         with clock("exchange"):
             work.wait()
         phase = "decode"
-
-
-def _judge(state: weakref.ref[ScatterState], optimizer: torch.optim.Optimizer) -> None:
-    """`check_optimizer`, unless the state is closed, or gone."""
-    mine = state()
-    if mine is not None and not mine._closed:
-        check_optimizer(mine._options, optimizer)

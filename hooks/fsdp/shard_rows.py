@@ -1,7 +1,7 @@
-"""The gradient of one of FSDP's parameter groups before it is reduced: one row for each rank's shard.
+"""The unsharded gradient of one of FSDP's parameter groups: one row for each rank's shard.
 
-FSDP hands over, row by row, those parameters that have a gradient. What is sent has all of them in every step, so that
-residuals lie where they are, and messages have one size.
+FSDP passes, row by row, the parameters that have a gradient. Messages have all parameters in every step, so that
+residuals keep their place, and messages their size.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from .torch_internals import Shards
 
 
 class Unsharded:
-    """One parameter group: its layout in rows, what is kept of it, and the exchange that serves it now.
+    """One parameter group: its layout in rows, its residuals, and its current exchange.
 
     Args:
         shards: FSDP's side of it.
-        excluded: names of those that stay as they are, inside the same messages.
+        excluded: names of the parameters that travel uncompressed, inside the same messages.
         group: the ranks.
-        feedback: what compression has left out so far, by parameter; [P, *shard] of each.
+        feedback: the residuals by parameter, each [P, *shard].
 
     Attributes:
-        contribution: how much of an element of one rank's gradient, as FSDP hands it over, the optimizer is to see.
+        contribution: factor from one rank's gradient, as FSDP passes it, to its part of the optimizer's gradient.
             Residuals are in FSDP's units.
-        status: int64[2], as an exchange's.
+        status: int64[2], an exchange's counts.
     """
 
     def __init__(self, shards: Shards, excluded: frozenset[str], group: Group, feedback: FeedbackStore) -> None:
@@ -45,8 +45,8 @@ class Unsharded:
         self.ranks, self.rank = shards.size, shards.rank
         kept = end_to_end(slot for slot in shards.slots if slot.name not in excluded)
         rest = end_to_end(slot for slot in shards.slots if slot.name in excluded)
-        self.columns, self.beside = ({slot.name: slot for slot in slots} for slots in (kept, rest))
-        self.numel, self.extra = layout_numel(kept), layout_numel(rest)
+        self.columns, self.uncompressed = ({slot.name: slot for slot in slots} for slots in (kept, rest))
+        self.numel, self.uncompressed_numel = layout_numel(kept), layout_numel(rest)
         self.layout: Layout = tuple(
             Slot(slot.name, slot.start, (self.ranks, *slot.shape), (self.numel, *slot.stride)) for slot in kept
         )
@@ -57,9 +57,9 @@ class Unsharded:
         self._packed: Tensor | None = None
         self._mean: Tensor | None = None
         device = shards.group.device
-        self._extras = torch.zeros(self.ranks * self.extra, dtype=torch.float32, device=device)
+        self._uncompressed_rows = torch.zeros(self.ranks * self.uncompressed_numel, dtype=torch.float32, device=device)
         self._earlier = torch.zeros(2, dtype=torch.int64, device=device)
-        #: Whether what has been sent can be put back: as long as what has arrived lies there.
+        #: True if the last step can be put back: the received codes are still in memory.
         self._kept_last = False
 
     def usual_contribution(self) -> float:
@@ -74,29 +74,31 @@ class Unsharded:
 
     @property
     def exchange(self) -> ReduceScatter:
-        """The one that serves now."""
+        """The current exchange."""
         assert self._exchange is not None
         return self._exchange
 
     def follow(self, choice: Choice, seed: int) -> ReduceScatter:
-        """Let a choice serve."""
+        """Reduce by this choice from now on."""
         if self._choice != choice:
             self._earlier, device = self.status, self.shards.group.device
-            name = f"{self.shards.index} {self.numel} {self.extra} {choice.codec}"
+            name = f"{self.shards.index} {self.numel} {self.uncompressed_numel} {choice.codec}"
             channel = self.group.channel(name)
-            self._exchange = ReduceScatter(choice.codec, self.numel, self.extra, device, channel)
+            self._exchange = ReduceScatter(choice.codec, self.numel, self.uncompressed_numel, device, channel)
             stream = 2 * self.rank << 32 | self.shards.index * self.ranks
             draw = new_draw(seed, 0, stream, device)
-            self._operands = ExchangeArgs(self._extras, self._extras, self._extras, NOTHING, (), draw, draw)
+            self._operands = ExchangeArgs(
+                self._uncompressed_rows, self._uncompressed_rows, self._uncompressed_rows, NOTHING, (), draw, draw
+            )
             self._choice = choice
         return self.exchange
 
     def forget(self) -> None:
-        """Draws begin again."""
+        """Begin draws again."""
         self._choice = None
 
     def use_contribution(self, contribution: float) -> None:
-        """FSDP's units are these from now on."""
+        """Change FSDP's units, and rescale residuals."""
         if contribution != self.contribution:
             kept = self._kept()
             if kept is not None:
@@ -121,15 +123,15 @@ class Unsharded:
         self._kept_last = keeps
         if not whole:
             self._unpack(operands.out, output)
-            if self._feedback.holds(self.layout):  # FSDP wants nothing of these, which were sent what they were owed
+            if self._feedback.holds(self.layout):  # parameters without a gradient were sent their residual
                 self._give_back(operands.out, self.columns.keys() - self.shards.used)
-        operands.grad = operands.out = self._extras  # holds nothing between steps
+        operands.grad = operands.out = self._uncompressed_rows  # holds nothing between steps
         if times_mean != 1.0:
             output.mul_(times_mean)
         self.exchange.port.post_receives()
 
     def send_all(self, grads: Tensor) -> None:
-        """Add what is kept to gradients that are about to be reduced as they are; what they cannot hold stays."""
+        """Add residuals to gradients that are about to be reduced uncompressed; what rounding cuts off stays."""
         kept = self._kept()
         if kept is None or not kept.keeps:
             return
@@ -144,17 +146,17 @@ class Unsharded:
                     rest.copy_(torch.where(total.isfinite(), total.sub_(part), rest))
 
     def put_back(self) -> None:
-        """What was handed out last is not applied: let this rank send it again."""
+        """Return the last mean to this rank's residual: it is not applied."""
         if self._kept_last:
             self._kept_last = False
             self.exchange.decode(self._own_mean())
             self._give_back(self._own_mean(), self.columns.keys() & self.shards.used)
 
     def collect(self, name: str, kept: Tensor | None) -> tuple[Tensor, Work]:
-        """Start: this rank's shard of what each rank keeps of a parameter, for `outstanding`. A collective.
+        """Start to collect this rank's shard of all ranks' residuals of a parameter, for `outstanding`. A collective.
 
         Args:
-            kept: here, [P, *shard]; None: nothing.
+            kept: this rank's residual, [P, *shard]; None: zero.
         """
         device, shape = self.shards.group.device, tuple(self.shards.parameters[name].padded_sharded_param_size)
         rows = torch.zeros(self.ranks, *shape, dtype=torch.float32, device=device) if kept is None else kept.to(device)
@@ -162,11 +164,11 @@ class Unsharded:
         return arrived, self.group.all_to_all(arrived, rows)
 
     def outstanding(self, name: str, arrived: Tensor) -> Tensor:
-        """This rank's shard of what all ranks keep of a parameter, in the optimizer's units."""
+        """This rank's shard of the sum of all ranks' residuals of a parameter, in the optimizer's units."""
         return self.shards.local(name, arrived.sum(0).mul_(self.contribution)).contiguous()
 
     def from_owed(self, shard: Tensor) -> Tensor:
-        """What this rank is to keep of a parameter of whose owed gradient it has a shard: [P, *shard]."""
+        """The inverse of `outstanding`: this rank's residual of a parameter, [P, *shard], from its shard of the sum."""
         rows = shard.new_zeros(self.ranks, *shard.shape)
         torch.div(shard, self.contribution, out=rows[self.rank])
         return rows
@@ -175,18 +177,18 @@ class Unsharded:
 
     @property
     def _moves(self) -> bool:
-        return self.extra > 0 or len(self.shards.used) < len(self.columns)
+        return self.uncompressed_numel > 0 or len(self.shards.used) < len(self.columns)
 
     def _kept(self) -> FeedbackState | None:
-        """What is kept; None where nothing is."""
+        """The residual; None where nothing is kept."""
         return self._feedback.of(self.layout, self.shards.group.device) if self._feedback else None
 
     def _parts(self, rows: Tensor) -> Iterator[tuple[Tensor, Slot]]:
-        """The columns of what FSDP hands over, parameter by parameter, and where those of the exchange are."""
+        """FSDP's columns, parameter by parameter, each with its column in the exchange."""
         start = 0
         for slot in self.shards.slots:
             if slot.name in self.shards.used:
-                yield rows[..., start : start + slot.numel], self.columns.get(slot.name) or self.beside[slot.name]
+                yield rows[..., start : start + slot.numel], self.columns.get(slot.name) or self.uncompressed[slot.name]
                 start += slot.numel
         if start != rows.shape[-1]:
             raise RuntimeError(
@@ -195,23 +197,26 @@ class Unsharded:
             )
 
     def _pack(self, grads: Tensor) -> Tensor:
-        """All parameters' rows, zeros where there is no gradient; fills what travels beside them."""
+        """All parameters' rows, zeros where there is no gradient; fills the uncompressed rows, too."""
         if self._packed is None or self._packed.dtype != grads.dtype:
             self._packed = grads.new_zeros(self.ranks * self.numel)
-        if len(self.shards.used) < len(self.columns) + len(self.beside):
+        if len(self.shards.used) < len(self.columns) + len(self.uncompressed):
             self._packed.zero_()
-            self._extras.zero_()
-        rows, extras = self._packed.view(self.ranks, self.numel), self._extras.view(self.ranks, self.extra)
+            self._uncompressed_rows.zero_()
+        rows, extras = (
+            self._packed.view(self.ranks, self.numel),
+            self._uncompressed_rows.view(self.ranks, self.uncompressed_numel),
+        )
         for part, column in self._parts(grads.view(self.ranks, -1)):
             _columns(rows if column.name in self.columns else extras, column).copy_(part)
         return self._packed
 
     def _unpack(self, mean: Tensor, output: Tensor) -> None:
         for part, column in self._parts(output):
-            part.copy_(column.flat(mean if column.name in self.columns else self._extras))
+            part.copy_(column.flat(mean if column.name in self.columns else self._uncompressed_rows))
 
     def _give_back(self, mean: Tensor, names: set[str]) -> None:
-        """Let this rank send the mean of some parameters' shards once more, in the place of all."""
+        """Add the mean of some parameters' shards to this rank's residual, in the place of all ranks."""
         if not names:
             return
         with self._feedback.of(self.layout, mean.device).open() as residual:

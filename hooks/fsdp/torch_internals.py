@@ -1,7 +1,7 @@
-"""What FSDP2 reduces as one, a *parameter group*: where its shards lie, and what FSDP does with them around our hook.
+"""FSDP2's *parameter groups*, each reduced as one: the layout of their shards, and FSDP's treatment of them.
 
-FSDP casts, divides and accumulates right after the hook has returned; `Shards` knows how, and can do the same later.
-All that depends on FSDP's private attributes is in this file, in `arithmetic` and in `manual`.
+FSDP casts, divides and accumulates right after the hook returns; `Shards` can do the same later. All code that depends
+on FSDP's private attributes is in this file, in `arithmetic` and in `manual`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..core.options import check_dtypes
 from ..core.sparse_gradient import sparse_names
 from .arithmetic import grad_dtype, post_divide, reduce_dtype, reduce_order
 
-#: Where the hooks are.
+#: The first version of torch that has each hook.
 NEEDS = {"set_all_reduce_hook": "2.7", "set_custom_reduce_scatter": "2.9"}
 
 
@@ -33,7 +33,7 @@ def fsdp_modules(model: nn.Module, hook: str) -> list[tuple[str, Any]]:
     """The model's FSDP modules with their names, one for each of FSDP's states.
 
     Args:
-        hook: the method of theirs that is wanted.
+        hook: the method by which the hook is set.
 
     Raises:
         RuntimeError: this torch has no such hook.
@@ -56,7 +56,7 @@ def fsdp_modules(model: nn.Module, hook: str) -> list[tuple[str, Any]]:
 
 
 def parameter_groups(module: Any) -> list[Any]:
-    """FSDP's parameter groups of a module; none where other modules have all of its parameters."""
+    """FSDP's parameter groups of a module; none if other modules have all of its parameters."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # torch before 2.12
@@ -65,7 +65,7 @@ def parameter_groups(module: Any) -> list[Any]:
 
 
 def check_group(name: str, groups: list[Any]) -> None:
-    """Raises ValueError for a module whose gradients the hooks do not see, or see too late."""
+    """Raise ValueError for a module whose gradients the hooks do not see, or see too late."""
     where = f"module {name!r}" if name else "the model"
     if len(groups) > 1:
         raise ValueError(
@@ -84,11 +84,10 @@ def check_group(name: str, groups: list[Any]) -> None:
 
 
 def find_shards(model: nn.Module, hook: str, replicas: int) -> tuple[list[Shards], list[Shards]]:
-    """The model's parameter groups that have something to reduce, for a hook that is set by this method, and those that
-    have nothing, as they are frozen.
+    """The model's parameter groups with gradients, for a hook that is set by this method, and its frozen ones.
 
     Raises:
-        TypeError, ValueError, RuntimeError: this model's cannot be compressed.
+        TypeError, ValueError, RuntimeError: the model cannot be compressed.
     """
     names = names_of(model)
     found, frozen = list[Shards](), list[Shards]()
@@ -100,7 +99,7 @@ def find_shards(model: nn.Module, hook: str, replicas: int) -> tuple[list[Shards
             (found if shards.parameters else frozen).append(shards)
     known = {id(p.sharded_param) for shards in found for p in shards.parameters.values()}
     named = dict(model.named_parameters())
-    by_rows = sparse_names(model, named)  # `reduce_rows` does these
+    by_rows = sparse_names(model, named)  # left to `reduce_rows`
     others = [n for n, p in named.items() if p.requires_grad and id(p) not in known and n not in by_rows]
     if others:
         warnings.warn(
@@ -118,19 +117,19 @@ def find_shards(model: nn.Module, hook: str, replicas: int) -> tuple[list[Shards
 
 
 class Shards:
-    """One parameter group: this rank's shards of its gradients, flat as FSDP hands them over.
+    """One parameter group: this rank's shards of its gradients, flat as FSDP passes them.
 
     Args:
-        index: tells it from the others, alike on all ranks.
+        index: identifies the group, alike on all ranks.
         module: the name of FSDP's module.
         group: FSDP's parameter group.
-        names: the parameters' by their identity.
-        replicas: ranks that have the same shards.
+        names: the parameters' names by their id.
+        replicas: number of ranks that have the same shards.
 
     Attributes:
-        slots: where the shards of all of its parameters lie, each padded to the rows of the longest.
-        dtype: the widest of what FSDP hands over.
-        used: names of the parameters that are in what FSDP reduces now.
+        slots: the places of all parameters' shards, each padded to the rows of the longest.
+        dtype: the widest dtype that FSDP passes.
+        used: names of the parameters that FSDP reduces now.
     """
 
     def __init__(self, index: int, module: str, group: Any, names: dict[int, str], replicas: int) -> None:
@@ -150,31 +149,32 @@ class Shards:
         self.numel = start
         self.dtype = reduce_dtype(group, list(self.parameters.values())) if self.parameters else torch.float32
         self.used: frozenset[str] = frozenset()
-        self._unit: Bucket | None = None
+        self._bucket: Bucket | None = None
         self._buffer: Tensor | None = None
-        #: Names of the parameters that are in the buffer, while it holds what is to be sent later.
+        #: Names of the parameters whose gradients are in the buffer, to be sent later.
         self.held: frozenset[str] = frozenset()
         self._undo: list[Callable[[], None]] = []
-        self._ordered: list[int] | None = None  # the order in which FSDP lays out parameters, once it has been seen
+        self._ordered: list[int] | None = None  # FSDP's order of parameters, once it has been seen
 
     @property
     def process_group(self) -> Any:
-        """Of the ranks that have the other shards."""
+        """The group of the ranks that have the other shards."""
         return self.group.mesh_info.shard_process_group
 
     @property
     def hooked(self) -> bool:
-        """Whether somebody wants gradients as soon as they are there."""
+        """True if a post-accumulate hook gets a gradient as soon as it is there."""
         parameters = self.parameters.values()
         return any(getattr(p.sharded_param, "_post_accumulate_grad_hooks", None) for p in parameters)
 
     @property
-    def unit_dtype(self) -> torch.dtype:
-        """Of what is compressed: FSDP scales float16, and residuals are of gradients as the optimizer sees them."""
+    def bucket_dtype(self) -> torch.dtype:
+        """The compressed bucket's dtype. It is not float16, which FSDP scales: residuals are in the optimizer's
+        units."""
         return torch.float32 if self.dtype == torch.float16 else self.dtype
 
     def attach(self, hook: Callable[[Shards, Tensor], None]) -> None:
-        """Have FSDP call a hook in the place of an all-reduce."""
+        """Have FSDP call a hook instead of an all-reduce."""
         self.watch(hook)
 
         def reduce(output: Tensor) -> None:
@@ -183,18 +183,18 @@ class Shards:
         self.group._all_reduce_hook = untraced(reduce)
 
     def replace_reduce_scatter(self, comm: Any) -> None:
-        """Have FSDP call something in the place of its reduce-scatter, until `detach`."""
+        """Have FSDP call `comm` instead of its own reduce-scatter, until `detach`."""
         self.watch()
         group, before = self.group, self.group._reduce_scatter_comm
         group._reduce_scatter_comm = comm
         self._undo.append(lambda: setattr(group, "_reduce_scatter_comm", before))
 
     def watch(self, hook: Callable[[Shards, Tensor], None] | None = None) -> None:
-        """Note of which parameters FSDP reduces gradients, as it tells nobody: those without one are left out.
+        """Note the parameters whose gradients FSDP is about to reduce. FSDP leaves out those without one.
 
         Args:
-            hook: is called for what waits to be sent too, in a pass that has nothing new of the group, as HSDP has it
-                since torch 2.15.
+            hook: also called in a pass that has no gradient of the group, if held gradients wait to be sent: as in
+                HSDP since torch 2.15.
         """
         if self._undo:
             return
@@ -231,7 +231,7 @@ class Shards:
             self._undo.append(lambda: delattr(group, "_reset_iter_state"))
 
     def _check_order(self, expected: list[Any]) -> None:
-        """Raises RuntimeError where FSDP lays out parameters in another order."""
+        """Raise RuntimeError if FSDP's order of parameters is another one."""
         indices = getattr(self.group, "_reduce_scatter_param_indices", None)  # made before the first forward pass
         if indices is not self._ordered:
             known, every = set(map(id, expected)), self.group.fsdp_params
@@ -243,7 +243,7 @@ class Shards:
             self._ordered = indices
 
     def detach(self, hook: Callable[[Tensor], None] | None) -> None:
-        """Leave nothing but another hook, or none."""
+        """Remove all of it, and set another hook, or none."""
         while self._undo:
             self._undo.pop()()
         self.group._all_reduce_hook = hook
@@ -251,7 +251,7 @@ class Shards:
     # -- what goes in ------------------------------------------------------------------------------------------------
 
     def hold(self, output: Tensor) -> None:
-        """Add what FSDP hands over to the buffer: it is to be sent later."""
+        """Add FSDP's gradients to the buffer, to be sent later."""
         buffer, complete = self._own(), self.used == self.parameters.keys()
         scale = self._scale(output.dtype)
         if not self.held and not complete:
@@ -269,13 +269,13 @@ class Shards:
         self.held |= self.used
 
     def submit(self, output: Tensor, in_place: bool) -> Tensor:
-        """The gradients to be reduced, flat in `slots`, in the units in which the optimizer will see them: `output`
-        itself where that may be, else the buffer. `held` are the names of those that are in them.
+        """The gradients to be reduced, flat in `slots`, in the optimizer's units: `output` itself if possible, else the
+        buffer. Sets `held` to the names of the parameters in them.
 
         Args:
-            in_place: whether the mean may be written to `output` when FSDP has gone on.
+            in_place: the mean may be written to `output` after FSDP has gone on.
         """
-        direct = self.used == self.parameters.keys() and not self.held and output.dtype == self.unit_dtype
+        direct = self.used == self.parameters.keys() and not self.held and output.dtype == self.bucket_dtype
         if direct and in_place and post_divide(self.group, output.dtype) == 1.0:
             self.held = self.used
             if (scale := self._scale(output.dtype)) != 1.0:
@@ -286,8 +286,8 @@ class Shards:
 
     @property
     def can_wait(self) -> bool:
-        """Whether FSDP leaves what it is handed back where it is, so that it may be written later: it accumulates, and
-        moves, nothing, and casts none of it, as it may copy the rest then."""
+        """True if FSDP uses its output as it lies, so that it may be written later: it accumulates and moves nothing,
+        and casts nothing, as it may copy the rest then."""
         return all(
             parameter.sharded_param.grad is None
             and not parameter.offload_to_cpu
@@ -296,7 +296,7 @@ class Shards:
         )
 
     def check_hooks(self) -> None:
-        """Raises RuntimeError where somebody wants gradients before the mean is there."""
+        """Raise RuntimeError if a hook gets gradients before the mean is there."""
         for name, parameter in self.parameters.items():
             if getattr(parameter.sharded_param, "_post_accumulate_grad_hooks", None):
                 raise RuntimeError(
@@ -305,36 +305,36 @@ class Shards:
                 )
 
     def bucket(self, like: Tensor, excluded: frozenset[str], strategy: Feedback) -> Bucket:
-        """What is reduced as one."""
+        """The bucket of these gradients, made once."""
         parameters = [parameter.sharded_param for parameter in self.parameters.values()]
-        bucket = self._unit
+        bucket = self._bucket
         if bucket is None or bucket.dtype != like.dtype or bucket.device != like.device:
-            bucket = self._unit = Bucket(self.index, parameters, self.slots, excluded, like, strategy)
+            bucket = self._bucket = Bucket(self.index, parameters, self.slots, excluded, like, strategy)
         return bucket
 
     @property
-    def made_unit(self) -> Bucket | None:
-        """The unit, if there is one."""
-        return self._unit
+    def made_bucket(self) -> Bucket | None:
+        """The bucket, if it has been made."""
+        return self._bucket
 
     # -- what comes out ----------------------------------------------------------------------------------------------
 
     def put_back(self, output: Tensor) -> None:
-        """The mean is in the buffer: hand it back to FSDP, which will divide it."""
+        """Copy the mean from the buffer to FSDP's output, which FSDP will divide."""
         buffer, divide = self._own(), post_divide(self.group, output.dtype)
         for part, slot in self._parts(output):
             torch.mul(slot.flat(buffer), divide, out=part) if divide != 1.0 else part.copy_(slot.flat(buffer))
         self.held = frozenset()
 
     def deliver(self, names: frozenset[str]) -> None:
-        """The mean is in the buffer: add it to the gradients, where FSDP has left zeros."""
+        """Add the mean from the buffer to the gradients, where FSDP has left zeros."""
         buffer = self._own()
         for slot in self.slots:
             if slot.name in names:
                 parameter = self.parameters[slot.name]
                 mean = self.local(slot.name, slot.view(buffer))
                 grad = parameter.sharded_param.grad
-                if grad is None:  # of a pass before, and cleared since
+                if grad is None:  # cleared since
                     mean = mean.to(grad_dtype(parameter) or mean.dtype, copy=True)
                     parameter.sharded_param.grad = parameter.to_sharded_dtensor(mean)
                 else:
@@ -356,12 +356,12 @@ class Shards:
         return result
 
     def _own(self) -> Tensor:
-        if self._buffer is None or self._buffer.dtype != self.unit_dtype:
-            self._buffer = torch.zeros(self.numel, dtype=self.unit_dtype, device=self.group.device)
+        if self._buffer is None or self._buffer.dtype != self.bucket_dtype:
+            self._buffer = torch.zeros(self.numel, dtype=self.bucket_dtype, device=self.group.device)
         return self._buffer
 
     def _parts(self, output: Tensor) -> Iterator[tuple[Tensor, Slot]]:
-        """What FSDP hands over, parameter by parameter."""
+        """FSDP's gradients, parameter by parameter."""
         start = 0
         for slot in self.slots:
             if slot.name in self.used:
@@ -374,14 +374,14 @@ class Shards:
             )
 
     def _scale(self, dtype: torch.dtype) -> float:
-        """What FSDP hands over in this dtype times this is what the optimizer is to see, in the mean over the replicas:
-        with a divide factor of the user's that is not a mean, but the sum."""
+        """The factor from FSDP's gradients in this dtype to the optimizer's, before the mean over the replicas. With a
+        divide factor of the user's, the optimizer gets the sum over the replicas."""
         replicas = 1.0 if self.group.gradient_divide_factor is None else self._replicas
         return replicas / post_divide(self.group, dtype)
 
 
 def _has_gradient(group: Any, parameter: Any) -> bool:
-    """Whether FSDP's `post_backward` is about to reduce it."""
+    """True if FSDP's `post_backward` is about to reduce the parameter's gradient."""
     if not hasattr(parameter, "_unsharded_param"):
         return False
     return (

@@ -1,14 +1,14 @@
-"""Periodic updates: each rank's own model, which must be one that can be trained alone, and starts as all others do."""
+"""Each rank's own model: checks that it can be trained alone, and that it can take the first rank's values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..core.names import names_of
+from ..core.names import names_of, plain_names
 
 
 def named_trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -23,7 +23,7 @@ def trainable(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, n
     """The model's parameters that require gradients and have elements, by name.
 
     Raises:
-        TypeError, ValueError: model and optimizer cannot be meant.
+        TypeError, ValueError: model and optimizer are invalid, or do not belong together.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, expected a torch.nn.Module")
@@ -50,8 +50,27 @@ def trainable(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, n
     return parameters
 
 
+def thawed(model: nn.Module, known: Iterable[nn.Parameter]) -> str | None:
+    """The error message if a parameter requires gradients that is none of the exchanged ones, else None."""
+    ids = {id(p) for p in known}
+    name = next((name for name, p in named_trainable(model) if id(p) not in ids), None)
+    if name is None:
+        return None
+    return (
+        f"parameter {name!r} requires gradients, and is none of those that did when LocalUpdates was made, which are "
+        "exchanged: unfreeze it before; or let it require none, synchronise(), unfreeze it, and make another "
+        "LocalUpdates"
+    )
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """The model's parameters and buffers, by their names without wrappers."""
+    named = dict[str, Tensor](model.named_parameters()) | dict(model.named_buffers())
+    return {name: named[full] for full, name in plain_names(named).items()}
+
+
 def check_writable(model: nn.Module) -> None:
-    """Raises ValueError for what `comm.pieces.broadcast` could not change in place."""
+    """Raise ValueError for tensors that `comm.pieces.broadcast` cannot change in place."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         sizes = zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout == torch.strided else ()
         if tensor.layout != torch.strided:

@@ -27,22 +27,22 @@ FORMER = {
 
 @dataclass(frozen=True)
 class Aggregate:
-    """An exchange by "gather" in which every rank's part is decoded by itself, at some P passes, and put together in
-    another way than by the ranks' mean. What is excluded from compression keeps its mean.
+    """An exchange by "gather" that decodes every rank's part by itself, at some P passes, and combines the parts
+    otherwise than by the ranks' mean. Parameters excluded from compression keep the mean.
 
     Args:
-        mean: "senders" divides each coordinate by how many ranks have sent it, rather than by their number P. It then
-            moves up to P times as far as the mean: what is handed out and what is kept no longer add up to what the
-            ranks have moved.
-        clip: "median" scales what a rank has sent of a piece (`Rounds.bucket_cap_mb`) down to the median of all ranks'
-            Euclidean norms there, so that one that has gone astray weighs no more than most. What is clipped is lost.
+        mean: "senders" divides each coordinate by the number of ranks that have sent it, rather than by that of all
+            ranks, P. A coordinate then moves up to P times as far as the mean, so that outputs and residuals no longer
+            add up to the ranks' progress.
+        clip: "median" scales a rank's part of a piece (`Rounds.bucket_cap_mb`) down to the median of all ranks'
+            Euclidean norms there, so that no rank outweighs the majority. The clipped part is lost.
     """
 
     mean: Literal["ranks", "senders"] = "ranks"
     clip: Literal["median"] | None = None
 
 
-#: The argument `exchange` of `LocalUpdates`: one of these, the name of a class that was registered, or an `Aggregate`.
+#: The argument `exchange` of `LocalUpdates`: one of these, the name of a registered class, or an `Aggregate`.
 LocalExchange = Literal["auto", "gather", "two_pass", "union", "split", "factors", "dense"] | str | Aggregate
 
 
@@ -66,7 +66,7 @@ class LocalOptions(Options):
 
     @property
     def aggregates(self) -> bool:
-        """Something else than the ranks' mean is asked for."""
+        """True if parts are combined otherwise than by the ranks' mean."""
         return self.mean != "ranks" or self.clip is not None
 
     def describe(self, world_size: int) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class LocalOptions(Options):
 
 
 def modern(former: dict[str, Any], **arguments: Any) -> dict[str, Any]:
-    """Arguments with those of former versions put where they belong now, with a warning.
+    """Move arguments of former versions to their present place, with a warning.
 
     Raises:
         TypeError: an argument is unknown, or is given twice.

@@ -1,4 +1,4 @@
-"""Periodic updates: the parameters that all ranks agree on, and the outer optimizer that moves them."""
+"""The global parameters, and the outer optimizer that moves them."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from ..core.bucket import Bucket
 from ..core.step import Step
 from ..exchanges import all_finite
 
-#: What a checkpoint has by parameter that is the same on all ranks; "arrived": means that are not yet applied.
+#: Keys of a checkpoint's tensors that are the same on all ranks; "arrived": means that are not yet applied.
 REPLICATED_KEYS = ("global", "momentum", "arrived")
-#: Elements of several tensors that are worked on at a time.
+#: Elements of a piece of several tensors that fits a cache.
 IN_CACHE = 1 << 16
 
 
 @dataclass(frozen=True)
 class OuterSGD:
-    """SGD on the global parameters, with ranks' mean difference in the place of a gradient: to the same bits as
+    """SGD on the global parameters, with the ranks' mean difference as the gradient: bit for bit
     `torch.optim.SGD(lr=lr, momentum=momentum, nesterov=nesterov)`.
 
     Args:
         lr: above 0.
-        momentum: 0 or more, below 1; with 0 there is none, and nothing is kept. Leave it at 0 where `error_feedback`
-            has a momentum, as `Momentum` and `Tracking` have.
+        momentum: in [0, 1); 0 keeps nothing. Leave it at 0 if `error_feedback` has a momentum (`Momentum`,
+            `Tracking`).
         nesterov: the kind of momentum.
-        device: where θ0 and the momentum live; "cpu" saves memory of the GPU. By default with the parameters.
+        device: device of θ0 and of the momentum; "cpu" saves memory of the GPU. By default that of the parameters.
     """
 
     lr: float = 1.0
@@ -41,7 +41,7 @@ class OuterSGD:
     device: torch.device | str | None = field(default=None, repr=False)
 
     def check(self, strategy: Feedback | None = None) -> None:
-        """Raises ValueError for numbers that cannot be meant, with what a strategy hands out."""
+        """Raise ValueError for invalid numbers, and for a momentum beside that of a strategy."""
         if not _is_number(self.lr) or not 0.0 < self.lr < float("inf"):
             raise ValueError(f"OuterSGD(lr={self.lr!r}): expected a number above 0, such as 1.0 or DiLoCo's 0.7")
         if not _is_number(self.momentum) or not 0.0 <= self.momentum < 1.0:
@@ -53,12 +53,12 @@ class OuterSGD:
             )
 
     @property
-    def plain(self) -> bool:
-        """Whether the mean difference is what is taken from the parameters."""
+    def takes_mean(self) -> bool:
+        """True if the update is the mean difference itself."""
         return self.lr == 1.0 and not self.momentum
 
     def update(self, momentum: Tensor | None, mean: Tensor) -> Tensor:
-        """What is to be taken from the parameters, `lr` times. Changes the momentum, where there is one: in place."""
+        """The update, to be subtracted `lr` times from the parameters. Changes the momentum in place."""
         if momentum is None:
             return mean
         momentum.mul_(self.momentum).add_(mean)
@@ -66,17 +66,17 @@ class OuterSGD:
 
 
 class GlobalParameters:
-    """Those of one unit: as all ranks had them after the last outer step, float32, and beside them this rank's own.
+    """The global parameters of one bucket, float32, as of the last outer step, beside this rank's own parameters.
 
     Args:
-        index: tells the unit from the others, alike on all ranks.
+        index: identifies the bucket, alike on all ranks.
         parameters: this rank's, by name, which training changes.
-        excluded: names of those that are not compressed.
-        strategy: what is kept between rounds.
-        outer: what moves them.
+        excluded: names of the parameters that are not compressed.
+        strategy: the feedback strategy.
+        outer: the outer optimizer.
 
     Attributes:
-        piecewise: whether the outer step is made some elements at a time, which lie in cache; else by few launches.
+        piecewise: the outer step runs over pieces that fit a cache; else in few launches.
     """
 
     def __init__(
@@ -102,11 +102,11 @@ class GlobalParameters:
 
     @torch.no_grad()
     def difference(self, restart: bool = False) -> Tensor:
-        """Global less local parameters, flat and float32, beside the local ones: what ranks exchange. It is the same
-        memory every time.
+        """Global minus local parameters, which ranks exchange: flat, float32, on the local ones' device. The memory is
+        the same in every call.
 
         Args:
-            restart: let this rank's parameters be the global ones at once.
+            restart: also set this rank's parameters to the global ones.
         """
         vectors = backend_for(self.bucket.device).vectors
         for own, agreed, moved in self._whole(self.values.to(self.bucket.device), self._moved):
@@ -115,9 +115,9 @@ class GlobalParameters:
 
     @torch.no_grad()
     def move(self, mean: Tensor, mixing: float = 0.0, keep_local: bool = False) -> None:
-        """The outer step, by the mean of the ranks' differences. This rank's parameters become the global ones, or lie
-        between both, global + mixing·(local - global); with `keep_local` they make the same step."""
-        if self.piecewise and self.outer.plain and not mixing:
+        """Make the outer step, by the mean of the ranks' differences. This rank's parameters become
+        global + mixing·(local - global); with `keep_local` they make the same step instead."""
+        if self.piecewise and self.outer.takes_mean and not mixing:
             vectors = backend_for(mean.device).vectors
             for own, agreed, step in self._whole(self.values, mean):
                 vectors.descend(agreed, step, own, keep_local)
@@ -142,16 +142,16 @@ class GlobalParameters:
 
     @torch.no_grad()
     def hand_out(self, mixing: float = 0.0) -> None:
-        """Let this rank's parameters be the global ones, or lie between both."""
+        """Set this rank's parameters to global + mixing·(local - global)."""
         for own, agreed in self._pieces(self.values.to(self.bucket.device)):
             own.copy_(torch.lerp(agreed, own.float(), mixing) if mixing else agreed)
 
     def by_name(self, flat: Tensor) -> dict[str, Tensor]:
-        """Copies of the parts of a flat tensor in this layout, in the parameters' shapes."""
+        """Copies of a flat tensor's parts, by parameter and in its shape."""
         return {slot.name: slot.view(flat).clone() for slot in self.slots}
 
     def fill(self, flat: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
-        """What `by_name` gave, back into a flat tensor, which is returned."""
+        """The inverse of `by_name`: copy `parts` into `flat`, and return it."""
         for slot in self.slots:
             slot.view(flat).copy_(parts[slot.name])
         return flat
@@ -170,7 +170,7 @@ class GlobalParameters:
         return torch.empty(self.bucket.numel, dtype=torch.float32, device=self.bucket.device)
 
     def _read(self, flat: Tensor) -> Tensor:
-        """This rank's own parameters, into a flat tensor, which is returned."""
+        """Copy this rank's parameters into `flat`, and return it."""
         return self.fill(flat, {slot.name: parameter.detach() for slot, parameter in self.pairs})
 
     def _whole(self, *flats: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -179,7 +179,7 @@ class GlobalParameters:
             yield parameter.detach(), *(slot.view(flat) for flat in flats)
 
     def _pieces(self, *flats: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """The same, or fewer elements at a time."""
+        """`_whole`, in pieces that fit a cache if `piecewise`."""
         for own, *parts in self._whole(*flats):
             if self.piecewise and own.is_contiguous():
                 yield from zip(*(part.reshape(-1).split(IN_CACHE) for part in (own, *parts)), strict=True)
@@ -189,20 +189,20 @@ class GlobalParameters:
 
 @dataclass
 class InFlightRound:
-    """Differences that are being exchanged, or their means."""
+    """Differences in flight, or their means."""
 
     globals: list[GlobalParameters]
     buffers: list[Tensor]
     futures: list[torch.futures.Future[Tensor]]
-    due: int  # after so many counted steps they are applied
-    keep_local: bool  # whether what ranks train meanwhile is kept
+    due: int  # the number of counted steps at which they are applied
+    keep_local: bool  # keep the local progress made meanwhile
     step: Step | None  # None: from a checkpoint
 
 
-def together(
+def replicated_tensors(
     every: Iterable[GlobalParameters], arrived: Iterable[tuple[GlobalParameters, Tensor]]
 ) -> dict[str, dict[str, Tensor]]:
-    """For a checkpoint: what is the same on all ranks, by `REPLICATED_KEYS` and name.
+    """A checkpoint's tensors that are the same on all ranks, by `REPLICATED_KEYS` and name.
 
     Args:
         arrived: means that have not been applied.
@@ -221,7 +221,7 @@ def check_saved(
     parameters: Mapping[str, nn.Parameter],
     every: Sequence[GlobalParameters],
 ) -> None:
-    """Raises ValueError where what `together` gave does not fit."""
+    """Raise ValueError if tensors of `replicated_tensors` do not fit this model."""
     needed: dict[str, Iterable[str]] = {
         "global": parameters,
         "momentum": parameters if every[0].momentum is not None else (),
@@ -251,11 +251,11 @@ def check_saved(
 def fragments_of(
     parameters: Mapping[str, nn.Parameter], fragments: int, bucket_cap_mb: float
 ) -> list[list[dict[str, nn.Parameter]]]:
-    """Parameters in so many groups of about equal size, each one or several units of at most so many MiB of float32, or
-    of one parameter; in the order of the model.
+    """Split parameters into `fragments` groups of about equal size, and each group into buckets of at most
+    `bucket_cap_mb` MiB of float32, or of one larger parameter; in the order of the model.
 
     Raises:
-        ValueError: there are not as many parameters, or `bucket_cap_mb` is no size.
+        ValueError: there are fewer parameters than fragments, or `bucket_cap_mb` is no size.
     """
     if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, int | float) or not bucket_cap_mb > 0:
         raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r}: expected a number of MiB above 0")
@@ -267,7 +267,7 @@ def fragments_of(
     sizes = [parameters[name].numel() for name in names]
     for left in range(fragments, 0, -1):
         share, size, end = sum(sizes[start:]) / left, sizes[start], start + 1
-        # The one that crosses the boundary goes where more of it lies; and none of the others may be left empty.
+        # A parameter across a boundary goes to the side with its larger part; no later group may be left empty.
         while len(names) - end >= left and size + sizes[end] / 2 <= share:
             size, end = size + sizes[end], end + 1
         end = len(names) if left == 1 else end

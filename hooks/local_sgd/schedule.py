@@ -1,4 +1,4 @@
-"""When parameters are exchanged, and when the outcome is applied."""
+"""The schedule of exchanges and of outer steps."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ..core.grad_scaler import LossScale, ScalerSync
 
 @dataclass(frozen=True)
 class Rounds:
-    """How the rounds of `LocalUpdates` proceed. Equal on all ranks.
+    """Options of the rounds of `LocalUpdates`. Equal on all ranks.
 
     Args:
         fragments: F groups of parameters of about equal size. Each is exchanged every H steps, one group every H/F.
         delay: τ steps from sending to applying, fewer than H/F. Training goes on while messages are in flight.
-        mixing: α in [0, 1): θ becomes θ0 + α·(θ - θ0). The rest of what is trained during the delay is lost.
-        keep_local: keep what is trained during the delay: θ becomes θ0 as soon as Δ is taken, and makes θ0's step when
-            that is made, so that the next round sends what was trained in between, as in Overlap-Local-SGD with its
+        mixing: α in [0, 1): θ becomes θ0 + α·(θ - θ0). The rest of the progress during the delay is lost.
+        keep_local: keep the progress during the delay: θ becomes θ0 as soon as Δ is taken, and makes θ0's step when
+            that is made. The next round then sends the progress made in between, as in Overlap-Local-SGD with its
             anchor (Wang et al., ICASSP 2020). Needs a delay, and excludes mixing.
         sync_until: an exchange follows every step before this one (post-local SGD).
         bucket_cap_mb: size of the pieces in which Δ is compressed and sent, in MiB, as of DDP's buckets.
@@ -34,13 +34,13 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Schedule:
-    """H, and how rounds proceed. Equal on all ranks."""
+    """H, and the rounds' options. Equal on all ranks."""
 
     every: int
     rounds: Rounds
 
     def check(self) -> None:
-        """Raises TypeError or ValueError for arguments that exclude each other, or have no meaning."""
+        """Raise TypeError or ValueError for arguments that are invalid, or exclude each other."""
         rounds = self.rounds
         if not isinstance(rounds, Rounds):
             raise TypeError(f"rounds={rounds!r}: expected Rounds(fragments=…, delay=…)")
@@ -83,12 +83,12 @@ class Schedule:
 
     @property
     def agrees(self) -> bool:
-        """Every exchange leaves all ranks with the same parameters."""
+        """True if every exchange leaves all ranks with the same parameters."""
         return self.rounds.fragments == 1 and self.rounds.delay == 0 and self.rounds.mixing == 0
 
 
 class RoundRollback(ScalerSync):
-    """Puts back what was kept where the mean of a round is not finite, as after a step that a scaler skips."""
+    """Rolls residuals back if the mean of a round is not finite, as after a step that a scaler skips."""
 
     def __init__(self, feedback: FeedbackStore) -> None:
         super().__init__(LossScale(None), feedback)

@@ -1,4 +1,4 @@
-"""Optimizer steps that a GradScaler skips, which no hook of the optimizer's sees."""
+"""Optimizer steps that a GradScaler skips, and that hooks of the optimizer do not see."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 
 
 class Skips:
-    """Sees steps that a scaler skips, while it is open.
+    """Observer of steps that a scaler skips, until `remove`.
 
     Args:
-        optimizer: whose.
-        made: how often it has stepped.
-        skipped: called right after a scaler's `step` in which the optimizer's was not called.
+        optimizer: the optimizer of these steps.
+        made: returns the number of its steps.
+        skipped: called right after a scaler's `step` that did not call the optimizer's.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, made: Callable[[], int], skipped: Callable[[], None]) -> None:
@@ -25,7 +25,7 @@ class Skips:
         _open.add(self)
 
     def remove(self) -> None:
-        """Close it."""
+        """Stop observing."""
         _open.discard(self)
 
 
@@ -34,7 +34,7 @@ _open: weakref.WeakSet[Skips] = weakref.WeakSet()
 
 @functools.cache
 def _watch() -> None:
-    """Let every scaler's `step` say so: a scaler has no hooks, and may be made later on."""
+    """Wrap `GradScaler.step`, for all scalers: a scaler has no hooks, and may be made later on."""
     step = torch.amp.GradScaler.step
 
     @functools.wraps(step)

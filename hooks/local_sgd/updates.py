@@ -1,5 +1,5 @@
-"""Periodic synchronisation: every rank trains a model of its own, and every so many steps they exchange how far they
-have come, compressed."""
+"""Periodic synchronisation: every rank trains its own model, and ranks exchange their compressed progress every H
+steps."""
 
 from __future__ import annotations
 
@@ -19,28 +19,36 @@ from ...compress.feedback.store import FeedbackStore
 from ..comm import handshake
 from ..comm.pieces import broadcast
 from ..comm.untraced import untraced
-from ..core import checkpoint
 from ..core.autograd_end import waited
-from ..core.names import plain_names, renamed
+from ..core.checkpoint import Checkpoint, idle_names
+from ..core.names import renamed
 from ..core.options import Exclude, check_dtypes, check_whole, excluded_names
 from ..core.reducer import Reducer
 from ..core.session import Session
 from ..core.statistics import Statistics
 from ..exchanges import all_finite
-from .initial_sync import check_writable, named_trainable, trainable
+from .initial_sync import check_writable, tensors_of, thawed, trainable
 from .options import Aggregate, LocalExchange, LocalOptions, modern
-from .outer_sgd import REPLICATED_KEYS, GlobalParameters, InFlightRound, OuterSGD, check_saved, fragments_of, together
+from .outer_sgd import (
+    REPLICATED_KEYS,
+    GlobalParameters,
+    InFlightRound,
+    OuterSGD,
+    check_saved,
+    fragments_of,
+    replicated_tensors,
+)
 from .schedule import RoundRollback, Rounds, Schedule
 from .skipped import Skips
 
 OWNER = "LocalUpdates"
-#: In a checkpoint: whether ranks go on from the global parameters while the means of a round arrive.
+#: A checkpoint's key: True if ranks have gone on from the global parameters while a round is in flight.
 CARRIED = "carried"
 
 
 class LocalUpdates:
-    """Local SGD and what follows from it: each rank trains its own model with its own optimizer, and every `every`
-    steps all ranks exchange Δ = θ0 - θ, how far their parameters have moved from the global ones. A round is
+    """Local SGD and its descendants: each rank trains its own model with its own optimizer. Every `every` steps all
+    ranks exchange Δ = θ0 - θ, the difference between the global parameters and their own. A round is
 
         e = β·e + Δ;  send the code of e, keep in e what it leaves out;  ū = the ranks' mean
         m = μ·m + ū;  θ0 = θ0 - lr·(ū + μ·m)  (nesterov; else lr·m, and lr·ū without momentum);  θ = θ0
@@ -56,32 +64,32 @@ class LocalUpdates:
             loss(model(batch)).backward(); optimizer.step(); optimizer.zero_grad()
             updates.step()
 
-    Inside `with updates:` the optimizer's steps are counted by themselves, those too that a GradScaler skips, and
-    `step` must not be called. Constructing it is a collective: ranks compare options and parameters, and all start from
-    the first rank's parameters and buffers, as in DDP. Later on the optimizer's state and buffers, such as BatchNorm's
-    statistics, stay each rank's own.
+    Inside `with updates:` the optimizer's steps are counted without calls of `step`, including steps that a GradScaler
+    skips. Constructing it is a collective: ranks compare options and parameters, and all start from the first rank's
+    parameters and buffers, as in DDP. Later on the optimizer's state and buffers, such as BatchNorm's statistics, stay
+    each rank's own.
 
     θ0 and e are float32, whatever the parameters are. Memory: 4 bytes an element for θ0, 4 for the momentum, where
     there is one, 8 where a residual is kept (4 or 2 by `Residual(dtype=…)`), and 4 for Δ.
 
     Args:
         model: each rank's own, not in DDP; float32, float16 or bfloat16, on one device. Parameters that do not require
-            gradients are equal at the start, and then left alone; one that requires them later on is refused.
-        optimizer: of some or all of its parameters; any of torch's.
-        codec: what compresses Δ, or a function of the round (counted from 0) that returns one, equal on all ranks.
-        every: H, local steps from one exchange to the next, of each parameter.
-        rounds: how a round proceeds: fragments, delay, mixing and more.
-        outer: the outer optimizer, SGD; with `OuterSGD(device="cpu")` θ0 and its momentum live there.
+            gradients are made equal at the start, and then left alone; requiring gradients later on raises.
+        optimizer: a torch optimizer of some or all of the model's parameters.
+        codec: the codec of Δ, or a function of the round (counted from 0) that returns one, equal on all ranks.
+        every: H, local steps from one exchange of a parameter to the next.
+        rounds: options of a round: fragments, delay, mixing and more.
+        outer: the outer optimizer, SGD; `OuterSGD(device="cpu")` keeps θ0 and its momentum there.
         exchange: "gather", "two_pass", "union", "split", "factors" or "dense"; "auto" is the one with the fewest bytes
-            to receive where nothing is measured: "dense" for `Identity`, "factors" for `PowerSGD`, "two_pass" for codes
-            of blocks on more than two ranks, else "gather". `Aggregate` replaces the ranks' mean.
-        error_feedback: as in `CompressState`: e's strategy; False: e = Δ, and what the code leaves out is forgotten.
-        exclude: as in `CompressState`: names of parameters that travel as float32.
+            to receive, without measuring: "dense" for `Identity`, "factors" for `PowerSGD`, "two_pass" for block codecs
+            on more than two ranks, else "gather". `Aggregate` replaces the ranks' mean.
+        error_feedback: `CompressState`'s: the strategy of e; False: e = Δ, and what the codec leaves out is lost.
+        exclude: `CompressState`'s: names of parameters that travel as float32.
         process_group: the ranks; by default all.
-        seed: of stochastic rounding.
+        seed: seed of stochastic rounding.
 
     Raises:
-        TypeError, ValueError: an argument cannot work, here or on another rank, or the ranks disagree.
+        TypeError, ValueError: an argument is invalid, here or on another rank, or the ranks disagree.
         RuntimeError: torch.distributed is not initialised, or a rank did not arrive within 60 s.
     """
 
@@ -115,9 +123,9 @@ class LocalUpdates:
         self._schedule = Schedule(every, rounds)
         self._parameters: dict[str, nn.Parameter] = {}
         self._rounds = self._steps = self._count = 0
-        self._moved = False  # whether ranks may have different parameters
+        self._moved = False  # True if ranks may have different parameters
         self._under_way: InFlightRound | None = None
-        #: What a signal's handler has raised while this rank waited, until its step is whole.
+        #: An exception of a signal handler during a wait, until the step is complete.
         self._interruption: BaseException | None = None
         self._handles: list[Any] = []
         self._statistics = Statistics()
@@ -132,16 +140,13 @@ class LocalUpdates:
             self._excluded = excluded_names(exclude, self._parameters)
             fragments_in = fragments_of(self._parameters, rounds.fragments, rounds.bucket_cap_mb)
             self._options.prepare(0, [torch.float32], place)
-        except Exception as error:  # whatever it is, the other ranks must hear of it
+        except Exception as error:  # the other ranks must hear of any error
             problem = error
-        description = {} if problem is not None else self._description(model)
-        session = Session(
-            self._group, None, place, description, problem, None, None, probes=False, dense_path=False, owner=OWNER
-        )
+        session = Session(OWNER, self._group, place, self._description, problem)
         self._feedback = FeedbackStore(self._options.strategy, keep_previous=True)
-        tracker, numel = RoundRollback(self._feedback), sum(p.numel() for p in self._parameters.values())
+        scaler_sync, numel = RoundRollback(self._feedback), sum(p.numel() for p in self._parameters.values())
         self._reducer: Reducer | None = Reducer(
-            session, self._feedback, tracker, self._statistics, seed, clean=False, numel=numel
+            session, self._feedback, scaler_sync, self._statistics, seed, clean=False, numel=numel
         )
         broadcast(session.group, place, [*model.parameters(), *model.buffers()])
         strategy, index = self._feedback.strategy, count()
@@ -170,11 +175,11 @@ class LocalUpdates:
 
     @property
     def rounds(self) -> int:
-        """Exchanges so far; one of a fragment counts as one."""
+        """Number of exchanges so far; that of a fragment counts as one."""
         return self._rounds
 
     def statistics(self) -> Statistics:
-        """What this rank has done so far, in rounds in the place of steps."""
+        """This rank's counts so far; `steps` are rounds."""
         if self._reducer is not None:
             self._reducer.flush()
         return copy.deepcopy(self._statistics)
@@ -183,15 +188,15 @@ class LocalUpdates:
 
     @untraced
     def step(self) -> None:
-        """The optimizer has made a step: count it, and every `every` of them make a round, or its part. Every rank must
-        call it equally often, as long as it trains; with a GradScaler also where that skips the optimizer's step.
+        """Count a step of the optimizer, and exchange a fragment, or all parameters, when it is due. Every rank must
+        call it equally often while it trains, also if a GradScaler skips the optimizer's step.
 
         Raises:
-            RuntimeError: the mean of a round is not finite, on every rank alike: then θ0, momentum and residuals are as
-                they were before the round, and the model is untouched, but with `keep_local` it has gone on from θ0; or
-                another rank has failed or is gone.
-            ValueError: another rank means something else; on every rank alike. Or the model has parameters to train
-                that it had not: local progress is as it was.
+            RuntimeError: the mean of a round is not finite, on every rank alike: θ0, momentum and residuals are then
+                as before the round, and the model is unchanged, or with `keep_local` has gone on from θ0. Or another
+                rank has failed or is gone.
+            ValueError: ranks disagree, on every rank alike. Or the model has new parameters to train: local progress
+                is unchanged.
         """
         if self._handles:
             raise RuntimeError("inside `with` the optimizer's steps are counted by themselves: leave out step()")
@@ -199,17 +204,17 @@ class LocalUpdates:
 
     @untraced
     def synchronise(self) -> None:
-        """Make a round of all parameters now, without delay and mixing, and count from here on: before evaluation,
-        before saving a model, and at the end. All ranks then have the same parameters. Nothing happens where no rank
-        has made a step since they last had. A collective; ranks may have made different numbers of steps.
+        """Make a round of all parameters now, without delay and mixing, and restart the count: before evaluation,
+        before saving a model, and at the end. All ranks then have the same parameters. Nothing happens if no rank has
+        made a step since they last had. A collective; ranks may have made different numbers of steps.
 
         Raises:
-            RuntimeError, ValueError: as `step` does, or a rank calls something else.
+            RuntimeError, ValueError: `step`'s, or a rank is in another call.
         """
         reducer = self._running()
         session = reducer.session
         reducer.settle()
-        if self._under_way is not None:  # first, as others may have in a step: what is not finite is a collective
+        if self._under_way is not None:  # first, as other ranks may in a step: `_refuse` is a collective
             self._apply()
         session.agree("synchronise()", self._rounds, patience=None)
         moved = any(session.control.all_gather_object(self._moved))
@@ -220,12 +225,12 @@ class LocalUpdates:
 
     @untraced
     def rewind(self) -> None:
-        """Put the global parameters back into the model: this rank forgets what it has trained since the last round."""
+        """Set the model to the global parameters: this rank loses its progress since the last round."""
         for shared in self._all():
             shared.hand_out()
 
     def close(self) -> None:
-        """Wait for what is under way, then give back the thread and the connections. Nothing can follow."""
+        """Wait for the round in flight, then release the thread and the connections. Nothing can follow."""
         if self._reducer is not None:
             self._reducer.flush()
         self._reducer = None
@@ -263,9 +268,9 @@ class LocalUpdates:
         self._moved = False
 
     def _send(self, parts: list[GlobalParameters], keep_local: bool) -> None:
-        """Begin to exchange how far this rank's parameters have moved."""
+        """Start to exchange this rank's differences from the global parameters."""
         reducer = self._running()
-        if self._under_way is not None:  # of a checkpoint with another schedule
+        if self._under_way is not None:  # from a checkpoint with another schedule
             self._apply(self._schedule.rounds.mixing)
         self._check_trained(reducer.session)
         pieces = f"{parts[0].bucket.index} to {parts[-1].bucket.index} of {len(self._all())}"
@@ -273,7 +278,7 @@ class LocalUpdates:
         self._rounds += 1
         reducer.announce_step(step, parts[0].bucket, 0, None)
         buffers, futures = list[Tensor](), list[torch.futures.Future[Tensor]]()
-        for shared in parts:  # the first is under way while the next one is taken
+        for shared in parts:  # the first is in flight while the next difference is computed
             buffers.append(shared.difference(restart=keep_local))
             futures.append(reducer.reduce(step, shared.bucket, buffers[-1]))
         reducer.end(step)
@@ -281,27 +286,27 @@ class LocalUpdates:
         self._under_way = InFlightRound(parts, buffers, futures, due, keep_local, step)
 
     def _apply(self, mixing: float = 0.0) -> None:
-        """Wait for what is under way, and make the outer step."""
+        """Wait for the round in flight, and make the outer step."""
         done = self._arrived()
         self._under_way = None
         if done.step is not None:
-            done.step.reduced.clear()  # else they would lie there until the next round
+            done.step.reduced.clear()  # else the buffers would live until the next round
         if any(bool(shared.bucket.overflow) for shared in done.globals):
             self._refuse(done)
         for shared, mean in zip(done.globals, done.buffers, strict=True):
             shared.move(mean, mixing, done.keep_local)
 
     def _arrived(self) -> InFlightRound:
-        """What is under way, when it has arrived."""
+        """The round in flight, after a wait for its means."""
         assert self._under_way is not None
         pipeline = self._running().session.pipeline
         self._interruption = waited(pipeline.wait, lambda _: pipeline.failed) or self._interruption
-        for future in self._under_way.futures:  # on a GPU, what comes next on this stream waits for it
+        for future in self._under_way.futures:  # on a GPU, later kernels on this stream wait for it
             future.wait()
         return self._under_way
 
     def _refuse(self, done: InFlightRound) -> None:
-        """The mean is not finite, on all ranks alike: find out whose fault it is. A collective."""
+        """Raise for a mean that is not finite, on all ranks alike, and name the ranks at fault. A collective."""
         names = (name for shared in done.globals for name in shared.not_finite())
         found = self._running().session.control.all_gather_object(next(names, None))
         whose = "; ".join(f"rank {rank} has NaN or infinity in {name!r}" for rank, name in enumerate(found) if name)
@@ -324,43 +329,36 @@ class LocalUpdates:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part: tensors, numbers and strings only, so `torch.load` reads it with `weights_only=True`. It
-        loads on the same rank of the same number of ranks. The model's and the optimizer's own go beside it: between
-        two rounds every rank has others. What is under way is waited for, and saved as it has arrived.
+        loads on the same rank of the same number of ranks. Save each rank's model and optimizer with it: they differ
+        between rounds. A round in flight is waited for, and its means are saved.
         """
         self._running().settle()
-        self._feedback.fold()
-        key = checkpoint.rank_key(dist.get_rank(self._group), dist.get_world_size(self._group))
-        return self._export(key, self._feedback.everything())
+        return self._export(self._checkpoint.of_rank())
 
     def consolidated_state_dict(self) -> dict[str, Any]:
-        """After `synchronise()`, which it calls: the mean of the residuals over the ranks, and what is the same on all
-        anyway. Loads on any number of ranks, with the model of any rank, and nothing is lost. A collective.
+        """Call `synchronise()`, and return the mean of the residuals over the ranks beside the values that are the same
+        on all. Loads on any number of ranks, with the model of any rank, and nothing is lost. A collective.
 
         Raises:
-            RuntimeError, ValueError: as `synchronise`.
+            RuntimeError, ValueError: `synchronise`'s.
         """
         self.synchronise()
-        self._feedback.fold()
-        means = checkpoint.means(self._running().session, self._feedback.everything(), self._parameters)
-        return self._export(checkpoint.MEAN, means)
+        return self._export(self._checkpoint.second_pass(self._running().session))
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Go on from a checkpoint. Every rank must load one of the same step; load the model's and the optimizer's too,
-        which are left alone here.
+        """Go on from a checkpoint. Every rank must load one of the same step. Model and optimizer are left alone: load
+        theirs, too.
 
         Args:
             state_dict: from `state_dict` on this rank of as many, or from `consolidated_state_dict`.
-            strict: with False, a checkpoint that has no residuals for this rank loads too, with a warning.
+            strict: False accepts, with a warning, a checkpoint that has no residuals for this rank.
 
         Raises:
-            ValueError: it is of another format, rank, world size, codec or model. Nothing has changed then.
+            ValueError: the checkpoint is of another format, rank, world size, codec or model. Nothing has changed
+                then.
         """
         reducer = self._running()
-        key = checkpoint.rank_key(dist.get_rank(self._group), dist.get_world_size(self._group))
-        nothing: dict[str, dict[str, Tensor]] = {vector: {} for vector in self._feedback.strategy.state_names}
-        expected = {**checkpoint.export(key, nothing, **self._facts()), **{what: {} for what in REPLICATED_KEYS}}
-        idle = checkpoint.idle_names(() if self._options.keeps_all else self._excluded)
-        saved, vectors = checkpoint.read(state_dict, expected, key, self._parameters, strict, OWNER, idle)
+        saved, vectors = self._checkpoint.read(state_dict, strict, REPLICATED_KEYS)
         saved = {**saved, **{what: renamed(saved[what], self._parameters) for what in REPLICATED_KEYS}}
         check_saved(saved, self._parameters, self._all())
         reducer.settle()
@@ -379,44 +377,33 @@ class LocalUpdates:
         self._under_way = InFlightRound(parts, means, [], saved["due"], carried, None) if parts else None
         reducer.forget(self._options.seed, (shared.bucket for shared in self._all()))
 
-    def _export(self, key: str, vectors: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
-        if self._options.may_keep():
-            vectors = {vector: checkpoint.filled(found, self._parameters) for vector, found in vectors.items()}
+    def _export(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """A checkpoint with the tensors that are the same on all ranks."""
         done = None if self._under_way is None else self._arrived()
         arrived = [] if done is None else list(zip(done.globals, done.buffers, strict=True))
-        kept = checkpoint.export(key, vectors, self._feedback.strategy, **self._facts())
-        kept |= together(self._all(), arrived)
+        saved |= replicated_tensors(self._all(), arrived)
         if done is not None:
-            kept[CARRIED] = done.keep_local
-        return kept
+            saved[CARRIED] = done.keep_local
+        return saved
 
-    def _facts(self) -> dict[str, Any]:
-        return {
-            "codec": self._options.codec_text,
-            "step": self._rounds,
-            "seed": self._options.seed,
-            "local_steps": self._steps,
-            "counted_steps": self._count,
-            "moved": self._moved,
-            "due": 0 if self._under_way is None else self._under_way.due,
-        }
+    @property
+    def _checkpoint(self) -> Checkpoint:
+        return Checkpoint(
+            OWNER, self._options, self._feedback, self._parameters, self._group, self._rounds,
+            zeros=self._parameters, idle=idle_names(() if self._options.keeps_all else self._excluded),
+            local_steps=self._steps, counted_steps=self._count, moved=self._moved,
+            due=0 if self._under_way is None else self._under_way.due,
+        )  # fmt: skip
 
     # -- what must be right ------------------------------------------------------------------------------------------
 
     def _check_trained(self, session: Session) -> None:
-        """Raises ValueError where a parameter is trained that nobody exchanges; ranks in a round hear of it."""
-        known = {id(p) for p in self._parameters.values()}
-        name = next((name for name, p in named_trainable(self._model) if id(p) not in known), None)
-        if name is None:
-            return
-        problem = (
-            f"parameter {name!r} requires gradients, and is none of those that did when {OWNER} was made, which are "
-            "exchanged: unfreeze it before; or let it require none, synchronise(), unfreeze it, and make another "
-            f"{OWNER}"
-        )
-        session.pipeline.wait()
-        session.refuse(problem)
-        raise ValueError(f"gradwire: {problem}")
+        """Raise ValueError if a parameter is trained that is not exchanged, also on ranks that are in a round."""
+        problem = thawed(self._model, self._parameters.values())
+        if problem is not None:
+            session.pipeline.wait()
+            session.refuse(problem)
+            raise ValueError(f"gradwire: {problem}")
 
     def _check(self) -> None:
         self._schedule.check()
@@ -426,14 +413,12 @@ class LocalUpdates:
         check_whole(self._parameters, "LocalUpdates")
         check_writable(self._model)
 
-    def _description(self, model: nn.Module) -> dict[str, Any]:
-        named = dict[str, Tensor](model.named_parameters()) | dict(model.named_buffers())
-        held = {name: named[full] for full, name in plain_names(named).items()}
+    def _description(self) -> dict[str, Any]:
         return {
             "version": __version__,
             **self._options.describe(dist.get_world_size(self._group)),
             "schedule": str(self._schedule),
             "outer optimizer": str(self._outer),
             "the model's parameters": handshake.describe_model(self._parameters, self._excluded),
-            "what the model holds": handshake.describe_model(held, ()),
+            "what the model holds": handshake.describe_model(tensors_of(self._model), ()),
         }

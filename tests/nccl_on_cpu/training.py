@@ -16,10 +16,11 @@ from gradwire.hooks.auto.planner import Choice, Planner
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.comm.pipeline import Pipeline
 from gradwire.hooks.comm.topology import Topology
+from gradwire.hooks.core.announcement import Announcement
 from gradwire.hooks.core.bucket import Bucket
 from gradwire.hooks.core.grad_scaler import LossScale, ScalerSync
 from gradwire.hooks.core.reducer import Reducer
-from gradwire.hooks.core.session import Session
+from gradwire.hooks.core.session import WORDS, Session
 from gradwire.hooks.core.statistics import Statistics
 from torch import Tensor
 
@@ -96,7 +97,7 @@ class Meeting(Session):
         self.dense_group = None
         self.planner = Planner(Topology(self.group, *parts), device, torch.float32, inline=True)
         self.uneven_saves = self.drifted = False
-        self._words_from(self.control)
+        self._announcement = Announcement(self.control.channel("steps"), WORDS)
         self.pipeline = Pipeline(f"test-{rank}", device, threaded=False)
 
 
@@ -204,7 +205,7 @@ def differences(a: list[Outcome], b: list[Outcome]) -> list[str]:
             pairs |= {f"{vector} of {name}": (names[name], y.kept[vector][name]) for name in names}
         found += [f"rank {rank}: {name}" for name, (p, q) in pairs.items() if not same_bits(p, q)]
         found += [f"rank {rank}: scale"] if x.scale != y.scale else []
-        for count in ("steps", "elements", "payload_bytes", "transfer_bytes", "skipped_entries", "nonfinite_steps"):
+        for count in ("steps", "elements", "bytes_sent", "bytes_received", "skipped_entries", "nonfinite_steps"):
             if getattr(x.statistics, count) != getattr(y.statistics, count):
                 found.append(f"rank {rank}: {count} {getattr(x.statistics, count)} {getattr(y.statistics, count)}")
     return found

@@ -1,0 +1,180 @@
+"""Advice: the codec and feedback with which models have ended best under an optimizer."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+
+from ...compress import QSGD, Cast, ChunkedTopK, Codec, OneBit, Outliers, Residual, TopK
+from ...compress.codecs.chunked_topk import MOST_ENTRIES
+from ...compress.feedback.base import Feedback
+
+#: See docs/benchmark-tables.md, "The same model at the end".
+CHUNKED = (
+    "sends the largest elements of each chunk, in two bits each and with the chunk's own levels, and keeps the rest in "
+    "a residual. Of all codecs this small, models under adaptive optimizers have ended closest to float32 with it. "
+    "What the residual holds back arrives late, which acts as momentum: give the optimizer a β1 of 0.5, as models end "
+    "clearly worse with 0.9"
+)
+OUTLIERS = (
+    "sends the largest elements exactly and the signs of the others, and keeps the rest in a residual. Under SGD the "
+    "outliers decide, and a small model has ended as close to float32 with it as with any codec this small. On a "
+    "larger one, where it has not been tried, TernGrad() reached float32's loss"
+)
+LOCAL = (
+    "lets every rank step by itself, and every few steps exchanges the parameters' progress: the largest elements of "
+    "each chunk, in two bits each. Of all ways this small, models have ended closest to float32 with it, given a β1 of "
+    "0.8 and twice float32's learning rate. rounds=Rounds(delay=1, keep_local=True) hides the latency of a distance"
+)
+#: Ending of the reason for ratios beyond these.
+UNTRIED = ". So few bytes have not been tried"
+SPARSE = (
+    "sends the largest elements in 8 bits each, and keeps the rest in a residual, which arrives late: expect a worse "
+    "model after a short run, and tune the learning rate again"
+)
+#: β1 of Adam and its kin beside a residual that keeps most of a gradient back.
+LESS_MOMENTUM = 0.5
+#: The same for parameters' differences, where gradients reach the optimizer whole. Above it the residual shows.
+MOST_MOMENTUM = 0.8
+#: Elements of a chunk, largest first: larger chunks allow a better choice, with as many bits for an entry's index.
+CHUNKS = (65536, 32768, 16384, 8192, 4096)
+#: Largest ratios with which models have been trained, for two ranks: by gradients, and by parameters' differences every
+#: fourth step, which takes a twentieth of a step over 25 ms at 100 Mbit/s.
+MOST_TIMES, MOST_TIMES_LOCAL, STEPS_APART = 400.0, 1000.0, 4
+#: Number of elements for which ratios are computed.
+MILLION = 1_000_000
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """A codec and a feedback, with the reason.
+
+    Attributes:
+        codec, feedback: for `CompressState(model, codec, error_feedback=feedback)`; with `every` above 1 for
+            `LocalUpdates` instead.
+        ratio: bytes a step of float32 divided by those of the codec.
+        why: a sentence or two, with the measured results.
+        every: steps from one exchange to the next: 1, of gradients, or more, of parameters.
+        momentum: the optimizer's β1; None: unchanged.
+    """
+
+    codec: Codec
+    feedback: Feedback | bool
+    ratio: float
+    why: str
+    every: int = 1
+    momentum: float | None = None
+
+    @property
+    def call(self) -> str:
+        """The code to write."""
+        if self.every == 1:
+            return f"CompressState(model, {written(self.codec)}, error_feedback={written(self.feedback)})"
+        how = f"every={self.every}, exchange='gather', error_feedback={written(self.feedback)}"
+        return f"LocalUpdates(model, optimizer, {written(self.codec)}, {how})"
+
+    def __str__(self) -> str:
+        return f"{self.call}: {self.why}"
+
+
+def recommend(
+    optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | str,
+    *,
+    ratio: float | None = None,
+    bits: float | None = None,
+) -> Recommendation:
+    """The codec and the feedback with which models have ended best under an optimizer, for a number of bytes.
+
+    Args:
+        optimizer: one, its class, or its name, such as "adamw".
+        ratio: bytes of float32 divided by those of the codec, from 2 to 2000.
+        bits: bits an element instead, 32 / ratio.
+
+    Raises:
+        TypeError: `optimizer` is none of these, or not exactly one of `ratio` and `bits` is given.
+        ValueError: no codec is that small, or that large.
+    """
+    if (ratio is None) == (bits is None):
+        raise TypeError(f"recommend(ratio={ratio!r}, bits={bits!r}): give one of the two")
+    name, asked = ("bits", bits) if ratio is None else ("ratio", ratio)
+    if isinstance(asked, bool) or not isinstance(asked, int | float) or not asked > 0:
+        raise ValueError(f"{name}={asked!r}: expected a number above 0")
+    times = float(asked) if ratio is not None else 32.0 / float(asked)
+    if not 2.0 <= times <= 2000.0:
+        raise ValueError(f"{name}={asked!r}: expected from 2 to 2000 times fewer bytes than float32, 16 to 0.016 bits")
+    adaptive = is_adaptive(optimizer)
+    if times <= 2.0:
+        return _recommendation(Cast(torch.float16), True, "halves the bytes, and keeps what rounding leaves out")
+    if times <= ratio_of(QSGD()):
+        return _recommendation(QSGD(), False, "4 bits an element, unbiased: nothing is kept, and nothing arrives late")
+    if adaptive:
+        if times <= MOST_TIMES:
+            return _recommendation(_chunked(times), Residual(), CHUNKED, LESS_MOMENTUM)
+        every = math.ceil(STEPS_APART * max(times / MOST_TIMES_LOCAL, 1.0))
+        codec = _chunked(times / every)
+        why = LOCAL + (UNTRIED if times > MOST_TIMES_LOCAL else "")
+        return Recommendation(codec, Residual(), every * ratio_of(codec), why, every, MOST_MOMENTUM)
+    name = _name_of(optimizer)
+    other = "" if name.lower() == "sgd" else f". Nothing has been measured with {name}: this is what serves SGD"
+    if times <= ratio_of(Outliers(OneBit())):
+        return _recommendation(Outliers(OneBit()), Residual(), OUTLIERS + other)
+    return _recommendation(_top(times), Residual(), SPARSE + other)
+
+
+def written(value: Any) -> str:
+    """A value as code, without arguments that have their default."""
+    if not is_dataclass(value):
+        return repr(value)
+    given = [(field.name, getattr(value, field.name)) for field in fields(value)]
+    default = {field.name: field.default for field in fields(value)}
+    arguments = (f"{name}={written(x)}" for name, x in given if x != default[name])
+    return f"{type(value).__name__}({', '.join(arguments)})"
+
+
+def _recommendation(codec: Codec, feedback: Feedback | bool, why: str, momentum: float | None = None) -> Recommendation:
+    return Recommendation(codec, feedback, ratio_of(codec), why, momentum=momentum)
+
+
+def ratio_of(codec: Codec) -> float:
+    return 4.0 * MILLION / codec.wire_bytes(MILLION)
+
+
+def _chunked(times: float) -> ChunkedTopK:
+    """The codec of this ratio with the largest chunk, and the most entries of it."""
+    whole = [ChunkedTopK(MOST_ENTRIES, chunk, values=2) for chunk in CHUNKS]
+    codec = next((codec for codec in whole if ratio_of(codec) <= times), whole[-1])
+    most = bisect.bisect_right(range(1, MOST_ENTRIES + 1), -times, key=lambda k: -ratio_of(replace(codec, k=k)))
+    return replace(codec, k=max(most, 1))
+
+
+def _top(times: float) -> TopK:
+    """The densest codec of this ratio, with a density of two digits."""
+    few, many = 1e-5, 0.5
+    for _ in range(40):
+        middle = (few + many) / 2
+        few, many = (middle, many) if ratio_of(TopK(middle, values=torch.int8)) >= times else (few, middle)
+    digits = 10.0 ** (math.floor(math.log10(few)) - 1)
+    return TopK(density=round(math.floor(few / digits) * digits, 8), values=torch.int8)
+
+
+def is_adaptive(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | str) -> bool:
+    """True if an optimizer divides each element by its own running size, as Adam does; judged by its name.
+
+    Raises:
+        TypeError: `optimizer` is neither an optimizer nor the class or name of one.
+    """
+    return any(part in _name_of(optimizer).lower() for part in ("ada", "rmsprop", "lamb", "rprop"))
+
+
+def _name_of(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | str) -> str:
+    if isinstance(optimizer, str):
+        return optimizer
+    if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
+        return optimizer.__name__
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return type(optimizer).__name__
+    raise TypeError(f"optimizer={optimizer!r}: expected a torch optimizer, its class, or its name")
