@@ -1,4 +1,4 @@
-"""What ranks have sent, put together in another way than by their mean."""
+"""Aggregation of the ranks' wires by another rule than the mean."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class AggregationKernels(Kernels):
     def _join(
         self, codec: Any, wires: Sequence[Tensor], factors: Sequence[float], out: Tensor, workspace: Workspace
     ) -> None:
-        """What `decode_mean` makes of the inner codec's wires, one a rank."""
+        """Decode the inner codec's wires, one a rank, as `decode_mean` does."""
         rooms: Tensor | None = workspace.buffers.get("join")
         if rooms is None or rooms.shape[1] < out.numel():
             rooms = torch.empty(4, out.numel(), dtype=torch.float32, device=out.device)
@@ -166,7 +166,7 @@ KERNELS = AggregationKernels()
 
 
 def _factors(norms: Tensor) -> list[float]:
-    """What each rank's part is multiplied by, of float32 norms as bytes [P, 4]. Waits for the device."""
+    """The factor of each rank's part, from float32 norms as bytes [P, 4]. Waits for the device."""
     found = norms.contiguous().view(torch.float32)[:, 0].tolist()
     sound = [norm for norm in found if math.isfinite(norm) and norm >= 0]
     most = statistics.median(sound) if sound else 0.0

@@ -97,12 +97,12 @@ class Codec(Renamed, ABC, renamed=OLD_NAMES):
 
     @property
     def stochastic(self) -> bool:
-        """Whether encoding draws random numbers."""
+        """True if encoding draws random numbers."""
         return False
 
     @property
     def unbiased(self) -> bool:
-        """Whether what it leaves out averages out over the draws."""
+        """True if the error averages out over the draws."""
         return self.stochastic and not self.default_feedback
 
     @property
@@ -111,7 +111,7 @@ class Codec(Renamed, ABC, renamed=OLD_NAMES):
 
     @property
     def default_feedback(self) -> bool:
-        """Whether `error_feedback="auto"` keeps a residual: for lossy codes that contract, as deterministic ones do."""
+        """True if `error_feedback="auto"` keeps a residual: for lossy codes that contract, as deterministic ones do."""
         return not (self.stochastic or self.lossless)
 
     def with_feedback(self) -> Codec:
@@ -120,7 +120,7 @@ class Codec(Renamed, ABC, renamed=OLD_NAMES):
         return self
 
     def second_pass(self) -> Codec:
-        """What owners of slices encode the ranks' mean with, in blocks of the same size: by default this code again."""
+        """The codec with which owners of slices encode the mean, in blocks of the same size: by default this one."""
         return self
 
     def for_layout(self, layout: Layout) -> Codec:
@@ -135,7 +135,7 @@ class Codec(Renamed, ABC, renamed=OLD_NAMES):
 
     @abstractmethod
     def parts(self, numel: int) -> tuple[Part, ...]:
-        """What the wire of `numel` elements consists of."""
+        """The parts of the wire of `numel` elements."""
 
     def wire_bytes(self, numel: int) -> int:
         """Length in bytes of the wire of `numel` elements."""
@@ -150,7 +150,7 @@ class Codec(Renamed, ABC, renamed=OLD_NAMES):
         return self.wire_bytes(numel) * 8 / numel
 
     def kernels(self, device: torch.device) -> Kernels:
-        """What runs this codec on `device`."""
+        """The kernels of this codec on `device`."""
         return kernels_for(device, self.name)
 
     def workspace(self, numel: int, device: torch.device | str = "cpu") -> Workspace:
@@ -353,7 +353,7 @@ class SparseCodec(Codec, renamed={**OLD_NAMES, "plain": "raw_entries"}):
 
     @property
     def packs_indices(self) -> bool:
-        """Whether indices are packed near their entropy, rather than in 32 bits each behind their number."""
+        """True if indices are packed near their entropy; else they take 32 bits each, after their number."""
         return True
 
     @property
@@ -405,7 +405,7 @@ class SparseCodec(Codec, renamed={**OLD_NAMES, "plain": "raw_entries"}):
 
 @dataclass(frozen=True)
 class RawEntries(SparseCodec):
-    """What another sparse codec selects, as it is."""
+    """The entries that another sparse codec selects, as they are."""
 
     name: ClassVar[str] = "plain"
 

@@ -11,7 +11,8 @@ __device__ inline i64 drawn(const u32* words, i64 numel, i64 k, i64 i) {
     u32 c[4] = {(u32)(i / 4), words[3], words[2], 0};
     philox(c, words[0], words[1]);
     const i64 start = i * numel / k, length = (i + 1) * numel / k - start;
-    return start + (i64)(((u64)c[i % 4] * (u64)length) >> 32);
+    const u32 word = i & 2 ? (i & 1 ? c[3] : c[2]) : (i & 1 ? c[1] : c[0]);  // an index would put them on the stack
+    return start + (i64)(((u64)word * (u64)length) >> 32);
 }
 
 // f(begin, the sums of eight elements of x and residual), by all warps, a row of elements each.

@@ -1,4 +1,4 @@
-"""What runs a codec: one table of kernels per backend, chosen by where the tensors are.
+"""Backends: one table of kernels each, chosen by the device of the tensors.
 
 `reference` (NumPy) is the specification and the slowest; `cpu` (numba) serves CPU tensors, `cuda` those of GPUs. A
 backend is loaded when it is first needed, so importing gradwire neither compiles nor probes anything. All of them
@@ -45,7 +45,7 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Backend:
-    """What serves the tensors of one type of device.
+    """The kernels for tensors on one type of device.
 
     Attributes:
         kernels: of each codec, by its name. One that is not there has to bring kernels of its own.
@@ -93,7 +93,7 @@ def backend_names() -> tuple[str, ...]:
 
 
 def backend_for(device: torch.device) -> Backend:
-    """What serves tensors on `device`.
+    """The backend for tensors on `device`.
 
     Raises:
         ValueError: no backend does.
@@ -130,7 +130,7 @@ def generic_sparse(backend: Backend) -> GenericSparseKernels:
 
 
 def entries_for(device: torch.device) -> EntryKernels:
-    """What packs and merges entries on `device`. Raises as `backend_for` does."""
+    """The kernels that pack and merge entries on `device`. Raises as `backend_for` does."""
     return backend_for(device).entries
 
 

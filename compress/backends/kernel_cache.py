@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept, and whose turn it is to compile them.
+"""The folder of compiled kernels, and the lock under which one process compiles them.
 
 What lies there is loaded and run, so it must be the user's own: a folder that others can write to is not used. The
 processes of a machine share it, and one of them compiles while the others wait for what it makes of it.
@@ -92,7 +92,7 @@ def write(path: Path, content: bytes) -> None:
 
 
 class _Task:
-    """What is compiled, how long it has taken, and whether the user has been reported."""
+    """A compilation for the user: its name, the seconds it has taken, and whether a message has been printed."""
 
     def __init__(self, name: str) -> None:
         self.name, self.seconds, self.reported = name, 0.0, False
@@ -115,7 +115,7 @@ _alone = False  # whether to wait for others no longer
 
 @contextmanager
 def task(name: str) -> Iterator[None]:
-    """What is compiled within the block is for `name`; about each there is one message at most."""
+    """Name the purpose of compiling within the block; each name has one message at most."""
     global _task  # noqa: PLW0603 - compiling goes on one at a time in a process
     if _task.name == name:
         yield
@@ -159,7 +159,7 @@ def compile_lock(folder: Path | None, ready: Callable[[], bool], lock_name: str 
 
 
 def nothing_kept() -> None:
-    """What was compiled could not be written: it is of no use to wait for others, nor to let them wait."""
+    """Note that nothing can be written: from now on no process waits for this one, nor this for another."""
     global _alone  # noqa: PLW0603
     _alone = True
 

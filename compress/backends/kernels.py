@@ -1,4 +1,4 @@
-"""What runs one codec on one backend, and the memory it works in."""
+"""Kernels: the operations of one codec on one backend, and the memory in which they work."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Workspace:
 
 @dataclass(frozen=True)
 class MomentumInput:
-    """What a codec reads in the place of a gradient that enters a momentum on the way: float32, and made once.
+    """A gradient that enters a momentum while a codec reads it: float32, computed once.
 
     Attributes:
         elements: how many it has.
@@ -170,7 +170,7 @@ class VectorKernels:
         self.descend(one, two, three, False)
 
     def all_finite(self, x: Tensor) -> Tensor:
-        """Whether every element of a tensor that has any is finite: bool []. One pass, and no memory."""
+        """True if every element of a tensor is finite, bool []; the tensor has at least one. One pass, no memory."""
         least, largest = torch.aminmax(x)  # either is NaN or infinite where any element is
         return (least - least) + (largest - largest) == 0  # `isfinite` would take four launches for each
 

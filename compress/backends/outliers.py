@@ -1,4 +1,4 @@
-"""What kernels of `Outliers` have in common: top-k selects, and the kernels of another codec do the rest."""
+"""Kernels of `Outliers` on any backend: top-k selects, and the kernels of another codec do the rest."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def inner_kernels(kernels: Mapping[str, Kernels], inner: Any, device: torch.devi
 
 @dataclass
 class Room:
-    """What a workspace keeps for one codec and length.
+    """The memory of a workspace for one codec and length.
 
     Attributes:
         codec, numel: whose it is.
@@ -75,7 +75,7 @@ class OutlierKernels(Kernels):
         return workspace
 
     def room(self, codec: Any, numel: int, device: torch.device, workspace: Workspace) -> Room:
-        """What the workspace keeps to encode."""
+        """The workspace's memory for encoding."""
         room: Room | None = workspace.buffers.get("outliers")
         if room is None or (room.codec, room.numel) != (codec, numel):
             selection = self.codecs["topk"].workspace(codec.selection, numel, device)
@@ -148,7 +148,7 @@ class OutlierKernels(Kernels):
             out.copy_(total)
 
     def _pack(self, codec: Any, room: Room, indices: Tensor, values: Tensor, residual: Tensor | None) -> None:
-        """What rounding leaves of the values goes to the residual, in the place of what the inner code left there."""
+        """Write the rounding errors of the values to the residual, over those of the inner code."""
         where, count = room.row[1:], room.row[:1]
         self.entries.pack_indices(where, count, 0, room.numel, indices)
         self.entries.pack_values(room.values, codec.values, values, where, count, residual)

@@ -165,7 +165,7 @@ class Dealer:
         torch.logical_and(used & ~arrived, values.isfinite(), out=self.later)
 
     def _rounded(self, keys: Tensor, values: Tensor) -> Tensor:
-        """What rounding has taken from each entry that was sent; anything elsewhere."""
+        """The rounding error of each entry that was sent; anything elsewhere."""
         if self.dtype == torch.float32:
             return torch.full_like(values, -0.0)
         told = torch.empty_like(self.numbers)

@@ -1,4 +1,4 @@
-"""Random-k on any device, in torch: what `compress.random_k` means, and what runs it."""
+"""RandomK on any device, in torch; the other backends write its bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOW = 0xFFFFFFFF
 
 
 def words_of(draw: Tensor) -> Tensor:
-    """What ranks share of a draw, int32[4] on its device: seed, step, bucket."""
+    """The words of a draw that ranks share, int32[4] on its device: seed, step, bucket."""
     return torch.stack([draw[0], (draw[1] & LOW) | (draw[2] << 32)]).view(torch.int32)
 
 

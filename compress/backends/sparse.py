@@ -47,17 +47,18 @@ class Pieces:
 
 
 class EntryKernels(ABC):
-    """What a backend does with entries. Indices on the wire are relative to `base` and below `numel`."""
+    """Entries on one backend, packed, unpacked and merged. Indices on the wire are relative to `base` and below
+    `numel`."""
 
     def prepare(self, device: torch.device) -> None:  # noqa: B027 - may be nothing
         """Compile all of this for tensors on `device`, so that no later call has to."""
 
     def union(self, numel: int, capacity: int, device: torch.device) -> Union:
-        """What makes unions."""
+        """Make a `Union`."""
         return Union(numel, capacity, device)
 
     def dealer(self, partition: Partition, k: int, share: int, codec: Any, sent: tuple[Tensor, Tensor]) -> Dealer:
-        """What deals entries to owners."""
+        """Make a `Dealer`, which sends entries to owners."""
         return Dealer(self, partition, k, share, codec, sent)
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""What exceeds a threshold, and nothing of the rest."""
+"""Threshold: the elements that exceed a threshold, and nothing of the rest."""
 
 from __future__ import annotations
 

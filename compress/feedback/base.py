@@ -148,7 +148,7 @@ class FeedbackState:
         masked_momentum: the momentum of masked entries, which a strategy may need again in the same step.
     """
 
-    #: Whether to `snapshot` before a step changes anything, so that it can be rolled back.
+    #: True if each step takes a `snapshot` first, so that it can be rolled back.
     snapshots = False
 
     def __init__(self, strategy: Feedback, vectors: Mapping[str, Vector]) -> None:
@@ -178,7 +178,7 @@ class FeedbackState:
 
     @property
     def residual(self) -> Tensor | None:
-        """What has still to be sent, once it is open; None where nothing is kept."""
+        """The residual, once it is open; None if there is none."""
         return self.vectors.get(RESIDUAL)
 
     def open(self) -> AbstractContextManager[Tensor | None]:

@@ -90,7 +90,7 @@ class FeedbackStore:
                     del self._places[slot.name]
 
     def commit(self) -> None:
-        """What has been delivered so far has been applied: `rollback` goes no further back than here."""
+        """Steps delivered so far have been applied: `rollback` goes back to here at most."""
         for memory in self._memories.values():
             memory.commit()
 
@@ -223,7 +223,7 @@ class FeedbackStore:
         return memory
 
     def _kept_as(self, vector: str, flat: Tensor) -> Vector:
-        """What the strategy wants of float32 numbers."""
+        """Store float32 numbers as the strategy wants them."""
         dtype = self.strategy.storage_dtype(vector)
         if dtype == torch.float32:
             return flat

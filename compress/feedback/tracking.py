@@ -84,7 +84,7 @@ class Tracking(Feedback):
             kept.replace(mean.isnan(), kept[MOMENTUM] - estimate)
 
     def on_discarded(self, kept: FeedbackState, slot: Slot, mean: Tensor, gradient: Tensor | None) -> None:
-        """What has entered m goes out with a later H. Only a gradient that comes again must leave it."""
+        """A gradient that has entered m goes out with a later H; only one that comes again must leave it."""
         if gradient is not None:
             entered = (1.0 - self.beta) * torch.where(gradient.isfinite(), gradient, 0.0)
             for vector in (MOMENTUM, RESIDUAL):

@@ -35,11 +35,11 @@ class Blocks(Kernels):
         records = -(-numel // self.block(codec))
         return -(-records // WARPS)
 
-    #: Whether the kernel that encodes takes a draw, last: null where the codec rounds to the nearest.
+    #: True if the kernel that encodes takes a draw, last: null if the codec rounds to nearest.
     draws = False
 
     def encode_options(self, codec: Any) -> Numbers:
-        """What `encode` takes besides the tensors."""
+        """The arguments of `encode` besides the tensors."""
         raise NotImplementedError
 
     def decode_options(self, codec: Any) -> Numbers:

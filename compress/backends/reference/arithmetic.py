@@ -43,7 +43,7 @@ def philox(seed: int, step: int, stream: int, groups: np.ndarray) -> np.ndarray:
 
 
 def uniform(draw: Tensor | None, numel: int) -> np.ndarray:
-    """What rounding adds before it truncates: draws of 16 bits over 2^16, or one half for rounding to nearest."""
+    """The numbers that rounding adds before it truncates: draws of 16 bits over 2^16, or 1/2 to round to nearest."""
     if draw is None:
         return np.full(numel, 0.5, F32)
     seed, step, stream = (int(v) for v in draw)

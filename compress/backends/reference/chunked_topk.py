@@ -113,7 +113,7 @@ class ChunkedTopK(Kernels):
                 chunk[index[sound]] += F32(alpha) * value[: len(index)][sound]
 
     def values(self, codec: Any, levels: Tensor, rest: Tensor) -> np.ndarray | None:
-        """What a record's k values stand for; None where it says that its chunk is not finite."""
+        """The k values of a record; None if it says that its chunk is not finite."""
         if not codec.level_bytes:
             values = torch.zeros(1, codec.k, dtype=torch.float32, device="cpu")
             self.entries.unpack_values(rest[None], codec.values, values)

@@ -45,7 +45,7 @@ class RandomK(RandomKKernels):
     @staticmethod
     def _check(x: Tensor, residual: Tensor | None, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> Tensor:
         """Begin a wire, and find whether anything is not finite."""
-        odd: Tensor = workspace.buffers["odd"]
+        odd = _flags(workspace, 1)
         _launch("random_k_begin", 1, wire, draw, wire, odd)
         launch_rows(FILE, f"random_k_check_{SUFFIXES[x.dtype]}", x, residual, odd)
         return odd
@@ -70,14 +70,19 @@ class RandomK(RandomKKernels):
         """Add all ranks' values; returns which ranks have some that are not finite."""
         (words, values), ranks = wires, len(wires[0])
         k = values.shape[1] // 4
-        odd: Tensor = workspace.buffers["odd"]
-        if len(odd) < ranks:
-            odd = workspace.buffers["odd"] = torch.zeros(ranks, dtype=torch.int32, device=out.device)
-        odd.zero_()
+        odd = _flags(workspace, ranks).zero_()
         rows = whole_rows(words), np.int64(words.stride(0)), whole_rows(values), np.int64(values.stride(0))
         what = out, np.int64(len(out)), np.int64(k), np.float32(alpha), *rows, np.int32(ranks), odd, workspace.status
         _launch("random_k_add", k, out, *what)
         return odd
+
+
+def _flags(workspace: Workspace, ranks: int) -> Tensor:
+    """A word for each rank, at least; a workspace that was made without a codec has none yet."""
+    odd: Tensor | None = workspace.buffers.get("odd")
+    if odd is None or len(odd) < ranks:
+        odd = workspace.buffers["odd"] = torch.zeros(ranks, dtype=torch.int32, device=workspace.status.device)
+    return odd
 
 
 def _launch(name: str, threads: int, like: Tensor, *arguments: Argument) -> None:

@@ -35,7 +35,7 @@ OPTIONS = (
 
 @dataclass(frozen=True)
 class Compiled:
-    """What NVRTC makes of one file: machine code, the PTX that it went through, and what it had to say."""
+    """NVRTC's output for one file: machine code, the PTX before it, and the log."""
 
     cubin: bytes
     ptx: str
@@ -43,7 +43,7 @@ class Compiled:
 
 
 def extra() -> str:
-    """What to install: the extra for the CUDA version that torch was built with."""
+    """The extra to install, for the CUDA version that torch was built with."""
     major = (torch.version.cuda or "").partition(".")[0]
     names = [f"cuda{major}"] if major in ("12", "13") else ["cuda12", "cuda13"]
     return " or ".join(f"pip install 'gradwire[{name}]'" for name in names)
@@ -68,7 +68,7 @@ def nvrtc() -> Any:
 
 
 def _checked(bindings: Any, answer: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What an NVRTC function returned besides its status."""
+    """The values that an NVRTC function returned besides its status."""
     status, *values = answer
     if status != bindings.nvrtcResult.NVRTC_SUCCESS:
         _, text = bindings.nvrtcGetErrorString(status)
@@ -180,7 +180,7 @@ def cached_cubin(file: str, architecture: int) -> Path:
         return path
 
 
-#: What this process could not write to the cache, by file name.
+#: Files that this process could not write to the cache, by name.
 _elsewhere: dict[str, Path] = {}
 
 

@@ -27,13 +27,13 @@ SHARES = 64
 #: How full the last wave of blocks has to be where there are several: as many as the GPU holds at once are a wave.
 FULL = 0.9
 
-#: What a kernel takes: a tensor without gaps is passed as the address of its first element, None as a null pointer, an
-#: int as an integer of up to 64 bits, a NumPy scalar as the bytes it is. A Python float is refused: it is ambiguous.
+#: An argument of a kernel: a tensor without gaps is passed as the address of its first element, None as a null pointer,
+#: an int as an integer of up to 64 bits, a NumPy scalar as the bytes it is. A Python float is refused: it is ambiguous.
 Argument = Tensor | np.generic | int | None
 
 
 def passed(args: Sequence[Argument]) -> tuple[np.generic | int, ...]:
-    """What CuPy is given; Python integers are what it converts fastest.
+    """The arguments as CuPy gets them; it converts Python integers fastest.
 
     Raises:
         ValueError: a tensor has gaps.
