@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from gradwire.compress.backends.partition import Partition
-from gradwire.hooks.exchanges.partition import row_capacity
+from gradwire.hooks.exchanges.fixed_base import row_capacity
 
 CPU = torch.device("cpu")
 

@@ -137,7 +137,7 @@ def test_a_thread_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch)
 
     future = pipeline.start(stages("a", bells, seen), torch.ones(1))
     assert until(lambda: seen == ["a0"])
-    monkeypatch.setattr("gradwire.hooks.comm.scheduler.start_thread", refuse)
+    monkeypatch.setattr("gradwire.hooks.comm.pipeline.start_thread", refuse)
     bells[0].rung.set()
     with pytest.raises(RuntimeError, match="can't start new thread"):
         future.wait()

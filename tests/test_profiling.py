@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from gradwire import Codec, OneBit, TopK
 from gradwire.hooks import Statistics
-from gradwire.hooks.comm import pipeline
-from gradwire.hooks.comm.pipeline import NVTX_TOOLS, clock
+from gradwire.hooks.core import bucket as core_bucket
 from gradwire.hooks.core import reducer
+from gradwire.hooks.core.bucket import NVTX_TOOLS, clock
 from lacking import needs_all_threads
 from ranks import Pool
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
@@ -167,7 +167,7 @@ def test_ranges_are_opened_for_those_who_look_at_them(
         return opened
 
     monkeypatch.setattr(torch.cuda.nvtx, "range", opens("nvtx"))
-    monkeypatch.setattr(pipeline, "record_function", opens("torch"))
+    monkeypatch.setattr(core_bucket, "record_function", opens("torch"))
     for name in NVTX_TOOLS:
         monkeypatch.delenv(name, raising=False)
     if tool is not None:

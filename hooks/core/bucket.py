@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from ...compress.codec import new_draw
 from ...compress.feedback.base import Feedback, FeedbackState
@@ -13,10 +19,17 @@ from ...compress.feedback.residual import NOTHING
 from ...compress.feedback.store import FeedbackStore
 from ...compress.formats.layout import Layout, Packing, end_to_end, layout_numel, runs_between
 from ..auto.planner import Choice, Plan, Planner
-from ..comm.pipeline import Clock
 from ..comm.ports import Collective, PersistentMessage, Stages
 from ..comm.readback import Readback
+from ..comm.tasks import Clock
 from ..exchanges import Dense, Exchange, ExchangeArgs
+
+#: Threads add to the same numbers.
+_adding = threading.Lock()
+#: The name of a bucket's phase in profilers.
+RANGE = "gradwire:{phase} bucket {bucket}"
+#: Environment variables that Nsight and other tools for NVTX's ranges set for the programs that they start.
+NVTX_TOOLS = ("NSYS_PROFILING_SESSION_ID", "NVTX_INJECTION64_PATH")
 
 
 class Bucket:
@@ -173,3 +186,40 @@ class Bucket:
     def forget(self) -> None:
         """Begin draws and predictions again."""
         self.plan = self.choice = None
+
+
+def clock(seconds: dict[str, float], bucket: int, device: torch.device) -> Clock:
+    """A bucket's clock: adds each phase's wall time to `seconds`, and shows it to profilers."""
+    nvtx = device.type == "cuda" and any(name in os.environ for name in NVTX_TOOLS)
+    return partial(_Phase, seconds, bucket, nvtx)
+
+
+class _Phase:
+    """Adds the time spent inside to `seconds`. Opens a profiler range only while somebody profiles, as on small models
+    that takes as long as the phase.
+
+    Args:
+        nvtx: a tool reads NVTX's ranges; torch.profiler's become such only under `emit_nvtx`.
+    """
+
+    __slots__ = ("_bucket", "_nvtx", "_phase", "_ranges", "_seconds", "_start")
+
+    def __init__(self, seconds: dict[str, float], bucket: int, nvtx: bool, phase: str) -> None:
+        self._seconds, self._bucket, self._nvtx, self._phase = seconds, bucket, nvtx, phase
+        self._ranges: ExitStack | None = None
+
+    def __enter__(self) -> None:
+        profiled = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
+        if profiled or self._nvtx:
+            name, self._ranges = RANGE.format(phase=self._phase, bucket=self._bucket), ExitStack()
+            if profiled:
+                self._ranges.enter_context(record_function(name))
+            if self._nvtx:
+                self._ranges.enter_context(torch.cuda.nvtx.range(name))
+        self._start = time.perf_counter()
+
+    def __exit__(self, *exception: object) -> None:
+        with _adding:
+            self._seconds[self._phase] += time.perf_counter() - self._start
+        if self._ranges is not None:
+            self._ranges.close()

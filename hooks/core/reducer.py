@@ -13,12 +13,12 @@ from ...compress.feedback.store import FeedbackStore
 from ...compress.formats.layout import layout_numel
 from ..auto.controller import Controller
 from ..auto.planner import REPLAN_INTERVAL, Choice, Plan
-from ..comm.pipeline import Clock, clock
 from ..comm.ports import Stages, drive
 from ..comm.readback import Readback
 from ..comm.rendezvous import HANDSHAKE_TIMEOUT
+from ..comm.tasks import Clock
 from ..exchanges import all_finite
-from .bucket import Bucket
+from .bucket import Bucket, clock
 from .dense_path import DensePath
 from .grad_scaler import ScalerSync, Scaling
 from .session import Session

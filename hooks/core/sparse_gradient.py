@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ..comm.entry_exchange import Entries, EntryExchanger, bounds_of, range_samples, used
 from ..comm.group import Group
-from ..comm.pipeline import Clock
 from ..comm.ports import Collective, PersistentMessage, Stages
+from ..comm.tasks import Clock
 from ..exchanges import all_finite
 from ..network.cost import Calibration, Shape, expected_union
 from ..sparse.all_reduce import total

@@ -23,7 +23,7 @@ class Statistics:
         decisions: each bucket's exchange and the reason for it, by the bucket's index.
         seconds: wall time up to a bucket's first messages ("encode"), waiting for messages ("exchange"; buckets
             wait beside each other), and computing after them ("decode"); all of it overlaps with backward.
-            Profilers show the same times as ranges (`comm.pipeline.RANGE`).
+            Profilers show the same times as ranges (`core.bucket.RANGE`).
     """
 
     steps: int = 0

@@ -15,8 +15,7 @@ from ..comm.ports import Stages
 from ..network.cost import Calibration, Estimate
 from .base import BucketSpec, ExchangeArgs
 from .entry_base import entries_of, with_selection
-from .fixed_base import FixedSizeExchange
-from .partition import row_capacity
+from .fixed_base import FixedSizeExchange, row_capacity
 
 
 class FixedSizeSplit(FixedSizeExchange):

@@ -21,8 +21,8 @@ from ..comm.ports import Stages
 from ..network.cost import Calibration, Estimate, Shape
 from .base import BucketSpec
 from .entry_base import EntryExchange, EntryMessages, entries_of, with_selection
+from .fixed_base import SPREAD
 from .fixed_split import FixedSizeSplit
-from .partition import SPREAD
 
 #: Steps after which the owners' ranges are balanced again.
 BALANCE_EVERY = 64

@@ -16,9 +16,9 @@ from ...compress.feedback.base import RESIDUAL
 from ...compress.feedback.store import FeedbackStore
 from ..comm import handshake
 from ..comm.pieces import Started, overlap
-from ..comm.pipeline import clock
 from ..comm.untraced import untraced
 from ..core.autograd_end import AtEnd
+from ..core.bucket import clock
 from ..core.checkpoint import MEAN
 from ..core.optimizer_checks import check_optimizer, expect_optimizer
 from ..core.options import Exclude, excluded_names

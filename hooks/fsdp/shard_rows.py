@@ -18,8 +18,8 @@ from ...compress.feedback.store import FeedbackStore
 from ...compress.formats.layout import Layout, Slot, end_to_end, layout_numel
 from ..auto.planner import Choice
 from ..comm.group import Group
-from ..comm.pipeline import Clock
 from ..comm.ports import Stages, Work
+from ..comm.tasks import Clock
 from ..exchanges import ExchangeArgs, ReduceScatter
 from .arithmetic import divide_factor, only_sums, post_divide
 from .torch_internals import Shards
