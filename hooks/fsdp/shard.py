@@ -258,7 +258,7 @@ class ScatterState:
             "version": __version__,
             **self._options.describe(self._shards[0].size),
             "the model's parameters": handshake.describe_model(self._parameters, self._excluded),
-            "what FSDP reduces": [f"{shards.module}: {shards.dtype}" for shards in self._shards],
+            "FSDP's reductions": [f"{shards.module}: {shards.dtype}" for shards in self._shards],
         }
 
 
