@@ -240,7 +240,7 @@ class ScatterState:
         for part in self._parts:
             part.contribution = part.usual_contribution()
             part.forget()
-        rows = {name: parts[name].from_owed(x) for name, x in vectors.get(RESIDUAL, {}).items()}
+        rows = {name: parts[name].from_outstanding(x) for name, x in vectors.get(RESIDUAL, {}).items()}
         self._feedback.load({RESIDUAL: rows})
         self._step, self._options.seed = saved["step"], saved["seed"]
         self._session.loaded(self._options.seed)
