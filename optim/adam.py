@@ -168,7 +168,7 @@ class AdamOptions(Options):
             )
         if self.strategy is not None and not self.strategy.only_residual:
             raise ValueError(
-                f"error_feedback={self.strategy!r}: what is compressed is a momentum already; use Residual(), or True"
+                f"error_feedback={self.strategy!r}: the codec gets a momentum already; use Residual(), or True"
             )
         self.choice(self.warmup_steps)
 

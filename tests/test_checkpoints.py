@@ -256,7 +256,7 @@ def test_what_is_frozen_or_gone_since_can_be_dropped(ranks: Ranks, under: Callab
     for refused, told, kept in ranks(2).run(changed_later, under):
         assert all("strict=False" in text for text in refused)
         assert "it has '0.bias' of shape (64,), this model no such parameter that requires gradients" in refused[0]
-        assert [text.split("; ")[-1] for text in told] == ["what was kept of 2 such is dropped"] * 2
+        assert [text.split("; ")[-1] for text in told] == ["residuals of 2 such parameters are dropped"] * 2
         assert "2.weight" in kept[0] & kept[1]
         assert not {"0.weight", "0.bias"} & kept[0]
         assert not {"4.weight", "4.bias"} & kept[1]
@@ -273,7 +273,7 @@ def of_another_strategy(rank: int, under: Callable[..., tuple[nn.Module, Any]]) 
         saved = state.state_dict()
         state.close()
         model, fresh = under(error_feedback=after)
-        with pytest.raises(ValueError, match=r"strict=False\) begins without what was kept"):
+        with pytest.raises(ValueError, match=r"strict=False\) begins without saved residuals"):
             fresh.load_state_dict(saved)
         assert fresh.step == 0
         with warnings.catch_warnings(record=True) as seen:

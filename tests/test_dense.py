@@ -270,7 +270,7 @@ def test_ranks_that_have_not_raised_alike_hear_of_it(other: int | None) -> None:
         if other is None:
             assert "check that rank's log" in text
         else:
-            assert "ranks disagree on what raised before: rank 0 has step 4 after ['bucket 0']" in text
+            assert "ranks disagree on failed backward passes: rank 0 has step 4 after ['bucket 0']" in text
 
 
 def later(rank: int) -> str:

@@ -291,7 +291,7 @@ def raised_elsewhere(rank: int, everywhere: bool) -> str:
 
 @pytest.mark.parametrize("everywhere", [True, False], ids=["differently", "alone"])
 def test_replicas_that_have_not_raised_alike_say_so(ranks: Ranks, everywhere: bool) -> None:
-    wanted = "ranks disagree on what raised before" if everywhere else "not all replicas had gradients of the same"
+    wanted = "ranks disagree on failed backward passes" if everywhere else "not all replicas had gradients of the same"
     for text in ranks(2).run(raised_elsewhere, everywhere, within=60.0):
         assert wanted in text, text
 

@@ -913,7 +913,7 @@ def test_wrong_use_is_refused(ranks: Ranks, options: dict[str, Any], text: str) 
         ({"every": 0}, "rank 1: ValueError: every=0"),
         ({"outer_lr": 0.7}, "ranks disagree on outer optimizer: rank 0 has OuterSGD(lr=1.0"),
         ({"every": 8}, "ranks disagree on schedule: rank 0 has Schedule(every=4"),
-        ({"parameters": "other"}, "ranks disagree on what the model holds"),
+        ({"parameters": "other"}, "ranks disagree on the model's tensors"),
         ({"codec": OneBit()}, "ranks disagree on codec"),
         ({"buffer": "inferred"}, "rank 1: ValueError: 'adjacent' was made in inference mode"),
     ],

@@ -102,7 +102,7 @@ def test_a_recommendation_can_be_read_and_pasted() -> None:
     assert found.momentum == 0.5
     assert recommend("sgd", ratio=20).momentum is None
     assert "measured with" not in recommend(torch.optim.SGD, ratio=20).why
-    assert "measured with adm: this is what serves SGD" in recommend("adm", ratio=20).why
+    assert "measured with adm: this is the advice for SGD" in recommend("adm", ratio=20).why
     rare = recommend("adamw", ratio=500)
     assert isinstance(rare.codec, ChunkedTopK)
     how = "every=4, exchange='gather', error_feedback=Residual()"

@@ -456,7 +456,7 @@ def test_lightning_keeps_what_it_does_not_use_and_says_what_is_not_there(two: Po
     for nothing, kept, [told] in two.run(crossed, str(tmp_path)):
         assert nothing
         assert kept, "forgotten on one rank"
-        assert "has nothing of gradwire's: it goes on without what compression had left out" in told
+        assert "has nothing of gradwire's: it goes on without residuals" in told
 
 
 def frozen(rank: int, folder: str) -> list[str]:

@@ -50,9 +50,7 @@ def load(state: CompressState, folder: str | Path, name: str = "gradwire", stric
     own = _path(Path(folder), name)
     files = [own] if own.exists() else _files(own.parent, name)
     if not files:
-        warnings.warn(
-            f"{folder} has no file of gradwire's: it goes on without what compression had left out", stacklevel=2
-        )
+        warnings.warn(f"{folder} has no file of gradwire's: it goes on without residuals", stacklevel=2)
         return False
     whole = _together([torch.load(file, map_location="cpu", weights_only=True) for file in files])
     state.load_state_dict(whole, strict=strict)

@@ -65,6 +65,6 @@ class LightningCallback(Callback):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if self.state_key not in checkpoint["callbacks"] and checkpoint["global_step"] > 0 and trainer.world_size > 1:
             warnings.warn(
-                "the checkpoint has nothing of gradwire's: it goes on without what compression had left out",
+                "the checkpoint has nothing of gradwire's: it goes on without residuals",
                 stacklevel=2,
             )

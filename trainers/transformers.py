@@ -93,7 +93,7 @@ class TransformersCallback(TrainerCallback):
                 return
         warnings.warn(
             f"the Trainer has resumed at step {state.global_step}, and gradwire does not find from where: name the "
-            "folder in TransformersCallback(…, resume_from=…); it goes on without what compression had left out",
+            "folder in TransformersCallback(…, resume_from=…); it goes on without residuals",
             stacklevel=2,
         )
 

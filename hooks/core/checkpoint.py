@@ -155,7 +155,7 @@ class Checkpoint:
         if more:  # their residual need not be one of gradients
             keeps = " and ".join(sorted({RESIDUAL, *self.feedback.strategy.state_names}))
             text = f"the checkpoint has {' and '.join(more)} of parameters, and this state keeps {keeps} alone"
-            _refuse(strict, text, f"{SKIP} begins without what was kept", "it begins without what was kept")
+            _refuse(strict, text, f"{SKIP} begins without saved residuals", "it begins without saved residuals")
             kept = {}
         return saved, self._without_idle(kept, strict)
 
@@ -169,7 +169,7 @@ class Checkpoint:
         if absent:  # a residual alone would stay in what is added up
             lacks = " and no ".join(absent)
             text = f"the checkpoint has no {lacks} of parameters, which this state keeps besides residuals"
-            _refuse(strict, text, f"{SKIP} begins without what was kept", "it begins without what was kept")
+            _refuse(strict, text, f"{SKIP} begins without saved residuals", "it begins without saved residuals")
             return {}
         if None in vectors.values():
             text = (
@@ -191,8 +191,8 @@ class Checkpoint:
                 foreign.setdefault(name, f"it has {name!r} of shape {tuple(x.shape)}, this model {has}")
         if foreign:
             text = f"the checkpoint is of another model: {min(foreign.items())[1]}"
-            outcome = f"what was kept of {len(foreign)} such is dropped"
-            _refuse(strict, text, f"{SKIP} goes on without what was kept of such", outcome)
+            outcome = f"residuals of {len(foreign)} such parameters are dropped"
+            _refuse(strict, text, f"{SKIP} goes on without residuals of such parameters", outcome)
         return {vector: {n: x for n, x in found.items() if n not in foreign} for vector, found in vectors.items()}
 
     def _without_idle(self, vectors: Vectors, strict: bool) -> Vectors:

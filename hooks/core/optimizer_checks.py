@@ -50,8 +50,8 @@ def _too_much_momentum(optimizer: torch.optim.Optimizer, codec: Codec) -> str | 
     if not is_adaptive(optimizer) or first <= MOST_MOMENTUM:
         return None
     return (
-        f"{codec} with {type(optimizer).__name__}: what its residual keeps back arrives late, which is a momentum too, "
-        f"and beside a β1 of {first:g} the model ends worse: give it betas=({LESS_MOMENTUM:g}, {second:g}) "
+        f"{codec} with {type(optimizer).__name__}: its residual sends gradients late, which acts as a momentum, and "
+        f"beside a β1 of {first:g} the model ends worse: give it betas=({LESS_MOMENTUM:g}, {second:g}) "
         "(gradwire.recommend)"
     )
 

@@ -108,7 +108,7 @@ def recommend(
         raise ValueError(f"{name}={asked!r}: expected from 2 to 2000 times fewer bytes than float32, 16 to 0.016 bits")
     adaptive = is_adaptive(optimizer)
     if times <= 2.0:
-        return _recommendation(Cast(torch.float16), True, "halves the bytes, and keeps what rounding leaves out")
+        return _recommendation(Cast(torch.float16), True, "halves the bytes, and keeps the rounding errors")
     if times <= ratio_of(QSGD()):
         return _recommendation(QSGD(), False, "4 bits an element, unbiased: nothing is kept, and nothing arrives late")
     if adaptive:
@@ -119,7 +119,7 @@ def recommend(
         why = LOCAL + (UNTRIED if times > MOST_TIMES_LOCAL else "")
         return Recommendation(codec, Residual(), every * ratio_of(codec), why, every, MOST_MOMENTUM)
     name = _name_of(optimizer)
-    other = "" if name.lower() == "sgd" else f". Nothing has been measured with {name}: this is what serves SGD"
+    other = "" if name.lower() == "sgd" else f". Nothing has been measured with {name}: this is the advice for SGD"
     if times <= ratio_of(Outliers(OneBit())):
         return _recommendation(Outliers(OneBit()), Residual(), OUTLIERS + other)
     return _recommendation(_top(times), Residual(), SPARSE + other)

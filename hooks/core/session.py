@@ -24,7 +24,7 @@ from .grad_scaler import Scaling, check_equal
 CONSTRUCT = "Construct {} with equal arguments and models on every rank"
 #: Words of an announcement: step, digest of its meaning, number of saves, flags, and a scaling's two.
 WORDS = 6
-RAISED, LOADED = "what raised before", "loaded checkpoints"
+RAISED, LOADED = "failed backward passes", "loaded checkpoints"
 
 
 class Session:

@@ -20,7 +20,7 @@ def check_options(model: DistributedDataParallel, strategy: Feedback | None) -> 
     if clips and model.static_graph and getattr(model, "skip_all_reduce_unused_params", False):
         raise ValueError(
             f"error_feedback={strategy} waits for the norm of all gradients; with static_graph=True and "
-            "skip_all_reduce_unused_params=True nobody knows when they are there: leave out one of the three"
+            "skip_all_reduce_unused_params=True the end of the pass is not known: leave out one of the three"
         )
 
 

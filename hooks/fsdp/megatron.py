@@ -69,8 +69,8 @@ def compressed_reduce_scatter(
     check_choice("error_feedback", error_feedback, ("auto", False))
     if error_feedback == "auto" and codec.default_feedback:
         raise ValueError(
-            f"{codec} leaves out what only a residual would send later, and a reduce-scatter without parameters keeps "
-            "none: take QSGD() or TernGrad(), or error_feedback=False to lose it"
+            f"{codec} needs a residual, and a reduce-scatter without parameters keeps "
+            "none: take QSGD() or TernGrad(), or error_feedback=False, which loses the rest"
         )
     calls = _Calls(codec, seed)
 
@@ -112,7 +112,7 @@ class _Calls:
                 f"{input.dtype} on {input.device}: of {ranks} ranks input must have {ranks} times as many, of one kind"
             )
         if not (output.is_contiguous() and input.is_contiguous()):
-            raise ValueError("output and input must be contiguous: what is returned lies in output")
+            raise ValueError("output and input must be contiguous: the result is written to output")
         if process_group not in self._made:
             self._made[process_group] = Group(process_group).channel("compressed_reduce_scatter"), {}
         group, lanes = self._made[process_group]

@@ -363,7 +363,7 @@ class FSDPState:
             **self._options.describe(self._group.size()),
             "shard": f"{first.rank} of {first.size}",
             "the model's parameters": handshake.describe_model(self._parameters, self._excluded),
-            "what FSDP reduces": reduced,
+            "FSDP's reductions": reduced,
         }
 
 

@@ -240,7 +240,7 @@ class ScatterState:
         for part in self._parts:
             part.contribution = part.usual_contribution()
             part.forget()
-        rows = {name: parts[name].from_owed(x) for name, x in vectors.get(RESIDUAL, {}).items()}
+        rows = {name: parts[name].from_outstanding(x) for name, x in vectors.get(RESIDUAL, {}).items()}
         self._feedback.load({RESIDUAL: rows})
         self._step, self._options.seed = saved["step"], saved["seed"]
         self._session.loaded(self._options.seed)
@@ -258,7 +258,7 @@ class ScatterState:
             "version": __version__,
             **self._options.describe(self._shards[0].size),
             "the model's parameters": handshake.describe_model(self._parameters, self._excluded),
-            "what FSDP reduces": [f"{shards.module}: {shards.dtype}" for shards in self._shards],
+            "FSDP's reductions": [f"{shards.module}: {shards.dtype}" for shards in self._shards],
         }
 
 

@@ -167,7 +167,7 @@ class Unsharded:
         """This rank's shard of the sum of all ranks' residuals of a parameter, in the optimizer's units."""
         return self.shards.local(name, arrived.sum(0).mul_(self.contribution)).contiguous()
 
-    def from_owed(self, shard: Tensor) -> Tensor:
+    def from_outstanding(self, shard: Tensor) -> Tensor:
         """The inverse of `outstanding`: this rank's residual of a parameter, [P, *shard], from its shard of the sum."""
         rows = shard.new_zeros(self.ranks, *shard.shape)
         torch.div(shard, self.contribution, out=rows[self.rank])

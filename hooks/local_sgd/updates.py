@@ -420,5 +420,5 @@ class LocalUpdates:
             "schedule": str(self._schedule),
             "outer optimizer": str(self._outer),
             "the model's parameters": handshake.describe_model(self._parameters, self._excluded),
-            "what the model holds": handshake.describe_model(tensors_of(self._model), ()),
+            "the model's tensors": handshake.describe_model(tensors_of(self._model), ()),
         }
