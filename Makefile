@@ -24,6 +24,7 @@ CONSTRAINTS := $(if $(TORCH),$(VENV)/)constraints.txt
 # The folders are the package `gradwire` only once they are installed, so mypy reads them through a link of that name.
 LINK := $(VENV)/mypy/gradwire
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
+HELPERS := tests/support:tests/compress:tests/core:tests/cuda:tests/ddp:tests/exchanges:tests/horovod:tests/project
 TYPED := $(addprefix $(LINK)/,__init__.py benchmarks compress csrc hooks optim trainers) tests
 
 .PHONY: help demo test test-all soak drawn lint types docs matrix bench benchmarks gpu-report clean
@@ -57,8 +58,8 @@ soak: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m soak $(PYTEST_ARGS)
 
 drawn: $(INSTALLED)
-	GRADWIRE_DRAWN_SECONDS=$(DRAWN_SECONDS) $(BIN)/python -m pytest -q -s tests/test_drawn.py \
-		tests/test_horovod_drawn.py $(PYTEST_ARGS)
+	GRADWIRE_DRAWN_SECONDS=$(DRAWN_SECONDS) $(BIN)/python -m pytest -q -s tests/core/test_drawn.py \
+		tests/horovod/test_horovod_drawn.py $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -66,7 +67,7 @@ lint: $(INSTALLED)
 	$(MAKE) --no-print-directory types
 
 types: $(INSTALLED)
-	MYPYPATH=$(VENV)/mypy:tests $(BIN)/mypy --explicit-package-bases $(TYPED)
+	MYPYPATH=$(VENV)/mypy:$(HELPERS) $(BIN)/mypy --explicit-package-bases $(TYPED)
 
 # Not quietly: with --quiet, mkdocs drops the warnings that --strict would count.
 docs: $(INSTALLED)

@@ -152,7 +152,7 @@ def tasks(section: str, broken: Mapping[str, str]) -> Iterator[Task]:
 
 def test_files() -> Iterator[str]:
     """Those with tests that are marked `cuda` where there is a GPU, and no section of their own."""
-    for file in sorted((ROOT / "tests").glob("test_*.py")):
+    for file in sorted((ROOT / "tests").rglob("test_*.py")):
         marked = re.search(r"\bmark\.cuda\b|\b(ALL|OTHER)_BACKENDS\b", file.read_text("utf-8"))
         if marked and file.stem not in (HOOKS, LAWS, STEPS):
             yield file.stem
@@ -168,7 +168,8 @@ def pytest_task(
             why_not = why_not or f"the tests need {module}: {broken[module]}"
     if "numba" in broken and file in (HOOKS, LAWS):  # half of the ranks are on the CPU
         why_not = why_not or f"these tests compare with kernels for CPUs, of numba: {broken['numba']}"
-    pytest = (sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider", f"tests/{file}.py")
+    path = str(next((ROOT / "tests").rglob(f"{file}.py")).relative_to(ROOT))
+    pytest = (sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider", path)
     name = file.removeprefix("test_")
     return Task(section, name, command=(*before, *pytest, *options), why_not=why_not, **given)
 

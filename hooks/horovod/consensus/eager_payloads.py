@@ -2,7 +2,7 @@
 
 Nothing is left to exchange then, so that their order does not matter: each ends when the last announcement is here,
 after one latency: an allreduce of 16 bytes takes 56 ms on four ranks 50 ms apart, and 414 ms otherwise
-(`tests/horovod_latency.py`). Nothing here talks to a network or touches a tensor.
+(`tests/support/horovod_latency.py`). Nothing here talks to a network or touches a tensor.
 """
 
 from __future__ import annotations

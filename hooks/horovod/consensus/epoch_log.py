@@ -13,7 +13,7 @@ Small inputs need no order, and travel with their announcement instead (`eager_p
 
 On four ranks 50 ms apart, an allreduce of 80 kB takes 769 ms with epochs and 835 ms by rank 0 alone, a step of
 `OneBit()` by "gather" 157 and 197 ms, an uncompressed one 2125 and 2169 ms:
-`gradwire-bench links --world 4 --delay 50ms -- python tests/horovod_latency.py`.
+`gradwire-bench links --world 4 --delay 50ms -- python tests/support/horovod_latency.py`.
 """
 
 from __future__ import annotations

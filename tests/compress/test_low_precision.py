@@ -1,0 +1,364 @@
+"""Residuals in fewer bytes: what is rounded off is bounded, and everything else stays as with float32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from gradwire import CompressState, Residual
+from gradwire.compress import QSGD, Codec, OneBit, Ternary, TopK, new_draw
+from gradwire.compress.backends import Kernels, LowPrecisionVector, _backend, backend_kernels
+from gradwire.compress.backends.low_precision import BLOCK, LEAST_STEP, MOST, ScratchPool
+from gradwire.compress.feedback.base import RESIDUAL, Feedback
+from gradwire.compress.feedback.store import FeedbackStore
+from gradwire.compress.formats.layout import Slot
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import Pool
+from simulated import SimulatedRanks
+from strategies import ALL_BACKENDS, LENGTHS, OTHER_BACKENDS, VARIANTS, Case, cases, device_of, gradient, same
+from test_feedback import SHAPES, hold, layout_of
+from test_feedback_store import learn
+from torch import Tensor, nn
+from training import residuals_of, train, wrap
+
+Ranks = Callable[[int], Pool]
+DTYPES = (torch.bfloat16, torch.int8)
+CPU = torch.device("cpu")
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+quick = settings(max_examples=25, deadline=None)
+
+
+def kept_as(dtype: torch.dtype, x: Tensor, backend: str = "reference") -> LowPrecisionVector:
+    device = device_of(backend)
+    found = LowPrecisionVector(_backend(backend).low_precision, x.numel(), dtype, device)
+    for part in found.parts:
+        part.fill_(3)
+    found.write(x.to(device))
+    return found
+
+
+def most_rounded(x: Tensor, kept: LowPrecisionVector) -> Tensor:
+    """The most that may be missing of each element, float64."""
+    sound = x.double().where(x.isfinite(), 0.0).clamp(-MOST, MOST)
+    if kept.dtype == torch.bfloat16:
+        return 2.0**-8 * sound.abs() + 2.0**-134  # half of the least subnormal
+    rows = torch.nn.functional.pad(sound, (0, -len(x) % BLOCK)).view(-1, BLOCK)
+    step = (rows.abs().amax(1) / 127 * (1 + 2.0**-15)).clamp(min=LEAST_STEP)
+    return (step / 2 * (1 + 2.0**-16)).repeat_interleave(BLOCK)[: len(x)]
+
+
+# -- the formats
+
+
+@pytest.mark.parametrize("backend", OTHER_BACKENDS)
+@every_dtype
+@quick
+@given(case=cases())
+def test_every_backend_keeps_the_bits_of_the_reference(backend: str, dtype: torch.dtype, case: Case) -> None:
+    x = case.residual()
+    expected, found = kept_as(dtype, x), kept_as(dtype, x, backend)
+    assert all(same(a, b.cpu()) for a, b in zip(expected.parts, found.parts, strict=True))
+    assert same(expected.read(), found.read().cpu())
+
+
+@every_dtype
+@quick
+@given(case=cases())
+def test_what_is_rounded_off_is_bounded_and_coded_alike_again(dtype: torch.dtype, case: Case) -> None:
+    x = case.residual()
+    kept = kept_as(dtype, x)
+    found = kept.read()
+    sound = x.double().where(x.isfinite(), 0.0).clamp(-MOST, MOST)
+    assert bool(found.isfinite().all()), "nothing that is read may spread"
+    assert bool(((sound - found.double()).abs() <= most_rounded(x, kept)).all())
+    again = kept_as(dtype, found)
+    assert all(same(a, b) for a, b in zip(kept.parts, again.parts, strict=True))
+
+
+@every_dtype
+def test_a_vector_is_float32_while_it_is_open_and_stays_if_that_fails(dtype: torch.dtype) -> None:
+    x = gradient("normal", 1000, 1)
+    kept = kept_as(dtype, x)
+    before = kept.read()
+    with kept.open() as wide:
+        assert same(wide, before)
+        wide.mul_(2.0)
+    assert same(kept.read(), 2 * before)
+
+    def fail() -> None:
+        with kept.open() as wide:
+            wide.zero_()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert same(kept.read(), 2 * before)
+    kept.zero_()
+    assert not bool(kept.any())
+
+
+def test_rooms_are_used_again() -> None:
+    rooms = ScratchPool()
+    first = rooms.take(1000, CPU)
+    second = rooms.take(10, CPU)
+    rooms.give(first)
+    rooms.give(second)
+    assert rooms.take(5, CPU).data_ptr() == second.data_ptr(), "the smallest that will do"
+    smaller = rooms.take(900, CPU)
+    assert (smaller.data_ptr(), len(smaller)) == (first.data_ptr(), 900)
+    rooms.give(smaller)
+    assert rooms.take(1000, CPU).data_ptr() == first.data_ptr(), "all of it"
+
+
+# -- codecs
+
+
+@pytest.mark.parametrize("backend", OTHER_BACKENDS)
+@pytest.mark.parametrize("codec", VARIANTS, ids=str)
+@settings(max_examples=10, deadline=None)
+@given(dtype=st.sampled_from(DTYPES), case=cases())
+def test_encoding_is_as_with_float32_and_rounding_comes_last(
+    codec: Codec, backend: str, dtype: torch.dtype, case: Case
+) -> None:
+    kernels, device = backend_kernels(backend)[codec.name], device_of(backend)
+    grad, draw = case.gradient().to(device), case.draw().to(device)
+    residual = kept_as(dtype, case.residual(), backend)
+    wide, expected = residual.read(), kept_as(dtype, case.residual(), backend)
+    wires = torch.zeros(2, codec.wire_bytes(case.numel), dtype=torch.uint8, device=device)
+    workspace = kernels.workspace(codec, case.numel, device)
+    Kernels.encode_feedback(kernels, codec, grad, wide, wires[0], draw, workspace)
+    expected.write(wide)
+    kernels.encode_low_precision(codec, grad, residual, wires[1], draw, workspace)
+    assert same(*wires)
+    assert all(same(a, b) for a, b in zip(residual.parts, expected.parts, strict=True))
+
+
+@pytest.mark.parametrize("codec", [c for c in VARIANTS if not c.lossless], ids=str)
+@settings(max_examples=10, deadline=None)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    numel=st.sampled_from(LENGTHS),
+    kind=st.sampled_from(["normal", "ties", "tiny", "constant"]),
+)
+def test_what_is_not_sent_is_kept_but_for_what_is_rounded_off(
+    codec: Codec, dtype: torch.dtype, numel: int, kind: str
+) -> None:
+    """gradient + old residual = output + new residual + r, and r is within the format's bound, element by element."""
+    codec = codec.with_feedback()
+    grad, kept, out = gradient(kind, numel, 1), kept_as(dtype, gradient(kind, numel, 2)), torch.zeros(numel)
+    old, workspace = kept.read().double(), codec.workspace(numel)
+    wire = torch.zeros(codec.wire_bytes(numel), dtype=torch.uint8)
+    codec.encode_feedback(grad, kept, wire, new_draw(0), workspace)
+    codec.decode_add(wire, out, 1.0, workspace)
+    rest = grad.double() + old - out.double()
+    float32 = 2.0**-22 * (grad.double().abs() + old.abs() + out.double().abs())
+    off = (rest - kept.read().double()).abs()
+    assert bool((off <= most_rounded(rest.float(), kept) * (1 + 2.0**-10) + float32).all())
+
+
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+@pytest.mark.parametrize("codec", [OneBit(block=256), TopK(0.1), QSGD(rounding="nearest"), Ternary()], ids=str)
+@every_dtype
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_never_enters(codec: Codec, backend: str, dtype: torch.dtype, bad: float) -> None:
+    device, numel = device_of(backend), 3000
+    kernels = backend_kernels(backend)[codec.name]
+    grad, kept = gradient("normal", numel, 1).to(device), kept_as(dtype, gradient("normal", numel, 2), backend)
+    old = kept.read()
+    grad[1500] = bad
+    wire = torch.zeros(codec.wire_bytes(numel), dtype=torch.uint8, device=device)
+    workspace = kernels.workspace(codec, numel, device)
+    kernels.encode_low_precision(codec, grad, kept, wire, None, workspace)
+    now, out = kept.read(), torch.zeros(numel, device=device)
+    kernels.decode_add(codec, wire, out, 1.0, workspace)
+    assert not bool(out[1500].isfinite()), "it is seen"
+    assert bool(now.isfinite().all())
+    assert abs(float(now[1500] - old[1500])) <= float(most_rounded(now.cpu(), kept)[1500]), "and the residual stays"
+
+
+# -- memory
+
+
+@pytest.mark.parametrize("codec", [OneBit(), TopK(0.1), QSGD(rounding="nearest")], ids=str)
+@pytest.mark.parametrize("decay", [1.0, 0.9])
+@every_dtype
+def test_the_law_holds_to_rounding_whatever_happens(codec: Codec, dtype: torch.dtype, decay: float) -> None:
+    hold(Residual(decay, dtype), codec, most={torch.bfloat16: 4e-3, torch.int8: 2e-2}[dtype])
+
+
+@pytest.mark.parametrize("codec", [OneBit(), TopK(0.01)], ids=str)
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 4.0), (torch.bfloat16, 2.0), (torch.int8, 1.03)], ids=str)
+def test_memory_is_what_the_pages_say(codec: Codec, dtype: torch.dtype, most: float) -> None:
+    """Bytes an element of a model of many buckets; half as much for an owner's half, as much again for undoing."""
+    numel, buckets, memory = 5000, 20, FeedbackStore(Residual(dtype=dtype), keep_previous=True)
+    rooms = 0
+    for bucket in range(buckets):
+        layout = (Slot(str(bucket), 0, (numel,), (1,)),)
+        kept, workspace = memory.of(layout), codec.workspace(numel)
+        wire = torch.zeros(codec.wire_bytes(numel), dtype=torch.uint8)
+        kept.owned([(0, numel // 2, 2)])
+        kept.encode(codec, gradient("normal", numel, bucket), wire, None, workspace)
+    own = copies = 0
+    for kept in memory._memories.values():
+        assert kept._saved is not None
+        own += sum(vector.nbytes for vector in kept.held.values())
+        own += sum(vector.nbytes for part in kept._owned for vector in part.kept.held.values())
+        copies += sum(vector.nbytes for vector in kept._saved.vectors.values())
+        copies += sum(part.residual.nbytes for part in kept._saved.owned)
+    rooms = sum(room.nbytes for room in memory._scratch._free)
+    assert own <= 1.5 * most * numel * buckets
+    assert copies == own
+    assert rooms <= 2 * 4 * numel, "of two buckets at the most, however many there are"
+
+
+@every_dtype
+def test_entries_are_taken_and_given_back(dtype: torch.dtype) -> None:
+    layout = layout_of(["b", "d"])
+    kept = FeedbackStore(Residual(dtype=dtype)).of(layout)
+
+    def now() -> list[float]:
+        return kept.read(RESIDUAL).tolist()
+
+    with kept.open() as residual:
+        assert residual is not None
+        residual.copy_(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 127.0]))
+    at, values = torch.tensor([0, 2, 4], dtype=torch.int32), torch.tensor([10.0, torch.nan, 30.0])
+    kept.take_at(at, values)
+    assert values.nan_to_num(-1.0).tolist() == [11.0, -1.0, 35.0]
+    assert now() == [0.0, 2.0, 3.0, 4.0, 0.0, 127.0]
+    kept.restore(at, torch.tensor([1.0, 1.0, torch.inf]))
+    assert now() == [1.0, 2.0, 4.0, 4.0, 0.0, 127.0]
+    kept.restore_unless(at, torch.tensor([7.0, 8.0, 9.0]), torch.tensor([1, 2], dtype=torch.int32))
+    assert now() == [7.0, 2.0, 4.0, 4.0, 9.0, 127.0]
+    kept.rescale(0.5)
+    assert now() == [3.5, 1.0, 2.0, 2.0, 4.5, 63.5]
+
+
+def test_a_residual_that_forgets_is_found() -> None:
+    class Forgetful(Residual):
+        def flush(self, kept: Any, grad: Tensor) -> Tensor:
+            kept[RESIDUAL].zero_()
+            return grad
+
+    with pytest.raises(AssertionError, match="dense"):
+        hold(Forgetful(dtype=torch.int8), OneBit(), most=2e-2)
+
+
+@pytest.mark.parametrize("strategies", [(Residual(), Residual(dtype=d)) for d in DTYPES], ids=str)
+def test_what_one_dtype_kept_another_goes_on_with(strategies: tuple[Feedback, Feedback]) -> None:
+    for before, after in (strategies, strategies[::-1]):
+        ranks = SimulatedRanks(before, OneBit(), SHAPES)
+        ranks.step([layout_of(list(SHAPES))])
+        saved = ranks.memories[0].everything()
+        memory = FeedbackStore(after)
+        memory.load(saved)
+        memory.of(layout_of(list(SHAPES)))
+        for name, x in saved[RESIDUAL].items():
+            assert x.dtype == torch.float32
+            assert torch.allclose(memory.by_name()[name], x, atol=float(x.abs().max()) / 50)
+    assert torch.equal(memory.by_name()["a"], saved[RESIDUAL]["a"]), "what float32 goes on with is all that was kept"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.uint8, torch.float64])
+def test_a_dtype_that_cannot_be_is_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=r"dtype=torch\..*: a residual is kept as one of torch\.float32, .*half"):
+        Residual(dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4", 8, None])
+def test_what_is_no_dtype_is_refused(dtype: Any) -> None:
+    with pytest.raises(TypeError, match=r"dtype=.*: a residual is kept as one of torch\.float32"):
+        Residual(dtype=dtype)
+
+
+# -- learning
+
+
+@every_dtype
+@pytest.mark.parametrize("codec", [OneBit(block=256), TopK(0.02)], ids=str)
+def test_a_model_learns_as_with_float32(codec: Codec, dtype: torch.dtype) -> None:
+    losses = []
+    for kept in (torch.zeros(2560), kept_as(dtype, torch.zeros(2560), "cpu")):
+        wire, workspace = torch.zeros(codec.wire_bytes(2560), dtype=torch.uint8), codec.workspace(2560)
+
+        def feedback(
+            grad: Tensor, step: int, kept: Any = kept, wire: Tensor = wire, workspace: Any = workspace
+        ) -> Tensor:
+            codec.encode_feedback(grad, kept, wire, None, workspace)
+            out = torch.zeros(2560)
+            codec.decode_add(wire, out, 1.0, workspace)
+            return out
+
+        losses.append(learn(feedback))
+    assert abs(losses[1] / losses[0] - 1) < 0.02
+
+
+@pytest.mark.parametrize(("dtype", "sent"), [(torch.float32, True), (torch.bfloat16, True), (torch.int8, False)])
+def test_gradients_that_are_small_and_always_the_same_add_up_unless_a_neighbour_is_large(
+    dtype: torch.dtype, sent: bool
+) -> None:
+    """The limit that the pages name."""
+    codec, memory, layout = TopK(0.002), FeedbackStore(Residual(dtype=dtype)), (Slot("p", 0, (512,), (1,)),)
+    grad, wire = torch.zeros(512), torch.zeros(codec.wire_bytes(512), dtype=torch.uint8)
+    grad[:4] = torch.tensor([1.0, 1.0, 1.0, 0.003])  # one of them is sent in a step, and another waits
+    out, workspace = torch.zeros(512), codec.workspace(512)
+    for _ in range(1200):
+        memory.of(layout).encode(codec, grad, wire, None, workspace)
+        codec.decode_add(wire, out, 1.0, workspace)
+    kept = memory.by_name()["p"]
+    assert bool(kept[3] + out[3] > 3.0) == sent
+
+
+# -- checkpoints of real ranks
+
+
+def saved_and_gone_on(rank: int, dtype: torch.dtype, other: torch.dtype, folder: str) -> Any:
+    """Go on, go on from a checkpoint, and go on from it with another dtype; through DCP too."""
+
+    def fresh(kind: torch.dtype) -> tuple[Any, CompressState]:
+        model = nn.Sequential(nn.Linear(40, 64, bias=False))  # one parameter lies alike in every bucket
+        return wrap(model, OneBit(block=256), exchange="two_pass", error_feedback=Residual(dtype=kind))
+
+    torch.manual_seed(1)
+    ddp, state = fresh(dtype)
+    train(rank, ddp, range(4))
+    weights = {name: x.clone() for name, x in ddp.module.state_dict().items()}
+    saved, mean = state.state_dict(), state.consolidated_state_dict()
+    dcp.save({"gradwire": state}, checkpoint_id=folder)
+    digests = [train(rank, ddp, range(4, 7))]
+    results = []
+    for kind in (dtype, other):
+        for checkpoint in (saved, mean, None):
+            ddp, state = fresh(kind)
+            ddp.module.load_state_dict(weights)
+            if checkpoint is None:
+                dcp.load({"gradwire": state}, checkpoint_id=folder)
+            else:
+                state.load_state_dict(checkpoint)
+            results.append(max(float(x.abs().max()) for x in residuals_of(state.state_dict()).values()))
+            digests.append(train(rank, ddp, range(4, 7)))
+    kinds = {str(x.dtype) for x in residuals_of(saved).values()}, {str(x.dtype) for x in residuals_of(mean).values()}
+    return digests, kinds, results
+
+
+@pytest.mark.parametrize(
+    ("dtype", "other"),
+    [(torch.bfloat16, torch.float32), (torch.int8, torch.bfloat16), (torch.float32, torch.int8)],
+    ids=str,
+)
+def test_checkpoints_go_from_one_dtype_to_another(
+    ranks: Ranks, dtype: torch.dtype, other: torch.dtype, tmp_path: Path
+) -> None:
+    first, second = ranks(2).run(saved_and_gone_on, dtype, other, str(tmp_path))
+    digests, kinds, results = first
+    assert digests == second[0], "replicas differ"
+    assert digests[1] == digests[0] == digests[3], "resuming changes no bit"
+    assert min(results) > 0
+    assert kinds[0] == {"torch.bfloat16" if dtype == torch.bfloat16 else "torch.float32"}
+    assert kinds[1] == {"torch.float32"}

@@ -1,0 +1,330 @@
+"""Tracking: what is handed out is an estimate of the momentum, of which nothing is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gradwire import QSGD, Codec, Identity, OneBit, TopK, Tracking
+from gradwire.compress import new_draw
+from gradwire.compress.backends import TrackingKernels, _backend
+from gradwire.compress.codec import DTYPES
+from gradwire.compress.feedback.base import RESIDUAL
+from gradwire.compress.feedback.store import FeedbackStore
+from gradwire.compress.feedback.tracking import ESTIMATE, MOMENTUM
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lacking import needs_skipped_buckets
+from ranks import Pool
+from simulated import SimulatedRanks
+from strategies import ODD, OTHER_BACKENDS, device_of, parts_of, same
+from test_discarded_means import TwoHeads, data_of
+from test_feedback import hold, layout_of
+from torch import Tensor, nn
+from training import batch, digest, perceptron, wrap
+
+Ranks = Callable[[int], Pool]
+BETA = 0.8
+
+
+@pytest.mark.parametrize("codec", [OneBit(), TopK(0.1), QSGD(rounding="nearest")], ids=str)
+@pytest.mark.parametrize("strategy", [Tracking(), Tracking(beta=0.0)], ids=str)
+def test_nothing_of_the_momentum_is_lost_whatever_happens(strategy: Tracking, codec: Codec) -> None:
+    hold(strategy, codec)
+
+
+@pytest.mark.parametrize("backend", OTHER_BACKENDS)
+@settings(deadline=None, max_examples=60)
+@given(
+    st.integers(0, 600),
+    st.lists(ODD, max_size=8),
+    st.integers(0, 3),
+    st.sampled_from([0.1, 1.0, 0.25]),
+    st.sampled_from(DTYPES),
+    st.data(),
+)
+def test_every_backends_passes_are_those_of_torch(
+    backend: str, numel: int, odd: list[float], shift: int, share: float, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    """Also at addresses that no vector is aligned to."""
+    generator, device = torch.Generator().manual_seed(numel), device_of(backend)
+    ours, torchs = _backend(backend).tracking, TrackingKernels()
+    grad, mean, kept = torch.randn(3, numel, generator=generator)
+    for value in odd if numel else ():
+        data.draw(st.sampled_from([grad, mean, kept]))[data.draw(st.integers(0, numel - 1))] = value
+
+    def here(x: Tensor, kind: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(numel + shift, dtype=kind, device=device)[shift:].copy_(x)
+
+    def results(kernels: TrackingKernels) -> list[Tensor]:
+        out, momentum, estimate, total = here(kept), here(kept), here(kept), here(mean)
+        kernels.change(here(grad, dtype), momentum, share, out)
+        sound = kernels.follow(estimate, total)
+        assert not sound or bool(total.isfinite().all())
+        assert sound or backend == "cuda" or not total.isfinite().all()
+        return [out, momentum, estimate, total]
+
+    assert all(same(a, b) for a, b in zip(results(ours), results(torchs), strict=True))
+
+
+@pytest.mark.parametrize("value", [1.0, -0.1, float("nan"), True, "most"])
+def test_a_beta_that_cannot_be_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"beta=.*expected a number in \[0, 1\)"):
+        Tracking(beta=value)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf"), True, "norm"])
+def test_a_norm_that_cannot_be_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"clip=.*expected a positive number"):
+        Tracking(clip=value)
+
+
+def test_little_of_large_gradients_is_left_when_they_shrink() -> None:
+    ranks, layouts = SimulatedRanks(Tracking(0.9), OneBit(), {"b": (5,)}), [layout_of(["b"])]
+    for step in range(1300):
+        ranks.step(layouts, scale=1.0 if step < 1000 else 1e-6)
+    (kept,) = ranks.means().values()
+    assert float(kept[MOMENTUM].abs().max()) < 2e-6
+    assert float((kept[ESTIMATE] + kept[RESIDUAL] - kept[MOMENTUM]).abs().max()) < 1e-6
+
+
+def test_what_is_not_finite_goes_out_and_leaves_nothing_behind() -> None:
+    layout, codec, memories = layout_of(["a", "b"]), TopK(0.5), [FeedbackStore(Tracking(BETA)) for _ in range(2)]
+    wires, workspace = torch.zeros(2, codec.wire_bytes(17), dtype=torch.uint8), codec.workspace(17)
+    for step in range(6):
+        grads = torch.randn(2, 17, generator=torch.Generator().manual_seed(step))
+        if step == 3:
+            grads[1, 9] = float("nan")
+        outs = torch.zeros(2, 17)
+        for rank, memory in enumerate(memories):
+            (owned,) = memory.of(layout).owned([(rank * 8, 8, 2)])
+            owned[RESIDUAL].fill_(0.25)  # what a slice's owner keeps counts too
+            memory.of(layout).encode(codec, grads[rank], wires[rank], new_draw(0, step), workspace)
+        for memory, out in zip(memories, outs, strict=True):
+            codec.decode_mean(parts_of(codec, wires, 17), out, workspace)
+            if step == 3:
+                assert bool(out[9].isnan())
+            memory.of(layout).deliver(out)
+        assert outs[0].isnan().sum() == (step == 3)
+        if step == 3:
+            kept = {
+                vector: torch.stack([m.of(layout).whole(vector) for m in memories])
+                for vector in memories[0].strategy.state_names
+            }
+            off = kept[ESTIMATE][0] + kept[RESIDUAL].mean(0) - kept[MOMENTUM].mean(0)
+            assert all(bool(x.isfinite().all()) for x in kept.values())
+            assert abs(float(off[9])) < 1e-6
+
+
+def momentum_of(gradients: Iterable[dict[str, Tensor]], limit: float = float("inf")) -> dict[str, Tensor]:
+    """The momentum of the ranks' mean, each rank's gradient scaled to `limit` first. A collective."""
+    found: dict[str, Tensor] = {}
+    for gradient in gradients:
+        norm = torch.stack([g.norm() for g in gradient.values()]).norm()
+        for name, g in gradient.items():
+            mean = g * min(1.0, limit / float(norm))
+            dist.all_reduce(mean)
+            mean /= dist.get_world_size()
+            found[name] = BETA * found.get(name, torch.zeros_like(mean)) + (1 - BETA) * mean
+    return found
+
+
+def own_gradient(model: nn.Module, data: Tensor, scale: float = 1.0) -> dict[str, Tensor]:
+    parameters = dict(model.named_parameters())
+    loss = scale * model(data).square().mean()
+    return {
+        n: g.double() for n, g in zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True)
+    }
+
+
+def followed(rank: int, codec: Codec, options: dict[str, Any], limit: float | None, scale: float) -> Any:
+    """How far what is handed out is from the momentum, of the parameters that are excluded and of the others."""
+    model = perceptron()
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale) if scale != 1.0 else None
+    strategy = Tracking(BETA, clip=limit)
+    ddp, state = wrap(model, codec, error_feedback=strategy, exclude=["*bias"], grad_scaler=scaler, **options)
+    gradients, digests = [], []
+    for step in range(5):
+        data = (1 + 3 * rank) * batch(rank, step, model)
+        gradients.append(own_gradient(model, data))
+        model.zero_grad()
+        (scale * ddp(data).square().mean()).backward()
+        digests.append(digest(p.grad for p in model.parameters()))
+    expected = momentum_of(gradients, limit or float("inf"))
+    off = {"bias": 0.0, "weight": 0.0}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        kind = name.rpartition(".")[2]
+        off[kind] = max(off[kind], float((parameter.grad / scale - expected[name]).norm() / expected[name].norm()))
+    state.close()
+    return off, digests
+
+
+@pytest.mark.parametrize(
+    ("limit", "scale"), [(None, 1.0), (0.01, 1.0), (0.01, 64.0)], ids=["as it is", "clipped", "clipped and scaled"]
+)
+@pytest.mark.parametrize(
+    ("codec", "options"),
+    [
+        (Identity(), {}),
+        (OneBit(), {"exchange": "two_pass"}),
+        (OneBit(), {"warmup_steps": 9}),
+        (TopK(0.3), {"exchange": "split"}),
+    ],
+    ids=["identity", "onebit", "warm-up", "topk"],
+)
+def test_the_momentum_is_handed_out(
+    ranks: Ranks, codec: Codec, options: dict[str, Any], limit: float | None, scale: float
+) -> None:
+    (off, first), (_, second) = ranks(2).run(followed, codec, options, limit, scale)
+    assert first == second, "replicas differ"
+    assert off["bias"] < 1e-5, "what is excluded is exact"
+    sends_all = codec.lossless or "warmup_steps" in options
+    assert (off["weight"] < 1e-5) == sends_all
+    assert off["weight"] < 1.0
+
+
+def rounded(rank: int) -> float:
+    """In bfloat16 what is handed out is rounded, and what is kept is not: how far the law is off."""
+    model = perceptron().bfloat16()
+    ddp, state = wrap(model, OneBit(), error_feedback=Tracking(BETA))
+    for step in range(30):
+        model.zero_grad()
+        ddp(batch(rank, step, model).bfloat16()).square().mean().backward()
+    saved = state.consolidated_state_dict()
+    kept = {RESIDUAL: saved["residuals"], **saved["vectors"]}
+    off = size = 0.0
+    for name in saved["residuals"]["mean"]:
+        estimate, residual, momentum = (kept[v]["mean"][name].double() for v in (ESTIMATE, RESIDUAL, MOMENTUM))
+        off += float((estimate + residual - momentum).square().sum())
+        size += float(momentum.square().sum())
+    state.close()
+    return (off / size) ** 0.5
+
+
+def test_rounding_of_what_is_handed_out_does_not_pile_up(ranks: Ranks) -> None:
+    assert max(ranks(2).run(rounded)) < 1e-6
+
+
+def came_again(rank: int, limit: float | None) -> float:
+    """In the second step no rank uses the left head, whose gradient is there still and goes in again: how far its
+    momentum is from that of the first gradient alone."""
+    model = TwoHeads()
+    strategy = Tracking(BETA, clip=limit)
+    ddp, state = wrap(model, OneBit(), error_feedback=strategy, ddp={"find_unused_parameters": True})
+    for step, head in enumerate(("left", "right")):
+        ddp(data_of(rank, step), head).square().mean().backward()
+    [momentum] = state.state_dict()["vectors"][MOMENTUM].values()
+    state.close()
+    first = own_left(rank, limit)
+    return max(float((momentum[n] - BETA * (1 - BETA) * g).norm() / g.norm()) for n, g in first.items())
+
+
+def own_left(rank: int, limit: float | None) -> dict[str, Tensor]:
+    model = TwoHeads()
+    model(data_of(rank, 0), "left").square().mean().backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    norm = float(torch.stack([g.norm() for g in gradients.values()]).norm())
+    return {n: g * min(1.0, (limit or norm) / norm) for n, g in gradients.items() if "left" in n}
+
+
+@pytest.mark.parametrize("limit", [None, 1e-3])
+def test_a_gradient_that_comes_again_has_not_entered(ranks: Ranks, limit: float | None) -> None:
+    """DDP leaves the gradient of what no rank used as it is."""
+    assert max(ranks(2).run(came_again, limit)) < 1e-6
+
+
+def held_in(rank: int, ddp: dict[str, Any]) -> tuple[int, str]:
+    """Buckets that wait for the norm of all gradients, in DDP's ways to end a pass."""
+    model = TwoHeads()
+    wrapped, state = wrap(model, OneBit(), error_feedback=Tracking(BETA, clip=0.1), ddp={"bucket_cap_mb": 0.004, **ddp})
+    for step in range(3):
+        model.zero_grad()
+        wrapped(data_of(rank, step), "left").square().mean().backward()
+    found = state.step, digest(p.grad for p in model.parameters())
+    state.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    "ddp",
+    [
+        {"static_graph": True},
+        {"find_unused_parameters": True},
+        pytest.param(
+            {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}, marks=needs_skipped_buckets
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_held_is_let_go_however_a_pass_ends(ranks: Ranks, ddp: dict[str, Any]) -> None:
+    first, second = ranks(2).run(held_in, ddp)
+    assert first == second
+    assert first[0] == 3
+
+
+def refused_while_held(rank: int) -> str:
+    ways = {"static_graph": True, "skip_all_reduce_unused_params": True}
+    with pytest.raises(ValueError, match="leave out one of the three") as refused:
+        wrap(TwoHeads(), OneBit(), error_feedback=Tracking(clip=1.0), ddp=ways)
+    return str(refused.value)
+
+
+@needs_skipped_buckets
+def test_a_pass_whose_end_nobody_knows_is_refused(ranks: Ranks) -> None:
+    assert len(set(ranks(2).run(refused_while_held))) == 1
+
+
+def raised_while_held(rank: int) -> tuple[int, str]:
+    """A backward pass raises before the norm of the gradient is known; training goes on."""
+    model = perceptron()
+    ddp, state = wrap(model, OneBit(), error_feedback=Tracking(BETA, clip=1.0))
+
+    def fail(gradient: Tensor) -> Tensor:
+        raise ValueError("on the way")
+
+    train = list(model.parameters())
+    for step in range(4):
+        model.zero_grad()
+        handle = train[0].register_hook(fail) if step == 2 else None
+        try:
+            ddp(batch(rank, step, model)).square().mean().backward()
+        except ValueError:
+            ddp.reducer._reset_state()
+        if handle is not None:
+            handle.remove()
+    found = state.step, digest(p.grad for p in train)
+    state.close()
+    return found
+
+
+def test_a_pass_that_raises_lets_go_of_what_was_held(ranks: Ranks) -> None:
+    first, second = ranks(2).run(raised_while_held)
+    assert first == second
+    assert first[0] == 4
+
+
+def load_of_a_residual(rank: int) -> tuple[str, list[str], bool]:
+    """A checkpoint made with plain error feedback, loaded strictly and otherwise."""
+    model = perceptron()
+    ddp, plain = wrap(model, OneBit())
+    ddp(batch(rank, 0, model)).square().mean().backward()
+    saved = plain.state_dict()
+    plain.close()
+    _, state = wrap(perceptron(), OneBit(), error_feedback=Tracking())
+    with pytest.raises(ValueError, match="no estimate") as refused:
+        state.load_state_dict(saved)
+    with pytest.warns(UserWarning, match="begins without") as warned:
+        state.load_state_dict(saved, strict=False)
+    kept = bool(state._feedback)
+    state.close()
+    return str(refused.value), [str(w.message) for w in warned], kept
+
+
+def test_a_residual_alone_does_not_get_into_the_estimate(ranks: Ranks) -> None:
+    for refused, _, kept in ranks(2).run(load_of_a_residual):
+        assert "strict=False" in refused
+        assert not kept

@@ -1,0 +1,77 @@
+"""How much of the library a bucket's way leads through: what a reader has to open to follow it."""
+
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gradwire
+import page_pictures
+import pytest
+import torch
+import torch.distributed as dist
+from gradwire import Codec, CompressState, OneBit, TopK, compress_hook
+from ranks import Pool
+from test_architecture import library
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from training import train
+
+Ranks = Callable[[int], Pool]
+ROOT = str(Path(gradwire.__file__).parent)
+
+
+def files_entered(rank: int, codec: Codec, exchange: Any) -> set[str]:
+    """Files of the library whose functions run between the hook's call and the mean, on any thread, for a bucket that
+    neither begins nor ends a step."""
+    files: set[str] = set()
+    watching = False
+
+    def look(frame: Any, event: str, argument: Any) -> None:
+        if watching and event == "call" and frame.f_code.co_filename.startswith(ROOT):
+            files.add(frame.f_code.co_filename.removeprefix(ROOT))
+
+    def hook(state: CompressState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        nonlocal watching
+        if bucket.index() != 1 or state.step < 4:
+            return compress_hook(state, bucket)
+        state.statistics()  # waits for the buckets before
+        sys.setprofile(look)
+        watching = True
+        future = compress_hook(state, bucket)
+        future.wait()
+        watching = False
+        sys.setprofile(None)
+        return future
+
+    threading.setprofile(look)  # threads that begin from now on: the pipeline's
+    try:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+        ddp = DistributedDataParallel(model, bucket_cap_mb=0.01)
+        state = CompressState(ddp, codec, exchange=exchange)
+        ddp.register_comm_hook(state, hook)
+        train(rank, ddp, range(6))
+        state.close()
+    finally:
+        threading.setprofile(None)
+    return files
+
+
+@pytest.mark.parametrize(
+    ("codec", "exchange", "most"), [(OneBit(), "two_pass", 12), (TopK(0.05), "split", 18)], ids=["onebit", "topk"]
+)
+def test_a_bucket_s_way_is_short(ranks: Ranks, codec: Codec, exchange: str, most: int) -> None:
+    for files in ranks(2).run(files_entered, codec, exchange):
+        names = sorted(files)
+        assert any(name.endswith("/reducer.py") for name in names)
+
+        assert len(names) <= most, names
+
+
+def test_the_picture_of_the_way_has_these_files(ranks: Ranks) -> None:
+    drawn = page_pictures.WAY.read_text("utf-8")
+    assert page_pictures.way_picture(page_pictures.measured(ranks(2)), library()) == drawn, (
+        "run `python tests/support/page_pictures.py`"
+    )

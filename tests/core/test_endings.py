@@ -1,0 +1,193 @@
+"""Whoever has its means may leave, in whatever way, and the others still get theirs."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import endings
+import pytest
+import torch
+from gradwire import CompressState, OneBit, compress_hook
+from gradwire.benchmarks.links import flags, links
+from gradwire.hooks.comm import group as group_module
+from gradwire.hooks.comm.group import Group
+from gradwire.hooks.comm.linger import linger, unacknowledged
+from gradwire.hooks.comm.ports import Messages, PersistentMessage, Traffic
+from gradwire.hooks.core.options import ExchangeName
+from ranks import Pool
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+Ranks = Callable[[int], Pool]
+NO_DISTANCE = links.missing(flags.Distance(delay=0.002))
+SECONDS = float(os.environ.get("GRADWIRE_DRAWN_SECONDS", "60"))
+
+
+class Announced:
+    """A port that counts."""
+
+    count = 0
+
+    def announce(self) -> None:
+        self.count += 1
+
+
+class Step:
+    """Something that may be collected."""
+
+
+class Alone:
+    """As much of a process group as a group asks for when it is made."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
+def test_nothing_is_announced_while_a_step_is_in_flight() -> None:
+    traffic, port, steps = Traffic(), Announced(), [Step(), Step()]
+    traffic.post_receives(port)  # type: ignore[arg-type]
+    assert port.count == 1
+    for step in steps:
+        traffic.begin(step)
+    traffic.post_receives(port)  # type: ignore[arg-type]
+    traffic.end(steps[0])
+    assert port.count == 1
+    assert traffic.unfinished
+    traffic.end(steps[1])
+    assert port.count == 2
+    assert not traffic.unfinished
+
+
+def test_a_step_that_is_gone_keeps_nobody_waiting() -> None:
+    traffic, port = Traffic(), Announced()
+    traffic.begin(Step())
+    traffic.post_receives(port)  # type: ignore[arg-type]
+    assert port.count == 1
+    assert traffic.unfinished  # it has not ended: connections are not to close at once
+
+
+@pytest.fixture
+def unread() -> Iterator[socket.socket]:
+    """The end of a connection that has sent more than the other one's buffers hold; nobody reads."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
+        receiver, _ = server.accept()
+        with receiver:
+            sender.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    sender.send(bytes(1 << 20))
+            yield receiver
+
+
+def test_what_has_not_arrived_is_waited_for(unread: socket.socket) -> None:
+    assert unacknowledged() > 0
+    began = time.monotonic()
+    linger(0.1)
+    assert time.monotonic() - began >= 0.1
+    reader = threading.Thread(target=lambda: [None for _ in iter(partial(unread.recv, 1 << 20), b"")], daemon=True)
+    reader.start()
+    linger(30.0)
+    assert unacknowledged() == 0
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("unfinished", [False, True])
+def test_connections_outlive_an_owner_that_goes_within_a_step(
+    monkeypatch: pytest.MonkeyPatch, unfinished: bool
+) -> None:
+    held = list[object]()
+    monkeypatch.setattr(group_module, "linger_with", held.append)
+    group, owner = Group(Alone()), Step()
+    group.hold_unfinished(owner)
+    group.traffic.begin(owner)
+    if not unfinished:
+        group.traffic.end(owner)
+    del owner
+    gc.collect()
+    assert len(held) == unfinished
+
+
+def early_announcements(rank: int, exchange: ExchangeName) -> int:
+    """How often a port was announced while messages of the step had still to arrive."""
+    waiting, early = set[int](), 0
+    init, wait, post = Messages.__init__, Messages.wait, PersistentMessage.post_receives
+
+    def noted_init(self: Messages, *arguments: Any) -> None:
+        init(self, *arguments)
+        waiting.add(id(self))
+
+    def noted_wait(self: Messages) -> None:
+        wait(self)
+        waiting.discard(id(self))
+
+    def noted_post(self: PersistentMessage) -> None:
+        nonlocal early
+        before = len(self._posted)
+        others = len(waiting)
+        post(self)
+        early += others > 0 and len(self._posted) > before
+
+    net = endings.Net()
+    model = DistributedDataParallel(net, bucket_cap_mb=1)
+    state = CompressState(model, OneBit(), exchange=exchange, fallback=None)
+    model.register_comm_hook(state, compress_hook)
+
+    def late(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        output.register_hook(lambda grad: time.sleep(0.01 * rank))  # the other rank waits for these buckets
+
+    for layer in net.layers:
+        layer.register_forward_hook(late)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Messages, "__init__", noted_init)
+        patch.setattr(Messages, "wait", noted_wait)
+        patch.setattr(PersistentMessage, "post_receives", noted_post)
+        for _ in range(3):
+            model(torch.randn(2, endings.WIDTH)).sum().backward()
+    state.close()
+    return early
+
+
+@pytest.mark.parametrize("exchange", ["gather", "two_pass"])
+def test_what_a_rank_announces_comes_after_all_that_it_waits_for(ranks: Ranks, exchange: str) -> None:
+    assert ranks(2).run(early_announcements, exchange) == [0, 0]
+
+
+def several(rank: int, seed: int) -> list[tuple[str, str]]:
+    return endings.many(seed, seconds=60, runs=5)
+
+
+def test_trainings_end_in_every_way(ranks: Ranks) -> None:
+    first, *others = ranks(2).run(several, 7)
+    assert all(other == first for other in others)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(NO_DISTANCE is not None, reason=str(NO_DISTANCE))
+def test_trainings_end_in_every_way_at_a_distance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GRADWIRE_DRAWN_SECONDS=3600 looks for an hour."""
+    paths = [str(Path(__file__).parents[1] / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    end, rng = time.monotonic() + SECONDS, random.Random(os.environ.get("GRADWIRE_SOAK_SEED"))
+    while time.monotonic() < end:
+        size, rate, delay = rng.choice((2, 2, 3)), rng.choice((10**7, 10**8, 10**9)), rng.choice((2, 10, 25, 100))
+        job = {"seed": rng.randrange(1 << 30), "seconds": 20}
+        print(size, rate, delay, job, flush=True)
+        distance = flags.Distance(delay=delay / 1e3, mtu=rng.choice((1500, 65000)))
+        with links.DistantLinks(size, rate, distance) as joined:
+            first, *others = joined.run(endings.many, job, timeout=240)
+        assert first
+        assert all(other == first for other in others)
+        assert all("heard" not in came for _, came in first)

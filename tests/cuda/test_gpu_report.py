@@ -1,0 +1,333 @@
+"""`make gpu-report` from end to end, on a GPU that is not there, and whatever may go wrong in one of its rows."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from emulated import CSRC, EmulatedDevice, emulated_gpu
+from gradwire.benchmarks import cli
+from gradwire.benchmarks.common import report
+from gradwire.benchmarks.gpu import gpu, page, paths, sections, speed
+from gradwire.benchmarks.gpu.processes import Ended, Processes
+from gradwire.compress.backends import use_backend
+from gradwire.compress.backends.cuda.runtime import compiler
+from preloaded import PLAIN_PYTHON
+from strategies import GPU
+
+ROOT = Path(__file__).resolve().parents[2]
+FAKE = ROOT / "tests" / "support" / "fake_gpu"
+SAMPLE = ROOT / "benchmarks" / "results" / "gpu-emulated.json"
+MINIATURE = ["--numel", "20001", "--ranks", "2", "--repeats", "2", "--width", "64", "--steps", "3"]
+
+
+def rehearse(output: Path, *given: str, program: tuple[str, ...] = (str(FAKE / "forked.py"),)) -> dict[str, Any]:
+    """The report, made on the GPU that is not there; everything in it is fine."""
+    path = [str(FAKE), *(entry for entry in sys.path if Path(entry, "gradwire").exists())]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
+    environment["PATH"] = f"{FAKE / 'bin'}{os.pathsep}{environment['PATH']}"
+    command = [PLAIN_PYTHON, *program, "gpu", *MINIATURE, "--output", str(output), *given]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, encoding="utf-8", cwd=ROOT, timeout=1500, check=False
+    )
+    document: dict[str, Any] = json.loads(output.with_suffix(".json").read_text("utf-8"))
+    failed = [row for row in document["rows"] if row["status"] == "failed"]
+    assert done.returncode == 0, done.stdout + done.stderr + json.dumps(failed, indent=1)
+    assert not failed
+    check_that_nobody_takes_it_for_a_gpu(
+        output.with_suffix(".json").read_text("utf-8"), output.with_suffix(".md").read_text("utf-8")
+    )
+    return document
+
+
+def check_that_nobody_takes_it_for_a_gpu(data: str, text: str) -> None:
+    for line in (data + text).splitlines():
+        assert not line or "emulated" in line or re.fullmatch(r"\|( --- \|)+", line), line
+
+
+def test_every_section_makes_its_rows_in_miniature(tmp_path: Path) -> None:
+    made = ("compile", "bytes", "kernels", "step", "tests", "sanitizer")
+    only = r"^Cast|outliers\.cu|memcheck Cast|momentum$"
+    document = rehearse(tmp_path / "report", "--sections", *made, "--only", only)
+    rows = {row["section"]: row for row in document["rows"]}
+    assert rows.keys() == set(made)
+    assert {row["status"] for row in rows.values()} == {"ok"}
+    assert rows["compile"]["result"]["bytes"] > 1000
+    assert rows["bytes"]["result"]["compared"] == 3 * 3 * 2 * 4  # codecs, formats, lengths, things
+    kernels = rows["kernels"]["result"]
+    assert kernels["bytes_per_element"]["encode_feedback"] == 12 + kernels["wire_bytes_per_element"]
+    assert kernels["ratio_to_add"]["add"] == kernels["share_of_copy"]["copy"] == 1
+    assert rows["step"]["result"]["finite"]
+    assert rows["step"]["result"]["sends"] == "compressed"
+    assert "passed" in rows["tests"]["reason"]
+    assert "emulated: nothing was checked" in rows["sanitizer"]["reason"]
+
+
+@pytest.mark.slow
+def test_the_whole_report(tmp_path: Path) -> None:
+    """Every row, in a process of its own, in two calls of which the second goes on from the first."""
+    module = ("-m", "gradwire.benchmarks.cli")
+    first, both = tmp_path / "first", tmp_path / "both"
+    given = ["--jobs", "2", "--seconds", "1400", "--sections"]
+    rehearse(first, *given, "compile", "first", program=module)
+    document = rehearse(both, *given, "second", "--join", f"{first}.json", program=module)
+    every = [task for section in gpu.SECTIONS for task in sections.tasks(section, {})]
+    made = {(row["section"], row["name"]) for row in document["rows"]}
+    assert {(task.section, task.name) for task in every if not task.by_test} <= made
+    assert {row["section"] for row in document["rows"]} == set(gpu.SECTIONS)
+    by_test = [row for row in document["rows"] if row["section"] in {task.section for task in every if task.by_test}]
+    assert len(by_test) > 100
+    skipped = {row["reason"].partition(":")[0] for row in document["rows"] if row["status"] == "skipped"}
+    assert skipped <= {"Skipped", "not on PATH"}
+
+
+def reporter(broken: dict[str, str] | None = None, *given: str) -> gpu.Report:
+    parser = argparse.ArgumentParser()
+    gpu.add_arguments(parser)
+    made = gpu.Report(parser.parse_args(given))
+    made.facts.update(gpu="emulated GPU", broken=broken or {})
+    return made
+
+
+def test_the_sample_shows_a_few_rows_of_each_section_and_says_what_it_is() -> None:
+    text = SAMPLE.read_text("utf-8")
+    document = json.loads(text)
+    shown = page.markdown(document)
+    check_that_nobody_takes_it_for_a_gpu(text, shown)
+    assert {row["section"] for row in document["rows"]} == set(gpu.SECTIONS) - {"four-ranks", "slow-link"}
+    assert {row["status"] for row in document["rows"]} == {"ok"}
+    assert shown.partition("\n")[2] in (ROOT / "docs" / "gpu.md").read_text("utf-8"), "regenerate the page's sample"
+
+
+def test_what_is_broken_is_skipped_with_the_reason() -> None:
+    every = [task for section in gpu.SECTIONS for task in sections.tasks(section, {})]
+    assert not [task for task in every if task.why_not and task.section not in ("sanitizer", "slow-link")]
+    launching = {t.name: t for s in gpu.SECTIONS for t in sections.tasks(s, {"launching": "no CuPy"})}
+    assert {name for name, task in launching.items() if not task.why_not} == {f.name for f in CSRC.glob("*.cu")} | {
+        "ddp"
+    }
+    assert all("no CuPy" in task.why_not for task in launching.values() if task.why_not)
+    for missing, wanted in (("pytest", set()), ("hypothesis", set()), ("numba", {"cuda_hooks"})):
+        tests = [task for s in ("tests", "hooks") for task in sections.tasks(s, {missing: "is broken"})]
+        skipped = {task.name for task in tests if "is broken" in task.why_not}
+        assert skipped == (wanted or {task.name for task in tests})
+        [row] = reporter({missing: "is broken"}).made(next(task for task in tests if task.why_not))
+        assert (row["status"], row["seconds"]) == ("skipped", 0.0)
+        assert "is broken" in row["reason"]
+
+
+def test_each_wave_has_its_share_of_what_is_left() -> None:
+    assert sections.expanded(["first", "bytes"]) == ["bytes", "hooks", "ranks", "kernels"]
+    assert {section for part in sections.PARTS.values() for section in part} | {"compile"} == set(sections.SECTIONS)
+    waves = sections.waves(sections.PARTS["second"])
+    assert waves == [["tests", "sanitizer"], ["four-ranks"], ["step"], ["slow-link"]]
+    shares = [sections.share(waves[place:]) for place in range(len(waves))]
+    assert shares[-1] == 1.0
+    assert all(0 < share < 1 for share in shares[:-1])
+    for part, seconds in (("first", 280), ("second", 290)):
+        needed = sum(max(sections.SECONDS[s] for s in wave) for wave in sections.waves(sections.PARTS[part]))
+        assert needed <= seconds
+    tasks = sections.tasks_of(["tests", "sanitizer"], {})
+    assert [task.section for task in tasks[:4]] == ["tests", "sanitizer"] * 2
+
+
+def test_tests_are_rows_as_far_as_they_came(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(TESTS)
+    path = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = (sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-c", "/dev/null", str(tmp_path))
+    rows = reporter().made(gpu.Task("hooks", "some", command=command, environment=path, by_test=True))
+    assert {row["name"]: (row["status"], row["reason"]) for row in rows[:-1]} == {
+        "test_says": ("ok", "1 of 2"),
+        "test_fails": ("failed", "assert 1 == 2"),
+        "test_skips": ("skipped", "Skipped: no"),
+    }
+    assert (rows[-1]["name"], rows[-1]["status"]) == ("some", "failed")
+
+
+def test_tests_for_which_the_time_is_short_are_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = [json.dumps({"name": "test_a", "status": "ok", "seconds": 1.0, "reason": ""}), '{"name": "test_b", "st']
+
+    def run(self: Processes, command: list[str], *_: Any) -> Ended:
+        Path(command[command.index("--rows") + 1]).write_text("\n".join(written))
+        return Ended(None, "", 9.0)
+
+    monkeypatch.setattr(Processes, "run", run)
+    rows = reporter().made(gpu.Task("ranks", "some", command=("pytest",), by_test=True))
+    assert [(row["name"], row["status"]) for row in rows] == [("test_a", "ok"), ("some", "skipped")]
+    assert rows[-1]["reason"] == "its time was used up after 1 tests"
+    written.clear()
+    [row] = reporter().made(gpu.Task("ranks", "some", command=("pytest",), by_test=True))
+    assert (row["status"], row["reason"]) == ("failed", "not finished after 9 s")
+
+
+#: Of every outcome one.
+TESTS = """
+import os
+import pytest
+
+def test_says(record_property):
+    record_property("says", "1 of 2")
+
+def test_fails():
+    assert 1 == 2
+
+def test_skips():
+    pytest.skip("no")
+
+def test_ends_the_process():
+    os._exit(7)
+"""
+
+
+def test_what_was_precompiled_is_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADWIRE_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match=r"has no \*\.cubin: make them by --precompile"):
+        gpu.use_cubins(tmp_path)
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc" / "low_precision.cu").touch()
+    compiled = []
+
+    def compile_file(file: str, architecture: int) -> compiler.Compiled:
+        compiled.append(file)
+        return compiler.Compiled(b"1", "", "")
+
+    monkeypatch.setattr(compiler, "compile_file", compile_file)
+    assert cli.main(["gpu", "--precompile", "90", "--cubins", str(tmp_path / "made")]) == 0
+    monkeypatch.setenv("GRADWIRE_CACHE", str(tmp_path / "elsewhere"))
+    assert gpu.use_cubins(tmp_path / "made") == 1
+    assert compiler.cached_cubin("low_precision.cu", 90).read_bytes() == b"1"
+    assert compiled == ["low_precision.cu"]
+
+
+def test_after_its_seconds_rows_are_skipped_and_the_report_says_so() -> None:
+    made = reporter(None, "--seconds", "0")
+    [row] = made.made(next(sections.tasks("kernels", {})))
+    assert row["status"] == "skipped"
+    assert "its share of the 0 seconds of --seconds was used up" in row["reason"]
+    assert not gpu.passed([row])
+
+
+@pytest.mark.parametrize(
+    ("section", "ended", "result", "status", "reason"),
+    [
+        ("kernels", Ended(0, "noise\n", 1), {}, "failed", "noise"),
+        ("kernels", Ended(0, "", 1), {"a": 1}, "ok", ""),
+        ("kernels", Ended(1, "Traceback\nRuntimeError: no", 1), None, "failed", r"RuntimeError: no \(exit status 1\)"),
+        ("step", Ended(-11, "", 1), None, "failed", r"printed nothing \(exit status -11\)"),
+        ("step", Ended(None, "so far", 7), None, "failed", "not finished after 7 s"),
+        ("tests", Ended(0, "=== 3 passed in 1s ===", 1), None, "ok", "^3 passed in 1s$"),
+        ("tests", Ended(1, "1 failed, 3 passed", 1), None, "failed", "1 failed, 3 passed"),
+        ("tests", Ended(5, "4 deselected", 1), None, "skipped", "4 deselected"),
+        ("tests", Ended(-6, "CUDA error", 1), None, "failed", "CUDA error"),
+        ("sanitizer", Ended(0, "===== ERROR SUMMARY: 0 errors\n", 1), {"calls": 1}, "ok", "^ERROR SUMMARY: 0 errors$"),
+        ("sanitizer", Ended(9, "== ERROR SUMMARY: 2 errors\n", 1), {"calls": 1}, "failed", "2 errors"),
+        ("sanitizer", Ended(1, "Device not supported\n", 1), None, "failed", "Device not supported"),
+    ],
+)  # fmt: skip
+def test_whatever_becomes_of_a_process_is_a_row(
+    section: str, ended: Ended, result: Any, status: str, reason: str
+) -> None:
+    row = gpu.outcome(gpu.Task(section, "x"), ended, result)
+    assert row["status"] == status
+    assert re.search(reason, row["reason"])
+    assert ("output" in row) == (status == "failed")
+
+
+def test_a_process_that_does_not_end_is_stopped_with_what_it_has_started(tmp_path: Path) -> None:
+    pids = tmp_path / "pid"
+    command = ["/bin/sh", "-c", f"sleep 60 & echo $! > {pids}; echo begun; wait"]
+    ended = Processes().run(command, tmp_path, os.environ, seconds=0.5)
+    assert ended.status is None
+    assert ended.output == "begun\n"
+    end = time.monotonic() + 5
+    while time.monotonic() < end:
+        try:
+            os.kill(int(pids.read_text("utf-8")), 0)
+            state = Path("/proc", pids.read_text("utf-8").strip(), "stat").read_text("utf-8").split()[2]
+            if state == "Z":
+                break
+        except (ProcessLookupError, FileNotFoundError):
+            break
+        time.sleep(0.02)
+    else:
+        pytest.fail("its child still runs")
+    assert Processes().run(["/bin/sh", "-c", "kill -SEGV $$"], tmp_path, os.environ, 5).status == -signal.SIGSEGV
+    assert Processes().run([str(tmp_path / "no such")], tmp_path, os.environ, 5).status == 127
+
+
+def test_reports_are_joined_only_where_they_are_of_the_same(tmp_path: Path) -> None:
+    made = reporter(None, "--sections", "step")
+    made.facts["sources"] = "abc"
+    rows = [{"section": section, "name": "x", "status": "ok"} for section in ("step", "bytes")]
+    file = tmp_path / "earlier.json"
+    file.write_text(json.dumps({"environment": made.facts, "rows": rows}))
+    made.join([str(file)])
+    assert made.document["rows"] == rows[1:]  # the step is to be made again
+    file.write_text(json.dumps({"environment": made.facts | {"sources": "def"}, "rows": rows}))
+    with pytest.raises(ValueError, match="its sources: def, and here abc"):
+        made.join([str(file)])
+
+
+def test_copies_without_git_are_told_apart_by_what_is_in_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "benchmarks" / "common" / "report.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("")
+    (tmp_path / "build").mkdir()
+    monkeypatch.setattr(report, "__file__", str(file))
+    before = report.sources()
+    (tmp_path / "build" / "left.py").write_text("a build's")
+    (tmp_path / "notes.md").write_text("not run")
+    assert report.sources() == before
+    (tmp_path / "kernel.cu").write_text("")
+    assert report.sources() != before
+    assert report.revision() is None
+
+
+def test_compute_sanitizer_is_found_where_toolkits_put_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr(
+        sections, "SANITIZERS", ("$CUDA_HOME/bin/compute-sanitizer", f"{tmp_path}/cuda*/**/compute-sanitizer")
+    )
+    assert sections.compute_sanitizer() == ""
+    for folder in ("cuda-12.9/deep/er", "cuda-13.0"):
+        path = tmp_path / folder / "compute-sanitizer"
+        path.parent.mkdir(parents=True)
+        path.touch(mode=0o755)
+    assert sections.compute_sanitizer() == str(tmp_path / "cuda-13.0" / "compute-sanitizer")
+    path = tmp_path / "bin" / "compute-sanitizer"
+    path.parent.mkdir()
+    path.touch(mode=0o755)
+    assert sections.compute_sanitizer() == str(path)
+
+
+def test_a_gpus_page_says_nothing_of_emulation() -> None:
+    document = json.loads(SAMPLE.read_text("utf-8").replace("emulated", "NVIDIA"))
+    text = page.markdown(document)
+    assert "emulated" not in text
+    assert f"| `{speed.label(speed.CODECS[0])}` |" in text
+
+
+def test_without_a_gpu_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    if not GPU:
+        assert cli.main(["gpu"]) == 2
+        assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_every_kernel_is_run_once_for_the_sanitizer() -> None:
+    with emulated_gpu(EmulatedDevice(check=False)) as device, use_backend("cuda"):
+        for family in (*paths.FAMILIES, paths.ENTRIES):
+            paths.once(family, torch.device("cpu"), numel=5001)
+    sources = [path.read_text("utf-8") for path in CSRC.glob("*.cu")]
+    assert set(device.launches) == {name for text in sources for name in re.findall(r"__global__ void (\w+)\(", text)}

@@ -1,0 +1,758 @@
+"""Optimizers that exchange something else than gradients: what was published, nothing lost, replicas equal."""
+
+from __future__ import annotations
+
+import copy
+import io
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gradwire import (
+    QSGD,
+    ChunkedTopK,
+    Codec,
+    Identity,
+    LocalUpdates,
+    OneBit,
+    Outliers,
+    Residual,
+    Ternary,
+    TopK,
+    Tracking,
+)
+from gradwire.compress.backends import use_backend
+from gradwire.compress.codecs.sign_vote import Votes
+from gradwire.hooks.exchanges import possible
+from gradwire.optim import DistributedLion, OneBitAdam, keep_gradients
+from ranks import Pool
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from training import batch, digest, perceptron, residuals_of
+
+Ranks = Callable[[int], Pool]
+BETAS, EPS, DECAY = (0.8, 0.95), 1e-6, 0.1
+NEVER = 5  # the parameter that no rank ever has a gradient for
+UNUSED = slice(3, 9)  # rows of the first one whose gradients are zero
+
+
+def parameters() -> list[nn.Parameter]:
+    """In channels_last, empty, in bfloat16, one that one rank alone uses, one that nobody does, a frozen one."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = [(40, 30), (4, 3, 5, 5), (0, 7), (70,), (33,), (21,), (300,), (8,)]
+    made = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    made[1].data = made[1].data.to(memory_format=torch.channels_last)
+    made[3].data = made[3].data.bfloat16()
+    made[7].requires_grad_(False)
+    return made
+
+
+def groups(made: list[nn.Parameter]) -> list[dict[str, Any]]:
+    return [{"params": made[:3], "weight_decay": DECAY}, {"params": made[3:], "lr": 0.02}]
+
+
+def gradient(rank: int, step: int, index: int, p: Tensor) -> Tensor | None:
+    """A rank's gradient, which depends on nothing else."""
+    if index == NEVER or (index == 4 and rank != 1) or (index == 6 and step % 3 == rank):
+        return None
+    generator = torch.Generator().manual_seed(10_000 * rank + 100 * step + index)
+    found = torch.randn(p.shape, generator=generator).to(p.dtype)
+    if index == 0:
+        found[UNUSED] = 0.0
+    return found.to(memory_format=torch.channels_last) if p.dim() == 4 else found
+
+
+def walk(rank: int, made: list[nn.Parameter], steps: range) -> Iterator[int]:
+    for step in steps:
+        for index, p in enumerate(made):
+            p.grad = gradient(rank, step, index, p) if p.requires_grad else None
+        yield step
+
+
+def adam(made: list[nn.Parameter], **options: Any) -> OneBitAdam:
+    return OneBitAdam(
+        groups(made), lr=0.01, betas=BETAS, eps=EPS, **{"bucket_cap_mb": 0.003, "warmup_steps": 3} | options
+    )
+
+
+def lion(made: list[nn.Parameter], **options: Any) -> DistributedLion:
+    return DistributedLion(groups(made), lr=0.01, betas=BETAS, **{"bucket_cap_mb": 0.003} | options)
+
+
+def scheduled(step: int) -> float:
+    return 1.0 / (1 + step)
+
+
+# -- as published, in float64 ------------------------------------------------------------------------------------------
+
+
+class Published:
+    """Either method, in float64, of all ranks' gradients, by its definition: nothing of gradwire's."""
+
+    def __init__(self, made: list[nn.Parameter], world: int, sign: float) -> None:
+        self.world, self.sign = world, sign
+        self.made = [p.detach().double().clone() for p in made]
+        self.m = [torch.zeros_like(p) for p in self.made]
+        self.own = [[torch.zeros_like(p) for p in self.made] for _ in range(world)]
+        self.v = [torch.zeros_like(p) for p in self.made]
+        self.still = [torch.ones_like(p, dtype=torch.bool) for p in self.made]
+
+    def gradients(self, step: int, index: int) -> list[Tensor]:
+        like = parameters()[index]
+        found = [gradient(rank, step, index, like) for rank in range(self.world)]
+        return [torch.zeros_like(self.made[index]) if g is None else self.sign * g.double() for g in found]
+
+    def adam(self, step: int, index: int, lr: float, decay: float) -> None:
+        p, m, v = self.made[index], self.m[index], self.v[index]
+        mean = torch.stack(self.gradients(step, index)).mean(0)
+        m.mul_(BETAS[0]).add_((1 - BETAS[0]) * mean)  # the mean of the ranks' momenta is the momentum of the mean
+        if step < 3:
+            v.mul_(BETAS[1]).add_((1 - BETAS[1]) * mean**2)
+        self.move(index, torch.where(v > 0, lr * (m / (v.sqrt() + EPS) + decay * p), 0.0))
+
+    def lion(self, step: int, index: int, lr: float, decay: float, rule: str, zeros: bool) -> None:
+        p, votes, nobody = self.made[index], [], []
+        for rank, (g, own) in enumerate(zip(self.gradients(step, index), self.own, strict=True)):
+            turn = (-1.0) ** ((rank + step) % self.world + (step if self.world % 2 else 0))
+            nobody.append(0.0 if zeros else turn)
+            found = torch.sign(BETAS[0] * own[index] + (1 - BETAS[0]) * g)
+            votes.append(torch.where(found == 0, nobody[-1], found))
+            own[index].mul_(BETAS[1]).add_((1 - BETAS[1]) * g)
+        total, none = torch.stack(votes).sum(0), sum(nobody)
+        delta = total.sign() if rule == "majority" else total / self.world
+        self.still[index] &= total == none if rule == "mean" else total.sign() == torch.tensor(none).sign()
+        self.move(index, torch.where(self.still[index], 0.0, lr * (delta + decay * p)))
+
+    def move(self, index: int, by: Tensor) -> None:
+        self.made[index] -= by
+        if index == 3:
+            self.made[index] = self.made[index].bfloat16().double()
+
+
+def steps_of(rank: int, make: str, options: dict[str, Any], rule: str, zeros: bool) -> float:
+    """The largest error against the definition, relative to how far a parameter has moved."""
+    made, world = parameters(), dist.get_world_size()
+    sign = -1.0 if options.get("maximize") else 1.0
+    published, start = Published(made, world, sign), [p.detach().clone() for p in made]
+    if rank:
+        with torch.no_grad():
+            made[0].add_(1.0)  # the first rank's are what counts
+    optimizer = adam(made, **options) if make == "adam" else lion(made, **options)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, scheduled)
+    for step in walk(rank, made, range(8)):
+        optimizer.step()
+        scheduler.step()
+        for index in range(7):
+            lr, decay = (0.01, DECAY) if index < 3 else (0.02, 0.0)
+            if make == "adam":
+                published.adam(step, index, lr * scheduled(step), decay)
+            else:
+                published.lion(step, index, lr * scheduled(step), decay, rule, zeros)
+    optimizer.close()
+    worst = 0.0
+    for index, (p, expected, before) in enumerate(zip(made, published.made, start, strict=True)):
+        moved = float((expected - before.double()).abs().max()) if p.numel() else 0.0
+        assert (moved > 0) == (index not in (2, NEVER, 7)), index
+        error = float((p.detach().double() - expected).abs().max()) if p.numel() else 0.0
+        if p.dtype == torch.bfloat16:
+            assert error <= 2.0**-7 * float(p.detach().abs().max()), (
+                "more than a rounding of bfloat16 that fell otherwise"
+            )
+        elif moved:
+            worst = max(worst, error / moved)
+    rows = made[0][UNUSED]
+    assert torch.equal(rows, start[0][UNUSED]), "what has no gradient has moved"
+    assert torch.equal(made[NEVER], start[NEVER])
+    assert torch.equal(made[7], start[7])
+    return worst
+
+
+@pytest.mark.parametrize(("size", "exchange"), [(2, "dense"), (4, "dense"), (2, "gather"), (4, "two_pass")])
+def test_adam_is_as_published(ranks: Ranks, size: int, exchange: str) -> None:
+    options = {"codec": Identity(), "exchange": exchange, "maximize": exchange == "gather"}
+    assert max(ranks(size).run(steps_of, "adam", options, "", True)) < 3e-5  # of what has moved: parameters round
+
+
+@pytest.mark.parametrize(
+    ("rule", "options", "zeros", "size"),
+    [
+        ("majority", {"codec": Identity()}, True, 2),
+        ("majority", {"codec": Ternary(), "maximize": True}, True, 3),
+        *(("majority", {"exchange": way}, False, size) for way in ("gather", "two_pass") for size in (2, 3, 4)),
+        ("mean", {}, False, 3),
+        ("mean", {}, False, 4),
+        ("mean", {"codec": Ternary(block=2560)}, True, 2),
+    ],
+    ids=str,
+)
+def test_lion_is_as_published(ranks: Ranks, rule: Any, options: dict[str, Any], zeros: bool, size: int) -> None:
+    assert (
+        max(ranks(size).run(steps_of, "lion", {"vote": rule, **options}, rule, zeros)) < 3e-5
+    )  # of what has moved: parameters round
+
+
+# -- what compression keeps --------------------------------------------------------------------------------------------
+
+
+def mean_over_ranks(x: Tensor) -> Tensor:
+    total = x.detach().double().contiguous()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+def momentum_and_residual(optimizer: Any, made: list[nn.Parameter], index: int) -> tuple[Tensor, Tensor]:
+    """The means over the ranks."""
+    residual = residuals_of(optimizer.state_dict()["gradwire"]).get(str(index), torch.zeros(()))
+    return mean_over_ranks(optimizer.state[made[index]]["exp_avg"]), mean_over_ranks(residual)
+
+
+def momenta(rank: int, codec: Any, exchange: Any, forget: bool = False) -> Any:
+    """Digests of what ranks have, and the most of the momentum that is missing after any step."""
+    made = parameters()
+    optimizer = adam(made, codec=codec, exchange=exchange)
+    trained, digests, worst = (0, 1, 3, 4, 6), [], 0.0
+    for step in walk(rank, made, range(9)):
+        before = {index: momentum_and_residual(optimizer, made, index) for index in trained}
+        if forget and step == 6:
+            optimizer._feedback.load({})
+        optimizer.step()
+        for index, (momentum, residual) in before.items():
+            grad = made[index].grad
+            mean = mean_over_ranks(torch.zeros(made[index].shape) if grad is None else grad.float())
+            expected = BETAS[0] * momentum + (1 - BETAS[0]) * mean + residual
+            found = sum(momentum_and_residual(optimizer, made, index))
+            worst = max(worst, float((found - expected).norm() / expected.norm()))
+        digests.append(digest([*made, *(state[name] for state in optimizer.state.values() for name in state)]))
+    kept = bool(optimizer._feedback)
+    optimizer.close()
+    return digests, worst, kept
+
+
+KEEPING = [OneBit(), QSGD(), Ternary(), TopK(0.05), Outliers(OneBit(), 0.05), ChunkedTopK(k=16, chunk=256)]
+
+
+@pytest.mark.parametrize(
+    ("codec", "exchange", "size"),
+    [
+        (codec, exchange, 2 + (n + m) % 2)
+        for n, codec in enumerate(KEEPING)
+        for m, exchange in enumerate(possible(codec))
+    ],
+    ids=str,
+)
+def test_nothing_of_the_momentum_is_lost(ranks: Ranks, codec: Codec, exchange: str, size: int) -> None:
+    digests, errors, kept = zip(*ranks(size).run(momenta, codec, exchange), strict=True)
+    assert all(found == digests[0] for found in digests), "replicas differ"
+    assert max(errors) < 2e-6
+    assert all(kept) == (exchange != "dense")
+
+
+def test_the_law_notices_a_lost_residual(ranks: Ranks) -> None:
+    assert min(error for _, error, _ in ranks(2).run(momenta, OneBit(), "two_pass", True)) > 1e-2
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def falling(step: int) -> Codec:
+    return TopK(0.3) if step < 4 else OneBit()
+
+
+MAKERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "onebit": (adam, {}),
+    "warm": (adam, {"warmup_steps": 6}),
+    "topk": (adam, {"codec": TopK(0.05), "error_feedback": Residual(0.9)}),
+    "function": (adam, {"codec": falling}),
+    "qsgd": (adam, {"codec": QSGD(), "error_feedback": False, "seed": 4}),
+    "majority": (lion, {}),
+    "mean": (lion, {"vote": "mean"}),
+}
+
+
+def resumed(rank: int, name: str) -> tuple[bool, str]:
+    """Stopped after step 4 and gone on with, by another optimizer, against one that never stopped."""
+    make, options = MAKERS[name]
+    made = parameters()
+    optimizer: Any = make(made, **options)
+    for step in walk(rank, made, range(8)):
+        optimizer.step()
+        if step == 4:
+            file = io.BytesIO()
+            values = [p.detach().clone() for p in made]
+            torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    again = parameters()
+    other: Any = make(again, **options)
+    for p, value in zip(again, values, strict=True):
+        p.data.copy_(value)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    for _ in walk(rank, again, range(5, 8)):
+        other.step()
+    states = [[*made, *optimizer.state[made[0]].values()], [*again, *other.state[again[0]].values()]]
+    optimizer.close()
+    other.close()
+    return digest(states[0]) == digest(states[1]), digest(again)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_going_on_from_a_checkpoint_changes_no_bit(ranks: Ranks, name: str) -> None:
+    same, digests = zip(*ranks(3).run(resumed, name), strict=True)
+    assert all(same)
+    assert len(set(digests)) == 1
+
+
+def saved_by_all(rank: int, name: str) -> Any:
+    """A consolidated checkpoint, this rank's own, and the means of momentum and residual."""
+    make, options = MAKERS[name]
+    made = parameters()
+    optimizer: Any = make(made, **options)
+    for _ in walk(rank, made, range(6)):
+        optimizer.step()
+    file, own = io.BytesIO(), io.BytesIO()
+    torch.save((optimizer.consolidated_state_dict(), [p.detach() for p in made]), file)
+    torch.save(optimizer.state_dict(), own)
+    sums = [sum(momentum_and_residual(optimizer, made, index)) for index in (0, 4, 6)]
+    optimizer.close()
+    return file.getvalue(), own.getvalue(), sums
+
+
+def loaded_by_others(rank: int, name: str, saved: bytes, own: bytes) -> Any:
+    make, options = MAKERS[name]
+    made = parameters()
+    optimizer: Any = make(made, **options)
+    with pytest.raises(ValueError, match="save state_dict\\(\\) on every rank"):
+        optimizer.load_state_dict(torch.load(io.BytesIO(own), weights_only=True))
+    state, values = torch.load(io.BytesIO(saved), weights_only=True)
+    for p, value in zip(made, values, strict=True):
+        p.data.copy_(value)
+    optimizer.load_state_dict(state)
+    sums = [sum(momentum_and_residual(optimizer, made, index)) for index in (0, 4, 6)]
+    for _ in walk(rank, made, range(6, 8)):
+        optimizer.step()
+    optimizer.close()
+    return sums, digest(made)
+
+
+@pytest.mark.parametrize("name", ["onebit", "majority"])
+def test_another_number_of_ranks_goes_on_with_all_of_it(ranks: Ranks, name: str) -> None:
+    (saved, own, before), (other, *_) = ranks(2).run(saved_by_all, name)
+    assert len(saved) == len(other)
+    found = ranks(3).run(loaded_by_others, name, saved, own)
+    for sums, digests in found:
+        assert digests == found[0][1]
+        for a, b in zip(sums, before, strict=True):
+            assert torch.allclose(a, b, rtol=1e-6, atol=1e-8)
+
+
+def wrong_checkpoints(rank: int) -> None:
+    made = parameters()
+    optimizer, others = adam(made), lion(parameters())
+    saved = optimizer.state_dict()
+    for state, complaint in (
+        (torch.optim.Adam(parameters()).state_dict(), "lacks 'gradwire'"),
+        (others.state_dict(), "the checkpoint has codec"),
+        ({**saved, "state": {**saved["state"], 4: {}}}, "nothing as exp_avg of parameter 4"),
+        ({**saved, "state": saved["state"] | {0: saved["state"][6]}}, r"\(300,\) as exp_avg of parameter 0"),
+        ({**saved, "param_groups": saved["param_groups"][:1]}, "parameter groups"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            optimizer.load_state_dict(state)
+    for one in (optimizer, others):
+        one.close()
+    for gone in (optimizer, copy.deepcopy(others)):
+        with pytest.raises(RuntimeError, match="closed, or a copy"):
+            gone.step()
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused(ranks: Ranks) -> None:
+    ranks(2).run(wrong_checkpoints)
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+def train(rank: int, model: Any, optimizer: Any, steps: int, closure: bool = False) -> str:
+    for step in range(steps):
+
+        def loss(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            found: Tensor = model(batch(rank, step, model)).square().mean()
+            found.backward()
+            return found
+
+        if closure:
+            assert optimizer.step(loss) > 0
+        else:
+            loss()
+            optimizer.step()
+    return digest(model.parameters())
+
+
+def in_ddp(rank: int) -> set[str]:
+    """By itself, in DDP with the hook and under no_sync: the same. By DDP's own way: refused, on every rank."""
+    digests = set()
+    for way in ("alone", "closure", "hook", "no_sync"):
+        model: Any = perceptron()
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=0.02) if way in ("hook", "no_sync") else model
+        optimizer = OneBitAdam(model.parameters(), warmup_steps=2)
+        if way == "hook":
+            wrapped.register_comm_hook(None, keep_gradients)
+        if way == "no_sync":
+            with wrapped.no_sync():
+                digests.add(train(rank, wrapped, optimizer, 5))
+        else:
+            digests.add(train(rank, wrapped, optimizer, 5, way == "closure"))
+        optimizer.close()
+    model = DistributedDataParallel(perceptron())
+    optimizer = OneBitAdam(model.parameters(), warmup_steps=2)
+    before = digest(model.parameters())
+    with pytest.raises(RuntimeError, match=r"DistributedDataParallel averages .*keep_gradients"):
+        train(rank, model, optimizer, 1)
+    assert digest(model.parameters()) == before
+    optimizer.close()
+    return digests
+
+
+def test_ddp_has_to_leave_gradients_alone(ranks: Ranks) -> None:
+    first, second = ranks(2).run(in_ddp)
+    assert first == second
+    assert len(first) == 1
+
+
+def scaled(rank: int) -> None:
+    model, other = perceptron(), perceptron()
+    optimizer = DistributedLion(model.parameters())
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(batch(rank, 0, model)).mean()).backward()
+    if rank:
+        next(model.parameters()).grad.fill_(float("inf"))  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError, match="DistributedLion takes no GradScaler"):
+        scaler.step(optimizer)
+    assert digest(model.parameters()) == digest(other.parameters())
+    optimizer.zero_grad()
+    torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
+    optimizer.close()
+
+
+def test_a_scaler_is_refused_on_every_rank(ranks: Ranks) -> None:
+    ranks(2).run(scaled)
+
+
+def odd_gradients(rank: int, which: str) -> str:
+    """What only the second rank has."""
+    table, rest = nn.Embedding(10, 4, sparse=which == "sparse" and rank == 1), nn.Linear(4, 2)
+    rest.bias.requires_grad_(False)
+    optimizer = OneBitAdam([*table.parameters(), *rest.parameters()], warmup_steps=1)
+    if which == "unfrozen" and rank == 1:
+        rest.bias.requires_grad_(True)
+    rest(table(torch.tensor([1, 2]))).sum().backward()
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        optimizer.step()
+    optimizer.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("which", "complaint"),
+    [
+        ("sparse", "sparse=False"),
+        ("unfrozen", r"parameter 2 of group 0, of shape \(2,\), has a gradient, and required none when"),
+    ],
+)
+def test_what_one_rank_cannot_send_is_refused_on_all(ranks: Ranks, which: str, complaint: str) -> None:
+    for text in ranks(2).run(odd_gradients, which):
+        assert re.search(complaint, text)
+        assert "rank 1" in text or "gradwire: parameter" in text
+
+
+def late(rank: int) -> None:
+    """A parameter that is first used after the warm-up."""
+    made = parameters()
+    optimizer = OneBitAdam(made, warmup_steps=2, weight_decay=0.1)
+    for step in walk(rank, made, range(5)):
+        if step == 3:
+            made[NEVER].grad = torch.ones(21)
+            before = digest([made[NEVER]])
+            with pytest.warns(UserWarning, match=r"1 parameters, the first of shape \(21,\), have a gradient"):
+                optimizer.step()
+        else:
+            optimizer.step()
+    assert digest([made[NEVER]]) == before
+    optimizer.close()
+
+
+def test_what_is_first_used_after_the_warm_up_stays_and_is_warned_of(ranks: Ranks) -> None:
+    ranks(2).run(late)
+
+
+def grown(rank: int, make: str) -> str:
+    made = parameters()
+    build: Any = {"adam": lambda p: OneBitAdam(p, warmup_steps=3), "lion": DistributedLion}[make]
+    optimizer: Any = build(made[:1])
+    for step in walk(rank, made, range(6)):
+        for p in made[3:]:
+            p.grad = None if step < 2 else p.grad
+        if step == 2:
+            if rank:
+                made[4].data.add_(1.0)
+            optimizer.add_param_group({"params": made[3:], "lr": 0.02})
+        optimizer.step()
+    if make == "adam":
+        with pytest.raises(ValueError, match=r"added at step 6, after the 3 of the warm-up"):
+            optimizer.add_param_group({"params": made[1:2]})
+    else:
+        with pytest.raises(ValueError, match="lr=-1"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "lr": -1})
+    assert len(optimizer.param_groups) == 2
+    for _ in walk(rank, made, range(6, 8)):
+        optimizer.step()
+    assert not torch.equal(made[4], parameters()[4])
+    optimizer.close()
+    return digest(made)
+
+
+@pytest.mark.parametrize("make", ["adam", "lion"])
+def test_groups_can_be_added(ranks: Ranks, make: str) -> None:
+    assert len(set(ranks(2).run(grown, make))) == 1
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+def refused(rank: int, kind: str, params: Any, options: dict[str, Any], one: bool) -> str:
+    made = [nn.Parameter(torch.ones(3))] if params is None else params
+    build: Any = {"adam": OneBitAdam, "lion": DistributedLion}[kind]
+    usual = {"warmup_steps": 1} if kind == "adam" else {}
+    with pytest.raises((ValueError, TypeError)) as caught:
+        build(made, **usual | (options if rank == 1 or not one else {}))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "complaint"),
+    [
+        ("adam", {"lr": -1.0}, r"lr=-1.0: expected a number in \[0, inf\)"),
+        ("adam", {"betas": (0.9, 1.0)}, r"betas\[1\]=1.0: expected a number in \[0, 1.0\)"),
+        ("adam", {"betas": 0.9}, "betas=0.9: expected two numbers"),
+        ("adam", {"eps": "small"}, "eps='small'"),
+        ("adam", {"weight_decay": float("nan")}, "weight_decay=nan"),
+        ("adam", {"maximize": 1}, "maximize=1: expected True or False"),
+        ("adam", {"warmup_steps": -3}, "warmup_steps=-3"),
+        ("adam", {"warmup_steps": 0}, "warmup_steps=0: expected 1 or more"),
+        ("adam", {"exchange": "hierarchical"}, "exchange='hierarchical': expected one of 'auto', 'gather'"),
+        ("adam", {"codec": OneBit}, "codec=OneBit is a class"),
+        ("adam", {"codec": TopK(0.1), "exchange": "two_pass"}, "exchange='two_pass' needs a block codec"),
+        ("adam", {"error_feedback": Tracking()}, "a momentum already; use Residual"),
+        ("adam", {"bucket_cap_mb": 0}, "bucket_cap_mb=0"),
+        ("lion", {"vote": "median"}, "vote='median': expected one of 'majority', 'mean'"),
+        ("lion", {"codec": OneBit()}, r"codec=OneBit\(.* Votes\(\), Ternary\(\) and Identity"),
+        ("lion", {"exchange": "split"}, "exchange='split': expected one of 'auto', 'gather', 'two_pass'"),
+        ("lion", {"exchange": "two_pass", "vote": "mean"}, "use 'gather'"),
+        ("lion", {"exchange": "two_pass", "codec": Ternary()}, "use 'gather'"),
+        ("lion", {"betas": (0.9, -0.1)}, r"betas\[1\]=-0.1"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_named_on_every_rank(
+    ranks: Ranks, kind: str, options: dict[str, Any], complaint: str
+) -> None:
+    texts = ranks(2).run(refused, kind, None, options, "lr" in options)
+    assert all(re.search(complaint, text) for text in texts), texts
+
+
+@pytest.mark.parametrize(
+    ("params", "complaint"),
+    [
+        ([], "empty parameter list"),
+        ([nn.Parameter(torch.ones(2), requires_grad=False)], "no parameters that require gradients"),
+        ([nn.Parameter(torch.ones(2, dtype=torch.float64))], "float64"),
+        ([torch.ones(2, requires_grad=True) * 2], "non-leaf"),
+    ],
+    ids=["none", "frozen", "float64", "non-leaf"],
+)
+def test_bad_parameters_are_named_on_every_rank(ranks: Ranks, params: Any, complaint: str) -> None:
+    if complaint == "non-leaf":
+        params = torch.ones(2)  # a generator of tensors would not reach the ranks
+        complaint = "params argument given to the optimizer should be an iterable"
+    assert all(complaint in text for text in ranks(2).run(refused, "adam", params, {}, False))
+
+
+def disagreeing(rank: int) -> str:
+    with pytest.raises(ValueError) as caught:
+        OneBitAdam([nn.Parameter(torch.ones(3))], lr=0.1 * (1 + rank), warmup_steps=1)
+    return str(caught.value)
+
+
+def test_ranks_that_mean_something_else_are_told(ranks: Ranks) -> None:
+    for text in ranks(2).run(disagreeing):
+        assert "ranks disagree on parameter groups" in text
+        assert "'lr': 0.2" in text
+
+
+# -- votes -------------------------------------------------------------------------------------------------------------
+
+
+def votes_bytes(rank: int, exchange: Any) -> tuple[int, int]:
+    optimizer = DistributedLion([nn.Parameter(torch.ones(1 << 18))], exchange=exchange)
+    optimizer.step()
+    done = optimizer.statistics()
+    optimizer.close()
+    return 8 * done.bytes_sent, 8 * done.bytes_received
+
+
+def test_a_vote_is_a_bit(ranks: Ranks) -> None:
+    numel, wire = 1 << 18, 1 + 64 / 4096
+    for sent, received in ranks(4).run(votes_bytes, "gather"):
+        assert (sent, received) == (wire * numel, 3 * wire * numel)
+    for sent, received in ranks(4).run(votes_bytes, "auto"):
+        back = (2 + 32 / 4096) * numel / 4
+        assert (sent, received) == (wire * numel * 3 / 4 + back, 3 * (wire * numel / 4 + back))
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu", "cuda"])
+@pytest.mark.parametrize("numel", [1, 4096, 9000])
+def test_votes_travel_exactly(backend: str, numel: int) -> None:
+    votes = torch.randn(3, numel, generator=torch.Generator().manual_seed(numel)).sign()
+    with use_backend(backend):
+        for rule in ("majority", "mean"):
+            codec, out = Votes(rule=rule), torch.zeros(numel)
+            workspace = codec.workspace(numel)
+            rows = torch.zeros(3, codec.wire_bytes(numel), dtype=torch.uint8)
+            for row, mine in zip(rows, votes, strict=True):
+                codec.encode(mine, row, None, workspace)
+            codec.decode_mean([rows], out, workspace)
+            total = votes.sum(0)
+            assert torch.equal(out, total.sign() if rule == "majority" else total * (torch.tensor(1.0) / 3))
+            rows[1, :4].view(torch.float32).fill_(float("nan"))
+            codec.decode_mean([rows], out, workspace)
+            assert bool(out[(votes[1] < 0).nonzero().view(-1)[:1]].isnan().all())
+
+
+def poisoned(rank: int, make: str) -> str:
+    made = parameters()
+    optimizer: Any = {"adam": adam, "lion": lion}[make](made)
+    for step in walk(rank, made, range(6)):
+        if step == 4 and rank == 1:
+            made[6].grad = torch.full((300,), float("nan") if make == "adam" else float("inf"))
+        optimizer.step()
+    optimizer.close()
+    assert bool(made[6].isnan().any())
+    return digest(made)
+
+
+def with_another_default(rank: int, name: str) -> list[str]:
+    """What parameters become where torch makes tensors of another dtype, as scripts that train in bfloat16 say."""
+    found, (make, options) = [], MAKERS[name]
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        made = parameters()
+        gradients = [[p.grad for p in made] for _ in walk(rank, made, range(5))]
+        torch.set_default_dtype(dtype)
+        try:
+            optimizer = make(made, **options)
+            for grads in gradients:
+                for p, grad in zip(made, grads, strict=True):
+                    p.grad = grad
+                optimizer.step()
+            optimizer.close()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        found.append(digest(made))
+    return found
+
+
+@pytest.mark.parametrize("name", ["onebit", "mean"])
+def test_the_default_dtype_does_not_matter(ranks: Ranks, name: str) -> None:
+    for found in ranks(3).run(with_another_default, name):
+        assert len(set(found)) == 1
+
+
+@pytest.mark.parametrize("make", ["adam", "lion"])
+def test_what_is_not_finite_stays_visible(ranks: Ranks, make: str) -> None:
+    assert len(set(ranks(3).run(poisoned, make))) == 1
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "optimizers.md").read_text("utf-8")
+
+
+def read(rank: int, block: str) -> str:
+    names: dict[str, Any] = {}
+    exec(block, names)
+    names["optimizer"].close()
+    return digest(names["model"].parameters())
+
+
+def test_what_the_page_says_runs(ranks: Ranks) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 3
+    for block in blocks:
+        assert len(set(ranks(2).run(read, block))) == 1
+
+
+def half_added(rank: int) -> tuple[int, int, bool]:
+    """A group that one rank cannot take is on no rank, and may be added again when that is mended."""
+    model, more = perceptron(), nn.Linear(3, 3)
+    optimizer = DistributedLion(model.parameters(), lr=1e-3)
+    with pytest.raises(ValueError, match=r"lr=-1\.0"):
+        optimizer.add_param_group({"params": list(more.parameters()), "lr": -1.0 if rank else 0.1})
+    before = len(optimizer.param_groups)
+    with pytest.raises(ValueError, match="ranks disagree on parameter groups"):
+        optimizer.add_param_group({"params": list(more.parameters()), "lr": 0.1 + rank})
+    optimizer.add_param_group({"params": list(more.parameters()), "lr": 0.1})
+    model(batch(rank, 0, model)).sum().backward()
+    optimizer.step()
+    return before, len(optimizer.param_groups), all(p in optimizer.state for p in more.parameters())
+
+
+def test_a_group_is_added_on_all_ranks_or_on_none(ranks: Ranks) -> None:
+    assert ranks(2).run(half_added) == [(1, 2, True)] * 2
+
+
+def sharded(rank: int) -> list[str]:
+    """Shards lie in no flat tensor of ours: they used to end the process."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    texts = []
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    for make in (
+        lambda: OneBitAdam(model.parameters(), warmup_steps=2),
+        lambda: DistributedLion(model.parameters()),
+        lambda: LocalUpdates(model, sgd, OneBit(), every=1),
+    ):
+        with pytest.raises(TypeError, match=r"is a DTensor: \w+ takes plain tensors") as caught:
+            make()
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_sharded_parameters_are_refused(ranks: Ranks) -> None:
+    first, second = ranks(2).run(sharded)
+    assert first == second
+
+
+def snapshot(rank: int) -> bool:
+    model = perceptron()
+    optimizer = OneBitAdam(model.parameters(), warmup_steps=1)
+
+    def step(number: int) -> None:
+        model(batch(rank, number, model)).square().mean().backward()
+        optimizer.step()
+
+    step(0)
+    saved = optimizer.consolidated_state_dict()
+    before = copy.deepcopy(saved["state"])
+    step(1)
+    optimizer.close()
+    return all(torch.equal(saved["state"][i][name], x) for i, found in before.items() for name, x in found.items())
+
+
+def test_later_steps_leave_a_consolidated_checkpoint_alone(ranks: Ranks) -> None:
+    assert all(ranks(2).run(snapshot))

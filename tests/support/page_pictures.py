@@ -1,0 +1,220 @@
+"""The pictures of docs/architecture.md, from the library's imports. `python tests/support/page_pictures.py` redraws
+them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape
+
+from gradwire import Codec, OneBit, TopK
+
+for room in ("project", "core"):
+    sys.path.append(str(Path(__file__).resolve().parents[1] / room))
+
+from test_architecture import height, imports, library  # noqa: E402
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+ROOMS, WAY = DOCS / "architecture-rooms.svg", DOCS / "architecture-way.svg"
+
+#: The buckets whose way is drawn: codec and exchange.
+BUCKETS: dict[str, tuple[Codec, str]] = {
+    "OneBit by two_pass": (OneBit(), "two_pass"),
+    "TopK by split": (TopK(0.05), "split"),
+}
+
+#: The benchmarks import everything, and nothing imports them.
+LEFT_OUT = ("benchmarks",)
+
+STYLE = """<style>
+    text { font-family: "Helvetica Neue", Helvetica, Arial, "DejaVu Sans", sans-serif; font-size: 14px; fill: #1f2933 }
+    .small { font-size: 12px; fill: #52606d }
+    .code { font-family: Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: 13px }
+    .middle { text-anchor: middle }
+    .line { stroke: #7b8794; stroke-width: 1.3; fill: none }
+    .box { fill: #ffffff; stroke: #52606d; stroke-width: 1.6 }
+    .page { fill: #fcfdff; stroke: #cbd2d9 }
+    .band { fill: #e4e7eb }
+    .on { fill: #2b6cb0 }
+  </style>
+  <defs>
+    <marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" markerHeight="6" orient="auto">
+      <path d="M0 0 8 4 0 8z" fill="#7b8794"/>
+    </marker>
+  </defs>"""
+
+Graph = dict[str, set[str]]
+
+
+def room(module: str, modules: Mapping[str, str]) -> str:
+    """The folder of a module, two levels deep at most; the contract `compress/codec.py` counts as one, with its former
+    names."""
+    parts = module.split(".")
+    if module == "":
+        return "gradwire"
+    if module in ("compress.codec", "compress.deprecated"):
+        return "compress/codec.py"
+    inside = ".".join(parts[:2])
+    deep = parts[0] in ("compress", "hooks") and any(name.startswith(f"{inside}.") for name in modules)
+    return "/".join(parts[:2]) if deep else parts[0]
+
+
+def imported(modules: Mapping[str, str]) -> Graph:
+    """The modules that each module imports; csrc by what reads its files."""
+    found: Graph = {}
+    for module, source in modules.items():
+        found[module] = {target for _, target, relative in imports(module, source, modules) if relative} - {module}
+        if module.startswith("compress.backends") and '"csrc"' in source:
+            found[module].add("csrc")
+    return found
+
+
+def reduced(graph: Graph) -> Graph:
+    """The same order with the fewest edges: none that a longer path has.
+
+    Raises:
+        ValueError: the graph has a circle.
+    """
+    below: Graph = {}
+
+    def reach(name: str, path: tuple[str, ...]) -> set[str]:
+        if name in path:
+            raise ValueError(f"{' → '.join([*path, name])}: imports run in a circle")
+        if name not in below:
+            below[name] = {far for target in graph[name] for far in {target} | reach(target, (*path, name))}
+        return below[name]
+
+    for name in graph:
+        reach(name, ())
+    return {name: {one for one in to if not any(one in below[other] for other in to)} for name, to in graph.items()}
+
+
+def depths(graph: Graph) -> dict[str, int]:
+    """The length of the longest path that leads down from each."""
+    found: dict[str, int] = {}
+
+    def depth(name: str) -> int:
+        if name not in found:
+            found[name] = max((depth(target) + 1 for target in graph[name]), default=0)
+        return found[name]
+
+    return {name: depth(name) for name in graph}
+
+
+def rooms(modules: Mapping[str, str]) -> Graph:
+    """The rooms, and those that each one imports, without what follows."""
+    shown = {name: source for name, source in modules.items() if not name.startswith(LEFT_OUT)}
+    graph: Graph = {room(name, shown): set() for name in shown}
+    for module, targets in imported(shown).items():
+        graph[room(module, shown)] |= {room(target, shown) for target in targets} - {room(module, shown)}
+    return reduced(graph)
+
+
+def picture(width: int, height: int, title: str, description: str, body: Iterable[str]) -> str:
+    return (
+        "\n  ".join(
+            [
+                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+                f'height="{height}" role="img" aria-labelledby="title desc">',
+                f'<title id="title">{escape(title)}</title>',
+                f'<desc id="desc">{escape(description)}</desc>',
+                STYLE,
+                f'<rect class="page" x="1" y="1" width="{width - 2}" height="{height - 2}" rx="12"/>',
+                *body,
+            ]
+        )
+        + "\n</svg>\n"
+    )
+
+
+def rooms_picture(modules: Mapping[str, str]) -> str:
+    """Boxes for rooms, from the public names at the top down to the kernels; an arrow for each import."""
+    graph = rooms(modules)
+    levels = depths(graph)
+    rows = [sorted(name for name in graph if levels[name] == i) for i in reversed(range(max(levels.values()) + 1))]
+    wide, high, width = 172, 66, 940
+    places = {
+        name: (width * (i + 1) / (len(row) + 1), 44 + high * number)
+        for number, row in enumerate(rows)
+        for i, name in enumerate(row)
+    }
+    lines, boxes = [], []
+    for name, targets in sorted(graph.items()):
+        (x, y) = places[name]
+        boxes.append(f'<rect class="box" x="{x - wide / 2:.0f}" y="{y - 16}" width="{wide}" height="32" rx="6"/>')
+        boxes.append(f'<text class="code middle" x="{x:.0f}" y="{y + 5}">{escape(name)}</text>')
+        for target in sorted(targets):
+            to_x, to_y = places[target]
+            bend = (to_y - y) / 2
+            lines.append(
+                f'<path class="line" d="M{x:.0f} {y + 16} C{x:.0f} {y + bend:.0f} {to_x:.0f} {to_y - bend:.0f} '
+                f'{to_x:.0f} {to_y - 18}" marker-end="url(#tip)"/>'
+            )
+    text = "Folders of gradwire; an arrow leads from one that imports to what it imports. " + "; ".join(
+        f"{name} → {', '.join(sorted(targets))}" for name, targets in sorted(graph.items()) if targets
+    )
+    return picture(width, 44 + high * len(rows) - 16, "The rooms of gradwire", text, lines + boxes)
+
+
+def way_picture(ways: Mapping[str, Iterable[str]], modules: Mapping[str, str]) -> str:
+    """Files that buckets lead through, by room from the hook down to the kernels, with arcs for imports.
+
+    Args:
+        ways: by the name of a bucket, the files entered ("hooks/ddp/hook.py").
+    """
+    files = {file for way in ways.values() for file in way}
+    names = {file: file.removesuffix(".py").replace("/", ".") for file in files}
+    every = imported(modules)
+    graph = reduced({file: {other for other in files if names[other] in every[names[file]]} for file in files})
+    deep = depths(graph)
+    order = sorted(files, key=lambda file: (-height(names[file]), -deep[file], file))
+    body, y, before = [], 70.0, ""
+    places: dict[str, float] = {}
+    for number, title in enumerate(ways):
+        body.append(f'<text class="small middle" x="{620 + 150 * number}" y="34">{escape(title)}</text>')
+    for file in order:
+        here = room(names[file], modules)
+        if here != before:
+            y += 14
+            body.append(f'<text class="small" x="230" y="{y:.0f}">{escape(here)}</text>')
+            y, before = y + 22, here
+        body.append(f'<rect class="band" x="230" y="{y - 15:.0f}" width="660" height="22" rx="4"/>')
+        body.append(f'<text class="code" x="240" y="{y:.0f}">{escape(file)}</text>')
+        for number, way in enumerate(ways.values()):
+            if file in way:
+                body.append(f'<circle class="on" cx="{620 + 150 * number}" cy="{y - 4:.0f}" r="6"/>')
+        places[file] = y - 4
+        y += 26
+    for file, targets in sorted(graph.items()):
+        for target in sorted(targets):
+            start, end = places[file], places[target]
+            out = 226 - min(200.0, 20 + abs(end - start) * 0.4)
+            body.append(
+                f'<path class="line" d="M228 {start:.0f} C{out:.0f} {start:.0f} {out:.0f} {end:.0f} 226 {end:.0f}" '
+                'marker-end="url(#tip)"/>'
+            )
+    counted = "; ".join(f"{title}: {', '.join(f for f in order if f in way)}" for title, way in ways.items())
+    return picture(920, int(y + 4), "A bucket's way through the files of gradwire", counted, body)
+
+
+def measured(pool: Any) -> dict[str, set[str]]:
+    """The files that each of `BUCKETS` enters on the ranks of a `ranks.Pool`."""
+    from test_call_depth import files_entered
+
+    entered = {name: pool.run(files_entered, *bucket) for name, bucket in BUCKETS.items()}
+    return {name: {file.lstrip("/") for files in ranks for file in files} for name, ranks in entered.items()}
+
+
+def main() -> None:
+    from ranks import Pool
+
+    pool = Pool(2)
+    ROOMS.write_text(rooms_picture(library()), "utf-8")
+    WAY.write_text(way_picture(measured(pool), library()), "utf-8")
+    pool.close()
+
+
+if __name__ == "__main__":
+    main()
