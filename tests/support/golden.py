@@ -1,7 +1,7 @@
 """Golden bytes: what the reference wrote for one gradient when the format was made.
 
-`python tests/support/golden.py` adds what is missing to `tests/golden/`. It never replaces a file: bytes that change need a new
-`wire.WIRE_VERSION`, and someone who deletes the old ones on purpose.
+`python tests/support/golden.py` adds missing files to `tests/support/golden/`. It never replaces one: bytes that change
+need a new `wire.WIRE_VERSION`, and someone who deletes the old ones on purpose.
 """
 
 from __future__ import annotations

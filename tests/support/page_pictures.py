@@ -11,10 +11,9 @@ from xml.sax.saxutils import escape
 
 from gradwire import Codec, OneBit, TopK
 
-for room in ("project", "core"):
-    sys.path.append(str(Path(__file__).resolve().parents[1] / room))
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("project", "core")]
 
-from test_architecture import height, imports, library  # noqa: E402
+from test_architecture import height, imports, library
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 ROOMS, WAY = DOCS / "architecture-rooms.svg", DOCS / "architecture-way.svg"

@@ -1,7 +1,8 @@
 """Wires that nobody has encoded, through every decoder there is, in memory between guard pages.
 
 Each case is made from a seed and its number alone, so any can be seen again:
-`python tests/support/wire_fuzz.py SEED NUMBER`. A fault ends the process; `test_wire_fuzz` runs this in processes of its own and says which case it was.
+`python tests/support/wire_fuzz.py SEED NUMBER`. A fault ends the process;
+`test_wire_fuzz` runs this in processes of its own and says which case it was.
 """
 
 from __future__ import annotations
