@@ -20,7 +20,18 @@ from torch import Tensor
 
 from .bruck_gather import Dissemination
 from .linger import linger, linger_with
-from .ports import Channels, Collective, Messages, PaddedGather, PersistentMessage, Traffic, VariableMessage, Work
+from .ports import (
+    NAMED,
+    Channels,
+    Collective,
+    Messages,
+    PaddedGather,
+    PersistentMessage,
+    PointToPoint,
+    Traffic,
+    VariableMessage,
+    Work,
+)
 from .rendezvous import HANDSHAKE_TIMEOUT, connect, timeout_of, unique_store
 
 #: The most ranks that send a few bytes to each other directly. With more, Bruck's all-gather takes less processor time:
@@ -28,8 +39,6 @@ from .rendezvous import HANDSHAKE_TIMEOUT, connect, timeout_of, unique_store
 #: way among 8 (`small_gather_port` with this limit and with 1000, in turns; Gloo, forked ranks on two cores).
 DIRECT_RANKS = 16
 
-#: Channels have the tags from here on; other messages are counted below.
-NAMED = 1 << 30
 #: A tag that no message has.
 NEVER_SENT = 0x7FFFFFFF
 
@@ -40,7 +49,7 @@ _channels: weakref.WeakKeyDictionary[Any, Channels] = weakref.WeakKeyDictionary(
 _traffic: weakref.WeakKeyDictionary[Any, Traffic] = weakref.WeakKeyDictionary()
 
 
-class Group:
+class Group(PointToPoint):
     """The collectives of one process group, for one thread at a time.
 
     Args:
@@ -67,11 +76,6 @@ class Group:
         self.traffic = _traffic.setdefault(process_group, Traffic())
         _groups.add(self)
 
-    @property
-    def is_channel(self) -> bool:
-        """True for a channel."""
-        return self._tag >= NAMED
-
     def channel(self, name: str) -> Group:
         """The same ranks and connections, with tags of its own. Messages arrive in order at ranks that have made a
         channel of this name equally often.
@@ -82,11 +86,6 @@ class Group:
         twin._tag = NAMED + self._channels.tag(f"{self._tag}/{name}")
         _groups.add(twin)  # it may outlive the one that it was made of
         return twin
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The global ranks."""
-        return tuple(dist.get_process_group_ranks(self._group) if self._ranks is None else self._ranks)
 
     @property
     def generation(self) -> Any:
@@ -206,37 +205,6 @@ class Group:
     def variable_message(self, longest: int, ahead: int = 2) -> VariableMessage:
         """Messages between hosts of at most `longest` bytes, mostly fewer."""
         return VariableMessage(self, longest, ahead)
-
-    def pairwise(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Work:
-        """Start: `sent[r]` goes to rank r and `received[r]` comes from it, all at once. Empty ones are not sent; a
-        message shorter than its place fills the beginning."""
-        return self.send(received, sent, self.receive(received))
-
-    def receive(self, received: Sequence[Tensor]) -> list[tuple[int, dist.Work]]:
-        works = []
-        for distance in range(1, self.size):
-            source = (self.rank - distance) % self.size
-            if received[source].numel():
-                work = self.with_peer_context(source, self._group.recv, [received[source]], source, self._tag)
-                works.append((source, work))
-        return works
-
-    def send(self, received: Sequence[Tensor], sent: Sequence[Tensor], works: list[tuple[int, dist.Work]]) -> Messages:
-        own = sent[self.rank]
-        received[self.rank][: len(own)].copy_(own)
-        for distance in range(1, self.size):
-            target = (self.rank + distance) % self.size
-            if sent[target].numel():
-                work = self.with_peer_context(target, self._group.send, [sent[target]], target, self._tag)
-                works.append((target, work))
-        return Messages(works, self, self.timeout)
-
-    def with_peer_context(self, peer: int, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function that concerns a peer, and name its rank in errors, as Gloo names only its address."""
-        try:
-            return call(*arguments)
-        except RuntimeError as error:
-            raise RuntimeError(f"rank {self.ranks[peer]} is not responding: check that rank's log. {error}") from error
 
     @contextlib.contextmanager
     def failing_together(self) -> Iterator[None]:

@@ -16,6 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+#: Channels have the tags from here on; other messages are counted below.
+NAMED = 1 << 30
+
 
 class Work(Protocol):
     """An operation in flight, such as `dist.Work`."""
@@ -36,26 +39,59 @@ def drive(stages: Stages) -> Any:
         return end.value
 
 
-class Peers(Protocol):
-    """The part of a `Group` that messages need."""
+class PointToPoint:
+    """Messages between the ranks of a group."""
 
+    #: The process group that sends and receives.
+    _group: Any
     rank: int
     size: int
     traffic: Traffic
+    #: Of single messages, where it is not what the group was made with.
+    timeout: timedelta | None
+    _ranks: Sequence[int] | None
+    _tag: int
 
     @property
-    def is_channel(self) -> bool: ...
+    def is_channel(self) -> bool:
+        """True for a channel."""
+        return self._tag >= NAMED
 
     @property
-    def ranks(self) -> tuple[int, ...]: ...
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks."""
+        return tuple(dist.get_process_group_ranks(self._group) if self._ranks is None else self._ranks)
 
-    def with_peer_context(self, peer: int, call: Callable[..., Any], *arguments: Any) -> Any: ...
+    def pairwise(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Work:
+        """Start: `sent[r]` goes to rank r and `received[r]` comes from it, all at once. Empty ones are not sent; a
+        message shorter than its place fills the beginning."""
+        return self.send(received, sent, self.receive(received))
 
-    def receive(self, received: Sequence[Tensor]) -> list[tuple[int, dist.Work]]: ...
+    def receive(self, received: Sequence[Tensor]) -> list[tuple[int, dist.Work]]:
+        works = []
+        for distance in range(1, self.size):
+            source = (self.rank - distance) % self.size
+            if received[source].numel():
+                work = self.with_peer_context(source, self._group.recv, [received[source]], source, self._tag)
+                works.append((source, work))
+        return works
 
-    def send(self, received: Sequence[Tensor], sent: Sequence[Tensor], works: list[tuple[int, dist.Work]]) -> Work: ...
+    def send(self, received: Sequence[Tensor], sent: Sequence[Tensor], works: list[tuple[int, dist.Work]]) -> Messages:
+        own = sent[self.rank]
+        received[self.rank][: len(own)].copy_(own)
+        for distance in range(1, self.size):
+            target = (self.rank + distance) % self.size
+            if sent[target].numel():
+                work = self.with_peer_context(target, self._group.send, [sent[target]], target, self._tag)
+                works.append((target, work))
+        return Messages(works, self, self.timeout)
 
-    def pairwise(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Work: ...
+    def with_peer_context(self, peer: int, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function that concerns a peer, and name its rank in errors, as Gloo names only its address."""
+        try:
+            return call(*arguments)
+        except RuntimeError as error:
+            raise RuntimeError(f"rank {self.ranks[peer]} is not responding: check that rank's log. {error}") from error
 
 
 class Messages:
@@ -65,7 +101,7 @@ class Messages:
     all-gather reach that in at most every other call, and else take up to twice as long.
     """
 
-    def __init__(self, works: Iterable[tuple[int, dist.Work]], group: Peers, timeout: timedelta | None) -> None:
+    def __init__(self, works: Iterable[tuple[int, dist.Work]], group: PointToPoint, timeout: timedelta | None) -> None:
         self._works, self._group, self._timeout = deque(works), group, timeout
 
     def wait(self) -> None:
@@ -145,7 +181,7 @@ class PersistentMessage:
             end of waiting; else in memory of their own.
     """
 
-    def __init__(self, group: Peers, received: Sequence[Tensor], sent: Sequence[Tensor], ahead: int = 2) -> None:
+    def __init__(self, group: PointToPoint, received: Sequence[Tensor], sent: Sequence[Tensor], ahead: int = 2) -> None:
         self._group, self._received, self._sent = group, received, sent
         apart = ahead > 1 and group.is_channel
         self._free: list[Sequence[Tensor]]
@@ -201,7 +237,7 @@ class VariableMessage(PersistentMessage):
         longest: bytes.
     """
 
-    def __init__(self, group: Peers, longest: int, ahead: int = 2) -> None:
+    def __init__(self, group: PointToPoint, longest: int, ahead: int = 2) -> None:
         # Pages that no message reaches are never touched, and take no memory.
         pool: Any = torch.empty(group.size, longest, dtype=torch.uint8, device="cpu")
         super().__init__(group, pool, pool, ahead)
