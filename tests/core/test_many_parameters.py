@@ -83,7 +83,7 @@ def test_means_that_nobody_takes_are_kept_in_one_go() -> None:
     memory = FeedbackStore(Residual(dtype=torch.bfloat16))
     memory.of(layout)
     mean = torch.ones(layout_numel(layout))
-    unit = SimpleNamespace(layout=layout, packed=None, beside=(), extra=None)
+    unit = SimpleNamespace(layout=layout, packed=None, uncompressed_layout=(), uncompressed=None)
     step: Any = SimpleNamespace(undone=False, share=1.0, reduced=[(unit, mean)])
     with counted("_opened") as opened:
         DiscardedMeans(memory).keep(step)

@@ -143,7 +143,7 @@ def test_phases_on_the_profiled_thread_need_no_option() -> None:
 def test_former_names_of_counts_warn() -> None:
     statistics = Statistics(bytes_sent=3, bytes_received=5)
     with pytest.warns(DeprecationWarning, match="payload_bytes is called bytes_sent now"):
-        assert statistics.bytes_sent == 3
+        assert statistics.payload_bytes == 3
     with pytest.warns(DeprecationWarning, match="transfer_bytes is called bytes_received now"):
         assert statistics.transfer_bytes == 5
 

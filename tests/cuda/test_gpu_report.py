@@ -143,7 +143,7 @@ def test_each_wave_has_its_share_of_what_is_left() -> None:
 
 def test_tests_are_rows_as_far_as_they_came(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(TESTS)
-    path = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    path = {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), *sys.path])}
     command = (sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-c", "/dev/null", str(tmp_path))
     rows = reporter().made(gpu.Task("hooks", "some", command=command, environment=path, by_test=True))
     assert {row["name"]: (row["status"], row["reason"]) for row in rows[:-1]} == {
