@@ -87,7 +87,7 @@ def value_fields(k: int, dtype: torch.dtype) -> tuple[Field, ...]:
 
 
 def split_raw(wire: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The entries of a plain wire (`SparseCodec.plain`), without a copy: int32 indices, ascending, and float32 values.
+    """The entries of a raw wire (`SparseCodec.raw_entries`), without a copy: ascending int32 indices, float32 values.
 
     Waits for the device, to learn how many they are.
     """

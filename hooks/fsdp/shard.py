@@ -120,7 +120,7 @@ class ScatterState:
         statistics.elements += output.numel() * part.ranks
         statistics.dense_bytes += 4 * output.numel() * part.ranks
         if choice.exchange == "dense":
-            part.send_all(grads)
+            part.flush(grads)
             plain()
             sent = (part.ranks - 1) * output.nbytes
             statistics.bytes_sent += sent
@@ -148,7 +148,7 @@ class ScatterState:
         """Reduce on a single rank, without compression; residuals of a checkpoint are added."""
         outside = self._begin(part)
         part.use_contribution(1.0 / post_divide(shards.group, output.dtype))
-        part.send_all(output)
+        part.flush(output)
         if outside:
             self._ended()
 

@@ -130,7 +130,7 @@ class Unsharded:
             output.mul_(times_mean)
         self.exchange.port.post_receives()
 
-    def send_all(self, grads: Tensor) -> None:
+    def flush(self, grads: Tensor) -> None:
         """Add residuals to gradients that are about to be reduced uncompressed; what rounding cuts off stays."""
         kept = self._kept()
         if kept is None or not kept.keeps:
