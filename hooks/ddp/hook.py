@@ -262,7 +262,7 @@ class CompressState(State):
             if model is not None:
                 model.reducer._reset_state()
             if type(error) is RuntimeError:  # the backend's, which says little
-                text = "gradwire: a rank does not answer in a dense step; what it said last may say why"
+                text = "gradwire: a rank is not responding in a dense step: check that rank's log"
                 raise RuntimeError(f"{text}. {error}") from error
             raise
         if interruption is not None:

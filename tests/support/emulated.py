@@ -65,8 +65,7 @@ class EmulatedDevice(Device):
                     if isinstance(given, Tensor):
                         address(given)  # refuses what a GPU would be refused
                 self.launches.append(name)
-                if self.architecture is not None:
-                    _only_these_keep_stacks(module)
+                _only_these_keep_stacks(module)
                 kernel((grid,), (block,), args, **self.options)
 
             self._functions[file, name] = launch
@@ -89,7 +88,8 @@ def _module(file: Path, check: bool) -> Module:
 #: Modules of one kernel each, by the C++ that stands for it; and those that ran last.
 _ptx_modules: dict[str, Module] = {}
 _ran_last: OrderedDict[Path, Module] = OrderedDict()
-MOST_STACKS = 32
+#: Modules that keep their stacks: each may hold thousands of a process's 65,530 mappings.
+MOST_STACKS = 16
 
 
 def ptx_module(file: str, name: str, text: str) -> Module:
