@@ -29,12 +29,14 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def ddp(model: nn.Module) -> Made:
-    wrapped, state = wrap(model, TopK(0.1), ddp={"bucket_cap_mb": 1})  # Dynamo's DDPOptimizer fails for small ones
+    wrapped, state = wrap(
+        model, TopK(0.1), exchange="gather", ddp={"bucket_cap_mb": 1}
+    )  # Dynamo's DDPOptimizer fails for small ones
     return wrapped, sgd(model), lambda: state.step
 
 
 def ddp_straight(model: nn.Module) -> Made:
-    wrapped, state = wrap(model, TopK(0.1), ddp={"bucket_cap_mb": 1}, warmup_steps=100)
+    wrapped, state = wrap(model, TopK(0.1), exchange="gather", ddp={"bucket_cap_mb": 1}, warmup_steps=100)
     return wrapped, sgd(model), lambda: state.step
 
 
@@ -95,7 +97,7 @@ def rows_by_hand(model: nn.Module) -> Made:
 def hsdp(model: nn.Module) -> Made:
     mesh = mesh_of((2, 1))
     fully_shard(model, mesh=mesh["shard"])
-    compress_fsdp(model, TopK(0.1), mesh=mesh["replicate"], fallback=None)
+    compress_fsdp(model, TopK(0.1), mesh=mesh["replicate"], exchange="gather")
     return model, sgd(model), int
 
 
