@@ -70,6 +70,7 @@ def test_a_bucket_s_way_is_short(ranks: Ranks, codec: Codec, exchange: str, most
         assert len(names) <= most, names
 
 
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="newer Pythons make fewer calls, and so enter fewer files")
 def test_the_picture_of_the_way_has_these_files(ranks: Ranks) -> None:
     drawn = page_pictures.WAY.read_text("utf-8")
     assert page_pictures.way_picture(page_pictures.measured(ranks(2)), library()) == drawn, (
