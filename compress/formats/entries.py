@@ -41,7 +41,13 @@ class IndexLayout:
 
 @lru_cache(maxsize=4096)
 def index_layout(numel: int, k: int) -> IndexLayout:
-    """The shortest layout of `k` ≥ 0 ascending indices below `numel` ≥ 1."""
+    """The shortest layout of `k` ≥ 0 ascending indices below `numel` ≥ 1.
+
+    Raises:
+        ValueError: `k` is negative, as a damaged message may say.
+    """
+    if k < 0:
+        raise ValueError(f"{k} indices have no layout: all ranks need the same version of gradwire")
     if k == 0:
         return IndexLayout(0, 0, 0)
     low, highest = 0, numel - 1

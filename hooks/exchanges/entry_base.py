@@ -120,7 +120,7 @@ class EntryMessages:
         extras: Sequence[int],
         ahead: int = 2,
     ) -> None:
-        self._name, self._exchanger, self._words, self._extras = name, exchanger, words, extras
+        self._name, self._exchanger, self._words, self._extras, self._most = name, exchanger, words, extras, k
         #: Bytes before the entries in each rank's message.
         self._heads = [4 * (words + count) for count in extras]
         # Fewer indices, or a smaller range, may take one word more, as each part is padded to whole words.
@@ -180,11 +180,15 @@ class EntryMessages:
             into: name of the buffer for the entries.
         """
         exchanger, rows = self._exchanger, self.port.received
+        # They come from other ranks: a negative one would have no layout, and a large one no room.
+        if not all(0 <= count <= self._most for count in pieces.counts):
+            raise RuntimeError(
+                f"messages of {list(pieces.counts)} entries cannot be right: each rank sends {self._most} at most. "
+                "All ranks need the same version of gradwire"
+            )
         indices, values = pieces.index_sizes(), exchanger.value_sizes(pieces)
         sizes = [sum(size) for size in zip(self._heads, indices, values, strict=True)]
         exchanger.count(0, sum(sizes) - sizes[exchanger.rank])
-        if max(sizes) > rows.shape[1]:
-            raise RuntimeError(f"messages of {sizes} bytes cannot be right: at most {rows.shape[1]} were to come")
         entries, wire = exchanger.pool.entries(into, sum(pieces.counts), exchanger.row), rows.view(-1)
         begins = [rank * rows.shape[1] + head for rank, head in enumerate(self._heads)]
         exchanger.kernels.unpack_index_pieces(wire, pieces, entries.indices, begins)

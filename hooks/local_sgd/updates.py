@@ -407,6 +407,8 @@ class LocalUpdates:
 
     def _check(self) -> None:
         self._schedule.check()
+        if not isinstance(self._outer, OuterSGD):
+            raise TypeError(f"outer={self._outer!r}: expected OuterSGD(lr=…, momentum=…)")
         self._outer.check(self._options.strategy)
         self._options.check(dist.get_world_size(self._group))
         check_dtypes(self._parameters)

@@ -407,3 +407,10 @@ def test_what_was_not_kept_goes_back(numel: int, share: float, kept_share: float
         residual = torch.full((numel,), 5.0)
         kernels.put_back((indices, values), kept, residual)
         assert torch.equal(residual, expected), backend
+
+
+@pytest.mark.parametrize("count", [-1, -(1 << 31)])
+def test_a_negative_count_of_indices_is_refused(count: int) -> None:
+    """Exchanges lay out as many as other ranks say they have sent."""
+    with pytest.raises(ValueError, match=f"{count} indices have no layout"):
+        index_layout(1000, count)

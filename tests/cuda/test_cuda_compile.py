@@ -103,10 +103,12 @@ def test_gradients_move_16_bytes_at_a_time(file: str, architecture: int) -> None
     for name, text in streaming.items():
         for direction in ("st",) if "_mean_" in name else ("ld", "st"):  # a mean of lists of entries reads no gradient
             assert moved(text, direction)[16], f"{name}: no {direction}.global.v4"
-        if ("_decode_" in name or "_mean_" in name) and file != "partition.cu":  # that one clears the gradient besides
+        if "_decode_" in name or "_mean_" in name:
             stores = moved(text, "st")
             wide = 16 * stores.pop(16)
-            assert sum(size * count for size, count in stores.items()) == wide, f"{name}: {stores} beside {wide} bytes"
+            narrow = sum(size * count for size, count in stores.items())
+            clears = file == "partition.cu"  # besides, in a loop that the compiler unrolls
+            assert narrow < wide if clears else narrow == wide, f"{name}: {stores} beside {wide} bytes"
 
 
 @every_file

@@ -2,12 +2,15 @@
 
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 import training
 from gradwire.benchmarks.common.in_process import InProcessGroup, World
 from gradwire.compress import TopK
+from gradwire.compress.backends.sparse import Pieces
 from gradwire.compress.feedback.residual import server_state
 from gradwire.hooks.comm.entry_exchange import Entries, fill
 from gradwire.hooks.comm.ports import Stages
@@ -159,3 +162,16 @@ def test_messages_cost_every_bucket_the_processor() -> None:
     assert [estimate.stages for estimate in stages] == [2, 2]
     assert stages[0].among(8) == pytest.approx(stages[0].among(1) - 2e-3 * 7 / 8)
     assert stages[1].among(8) == pytest.approx(stages[1].among(1))
+
+
+@pytest.mark.parametrize("counts", [[-1, 3], [3, 1 << 20], [-(1 << 31), 5]])
+def test_what_a_head_says_is_not_believed(counts: list[int]) -> None:
+    """Damaged counts would let kernels write beyond their memory."""
+    messages = Ranks(2, 1000, 20).exchanges[0].to_owners
+    came = torch.zeros(2, 400, dtype=torch.uint8)
+    came.view(torch.int32)[:, 0] = torch.tensor(counts, dtype=torch.int32)
+    messages.port = cast(Any, SimpleNamespace(received=came))
+    heads = [count for (count,) in messages.heads()]
+    assert heads == counts
+    with pytest.raises(RuntimeError, match=r"entries cannot be right.*same version"):
+        messages.read(Pieces(heads, [0, 0], [500, 500]), "owned lists")

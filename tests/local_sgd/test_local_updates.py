@@ -889,6 +889,8 @@ def refused(rank: int, options: dict[str, Any], culprit: int | None) -> str:
         ({"outer_lr": 0}, "OuterSGD(lr=0): expected a number above 0"),
         ({"outer_momentum": 1.0}, "OuterSGD(momentum=1.0): expected a number in [0, 1)"),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb=0: expected a number of MiB above 0"),
+        ({"outer": 0.7}, "outer=0.7: expected OuterSGD("),
+        ({"rounds": 2}, "rounds=2: expected Rounds("),
         ({"exchange": "hierarchical"}, "exchange='hierarchical': expected one of 'auto'"),
         ({"codec": OneBit(), "exchange": "union"}, "needs a sparse codec"),
         ({"codec": OneBit}, "codec=OneBit is a class"),

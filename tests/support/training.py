@@ -60,7 +60,7 @@ def in_groups(options: Mapping[str, Any]) -> dict[str, Any]:
     outer = {name: value for name, value in options.items() if name.startswith("outer_")}
     rest = {name: value for name, value in options.items() if name not in rounds and name not in outer}
     outers = {name.removeprefix("outer_"): value for name, value in outer.items()}
-    return {**rest, "rounds": Rounds(**rounds), "outer": OuterSGD(**outers)}
+    return {"rounds": Rounds(**rounds), "outer": OuterSGD(**outers), **rest}
 
 
 @contextlib.contextmanager

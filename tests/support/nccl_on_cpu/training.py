@@ -87,9 +87,9 @@ class Meeting(Session):
             return Group(world.words_of(ranks).member(rank), ranks)
 
         self.control = Group(world.words.member(rank), everyone)
-        self.group = group(everyone)
-        if not gpu:
-            self.group = self.group.channel("state")
+        #: As Gloo's, beside a GPU too.
+        self.host_group = Group(world.words_of(everyone).member(rank), everyone).channel("state")
+        self.group = group(everyone) if gpu else self.host_group
         parts: tuple[Group, ...] = ()
         if nodes:
             first, place = rank - rank % nodes, rank % nodes
