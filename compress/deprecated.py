@@ -1,4 +1,4 @@
-"""Old names of the plug-in interfaces: each works until the next release, and warns."""
+"""Former names: each works until the next release, and warns."""
 
 from __future__ import annotations
 
@@ -44,4 +44,16 @@ class _Alias:
 
 
 def _warn(cls: type, old: str, new: str) -> None:
-    warnings.warn(f"{cls.__name__}.{old} is now {new}: use that name", DeprecationWarning, stacklevel=3)
+    text = f"{cls.__name__}.{old} is called {new} now; the former name will go in the next release"
+    warnings.warn(text, DeprecationWarning, stacklevel=3)
+
+
+def former_property(name: str, now: str) -> Any:
+    """A property of this name that warns, and returns the attribute of the name that it has now."""
+
+    def former(owner: Any) -> Any:
+        _warn(type(owner), name, now)
+        return getattr(owner, now)
+
+    former.__doc__ = f"Former name of `{now}`."
+    return property(former)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .deprecated import former_property
+from ...compress.deprecated import former_property
 
 
 @dataclass

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ... import __version__
+from ...compress.deprecated import former_property
 from ...compress.feedback.store import FeedbackStore
 from ..comm import handshake
 from ..core.bucket import Bucket
 from ..core.checkpoint import Checkpoint, idle_names
 from ..core.dense_path import DensePath
-from ..core.deprecated import former_property
 from ..core.grad_scaler import LossScale, ScalerSync
 from ..core.optimizer_checks import check_optimizer, expect_optimizer
 from ..core.options import Exclude, Options, check_dtypes, excluded_names

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ... import __version__
+from ...compress.deprecated import former_property
 from ...compress.feedback.store import FeedbackStore
 from ..comm import handshake
 from ..comm.group import Group
 from ..comm.pipeline import Pipeline
 from ..core.announcement import Announcement, digest
 from ..core.autograd_end import AtEnd, raise_at_end, waited
-from ..core.deprecated import former_property
 from ..core.discarded import DiscardedMeans
 from ..core.grad_scaler import LossScale, ScalerSync
 from ..core.optimizer_checks import check_optimizer, expect_optimizer

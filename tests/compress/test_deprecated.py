@@ -24,22 +24,22 @@ def old_strategy() -> Any:
 
 
 def test_a_strategy_may_define_and_call_old_names() -> None:
-    with pytest.warns(DeprecationWarning, match="is now") as told:
+    with pytest.warns(DeprecationWarning, match="is called") as told:
         strategy = old_strategy()()
     assert [str(w.message) for w in told] == [
-        "Halved.vectors is now state_names: use that name",
-        "Halved.send_all is now flush: use that name",
+        "Halved.vectors is called state_names now; the former name will go in the next release",
+        "Halved.send_all is called flush now; the former name will go in the next release",
     ]
     assert strategy.state_names == (RESIDUAL, "seen")
     state = FeedbackState(strategy, {RESIDUAL: torch.tensor([1.0])})
-    with pytest.warns(DeprecationWarning, match=r"Halved.send_all is now flush"):
+    with pytest.warns(DeprecationWarning, match=r"Halved.send_all is called flush now"):
         assert state.flush(torch.tensor([3.0])).tolist() == [2.0]
-    with pytest.warns(DeprecationWarning, match=r"Residual.stored_as is now storage_dtype"):
+    with pytest.warns(DeprecationWarning, match=r"Residual.stored_as is called storage_dtype now"):
         assert Residual(dtype=torch.bfloat16).stored_as(RESIDUAL) == torch.bfloat16  # type: ignore[attr-defined]
 
 
 def test_a_codec_may_define_and_call_old_names() -> None:
-    with pytest.warns(DeprecationWarning, match=r"Coarse.of_means is now second_pass"):
+    with pytest.warns(DeprecationWarning, match=r"Coarse.of_means is called second_pass now"):
 
         @dataclass(frozen=True)
         class Coarse(OneBit):
@@ -47,9 +47,9 @@ def test_a_codec_may_define_and_call_old_names() -> None:
                 return TopK()
 
     assert Coarse().second_pass() == TopK()
-    with pytest.warns(DeprecationWarning, match=r"TopK.plain is now raw_entries"):
+    with pytest.warns(DeprecationWarning, match=r"TopK.plain is called raw_entries now"):
         assert TopK().plain == TopK().raw_entries  # type: ignore[attr-defined]
-    with pytest.warns(DeprecationWarning, match=r"TopK.timed_as is now speed_key"):
+    with pytest.warns(DeprecationWarning, match=r"TopK.timed_as is called speed_key now"):
         assert TopK().timed_as == TopK().speed_key  # type: ignore[attr-defined]
-    with pytest.warns(DeprecationWarning, match=r"OneBit.of_layout is now for_layout"):
+    with pytest.warns(DeprecationWarning, match=r"OneBit.of_layout is called for_layout now"):
         assert OneBit().of_layout(()) == OneBit()  # type: ignore[attr-defined]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from gradwire import CompressState, OneBit
-from gradwire.hooks.core.deprecated import former_property
+from gradwire.compress.deprecated import former_property
 
 
 class Now:
