@@ -1,6 +1,10 @@
 // OneBit: record = negative, positive (float32), then a sign bit for each element.
 #include "common.cuh"
 
+// Decoding waits for memory: a lane reads the records of so many ranks before it adds any, and registers are kept so few
+// that a multiprocessor holds so many blocks. Of all pairs that were tried on an H100 these took least.
+constexpr int THREADS = 256, AT_ONCE = 8, RESIDENT = 3;
+
 template <int ROWS, class T>
 __device__ void onebit_encode_block(const T* x, float* residual, u8* wire, i64 numel, int block, int sided, i64 b) {
     const Block<ROWS, T> a(x, residual, b * block, numel, block);
@@ -56,22 +60,40 @@ __device__ void onebit_encode(const T* x, float* residual, u8* wire, i64 numel, 
     });
 }
 
+// Rows first … first + ROWS - 1 of a block that begins at `start`; `record` is rank 0's. Of four rows a lane reads a word
+// of signs, and has its own eight from the lanes that they lie with.
 template <int ROWS, class T>
-__device__ void onebit_add_rows(const Target<T>& target, const u8* record, i64 pitch, int ranks, i64 start, int first) {
+__device__ void onebit_add_rows(const Target<T>& target, const u8* record, i64 pitch, int ranks, i64 start, int first,
+                                int& not_finite) {
     const int lane = threadIdx.x % WARP;
     const i64 at = start + first * ROW + lane * SLOTS;
     float sums[ROWS][SLOTS];
 #pragma unroll
     for (int row = 0; row < ROWS; ++row) target.begin(at + row * ROW, sums[row]);
-#pragma unroll 2
-    for (int rank = 0; rank < ranks; ++rank, record += pitch) {
-        const float negative = target.alpha * ((const float*)record)[0];
-        const float positive = target.alpha * ((const float*)record)[1];
+    for (int rank = 0; rank < ranks; rank += AT_ONCE, record += AT_ONCE * pitch) {
+        u32 signs[AT_ONCE];
 #pragma unroll
-        for (int row = 0; row < ROWS; ++row) {
-            const u32 signs = record[8 + (first + row) * WARP + lane];
+        for (int r = 0; r < AT_ONCE; ++r) {
+            const u8* const bytes = record + r * pitch + 8 + first * WARP;
+            signs[r] = rank + r >= ranks ? 0 : ROWS == 4 ? ((const u32*)bytes)[lane] : bytes[lane];
+        }
+        float negative = 0.0f, positive = 0.0f;  // of rank + lane
+        if (lane < AT_ONCE && rank + lane < ranks) {
+            const float* const levels = (const float*)(record + lane * pitch);
+            not_finite += first == 0 && !(is_finite(levels[0]) && is_finite(levels[1]));
+            negative = target.alpha * levels[0], positive = target.alpha * levels[1];
+        }
 #pragma unroll
-            for (int j = 0; j < SLOTS; ++j) sums[row][j] = sums[row][j] + (signs >> j & 1 ? negative : positive);
+        for (int r = 0; r < AT_ONCE; ++r) {
+            if (rank + r >= ranks) break;
+            const float minus = __shfl_sync(EVERYONE, negative, r), plus = __shfl_sync(EVERYONE, positive, r);
+#pragma unroll
+            for (int row = 0; row < ROWS; ++row) {
+                u32 mine = signs[r];
+                if (ROWS == 4) mine = __shfl_sync(EVERYONE, mine, row * (WARP / 4) + lane / 4) >> 8 * (lane % 4);
+#pragma unroll
+                for (int j = 0; j < SLOTS; ++j) sums[row][j] = sums[row][j] + (mine >> j & 1 ? minus : plus);
+            }
         }
     }
 #pragma unroll
@@ -80,18 +102,14 @@ __device__ void onebit_add_rows(const Target<T>& target, const u8* record, i64 p
 
 template <class T>
 __device__ void onebit_decode(const Target<T>& target, const u8* wires, i64 pitch, int ranks, int block, i64* status) {
-    const int lane = threadIdx.x % WARP;
     int not_finite = 0;
     each_block(target.numel, block, [&](i64 b) {
         const u8* const records = wires + b * (8 + block / 8);
-        for (int rank = lane; rank < ranks; rank += WARP) {
-            const float* levels = (const float*)(records + rank * pitch);
-            not_finite += !(is_finite(levels[0]) && is_finite(levels[1]));
-        }
-        // Four rows at a time where a block has them, so that a rank's levels are read once for all.
         int row = 0;
-        for (; row + 4 <= block / ROW; row += 4) onebit_add_rows<4>(target, records, pitch, ranks, b * block, row);
-        for (; row < block / ROW; ++row) onebit_add_rows<1>(target, records, pitch, ranks, b * block, row);
+        for (; row + 4 <= block / ROW; row += 4)
+            onebit_add_rows<4>(target, records, pitch, ranks, b * block, row, not_finite);
+        for (; row < block / ROW; ++row)
+            onebit_add_rows<1>(target, records, pitch, ranks, b * block, row, not_finite);
     });
     report(status, 0, not_finite);
 }
@@ -112,13 +130,15 @@ __global__ void onebit_encode_bf16(const Bfloat* x, float* residual, u8* wire, i
 }
 
 // out: numel elements. wires: one wire a rank, `pitch` bytes apart. See Target for alpha, add and scale.
-__global__ void onebit_decode_f32(float* out, i64 numel, float alpha, int add, float scale, const u8* wires, i64 pitch,
-                                  int ranks, int block, i64* status) {
+__global__ void __launch_bounds__(THREADS, RESIDENT)
+onebit_decode_f32(float* out, i64 numel, float alpha, int add, float scale, const u8* wires, i64 pitch, int ranks,
+                  int block, i64* status) {
     onebit_decode(Target<float>{out, numel, alpha, add, scale}, wires, pitch, ranks, block, status);
 }
 
-__global__ void onebit_decode_f16(Half* out, i64 numel, float alpha, int add, float scale, const u8* wires, i64 pitch,
-                                  int ranks, int block, i64* status) {
+__global__ void __launch_bounds__(THREADS, RESIDENT)
+onebit_decode_f16(Half* out, i64 numel, float alpha, int add, float scale, const u8* wires, i64 pitch, int ranks,
+                  int block, i64* status) {
     onebit_decode(Target<Half>{out, numel, alpha, add, scale}, wires, pitch, ranks, block, status);
 }
 

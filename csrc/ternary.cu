@@ -2,6 +2,10 @@
 // lane packs its own: byte 8 · lane + j of 1280 elements holds slot j of the lane's five rows, the first row lowest.
 #include "philox.cuh"
 
+// Decoding waits for memory: a lane reads the records of so many ranks before it adds any, and registers are kept so few
+// that a multiprocessor holds so many blocks. Of all pairs that were tried on an H100 these took least.
+constexpr int THREADS = 256, AT_ONCE = 2, RESIDENT = 3;
+
 constexpr int TRITS = 5, LLOYD_STEPS = 2;
 
 // Writes the trits of a block, and what they leave to the residual; `decide` says which elements are not zero.
@@ -158,34 +162,44 @@ __device__ void ternary_decode(const Target<T>& target, const u8* wires, i64 pit
     int skipped = 0, not_finite = 0;
     each_block(target.numel, block, [&](i64 b) {
         const u8* const records = wires + b * (4 + block / TRITS);
-        for (int rank = lane; rank < ranks; rank += WARP)
-            not_finite += !is_finite(*(const float*)(records + rank * pitch));
         for (int chunk = 0; chunk < block / (TRITS * ROW); ++chunk) {
             const i64 at = b * block + chunk * TRITS * ROW + lane * SLOTS;
             float sums[TRITS][SLOTS];
 #pragma unroll
             for (int row = 0; row < TRITS; ++row) target.begin(at + row * ROW, sums[row]);
             const u8* record = records;
-#pragma unroll 2
-            for (int rank = 0; rank < ranks; ++rank, record += pitch) {
-                const float value = target.alpha * (own * *(const float*)record);
-                const u32* const words = (const u32*)(record + 4 + chunk * ROW) + 2 * lane;
-                // Pair p has bytes 4 · (p / 2) + p % 2 and the one after the next.
-                u32 pairs[SLOTS / 2] = {words[0] & LOWER_BYTES, words[0] >> 8 & LOWER_BYTES,
-                                        words[1] & LOWER_BYTES, words[1] >> 8 & LOWER_BYTES};
-                u32 carries = 0;
+            for (int rank = 0; rank < ranks; rank += AT_ONCE, record += AT_ONCE * pitch) {
+                u32 words[AT_ONCE][2];
 #pragma unroll
-                for (int p = 0; p < SLOTS / 2; ++p) carries |= pairs[p] + (256 - 243) * 0x10001u;
-                if ((carries & CARRIES) != 0) skipped += drop_invalid(pairs);
+                for (int r = 0; r < AT_ONCE; ++r) {
+                    const u32* const mine = (const u32*)(record + r * pitch + 4 + chunk * ROW) + 2 * lane;
+                    words[r][0] = rank + r < ranks ? mine[0] : 0;
+                    words[r][1] = rank + r < ranks ? mine[1] : 0;
+                }
+                float scale = 0.0f;  // of rank + lane
+                if (lane < AT_ONCE && rank + lane < ranks) scale = *(const float*)(record + lane * pitch);
+                not_finite += chunk == 0 && !is_finite(scale);
 #pragma unroll
-                for (int row = 0; row < TRITS; ++row) {
+                for (int r = 0; r < AT_ONCE; ++r) {
+                    if (rank + r >= ranks) break;
+                    const float value = target.alpha * (own * __shfl_sync(EVERYONE, scale, r));
+                    // Pair p has bytes 4 · (p / 2) + p % 2 and the one after the next.
+                    u32 pairs[SLOTS / 2] = {words[r][0] & LOWER_BYTES, words[r][0] >> 8 & LOWER_BYTES,
+                                            words[r][1] & LOWER_BYTES, words[r][1] >> 8 & LOWER_BYTES};
+                    u32 carries = 0;
 #pragma unroll
-                    for (int p = 0; p < SLOTS / 2; ++p) {
-                        const u32 thirds = pairs[p] * 171 >> 9 & QUOTIENTS, trits = pairs[p] - 3 * thirds;
-                        float* const sum = sums[row] + p / 2 * 4 + p % 2;
-                        sum[0] = sum[0] + __shfl_sync(EVERYONE, value, trits, 4);
-                        sum[2] = sum[2] + __shfl_sync(EVERYONE, value, trits >> 16, 4);
-                        pairs[p] = thirds;
+                    for (int p = 0; p < SLOTS / 2; ++p) carries |= pairs[p] + (256 - 243) * 0x10001u;
+                    if ((carries & CARRIES) != 0) skipped += drop_invalid(pairs);
+#pragma unroll
+                    for (int row = 0; row < TRITS; ++row) {
+#pragma unroll
+                        for (int p = 0; p < SLOTS / 2; ++p) {
+                            const u32 thirds = pairs[p] * 171 >> 9 & QUOTIENTS, trits = pairs[p] - 3 * thirds;
+                            float* const sum = sums[row] + p / 2 * 4 + p % 2;
+                            sum[0] = sum[0] + __shfl_sync(EVERYONE, value, trits, 4);
+                            sum[2] = sum[2] + __shfl_sync(EVERYONE, value, trits >> 16, 4);
+                            pairs[p] = thirds;
+                        }
                     }
                 }
             }
@@ -227,13 +241,15 @@ __global__ void ternary_encode_bf16(const Bfloat* x, float* residual, u8* wire, 
     ternary_encode(x, residual, wire, numel, block);
 }
 
-__global__ void ternary_decode_f32(float* out, i64 numel, float alpha, int add, float scale, const u8* wires,
-                                    i64 pitch, int ranks, int block, i64* status) {
+__global__ void __launch_bounds__(THREADS, RESIDENT)
+ternary_decode_f32(float* out, i64 numel, float alpha, int add, float scale, const u8* wires, i64 pitch, int ranks,
+                   int block, i64* status) {
     ternary_decode(Target<float>{out, numel, alpha, add, scale}, wires, pitch, ranks, block, status);
 }
 
-__global__ void ternary_decode_f16(Half* out, i64 numel, float alpha, int add, float scale, const u8* wires,
-                                    i64 pitch, int ranks, int block, i64* status) {
+__global__ void __launch_bounds__(THREADS, RESIDENT)
+ternary_decode_f16(Half* out, i64 numel, float alpha, int add, float scale, const u8* wires, i64 pitch, int ranks,
+                   int block, i64* status) {
     ternary_decode(Target<Half>{out, numel, alpha, add, scale}, wires, pitch, ranks, block, status);
 }
 

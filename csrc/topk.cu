@@ -20,6 +20,7 @@
 constexpr int THREADS = 256, TILE = THREADS * SLOTS;
 constexpr int DIGITS = 3, BINS = 2048;
 constexpr int BATCH = 4;  // loads that wait for memory together
+constexpr int SHARE = 4 * BATCH * THREADS;  // candidates of a block that counts digits: each share costs the others a wait
 
 // What a workspace holds; all int32. `threshold` lives from call to call, `found` is zero between them, and `collect`
 // clears what comes from `turns` on.
@@ -27,6 +28,7 @@ struct State {
     u32 found;      // candidates, stored or not
     u32 threshold;  // keys from here on are candidates
     u32 dense;      // whether `write` looks at every element
+    u32 prefix, left, all;  // what `digits` has found: see Kth
     u32 turns[2];   // the next share of `digits`, and of `write`
     u32 done[DIGITS];
     u32 histogram[2 * BINS];  // of the digits, one after the other
@@ -151,6 +153,10 @@ struct Kth {
 
     __device__ explicit Kth(int k) : digits(0), prefix(0), left((u32)k), all(0) {}
 
+    // As `digits` has left it.
+    __device__ explicit Kth(const State* state)
+        : digits(DIGITS), prefix(state->prefix), left(state->left), all(state->all) {}
+
     // One digit more. Every thread of the block must call it.
     __device__ void learn(State* state, u32 (&warps)[WARP]) {
         __shared__ u32 found[2];
@@ -207,8 +213,8 @@ __device__ void count_digit(const Source<T>& source, i64 begin, i64 end, const K
 template <class T>
 __device__ void digits(const Source<T>& source, State* state, int k) {
     __shared__ u32 warps[WARP];
-    const u32 shares = gridDim.x;
     const i64 items = source.dense ? source.numel : (i64)state->found;
+    const u32 shares = source.dense ? gridDim.x : (u32)min((i64)gridDim.x, items / SHARE + 1);
     Kth kth(k);
     for (u32 turn = take(&state->turns[0]); turn < DIGITS * shares; turn = take(&state->turns[0])) {
         const u32 digit = turn / shares;
@@ -220,6 +226,11 @@ __device__ void digits(const Source<T>& source, State* state, int k) {
         if (begin < end && kth.left > 0) count_digit(source, begin, end, kth, state);
         if (turn == 0 && threadIdx.x == 0) state->dense = source.dense;
         finish(&state->done[digit]);
+        if (turn == DIGITS * shares - 1) {
+            wait_for(&state->done[digit], shares);
+            kth.learn(state, warps);
+            if (threadIdx.x == 0) state->prefix = kth.prefix, state->left = kth.left, state->all = kth.all;
+        }
     }
 }
 
@@ -319,8 +330,7 @@ __device__ void write(const Source<T>& source, float* residual, State* state, in
                       u32* indices, float* values) {
     __shared__ u32 warps[WARP];
     __shared__ u64 pairs[WARP];
-    Kth kth(k);
-    while (kth.digits < DIGITS) kth.learn(state, warps);
+    const Kth kth(state);
     const u32 selected = kth.selected(k), shares = (u32)((source.numel + (i64)each * TILE - 1) / ((i64)each * TILE));
     if (source.not_finite == nullptr) residual = nullptr;
     for (u32 share = take(&state->turns[1]); share < shares; share = take(&state->turns[1])) {

@@ -107,7 +107,8 @@ class Kernel:
 
 #: 16 bytes at a time is the aligned path; Philox, where there are draws, multiplies; not the slow division.
 WIDE = ((r"LDG\.E(?:\.\w+)*\.128", 100.0), (r"STG\.E(?:\.\w+)*\.128", 100.0), (r"IMAD\.HI|IMAD\.WIDE", 0.5))
-WRITES = ((r"STG\.E(?:\.\w+)*\.128", 100.0), (r"LDG\.E(?:\.\w+)*\.128", -100.0))
+#: Of as many ranks as are read at once: who has fewer leaves earlier.
+WRITES = ((r"STG\.E(?:\.\w+)*\.128", 100.0), (r"LDG\.E(?:\.\w+)*\.128", -100.0), (r"FADD", 1.0))
 #: Of TopK of 1 %: candidates an element.
 CANDIDATES = 0.013
 COLLECT = Kernel("topk.cu", "topk_collect_f32", 8, 12 + 8 / 2048 + CANDIDATES * 8, wanted=WIDE)
@@ -117,7 +118,7 @@ KERNELS = (
     Kernel("ternary.cu", "terngrad_encode_f32", 40, 12 + 260 / 1280, wanted=WIDE),
     COLLECT,
     Kernel("onebit.cu", "onebit_decode_f32", 32, 4 + RANKS * 136 / 1024, at_once=32, wanted=WRITES),
-    Kernel("qsgd.cu", "qsgd_decode_f32", 16, 4 + RANKS * 260 / 512, at_once=8, wanted=WRITES),
+    Kernel("qsgd.cu", "qsgd_decode_f32", 16, 4 + RANKS * 260 / 512, at_once=16, wanted=WRITES),
     Kernel("ternary.cu", "ternary_decode_f32", 40, 4 + RANKS * 260 / 1280, at_once=40, wanted=WRITES),
 )
 

@@ -90,7 +90,8 @@ def kernels(codec: Codec, device: torch.device, numel: int, ranks: int, repeats:
     times: dict[str, list[float]] = {name: [] for name in operations}
     settling = min(20, repeats)  # top-k's residual, and the clocks
     for turn in range(settling + repeats):
-        grad = gradients[turn % 2]
+        # Random anew, as those of batches are: two in turns would add up in the residual without end.
+        grad = gradients[turn % 2].normal_()
         pending = {name: timed(device, partial(operation, grad)) for name, operation in operations.items()}
         accumulated.zero_()
         if turn >= settling:

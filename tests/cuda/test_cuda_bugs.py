@@ -354,7 +354,7 @@ BUGS = (
         WAITS_AND_COUNTS,
         WAITS_AND_COUNTS.replace("            wait_for(&state->done[kth.digits], shares);\n", "") + LATE,
         TopK(),
-        f"{DIFFERS}|undefined",
+        f"{DIFFERS}|undefined|out-of-bounds",
         SEVERAL,
     ),
     Bug(

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from gradwire import QSGD, ChunkedTopK, Codec, CompressState, OneBit, PowerSGD, TernGrad, TopK, compress_hook
 from gradwire.compress import new_draw
-from gradwire.hooks.exchanges import possible
+from gradwire.hooks.auto import planner
+from gradwire.hooks.exchanges import possible, serving
 from ranks import Pool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -47,8 +48,14 @@ def gradients_of(
     backend: str | None = None,
     busy: bool = False,
     steps: int = 6,
+    inline: bool = False,
 ) -> list[Tensor]:
-    """What the hook leaves in every parameter's gradient, over some steps."""
+    """What the hook leaves in every parameter's gradient, over some steps. `inline`: by the exchanges for which the
+    host does not wait, as over NCCL, whatever carries them."""
+    if inline:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(planner, "serving", lambda name, _: serving(name, True))
+            return gradients_of(rank, codec, exchange, device, backend, busy, steps)
     group = None if backend is None else dist.new_group(backend=backend)
     ddp = DistributedDataParallel(Fixed().to(device), bucket_cap_mb=0.01, process_group=group)
     state = CompressState(ddp, codec, exchange=exchange, fallback=None)

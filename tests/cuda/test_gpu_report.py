@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_on_cpu import KERNEL
 from emulated import CSRC, EmulatedDevice, emulated_gpu
 from gradwire.benchmarks import cli
 from gradwire.benchmarks.common import report
@@ -330,4 +331,4 @@ def test_every_kernel_is_run_once_for_the_sanitizer() -> None:
         for family in (*paths.FAMILIES, paths.ENTRIES):
             paths.once(family, torch.device("cpu"), numel=5001)
     sources = [path.read_text("utf-8") for path in CSRC.glob("*.cu")]
-    assert set(device.launches) == {name for text in sources for name in re.findall(r"__global__ void (\w+)\(", text)}
+    assert set(device.launches) == {name for text in sources for name in re.findall(KERNEL, text)}

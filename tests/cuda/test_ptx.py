@@ -14,7 +14,7 @@ import emulated
 import numpy as np
 import pytest
 import torch
-from cuda_on_cpu import EmulationError, Module
+from cuda_on_cpu import KERNEL, EmulationError, Module
 from cuda_on_cpu.ptx import OPTIONS, PtxError, translate
 from emulated import EmulatedDevice, emulated_gpu
 from gradwire.compress import CODECS, QSGD, Codec, OneBit, TernGrad, Threshold, TopK
@@ -52,8 +52,7 @@ def test_every_instruction_is_understood(file: str, every: bool) -> None:
     source = (CSRC / file).read_text("utf-8")
     for architecture in distinct([file]) if every else (ARCHITECTURES[0], ARCHITECTURES[-1]):
         code = translate(build(file, architecture).ptx, source)
-        kernels = re.findall(r"__global__ void (\w+)\(", source)
-        assert re.findall(r"__global__ void (\w+)\(", code) == kernels
+        assert re.findall(KERNEL, code) == re.findall(KERNEL, source)
 
 
 @pytest.mark.parametrize("codec", [c for c in CODECS if not isinstance(c, Threshold)], ids=str)

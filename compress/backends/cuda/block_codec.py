@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import Kernels, Workspace, kernel_cache
 from ..sparse import whole_rows
-from .runtime.device import SUFFIXES, THREADS, Function, device_for
+from .runtime.device import SUFFIXES, THREADS, Argument, Function, device_for
 
 WARPS = THREADS // 32
 #: Arguments of a kernel that are no tensors.
@@ -107,13 +107,13 @@ class ReadyLaunch:
     """A launch of which all is known but the tensors: what a workspace keeps of a call that comes again.
 
     Attributes:
-        first, last: arguments among the tensors.
+        first, last: arguments among the tensors; tensors of the workspace too.
     """
 
     codec: Any
     function: Function
     grid: int
-    first: Numbers
+    first: tuple[Argument, ...]
     last: Numbers = ()
 
     def decode(self, wires: Tensor, out: Tensor, workspace: Workspace) -> None:

@@ -15,7 +15,7 @@ anything about speed.
 
 from __future__ import annotations
 
-from .compiler import EmulationError
+from .compiler import KERNEL, EmulationError
 from .launcher import Kernel, Module
 
-__all__ = ["EmulationError", "Kernel", "Module"]
+__all__ = ["KERNEL", "EmulationError", "Kernel", "Module"]

@@ -53,6 +53,11 @@ class EmulationError(RuntimeError):
     """A kernel that does not compile, a launch that CUDA would refuse, or a mistake that the checked build found."""
 
 
+_BOUNDS = r"(?:__launch_bounds__\s*\([^)]*\)\s*)?"
+#: Where a kernel begins in its source; its name.
+KERNEL = rf"__global__\s+(?:void\s+)?{_BOUNDS}(?:void\s+)?(\w+)\s*\("
+
+
 def compile_module(
     path: str | Path | None, code: str | None, *, check: bool, include: Sequence[str | Path], options: Sequence[str]
 ) -> tuple[Path, list[str]]:
@@ -83,8 +88,7 @@ def translate(text: str, name: str) -> tuple[str, list[str]]:
         text,
     )
     without_comments = re.sub(r"//[^\n]*|/\*.*?\*/", " ", text, flags=re.DOTALL)
-    bounds = r"(?:__launch_bounds__\s*\([^)]*\)\s*)?"
-    kernels = re.findall(rf"__global__\s+(?:void\s+)?{bounds}(?:void\s+)?(\w+)\s*\(", without_comments)
+    kernels = re.findall(KERNEL, without_comments)
     exports = "".join(f"EMULATOR_KERNEL({kernel})\n" for kernel in kernels)
     # An unnamed namespace keeps g++'s warnings about what nobody outside could call.
     source = f'#include "cuda_on_cpu.h"\nnamespace {{\n#line 1 "{name}"\n{text}\n}}\n#line 1 "exports"\n{exports}'

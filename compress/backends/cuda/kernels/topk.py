@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ... import Workspace, kernel_cache
 from ...sparse import SparseKernels, whole_rows
+from ..block_codec import ReadyLaunch
 from ..entries import Entries
 from ..runtime.device import SUFFIXES, THREADS, Device, device_for, grid_for
 
@@ -18,8 +19,8 @@ FILE, SELECTING = "topk_decode.cu", "topk.cu"
 WARP = 32
 #: Elements that a block of threads takes at once.
 TILE = 2048
-#: `State` of the kernels: eight words, and a histogram for each of three digits.
-STATE_WORDS = 8 + 4096
+#: `State` of the kernels: eleven words, and a histogram for each of three digits.
+STATE_WORDS = 11 + 4096
 
 
 def tiles_of(numel: int) -> int:
@@ -27,8 +28,9 @@ def tiles_of(numel: int) -> int:
 
 
 def capacity_of(numel: int, k: int) -> int:
-    """Room for candidates: the prediction aims at 1.3 k."""
-    return min(4 * k, numel) + TILE
+    """Room for candidates. The prediction aims at 1.3 k, and finds many times as many while gradients add up in the
+    residual; a pass over all elements costs more than they do."""
+    return min(max(4 * k, numel // 32), numel) + TILE
 
 
 class TopK(SparseKernels):
@@ -78,21 +80,34 @@ class TopK(SparseKernels):
         update: bool,
     ) -> None:
         """`encode_raw`; unless `update`, the residual is only read."""
+        key = "choose", x.dtype, update
+        ready: tuple[ReadyLaunch, ...] | None = workspace.buffers.get(key)
+        if ready is None or ready[0].codec is not codec:
+            ready = workspace.buffers[key] = self._choosing(codec, x, workspace, update)
+        collect, digits, write = ready
+        for launch in (collect, digits):
+            launch.function(launch.grid, THREADS, (x, residual, *launch.first))
+        write.function(write.grid, THREADS, (x, residual, *write.first, row, values))
+
+    @staticmethod
+    def _choosing(codec: Any, x: Tensor, workspace: Workspace, update: bool) -> tuple[ReadyLaunch, ...]:
+        """The three launches, for gradients like x."""
         numel, room, device = x.numel(), workspace.buffers, device_for(x.device)
         tiles, k = tiles_of(numel), np.int32(codec.k(numel))
         collect, digits, write = (f"topk_{name}_{SUFFIXES[x.dtype]}" for name in ("collect", "digits", "write"))
-        source = x, residual, np.int64(numel), room["state"], room["index"], room["value"]
+        source = np.int64(numel), room["state"], room["index"], room["value"]
         marks = room["tiles"], room["not_finite"] if update else None
         capacity, counts = np.int32(len(room["index"])), room["counts"]
         # In these two blocks depend on one another: more than there is room for would wait to no purpose.
         counting, writing = device.wave(SELECTING, digits), device.wave(SELECTING, write)
         each = min(-(-tiles // writing), THREADS)
         shares = -(-tiles // each)
-
-        device.launch(SELECTING, collect, tiles, (*source, capacity, *marks, counts, np.int32(shares)))
-        device.function(SELECTING, digits)(min(tiles, counting), THREADS, (*source, capacity, *marks, k))
-        arguments = *source, *marks, k, counts, np.int32(each), row, values
-        device.function(SELECTING, write)(min(shares, writing), THREADS, arguments)
+        launches = (
+            (collect, device.grid(SELECTING, collect, tiles), (*source, capacity, *marks, counts, np.int32(shares))),
+            (digits, min(tiles, counting), (*source, capacity, *marks, k)),
+            (write, min(shares, writing), (*source, *marks, k, counts, np.int32(each))),
+        )
+        return tuple(ReadyLaunch(codec, device.function(SELECTING, name), *rest) for name, *rest in launches)
 
     def add_raw(self, codec: Any, row: Tensor, values: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
         k = codec.k(out.numel())

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from ..compiler import KERNEL
 from .forms import FORMS
 from .text import CTYPES, Array, Instruction, Kernel, Mark, PtxError, parse
 
@@ -76,11 +77,11 @@ class _Writer:
     def _parameters(self, source: str) -> list[tuple[str, str]]:
         """(C++ type, name) of each, from the source, and as wide as the PTX says."""
         name, widths = self.kernel.name, self.kernel.parameters
-        found = re.search(rf"__global__ void {name}\(([^)]*)\)", source)
-        if found is None:
+        begun = next((found for found in re.finditer(KERNEL, source) if found[1] == name), None)
+        if begun is None:
             raise PtxError(f"the source has no kernel {name}")
         parameters = []
-        for declared in found[1].split(","):
+        for declared in source[begun.end() : source.index(")", begun.end())].split(","):
             ctype, at = re.fullmatch(r"\s*(.*?)\s*(\w+)\s*", declared, re.DOTALL).groups()  # type: ignore[union-attr]
             if ctype.endswith("*"):
                 ctype = "const void*" if ctype.startswith("const ") else "void*"
