@@ -97,7 +97,7 @@ def timed(name: str, device: torch.device, options: Namespace) -> dict[str, Any]
 
 
 def stepped(name: str, device: torch.device, options: Namespace) -> dict[str, Any]:
-    return speed.step(speed.arms()[name], device, options.width, steps=options.steps)
+    return speed.step(name, device, options.width, options.steps)
 
 
 WORK: dict[str, Callable[[str, torch.device, Namespace], dict[str, Any]]] = {

@@ -146,12 +146,50 @@ def deepspeed_chain(codec: Codec, like: Tensor) -> Callable[[Tensor], object] | 
     return chain
 
 
+class Transformer(nn.Module):
+    """A causal language model in bfloat16; of `width` 1024 it has 353 M parameters, as GPT-2 medium."""
+
+    def __init__(self, width: int, layers: int = 24, words: int = 50_257) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, width)
+        heads, wide = max(1, width // 64), 4 * width
+        options: Any = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(width, heads, wide, **options) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.bfloat16()
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embedding(words)
+        mask = nn.Transformer.generate_square_subsequent_mask(words.shape[1], words.device, x.dtype)
+        for layer in self.layers:
+            x = layer(x, src_mask=mask, is_causal=True)
+        x = nn.functional.linear(self.norm(x), self.embedding.weight)
+        return nn.functional.cross_entropy(x.flatten(0, 1).float(), words.roll(-1, 1).flatten())
+
+
+class Layers(nn.Module):
+    """Square layers of float32."""
+
+    def __init__(self, width: int, layers: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+#: Before the names of arms that train it.
+TRANSFORMER = "transformer"
+
+
 def arms() -> dict[str, Arm]:
-    """Whose steps are timed: DDP by itself, and every codec."""
-    return {"ddp": ARMS[DENSE]} | {label(codec): Arm(label(codec), codec=codec) for codec in CODECS}
+    """Whose steps are timed: DDP by itself, and every codec; some on a transformer too, and those first."""
+    every = {"ddp": ARMS[DENSE]} | {label(codec): Arm(label(codec), codec=codec) for codec in CODECS}
+    some = ("ddp", *map(label, (OneBit(), QSGD(bits=4), TernGrad(), TopK(0.01))))
+    return {f"{TRANSFORMER} {name}": every[name] for name in some} | every
 
 
-def step(arm: Arm, device: torch.device, width: int, layers: int = 8, steps: int = 30) -> dict[str, Any]:
+def step(name: str, device: torch.device, width: int, steps: int = 30) -> dict[str, Any]:
     """A step on one rank over NCCL: what compressing costs beside backward, without a network."""
     with contextlib.ExitStack() as stack:
         if not dist.is_initialized():
@@ -159,22 +197,26 @@ def step(arm: Arm, device: torch.device, width: int, layers: int = 8, steps: int
             store = dist.HashStore()
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timedelta(seconds=60))
             stack.callback(dist.destroy_process_group)
-        return step_seconds(arm, device, width, layers, steps)
+        torch.manual_seed(0)
+        if name.startswith(TRANSFORMER):
+            words = 50_257 if device.type == "cuda" else 100
+            model: nn.Module = Transformer(width // 4, 24 if device.type == "cuda" else 1, words)
+            inputs = torch.randint(words, (8, min(width // 4, 1024)), device=device)
+        else:
+            model, inputs = Layers(width), torch.randn(256, width, device=device)
+        return step_seconds(arms()[name], model.to(device), inputs, steps)
 
 
-def step_seconds(arm: Arm, device: torch.device, width: int, layers: int, steps: int) -> dict[str, Any]:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))).to(device)
+def step_seconds(arm: Arm, model: nn.Module, inputs: Tensor, steps: int) -> dict[str, Any]:
     installed = arm.install(model, exchange="gather")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    inputs = torch.randn(256, width, device=device)
 
     def one() -> None:
-        installed.model(inputs).square().mean().backward()
+        installed.model(inputs).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
 
-    pending = [timed(device, one) for _ in range(steps)]
+    pending = [timed(inputs.device, one) for _ in range(steps)]
     seconds = [spent() for spent in pending][steps // 3 :]
     finite = all(bool(p.isfinite().all()) for p in model.parameters())
     sends = installed.sends()
@@ -186,4 +228,5 @@ def step_seconds(arm: Arm, device: torch.device, width: int, layers: int, steps:
         "quartiles_s": report.quartiles(seconds),
         "finite": finite,
         "sends": sends,
+        "parameters": sum(p.numel() for p in model.parameters()),
     }
