@@ -50,6 +50,15 @@ struct Rest {
 
 extern "C" {
 
+// out[places] += values, where those are finite. Where a place comes twice, all values but one are -0.0, which changes
+// nothing and is left out: so nobody else is there, and no atomic is needed, which would take subnormal numbers for zeros.
+__global__ void entries_add(float* out, const i64* places, const float* values, i64 k) {
+    for (i64 i = first_thread(); i < k; i += all_threads()) {
+        const float v = values[i];
+        if (is_finite(v) && __float_as_uint(v) != 0x80000000u) out[places[i]] = out[places[i]] + v;
+    }
+}
+
 // A thread for each word of the wire.
 __global__ void entries_pack_indices(const u32* indices, i64 k, const u32* count, i64 base, int low_bits,
                                      i64 upper_words, i64 low_words, u8* wire) {

@@ -114,6 +114,7 @@ def once_sparse(device: torch.device, numel: int) -> int:
     listed, total = (count, indices.to(device), values[:k]), torch.zeros(numel + 1).to(device)
     union.take(listed, rest, numel, values[:1], total, out)
     union.deliver(total, 2, out, values[:1].clone(), (count, k), counted)
+    entries.add(rest, listed[1], values[:k])
     packed = torch.zeros(index_layout(numel, numel).nbytes, dtype=torch.uint8).to(device)
     entries.pack_indices(union.indices, union.size, 0, numel, packed)
     entries.unpack_indices(packed[None], 0, numel, union.size, union.indices[None])

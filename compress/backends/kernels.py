@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .low_precision import LowPrecisionVector
+from .places import add_at
 
 
 @dataclass
@@ -244,5 +245,9 @@ class MomentumKernels:
             at, stays = at.masked_fill(unused, 0), stays | unused
         before = momentum[at]
         # Added, so that what is not used changes nothing, wherever it points: not even the sign of a zero.
-        momentum.index_add_(0, at, (-before).masked_fill_(stays, -0.0))
+        self.add(momentum, at, (-before).masked_fill_(stays, -0.0))
         return before
+
+    def add(self, momentum: Tensor, places: Tensor, values: Tensor) -> None:
+        """`EntryKernels.add`."""
+        add_at(momentum, places, values)

@@ -22,8 +22,9 @@ def is_among(indices: Tensor, ascending: Tensor) -> Tensor:
 
 
 def add_at(residual: Tensor | None, places: Tensor, values: Tensor) -> None:
-    """residual[places] += values, where those are finite. Where a place comes twice, all values but one are -0.0."""
-    if residual is not None:
+    """residual[places] += values, where those are finite. Where a place comes twice, all values but one are -0.0. On a
+    GPU `EntryKernels.add`, as atomics there take subnormal numbers for zeros."""
+    if residual is not None and len(values):
         residual.index_add_(0, places.long(), torch.where(values.isfinite(), values, -0.0))
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..formats.entries import index_bytes, value_bytes
 from .kernels import Kernels, Workspace, divide, parts_of
 from .partition import Dealer, Partition
+from .places import add_at
 from .union import Union
 
 
@@ -60,6 +61,11 @@ class EntryKernels(ABC):
     def dealer(self, partition: Partition, k: int, share: int, codec: Any, sent: tuple[Tensor, Tensor]) -> Dealer:
         """Make a `Dealer`, which sends entries to owners."""
         return Dealer(self, partition, k, share, codec, sent)
+
+    def add(self, out: Tensor, places: Tensor, values: Tensor) -> None:
+        """out[places] += values, where those are finite: float32 [numel], int32 or int64 [k], and float32 [k]. Where a
+        place comes twice, all values but one are -0.0."""
+        add_at(out, places, values)
 
     @abstractmethod
     def pack_indices(self, indices: Tensor, count: Tensor | None, base: int, numel: int, wire: Tensor) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..backends import LowPrecisionVector, Workspace, entries_for
-from ..backends.places import add_at, is_among, used_places
+from ..backends.places import is_among, used_places
 from ..backends.sparse import EntryKernels
 from ..codec import Codec
 from ..deprecated import Renamed
@@ -244,7 +244,7 @@ class FeedbackState:
             values += rest if used is None else rest.masked_fill(~used, -0.0)
             stays = ~values.isfinite() if used is None else ~(values.isfinite() & used)
             # Added, so that what is not used changes nothing, wherever it points: not even the sign of a zero.
-            residual.index_add_(0, at, (-rest).masked_fill_(stays, -0.0))
+            self.entries(residual).add(residual, at, (-rest).masked_fill_(stays, -0.0))
             self.strategy.on_extra_sent(self, indices, values, count)
 
     def restore(self, indices: Tensor, values: Tensor) -> None:
@@ -254,7 +254,14 @@ class FeedbackState:
             indices: int32 or int64; where one comes twice, all values but one are -0.0.
         """
         with self.open() as residual:
-            add_at(residual, indices, values)
+            if residual is not None:
+                self.entries(residual).add(residual, indices, values)
+
+    def entries(self, residual: Tensor) -> EntryKernels:
+        """What adds entries to the residual."""
+        if self._entries is None:
+            self._entries = entries_for(residual.device)
+        return self._entries
 
     def restore_unless(self, indices: Tensor, values: Tensor, delivered: Tensor) -> None:
         """Of whole elements that were to be sent, those that are not among `delivered` have not been.
@@ -266,9 +273,7 @@ class FeedbackState:
         with self.open() as residual:
             if residual is None:
                 return
-            if self._entries is None:
-                self._entries = entries_for(residual.device)
-            self._entries.put_back((indices, values), delivered, residual)
+            self.entries(residual).put_back((indices, values), delivered, residual)
             if self.masked_momentum is not None:
                 self.on_unsent(indices, values.isfinite() & ~is_among(indices, delivered))
 

@@ -108,7 +108,7 @@ class Momentum(Feedback):
             if kept.masked_momentum.is_cuda:  # made on the stream that encodes
                 kept.masked_momentum.record_stream(torch.cuda.current_stream(kept.masked_momentum.device))
             before = torch.where(later, kept.masked_momentum[: len(indices)], -0.0)
-            kept[MOMENTUM].index_add_(0, indices.long(), before)
+            backend_for(before.device).entries.add(kept[MOMENTUM], indices, before)
             kept.masked_momentum = None
 
     def on_discarded(self, kept: FeedbackState, slot: Slot, mean: Tensor, gradient: Tensor | None) -> None:

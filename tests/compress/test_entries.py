@@ -414,3 +414,23 @@ def test_a_negative_count_of_indices_is_refused(count: int) -> None:
     """Exchanges lay out as many as other ranks say they have sent."""
     with pytest.raises(ValueError, match=f"{count} indices have no layout"):
         index_layout(1000, count)
+
+
+@every_backend
+@quick
+@given(k=st.integers(0, 3000), seed=st.integers(0, 1 << 30), kind=st.sampled_from(list(KINDS)))
+def test_entries_are_added_to_the_last_bit(backend: str, k: int, seed: int, kind: str) -> None:
+    """Subnormal numbers too, for which atomics of a GPU take zeros; places that come again with -0.0 change nothing."""
+    entries, device = entries_of(backend)
+    generator = torch.Generator().manual_seed(seed)
+    numel = 2 * k + 1
+    places = torch.randperm(numel, generator=generator)[:k]
+    values, out = gradient(kind, k, seed), gradient(kind, numel, seed + 1)
+    expected = out.clone()
+    expected[places] += torch.where(values.isfinite(), values, -0.0)
+    again = torch.randint(numel, (k,), generator=generator)
+    found, places = out.to(device), torch.cat([places, again])
+    values = torch.cat([values, torch.full((k,), -0.0)])
+    shuffled = torch.randperm(2 * k, generator=generator)
+    entries.add(found, places[shuffled].to(device), values[shuffled].to(device))
+    assert same(found.cpu(), expected)

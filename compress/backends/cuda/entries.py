@@ -37,6 +37,11 @@ class Entries(EntryKernels):
     def dealer(self, partition: Partition, k: int, share: int, codec: Any, sent: tuple[Tensor, Tensor]) -> Dealer:
         return Dealer(self, partition, k, share, codec, sent)
 
+    def add(self, out: Tensor, places: Tensor, values: Tensor) -> None:
+        device = device_for(out.device)
+        arguments = out, places.long(), values, np.int64(len(values))
+        device.function(FILE, "entries_add")(grid_for(max(1, len(values)), device), THREADS, arguments)
+
     def pack_indices(self, indices: Tensor, count: Tensor | None, base: int, numel: int, wire: Tensor) -> None:
         k, device = len(indices), device_for(indices.device)
         layout = index_layout(numel, k)

@@ -6,6 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from ..kernels import MomentumKernels, TrackingKernels
+from .entries import Entries
 from .runtime.device import SUFFIXES, launch_rows
 
 FILE = "momentum.cu"
@@ -28,3 +29,6 @@ class Momentum(MomentumKernels):
     def enter(self, grad: Tensor, momentum: Tensor, beta: float, nesterov: bool, out: Tensor) -> None:
         name = f"momentum_enter_{SUFFIXES[grad.dtype]}"
         launch_rows(FILE, name, grad, momentum, out, np.float32(beta), np.int32(nesterov))
+
+    def add(self, momentum: Tensor, places: Tensor, values: Tensor) -> None:
+        Entries().add(momentum, places, values)

@@ -29,7 +29,7 @@ class Threshold(TopK):
         slots = torch.arange(k, device=x.device)
         used, low = slots < row[:1], values.abs() <= codec.threshold
         if residual is not None:  # which they had left; of what is not used the values are zero
-            residual.index_add_(0, torch.where(used, indices, slots), torch.where(used & low, values, -0.0))
+            self.entries.add(residual, torch.where(used, indices, slots), torch.where(used & low, values, -0.0))
         kept = used & ~low
         place = torch.where(kept, kept.cumsum(0) - 1, k)  # one more, for what is not kept
         for listed in (indices, values):
