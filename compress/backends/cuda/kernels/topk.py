@@ -13,7 +13,7 @@ from ... import Workspace, kernel_cache
 from ...sparse import SparseKernels, whole_rows
 from ..block_codec import ReadyLaunch
 from ..entries import Entries
-from ..runtime.device import SUFFIXES, THREADS, Device, device_for, grid_for
+from ..runtime.device import SUFFIXES, THREADS, Argument, Device, device_for, grid_for
 
 FILE, SELECTING = "topk_decode.cu", "topk.cu"
 WARP = 32
@@ -102,12 +102,14 @@ class TopK(SparseKernels):
         counting, writing = device.wave(SELECTING, digits), device.wave(SELECTING, write)
         each = min(-(-tiles // writing), THREADS)
         shares = -(-tiles // each)
-        launches = (
+        launches: tuple[tuple[str, int, tuple[Argument, ...]], ...] = (
             (collect, device.grid(SELECTING, collect, tiles), (*source, capacity, *marks, counts, np.int32(shares))),
             (digits, min(tiles, counting), (*source, capacity, *marks, k)),
             (write, min(shares, writing), (*source, *marks, k, counts, np.int32(each))),
         )
-        return tuple(ReadyLaunch(codec, device.function(SELECTING, name), *rest) for name, *rest in launches)
+        return tuple(
+            ReadyLaunch(codec, device.function(SELECTING, name), grid, first) for name, grid, first in launches
+        )
 
     def add_raw(self, codec: Any, row: Tensor, values: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
         k = codec.k(out.numel())
