@@ -127,6 +127,10 @@ class Group(PointToPoint):
             )
         return not ordered
 
+    def launches(self, device: torch.device) -> bool:
+        """True if collectives on tensors of `device` are launched, as NCCL's, and the thread goes on."""
+        return not self.blocks(self._group, device)
+
     def follow_timeout(self, other: dist.ProcessGroup) -> None:
         """Take over the timeout of `other`."""
         timeout = timeout_of(other)

@@ -327,7 +327,7 @@ def test_fsdp(shared: Shared, replicas: int) -> None:
     assert max(off) < 1e-5
 
 
-def by_horovod(rank: int) -> Any:
+def by_horovod(rank: int, codec: Codec = OneBit(), exchange: str = "auto") -> Any:  # noqa: B008 - codecs are values
     import gradwire.hooks.horovod as hvd
 
     hvd.init()
@@ -341,7 +341,7 @@ def by_horovod(rank: int) -> Any:
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
         named_parameters=model.named_parameters(),
-        compression=hvd.Compression.onebit(),
+        compression=hvd.Compression.codec(codec, exchange=exchange),
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
@@ -353,8 +353,13 @@ def by_horovod(rank: int) -> Any:
     return digest(model.parameters())
 
 
-def test_horovod(shared: Shared) -> None:
-    alike(shared.run(by_horovod))
+@pytest.mark.parametrize(
+    ("codec", "exchange"),
+    [(OneBit(), "auto"), *(pytest.param(TopK(0.05), name, marks=SLOW) for name in ("split", "union"))],
+    ids=named,
+)
+def test_horovod(shared: Shared, codec: Codec, exchange: str) -> None:
+    alike(shared.run(by_horovod, codec, exchange))
 
 
 # -- faults that are found ---------------------------------------------------------------------------------------------

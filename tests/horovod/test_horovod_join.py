@@ -15,6 +15,8 @@ import gradwire.hooks.horovod as hvd
 import pytest
 import torch
 from gradwire import QSGD, Codec, OneBit, PowerSGD, TopK
+from gradwire.hooks.exchanges import serving
+from gradwire.hooks.horovod.gradients import residuals
 from gradwire.hooks.horovod.runtime import context
 from ranks import Pool
 from torch import Tensor, nn
@@ -84,6 +86,21 @@ CASES = [
 def test_nothing_is_lost_while_a_rank_has_joined(ranks: Ranks, codec: Codec, exchange: str) -> None:
     for first, zero_batches in ((1, False), (0, True)):
         for size, missing in ranks(3).run(ends_early, codec, exchange, first, zero_batches):
+            assert size > 0
+            assert missing < 1e-5
+
+
+def ends_early_unwaited(*args: Any) -> tuple[float, float]:
+    """By the exchanges for which the host does not wait, as over NCCL."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(residuals, "serving", lambda name, _: serving(name, True))
+        return ends_early(*args)
+
+
+@pytest.mark.parametrize("exchange", ["union", "split"])
+def test_nothing_is_lost_while_a_rank_has_joined_and_no_host_waits(ranks: Ranks, exchange: str) -> None:
+    for first, zero_batches in ((1, False), (0, True)):
+        for size, missing in ranks(3).run(ends_early_unwaited, TopK(0.02), exchange, first, zero_batches):
             assert size > 0
             assert missing < 1e-5
 

@@ -19,7 +19,7 @@ from ....compress.formats.layout import Layout, Slot, layout_numel
 from ...auto.planner import default_exchange
 from ...comm.ports import drive
 from ...core.bucket import Bucket
-from ...exchanges import EXCHANGES, Dense
+from ...exchanges import Dense, serving
 from ..compression import CodecCompression
 from ..runtime.channel import Channel
 
@@ -190,8 +190,9 @@ class CompressionState:
             # Numbered by its name, so that neither the order of operations nor a restart changes the draws.
             index = zlib.crc32(layout[0].name.encode())
             bucket = Bucket(index, [], layout, frozenset(), flat, self.compression.strategy)
-            exchange = EXCHANGES[name](codec.for_layout(layout), layout_numel(layout), 0, flat.device, group)
-            bucket.use(exchange, self.compression.seed, group.rank)
+            exchange = serving(name, group.launches(flat.device))
+            made = exchange(codec.for_layout(layout), layout_numel(layout), 0, flat.device, group)
+            bucket.use(made, self.compression.seed, group.rank)
             self._buckets[layout[0].name] = channel, bucket
         return bucket
 
