@@ -10,6 +10,7 @@ constexpr int WARPS = THREADS / WARP, SPAN = THREADS * SLOTS;
 constexpr int KEPT = 2, TILE = KEPT * SPAN;   // rows that stay in registers; elements that are added up at a time
 constexpr int MOST_ENTRIES = 1024;            // of a chunk
 constexpr int MOST_WORDS = 320 + MOST_ENTRIES;  // of a record: levels, 288 words of indices at most, values
+constexpr int MOST_UPPER = 288;  // words of upper bits: all of a record's indices
 constexpr int CHUNK_STEPS = 4, OUTLOOK = 1 << 19;
 
 // ---- encoding
@@ -246,8 +247,9 @@ __device__ void chunked_topk_encode(const T* x, float* residual, u8* wire, i64 n
 template <class T>
 __device__ void chunked_topk_decode(const Target<T>& target, const u8* wires, i64 pitch, int ranks, const Form& form,
                                i64* status) {
+    __shared__ u16 before[WARPS][MOST_UPPER];  // of as many ranks as there are warps to count
     float* const sums = shared_sums();
-    const int words = form.words();
+    const int words = form.words(), warp = threadIdx.x / WARP;
     int skipped = 0, not_finite = 0;
     for (i64 b = blockIdx.x; b * form.chunk < target.numel; b += gridDim.x) {
         const i64 start = b * form.chunk;
@@ -264,7 +266,12 @@ __device__ void chunked_topk_decode(const Target<T>& target, const u8* wires, i6
                 for (int j = 0; j < SLOTS; ++j) sums[at + j] = v[j];
             }
             for (int rank = 0; rank < ranks; ++rank) {
-                const Record record(form, (const u32*)(wires + rank * pitch) + b * words);
+                const auto record_of = [&](int r) { return Record(form, (const u32*)(wires + r * pitch) + b * words); };
+                if (rank % WARPS == 0) {
+                    __syncthreads();
+                    if (rank + warp < ranks) record_of(rank + warp).count_before(before[warp]);
+                }
+                const Record record = record_of(rank);
                 const bool sound = record.is_sound();
                 __syncthreads();
                 if (!sound) {
@@ -275,7 +282,7 @@ __device__ void chunked_topk_decode(const Target<T>& target, const u8* wires, i6
                 }
                 for (int place = threadIdx.x; place < 32 * form.upper_words; place += THREADS) {
                     if (!record.is_set(place)) continue;
-                    const int i = record.entries_before(place);
+                    const int i = record.entries_before(place, before[rank % WARPS]);
                     const int at = i < form.k ? record.position(place, i) : n;
                     if (!record.counts(place, i, at, n)) {
                         skipped += tile == 0;

@@ -76,11 +76,26 @@ struct Record {
         return words[form.upper() + place / 32] >> place % 32 & 1;
     }
 
+    // How many entries lie before each word of the upper bits, by one warp.
+    __device__ void count_before(u16* before) const {
+        const int lane = threadIdx.x % WARP;
+        int counted = 0;
+        for (int first = 0; first < form.upper_words; first += WARP) {
+            const int mine = first + lane < form.upper_words ? __popc(words[form.upper() + first + lane]) : 0;
+            int sum = mine;
+#pragma unroll
+            for (int distance = 1; distance < WARP; distance *= 2) {
+                const int below = __shfl_up_sync(EVERYONE, sum, distance);
+                if (lane >= distance) sum += below;
+            }
+            if (first + lane < form.upper_words) before[first + lane] = (u16)(counted + sum - mine);
+            counted += __shfl_sync(EVERYONE, sum, WARP - 1);
+        }
+    }
+
     // How many entries lie before a place.
-    __device__ int entries_before(int place) const {
-        int entries = __popc(words[form.upper() + place / 32] & ((1u << place % 32) - 1));
-        for (int w = 0; w < place / 32; ++w) entries += __popc(words[form.upper() + w]);
-        return entries;
+    __device__ int entries_before(int place, const u16* before) const {
+        return before[place / 32] + __popc(words[form.upper() + place / 32] & ((1u << place % 32) - 1));
     }
 
     // Where entry `i`, which is set at a place, lies in the chunk.
