@@ -247,9 +247,8 @@ ternary_decode_f32(float* out, i64 numel, float alpha, int add, float scale, con
     ternary_decode(Target<float>{out, numel, alpha, add, scale}, wires, pitch, ranks, block, status);
 }
 
-__global__ void __launch_bounds__(THREADS, RESIDENT)
-ternary_decode_f16(Half* out, i64 numel, float alpha, int add, float scale, const u8* wires, i64 pitch, int ranks,
-                   int block, i64* status) {
+__global__ void ternary_decode_f16(Half* out, i64 numel, float alpha, int add, float scale, const u8* wires, i64 pitch,
+                                   int ranks, int block, i64* status) {
     ternary_decode(Target<Half>{out, numel, alpha, add, scale}, wires, pitch, ranks, block, status);
 }
 

@@ -32,6 +32,7 @@ CODECS: tuple[Codec, ...] = (
     TopK(0.01),
     TopK(0.001),
     ChunkedTopK(),
+    ChunkedTopK(k=1024),
     Outliers(OneBit()),
     Cast(torch.float16),
 )

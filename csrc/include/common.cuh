@@ -314,9 +314,9 @@ __device__ inline V scan(V v, V& total, V (&warps)[WARP]) {
 
 // Add what the lanes counted to status[0], codes skipped, and status[1], records that are not finite.
 __device__ inline void report(i64* status, int skipped, int not_finite) {
-    const int both[2] = {warp_sum(skipped), warp_sum(not_finite)};
-    const int lane = threadIdx.x % WARP;
-    if (lane < 2 && both[lane] != 0) atomicAdd((u64*)status + lane, (u64)both[lane]);
+    skipped = warp_sum(skipped), not_finite = warp_sum(not_finite);
+    const int lane = threadIdx.x % WARP, found = lane == 0 ? skipped : not_finite;
+    if (lane < 2 && found != 0) atomicAdd((u64*)status + lane, (u64)found);
 }
 
 // A launch over single elements: this thread's first, and how many threads there are.
