@@ -225,8 +225,10 @@ class Report:
                 told = any(test["status"] == "failed" for test in tests) and ended.status == 1
                 return tests if tests and (told or whole["status"] == "ok") else [*tests, whole]
             result = json.loads(into.read_text()) if into.exists() else None
-        row |= {"seconds": round(ended.seconds, 2), "result": result}
-        return [row | outcome(task, ended, result)]
+        row |= {"seconds": round(ended.seconds, 2), "result": result} | outcome(task, ended, result)
+        if ended.status is None and limit < LIMITS[task.section]:
+            row |= {"status": "skipped", "reason": f"its section's time was used up after {limit:.0f} s"}
+        return [row]
 
     def python(self, task: Task, into: Path) -> tuple[str, ...]:
         given = [("--" + name, str(getattr(self.options, name))) for name in ("numel", "ranks", "repeats")]

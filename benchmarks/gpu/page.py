@@ -12,7 +12,10 @@ EMULATED = "emulated"
 RULE = "| --- |"
 
 
-def markdown(document: Mapping[str, Any]) -> str:
+def markdown(document: Mapping[str, Any], brief: bool = False) -> str:
+    """Args:
+    brief: of sections without a table leave out the rows that are ok.
+    """
     facts, arguments = document["environment"], document["arguments"]
     sections: dict[str, list[dict[str, Any]]] = {}
     for row in document["rows"]:
@@ -27,7 +30,7 @@ def markdown(document: Mapping[str, Any]) -> str:
         made = [row for row in rows if row["status"] == "ok"]
         lines += ["", f"## {section}: {len(made)} of {len(rows)} rows ok", ""]
         lines += TABLES[section](made, arguments) if section in TABLES and made else []
-        rest = [row for row in rows if row["status"] != "ok" or section not in TABLES]
+        rest = [row for row in rows if row["status"] != "ok" or not (brief or section in TABLES)]
         lines += ["", *listed(rest)] if section in TABLES and rest else listed(rest)
     if EMULATED in facts["gpu"]:
         lines = [emulated(line) for line in lines]

@@ -28,7 +28,7 @@ from strategies import GPU
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKE = ROOT / "tests" / "support" / "fake_gpu"
-SAMPLE = ROOT / "benchmarks" / "results" / "gpu-emulated.json"
+REPORTS = sorted((ROOT / "benchmarks" / "results").glob("nvidia-*.json"))
 MINIATURE = ["--numel", "20001", "--ranks", "2", "--repeats", "2", "--width", "64", "--steps", "3"]
 
 
@@ -100,14 +100,13 @@ def reporter(broken: dict[str, str] | None = None, *given: str) -> gpu.Report:
     return made
 
 
-def test_the_sample_shows_a_few_rows_of_each_section_and_says_what_it_is() -> None:
-    text = SAMPLE.read_text("utf-8")
-    document = json.loads(text)
-    shown = page.markdown(document)
-    check_that_nobody_takes_it_for_a_gpu(text, shown)
-    assert {row["section"] for row in document["rows"]} == set(gpu.SECTIONS) - {"four-ranks", "slow-link"}
-    assert {row["status"] for row in document["rows"]} == {"ok"}
-    assert shown.partition("\n")[2] in (ROOT / "docs" / "gpu.md").read_text("utf-8"), "regenerate the page's sample"
+@pytest.mark.parametrize("file", REPORTS, ids=lambda file: file.stem)
+def test_the_page_has_what_a_gpu_has_reported(file: Path) -> None:
+    shown = page.markdown(json.loads(file.read_text("utf-8")), brief=True)
+    text = (ROOT / "docs" / "gpu.md").read_text("utf-8")
+    missing = [line for line in shown.splitlines() if line.lstrip("#").strip() not in text]
+    assert not missing, "write the report into the page"
+    assert page.EMULATED not in file.read_text("utf-8")
 
 
 def test_what_is_broken_is_skipped_with_the_reason() -> None:
@@ -169,6 +168,8 @@ def test_tests_for_which_the_time_is_short_are_no_failure(monkeypatch: pytest.Mo
     written.clear()
     [row] = reporter().made(gpu.Task("ranks", "some", command=("pytest",), by_test=True))
     assert (row["status"], row["reason"]) == ("failed", "not finished after 9 s")
+    [row] = reporter(None, "--seconds", "20").made(gpu.Task("kernels", "some", command=("some",)))
+    assert (row["status"], row["reason"]) == ("skipped", "its section's time was used up after 20 s")
 
 
 #: Of every outcome one.
@@ -311,13 +312,6 @@ def test_compute_sanitizer_is_found_where_toolkits_put_it(tmp_path: Path, monkey
     path.parent.mkdir()
     path.touch(mode=0o755)
     assert sections.compute_sanitizer() == str(path)
-
-
-def test_a_gpus_page_says_nothing_of_emulation() -> None:
-    document = json.loads(SAMPLE.read_text("utf-8").replace("emulated", "NVIDIA"))
-    text = page.markdown(document)
-    assert "emulated" not in text
-    assert f"| `{speed.label(speed.CODECS[0])}` |" in text
 
 
 def test_without_a_gpu_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
