@@ -10,7 +10,8 @@ are counted, an element. Two limits follow, and the larger one is the time:
 Times are as multiples of torch.add(a, b, out=) on float32, which moves 12 bytes an element. TopK is the sum of its
 launches, and of a time assumed for each of them. The model leaves out latency, bank conflicts, other launches, what is
 on the path of tails and unaligned tensors, and how well ptxas overlaps units: it says what a kernel cannot be faster
-than, and which limit to work on. docs/gpu.md says how far an H100 was from it. Needs nvdisasm (pip install nvidia-cuda-nvdisasm).
+than, and which limit to work on; docs/gpu.md says how far an H100 was from it. Needs nvdisasm (pip install
+nvidia-cuda-nvdisasm).
 """
 
 from __future__ import annotations

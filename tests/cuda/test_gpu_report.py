@@ -19,7 +19,7 @@ from cuda_on_cpu import KERNEL
 from emulated import CSRC, EmulatedDevice, emulated_gpu
 from gradwire.benchmarks import cli
 from gradwire.benchmarks.common import report
-from gradwire.benchmarks.gpu import gpu, page, paths, sections, speed
+from gradwire.benchmarks.gpu import gpu, page, paths, sections
 from gradwire.benchmarks.gpu.processes import Ended, Processes
 from gradwire.compress.backends import use_backend
 from gradwire.compress.backends.cuda.runtime import compiler
@@ -168,8 +168,15 @@ def test_tests_for_which_the_time_is_short_are_no_failure(monkeypatch: pytest.Mo
     written.clear()
     [row] = reporter().made(gpu.Task("ranks", "some", command=("pytest",), by_test=True))
     assert (row["status"], row["reason"]) == ("failed", "not finished after 9 s")
-    [row] = reporter(None, "--seconds", "20").made(gpu.Task("kernels", "some", command=("some",)))
+
+
+def test_a_row_that_its_section_has_no_time_for_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Processes, "run", lambda *_: Ended(None, "", 20.0))
+    task = gpu.Task("kernels", "some", command=("some",))
+    [row] = reporter(None, "--seconds", "20").made(task)
     assert (row["status"], row["reason"]) == ("skipped", "its section's time was used up after 20 s")
+    [row] = reporter(None, "--seconds", "1000").made(task)
+    assert (row["status"], row["reason"]) == ("failed", "not finished after 20 s")
 
 
 #: Of every outcome one.
