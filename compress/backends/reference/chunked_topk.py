@@ -124,6 +124,7 @@ class ChunkedTopK(Kernels):
         bits = np.unpackbits(rest.numpy(), count=codec.k * codec.bits, bitorder="little")
         code = np.packbits(bits.reshape(codec.k, codec.bits), axis=1, bitorder="little")[:, 0]
         with np.errstate(all="ignore"):
-            value = np.minimum(pair[0] + (code & top).astype(F32) * self.step(codec, pair), pair[1])
+            value = pair[0] + (code & top).astype(F32) * self.step(codec, pair)
+        value = np.where(value > pair[1], pair[1], value)  # minimum() may give either of two zeros
         found: np.ndarray = np.where(code > top, -value, value)
         return found
