@@ -3,7 +3,8 @@
 
 // Decoding waits for memory: a lane reads the records of so many ranks before it adds any, and registers are kept so few
 // that a multiprocessor holds so many blocks. Of all pairs that were tried on an H100 these took least.
-constexpr int THREADS = 256, AT_ONCE = 8, RESIDENT = 3;
+// For Blackwell NVRTC 13.2 finds too few predicates for eight.
+constexpr int THREADS = 256, AT_ONCE = BLACKWELL ? 4 : 8, RESIDENT = 3;
 
 template <int ROWS, class T>
 __device__ void onebit_encode_block(const T* x, float* residual, u8* wire, i64 numel, int block, int sided, i64 b) {
@@ -74,8 +75,8 @@ __device__ void onebit_add_rows(const Target<T>& target, const u8* record, i64 p
         u32 signs[AT_ONCE];
 #pragma unroll
         for (int r = 0; r < AT_ONCE; ++r) {
-            const u8* const bytes = record + r * pitch + 8 + first * WARP;
-            signs[r] = rank + r >= ranks ? 0 : ROWS == 4 ? ((const u32*)bytes)[lane] : bytes[lane];
+            const u8* const bytes = record + min(r, ranks - 1 - rank) * pitch + 8 + first * WARP;
+            signs[r] = ROWS == 4 ? ((const u32*)bytes)[lane] : bytes[lane];
         }
         float negative = 0.0f, positive = 0.0f;  // of rank + lane
         if (lane < AT_ONCE && rank + lane < ranks) {

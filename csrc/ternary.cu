@@ -4,7 +4,7 @@
 
 // Decoding waits for memory: a lane reads the records of so many ranks before it adds any, and registers are kept so few
 // that a multiprocessor holds so many blocks. Of all pairs that were tried on an H100 these took least.
-constexpr int THREADS = 256, AT_ONCE = 2, RESIDENT = 3;
+constexpr int THREADS = 256, AT_ONCE = 2, RESIDENT = BLACKWELL ? 2 : 3;
 
 constexpr int TRITS = 5, LLOYD_STEPS = 2;
 
@@ -172,9 +172,8 @@ __device__ void ternary_decode(const Target<T>& target, const u8* wires, i64 pit
                 u32 words[AT_ONCE][2];
 #pragma unroll
                 for (int r = 0; r < AT_ONCE; ++r) {
-                    const u32* const mine = (const u32*)(record + r * pitch + 4 + chunk * ROW) + 2 * lane;
-                    words[r][0] = rank + r < ranks ? mine[0] : 0;
-                    words[r][1] = rank + r < ranks ? mine[1] : 0;
+                    const u8* const bytes = record + min(r, ranks - 1 - rank) * pitch + 4 + chunk * ROW;
+                    words[r][0] = ((const u32*)bytes)[2 * lane], words[r][1] = ((const u32*)bytes)[2 * lane + 1];
                 }
                 float scale = 0.0f;  // of rank + lane
                 if (lane < AT_ONCE && rank + lane < ranks) scale = *(const float*)(record + lane * pitch);

@@ -14,6 +14,12 @@ typedef unsigned long long u64;
 typedef long long i64;
 
 constexpr int WARP = 32, SLOTS = 8, ROW = WARP * SLOTS;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr bool BLACKWELL = true;
+#else
+constexpr bool BLACKWELL = false;
+#endif
+
 constexpr u32 EVERYONE = 0xFFFFFFFFu;
 constexpr int MAGNITUDE = 0x7FFFFFFF, INFINITE = 0x7F800000, NOT_A_NUMBER = 0x7FC00000;
 
