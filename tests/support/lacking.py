@@ -32,6 +32,9 @@ def needs_ddp(name: str) -> pytest.MarkDecorator:
 
 needs_hook = needs_fsdp("set_all_reduce_hook")
 needs_reduce_scatter = needs_fsdp("set_custom_reduce_scatter", "set_all_reduce_hook")
+RESETS = hasattr(FSDPModule, "reset_iter_state")
+GIVES_ZEROS = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+needs_reset = needs_fsdp("reset_iter_state")
 needs_ignored_parameters = needs(
     "fully_shard's ignored_params", "ignored_params" in inspect.signature(fully_shard).parameters
 )
