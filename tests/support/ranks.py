@@ -146,7 +146,13 @@ def _serve(
     warnings.filterwarnings("ignore", message=".*gradwire.recommend")  # tests are of what is exchanged
     # torch says so where the host's name means nothing, as on a machine without a network.
     warnings.filterwarnings("ignore", message=".*resolve hostname")
-    for theirs in ("TypedStorage is deprecated", "DTensor random operators may not have"):  # torch 2.6's own
+    own_to_torch = (
+        "TypedStorage is deprecated",  # 2.6
+        "DTensor random operators may not have",  # 2.6
+        "Sparse invariant checks are implicitly disabled",  # 2.11, also if check_invariants is passed
+        "Warning: Profiler clears events",  # 2.11, in any profile
+    )
+    for theirs in own_to_torch:
         warnings.filterwarnings("ignore", message=theirs)
     torch.set_num_threads(1)
     files = dist.FileStore(store, world_size)
