@@ -3,7 +3,7 @@
 
 // Decoding waits for memory: a lane reads the records of so many ranks before it adds any, and registers are kept so few
 // that a multiprocessor holds so many blocks. Of all pairs that were tried on an H100 these took least.
-constexpr int THREADS = 256, AT_ONCE = 8, RESIDENT = 3;
+[[maybe_unused]] constexpr int THREADS = 256, AT_ONCE = 8, RESIDENT = 3;
 
 template <int ROWS, class T>
 __device__ void onebit_encode_block(const T* x, float* residual, u8* wire, i64 numel, int block, int sided, i64 b) {

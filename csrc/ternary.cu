@@ -4,7 +4,7 @@
 
 // Decoding waits for memory: a lane reads the records of so many ranks before it adds any, and registers are kept so few
 // that a multiprocessor holds so many blocks. Of all pairs that were tried on an H100 these took least.
-constexpr int THREADS = 256, AT_ONCE = 2, RESIDENT = 3;
+[[maybe_unused]] constexpr int THREADS = 256, AT_ONCE = 2, RESIDENT = 3;
 
 constexpr int TRITS = 5, LLOYD_STEPS = 2;
 
