@@ -45,8 +45,6 @@ needs_all_threads = needs(
 )
 needs_mixed_precision = needs(
     "a GPU, as it is built for, for DDP's mixed_precision",
-    torch.version.cuda is None
-    or torch.cuda.is_available()
-    or "torch.Stream()" not in inspect.getsource(DistributedDataParallel.__init__),
+    torch.version.cuda is None or torch.cuda.is_available(),
 )
 needs_premul_sum = needs("ReduceOp.PREMUL_SUM to be called", callable(ReduceOp.PREMUL_SUM))
