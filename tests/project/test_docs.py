@@ -32,7 +32,7 @@ from gradwire.compress.backends import use_backend
 from gradwire.hooks import Statistics
 from page_tables import DOCS, TABLES, with_table
 from pages import BLOCKS, FOLDERS, PAGES, PROJECT, ROOT, Block, blocks
-from ranks import Pool
+from ranks import TORCHS_OWN, Pool
 from torch import nn
 from torch.distributed.run import get_args_parser
 from torch.nn.parallel import DistributedDataParallel
@@ -103,6 +103,8 @@ def run_examples(rank: int, texts: dict[str, str], folder: str) -> str:
     there_already = mock.patch.multiple(dist, init_process_group=mock.DEFAULT, destroy_process_group=mock.DEFAULT)
     with contextlib.redirect_stdout(printed), warnings.catch_warnings(), use_backend("reference"), there_already:
         warnings.simplefilter("error")  # also what a user would be warned of
+        for theirs in TORCHS_OWN:
+            warnings.filterwarnings("ignore", message=theirs)
         with surroundings(rank, folder):
             for name, text in texts.items():
                 model = DistributedDataParallel(nn.Linear(4, 3))

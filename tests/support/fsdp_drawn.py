@@ -21,6 +21,7 @@ from gradwire.hooks.comm.group import Group
 from gradwire.hooks.fsdp.replicate import FSDPState
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from lacking import RESETS
 from ranks import Pool
 from rounded import counted
 from torch import Tensor, nn
@@ -313,7 +314,8 @@ def told(function: Callable[[], Any]) -> str:
 
 
 def verdict(ranks: Ranks, setup: Sharded, events: Sequence[str]) -> list[str]:
-    """All that is wrong with a training of these events."""
+    """All that is wrong with a training of these events. Where FSDP cannot give up a pass, none raises."""
+    events = ["step" if event == "raise" and not RESETS else event for event in events]
     return list(wrong(setup, ranks(setup.mesh[0] * setup.mesh[1]).run(play, setup, events)))
 
 

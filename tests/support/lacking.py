@@ -32,6 +32,9 @@ def needs_ddp(name: str) -> pytest.MarkDecorator:
 
 needs_hook = needs_fsdp("set_all_reduce_hook")
 needs_reduce_scatter = needs_fsdp("set_custom_reduce_scatter", "set_all_reduce_hook")
+RESETS = hasattr(FSDPModule, "reset_iter_state")
+GIVES_ZEROS = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+needs_reset = needs_fsdp("reset_iter_state")
 needs_ignored_parameters = needs(
     "fully_shard's ignored_params", "ignored_params" in inspect.signature(fully_shard).parameters
 )
@@ -42,8 +45,6 @@ needs_all_threads = needs(
 )
 needs_mixed_precision = needs(
     "a GPU, as it is built for, for DDP's mixed_precision",
-    torch.version.cuda is None
-    or torch.cuda.is_available()
-    or "torch.Stream()" not in inspect.getsource(DistributedDataParallel.__init__),
+    torch.version.cuda is None or torch.cuda.is_available(),
 )
 needs_premul_sum = needs("ReduceOp.PREMUL_SUM to be called", callable(ReduceOp.PREMUL_SUM))

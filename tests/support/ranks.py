@@ -25,6 +25,13 @@ from typing import Any
 
 #: The process group's timeout on every rank; what a test must do, it does in less.
 GROUP_TIMEOUT = timedelta(seconds=30)
+#: How warnings begin that some torch gives whatever its caller does.
+TORCHS_OWN = (
+    "TypedStorage is deprecated",  # 2.6
+    "DTensor random operators may not have",  # 2.6
+    "Sparse invariant checks are implicitly disabled",  # 2.11, also where check_invariants is passed
+    "Warning: Profiler clears events",  # 2.11, in any profile
+)
 
 
 def without_address(parameter: object) -> str:
@@ -146,7 +153,7 @@ def _serve(
     warnings.filterwarnings("ignore", message=".*gradwire.recommend")  # tests are of what is exchanged
     # torch says so where the host's name means nothing, as on a machine without a network.
     warnings.filterwarnings("ignore", message=".*resolve hostname")
-    for theirs in ("TypedStorage is deprecated", "DTensor random operators may not have"):  # torch 2.6's own
+    for theirs in TORCHS_OWN:
         warnings.filterwarnings("ignore", message=theirs)
     torch.set_num_threads(1)
     files = dist.FileStore(store, world_size)
