@@ -1,6 +1,5 @@
 """DDP communication hooks, sharded models, periodic synchronisation, and the exchanges behind them."""
 
-from .core.recommend import Recommendation, recommend
 from .core.statistics import Statistics
 from .ddp.hook import CompressState, compress_hook
 from .fsdp import compress_fsdp
@@ -9,6 +8,7 @@ from .local_sgd.outer_sgd import OuterSGD
 from .local_sgd.schedule import Rounds
 from .local_sgd.updates import LocalUpdates
 from .sparse.all_reduce import sparse_all_reduce
+from .training.recommend import Recommendation, recommend
 
 __all__ = [
     "Aggregate",

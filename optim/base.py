@@ -15,14 +15,14 @@ from .. import __version__
 from ..compress.feedback.store import FeedbackStore
 from ..hooks.comm import handshake, pieces
 from ..hooks.comm.untraced import untraced
-from ..hooks.core.autograd_end import waited
 from ..hooks.core.checkpoint import Checkpoint
-from ..hooks.core.grad_scaler import LossScale, ScalerSync
 from ..hooks.core.options import Options, check_dtypes, check_whole
 from ..hooks.core.reducer import Reducer
 from ..hooks.core.session import Session
 from ..hooks.core.statistics import Statistics
 from ..hooks.local_sgd.outer_sgd import fragments_of
+from ..hooks.training.autograd_end import waited
+from ..hooks.training.grad_scaler import LossScale, ScalerSync
 from .flat_state import FlatState
 from .groups import called, check_group
 from .replicated import Replicas

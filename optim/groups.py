@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..hooks.core.names import unwrapped
+from ..hooks.training.names import unwrapped
 
 
 def check_group(group: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from ...compress.feedback.base import RESIDUAL
 from ...compress.feedback.store import FeedbackStore
 from ..comm.pieces import all_reduce
-from .names import renamed
+from ..training.names import renamed
 from .options import Options
 from .session import Session
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -17,7 +18,8 @@ from ...compress.feedback.residual import Residual
 from ...compress.formats.wire import WIRE_VERSION
 from ..auto.planner import Choice, Fallback, check_exchange, codecs_of
 from ..comm.topology import node_size
-from .names import OUTERMOST, unwrapped
+from ..training.names import OUTERMOST, unwrapped
+from ..training.optimizer_checks import known_problem
 
 #: The argument `exchange` of `CompressState`: one of these, or the name of a registered class.
 ExchangeName = Literal["auto", "gather", "two_pass", "union", "split", "factors", "dense", "hierarchical"] | str
@@ -100,6 +102,19 @@ class Options:
     def keeps_all(self) -> bool:
         """True if the strategy keeps state of every parameter in every step, of uncompressed ones too."""
         return self.strategy is not None and not self.strategy.only_residual
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn of a `known_problem` of these options with an optimizer.
+
+        Raises:
+            ValueError: both the optimizer and the strategy have a momentum.
+        """
+        if self.strategy is not None:
+            self.strategy.check_optimizer(optimizer)
+        choice = self.choice(self.warmup_steps)
+        problem = known_problem(optimizer, choice.codec, choice.feedback and not self.keeps_all)
+        if problem is not None and choice.exchange != "dense":
+            warnings.warn(problem, stacklevel=8)  # where the optimizer's step was called
 
     def prepare(self, step: int, dtypes: Iterable[torch.dtype], device: torch.device) -> None:
         """Compile the kernels that a step of such gradients needs."""

@@ -18,9 +18,9 @@ from ..comm.readback import Readback
 from ..comm.rendezvous import HANDSHAKE_TIMEOUT
 from ..comm.tasks import Clock
 from ..exchanges import all_finite
+from ..training.grad_scaler import ScalerSync, Scaling
 from .bucket import Bucket, clock
 from .dense_path import DensePath
-from .grad_scaler import ScalerSync, Scaling
 from .session import Session
 from .sparse_gradient import SparseGradient
 from .statistics import Statistics

@@ -18,8 +18,8 @@ from ..comm.ports import Work
 from ..comm.rendezvous import HANDSHAKE_TIMEOUT, meeting_timeout
 from ..comm.topology import make_topology
 from ..network import probe
+from ..training.grad_scaler import Scaling, check_equal
 from .announcement import Announcement, digest
-from .grad_scaler import Scaling, check_equal
 
 CONSTRUCT = "Construct {} with equal arguments and models on every rank"
 #: Words of an announcement: step, digest of its meaning, number of saves, flags, and a scaling's two.

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..core.names import names_of
+from ..training.names import names_of
 
 
 def ddp_of(model: Any) -> DistributedDataParallel:

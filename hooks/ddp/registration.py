@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..comm.untraced import untraced
-from ..core.autograd_end import at_end, current_pass
+from ..training.autograd_end import at_end, current_pass
 
 PROBLEM = (
     "backward ran without the hook of the CompressState made for this model: call "

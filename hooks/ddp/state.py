@@ -20,15 +20,15 @@ from ..comm import handshake
 from ..core.bucket import Bucket
 from ..core.checkpoint import Checkpoint, idle_names
 from ..core.dense_path import DensePath
-from ..core.grad_scaler import LossScale, ScalerSync
-from ..core.optimizer_checks import check_optimizer, expect_optimizer
 from ..core.options import Exclude, Options, check_dtypes, excluded_names
 from ..core.reducer import Reducer
 from ..core.session import Session
 from ..core.sparse_gradient import SparseGradient, sparse_names
 from ..core.statistics import Statistics
 from ..core.step import Step
-from ..core.weak_method import weakly
+from ..training.grad_scaler import LossScale, ScalerSync
+from ..training.optimizer_checks import expect_optimizer
+from ..training.weak_method import weakly
 from .ddp_options import check_options
 from .discarded import UnusedMeans
 from .model_lookup import check_same, ddp_of, find_owner, module_of, parameters_of
@@ -233,7 +233,7 @@ class State:
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if self._reducer is not None:
-            check_optimizer(self._options, optimizer)
+            self._options.check_optimizer(optimizer)
 
     def _expect_model(self, what: str) -> None:
         if not self._bound:

@@ -8,7 +8,7 @@ from operator import attrgetter
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..core.names import names_of
+from ..training.names import names_of
 from .model_lookup import module_of
 
 _requires_gradients = attrgetter("requires_grad")

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from ...compress.feedback.store import FeedbackStore
 from ..core.checkpoint import Checkpoint, Vectors, idle_names
-from ..core.names import renamed
 from ..core.options import Options
 from ..core.session import Session
+from ..training.names import renamed
 from .torch_internals import Shards
 
 

@@ -19,16 +19,16 @@ from ..comm import handshake
 from ..comm.group import Group
 from ..comm.pipeline import Pipeline
 from ..core.announcement import Announcement, digest
-from ..core.autograd_end import AtEnd, raise_at_end, waited
 from ..core.discarded import DiscardedMeans
-from ..core.grad_scaler import LossScale, ScalerSync
-from ..core.optimizer_checks import check_optimizer, expect_optimizer
 from ..core.options import Exclude, excluded_names
 from ..core.reducer import Reducer
 from ..core.session import Session
 from ..core.statistics import Statistics
 from ..core.step import Step
-from ..core.weak_method import weakly
+from ..training.autograd_end import AtEnd, raise_at_end, waited
+from ..training.grad_scaler import LossScale, ScalerSync
+from ..training.optimizer_checks import expect_optimizer
+from ..training.weak_method import weakly
 from . import gloo_reduce_scatter as direct
 from .checkpoint import ShardedCheckpoint
 from .manual import ByHand
@@ -353,7 +353,7 @@ class FSDPState:
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if self._reducer is not None:
-            check_optimizer(self._options, optimizer)
+            self._options.check_optimizer(optimizer)
 
     def _description(self) -> dict[str, Any]:
         first = self._shards[0]

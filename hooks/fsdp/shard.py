@@ -17,14 +17,14 @@ from ...compress.feedback.store import FeedbackStore
 from ..comm import handshake
 from ..comm.pieces import Started, overlap
 from ..comm.untraced import untraced
-from ..core.autograd_end import AtEnd
 from ..core.bucket import clock
 from ..core.checkpoint import MEAN
-from ..core.optimizer_checks import check_optimizer, expect_optimizer
 from ..core.options import Exclude, excluded_names
 from ..core.session import Session
 from ..core.statistics import Statistics
-from ..core.weak_method import weakly
+from ..training.autograd_end import AtEnd
+from ..training.optimizer_checks import expect_optimizer
+from ..training.weak_method import weakly
 from .arithmetic import divide_factor, post_divide
 from .checkpoint import ShardedCheckpoint
 from .manual import ByHand
@@ -251,7 +251,7 @@ class ScatterState:
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._closed:
-            check_optimizer(self._options, optimizer)
+            self._options.check_optimizer(optimizer)
 
     def _description(self) -> dict[str, Any]:
         return {

@@ -20,9 +20,9 @@ from ...compress.feedback.base import Feedback
 from ...compress.formats.layout import Layout, Slot
 from ..comm.untraced import untraced
 from ..core.bucket import Bucket
-from ..core.names import names_of, unwrapped
 from ..core.options import check_dtypes
 from ..core.sparse_gradient import sparse_names
+from ..training.names import names_of, unwrapped
 from .arithmetic import grad_dtype, post_divide, reduce_dtype, reduce_order
 
 #: The first version of torch that has each hook.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..comm.untraced import untraced
-from ..core.optimizer_checks import known_problem
+from ..training.optimizer_checks import known_problem
 from .compression import Compression, codec_of
 from .functions import allgather_object
 from .gradients import checkpoint

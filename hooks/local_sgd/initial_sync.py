@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..core.names import names_of, plain_names
+from ..training.names import names_of, plain_names
 
 
 def named_trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...compress.feedback.store import FeedbackStore
-from ..core.grad_scaler import LossScale, ScalerSync
+from ..training.grad_scaler import LossScale, ScalerSync
 
 
 @dataclass(frozen=True)

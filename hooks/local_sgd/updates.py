@@ -19,14 +19,14 @@ from ...compress.feedback.store import FeedbackStore
 from ..comm import handshake
 from ..comm.pieces import broadcast
 from ..comm.untraced import untraced
-from ..core.autograd_end import waited
 from ..core.checkpoint import Checkpoint, idle_names
-from ..core.names import renamed
 from ..core.options import Exclude, check_dtypes, check_whole, excluded_names
 from ..core.reducer import Reducer
 from ..core.session import Session
 from ..core.statistics import Statistics
 from ..exchanges import all_finite
+from ..training.autograd_end import waited
+from ..training.names import renamed
 from .initial_sync import check_writable, tensors_of, thawed, trainable
 from .options import Aggregate, LocalExchange, LocalOptions, modern
 from .outer_sgd import (

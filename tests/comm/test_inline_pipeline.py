@@ -13,9 +13,9 @@ import torch
 from gradwire import Cast, Codec, OneBit, PowerSGD, TopK, Tracking, compress_hook
 from gradwire.hooks.comm.pipeline import Pipeline
 from gradwire.hooks.core import reducer
-from gradwire.hooks.core.autograd_end import AtEnd
 from gradwire.hooks.core.session import Session
 from gradwire.hooks.network import probe
+from gradwire.hooks.training.autograd_end import AtEnd
 from ranks import Pool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

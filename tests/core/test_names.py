@@ -11,7 +11,7 @@ import pytest
 import torch
 from fsdp_drawn import mesh_of
 from gradwire import CompressState, LocalUpdates, OneBit, OuterSGD, compress_fsdp, compress_hook
-from gradwire.hooks.core.names import names_of, plain_names, renamed
+from gradwire.hooks.training.names import names_of, plain_names, renamed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Pool

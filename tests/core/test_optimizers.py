@@ -30,9 +30,9 @@ from gradwire import (
     recommend,
 )
 from gradwire.compress import Feedback
-from gradwire.hooks.core import optimizer_checks as optimizers
-from gradwire.hooks.core.optimizer_checks import expect_optimizer, known_problem
-from gradwire.hooks.core.recommend import UNTRIED, is_adaptive
+from gradwire.hooks.training import optimizer_checks as optimizers
+from gradwire.hooks.training.optimizer_checks import expect_optimizer, known_problem
+from gradwire.hooks.training.recommend import UNTRIED, is_adaptive
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Pool

@@ -10,7 +10,7 @@ import gradwire.hooks.horovod as hvd
 import pytest
 import torch
 from gradwire import Identity, LocalUpdates, OneBit, Rounds
-from gradwire.hooks.core.grad_scaler import BEFORE, LossScale, Scaling, check_equal
+from gradwire.hooks.training.grad_scaler import BEFORE, LossScale, Scaling, check_equal
 from gradwire.optim import DistributedLion, OneBitAdam
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st

@@ -1,6 +1,6 @@
 """Imports run one way: csrc ← formats ← backends ← codecs ← feedback ← comm ← network ← exchanges ← {sparse, auto} ←
-core ← {ddp, local_sgd, fsdp, horovod} ← {optim, trainers} ← benchmarks. Fronts do not import each other, and core knows
-no DDP.
+training ← core ← {ddp, local_sgd, fsdp, horovod} ← {optim, trainers} ← benchmarks. Fronts do not import each other, and
+training and core know no DDP.
 
 `violations` reads sources, not modules, so that an import inside a function or under TYPE_CHECKING counts as well.
 """
@@ -32,6 +32,7 @@ LAYERS = (
     ("network", r"hooks\.network(\..+)?"),
     ("exchanges", r"hooks\.exchanges(\..+)?"),
     ("choices", r"hooks\.(auto|sparse)(\..+)?"),
+    ("training", r"hooks\.training(\..+)?"),
     ("core", r"hooks\.core(\..+)?"),
     ("fronts", r"hooks\.(ddp|local_sgd|fsdp|horovod)(\..+)?"),
     ("public hooks", r"hooks"),
@@ -48,6 +49,7 @@ FORBIDDEN = {
     "compress": ("torch.distributed", *TRAINERS),
     "hooks": ("cupy", "numba", *TRAINERS),
     "hooks/core": ("torch.nn.parallel",),
+    "hooks/training": ("torch.nn.parallel",),
     "benchmarks": TRAINERS,
     "optim": ("cupy", "numba", *TRAINERS),
 }
@@ -179,7 +181,8 @@ SOUND = {
     "hooks.network.cost": "from ..comm.pipeline import drive",
     "hooks.exchanges.gather": "from ...compress import Codec\nfrom ..comm import pipeline",
     "hooks.auto.planner": "from ..exchanges.gather import Gather",
-    "hooks.core.reducer": "from ..exchanges import gather\nfrom ... import __version__",
+    "hooks.training.names": "from ..comm.pipeline import drive",
+    "hooks.core.reducer": "from ..exchanges import gather\nfrom ..training import names\nfrom ... import __version__",
     "hooks.ddp.hook": "from ..core.reducer import Reducer\nfrom torch.nn.parallel import DistributedDataParallel",
     "hooks.fsdp.shard": "from ..core.reducer import Reducer",
     "optim": "from .adam import OneBitAdam",
@@ -221,9 +224,12 @@ def test_a_sound_library_passes() -> None:
         ("hooks.network.cost", "from ..auto.planner import Plan", "hooks.auto.planner (choices) from below"),
         ("hooks.exchanges.gather", "from ..auto.planner import Plan", "hooks.auto.planner (choices) from below"),
         ("hooks.exchanges.gather", "from ..core.new import helper", "hooks.core.new (core) from below"),
+        ("hooks.exchanges.gather", "from ..training.names import names_of", "(training) from below (exchanges)"),
+        ("hooks.training.names", "from ..core.reducer import R", "hooks.core.reducer (core) from below (training)"),
         ("hooks.comm.pipeline", "if TYPE_CHECKING:\n    from ..core.reducer import R", "in a circle"),
         ("hooks.core.reducer", "from ..ddp.hook import compress_hook", "hooks.ddp.hook (fronts) from below"),
         ("hooks.core.reducer", "from torch.nn.parallel import DistributedDataParallel", "which hooks/core/ never does"),
+        ("hooks.training.names", "from torch.nn import parallel", "which hooks/training/ never does"),
         ("hooks.fsdp.shard", "from ..ddp.hook import compress_hook", "hooks.ddp.hook, beside it"),
         ("hooks.fsdp.shard", "from ...optim.adam import OneBitAdam", "optim.adam (optimizers) from below (fronts)"),
         (

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from ...core.grad_scaler import EQUAL_SCALES
+from ...training.grad_scaler import EQUAL_SCALES
 
 Request = dict[str, Any]
 #: A request that all agree on, and `describe` of it.

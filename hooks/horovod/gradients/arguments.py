@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.names import plain_names
+from ...training.names import plain_names
 from ..process_sets import ProcessSet
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...comm.untraced import untraced
-from ...core.grad_scaler import LossScale
+from ...training.grad_scaler import LossScale
 from ..compression import codec_of
 from ..functions import allgather_object
 from ..runtime.context import world

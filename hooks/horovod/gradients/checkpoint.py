@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ....compress.feedback.base import RESIDUAL
-from ...core.names import renamed
+from ...training.names import renamed
 from ..runtime.context import world
 from .residuals import CompressionState
 

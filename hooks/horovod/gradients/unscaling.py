@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from ...core.grad_scaler import LossScale
 from ...exchanges.base import all_finite
+from ...training.grad_scaler import LossScale
 
 #: The right way to change gradients that ranks reduce.
 REMEDY = (

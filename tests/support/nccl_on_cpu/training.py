@@ -18,10 +18,10 @@ from gradwire.hooks.comm.pipeline import Pipeline
 from gradwire.hooks.comm.topology import Topology
 from gradwire.hooks.core.announcement import Announcement
 from gradwire.hooks.core.bucket import Bucket
-from gradwire.hooks.core.grad_scaler import LossScale, ScalerSync
 from gradwire.hooks.core.reducer import Reducer
 from gradwire.hooks.core.session import WORDS, Session
 from gradwire.hooks.core.statistics import Statistics
+from gradwire.hooks.training.grad_scaler import LossScale, ScalerSync
 from torch import Tensor
 
 from .tensors import DEVICE, on_gpu, read

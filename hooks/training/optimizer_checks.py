@@ -1,9 +1,8 @@
-"""Checks of the optimizer in use: known problems, and a warning before its first step."""
+"""Checks of the optimizer in use: known problems, and calls before its first step."""
 
 from __future__ import annotations
 
 import functools
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ...compress import ChunkedTopK, Codec, OneBit, Outliers, Ternary, TernGrad, TopK
 from ...compress.feedback.base import betas_of
 from ..comm.untraced import untraced
-from .options import Options
 from .recommend import LESS_MOMENTUM, MOST_MOMENTUM, is_adaptive, ratio_of, recommend, written
 
 
@@ -62,20 +60,6 @@ def _instead(optimizer: torch.optim.Optimizer, codec: Codec) -> str:
     momentum = "" if other.momentum is None else f" and with a β1 of {other.momentum:g}"
     instead = f"{written(other.codec)}, error_feedback={written(other.feedback)}"
     return f"For as few bytes{momentum} take {instead} (gradwire.recommend)"
-
-
-def check_optimizer(options: Options, optimizer: torch.optim.Optimizer) -> None:
-    """Warn of a `known_problem` of the user's options.
-
-    Raises:
-        ValueError: both the optimizer and the strategy have a momentum.
-    """
-    if options.strategy is not None:
-        options.strategy.check_optimizer(optimizer)
-    choice = options.choice(options.warmup_steps)
-    problem = known_problem(optimizer, choice.codec, choice.feedback and not options.keeps_all)
-    if problem is not None and choice.exchange != "dense":
-        warnings.warn(problem, stacklevel=8)  # where the optimizer's step was called
 
 
 @dataclass(eq=False)  # weak references to tensors compare as these do: by element
