@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,10 @@ from ...comm.untraced import untraced
 from ...core.grad_scaler import LossScale
 from ..compression import codec_of
 from ..functions import allgather_object
+from ..runtime.compressed import ResidualMean
 from ..runtime.context import world
+from ..runtime.handles import key_of
+from . import checkpoint
 from .arguments import Options
 from .residuals import state_of_optimizer
 from .units import Reductions, Unit, buckets_of, check_alike
@@ -196,6 +200,26 @@ class GradientReducer:
                     f"the gradient of {self.names[p]} was changed between loss.backward() and optimizer.step() or "
                     f"optimizer.synchronize(), while ranks reduce it: {REMEDY}"
                 )
+
+    def average_state(self, own: dict[str, Any]) -> None:
+        """Replace the vectors of this rank's `CompressionState.state_dict` by their mean. A collective."""
+        assert self.state is not None
+        process_set, vectors = self.options.process_set, checkpoint.vectors_of(own)
+        # Not every rank need have some: a checkpoint may have been loaded on some ranks only.
+        shapes = {(v, name): tuple(x.shape) for v, found in vectors.items() for name, x in found.items()}
+        told = allgather_object(shapes, self.talk, process_set)
+        every = {place: shape for found in told for place, shape in found.items()}
+        devices = {name: p.device for p, name in self.names.items()}
+        pending = []  # all in flight before the first is waited for
+        for (vector, name), shape in sorted(every.items()):
+            mine = vectors[vector].get(name)
+            if mine is None:
+                mine = torch.zeros(shape, dtype=torch.float32, device=devices.get(name))
+            key = key_of(vector, name, process_set)
+            mean = world().engine.submit(ResidualMean(*key, mine, self.state, name, vector))
+            pending.append((vectors[vector], name, mean))
+        for found, name, mean in pending:
+            found[name] = mean.wait()[0]
 
     def use_scaler(self, scaler: torch.amp.GradScaler) -> None:
         """Let residuals follow what this scaler does, and gradients be reduced before it unscales them."""
