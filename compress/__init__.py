@@ -3,7 +3,7 @@
 import torch
 
 from . import schedules
-from .codec import BlockCodec, Codec, SparseCodec, new_draw
+from .codec import BlockCodec, Codec, new_draw
 from .codecs.cast import Cast, Identity
 from .codecs.chunked_topk import ChunkedTopK
 from .codecs.onebit import OneBit
@@ -19,6 +19,7 @@ from .feedback.base import Feedback
 from .feedback.momentum import Momentum
 from .feedback.residual import Residual
 from .feedback.tracking import Tracking
+from .sparse_codec import SparseCodec
 
 #: One example of every codec. Contract tests, benchmarks and the command line take the codecs from here.
 CODECS: tuple[Codec, ...] = (

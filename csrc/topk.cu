@@ -123,20 +123,11 @@ struct Source {
         const bool wild = tiles[i / TILE].y >> 31 && not_finite[i / SLOTS] >> i % SLOTS & 1;
         return wild ? canonical(to_float(x[i]) + residual[i]) : residual[i];
     }
-
-    // In no order.
-    __device__ float item(i64 i) const {
-        return dense ? element(i) : value[i];
-    }
 };
 
 // ---- the k-th largest key
 
 // Digits of a key, from the highest: 11, 10 and 10 bits.
-__device__ inline int shift_of(int digit) {
-    return 20 - 10 * digit;
-}
-
 __device__ inline int bins_of(int digit) {
     return digit == 0 ? BINS : BINS / 2;
 }
@@ -182,11 +173,6 @@ struct Kth {
         left = found[1];
         ++digits;
     }
-
-    // How many are selected.
-    __device__ u32 selected(int k) const {
-        return left == 0 ? all : (u32)k;
-    }
 };
 
 // Adds what the items begin … end - 1 have of the next digit.
@@ -195,12 +181,14 @@ __device__ void count_digit(const Source<T>& source, i64 begin, i64 end, const K
     u32* const histogram = shared_words();
     for (int bin = threadIdx.x; bin < BINS; bin += THREADS) histogram[bin] = 0;
     __syncthreads();
-    const int bins = bins_of(kth.digits), shift = shift_of(kth.digits), above = shift + (kth.digits == 0 ? 11 : 10);
+    const int bins = bins_of(kth.digits), shift = 20 - 10 * kth.digits, above = shift + (kth.digits == 0 ? 11 : 10);
     for (i64 first = begin + threadIdx.x; first < end; first += BATCH * THREADS) {
         u32 keys[BATCH];
 #pragma unroll
-        for (int j = 0; j < BATCH; ++j)
-            keys[j] = first + j * THREADS < end ? key_of(source.item(first + j * THREADS)) : 0;
+        for (int j = 0; j < BATCH; ++j) {
+            const i64 i = first + j * THREADS;
+            keys[j] = i < end ? key_of(source.dense ? source.element(i) : source.value[i]) : 0;
+        }
 #pragma unroll
         for (int j = 0; j < BATCH; ++j)
             if (keys[j] > 0 && keys[j] >> above == kth.prefix) atomicAdd(&histogram[keys[j] >> shift & (bins - 1)], 1u);
@@ -331,7 +319,8 @@ __device__ void write(const Source<T>& source, float* residual, State* state, in
     __shared__ u32 warps[WARP];
     __shared__ u64 pairs[WARP];
     const Kth kth(state);
-    const u32 selected = kth.selected(k), shares = (u32)((source.numel + (i64)each * TILE - 1) / ((i64)each * TILE));
+    const u32 selected = kth.left == 0 ? kth.all : (u32)k;
+    const u32 shares = (u32)((source.numel + (i64)each * TILE - 1) / ((i64)each * TILE));
     if (source.not_finite == nullptr) residual = nullptr;
     for (u32 share = take(&state->turns[1]); share < shares; share = take(&state->turns[1])) {
         const Listed<T> listed(source, (i64)share * each, each, warps);

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ..backends import Kernels, backend_for
 from ..backends.random_k import RANDOM_K, pick, words_of
-from ..codec import SparseCodec, check_number
+from ..codec import check_number
 from ..formats.entries import value_fields
 from ..formats.wire import Field, Part
+from ..sparse_codec import SparseCodec
 from .topk import entries_at, power_near
 
 

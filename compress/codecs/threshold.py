@@ -8,8 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..codec import SparseCodec, check_number
+from ..codec import check_number
 from ..formats.entries import VALUE_DTYPES
+from ..sparse_codec import SparseCodec
 from .topk import TopK, entries_at, power_near
 
 

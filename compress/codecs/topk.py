@@ -10,8 +10,9 @@ from typing import ClassVar
 
 import torch
 
-from ..codec import SparseCodec, check_choice, check_number
+from ..codec import check_choice, check_number
 from ..formats.entries import VALUE_DTYPES
+from ..sparse_codec import SparseCodec
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ..backends import Workspace, backend_for
-from ..codec import Codec, SparseCodec, check_flag
+from ..codec import Codec, check_flag
 from ..formats.layout import Slot
+from ..sparse_codec import SparseCodec
 from .base import RESIDUAL, Feedback, FeedbackState, check_beta, check_clip
 
 MOMENTUM = "momentum"

@@ -36,7 +36,7 @@ from .registration import check_free, expect_hook, expect_hook_of_copy
 from .untrained import Untrained
 
 #: Attributes that belong to a process, and that copies of a state do not get.
-OF_PROCESS = ("_reducer", "_buckets", "_names", "_open", "_dense_path", "_untrained")
+OF_PROCESS = ("_reducer", "_buckets", "_names", "_open", "_dense_path", "_untrained", "_discarded")
 
 
 class State:
@@ -45,9 +45,6 @@ class State:
     Args:
         options: the user's options.
         exclude, grad_scaler, process_group: `CompressState`'s.
-
-    Raises:
-        TypeError, ValueError: an argument is invalid for every model.
     """
 
     _reducer: Reducer | None
@@ -142,8 +139,8 @@ class State:
     # -- the model ---------------------------------------------------------------------------------------------------
 
     def bind(self, model: nn.Module) -> Self:
-        """Bind the state to a DDP model: ranks compare options and models. A collective; nothing happens if the state
-        is bound to that model already.
+        """Bind the state to a DDP model, and return it: ranks compare options and models. A collective; nothing happens
+        if the state is bound to that model already.
 
         A state that was made without a model binds itself at its first bucket, on all ranks. `bind` reports errors
         sooner, and lets a rank take its time for its first batch. A bound state can be bound again, and keeps its
@@ -152,9 +149,6 @@ class State:
 
         Args:
             model: `CompressState`'s.
-
-        Returns:
-            The state.
 
         Raises:
             TypeError, ValueError: `CompressState`'s; or the checkpoint loaded before does not fit; or the state
@@ -168,8 +162,7 @@ class State:
         ddp = ddp_of(model)
         if not (self._bound and self._ddp() is ddp):
             self._bind(ddp)
-            parameters = self._parameters.values()
-            expect_hook(parameters, weakly(self._ddp), weakly(self._refuse))
+            expect_hook(self._parameters.values(), weakly(self._ddp), weakly(self._refuse))
         return self
 
     def _bind(self, model: DistributedDataParallel, within_hook: bool = False) -> Reducer:
@@ -187,9 +180,9 @@ class State:
                 check_free(model)
             if again:
                 check_same(old, self._parameters)
-                self._discarded = UnusedMeans(self._parameters, self._feedback)
             else:
                 self._check(model)
+            self._discarded = UnusedMeans(self._parameters, self._feedback)
             if not within_hook:
                 self._discarded.look(model)
             self._options.prepare(self._step, (p.dtype for p in self._parameters.values()), self._device)
@@ -214,7 +207,6 @@ class State:
         loss_scale = LossScale(self._scaler)
         self._feedback = FeedbackStore(self._options.strategy, keep_previous=loss_scale.skips)
         self._scaler_sync = ScalerSync(loss_scale, self._feedback)
-        self._discarded = UnusedMeans(self._parameters, self._feedback)
         check_dtypes(self._parameters)
         self._sparse = sparse_names(module_of(model), self._parameters)
         if self._sparse and self._options.keeps_all:
@@ -318,9 +310,7 @@ class State:
 
     def __getstate__(self) -> dict[str, Any]:
         self._idle()
-        kept = self.__dict__.copy()
-        for name in (*OF_PROCESS, "_discarded"):
-            kept.pop(name, None)
+        kept = {name: value for name, value in self.__dict__.items() if name not in OF_PROCESS}
         # As in DDP's own copies, which are of the default group.
         kept["_model_group"] = kept["_given_group"] = kept["_model"] = None
         return kept
@@ -353,8 +343,6 @@ class State:
         self._closed = True
 
     def _disconnect(self) -> None:
-        for name in OF_PROCESS:
-            self.__dict__.pop(name, None)
         self._reducer = self._open = self._dense_path = self._untrained = None
         self._scaler_sync.disconnected()
         self._buckets = {}
@@ -364,17 +352,11 @@ class State:
         """Make a session and a reducer. A collective, in which the other ranks hear of this one's problem, if any."""
         options, self._closed = self._options, False
         session = Session(
-            "CompressState",
-            self._group,
-            self._device,
-            self._description,
-            problem,
-            given=self._given_group,
+            "CompressState", self._group, self._device, self._description, problem, given=self._given_group,
             topology=options.topology if options.exchange in ("auto", "hierarchical") else None,
-            fallback=options.fallback,
-            probes=options.exchange == "auto",
+            fallback=options.fallback, probes=options.exchange == "auto",
             dense_path=not self._scaler_sync.skips,  # a step that may be undone has to be remembered
-        )
+        )  # fmt: skip
         parts = self._feedback, self._scaler_sync, self._statistics
         numel = sum(p.numel() for name, p in self._parameters.items() if name not in self._sparse)
         reducer = self._reducer = Reducer(session, *parts, options.seed, clean=self._step == 0, numel=numel)

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from ...compress.backends.sparse import Pieces
-from ...compress.codec import Codec, SparseCodec
+from ...compress.codec import Codec
 from ...compress.feedback.base import FeedbackState
 from ...compress.formats.entries import index_bytes, split_raw, value_bytes
+from ...compress.sparse_codec import SparseCodec
 from ..comm.entry_exchange import Entries, EntryExchanger, fill
 from ..comm.group import Group
 from ..comm.ports import Stages, Work

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ...compress.backends import entries_for
-from ...compress.codec import Codec, SparseCodec
+from ...compress.codec import Codec
+from ...compress.sparse_codec import SparseCodec
 from ..comm.group import Group
 from .base import Exchange
 

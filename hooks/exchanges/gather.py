@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...compress.codec import Codec, SparseCodec
+from ...compress.codec import Codec
+from ...compress.sparse_codec import SparseCodec
 from ..comm.group import Group
 from ..comm.ports import Stages, WaitAll
 from ..network.cost import Calibration, Estimate

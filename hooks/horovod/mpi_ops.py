@@ -87,8 +87,7 @@ def allreduce(
 ) -> Tensor:  # fmt: skip
     """The reduction of `tensor` over the ranks, by default its average; `tensor` stays as it is. Differentiable.
 
-    A codec as `compression` leaves a residual, which is kept by `name` and added the next time. The gradient is reduced
-    without compression.
+    A codec as `compression` leaves a residual, kept by `name` and added the next time; the gradient is not compressed.
 
     Raises:
         ValueError: both `op` and `average` were given; a codec with another op than Average and Sum; or one that leaves
@@ -114,10 +113,8 @@ def allreduce_(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> Tensor:  # fmt: skip
     """Replace `tensor` by its reduction over the ranks, and return it."""
-    result: Tensor = synchronize(
-        allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
-    )
-    return result
+    synchronize(allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set))
+    return tensor
 
 
 @untraced
@@ -161,9 +158,8 @@ def grouped_allreduce_(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:  # fmt: skip
     """Replace the tensors by their reductions over the ranks, and return them."""
-    result: list[Tensor] = synchronize(
-        grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
-    )
+    result = list(tensors)
+    synchronize(grouped_allreduce_async_(result, average, name, op, prescale_factor, postscale_factor, process_set))
     return result
 
 
@@ -196,16 +192,14 @@ def _reduce_all(
     prescale: float, postscale: float, process_set: ProcessSet,
 ) -> list[Tensor]:  # fmt: skip
     op, codec = reduction(op, average), codec_of(compression)
-    if codec is not None:
-        return list(AllReduceFunction.apply(name, op, prescale, postscale, process_set, codec, kind, *tensors))
-    sent, contexts = _compress(tensors, compression)
-    reduced = AllReduceFunction.apply(name, op, prescale, postscale, process_set, None, kind, *sent)
-    return [compression.decompress(t, context) for t, context in zip(reduced, contexts, strict=True)]
+    reduce = functools.partial(AllReduceFunction.apply, name, op, prescale, postscale, process_set, codec, kind)
+    return _compressed(compression, tensors, reduce) if codec is None else list(reduce(*tensors))
 
 
-def _compress(tensors: Sequence[Tensor], compression: Any) -> tuple[list[Tensor], list[Any]]:
+def _compressed(compression: Any, tensors: Sequence[Tensor], reduce: Callable[..., Any]) -> list[Tensor]:
     pairs = [compression.compress(tensor) for tensor in tensors]
-    return [tensor for tensor, _ in pairs], [context for _, context in pairs]
+    reduced = reduce(*(tensor for tensor, _ in pairs))
+    return [compression.decompress(t, context) for t, (_, context) in zip(reduced, pairs, strict=True)]
 
 
 def _detached(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -267,8 +261,8 @@ def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
     """Replace `tensor` by what it is on `root_rank`, and return it."""
-    result: Tensor = synchronize(broadcast_async_(tensor, root_rank, name, process_set))
-    return result
+    synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+    return tensor
 
 
 @untraced
@@ -329,8 +323,7 @@ def reducescatter_async(
 ) -> int:  # fmt: skip
     """Start a reducescatter; a handle."""
     key = key_of("reducescatter", name, process_set)
-    operation = reducescatter_operation(key, [tensor], reduction(op, None), prescale_factor, postscale_factor)
-    return submit(operation, first)
+    return submit(reducescatter_operation(key, [tensor], reduction(op, None), prescale_factor, postscale_factor), first)
 
 
 @untraced
@@ -359,10 +352,9 @@ def _scatter(
 ) -> list[Tensor]:  # fmt: skip
     if codec_of(compression) is not None:
         raise ValueError(f"{kind} cannot use {compression}: use Compression.none, .fp16 or .bf16, or allreduce")
-    sent, contexts = _compress(tensors, compression)
     op = reduction(op, None)
-    parts = ReduceScatterFunction.apply(name, op, prescale, postscale, process_set, kind, *sent)
-    return [compression.decompress(part, context) for part, context in zip(parts, contexts, strict=True)]
+    reduce = functools.partial(ReduceScatterFunction.apply, name, op, prescale, postscale, process_set, kind)
+    return _compressed(compression, tensors, reduce)
 
 
 # -- waiting for the others --------------------------------------------------------------------------------------------

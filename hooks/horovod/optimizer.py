@@ -14,14 +14,12 @@ from torch import Tensor
 from ..comm.untraced import untraced
 from ..training.optimizer_checks import known_problem
 from .compression import Compression, codec_of
-from .functions import allgather_object
 from .gradients import checkpoint
 from .gradients.arguments import Options, group_positions, name_parameters, parameters_of
 from .gradients.bucketing import GradientReducer
 from .gradients.residuals import CompressionState
 from .process_sets import ProcessSet, global_process_set
 from .runtime.arithmetic import number
-from .runtime.compressed import ResidualMean
 from .runtime.context import world
 from .runtime.handles import allreduce_operation, key_of, reduction
 from .runtime.operations import Adasum, Average
@@ -119,17 +117,13 @@ def _wrap(optimizer: torch.optim.Optimizer, names: list[str], options: Options) 
     new._wrapped = optimizer
     new._names = names
     new._should_synchronize, new._warned = True, False
-    new._reducer = GradientReducer([] if _is_adasum(options) else _named(new), options)
+    new._reducer = GradientReducer([] if options.op == Adasum else _named(new), options)
     return new
 
 
 def _named(optimizer: Any) -> list[tuple[str, Tensor]]:
     optimizer._take_in()
     return list(zip(optimizer._names, parameters_of(optimizer), strict=True))
-
-
-def _is_adasum(options: Options) -> bool:
-    return options.op == Adasum
 
 
 def _restore(base: type, state: dict[str, Any], names: list[str], options: Options, residuals: Any) -> Any:
@@ -179,7 +173,7 @@ class _Distributed(torch.optim.Optimizer):
         if "_reducer" in self.__dict__:
             self._reducer.unscaling.look(self)
             self._reducer.reduce_before_unscaling(self)
-        return _is_adasum(self._reducer.options) or self._unscales
+        return self._reducer.options.op == Adasum or self._unscales
 
     @property
     def _unscales(self) -> bool:
@@ -234,7 +228,7 @@ class _Distributed(torch.optim.Optimizer):
         Raises:
             AssertionError: with op=Adasum, which combines the steps.
         """
-        if _is_adasum(self._reducer.options):
+        if self._reducer.options.op == Adasum:
             raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
         self._should_synchronize = False
         try:
@@ -250,7 +244,7 @@ class _Distributed(torch.optim.Optimizer):
         # A scheduler that was made for the wrapped optimizer asks it whether it has stepped.
         self._wrapped._opt_called = True  # type: ignore[attr-defined]
         positional = args if closure is None else (closure, *args)
-        if _is_adasum(reducer.options):
+        if reducer.options.op == Adasum:
             return self._adasum_step(lambda: self._unscaled_step(*positional, **kwargs))
         if self._should_synchronize and not reducer.is_unscaled(self):
             if reducer.synchronized and not reducer.started and not self._warned:
@@ -340,7 +334,7 @@ class _Distributed(torch.optim.Optimizer):
         if sum(len(group["params"]) for group in self.param_groups) > len(self._names):
             new = name_parameters(self, None)[len(self._names) :]
             self._names = [*self._names, *(name for name, _ in new)]
-            if not _is_adasum(self._reducer.options):
+            if self._reducer.options.op != Adasum:
                 self._reducer.add(new)
 
     # -- what survives -----------------------------------------------------------------------------------------------
@@ -359,29 +353,14 @@ class _Distributed(torch.optim.Optimizer):
     def consolidated_state_dict(self) -> dict[str, Any]:
         """As `state_dict`, with the mean over the ranks of what compression has left out: it loads on any number of
         ranks, and nothing is lost. A collective of the process set; other ranks have left nothing out."""
-        state, compression = self.state_dict(), self._reducer.state
+        state = self.state_dict()
         state["state"] = copy.deepcopy(state["state"])  # torch's shows the tensors that the next step changes
-        if compression is None:
+        if self._reducer.state is None:
             return state
         own = state[ENTRY]
         if self._reducer.takes_part():
-            process_set = self._reducer.options.process_set
-            vectors = checkpoint.vectors_of(own)
-            # Not every rank need have some: a checkpoint may have been loaded on some ranks only.
-            shapes = {(v, name): tuple(x.shape) for v, found in vectors.items() for name, x in found.items()}
-            told = allgather_object(shapes, self._reducer.talk, process_set)
-            every = {place: shape for found in told for place, shape in found.items()}
-            devices = {name: p.device for name, p in _named(self)}
-            pending = []  # all in flight before the first is waited for
-            for (vector, name), shape in sorted(every.items()):
-                mine = vectors[vector].get(name)
-                if mine is None:
-                    mine = torch.zeros(shape, dtype=torch.float32, device=devices.get(name))
-                key = key_of(vector, name, process_set)
-                mean = world().engine.submit(ResidualMean(*key, mine, compression, name, vector))
-                pending.append((vectors[vector], name, mean))
-            for found, name, mean in pending:
-                found[name] = mean.wait()[0]
+            self._take_in()
+            self._reducer.average_state(own)
         own["rank"] = own["world_size"] = -1
         return state
 

@@ -18,6 +18,8 @@ from ..exchanges import all_finite
 
 #: Keys of a checkpoint's tensors that are the same on all ranks; "arrived": means that are not yet applied.
 REPLICATED_KEYS = ("global", "momentum", "arrived")
+#: A checkpoint's key: True if ranks have gone on from the global parameters while a round is in flight.
+CARRIED = "carried"
 #: Elements of a piece of several tensors that fits a cache.
 IN_CACHE = 1 << 16
 
@@ -199,29 +201,40 @@ class InFlightRound:
     step: Step | None  # None: from a checkpoint
 
 
-def replicated_tensors(
-    every: Iterable[GlobalParameters], arrived: Iterable[tuple[GlobalParameters, Tensor]]
-) -> dict[str, dict[str, Tensor]]:
-    """A checkpoint's tensors that are the same on all ranks, by `REPLICATED_KEYS` and name.
+def replicated(every: Iterable[GlobalParameters], arrived: InFlightRound | None) -> dict[str, Any]:
+    """A checkpoint's part that is the same on all ranks: tensors by `REPLICATED_KEYS` and name, and `CARRIED`.
 
     Args:
-        arrived: means that have not been applied.
+        arrived: a round whose means have not been applied.
     """
-    found: dict[str, dict[str, Tensor]] = {what: {} for what in REPLICATED_KEYS}
+    found: dict[str, Any] = {what: {} for what in REPLICATED_KEYS}
     for shared in every:
         found["global"] |= shared.by_name(shared.values)
         found["momentum"] |= {} if shared.momentum is None else shared.by_name(shared.momentum)
-    for shared, mean in arrived:
-        found["arrived"] |= shared.by_name(mean)
+    if arrived is not None:
+        for shared, mean in zip(arrived.globals, arrived.buffers, strict=True):
+            found["arrived"] |= shared.by_name(mean)
+        found[CARRIED] = arrived.keep_local
     return found
 
 
+def restore(every: Sequence[GlobalParameters], saved: Mapping[str, Any]) -> InFlightRound | None:
+    """The inverse of `replicated`: set the global parameters, and return the round that was in flight."""
+    for shared in every:
+        shared.fill(shared.values, saved["global"])
+        if shared.momentum is not None:
+            shared.fill(shared.momentum, saved["momentum"])
+    parts = [shared for shared in every if shared.names <= saved["arrived"].keys()]
+    means = [shared.fill(shared.empty(), saved["arrived"]) for shared in parts]
+    for shared, mean in zip(parts, means, strict=True):
+        shared.bucket.overflow = ~all_finite(mean)
+    return InFlightRound(parts, means, [], saved["due"], bool(saved.get(CARRIED, False)), None) if parts else None
+
+
 def check_saved(
-    saved: Mapping[str, Any],
-    parameters: Mapping[str, nn.Parameter],
-    every: Sequence[GlobalParameters],
+    saved: Mapping[str, Any], parameters: Mapping[str, nn.Parameter], every: Sequence[GlobalParameters]
 ) -> None:
-    """Raise ValueError if tensors of `replicated_tensors` do not fit this model."""
+    """Raise ValueError if tensors of `replicated` do not fit this model."""
     needed: dict[str, Iterable[str]] = {
         "global": parameters,
         "momentum": parameters if every[0].momentum is not None else (),

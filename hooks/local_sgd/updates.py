@@ -1,5 +1,4 @@
-"""Periodic synchronisation: every rank trains its own model, and ranks exchange their compressed progress every H
-steps."""
+"""Periodic synchronisation: every rank trains its own model, and ranks exchange their progress every H steps."""
 
 from __future__ import annotations
 
@@ -24,7 +23,6 @@ from ..core.options import Exclude, check_dtypes, check_whole, excluded_names
 from ..core.reducer import Reducer
 from ..core.session import Session
 from ..core.statistics import Statistics
-from ..exchanges import all_finite
 from ..training.autograd_end import waited
 from ..training.names import renamed
 from .initial_sync import check_writable, tensors_of, thawed, trainable
@@ -36,14 +34,13 @@ from .outer_sgd import (
     OuterSGD,
     check_saved,
     fragments_of,
-    replicated_tensors,
+    replicated,
+    restore,
 )
 from .schedule import RoundRollback, Rounds, Schedule
 from .skipped import Skips
 
 OWNER = "LocalUpdates"
-#: A checkpoint's key: True if ranks have gone on from the global parameters while a round is in flight.
-CARRIED = "carried"
 
 
 class LocalUpdates:
@@ -136,7 +133,14 @@ class LocalUpdates:
         try:
             self._parameters = trainable(model, optimizer)
             place = next(iter(self._parameters.values())).device
-            self._check()
+            self._schedule.check()
+            if not isinstance(outer, OuterSGD):
+                raise TypeError(f"outer={outer!r}: expected OuterSGD(lr=…, momentum=…)")
+            outer.check(self._options.strategy)
+            self._options.check(dist.get_world_size(self._group))
+            check_dtypes(self._parameters)
+            check_whole(self._parameters, OWNER)
+            check_writable(model)
             self._excluded = excluded_names(exclude, self._parameters)
             fragments_in = fragments_of(self._parameters, rounds.fragments, rounds.bucket_cap_mb)
             self._options.prepare(0, [torch.float32], place)
@@ -272,7 +276,11 @@ class LocalUpdates:
         reducer = self._running()
         if self._under_way is not None:  # from a checkpoint with another schedule
             self._apply(self._schedule.rounds.mixing)
-        self._check_trained(reducer.session)
+        problem = thawed(self._model, self._parameters.values())
+        if problem is not None:  # ranks that are in a round must hear of it, too
+            reducer.session.pipeline.wait()
+            reducer.session.refuse(problem)
+            raise ValueError(f"gradwire: {problem}")
         pieces = f"{parts[0].bucket.index} to {parts[-1].bucket.index} of {len(self._all())}"
         step = reducer.begin(self._rounds, self._options.choice(self._rounds), {"pieces of the model": pieces})
         self._rounds += 1
@@ -325,6 +333,16 @@ class LocalUpdates:
             raise RuntimeError(f"this {OWNER} is closed: make another, and load its state_dict() there")
         return self._reducer
 
+    def _description(self) -> dict[str, Any]:
+        return {
+            "version": __version__,
+            **self._options.describe(dist.get_world_size(self._group)),
+            "schedule": str(self._schedule),
+            "outer optimizer": str(self._outer),
+            "the model's parameters": handshake.describe_model(self._parameters, self._excluded),
+            "the model's tensors": handshake.describe_model(tensors_of(self._model), ()),
+        }
+
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -365,26 +383,12 @@ class LocalUpdates:
         self._feedback.load(vectors)
         self._rounds, self._steps, self._count = saved["step"], saved["local_steps"], saved["counted_steps"]
         self._options.seed, self._moved = saved["seed"], bool(saved["moved"])
-        for shared in self._all():
-            shared.fill(shared.values, saved["global"])
-            if shared.momentum is not None:
-                shared.fill(shared.momentum, saved["momentum"])
-        parts = [shared for shared in self._all() if shared.names <= saved["arrived"].keys()]
-        means = [shared.fill(shared.empty(), saved["arrived"]) for shared in parts]
-        for shared, mean in zip(parts, means, strict=True):
-            shared.bucket.overflow = ~all_finite(mean)
-        carried = bool(saved.get(CARRIED, False))
-        self._under_way = InFlightRound(parts, means, [], saved["due"], carried, None) if parts else None
+        self._under_way = restore(self._all(), saved)
         reducer.forget(self._options.seed, (shared.bucket for shared in self._all()))
 
     def _export(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """A checkpoint with the tensors that are the same on all ranks."""
-        done = None if self._under_way is None else self._arrived()
-        arrived = [] if done is None else list(zip(done.globals, done.buffers, strict=True))
-        saved |= replicated_tensors(self._all(), arrived)
-        if done is not None:
-            saved[CARRIED] = done.keep_local
-        return saved
+        """A checkpoint with what is the same on all ranks."""
+        return saved | replicated(self._all(), None if self._under_way is None else self._arrived())
 
     @property
     def _checkpoint(self) -> Checkpoint:
@@ -394,33 +398,3 @@ class LocalUpdates:
             local_steps=self._steps, counted_steps=self._count, moved=self._moved,
             due=0 if self._under_way is None else self._under_way.due,
         )  # fmt: skip
-
-    # -- what must be right ------------------------------------------------------------------------------------------
-
-    def _check_trained(self, session: Session) -> None:
-        """Raise ValueError if a parameter is trained that is not exchanged, also on ranks that are in a round."""
-        problem = thawed(self._model, self._parameters.values())
-        if problem is not None:
-            session.pipeline.wait()
-            session.refuse(problem)
-            raise ValueError(f"gradwire: {problem}")
-
-    def _check(self) -> None:
-        self._schedule.check()
-        if not isinstance(self._outer, OuterSGD):
-            raise TypeError(f"outer={self._outer!r}: expected OuterSGD(lr=…, momentum=…)")
-        self._outer.check(self._options.strategy)
-        self._options.check(dist.get_world_size(self._group))
-        check_dtypes(self._parameters)
-        check_whole(self._parameters, "LocalUpdates")
-        check_writable(self._model)
-
-    def _description(self) -> dict[str, Any]:
-        return {
-            "version": __version__,
-            **self._options.describe(dist.get_world_size(self._group)),
-            "schedule": str(self._schedule),
-            "outer optimizer": str(self._outer),
-            "the model's parameters": handshake.describe_model(self._parameters, self._excluded),
-            "the model's tensors": handshake.describe_model(tensors_of(self._model), ()),
-        }

@@ -23,7 +23,7 @@ LAYERS = (
     ("kernels", r"csrc(\..+)?"),
     ("formats", r"compress\.formats(\..+)?"),
     ("backends", r"compress\.backends(\..+)?"),
-    ("codec contract", r"compress\.(codec|deprecated)"),
+    ("codec contract", r"compress\.(codec|sparse_codec|deprecated)"),
     ("codecs", r"compress\.(?!feedback(\.|$)).+"),
     ("feedback", r"compress\.feedback(\.(?!store$).+)?"),
     ("feedback store", r"compress\.feedback\.store"),

@@ -48,12 +48,12 @@ Graph = dict[str, set[str]]
 
 
 def room(module: str, modules: Mapping[str, str]) -> str:
-    """The folder of a module, two levels deep at most; the contract `compress/codec.py` counts as one, with its former
-    names."""
+    """The folder of a module, two levels deep at most; the contract of codecs, with former names, counts as one,
+    `compress/codec.py`."""
     parts = module.split(".")
     if module == "":
         return "gradwire"
-    if module in ("compress.codec", "compress.deprecated"):
+    if module in ("compress.codec", "compress.sparse_codec", "compress.deprecated"):
         return "compress/codec.py"
     inside = ".".join(parts[:2])
     deep = parts[0] in ("compress", "hooks") and any(name.startswith(f"{inside}.") for name in modules)

@@ -8,7 +8,6 @@ hold the same gradients on all ranks and in every run, for the codec's choice an
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,12 +19,13 @@ from ...comm.untraced import untraced
 from ...training.grad_scaler import LossScale
 from ..compression import codec_of
 from ..functions import allgather_object
+from ..runtime.compressed import ResidualMean
 from ..runtime.context import world
-from ..runtime.handles import allreduce_operation, key_of, overlaps, sparse_operation
-from ..runtime.operations import Average
+from ..runtime.handles import key_of
+from . import checkpoint
 from .arguments import Options
 from .residuals import state_of_optimizer
-from .units import Unit, buckets_of, check_alike, empty_rows
+from .units import Reductions, Unit, buckets_of, check_alike
 from .unscaling import REMEDY, Unscaling, are_finite, version
 
 #: Seconds to wait for gradients that nobody asks for any more.
@@ -48,6 +48,7 @@ class GradientReducer:
         self.names = {p: name for name, p in named}
         codec = codec_of(options.compression)
         self.state = None if codec is None else state_of_optimizer(codec, options.process_set)
+        self._reductions = Reductions(self.names, options, self.state)
         self.unscaling = Unscaling()
         self._loss_scale: float | None = None  # of the gradients of this step
         #: The start of Horovod, and how often ranks had joined: since then all have made the same steps.
@@ -59,9 +60,6 @@ class GradientReducer:
         self._delay: dict[Tensor, int] = {}
         self._unit_of: dict[Tensor, Unit] = {}
         self._units: list[Unit] = []
-        #: Parameters with sparse gradients, and how many dimensions of these are sparse.
-        self._sparse: dict[Tensor, int] = {}
-        self._late: set[Tensor] = set()
         grouped: set[Tensor] = set()
         for group in [] if options.only_sparse else options.groups or []:
             chosen = [named[i][1] for i in group if named[i][1].requires_grad]
@@ -151,7 +149,7 @@ class GradientReducer:
                     if unit.pending is None:
                         self._launch(unit)
                 for unit in self._units:
-                    self._finish(unit)
+                    self._reductions.finish(unit)
             finally:
                 self.reset()
             self._settle_overflow()
@@ -202,6 +200,26 @@ class GradientReducer:
                     f"the gradient of {self.names[p]} was changed between loss.backward() and optimizer.step() or "
                     f"optimizer.synchronize(), while ranks reduce it: {REMEDY}"
                 )
+
+    def average_state(self, own: dict[str, Any]) -> None:
+        """Replace the vectors of this rank's `CompressionState.state_dict` by their mean. A collective."""
+        assert self.state is not None
+        process_set, vectors = self.options.process_set, checkpoint.vectors_of(own)
+        # Not every rank need have some: a checkpoint may have been loaded on some ranks only.
+        shapes = {(v, name): tuple(x.shape) for v, found in vectors.items() for name, x in found.items()}
+        told = allgather_object(shapes, self.talk, process_set)
+        every = {place: shape for found in told for place, shape in found.items()}
+        devices = {name: p.device for p, name in self.names.items()}
+        pending = []  # all in flight before the first is waited for
+        for (vector, name), shape in sorted(every.items()):
+            mine = vectors[vector].get(name)
+            if mine is None:
+                mine = torch.zeros(shape, dtype=torch.float32, device=devices.get(name))
+            key = key_of(vector, name, process_set)
+            mean = world().engine.submit(ResidualMean(*key, mine, self.state, name, vector))
+            pending.append((vectors[vector], name, mean))
+        for found, name, mean in pending:
+            found[name] = mean.wait()[0]
 
     def use_scaler(self, scaler: torch.amp.GradScaler) -> None:
         """Let residuals follow what this scaler does, and gradients be reduced before it unscales them."""
@@ -308,7 +326,7 @@ class GradientReducer:
         self._units.append(unit)
         for p in parameters:
             if self.options.only_sparse:
-                self._sparse[p] = 1  # as an embedding makes them; until there is one that says otherwise
+                self._reductions.sparse[p] = 1  # as an embedding makes them; until there is one that says otherwise
             if p not in self._delay:
                 p.register_post_accumulate_grad_hook(_weak(self))
                 _owners[id(p)] = self
@@ -329,7 +347,7 @@ class GradientReducer:
         """
         if self._settled:
             return
-        mine = {self.names[p]: dimensions for p, dimensions in self._sparse.items()}
+        mine = {self.names[p]: dimensions for p, dimensions in self._reductions.sparse.items()}
         mine |= {self.names[p]: grad.sparse_dim() for p in self._delay if (grad := self._sparse_grad(p)) is not None}
         every = allgather_object((world().rank, mine, self._together), self.talk, self.options.process_set)
         check_alike([(rank, theirs) for rank, _, theirs in every])
@@ -337,7 +355,7 @@ class GradientReducer:
         for _, names, _ in every:
             found.update(names)
         self._settled_at = world().meeting
-        self._sparse.update({p: found[self.names[p]] for p in self._delay if self.names[p] in found})
+        self._reductions.sparse.update({p: found[self.names[p]] for p in self._delay if self.names[p] in found})
         for unit in list(self._units):
             alone = {p for p in unit.parameters if self.names[p] in found}
             if alone and len(unit.parameters) > 1:
@@ -351,89 +369,12 @@ class GradientReducer:
     def _sparse_grad(self, p: Tensor) -> Tensor | None:
         return p.grad if p.grad is not None and p.grad.is_sparse and not self.options.sparse_as_dense else None
 
-    # -- one unit ----------------------------------------------------------------------------------------------------
-
     def _launch(self, unit: Unit) -> None:
         try:
-            self._start(unit)
+            self._reductions.start(unit, self._loss_scale)
         except ValueError:  # the others are refused it too: nobody comes to wait for what is under way
             self.reset()
             raise
-
-    def _start(self, unit: Unit) -> None:
-        no_gradient = all(p.grad is None for p in unit.parameters)
-        for p in unit.parameters:
-            made = p.grad
-            if p.grad is None:
-                p.grad = empty_rows(p, self._sparse[p]) if p in self._sparse else torch.zeros_like(p)
-            elif p.grad.is_sparse and (self.options.sparse_as_dense or len(unit.parameters) > 1):
-                self._warn_of_late_rows(p)
-                p.grad = p.grad.to_dense()
-            elif not p.grad.is_sparse and overlaps(p.grad):  # an expanded one that the script has put there
-                p.grad = p.grad.contiguous()
-            if p.grad is not made and p in unit.arrived and unit.arrived[p][0] is made:
-                unit.arrived[p] = p.grad, version(p.grad)
-        names = [self.names[p] for p in unit.parameters]
-        key = key_of("gradient", names[0], self.options.process_set)
-        # `data` has a version of its own, so that what the reduction writes is told from what others do.
-        grads: list[Any] = [None if p.grad is None else p.grad.data for p in unit.parameters]
-        if any(grad.is_sparse for grad in grads):
-            self._sparse[unit.parameters[0]] = grads[0].sparse_dim()
-            operation: Any = sparse_operation(key, grads[0], self.options.op)
-            operation.no_gradient = no_gradient
-            unit.contexts = [None]
-        else:
-            operation = self._dense(key, grads, names, no_gradient, unit)
-        operation.loss_scale = self._loss_scale
-        unit.pending = world().engine.submit(operation, alone=False)
-
-    def _warn_of_late_rows(self, p: Tensor) -> None:
-        """Warn: the other ranks reduce it densely with others already."""
-        if not self.options.sparse_as_dense and p not in self._late:
-            self._late.add(p)
-            warnings.warn(
-                f"the gradient of {self.names[p]} has become sparse after the first step, in which no rank had one: it "
-                "is made dense; leave it out of the groups, let the first step have it on some rank, or pass "
-                "sparse_as_dense=True",
-                stacklevel=2,
-            )
-
-    def _dense(self, key: tuple[str, int], grads: list[Tensor], names: list[str], no_gradient: bool, unit: Unit) -> Any:
-        options = self.options
-        if self.state is not None:
-            unit.contexts = [None] * len(grads)
-            # Not divided before: what is left out is kept in the gradient's own units, and sums are float32 anyway.
-            return allreduce_operation(
-                key, grads, options.op, 1.0, 1.0, grads, contiguous=False, codec=self.state.compression,
-                state=self.state, names=names, no_gradient=no_gradient,
-            )  # fmt: skip
-        predivide = options.predivide if options.op == Average else 1.0
-        scales = (options.op, 1.0 / predivide, predivide)
-        pairs = [options.compression.compress(grad) for grad in grads]
-        sent, unit.contexts = [tensor for tensor, _ in pairs], [context for _, context in pairs]
-        return allreduce_operation(key, sent, *scales, sent, contiguous=False, no_gradient=no_gradient)
-
-    def _finish(self, unit: Unit) -> None:
-        assert unit.pending is not None
-        results = unit.pending.wait()
-        for p, result, context in zip(unit.parameters, results, unit.contexts, strict=True):
-            if result.is_sparse:
-                self._sparse[p] = result.sparse_dim()
-                p.grad = result
-                continue
-            if p.grad is None:
-                raise AssertionError(
-                    f"{self.names[p]} has lost its gradient between loss.backward() and optimizer.step() or "
-                    "optimizer.synchronize(), as by model.zero_grad(): other ranks go on with their mean. Drop "
-                    "gradients after the step"
-                )
-            if p.grad.is_sparse and self.state is None:  # nothing was here, and the others' is dense: what is theirs
-                context = self.options.compression.compress(torch.zeros_like(p))[1]
-            dense = result if self.state is not None else self.options.compression.decompress(result, context)
-            if p.grad.is_sparse:
-                p.grad = dense
-            elif dense.data_ptr() != p.grad.data_ptr() or dense.dtype != p.grad.dtype:
-                p.grad.detach().copy_(dense)
 
 
 def _weak(reducer: GradientReducer) -> Callable[[Tensor], None]:

@@ -255,15 +255,7 @@ def collect(
 
 @compiled
 def collect_again(
-    x: Source,
-    residual: int,
-    change: Change,
-    span: Span,
-    k: int,
-    lowest: int,
-    count: int,
-    spare: Pointers,
-    room: Room,
+    x: Source, residual: int, change: Change, span: Span, k: int, lowest: int, count: int, spare: Pointers, room: Room
 ) -> tuple[int, int]:
     """Once more, from `lowest` on, after a threshold that was too high; `spare` has room for `count` entries."""
     index, value = room[0], room[1]
