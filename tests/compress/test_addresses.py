@@ -20,6 +20,7 @@ from gradwire.compress.formats.entries import index_bytes
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.network import probe
 from gradwire.optim import DistributedLion
+from lacking import no_default_device
 from ranks import Pool
 from strategies import VARIANTS
 from torch import Tensor
@@ -197,7 +198,7 @@ def by_default_elsewhere(rank: int, device: str | None) -> list[str]:
             each.load_state_dict(each.consolidated_state_dict())
             each.close()
     finally:
-        torch.set_default_device(None)
+        no_default_device()
     return [digest([x]) for x in found]
 
 

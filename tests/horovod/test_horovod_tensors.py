@@ -16,6 +16,7 @@ from gradwire import TopK
 from gradwire.hooks.horovod.runtime.handles import COMPRESSIBLE, FLOATING, SUMMABLE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from lacking import no_default_device
 from ranks import Pool
 from test_horovod_operations import equal, raised
 from torch import Tensor, nn
@@ -271,7 +272,7 @@ def on_another_default_device(rank: int) -> None:
         gathered = hvd.allgather(x)
         gathered.sum().backward()
     finally:
-        torch.set_default_device(None)
+        no_default_device()
     assert gathered.shape == (n * (n - 1) // 2, 2)
     equal(x.grad, torch.ones(rank, 2))
 

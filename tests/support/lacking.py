@@ -1,4 +1,4 @@
-"""Skips for what this torch lacks, by name."""
+"""Skips for what this torch lacks, by name; and what stands in for it."""
 
 from __future__ import annotations
 
@@ -28,6 +28,14 @@ def needs_fsdp(*names: str) -> pytest.MarkDecorator:
 def needs_ddp(name: str) -> pytest.MarkDecorator:
     """Skips a test where DDP has no argument, and no property, of this name."""
     return needs(f"DDP's {name}", name in DDP_ARGUMENTS or hasattr(DistributedDataParallel, name))
+
+
+def no_default_device() -> None:
+    """End `torch.set_default_device`. torch 2.6 then fails to say which device is the default, unless the thread
+    forgets that there was one."""
+    torch.set_default_device(None)
+    if getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", torch) is None:
+        del torch._GLOBAL_DEVICE_CONTEXT.device_context
 
 
 needs_hook = needs_fsdp("set_all_reduce_hook")
