@@ -258,7 +258,7 @@ class FeedbackState:
                 self.entries(residual).add(residual, indices, values)
 
     def entries(self, residual: Tensor) -> EntryKernels:
-        """What adds entries to the residual."""
+        """The kernels that add entries to the residual."""
         if self._entries is None:
             self._entries = entries_for(residual.device)
         return self._entries

@@ -141,7 +141,8 @@ class EntryExchanger:
             part, used = lists[a:b], inside[a:b]
             if not used.all():  # padding, or invalid indices
                 part = part[used]
-            total.values.index_add_(0, torch.searchsorted(union, part.indices), part.values)
+            at = torch.searchsorted(union, part.indices)
+            total.values[at] += part.values  # index_add_'s atomics on a GPU take subnormal numbers for zeros
         self.skipped += len(lists) - int(inside.sum())
         return total
 

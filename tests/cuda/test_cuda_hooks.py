@@ -50,7 +50,7 @@ def gradients_of(
     steps: int = 6,
     inline: bool = False,
 ) -> list[Tensor]:
-    """What the hook leaves in every parameter's gradient, over some steps. `inline`: by the exchanges for which the
+    """Every parameter's gradient after the hook, over some steps. `inline`: by the exchanges for which the
     host does not wait, as over NCCL, whatever carries them."""
     if inline:
         with pytest.MonkeyPatch.context() as patch:

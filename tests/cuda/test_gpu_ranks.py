@@ -253,6 +253,8 @@ def summed_sparsely(rank: int) -> Any:
         off = float((out.cpu() - wanted).abs().max())
         assert off < 1e-5, f"{algorithm}: off by {off:.1e}"
         digests.append(digest(sparse_all_reduce(indices, values, numel, algorithm=algorithm)))
+    rows = torch.full((len(indices), 3), 1e-40, device=DEVICE)  # which atomics would take for zeros
+    assert bool((sparse_all_reduce(indices, rows, numel, algorithm="gather", op="sum")[1] >= 0.9e-40).all())
     return digests
 
 

@@ -37,7 +37,7 @@ from gradwire.hooks.exchanges import possible
 from gradwire.hooks.fsdp.arithmetic import post_divide
 from gradwire.hooks.fsdp.torch_internals import check_group, fsdp_modules
 from hypothesis import strategies as st
-from lacking import GIVES_ZEROS, needs_reduce_scatter, needs_reset
+from lacking import GIVES_ZEROS, RESETS, needs_reduce_scatter, needs_reset
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
@@ -209,6 +209,15 @@ def mistakes(rank: int) -> dict[str, str]:
     model = small(shard)
     state = compress_fsdp(model, OneBit(), mesh=replicate)
     found["twice"] = told(lambda: compress_fsdp(model, OneBit(), mesh=replicate))
+    handle = model[0].weight.register_post_accumulate_grad_hook(lambda p: None)
+    found["hook"] = told(lambda: model(torch.ones(2, 8)).sum().backward())
+    handle.remove()
+    if RESETS:  # and both go on
+        model.reset_iter_state()
+    else:
+        state.close()
+        model = small(shard)
+        state = compress_fsdp(model, OneBit(), mesh=replicate)
     saved = state.state_dict()
     found["codec"] = told(lambda: state.load_state_dict({**saved, "codec": "TopK()"}))
     found["lacks"] = told(lambda: state.load_state_dict({"step": 1}))
@@ -221,16 +230,15 @@ def mistakes(rank: int) -> dict[str, str]:
     model(torch.ones(2, 8)).sum().backward()
     state.close()
     found["closed"] = told(lambda: model(torch.ones(2, 8)).sum().backward())
-    model = small(shard)  # whose pass has not raised
+    if RESETS:
+        model.reset_iter_state()
+        model.zero_grad()
+    else:
+        model = small(shard)
     model[2].bias.requires_grad_(False)
     state = compress_fsdp(model, OneBit(), mesh=replicate)
     model[2].bias.requires_grad_(True)
     found["thawed"] = told(lambda: model(torch.ones(2, 8)).sum().backward())
-    state.close()
-    model = small(shard)
-    state = compress_fsdp(model, OneBit(), mesh=replicate)
-    model[0].weight.register_post_accumulate_grad_hook(lambda p: None)
-    found["hook"] = told(lambda: model(torch.ones(2, 8)).sum().backward())
     state.close()
     return found
 

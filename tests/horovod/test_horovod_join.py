@@ -15,7 +15,7 @@ import gradwire.hooks.horovod as hvd
 import pytest
 import torch
 from gradwire import QSGD, Codec, OneBit, PowerSGD, TopK
-from gradwire.hooks.exchanges import serving
+from gradwire.hooks.exchanges import EXCHANGES
 from gradwire.hooks.horovod.gradients import residuals
 from gradwire.hooks.horovod.runtime import context
 from ranks import Pool
@@ -92,9 +92,17 @@ def test_nothing_is_lost_while_a_rank_has_joined(ranks: Ranks, codec: Codec, exc
 
 def ends_early_unwaited(*args: Any) -> tuple[float, float]:
     """By the exchanges for which the host does not wait, as over NCCL."""
+    used = []
+
+    def serving(name: str, _: bool) -> Any:
+        used.append(name)
+        return EXCHANGES[name].device_variant
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(residuals, "serving", lambda name, _: serving(name, True))
-        return ends_early(*args)
+        patch.setattr(residuals, "serving", serving)
+        found = ends_early(*args)
+    assert used
+    return found
 
 
 @pytest.mark.parametrize("exchange", ["union", "split"])
