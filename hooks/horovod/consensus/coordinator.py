@@ -1,8 +1,8 @@
 """Rank 0's connections to all ranks: they announce to it what they do not agree on by themselves (`epoch_log`), and it
 tells them what to run next.
 
-Rank 0 listens; every rank, rank 0 too, holds one connection to it. The address and two secrets go through the store in
-which the ranks meet: a caller without the first secret is not let in, and an answer without the second is not believed.
+Rank 0 listens; every rank, rank 0 too, holds one connection to it. The address and a secret go through the store in
+which the ranks meet: a caller that does not know it is not let in, and an answer of somebody else is not believed.
 Nobody polls, but that rank 0 looks for stalls four times a second. The end of a process ends its connection: rank 0
 sees that at once and tells the others.
 """
@@ -22,7 +22,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..transport.sockets import Connection, SocketLoop, addresses, dial, listen
+from ...comm.sockets import Connection, SocketLoop, dial, listen
+from ..transport.addresses import addresses
 from .epoch_coordinator import EpochCoordinator
 from .negotiation import REMOVE, Negotiator
 
@@ -46,8 +47,8 @@ def connect(store: dist.Store, hello: dict[str, Any], seconds: float) -> tuple[C
     try:
         return dial(
             lambda: json.loads(store.get("control")),
-            lambda place: {**hello, "secret": place["secret"]},
-            lambda place, answer: secrets.compare_digest(str(answer.get("answer")), place["answer"]),
+            hello,
+            lambda answer: "session" in answer,
             seconds,
         )
     except ConnectionError as error:
@@ -74,15 +75,10 @@ class Coordinator:
         self._size = negotiator.size
         self._stall, self._stall_shutdown = stall_seconds, stall_shutdown_seconds
         listener = listen(backlog=max(128, self._size))
-        self._secret, self._answer, self._session = (secrets.token_hex(16) for _ in range(3))
-        place = {
-            "hosts": addresses(),
-            "port": listener.getsockname()[1],
-            "secret": self._secret,
-            "answer": self._answer,
-        }
+        secret, self._session = secrets.token_hex(16), secrets.token_hex(16)
+        place = {"hosts": addresses(), "port": listener.getsockname()[1], "secret": secret}
         store.set("control", json.dumps(place))
-        self._loop = SocketLoop(listener)
+        self._loop = SocketLoop(listener, secret)
         self._peers: dict[int, Connection] = {}
         self._hellos: dict[int, dict[str, Any]] = {}
         self._ending: float | None = None
@@ -109,7 +105,7 @@ class Coordinator:
         """Take a rank's messages. A connection that breaks, or says what nobody can read, is a rank that is gone."""
         try:
             for message, _ in peer.messages():
-                if not peer.trusted:
+                if peer.rank < 0:
                     self._greet(peer, message)
                 elif "done" in message:
                     self.epochs.negotiator.done(message["done"])
@@ -119,7 +115,7 @@ class Coordinator:
                     self.epochs.hear(peer.rank, message)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             self._loop.drop(peer, str(error))
-            if peer.trusted:
+            if peer.rank >= 0:
                 self._end(f"rank {peer.rank} is gone ({error or 'its connection ended'})", clean=False)
 
     def ask(self, request: dict[str, Any]) -> None:
@@ -149,17 +145,15 @@ class Coordinator:
                 self._inbox.get_nowait()()
 
     def _greet(self, peer: Connection, message: dict[str, Any]) -> None:
-        if not secrets.compare_digest(str(message.get("secret")), self._secret):
-            raise ValueError("a stranger")
         rank = int(message["rank"])
         if rank in self._peers:
             raise ValueError("a rank that is here already: of a later start")
-        peer.rank, peer.trusted = rank, True
+        peer.rank = rank
         self._peers[rank], self._hellos[rank] = peer, message
         if len(self._peers) == self._size:
             told = {key: [self._hellos[rank][key] for rank in range(self._size)] for key in ("host", "place")}
             for other in self._peers.values():
-                self._loop.send(other, {"answer": self._answer, "session": self._session, **told})
+                self._loop.send(other, {"session": self._session, **told})
 
     def _decide(self) -> None:
         if self._ending is not None or len(self._peers) < self._size:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...comm.sockets import Connection
 from ..consensus.coordinator import Coordinator, connect
 from ..consensus.eager_payloads import Delivered
 from ..consensus.negotiation import Negotiator
@@ -29,7 +30,6 @@ from ..consensus.protocol import Agreement, ProtocolCallbacks
 from ..errors import HorovodInternalError
 from ..gradients.residuals import States
 from ..transport.peer_mesh import PeerMesh
-from ..transport.sockets import Connection
 from .channel import Channel, EagerChannel
 from .compressed import CompressedReduce, ResidualMean, zero_input
 from .launch import START_SECONDS

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import secrets
 import socket
 import threading
 import time
@@ -18,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .sockets import CONNECT_SECONDS, Connection, Sent, SocketLoop, addresses, dial, listen
+from ...comm.sockets import CONNECT_SECONDS, Connection, Sent, SocketLoop, dial, listen
+from .addresses import addresses
 
 #: Takes a message: sender, text, bytes.
 Receiver = Callable[[int, dict[str, Any], bytearray], None]
@@ -99,9 +99,9 @@ class PeerMesh:
                     raise ConnectionError(f"rank {self.rank} was not called by ranks {missing}") from error
 
     def _dial(self, rank: int, place: dict[str, Any], secret: str, seconds: float) -> Connection:
-        greeting = {"rank": self.rank, "to": rank, "secret": secret}
+        there, greeting = {**place, "secret": secret}, {"rank": self.rank, "to": rank}
         try:
-            connection, _ = dial(lambda: place, lambda _: greeting, lambda _, answer: answer == {"rank": rank}, seconds)
+            connection, _ = dial(lambda: there, greeting, lambda answer: answer == {"rank": rank}, seconds)
         except ConnectionError as error:
             raise ConnectionError(
                 f"rank {self.rank} did not reach rank {rank} ({error}): set GLOO_SOCKET_IFNAME to the network "
@@ -113,18 +113,17 @@ class PeerMesh:
     def _answer(self, end: socket.socket, secret: str) -> None:
         """Take a caller in that knows the secret; hang up on others."""
         end.settimeout(CONNECT_SECONDS)
-        connection = Connection(end)
+        connection = Connection(end, secret)
         try:
             greeting, _ = connection.receive()
-            known = secrets.compare_digest(str(greeting.get("secret")), secret) and greeting.get("to") == self.rank
-            rank = int(greeting["rank"]) if known else -1
+            rank = int(greeting["rank"]) if greeting.get("to") == self.rank else -1
             if rank <= self.rank or rank in self._peers:
                 raise ValueError("a stranger")
         except (OSError, ValueError, KeyError, TypeError):
             connection.close()
             return
         connection.send({"rank": self.rank})
-        connection.rank, connection.trusted = rank, True
+        connection.rank = rank
         self._peers[rank] = connection
 
     def start(self, receiver: Receiver) -> None:

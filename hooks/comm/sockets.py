@@ -1,15 +1,19 @@
-"""Framed messages over TCP: the one socket stack, of the coordinator's connections and of the mesh.
+"""Framed messages over TCP: the one socket stack, of Horovod's interface and of the meeting point.
 
-A message is twelve bytes of lengths, a JSON text and bytes. Ranks dial an address that they were told, show a secret,
-and take only the answer that they expect.
+A message is twelve bytes of lengths, a JSON text and bytes. Before any other message each end proves to the other that
+it knows a secret, which itself is never sent: the end that was called says a nonce, the caller one of its own and
+HMAC-SHA256 of both under the secret, and the first end its own HMAC. The traffic after that is not encrypted.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import hashlib
+import hmac
 import json
 import os
+import secrets
 import selectors
 import socket
 import struct
@@ -21,8 +25,8 @@ from typing import Any
 
 #: Lengths of text and bytes.
 _HEAD = struct.Struct("!IQ")
-#: The longest message, in bytes, from a peer that has not shown the secret.
-GREETING_BYTES = 4096
+#: The longest message, in bytes, from a peer that has not proved to know the secret, and the seconds that it gets.
+GREETING_BYTES, GREETING_SECONDS = 512, 5.0
 #: Seconds until a silent host counts as gone: TCP probes it from the fifth second on.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
 #: Seconds to wait for one host to accept a connection.
@@ -44,38 +48,11 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-def listen(backlog: int) -> socket.socket:
-    """A listening socket at a free port of all interfaces."""
-    end = socket.create_server(("", 0), backlog=backlog)
+def listen(backlog: int, port: int = 0) -> socket.socket:
+    """A listening socket of all interfaces, at a free port unless one is named."""
+    end = socket.create_server(("", port), backlog=backlog)
     _open.add(end)
     return end
-
-
-def addresses() -> list[str]:
-    """Addresses at which other hosts may reach this one, likeliest first."""
-    found: list[str] = []
-    interface = os.environ.get("HOROVOD_GLOO_IFACE") or os.environ.get("GLOO_SOCKET_IFNAME")
-    if interface:
-        with contextlib.suppress(OSError):
-            found.append(_interface_address(interface.split(",")[0]))
-    # Connecting a datagram socket sends nothing; it only chooses the interface that leads there.
-    for host in (os.environ.get("MASTER_ADDR"), "192.0.2.1"):
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            if host:
-                probe.connect((host, 9))
-                found.append(probe.getsockname()[0])
-    with contextlib.suppress(OSError):
-        found.append(socket.gethostbyname(socket.gethostname()))
-    return list(dict.fromkeys([*found, "127.0.0.1"]))
-
-
-def _interface_address(name: str) -> str:
-    import fcntl
-
-    siocgifaddr = 0x8915
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as end:
-        packed = fcntl.ioctl(end.fileno(), siocgifaddr, struct.pack("256s", name[:15].encode()))
-    return socket.inet_ntoa(packed[20:24])
 
 
 class Sent:
@@ -109,15 +86,23 @@ class Connection:
 
     It blocks until it is given to a `SocketLoop`; from then on neither reading nor sending waits.
 
+    Args:
+        secret: known to both ends. The empty one keeps nobody out.
+        dialled: this end has called the other.
+        limit: the longest message to take, in bytes.
+
     Attributes:
         rank: of the other end, once it has said so.
-        trusted: the other end has shown the secret; until then long messages are refused.
+        trusted: the other end has proved to know the secret; until then long messages are refused.
         open: false after `close`.
+        born: time of construction, by `time.monotonic`.
     """
 
-    def __init__(self, end: socket.socket, trusted: bool = False) -> None:
-        self.end, self.trusted, self.open = end, trusted, True
-        self.rank = -1
+    def __init__(self, end: socket.socket, secret: str, dialled: bool = False, limit: int = 1 << 62) -> None:
+        self.end, self.trusted, self.open = end, False, True
+        self.rank, self.born = -1, time.monotonic()
+        self._secret, self._dialled, self._limit = secret, dialled, limit
+        self._nonce, self._both = secrets.token_hex(16), ""
         self._unsent: collections.deque[tuple[memoryview, Sent | None]] = collections.deque()
         self._sending = threading.Lock()
         self._head, self._body, self._filled = bytearray(_HEAD.size), bytearray(), 0
@@ -128,6 +113,44 @@ class Connection:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in _KEEPALIVE:
                 end.setsockopt(socket.IPPROTO_TCP, option, value)
+        if not dialled:
+            self.send({"nonce": self._nonce})
+
+    def __str__(self) -> str:
+        """Address of the other end."""
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            return "{}:{}".format(*self.end.getpeername()[:2])
+        return "a closed connection"
+
+    def greet(self) -> None:
+        """Prove to know the secret, and have the other end prove it, on a connection that blocks.
+
+        Raises:
+            OSError, ValueError: it does not; `PermissionError` if it says that this end does not.
+        """
+        while not self.trusted:
+            self._greet(self._next()[0])
+
+    def _greet(self, text: dict[str, Any]) -> None:
+        """Take the other end's next word of the greeting."""
+        if "refused" in text and self._dialled:
+            raise PermissionError("it knows another secret")
+        if not self._both:
+            self._both = f"{text.get('nonce')} {self._nonce}" if self._dialled else f"{self._nonce} {text.get('nonce')}"
+            if self._dialled:
+                self.send({"nonce": self._nonce, "proof": self._proof("dialled")})
+                return
+        expected = self._proof("listens" if self._dialled else "dialled")
+        if not hmac.compare_digest(str(text.get("proof")).encode(), expected.encode()):
+            self.send({"refused": "another secret"})
+            raise ValueError("a stranger")
+        self.trusted = True
+        if not self._dialled:
+            self.send({"proof": self._proof("listens")})
+
+    def _proof(self, role: str) -> str:
+        # The role keeps an end from returning the other's own proof.
+        return hmac.new(self._secret.encode(), f"{role} {self._both}".encode(), hashlib.sha256).hexdigest()
 
     def send(self, text: dict[str, Any], data: Any = b"", sent: Sent | None = None) -> bool:
         """Send a message, or begin to; true if something is left for `flush`.
@@ -153,6 +176,12 @@ class Connection:
         """True while a message waits for `flush`."""
         return bool(self._unsent) and self.open
 
+    @property
+    def backlog(self) -> int:
+        """Bytes that wait to be sent."""
+        with self._sending:
+            return sum(len(part) for part, _ in self._unsent)
+
     def flush(self) -> bool:
         """Send as much as can be sent; true if something is left."""
         with self._sending:
@@ -176,13 +205,21 @@ class Connection:
         return False
 
     def receive(self) -> Message:
-        """The next message.
+        """The next message, from an end that has proved to know the secret.
 
         Raises:
             BlockingIOError: in a `SocketLoop`, if it has not come whole.
             ConnectionError: the connection has ended.
-            ValueError: a stranger sends too much, or no JSON object.
+            ValueError: a stranger, too long a message, or no JSON object.
         """
+        while True:
+            proved = self.trusted
+            text, data = self._next()
+            if proved:
+                return text, data
+            self._greet(text)
+
+    def _next(self) -> Message:
         while True:
             target = self._head if self._lengths is None else self._body
             count = self.end.recv_into(memoryview(target)[self._filled :])
@@ -194,14 +231,17 @@ class Connection:
             self._filled = 0
             if self._lengths is None:
                 lengths = self._lengths = _HEAD.unpack(self._head)
-                if not self.trusted and sum(lengths) > GREETING_BYTES:
-                    raise ValueError("a stranger")
+                if sum(lengths) > (self._limit if self.trusted else GREETING_BYTES):
+                    raise ValueError("a stranger" if not self.trusted else f"a message of {sum(lengths)} bytes")
                 self._body = bytearray(sum(lengths))
             else:
                 (length, _), self._lengths = self._lengths, None
-                text = json.loads(self._body[:length])
+                try:
+                    text = json.loads(self._body[:length])
+                except RecursionError as error:
+                    raise ValueError("a message that is nested too deeply") from error
                 if not isinstance(text, dict):
-                    raise ValueError("a stranger")
+                    raise ValueError("no JSON object")
                 return text, self._body[length:]
 
     def messages(self) -> Iterator[Message]:
@@ -231,18 +271,34 @@ class Connection:
         self.end.close()
 
 
+def connect(host: str, port: int, secret: str, seconds: float) -> Connection:
+    """Connect, and greet; the connection then waits up to `seconds` for each message.
+
+    Raises:
+        OSError, ValueError: nobody is there, or somebody else; `PermissionError`: with another secret.
+    """
+    connection = Connection(socket.create_connection((host, port), timeout=CONNECT_SECONDS), secret, dialled=True)
+    connection.end.settimeout(seconds)
+    try:
+        connection.greet()
+    except (OSError, ValueError):
+        connection.close()
+        raise
+    return connection
+
+
 def dial(
     place: Callable[[], dict[str, Any]],
-    greeting: Callable[[dict[str, Any]], dict[str, Any]],
-    expected: Callable[[dict[str, Any], dict[str, Any]], bool],
+    greeting: dict[str, Any],
+    expected: Callable[[dict[str, Any]], bool],
     seconds: float,
 ) -> tuple[Connection, dict[str, Any]]:
     """Connect, greet, and wait for the expected answer; try every host again until `seconds` have passed.
 
     Args:
-        place: hosts and port, read anew before each round.
+        place: hosts, port and secret, read anew before each round.
         greeting: to say at a place.
-        expected: takes a place and an answer; false for an answer of somebody else.
+        expected: takes an answer; false for one of somebody else.
 
     Raises:
         ConnectionError: nobody gave the expected answer; the text says what each host did.
@@ -251,22 +307,20 @@ def dial(
     while True:
         there = place()
         for host in there["hosts"]:
+            connection = None
             try:
-                connection = Connection(socket.create_connection((host, there["port"]), timeout=CONNECT_SECONDS), True)
-            except OSError as error:
-                tried.append(f"{host}: {error}")
-                continue
-            try:
-                connection.end.settimeout(max(1.0, deadline - time.monotonic()))
-                connection.send(greeting(there))
+                left = max(1.0, deadline - time.monotonic())
+                connection = connect(host, there["port"], there["secret"], left)
+                connection.send(greeting)
                 answer, _ = connection.receive()
-                if expected(there, answer):
+                if expected(answer):
                     connection.end.settimeout(None)
                     return connection, answer
                 tried.append(f"{host}: somebody else")
             except (OSError, ValueError) as error:
-                tried.append(f"{host}: no answer ({error})")
-            connection.close()
+                tried.append(f"{host}: {error}")
+            if connection is not None:
+                connection.close()
         if time.monotonic() > deadline:
             raise ConnectionError(f"port {there['port']} of {'; '.join(dict.fromkeys(tried[-8:]))}")
         time.sleep(0.05)
@@ -276,11 +330,13 @@ class SocketLoop:
     """Connections that one thread serves. Other threads may send on them, and wake it.
 
     Args:
-        listener: whose new connections join.
+        listener: whose new connections join. Whoever has not greeted after some seconds is dropped.
+        secret, limit: as of `Connection`, of those.
     """
 
-    def __init__(self, listener: socket.socket | None = None) -> None:
+    def __init__(self, listener: socket.socket | None = None, secret: str = "", limit: int = 1 << 62) -> None:
         self.connections: set[Connection] = set()
+        self._secret, self._limit = secret, limit
         self._selector = selectors.DefaultSelector()
         self._listener = listener
         self._wake, self._waker = socket.socketpair()
@@ -315,8 +371,11 @@ class SocketLoop:
 
     def poll(self, seconds: float | None = None) -> Iterator[Connection | None]:
         """Wait; then each connection that has something to read, and None after `wake`."""
+        for connection in [c for c in self.connections if not c.trusted]:
+            if time.monotonic() > connection.born + GREETING_SECONDS:
+                self.drop(connection, "a stranger")
         for key, events in self._selector.select(seconds):
-            connection: Connection | None = key.data
+            connection = key.data
             if connection is None and key.fileobj is self._listener:
                 self._accept(key.fileobj)
             elif connection is None:
@@ -334,7 +393,7 @@ class SocketLoop:
 
     def _accept(self, listener: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            self.add(Connection(listener.accept()[0]))
+            self.add(Connection(listener.accept()[0], self._secret, limit=self._limit))
 
     def close(self, why: str, seconds: float = 0.0) -> None:
         """Close every connection, the listener and the loop. `seconds`: as of `Connection.close`, for each."""
