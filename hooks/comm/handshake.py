@@ -42,16 +42,23 @@ def compare(sides: list[dict[str, Any]], remedy: str) -> None:
     for rank, side in enumerate(sides):
         if side is sides[0]:
             continue  # equal sides are one object
-        for key, expected in sides[0].items():
-            got = side[key]
-            if got == expected:
-                continue
-            if isinstance(expected, list):
-                expected, got = _first_difference(expected, got)
+        if (found := difference(sides[0], side)) is not None:
+            key, expected, got = found
             raise ValueError(f"ranks disagree on {key}: rank 0 has {expected}, rank {rank} has {got}. {remedy}")
 
 
-def _first_difference(left: list[str], right: list[str]) -> tuple[str, str]:
+def difference(one: dict[str, Any], other: dict[str, Any]) -> tuple[str, Any, Any] | None:
+    """The first key on which two descriptions differ, and both values; of lists, the first entries that do."""
+    for key in one | other:
+        a, b = one.get(key), other.get(key)
+        if a != b and isinstance(a, list) and isinstance(b, list):
+            return (key, *_first_difference(a, b))
+        if a != b:
+            return key, a, b
+    return None
+
+
+def _first_difference(left: list[Any], right: list[Any]) -> tuple[Any, Any]:
     for a, b in zip(left, right, strict=False):
         if a != b:
             return a, b

@@ -14,7 +14,6 @@ import hmac
 import json
 import os
 import secrets
-import selectors
 import socket
 import struct
 import threading
@@ -36,11 +35,11 @@ CONNECT_SECONDS = 3.0
 Message = tuple[dict[str, Any], bytearray]
 
 #: Sockets that forked children, such as data loaders, must not keep open.
-_open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+OPEN: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    for end in list(_open):
+    for end in list(OPEN):
         with contextlib.suppress(OSError):
             end.close()
 
@@ -51,7 +50,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 def listen(backlog: int, port: int = 0) -> socket.socket:
     """A listening socket of all interfaces, at a free port unless one is named."""
     end = socket.create_server(("", port), backlog=backlog)
-    _open.add(end)
+    OPEN.add(end)
     return end
 
 
@@ -107,7 +106,7 @@ class Connection:
         self._sending = threading.Lock()
         self._head, self._body, self._filled = bytearray(_HEAD.size), bytearray(), 0
         self._lengths: tuple[int, int] | None = None
-        _open.add(end)
+        OPEN.add(end)
         if end.family in (socket.AF_INET, socket.AF_INET6):
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -324,82 +323,3 @@ def dial(
         if time.monotonic() > deadline:
             raise ConnectionError(f"port {there['port']} of {'; '.join(dict.fromkeys(tried[-8:]))}")
         time.sleep(0.05)
-
-
-class SocketLoop:
-    """Connections that one thread serves. Other threads may send on them, and wake it.
-
-    Args:
-        listener: whose new connections join. Whoever has not greeted after some seconds is dropped.
-        secret, limit: as of `Connection`, of those.
-    """
-
-    def __init__(self, listener: socket.socket | None = None, secret: str = "", limit: int = 1 << 62) -> None:
-        self.connections: set[Connection] = set()
-        self._secret, self._limit = secret, limit
-        self._selector = selectors.DefaultSelector()
-        self._listener = listener
-        self._wake, self._waker = socket.socketpair()
-        for end in (self._wake, self._waker):
-            _open.add(end)
-        for source in [self._wake] if listener is None else [self._wake, listener]:
-            source.setblocking(False)
-            self._selector.register(source, selectors.EVENT_READ)
-
-    def add(self, connection: Connection) -> None:
-        """Serve a connection."""
-        connection.end.setblocking(False)
-        self._selector.register(connection.end, selectors.EVENT_READ, connection)
-        self.connections.add(connection)
-
-    def drop(self, connection: Connection, why: str) -> None:
-        """Close a connection and serve it no more."""
-        self.connections.discard(connection)
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(connection.end)
-        connection.close(why)
-
-    def send(self, connection: Connection, text: dict[str, Any], data: Any = b"", sent: Sent | None = None) -> None:
-        """Send a message; the loop's thread goes on with what does not go out at once."""
-        if connection.send(text, data, sent):
-            self.wake()
-
-    def wake(self) -> None:
-        """Let `poll` return."""
-        with contextlib.suppress(OSError):
-            self._waker.send(b"x")
-
-    def poll(self, seconds: float | None = None) -> Iterator[Connection | None]:
-        """Wait; then each connection that has something to read, and None after `wake`."""
-        for connection in [c for c in self.connections if not c.trusted]:
-            if time.monotonic() > connection.born + GREETING_SECONDS:
-                self.drop(connection, "a stranger")
-        for key, events in self._selector.select(seconds):
-            connection = key.data
-            if connection is None and key.fileobj is self._listener:
-                self._accept(key.fileobj)
-            elif connection is None:
-                with contextlib.suppress(BlockingIOError):
-                    self._wake.recv(1 << 12)
-                for other in self.connections:
-                    if other.blocked:
-                        self._selector.modify(other.end, selectors.EVENT_READ | selectors.EVENT_WRITE, other)
-                yield None
-            elif connection.open:
-                if events & selectors.EVENT_WRITE and not connection.flush():
-                    self._selector.modify(connection.end, selectors.EVENT_READ, connection)
-                if events & selectors.EVENT_READ:
-                    yield connection
-
-    def _accept(self, listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            self.add(Connection(listener.accept()[0], self._secret, limit=self._limit))
-
-    def close(self, why: str, seconds: float = 0.0) -> None:
-        """Close every connection, the listener and the loop. `seconds`: as of `Connection.close`, for each."""
-        self._selector.close()
-        for connection in self.connections:
-            connection.close(why, seconds)
-        for end in (self._listener, self._wake, self._waker):
-            if end is not None:
-                end.close()

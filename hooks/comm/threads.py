@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import atexit
-import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 from .group import abort_all
 from .linger import linger
 from .untraced import untraced
 
+
+class Inbox(Protocol):
+    """A queue, or anything else that tells a thread to end when it is given None."""
+
+    def put(self, item: None, /) -> None: ...
+
+
 #: Running threads, and the inbox in which None ends them; threads without one are ended by another thread.
-_threads: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue[Any] | None] = weakref.WeakKeyDictionary()
+_threads: weakref.WeakKeyDictionary[threading.Thread, Inbox | None] = weakref.WeakKeyDictionary()
 
 #: Seconds to wait for a thread to end, as a message that never comes must not keep the process.
 STOP_SECONDS = 10.0
 
 
 def start_thread(
-    name: str, target: Callable[[], None], inbox: queue.SimpleQueue[Any] | None, owner: object | None = None
+    name: str, target: Callable[[], None], inbox: Inbox | None, owner: object | None = None
 ) -> threading.Thread:
     """Start a daemon thread. None is put in its inbox when its owner is collected, or the interpreter ends."""
     thread = threading.Thread(target=target, name=name, daemon=True)
@@ -34,7 +40,7 @@ def start_thread(
 
 
 @untraced
-def stop_thread(inbox: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
+def stop_thread(inbox: Inbox, thread: threading.Thread) -> None:
     inbox.put(None)
     if threading.current_thread() not in _threads:  # a job on one of our threads may hold the last reference
         thread.join(STOP_SECONDS)

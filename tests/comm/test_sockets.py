@@ -8,10 +8,12 @@ import socket
 import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
-from gradwire.hooks.comm import sockets
-from gradwire.hooks.comm.sockets import Connection, SocketLoop, connect, listen
+from gradwire.hooks.comm import socket_loop
+from gradwire.hooks.comm.socket_loop import SocketLoop
+from gradwire.hooks.comm.sockets import Connection, connect, listen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -40,7 +42,7 @@ def greeting(called: str, calling: str) -> tuple[list[bool], bytes]:
             end.close()
 
     with to_a, to_b:
-        jobs = [(pass_on, to_a, to_b), (pass_on, to_b, to_a), (greet, ends[0]), (greet, ends[1])]
+        jobs: list[tuple[Any, ...]] = [(pass_on, to_a, to_b), (pass_on, to_b, to_a), (greet, ends[0]), (greet, ends[1])]
         threads = [threading.Thread(target=job, args=arguments) for job, *arguments in jobs]
         for thread in threads:
             thread.start()
@@ -95,7 +97,7 @@ def test_a_loop_hands_over_nothing_of_strangers(message: bytes) -> None:
     loop = SocketLoop(listener, "key")
     with socket.create_connection(listener.getsockname(), timeout=5) as end:
         end.sendall(message)
-        seen = []
+        seen = list[Any]()
         while not seen or loop.connections:
             for connection in loop.poll(5):
                 assert connection is not None
@@ -114,7 +116,7 @@ def test_whoever_says_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> Non
     silent = socket.create_connection(listener.getsockname(), timeout=5)
     assert list(loop.poll(5)) == []
     assert len(loop.connections) == 1
-    monkeypatch.setattr(sockets, "GREETING_SECONDS", 0.0)
+    monkeypatch.setattr(socket_loop, "GREETING_SECONDS", 0.0)
     list(loop.poll(0))
     assert not loop.connections
     silent.close()

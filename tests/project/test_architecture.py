@@ -38,7 +38,7 @@ LAYERS = (
     ("public hooks", r"hooks"),
     ("optimizers", r"optim(\..+)?"),
     ("trainers", r"trainers(\..+)?"),
-    ("public names", r""),
+    ("public names", r"(meet)?"),
     ("benchmarks", r"benchmarks(\..+)?"),
 )
 
@@ -132,7 +132,7 @@ def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
 
 
 def library() -> dict[str, str]:
-    paths = [ROOT / "__init__.py", *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")))]
+    paths = [*ROOT.glob("*.py"), *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")))]
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths]
     return {
         name.removesuffix("__init__").rstrip("."): path.read_text("utf-8")

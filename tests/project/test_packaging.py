@@ -95,7 +95,7 @@ def test_nothing_but_gradwire_lands_in_site_packages(files: set[str]) -> None:
 
 
 def test_wheel_holds_every_module_and_every_kernel(files: set[str]) -> None:
-    modules = {ROOT / "__init__.py", *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))}
+    modules = {*ROOT.glob("*.py"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))}
     data = {"csrc/probe.cu", "csrc/include/probe.cuh", "py.typed"}
     data |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").rglob("*.cu*")}
     expected = {path.relative_to(ROOT).as_posix() for path in modules} | data
@@ -109,6 +109,7 @@ def test_wheel_has_license_and_entry_point(wheel: Path) -> None:
         entry_points = archive.read(f"{info}/entry_points.txt").decode()
         names = archive.namelist()
     assert "gradwire-bench = gradwire.benchmarks.cli:main" in entry_points
+    assert "gradwire-meet = gradwire.meet:main" in entry_points
     assert "gradwire/benchmarks/cli.py" in names
 
 

@@ -51,7 +51,7 @@ def room(module: str, modules: Mapping[str, str]) -> str:
     """The folder of a module, two levels deep at most; the contract of codecs, with former names, counts as one,
     `compress/codec.py`."""
     parts = module.split(".")
-    if module == "":
+    if module in ("", "meet"):
         return "gradwire"
     if module in ("compress.codec", "compress.sparse_codec", "compress.deprecated"):
         return "compress/codec.py"

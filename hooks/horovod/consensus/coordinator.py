@@ -22,7 +22,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...comm.sockets import Connection, SocketLoop, dial, listen
+from ...comm.socket_loop import SocketLoop
+from ...comm.sockets import Connection, dial, listen
 from ..transport.addresses import addresses
 from .epoch_coordinator import EpochCoordinator
 from .negotiation import REMOVE, Negotiator

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...comm.sockets import CONNECT_SECONDS, Connection, Sent, SocketLoop, dial, listen
+from ...comm.socket_loop import SocketLoop
+from ...comm.sockets import CONNECT_SECONDS, Connection, Sent, dial, listen
 from .addresses import addresses
 
 #: Takes a message: sender, text, bytes.
