@@ -3,6 +3,7 @@
 from .core.statistics import Statistics
 from .ddp.hook import CompressState, compress_hook
 from .fsdp import compress_fsdp
+from .local_sgd.meeting.options import Meeting, MeetingLost
 from .local_sgd.options import Aggregate
 from .local_sgd.outer_sgd import OuterSGD
 from .local_sgd.schedule import Rounds
@@ -14,6 +15,8 @@ __all__ = [
     "Aggregate",
     "CompressState",
     "LocalUpdates",
+    "Meeting",
+    "MeetingLost",
     "OuterSGD",
     "Recommendation",
     "Rounds",

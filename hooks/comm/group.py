@@ -108,6 +108,15 @@ class Group(PointToPoint):
         with unique_store(members, rank) as store:
             return cls(connect(store, members, rank, timeout or HANDSHAKE_TIMEOUT), members)
 
+    @classmethod
+    def over_store(cls, store: dist.Store, members: Sequence[int], rank: int, timeout: timedelta) -> Group:
+        """A new Gloo group of these members, of which this one is the `rank`-th, in a store of their own. A collective.
+
+        Raises:
+            RuntimeError: another could not be reached within `timeout`.
+        """
+        return cls(dist.ProcessGroupGloo(store, rank, len(members), timeout), tuple(members))
+
     @staticmethod
     def blocks(process_group: Any, device: torch.device) -> bool:
         """True if collectives on tensors of `device` block the calling thread. Backends that launch several at once
@@ -136,8 +145,12 @@ class Group(PointToPoint):
         timeout = timeout_of(other)
         if timeout is not None:
             with contextlib.suppress(RuntimeError, AttributeError):
-                self._group._set_default_timeout(timeout)
-                self.timeout = timeout  # that of single messages is fixed when a group is made
+                self.wait_at_most(timeout)
+
+    def wait_at_most(self, timeout: timedelta) -> None:
+        """Wait no longer than `timeout` for other ranks, in groups made of this one later on, too."""
+        self._group._set_default_timeout(timeout)
+        self.timeout = timeout  # that of single messages is fixed when a group is made
 
     def gather_output(
         self, *shape: int, dtype: torch.dtype = torch.uint8, device: torch.device | str = "cpu"
@@ -230,9 +243,10 @@ class Group(PointToPoint):
         group. Data that this rank has sent before arrives first.
         """
         linger()
-        self._abort()
+        self.cut()
 
-    def _abort(self) -> None:
+    def cut(self) -> None:
+        """`abort` at once: data that this rank has sent before may not arrive."""
         gloo = self._group
         with contextlib.suppress(RuntimeError, AttributeError):
             gloo = gloo if isinstance(gloo, dist.ProcessGroupGloo) else gloo._get_backend(torch.device("cpu"))
@@ -356,4 +370,4 @@ def abort_all() -> None:
     """Abort all groups, in a process that ends while a thread waits for another rank."""
     linger()
     for group in {id(group._group): group for group in list(_groups)}.values():  # of its channels, one serves for all
-        group._abort()
+        group.cut()

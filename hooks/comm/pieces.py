@@ -53,7 +53,7 @@ def broadcast(group: Group, device: torch.device, tensors: Iterable[Tensor]) -> 
 @torch.no_grad()
 def _exchange(group: Group, device: torch.device, tensors: Iterable[Tensor], start: Callable[[Tensor], Work]) -> None:
     def begin(piece: list[Tensor]) -> Started:
-        flat = torch.cat([_as_bytes(tensor).to(device) for tensor in piece])
+        flat = torch.cat([as_bytes(tensor).to(device) for tensor in piece])
         return flat.nbytes, start(flat), partial(_unpack, piece, flat)
 
     if group.size > 1:
@@ -86,5 +86,6 @@ def _unpack(piece: list[Tensor], flat: Tensor) -> None:
         tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A tensor's bytes, flat: the same memory where it is contiguous."""
     return tensor.detach().resolve_conj().contiguous().view(-1).view(torch.uint8)

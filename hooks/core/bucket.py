@@ -187,6 +187,14 @@ class Bucket:
         """Begin draws and predictions again."""
         self.plan = self.choice = None
 
+    def disconnect(self) -> None:
+        """`forget`, and let go of the exchange: its ranks are gone."""
+        self.forget()
+        self.replaced = self.kept = self.counting = None
+        self.union = 0
+        if hasattr(self, "exchange"):
+            del self.exchange
+
 
 def clock(seconds: dict[str, float], bucket: int, device: torch.device) -> Clock:
     """A bucket's clock: adds each phase's wall time to `seconds`, and shows it to profilers."""

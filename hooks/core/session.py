@@ -32,7 +32,8 @@ class Session:
 
     Args:
         owner: the class or function that the user calls, for messages.
-        model_group: the model's process group.
+        model_group: the model's process group; or a group over Gloo that these ranks have made for this alone, and that
+            becomes `control`.
         device: the gradients' device.
         describe: returns values that must be equal on all ranks, by name; not called if there is a problem.
         problem: the reason why this rank cannot start, if any: it is raised here, and reported to the other ranks.
@@ -74,7 +75,8 @@ class Session:
         probes: bool = False,
         dense_path: bool = False,
     ) -> None:
-        ranks = dist.get_process_group_ranks(model_group)
+        made = model_group if isinstance(model_group, Group) else None
+        ranks = dist.get_process_group_ranks(model_group) if made is None else list(made.ranks)
         if problem is None and given is not None and dist.get_process_group_ranks(given) != ranks:
             problem = ValueError(
                 f"process_group has the ranks {dist.get_process_group_ranks(given)}, not those of the model's group, "
@@ -83,10 +85,10 @@ class Session:
         whose = "none" if given is None else "one of its own"
         side = handshake.side({} if problem else {**describe(), "process_group": whose}, problem)
         process_group, timeout = model_group if given is None else given, meeting_timeout(model_group)
-        blocking = Group.blocks(process_group, device)
+        blocking = made is not None or Group.blocks(process_group, device)
         try:
             # Some rank's arguments may be wrong, so ranks meet in a group of our own.
-            self.control = Group.of_ranks(ranks, timeout)
+            self.control = Group.of_ranks(ranks, timeout) if made is None else made
             shares = blocking and given is not None and (given is model_group or bool(_users_of(given)))
             sides = self.control.all_gather_object((side, shares))
         except RuntimeError as failure:

@@ -50,7 +50,7 @@ def trainable(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, n
     return parameters
 
 
-def thawed(model: nn.Module, known: Iterable[nn.Parameter]) -> str | None:
+def thawed(model: nn.Module, known: Iterable[Tensor]) -> str | None:
     """The error message if a parameter requires gradients that is none of the exchanged ones, else None."""
     ids = {id(p) for p in known}
     name = next((name for name, p in named_trainable(model) if id(p) not in ids), None)

@@ -64,6 +64,14 @@ class LocalOptions(Options):
                 raise ValueError(f"{asked} is not the mean that {self.strategy} follows: use Residual()")
         super().check(world_size)
 
+    def check_meeting(self) -> None:
+        """Raise ValueError for a strategy that needs all ranks from the first step on."""
+        if self.keeps_all:
+            raise ValueError(
+                f"error_feedback={self.strategy} keeps vectors that a newcomer cannot take over: with meeting=… use "
+                "Residual()"
+            )
+
     @property
     def aggregates(self) -> bool:
         """True if parts are combined otherwise than by the ranks' mean."""
@@ -71,6 +79,10 @@ class LocalOptions(Options):
 
     def describe(self, world_size: int) -> dict[str, Any]:
         return super().describe(world_size) | {"mean": self.mean, "clip": self.clip}
+
+    def resize(self, world_size: int) -> None:
+        """Choose for so many ranks from now on."""
+        self.world_size, self._chosen = world_size, None
 
     def _choose(self, codec: Codec, warm: bool) -> Choice:
         choice = super()._choose(codec, warm)

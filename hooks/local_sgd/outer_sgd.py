@@ -115,6 +115,10 @@ class GlobalParameters:
             vectors.difference(agreed, own, moved, restart)
         return self._moved
 
+    def difference_again(self, former: Tensor) -> Tensor:
+        """A `difference` of before, in the memory of all of them."""
+        return self._moved.copy_(former)
+
     @torch.no_grad()
     def move(self, mean: Tensor, mixing: float = 0.0, keep_local: bool = False) -> None:
         """Make the outer step, by the mean of the ranks' differences. This rank's parameters become
@@ -199,6 +203,8 @@ class InFlightRound:
     due: int  # the number of counted steps at which they are applied
     keep_local: bool  # keep the local progress made meanwhile
     step: Step | None  # None: from a checkpoint
+    uncompressed: bool = False
+    copies: list[Tensor] | None = None  # of differences that cannot be taken again
 
 
 def replicated(every: Iterable[GlobalParameters], arrived: InFlightRound | None) -> dict[str, Any]:

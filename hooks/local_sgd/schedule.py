@@ -101,7 +101,6 @@ class RoundRollback(ScalerSync):
         return False
 
     def follow(self, others: Any, step: Any, scaling: Any) -> bool:
-        self.feedback.commit()
         self._overflowed = False
         return False
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from ... import __version__
 from ...compress.codec import Codec
@@ -23,22 +25,17 @@ from ..core.options import Exclude, check_dtypes, check_whole, excluded_names
 from ..core.reducer import Reducer
 from ..core.session import Session
 from ..core.statistics import Statistics
-from ..training.autograd_end import waited
 from ..training.names import renamed
-from .initial_sync import check_writable, tensors_of, thawed, trainable
+from .healing import CommonState, Progress
+from .initial_sync import check_writable, tensors_of, trainable
+from .meeting.options import Meeting
 from .options import Aggregate, LocalExchange, LocalOptions, modern
-from .outer_sgd import (
-    REPLICATED_KEYS,
-    GlobalParameters,
-    InFlightRound,
-    OuterSGD,
-    check_saved,
-    fragments_of,
-    replicated,
-    restore,
-)
+from .outer_sgd import REPLICATED_KEYS, GlobalParameters, OuterSGD, check_saved, fragments_of, replicated, restore
+from .replicas import Replicas
+from .rounds import RoundRunner
 from .schedule import RoundRollback, Rounds, Schedule
 from .skipped import Skips
+from .view import ReplicaStatistics
 
 OWNER = "LocalUpdates"
 
@@ -83,11 +80,15 @@ class LocalUpdates:
         error_feedback: `CompressState`'s: the strategy of e; False: e = Δ, and what the codec leaves out is lost.
         exclude: `CompressState`'s: names of parameters that travel as float32.
         process_group: the ranks; by default all.
+        meeting: "host:port" of a `gradwire-meet`, or a `Meeting`, in the place of torch.distributed: replicas come and
+            go, a round has those that are there, and a newcomer takes over the state of the others (docs/elastic.md).
+            By default the environment's GRADWIRE_MEETING, if set.
         seed: seed of stochastic rounding.
 
     Raises:
         TypeError, ValueError: an argument is invalid, here or on another rank, or the ranks disagree.
         RuntimeError: torch.distributed is not initialised, or a rank did not arrive within 60 s.
+        MeetingLost: the meeting point was not reached for `Meeting.patience`.
     """
 
     def __init__(
@@ -103,15 +104,25 @@ class LocalUpdates:
         error_feedback: bool | Literal["auto"] | Feedback = "auto",
         exclude: Exclude | None = None,
         process_group: dist.ProcessGroup | None = None,
+        meeting: str | Meeting | None = None,
         seed: int = 0,
         **former: Any,
     ) -> None:
         given = modern(former, rounds=rounds, outer=outer, exchange=exchange)
         rounds, outer, exchange = given["rounds"], given["outer"], given["exchange"]
-        if not (dist.is_available() and dist.is_initialized()):
-            raise RuntimeError(f"{OWNER} needs torch.distributed: call torch.distributed.init_process_group() first")
-        self._group: Any = process_group or dist.group.WORLD
-        how: dict[str, Any] = {"world_size": dist.get_world_size(self._group)}
+        found = Meeting.of(meeting) if meeting is not None or process_group is None else None
+        if found is not None:
+            found.check()
+            if process_group is not None:
+                raise ValueError("meeting and process_group exclude each other: replicas make groups of their own")
+        if found is None and not (dist.is_available() and dist.is_initialized()):
+            raise RuntimeError(
+                f"{OWNER} needs torch.distributed: call torch.distributed.init_process_group() first, or pass "
+                "meeting='host:port' of a gradwire-meet"
+            )
+        self._group: Any = None if found is not None else process_group or dist.group.WORLD
+        size = dist.get_world_size(self._group) if found is None else found.wait_for or found.min_replicas
+        how: dict[str, Any] = {"world_size": size}
         if isinstance(exchange, Aggregate):
             how, exchange = {**how, "mean": exchange.mean, "clip": exchange.clip}, "gather"
         self._options = LocalOptions(codec, exchange, error_feedback, fallback=None, topology=None, seed=seed, **how)
@@ -119,13 +130,9 @@ class LocalUpdates:
         self._model, self._optimizer = model, optimizer
         self._schedule = Schedule(every, rounds)
         self._parameters: dict[str, nn.Parameter] = {}
-        self._rounds = self._steps = self._count = 0
         self._moved = False  # True if ranks may have different parameters
-        self._under_way: InFlightRound | None = None
-        #: An exception of a signal handler during a wait, until the step is complete.
-        self._interruption: BaseException | None = None
         self._handles: list[Any] = []
-        self._statistics = Statistics()
+        self._statistics = Statistics() if found is None else ReplicaStatistics()
         fragments_in: list[list[dict[str, nn.Parameter]]] = []
         self._excluded: frozenset[str] = frozenset()
         problem: Exception | None = None
@@ -137,38 +144,64 @@ class LocalUpdates:
             if not isinstance(outer, OuterSGD):
                 raise TypeError(f"outer={outer!r}: expected OuterSGD(lr=…, momentum=…)")
             outer.check(self._options.strategy)
-            self._options.check(dist.get_world_size(self._group))
+            self._options.check(size)
             check_dtypes(self._parameters)
             check_whole(self._parameters, OWNER)
             check_writable(model)
+            if found is not None:
+                self._options.check_meeting()
             self._excluded = excluded_names(exclude, self._parameters)
             fragments_in = fragments_of(self._parameters, rounds.fragments, rounds.bucket_cap_mb)
             self._options.prepare(0, [torch.float32], place)
         except Exception as error:  # the other ranks must hear of any error
+            if found is not None:
+                raise
             problem = error
-        session = Session(OWNER, self._group, place, self._description, problem)
+        session = None if found is not None else Session(OWNER, self._group, place, self._description, problem)
         self._feedback = FeedbackStore(self._options.strategy, keep_previous=True)
-        scaler_sync, numel = RoundRollback(self._feedback), sum(p.numel() for p in self._parameters.values())
-        self._reducer: Reducer | None = Reducer(
-            session, self._feedback, scaler_sync, self._statistics, seed, clean=False, numel=numel
-        )
-        broadcast(session.group, place, [*model.parameters(), *model.buffers()])
+        numel = sum(p.numel() for p in self._parameters.values())
+        make_reducer = partial(
+            Reducer, feedback=self._feedback, scaler_sync=RoundRollback(self._feedback), statistics=self._statistics,
+            seed=seed, clean=False, numel=numel,
+        )  # fmt: skip
+        if session is not None:
+            broadcast(session.group, place, [*model.parameters(), *model.buffers()])
         strategy, index = self._feedback.strategy, count()
         self._fragments = [
             [GlobalParameters(next(index), part, self._excluded, strategy, outer) for part in fragment]
             for fragment in fragments_in
         ]
+        self._runner = RoundRunner(model, self._all(), self._options, self._schedule, self._feedback)
+        if session is not None:
+            self._runner.reducer = make_reducer(session)
+        elif found is not None:
+            self._join(found, place, make_reducer)
+
+    def _join(self, meeting: Meeting, place: torch.device, make_reducer: Callable[[Session], Reducer]) -> None:
+        """Join the replicas that train, and take over their state."""
+        runner = self._runner
+        assert isinstance(self._statistics, ReplicaStatistics)
+        runner.replicas = Replicas(
+            meeting,
+            meeting.describe() | self._description(),
+            CommonState(self._model, self._all()),
+            lambda group: make_reducer(Session(OWNER, group, place, dict, None)),
+            self._statistics,
+        )
+        weakref.finalize(self, runner.replicas.close)
+        runner.follow(runner.replicas.join())
 
     def __repr__(self) -> str:
         text = f"{len(self._parameters)} parameters every {self._schedule.every} steps: {self._options.codec_text}"
-        return f"<{OWNER} of {text} by {self._options.exchange!r}, step {self._steps}, round {self._rounds}>"
+        done = f"step {self._runner.progress.steps}, round {self.rounds}"
+        return f"<{OWNER} of {text} by {self._options.exchange!r}, {done}>"
 
     @untraced
     def __enter__(self) -> Self:
         if self._handles:
             raise RuntimeError(f"this {OWNER} counts the optimizer's steps already: leave the first `with` first")
         counted = self._optimizer.register_step_post_hook(lambda *_: self._counted())
-        self._handles = [counted, Skips(self._optimizer, lambda: self._steps, self._counted)]
+        self._handles = [counted, Skips(self._optimizer, lambda: self._runner.progress.steps, self._counted)]
         return self
 
     @untraced
@@ -179,13 +212,29 @@ class LocalUpdates:
 
     @property
     def rounds(self) -> int:
-        """Number of exchanges so far; that of a fragment counts as one."""
-        return self._rounds
+        """Number of exchanges so far; that of a fragment counts as one. With `meeting`, of all replicas."""
+        return self._runner.number
+
+    @property
+    def member(self) -> int:
+        """This replica's number, which no other one has, had or will have: a seed for its data. Without `meeting`, its
+        rank."""
+        replicas = self._runner.replicas
+        return dist.get_rank(self._group) if replicas is None else replicas.client.member
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The numbers of the replicas that the last round was made with, or the next one will be; without `meeting`,
+        the ranks."""
+        replicas = self._runner.replicas
+        if replicas is None or replicas.view is None:
+            return tuple(range(dist.get_world_size(self._group)))
+        return replicas.view.members
 
     def statistics(self) -> Statistics:
-        """This rank's counts so far; `steps` are rounds."""
-        if self._reducer is not None:
-            self._reducer.flush()
+        """This rank's counts so far; `steps` are rounds. With `meeting` a `ReplicaStatistics`."""
+        if self._runner.reducer is not None:
+            self._runner.reducer.flush()
         return copy.deepcopy(self._statistics)
 
     # -- training ----------------------------------------------------------------------------------------------------
@@ -198,7 +247,8 @@ class LocalUpdates:
         Raises:
             RuntimeError: the mean of a round is not finite, on every rank alike: θ0, momentum and residuals are then
                 as before the round, and the model is unchanged, or with `keep_local` has gone on from θ0. Or another
-                rank has failed or is gone.
+                rank has failed or is gone; with `meeting`, too few are left for `Meeting.patience`.
+            MeetingLost: the meeting point was needed, and not reached for `Meeting.patience`.
             ValueError: ranks disagree, on every rank alike. Or the model has new parameters to train: local progress
                 is unchanged.
         """
@@ -215,17 +265,22 @@ class LocalUpdates:
         Raises:
             RuntimeError, ValueError: `step`'s, or a rank is in another call.
         """
-        reducer = self._running()
-        session = reducer.session
-        reducer.settle()
-        if self._under_way is not None:  # first, as other ranks may in a step: `_refuse` is a collective
-            self._apply()
-        session.agree("synchronise()", self._rounds, patience=None)
-        moved = any(session.control.all_gather_object(self._moved))
-        self._count = 0
+        self._synchronise()
+
+    def _synchronise(self, uncompressed: bool = False) -> None:
+        runner = self._runner
+        runner.finish()
+        if runner.under_way is not None:  # first, as other ranks may in a step: a refusal is a collective
+            runner.apply()
+        moved = True
+        if runner.replicas is None:
+            session = runner.running.session
+            session.agree("synchronise()", self.rounds, patience=None)
+            moved = any(session.control.all_gather_object(self._moved))
+        runner.progress.count = 0
         if moved:
-            self._exchange_all()
-        self._raise_interruption()
+            self._exchange_all(uncompressed)
+        runner.raise_interruption()
 
     @untraced
     def rewind(self) -> None:
@@ -234,109 +289,47 @@ class LocalUpdates:
             shared.hand_out()
 
     def close(self) -> None:
-        """Wait for the round in flight, then release the thread and the connections. Nothing can follow."""
-        if self._reducer is not None:
-            self._reducer.flush()
-        self._reducer = None
+        """Wait for the round in flight, then release the thread and the connections. Nothing can follow. With `meeting`
+        the other replicas go on without this one."""
+        self._runner.close()
 
     @untraced
     def _counted(self) -> None:
         self._count_step()
-        self._raise_interruption()
-
-    def _raise_interruption(self) -> None:
-        interruption, self._interruption = self._interruption, None
-        if interruption is not None:
-            raise interruption
+        self._runner.raise_interruption()
 
     def _count_step(self) -> None:
-        self._running()
-        schedule, self._moved = self._schedule, True
-        self._steps += 1
-        if self._steps <= schedule.rounds.sync_until:
+        runner, schedule, self._moved = self._runner, self._schedule, True
+        runner.check_open()
+        progress = runner.progress
+        progress.steps += 1
+        progress.count += progress.steps > schedule.rounds.sync_until
+        if runner.replicas is not None and not runner.look_around(runner.replicas):
+            return
+        if progress.steps <= schedule.rounds.sync_until:
             self._exchange_all()
             return
-        self._count += 1
-        if self._under_way is not None and self._count >= self._under_way.due:
-            self._apply(schedule.rounds.mixing)
-        fragment = schedule.fragment(self._count)
-        if fragment is not None:
-            self._send(self._fragments[fragment], schedule.rounds.keep_local)
-            if schedule.rounds.delay == 0:
-                self._apply(schedule.rounds.mixing)
-                self._moved = not schedule.agrees
+        if runner.under_way is not None and (progress.count >= runner.under_way.due or runner.interrupted):
+            runner.apply(schedule.rounds.mixing)
+        fragment = schedule.fragment(progress.count)
+        if fragment is None or not runner.send(self._fragments[fragment], schedule.rounds.keep_local):
+            return
+        if schedule.rounds.delay == 0:
+            runner.apply(schedule.rounds.mixing)
+            self._moved = not schedule.agrees
 
-    def _exchange_all(self) -> None:
-        self._send(self._all(), keep_local=False)
-        self._apply()
+    def _exchange_all(self, uncompressed: bool = False) -> None:
+        if self._runner.send(self._all(), keep_local=False, uncompressed=uncompressed):
+            self._runner.apply()
         self._moved = False
-
-    def _send(self, parts: list[GlobalParameters], keep_local: bool) -> None:
-        """Start to exchange this rank's differences from the global parameters."""
-        reducer = self._running()
-        if self._under_way is not None:  # from a checkpoint with another schedule
-            self._apply(self._schedule.rounds.mixing)
-        problem = thawed(self._model, self._parameters.values())
-        if problem is not None:  # ranks that are in a round must hear of it, too
-            reducer.session.pipeline.wait()
-            reducer.session.refuse(problem)
-            raise ValueError(f"gradwire: {problem}")
-        pieces = f"{parts[0].bucket.index} to {parts[-1].bucket.index} of {len(self._all())}"
-        step = reducer.begin(self._rounds, self._options.choice(self._rounds), {"pieces of the model": pieces})
-        self._rounds += 1
-        reducer.announce_step(step, parts[0].bucket, 0, None)
-        buffers, futures = list[Tensor](), list[torch.futures.Future[Tensor]]()
-        for shared in parts:  # the first is in flight while the next difference is computed
-            buffers.append(shared.difference(restart=keep_local))
-            futures.append(reducer.reduce(step, shared.bucket, buffers[-1]))
-        reducer.end(step)
-        due = self._count + self._schedule.rounds.delay
-        self._under_way = InFlightRound(parts, buffers, futures, due, keep_local, step)
-
-    def _apply(self, mixing: float = 0.0) -> None:
-        """Wait for the round in flight, and make the outer step."""
-        done = self._arrived()
-        self._under_way = None
-        if done.step is not None:
-            done.step.reduced.clear()  # else the buffers would live until the next round
-        if any(bool(shared.bucket.overflow) for shared in done.globals):
-            self._refuse(done)
-        for shared, mean in zip(done.globals, done.buffers, strict=True):
-            shared.move(mean, mixing, done.keep_local)
-
-    def _arrived(self) -> InFlightRound:
-        """The round in flight, after a wait for its means."""
-        assert self._under_way is not None
-        pipeline = self._running().session.pipeline
-        self._interruption = waited(pipeline.wait, lambda _: pipeline.failed) or self._interruption
-        for future in self._under_way.futures:  # on a GPU, later kernels on this stream wait for it
-            future.wait()
-        return self._under_way
-
-    def _refuse(self, done: InFlightRound) -> None:
-        """Raise for a mean that is not finite, on all ranks alike, and name the ranks at fault. A collective."""
-        names = (name for shared in done.globals for name in shared.not_finite())
-        found = self._running().session.control.all_gather_object(next(names, None))
-        whose = "; ".join(f"rank {rank} has NaN or infinity in {name!r}" for rank, name in enumerate(found) if name)
-        raise RuntimeError(
-            f"gradwire: the mean of round {self._rounds - 1} is not finite: "
-            f"{whose or f'no parameter is to blame, so the code of {self._options.codec_text} has overflowed'}. The "
-            "global parameters and residuals are as before the round: call rewind() on every rank to go on from "
-            "there, with an optimizer whose state is finite, or load a checkpoint"
-        )
 
     def _all(self) -> list[GlobalParameters]:
         return [shared for fragment in self._fragments for shared in fragment]
 
-    def _running(self) -> Reducer:
-        if self._reducer is None:
-            raise RuntimeError(f"this {OWNER} is closed: make another, and load its state_dict() there")
-        return self._reducer
-
     def _description(self) -> dict[str, Any]:
         return {
             "version": __version__,
-            **self._options.describe(dist.get_world_size(self._group)),
+            **self._options.describe(self._options.world_size),
             "schedule": str(self._schedule),
             "outer optimizer": str(self._outer),
             "the model's parameters": handshake.describe_model(self._parameters, self._excluded),
@@ -349,23 +342,36 @@ class LocalUpdates:
         """This rank's part: tensors, numbers and strings only, so `torch.load` reads it with `weights_only=True`. It
         loads on the same rank of the same number of ranks. Save each rank's model and optimizer with it: they differ
         between rounds. A round in flight is waited for, and its means are saved.
+
+        Raises:
+            RuntimeError: replicas come and go, so that there is no such rank later on.
         """
-        self._running().settle()
+        if self._runner.replicas is not None:
+            raise RuntimeError(
+                f"state_dict() of a {OWNER} with meeting=… would load on one rank of as many only, and replicas come "
+                "and go: call consolidated_state_dict() on every replica"
+            )
+        self._runner.finish()
         return self._export(self._checkpoint.of_rank())
 
     def consolidated_state_dict(self) -> dict[str, Any]:
         """Call `synchronise()`, and return the mean of the residuals over the ranks beside the values that are the same
-        on all. Loads on any number of ranks, with the model of any rank, and nothing is lost. A collective.
+        on all. Loads on any number of ranks, with the model of any rank, and nothing is lost. A collective. With
+        `meeting` the round is made without compression, and sends what residuals hold, so that none are left to save.
 
         Raises:
             RuntimeError, ValueError: `synchronise`'s.
         """
+        if self._runner.replicas is not None:
+            self._synchronise(uncompressed=True)
+            return self._export(self._checkpoint.of_rank())
         self.synchronise()
-        return self._export(self._checkpoint.second_pass(self._running().session))
+        return self._export(self._checkpoint.second_pass(self._runner.running.session))
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Go on from a checkpoint. Every rank must load one of the same step. Model and optimizer are left alone: load
-        theirs, too.
+        theirs, too. With `meeting`, load it where `rounds` is 0, before the first step: a replica that comes later
+        has the state of the others.
 
         Args:
             state_dict: from `state_dict` on this rank of as many, or from `consolidated_state_dict`.
@@ -375,26 +381,27 @@ class LocalUpdates:
             ValueError: the checkpoint is of another format, rank, world size, codec or model. Nothing has changed
                 then.
         """
-        reducer = self._running()
+        runner = self._runner
+        runner.check_open()
         saved, vectors = self._checkpoint.read(state_dict, strict, REPLICATED_KEYS)
         saved = {**saved, **{what: renamed(saved[what], self._parameters) for what in REPLICATED_KEYS}}
         check_saved(saved, self._parameters, self._all())
-        reducer.settle()
+        runner.finish()
         self._feedback.load(vectors)
-        self._rounds, self._steps, self._count = saved["step"], saved["local_steps"], saved["counted_steps"]
         self._options.seed, self._moved = saved["seed"], bool(saved["moved"])
-        self._under_way = restore(self._all(), saved)
-        reducer.forget(self._options.seed, (shared.bucket for shared in self._all()))
+        progress = Progress(saved["local_steps"], saved["counted_steps"])
+        runner.load(saved["step"], progress, restore(self._all(), saved))
 
     def _export(self, saved: dict[str, Any]) -> dict[str, Any]:
         """A checkpoint with what is the same on all ranks."""
-        return saved | replicated(self._all(), None if self._under_way is None else self._arrived())
+        return saved | replicated(self._all(), self._runner.arrived())
 
     @property
     def _checkpoint(self) -> Checkpoint:
+        runner = self._runner
         return Checkpoint(
-            OWNER, self._options, self._feedback, self._parameters, self._group, self._rounds,
+            OWNER, self._options, self._feedback, self._parameters, self._group, runner.number,
             zeros=self._parameters, idle=idle_names(() if self._options.keeps_all else self._excluded),
-            local_steps=self._steps, counted_steps=self._count, moved=self._moved,
-            due=0 if self._under_way is None else self._under_way.due,
+            local_steps=runner.progress.steps, counted_steps=runner.progress.count, moved=self._moved,
+            due=0 if runner.under_way is None else runner.under_way.due,
         )  # fmt: skip

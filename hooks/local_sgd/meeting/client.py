@@ -350,6 +350,11 @@ class Board(dist.Store):
                     raise RuntimeError(self._why or f"view {self._number}: not all was said within {seconds:g} s")
             return found
 
+    def wake(self) -> None:
+        """Have `wait_for` ask again."""
+        with self._told:
+            self._told.notify_all()
+
     def take(self, key: str, value: bytes) -> None:
         """Take a value that the meeting point has told."""
         with self._told:

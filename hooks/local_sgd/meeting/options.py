@@ -67,6 +67,10 @@ class Meeting:
         if not isinstance(self.secret, str | None):
             raise TypeError(f"secret is a {type(self.secret).__name__}: pass a str")
 
+    def describe(self) -> dict[str, int]:
+        """Values that must be equal for all replicas."""
+        return {"min_replicas": self.min_replicas, "wait_for": self.first}
+
     @property
     def first(self) -> int:
         """Replicas that the first round waits for."""

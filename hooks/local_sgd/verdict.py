@@ -1,0 +1,99 @@
+"""The decision at a change of view: whose state goes on, and what becomes of the others' rounds.
+
+A state's *name* is (view in which it was made, number of rounds): equal names mean equal bits. At every change the
+members of the new view agree on one state, which thereby wins over all that earlier views have made meanwhile: members
+that were cut off may have completed a round that the others have then repeated without them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+#: The end of a round that was under way when its view broke: nobody has completed it, so that it is repeated; others
+#: have, with this member's message; or they have gone on without it.
+Ending = Literal["repeated", "counted", "lost"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """A member's words at a change of view.
+
+    Attributes:
+        agreed: the last view whose members have agreed on its state; 0: it has none yet.
+        view, rounds: the state's name.
+        sent_in: the view in which it has sent its next round; 0: it has not.
+        digest: of the state's bits.
+        frozen: of the tensors that no round changes.
+    """
+
+    agreed: int
+    view: int
+    rounds: int
+    sent_in: int
+    digest: int
+    frozen: int
+
+    @property
+    def name(self) -> tuple[int, int]:
+        return self.view, self.rounds
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Report:
+        return cls(**json.loads(data))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The decision, the same at all members of a view.
+
+    Attributes:
+        name: of the state that goes on.
+        donors: ranks that have it.
+        needy: ranks that have not, and get it from the donors.
+        diverged: those of `needy` that had other bits under this name.
+        frozen: those of `needy` whose tensors that no round changes differ from the first donor's.
+        endings: by rank.
+    """
+
+    name: tuple[int, int]
+    donors: tuple[int, ...]
+    needy: tuple[int, ...]
+    diverged: tuple[int, ...]
+    frozen: tuple[int, ...]
+    endings: tuple[Ending, ...]
+
+
+def decide(view: int, reports: Sequence[Report]) -> Verdict:
+    """The decision of a view's members, from their reports in rank order. If nobody has a state, the first member's
+    parameters become that of (view, 0)."""
+    best = max(reports, key=lambda report: (report.agreed, report.name))
+    if best.agreed:
+        name, same = (
+            best.name,
+            [rank for rank, report in enumerate(reports) if report.agreed and report.name == best.name],
+        )
+    else:
+        name, same = (view, 0), [0]
+    first = reports[same[0]]
+    donors = tuple(rank for rank in same if reports[rank].digest == first.digest)
+    needy = tuple(rank for rank in range(len(reports)) if rank not in donors)
+    return Verdict(
+        name,
+        donors,
+        needy,
+        diverged=tuple(rank for rank in same if rank not in donors),
+        frozen=tuple(rank for rank in needy if reports[rank].frozen != first.frozen),
+        endings=tuple(_ending(report, name) for report in reports),
+    )
+
+
+def _ending(report: Report, name: tuple[int, int]) -> Ending:
+    if report.name == name:
+        return "repeated"
+    return "counted" if report.sent_in and name == (report.sent_in, report.rounds + 1) else "lost"

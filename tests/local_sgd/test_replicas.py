@@ -1,0 +1,291 @@
+"""Replicas that come and go, as threads of one process: equal bits for equal names, and the law of every round."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from gradwire import ChunkedTopK, Codec, Identity, LocalUpdates, Meeting, OneBit, OuterSGD, Residual, Rounds, TopK
+from gradwire.hooks.comm.group import Group
+from gradwire.hooks.local_sgd.meeting.server import MeetingPoint
+from gradwire.hooks.local_sgd.replicas import Replicas
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from replica_ledger import Entry, Ledger, check
+from torch import nn
+
+CODECS: dict[str, Callable[[], Codec]] = {
+    "gather": lambda: ChunkedTopK(k=64, chunk=512, values=2), "two_pass": OneBit, "split": lambda: TopK(0.1),
+    "union": lambda: TopK(0.1), "dense": Identity,
+}  # fmt: skip
+
+
+@dataclass
+class World:
+    """Replicas in threads, and their meeting point."""
+
+    options: dict[str, Any]
+    point: MeetingPoint
+    replicas: list[Replica] = field(default_factory=list)
+
+    def start(self, count: int = 1) -> list[Replica]:
+        made = [Replica(self, len(self.replicas) + i) for i in range(count)]
+        self.replicas += made
+        LIVING.extend(made)
+        for replica in made:
+            replica.thread.start()
+        return made
+
+    def advance(self, rounds: int) -> None:
+        """Wait until so many rounds more have been made."""
+        end = rounds + max((replica.rounds for replica in self.replicas if not replica.dead), default=0)
+        self.until(lambda: any(replica.rounds >= end for replica in self.replicas if not replica.dead))
+
+    def restart(self, seconds: float) -> None:
+        """Restart the meeting point at the same port."""
+        port = self.point.port
+        self.point.close()
+        time.sleep(seconds)
+        self.point = MeetingPoint(port, dead_after=2.5)
+
+    def until(self, ready: Callable[[], object], seconds: float = 90.0) -> None:
+        end = time.monotonic() + seconds
+        while not ready():
+            for replica in self.replicas:
+                if replica.error is not None:
+                    raise replica.error
+            assert time.monotonic() < end, [(r.number, r.where, r.updates) for r in self.replicas]
+            time.sleep(0.005)
+
+
+class Replica:
+    """A replica that trains until it is told to end."""
+
+    def __init__(self, world: World, number: int) -> None:
+        self.world, self.number = world, number
+        self.thread = threading.Thread(target=self._run, daemon=True, name=f"replica {number}")
+        self.updates: LocalUpdates | None = None
+        self.ledger: Ledger | None = None
+        self.error: BaseException | None = None
+        self.ending = self.dead = False
+        self.hold = threading.Event()
+        self.hold.set()
+        self.where = "starting"
+        self.messages_left: int | None = None
+        #: Called before each of its messages, while set.
+        self.last_words: Callable[..., None] | None = None
+
+    def _run(self) -> None:
+        try:
+            torch.manual_seed(self.number)
+            model = nn.Sequential(nn.Linear(12, 24), nn.ReLU(), nn.Linear(24, 5), nn.BatchNorm1d(5))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            self.updates = updates = LocalUpdates(
+                model, optimizer, meeting=self.world.options.get("meeting", Meeting(self.world.point.address)),
+                **{name: value for name, value in self.world.options.items() if name != "meeting"},
+            )  # fmt: skip
+            self.ledger = Ledger(updates)
+            data = torch.Generator().manual_seed(updates.member)
+            while not self.ending:
+                self.hold.wait()
+                self.where = "training"
+                loss = model(torch.randn(8, 12, generator=data)).square().sum()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                time.sleep(0.002)
+                self.where = "in step()"
+                updates.step()
+            updates.close()
+        except BaseException as error:
+            if not self.dead:
+                self.error = error
+        finally:
+            self.where = f"gone: {self.error}"
+
+    def die(self) -> None:
+        """Go as a process does that is killed: connections end."""
+        self.dead = self.ending = True
+        self.hold.set()
+        self.tie.close()
+
+    def die_at(self, messages: int) -> None:
+        """Die before so many messages from now are sent or received."""
+        self.messages_left = messages
+
+    def owns(self, group: Any) -> bool:
+        if self.updates is None or self.dead:
+            return False
+        views = (self.tie.view, self.tie._next)
+        return any(v is not None and v.group is not None and v.group._group is group._group for v in views)
+
+    @property
+    def tie(self) -> Replicas:
+        assert self.updates is not None
+        assert self.updates._runner.replicas is not None
+        return self.updates._runner.replicas
+
+    @property
+    def place(self) -> int:
+        """Its rank in its view."""
+        return -1 if self.tie.view is None else self.tie.view.rank
+
+    @property
+    def entries(self) -> list[Entry]:
+        return [] if self.ledger is None else self.ledger.entries
+
+    @property
+    def rounds(self) -> int:
+        return 0 if self.updates is None else self.updates.rounds
+
+    @property
+    def trains(self) -> bool:
+        return self.ledger is not None
+
+
+@pytest.fixture(autouse=True)
+def counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let replicas die at a drawn message."""
+    plain = Group.with_peer_context
+
+    def counting(group: Any, peer: int, call: Callable[..., Any], *arguments: Any) -> Any:
+        for replica in tuple(LIVING):
+            if replica.last_words is not None and replica.owns(group):
+                replica.last_words(peer, call, arguments)
+            if replica.messages_left is not None and replica.owns(group):
+                replica.messages_left -= 1
+                if replica.messages_left < 0:
+                    replica.messages_left = None
+                    replica.die()
+                    raise RuntimeError("this replica has died")
+        return plain(group, peer, call, *arguments)
+
+    monkeypatch.setattr(Group, "with_peer_context", counting)
+    LIVING.clear()
+
+
+LIVING: list[Replica] = []
+
+
+@contextmanager
+def world(**options: Any) -> Iterator[World]:
+    point = MeetingPoint(dead_after=2.5)
+    point._membership._recovering = 0.0  # it need not wait for members of an earlier group
+    made = World({"codec": Identity(), "every": 5, **options}, point)
+    try:
+        yield made
+    finally:
+        for replica in made.replicas:
+            replica.ending = True
+            replica.hold.set()
+        for replica in made.replicas:
+            replica.thread.join(20)
+        for replica in made.replicas:
+            if replica.updates is not None:
+                replica.updates.close()
+        point.close()
+
+
+def settle(made: World) -> int:
+    """End all replicas that live at one round, and check the ledgers."""
+    made.until(lambda: all(replica.trains or replica.dead for replica in made.replicas))
+    first = max(replica.rounds for replica in made.replicas) + 2
+    made.until(lambda: all(replica.rounds >= first or replica.dead for replica in made.replicas))
+    for replica in made.replicas:
+        replica.ending = True
+    made.until(lambda: all(not replica.thread.is_alive() for replica in made.replicas))
+    ledgers = [replica.entries for replica in made.replicas]
+    problems = [text for replica in made.replicas if replica.ledger is not None for text in replica.ledger.problems]
+    assert not problems
+    last = max(entry.name for entries in ledgers for entry in entries)
+    return check(ledgers, last, law=made.options.get("outer") is None)
+
+
+@pytest.mark.parametrize("exchange", sorted(CODECS))
+def test_one_dies_and_one_comes(exchange: str) -> None:
+    with world(codec=CODECS[exchange](), exchange=exchange, error_feedback=Residual()) as made:
+        made.start(3)
+        made.until(lambda: all(replica.rounds >= 3 for replica in made.replicas))
+        made.replicas[1].die()
+        after = made.replicas[0].rounds + 3
+        made.until(lambda: made.replicas[0].rounds >= after and made.replicas[2].rounds >= after)
+        views = [made.replicas[which].tie.view for which in (0, 2)]
+        assert [view is not None and len(view.members) for view in views] == [2, 2]
+        made.start()
+        made.until(lambda: made.replicas[3].rounds >= after + 3)
+        assert settle(made) > 5
+
+
+@pytest.mark.parametrize(("exchange", "sends"), [("gather", 1), ("two_pass", 2)])
+def test_a_round_that_one_has_completed_counts_for_all(exchange: str, sends: int) -> None:
+    """The first of three dies between its last message to the second, which completes the round, and that to the
+    third."""
+    with world(codec=CODECS[exchange](), exchange=exchange, error_feedback=Residual()) as made:
+        made.start(3)
+        made.until(lambda: all(replica.rounds >= 3 for replica in made.replicas))
+        dying, second, third = sorted(made.replicas, key=lambda replica: replica.place)
+        sent, at = list[int](), dying.rounds + 1
+
+        def last_words(peer: int, call: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+            if peer == 2 and call.__name__ == "send" and arguments[0][0].numel() > 6 and dying.rounds > at:
+                sent.append(peer)
+                if len(sent) == sends:
+                    made.until(lambda: second.tie._name[1] >= dying.rounds)
+                    dying.die()
+                    raise RuntimeError("this replica has died")
+
+        dying.last_words = last_words
+        made.until(lambda: dying.dead)
+        settle(made)
+        entries = [[entry for entry in replica.entries if entry.name[0] == 1] for replica in (second, third)]
+        assert entries[0][-1].name == entries[1][-1].name
+        assert entries[0][-1].moved is not None
+        assert entries[1][-1].moved is None, "the third has completed the round itself"
+
+
+EVENTS = st.one_of(
+    st.tuples(st.just("dies"), st.integers(0, 9), st.integers(0, 60)),
+    st.tuples(st.just("comes"), st.just(0), st.just(0)),
+    st.tuples(st.just("stalls"), st.integers(0, 9), st.integers(0, 40)),
+    st.tuples(st.just("meeting point restarts"), st.just(0), st.integers(0, 40)),
+)
+OPTIONS = st.fixed_dictionaries(
+    {
+        "exchange": st.sampled_from(sorted(CODECS)),
+        "every": st.sampled_from([2, 4, 6]),
+        "rounds": st.sampled_from([Rounds(), Rounds(bucket_cap_mb=0.001), Rounds(fragments=2), Rounds(delay=1)]),
+        "outer": st.sampled_from([None, OuterSGD(0.7, 0.9)]),
+    }
+)
+
+
+@settings(max_examples=12, phases=[Phase.generate])
+@given(OPTIONS, st.integers(1, 5), st.lists(st.tuples(EVENTS, st.integers(0, 3)), max_size=6))
+def test_drawn_churn(options: dict[str, Any], size: int, events: list[tuple[tuple[str, int, int], int]]) -> None:
+    options = {name: value for name, value in options.items() if value is not None}
+    LIVING.clear()
+    with world(codec=CODECS[options["exchange"]](), error_feedback=Residual(), **options) as made:
+        made.start(size)
+        made.until(lambda: all(replica.rounds >= 1 for replica in made.replicas))
+        for (kind, which, number), later in events:
+            alive = [replica for replica in made.replicas if not replica.dead]
+            trained = [replica for replica in alive if replica.trains]
+            made.advance(later)
+            if kind == "comes" and len(alive) < 7:
+                made.start()
+            elif kind == "dies" and len(trained) > 1:
+                trained[which % len(trained)].die_at(number)
+            elif kind == "stalls" and trained:
+                held = trained[which % len(trained)]
+                held.hold.clear()
+                time.sleep(number / 100)
+                held.hold.set()
+            elif kind == "meeting point restarts":
+                made.restart(number / 100)
+        settle(made)
