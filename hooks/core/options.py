@@ -149,14 +149,14 @@ class Options:
         }
 
 
-def check_dtypes(parameters: Mapping[str, nn.Parameter]) -> None:
+def check_dtypes(parameters: Mapping[str, Tensor]) -> None:
     """Raise TypeError for parameters whose dtype cannot be compressed."""
     for name, parameter in parameters.items():
         if parameter.dtype not in DTYPES:
             raise TypeError(f"parameter {name!r} is {parameter.dtype}: gradwire compresses float32, float16, bfloat16")
 
 
-def check_whole(parameters: Mapping[str, nn.Parameter], owner: str) -> None:
+def check_whole(parameters: Mapping[str, Tensor], owner: str) -> None:
     """Raise TypeError for sharded parameters: `owner` needs whole ones, in flat tensors."""
     for name, parameter in parameters.items():
         if type(parameter).__torch_dispatch__ != Tensor.__torch_dispatch__:

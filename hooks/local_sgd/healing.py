@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..comm.group import Group
 from ..comm.pieces import as_bytes
 from ..comm.ports import Work
+from .initial_sync import local
 from .outer_sgd import GlobalParameters
 from .verdict import Verdict
 
@@ -51,8 +52,9 @@ class CommonState:
 
     def __init__(self, model: nn.Module, every: Sequence[GlobalParameters]) -> None:
         self._every = every
-        trained = {id(p) for shared in every for p in shared.bucket.parameters}
-        self._frozen = [p.detach() for p in model.parameters() if id(p) not in trained]
+        trained = {p.data_ptr() for shared in every for p in shared.bucket.parameters}
+        parameters = [local(p).detach() for p in model.parameters()]
+        self._frozen = [p for p in parameters if p.data_ptr() not in trained]
         self._model = model
         self._frozen_digest = _digest(self._frozen)
 

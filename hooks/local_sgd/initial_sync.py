@@ -3,12 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ..comm.group import Group
 from ..training.names import names_of, plain_names
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a parameter of `fully_shard`; another tensor itself."""
+    shard: Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return shard
+
+
+def ranks_inside(parameters: Iterable[Tensor], process_group: Any = None) -> list[int]:
+    """The global ranks that share the model; none, if every rank has all of it.
+
+    Args:
+        process_group: with which this rank exchanges; None: with other replicas.
+
+    Raises:
+        ValueError: parameters are shared by different ranks, or by ranks of the process group.
+    """
+    meshes = {tuple(p.device_mesh.mesh.flatten().tolist()) for p in parameters if isinstance(p, DTensor)}
+    if len(meshes) > 1:
+        raise ValueError(
+            f"model's parameters are sharded among the ranks {' and '.join(map(str, sorted(meshes)))}: LocalUpdates "
+            "takes a model with one mesh, that of fully_shard(mesh=…)"
+        )
+    inside = list(meshes.pop()) if meshes else []
+    exchanging = [] if process_group is None else dist.get_process_group_ranks(process_group)
+    if len(set(inside) & set(exchanging)) > 1:
+        raise ValueError(
+            f"the ranks {inside} share the model, so they do not exchange with each other: pass the process_group of "
+            "those that hold the same shards, such as mesh['replicate'].get_group()"
+        )
+    return inside
+
+
+def group_inside(ranks: list[int], problem: Exception | None) -> Group | None:
+    """The group of the ranks that share a replica's model; None, if there is but this one. A collective of these.
+
+    Raises:
+        the problem because of which this rank cannot go on, if any.
+        ValueError: another one has one.
+    """
+    group = Group.of_ranks(ranks) if len(ranks) > 1 else None
+    found = [None] if group is None else group.all_gather_object(None if problem is None else str(problem))
+    if problem is not None:
+        raise problem
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(found) if text]
+    if failed:
+        raise ValueError(f"gradwire cannot go on, on any rank of this replica: {'; '.join(failed)}")
+    return group
 
 
 def named_trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

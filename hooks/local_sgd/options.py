@@ -6,11 +6,14 @@ import warnings
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import torch.distributed as dist
+
 from ...compress.aggregation import CLIPS, MEANS, Aggregation
 from ...compress.codec import Codec, check_choice
 from ..auto.planner import Choice, default_exchange
 from ..core.options import Options
 from ..exchanges import EXCHANGES
+from .meeting.options import Meeting
 
 #: An argument of former versions: the argument that took its place, and the field there.
 FORMER = {
@@ -91,6 +94,24 @@ class LocalOptions(Options):
         if choice.exchange == "auto":
             return replace(choice, exchange=default_exchange(choice.codec, self.world_size))
         return choice
+
+
+def meeting_of(meeting: str | Meeting | None, process_group: Any) -> Meeting | None:
+    """The meeting point to use; None: ranks are those of torch.distributed.
+
+    Raises:
+        TypeError, ValueError: it is none, or excluded by a process group.
+        RuntimeError: torch.distributed is not initialised.
+    """
+    found = Meeting.of(meeting) if meeting is not None or process_group is None else None
+    if found is not None and process_group is not None:
+        raise ValueError("meeting and process_group exclude each other: replicas that meet make groups of their own")
+    if found is None and not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            "LocalUpdates needs torch.distributed: call torch.distributed.init_process_group() first, or pass "
+            "meeting='host:port' of a gradwire-meet"
+        )
+    return found
 
 
 def modern(former: dict[str, Any], **arguments: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...compress.backends import backend_for
 from ...compress.feedback.base import Feedback
@@ -84,7 +84,7 @@ class GlobalParameters:
     def __init__(
         self,
         index: int,
-        parameters: Mapping[str, nn.Parameter],
+        parameters: Mapping[str, Tensor],
         excluded: frozenset[str],
         strategy: Feedback,
         outer: OuterSGD,
@@ -237,9 +237,7 @@ def restore(every: Sequence[GlobalParameters], saved: Mapping[str, Any]) -> InFl
     return InFlightRound(parts, means, [], saved["due"], bool(saved.get(CARRIED, False)), None) if parts else None
 
 
-def check_saved(
-    saved: Mapping[str, Any], parameters: Mapping[str, nn.Parameter], every: Sequence[GlobalParameters]
-) -> None:
+def check_saved(saved: Mapping[str, Any], parameters: Mapping[str, Tensor], every: Sequence[GlobalParameters]) -> None:
     """Raise ValueError if tensors of `replicated` do not fit this model."""
     needed: dict[str, Iterable[str]] = {
         "global": parameters,
@@ -268,8 +266,8 @@ def check_saved(
 
 
 def fragments_of(
-    parameters: Mapping[str, nn.Parameter], fragments: int, bucket_cap_mb: float
-) -> list[list[dict[str, nn.Parameter]]]:
+    parameters: Mapping[str, Tensor], fragments: int, bucket_cap_mb: float
+) -> list[list[dict[str, Tensor]]]:
     """Split parameters into `fragments` groups of about equal size, and each group into buckets of at most
     `bucket_cap_mb` MiB of float32, or of one larger parameter; in the order of the model.
 
@@ -295,8 +293,8 @@ def fragments_of(
     return groups
 
 
-def _buckets(parameters: Mapping[str, nn.Parameter], most: int) -> list[dict[str, nn.Parameter]]:
-    buckets: list[dict[str, nn.Parameter]] = []
+def _buckets(parameters: Mapping[str, Tensor], most: int) -> list[dict[str, Tensor]]:
+    buckets: list[dict[str, Tensor]] = []
     size = 0
     for name, parameter in parameters.items():
         if not buckets or size + parameter.numel() > most:
@@ -307,7 +305,7 @@ def _buckets(parameters: Mapping[str, nn.Parameter], most: int) -> list[dict[str
     return buckets
 
 
-def layout_of(parameters: Mapping[str, nn.Parameter]) -> Layout:
+def layout_of(parameters: Mapping[str, Tensor]) -> Layout:
     """Each in its shape, contiguous, one after the other: the same on all ranks, whatever the strides there."""
     strides = {name: torch.empty(p.shape, device="meta").stride() for name, p in parameters.items()}
     return end_to_end(Slot(name, 0, tuple(p.shape), strides[name]) for name, p in parameters.items())

@@ -3,9 +3,9 @@ those that are left."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from ...compress.codecs.cast import Identity
 from ...compress.feedback.store import FeedbackStore
@@ -27,7 +27,7 @@ class RoundRunner:
     """Runs the rounds of one rank, one at a time.
 
     Args:
-        model: the rank's own.
+        model: the rank's own, and its parameters that are trained.
         every: the global parameters, bucket by bucket.
         options: the codec and its like.
         schedule: H, and the rounds' options.
@@ -45,18 +45,24 @@ class RoundRunner:
     def __init__(
         self,
         model: nn.Module,
+        trained: Iterable[Tensor],
         every: Sequence[GlobalParameters],
         options: LocalOptions,
         schedule: Schedule,
         feedback: FeedbackStore,
     ) -> None:
-        self.every, self._model, self._options = every, model, options
+        self.every, self._model, self._trained, self._options = every, model, list(trained), options
         self._schedule, self._feedback = schedule, feedback
         self.reducer: Reducer | None = None
         self.replicas: Replicas | None = None
         self.number, self.progress = 0, Progress(0, 0)
         self.under_way: InFlightRound | None = None
         self.interruption: BaseException | None = None
+
+    def join(self, replicas: Replicas) -> None:
+        """Join the replicas that train, and take over their state."""
+        self.replicas = replicas
+        self.follow(replicas.join())
 
     def check_open(self) -> None:
         """Raise RuntimeError after `close`."""
@@ -140,17 +146,22 @@ class RoundRunner:
         """The round in flight, after a wait for its means; None where the others have gone on without this replica,
         which then has their state."""
         while (sent := self.under_way) is not None:
+            failure = RuntimeError("another rank of this replica has failed in this round")
+            here = False
             try:
                 self._await_means(sent)
-                return sent
-            except RuntimeError as failure:
-                if self.replicas is None or sent.step is None or isinstance(failure.__cause__, ValueError):
+                here = True
+            except RuntimeError as error:
+                if self.replicas is None or sent.step is None or isinstance(error.__cause__, ValueError):
                     raise
-                self.running.session.pipeline.idle()
-                self.follow(self.replicas.failed(failure))
-                if self.under_way is not None:  # nobody has completed it
-                    self.under_way = None
-                    self._send(sent)
+                failure = error
+            if self.replicas is None or sent.step is None or self.replicas.completed(here):
+                return sent
+            self.running.session.pipeline.idle()
+            self.follow(self.replicas.failed(failure))
+            if self.under_way is not None:  # nobody has completed it
+                self.under_way = None
+                self._send(sent)
         return None
 
     def _await_means(self, sent: InFlightRound) -> None:
@@ -181,8 +192,7 @@ class RoundRunner:
             raise interruption
 
     def _check_thawed(self) -> None:
-        trained = (p for shared in self.every for p in shared.bucket.parameters)
-        problem = thawed(self._model, trained)
+        problem = thawed(self._model, self._trained)
         if problem is not None:  # ranks that are in a round must hear of it, too
             if self.replicas is None:
                 self.running.session.pipeline.wait()

@@ -7,11 +7,11 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from itertools import count
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ... import __version__
 from ...compress.codec import Codec
@@ -27,9 +27,9 @@ from ..core.session import Session
 from ..core.statistics import Statistics
 from ..training.names import renamed
 from .healing import CommonState, Progress
-from .initial_sync import check_writable, tensors_of, trainable
+from .initial_sync import check_writable, group_inside, local, ranks_inside, tensors_of, trainable
 from .meeting.options import Meeting
-from .options import Aggregate, LocalExchange, LocalOptions, modern
+from .options import Aggregate, LocalExchange, LocalOptions, meeting_of, modern
 from .outer_sgd import REPLICATED_KEYS, GlobalParameters, OuterSGD, check_saved, fragments_of, replicated, restore
 from .replicas import Replicas
 from .rounds import RoundRunner
@@ -110,16 +110,7 @@ class LocalUpdates:
     ) -> None:
         given = modern(former, rounds=rounds, outer=outer, exchange=exchange)
         rounds, outer, exchange = given["rounds"], given["outer"], given["exchange"]
-        found = Meeting.of(meeting) if meeting is not None or process_group is None else None
-        if found is not None:
-            found.check()
-            if process_group is not None:
-                raise ValueError("meeting and process_group exclude each other: replicas make groups of their own")
-        if found is None and not (dist.is_available() and dist.is_initialized()):
-            raise RuntimeError(
-                f"{OWNER} needs torch.distributed: call torch.distributed.init_process_group() first, or pass "
-                "meeting='host:port' of a gradwire-meet"
-            )
+        found = meeting_of(meeting, process_group)
         self._group: Any = None if found is not None else process_group or dist.group.WORLD
         size = dist.get_world_size(self._group) if found is None else found.wait_for or found.min_replicas
         how: dict[str, Any] = {"world_size": size}
@@ -129,17 +120,21 @@ class LocalUpdates:
         self._outer = outer
         self._model, self._optimizer = model, optimizer
         self._schedule = Schedule(every, rounds)
-        self._parameters: dict[str, nn.Parameter] = {}
+        trained: dict[str, nn.Parameter] = {}
+        self._parameters: dict[str, Tensor] = {}  # this rank's shards of them, if it shares the model
+        inside = list[int]()
         self._moved = False  # True if ranks may have different parameters
         self._handles: list[Any] = []
         self._statistics = Statistics() if found is None else ReplicaStatistics()
-        fragments_in: list[list[dict[str, nn.Parameter]]] = []
+        fragments_in: list[list[dict[str, Tensor]]] = []
         self._excluded: frozenset[str] = frozenset()
         problem: Exception | None = None
         place = torch.device("cpu")
         try:
-            self._parameters = trainable(model, optimizer)
-            place = next(iter(self._parameters.values())).device
+            trained = trainable(model, optimizer)
+            self._parameters = {name: local(p) for name, p in trained.items() if local(p).numel()}
+            place = next(iter(trained.values())).device
+            inside = ranks_inside(trained.values(), self._group)
             self._schedule.check()
             if not isinstance(outer, OuterSGD):
                 raise TypeError(f"outer={outer!r}: expected OuterSGD(lr=…, momentum=…)")
@@ -150,13 +145,12 @@ class LocalUpdates:
             check_writable(model)
             if found is not None:
                 self._options.check_meeting()
-            self._excluded = excluded_names(exclude, self._parameters)
+            self._excluded = excluded_names(exclude, trained) & self._parameters.keys()
             fragments_in = fragments_of(self._parameters, rounds.fragments, rounds.bucket_cap_mb)
             self._options.prepare(0, [torch.float32], place)
         except Exception as error:  # the other ranks must hear of any error
-            if found is not None:
-                raise
             problem = error
+        within = None if found is None else group_inside(inside, problem)
         session = None if found is not None else Session(OWNER, self._group, place, self._description, problem)
         self._feedback = FeedbackStore(self._options.strategy, keep_previous=True)
         numel = sum(p.numel() for p in self._parameters.values())
@@ -165,31 +159,23 @@ class LocalUpdates:
             seed=seed, clean=False, numel=numel,
         )  # fmt: skip
         if session is not None:
-            broadcast(session.group, place, [*model.parameters(), *model.buffers()])
+            broadcast(session.group, place, [*map(local, model.parameters()), *model.buffers()])
         strategy, index = self._feedback.strategy, count()
         self._fragments = [
             [GlobalParameters(next(index), part, self._excluded, strategy, outer) for part in fragment]
             for fragment in fragments_in
         ]
-        self._runner = RoundRunner(model, self._all(), self._options, self._schedule, self._feedback)
+        self._runner = RoundRunner(model, trained.values(), self._all(), self._options, self._schedule, self._feedback)
         if session is not None:
             self._runner.reducer = make_reducer(session)
         elif found is not None:
-            self._join(found, place, make_reducer)
-
-    def _join(self, meeting: Meeting, place: torch.device, make_reducer: Callable[[Session], Reducer]) -> None:
-        """Join the replicas that train, and take over their state."""
-        runner = self._runner
-        assert isinstance(self._statistics, ReplicaStatistics)
-        runner.replicas = Replicas(
-            meeting,
-            meeting.describe() | self._description(),
-            CommonState(self._model, self._all()),
-            lambda group: make_reducer(Session(OWNER, group, place, dict, None)),
-            self._statistics,
-        )
-        weakref.finalize(self, runner.replicas.close)
-        runner.follow(runner.replicas.join())
+            state, statistics = CommonState(model, self._all()), cast(ReplicaStatistics, self._statistics)
+            replicas = Replicas(
+                found, found.describe() | self._description(), state,
+                lambda group: make_reducer(Session(OWNER, group, place, dict, None)), statistics, within,
+            )  # fmt: skip
+            weakref.finalize(self, replicas.close)
+            self._runner.join(replicas)
 
     def __repr__(self) -> str:
         text = f"{len(self._parameters)} parameters every {self._schedule.every} steps: {self._options.codec_text}"

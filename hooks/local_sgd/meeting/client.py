@@ -104,6 +104,7 @@ class Client:
         secret: that the meeting point was given.
         patience: seconds out of reach until `Lost`.
         events: takes each event, on the client's thread; it must not wait for another one.
+        posts: takes each value of a board, its view's number and its key first.
 
     Attributes:
         member: this replica's number, once welcome; before: -1.
@@ -117,7 +118,9 @@ class Client:
         secret: str = "",
         patience: float = 600.0,
         events: Callable[[Event], None],
+        posts: Callable[[int, str, bytes], None] | None = None,
     ) -> None:
+        self._posts = posts
         self._place, self._secret, self._patience, self._events = place(address), secret, patience, events
         self._description, self._token = description, secrets.token_hex(8)
         self.member = -1
@@ -165,6 +168,7 @@ class Client:
             self._view, self._members = number, tuple(members)
             for other in [other for other in self._boards if other < number]:
                 self._boards.pop(other).void(f"view {number} has taken its place")
+        self._send({"entered": number, "members": self._members, "name": name})
 
     def board(self, number: int) -> Board:
         """The board of a view.
@@ -297,7 +301,10 @@ class Client:
                 if number == self._view:
                     self._view = 0
             elif "post" in message and message["post"] in self._boards:
-                self._boards[message["post"]].take(message["key"], base64.b64decode(message["value"]))
+                value = base64.b64decode(message["value"])
+                self._boards[message["post"]].take(message["key"], value)
+                if self._posts is not None:
+                    self._posts(message["post"], message["key"], value)
             elif "waiting" in message:
                 event = Waiting(message["waiting"])
             elif "refused" in message:

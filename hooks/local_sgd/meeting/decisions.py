@@ -97,6 +97,8 @@ class Membership:
             self._lose(replica, "has left", now)
         elif "beat" in message:
             self.outbox.append((peer, {"beat": True}))
+        elif "entered" in message:
+            pass  # for a `Relay`
         else:
             raise ValueError(f"a message of {sorted(message)}")
         if replica is not None:

@@ -1,0 +1,270 @@
+"""The change from one view to the next.
+
+A *view* is a number and its members in order, as the meeting point proposes it. While the members train, a thread
+connects the next view's mesh beside the one in use. Then it changes views, when no round is under way here: members
+tell each other the names of their states (`verdict`), those that lack the newest get it from those that have it
+(`healing`), and the next round runs in the new view. A round that is under way when its view breaks fails here, and is
+repeated in the next view, unless others have completed it.
+
+The thread that trains comes by before a round, after it, and when it has failed (`replicas`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+from ..comm.group import Group
+from ..comm.threads import start_thread
+from ..core.reducer import Reducer
+from .healing import CommonState, Healed, Progress
+from .meeting.client import Client, Proposed, Refused, Void, Waiting, Whole
+from .meeting.options import Meeting
+from .meeting.relay import COMMON, meet_inside
+from .verdict import Report, Verdict, decide
+from .view import Arrival, ReplicaStatistics, View
+
+#: Seconds for a mesh to connect.
+CONNECT_SECONDS = 10.0
+#: A member's words on a view's board: its report, that it is healed, and the first donor's progress.
+REPORT, HEALED, PROGRESS = COMMON + "report of {}", "healed {}", COMMON + "progress"
+
+
+class ViewChanger:
+    """The thread that changes views, and all that it shares with the user's thread.
+
+    Args:
+        meeting: where they meet.
+        description: options and model, which must be equal for all.
+        state: the state in common.
+        open_view: makes the reducer of a view, over its group. A collective of the members.
+        statistics: the counts to add to.
+        inside: the ranks of this replica, if it has several: each exchanges its shards with the ranks of the other
+            replicas that hold the same ones.
+
+    Attributes:
+        view: the view in use; None: none yet.
+    """
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        description: dict[str, Any],
+        state: CommonState,
+        open_view: Callable[[Group], Reducer],
+        statistics: ReplicaStatistics,
+        inside: Group | None = None,
+    ) -> None:
+        self._meeting, self.state, self._open_view, self.statistics = meeting, state, open_view, statistics
+        self._inside = inside
+        self.view: View | None = None
+        statistics.seconds["meeting"] = 0.0
+        #: Guards all that the threads share.
+        self._changed = threading.Condition()
+        #: The state's name, and the last view whose members have agreed on it.
+        self._name, self._agreed = (0, 0), 0
+        #: The number of the round under way here, and the view in which the next round was sent.
+        self._under_way: int | None = None
+        self._sent_in = 0
+        #: True while the user's thread follows a change: the state is not to be read.
+        self._following = False
+        #: True from the wish to change views to the end of the change: no round may begin.
+        self._changing = False
+        #: The change that the user's thread has not followed yet.
+        self._arrival: Arrival | None = None
+        self._next: View | None = None
+        self._problem: Exception | None = None
+        self._waiting_for = "no word from the meeting point yet"
+        #: Failures of one round in a row that began here.
+        self._failures = 0
+        self._works = list[Any]()  # of healing: they hold memory
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._relay, address = meet_inside(inside, meeting, description)
+        shard = {} if inside is None else {"shard": inside.rank}
+        self.client = Client(
+            address, description | shard, secret=meeting.key, patience=meeting.patience, events=self._heard
+        )
+        start_thread("gradwire-replicas", self._run, self._inbox)
+
+    def _stopped(self) -> None:
+        """No round is under way here any more, or no change is being followed."""
+        self._under_way = None
+        self._changed.notify_all()
+        if self._next is not None:
+            self._next.board.wake()
+
+    # -- the client's thread -----------------------------------------------------------------------------------------
+
+    def _heard(self, event: Any) -> None:
+        """Take an event of the client. Waits that it ends are ended at once."""
+        with self._changed:
+            if isinstance(event, Void):
+                for view in (self.view, self._next):
+                    if view is not None and view.number == event.number:
+                        view.broken = view.broken or event.why
+                        if view is self._next or self._under_way is not None:  # else others may still be reading
+                            view.cut()
+            elif isinstance(event, Refused):
+                self._problem = ValueError(f"gradwire: {event.why}")
+            elif isinstance(event, Waiting):
+                self._waiting_for = event.text
+            self._changed.notify_all()
+        self._inbox.put(event)
+
+    # -- the thread that changes views -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while (event := self._inbox.get()) is not None:
+                self._handle(event)
+                self._look()
+        except Exception as error:
+            with self._changed:
+                self._problem = error
+                self._changed.notify_all()
+
+    def _handle(self, event: Any) -> None:
+        view = self._next
+        if isinstance(event, Proposed):
+            with contextlib.suppress(RuntimeError):  # void already
+                self._propose(event)
+        elif isinstance(event, Whole) and view is not None and view.number == event.number:
+            view.whole = True
+        elif isinstance(event, tuple):  # of the thread that connects
+            number, group, why = event
+            if view is None or view.number != number or view.broken is not None:
+                if group is not None:
+                    group.cut()
+            elif group is None:
+                self.client.failed(number, why)
+            else:
+                view.group = group
+                self.client.connected(number)
+
+    def _propose(self, event: Proposed) -> None:
+        members = tuple(event.members)
+        view = View(event.number, members, members.index(self.client.member), self.client.board(event.number))
+        with self._changed:
+            former, self._next = self._next, view
+        if former is not None:
+            former.cut()
+        start_thread(f"gradwire-view-{view.number}", partial(self._connect, view), None)
+
+    def _connect(self, view: View) -> None:
+        """Connect a view's mesh. Gloo cannot be interrupted in this."""
+        group, why = None, ""
+        try:
+            group = Group.over_store(view.board, view.members, view.rank, timedelta(seconds=CONNECT_SECONDS))
+            group.wait_at_most(timedelta(seconds=self._meeting.patience))
+        except RuntimeError as error:
+            why = f"member {self.client.member}: {error}"
+        self._inbox.put((view.number, group, why))
+
+    def _look(self) -> None:
+        """Change to the next view if it is time."""
+        view = self._next
+        if view is None or view.group is None or view.broken is not None:
+            return
+        if view.whole or self.view is None or self.view.broken is not None:
+            try:
+                self._change(view)
+            except RuntimeError as error:
+                if view.broken is None:  # a message has failed, of which the meeting point does not know
+                    view.broken = str(error)
+                    self.client.failed(view.number, f"member {self.client.member}: {error}")
+                view.cut()
+                with self._changed:  # rounds go on in the view in use, if it stands
+                    self._changing = False
+                    self._changed.notify_all()
+
+    def _change(self, view: View) -> None:
+        """Change to a view that is connected. Raises RuntimeError if it breaks meanwhile."""
+        assert view.group is not None
+        self._changing = True
+        self._await_round(view)
+        if self._inside is None or self._inside.rank == 0:  # its first rank speaks for a replica
+            report = Report(self._agreed, *self._name, self._sent_in, *self.state.digests())
+            view.board.post(REPORT.format(view.rank), report.to_bytes())
+        keys = [REPORT.format(rank) for rank in range(len(view.members))]
+        self._await_word(view, lambda: all(key in view.board.values for key in keys))
+        verdict = decide(view.number, [Report.from_bytes(view.board.values[key]) for key in keys])
+        self._warn_of_diverged(view, verdict)
+        view.reducer = self._open_view(view.group)
+        healed, progress = self._heal(view, verdict)
+        ending = verdict.endings[view.rank]
+        with self._changed:
+            left, self.view, self._next = self.view, view, None
+            self.statistics.views += 1
+            if healed is not None:
+                self.statistics.healed_bytes += healed.nbytes
+                if self._arrival is not None and self._arrival.healed is not None:
+                    ending = self._arrival.ending
+            self._arrival = Arrival(view, verdict.name, ending, healed, progress)
+            self._changing = False
+            self._changed.notify_all()
+        self.client.entered(view.number, view.members, verdict.name)
+        if left is not None:
+            left.cut()
+
+    def _await_round(self, view: View) -> None:
+        """Wait until no round is under way here, and no change is followed. A round that a member of the view in use
+        has left behind is cut off."""
+        own = self.view
+
+        def busy() -> bool:
+            return self._under_way is not None or self._following
+
+        def left_behind() -> bool:
+            """A member has changed to the next view without this round."""
+            if own is None or self._under_way is None:
+                return False
+            both = (rank for rank, member in enumerate(view.members) if member in own.members)
+            words = filter(None, (view.board.values.get(REPORT.format(rank)) for rank in both))
+            return any(Report.from_bytes(word).name != (own.number, self._under_way) for word in words)
+
+        self._await_word(view, lambda: not busy() or left_behind())
+        if busy():
+            assert own is not None
+            with self._changed:
+                own.broken = own.broken or "a member has changed to the next view before this round"
+            own.cut()
+            self._await_word(view, lambda: not busy())
+
+    def _await_word(self, view: View, ready: Callable[[], bool]) -> None:
+        view.board.wait_for(ready, self._meeting.patience)
+
+    def _heal(self, view: View, verdict: Verdict) -> tuple[Healed | None, Progress | None]:
+        """Send this replica's share of the state to those that need it, or receive it."""
+        assert view.group is not None
+        works, healed = self.state.start(view.group, verdict)
+        if healed is None:
+            self._works = (
+                works  # they have been sent when the next round ends, which those that are healed take part in
+            )
+            tells = (
+                verdict.needy and view.rank == verdict.donors[0] and (self._inside is None or self._inside.rank == 0)
+            )
+            view.told = 0 if tells else None
+            return None, None
+        for work in works:
+            work.wait()
+        view.board.post(HEALED.format(view.rank), b"")
+        self._await_word(view, lambda: PROGRESS in view.board.values)
+        return healed, Progress(*map(int, view.board.values[PROGRESS].split()))
+
+    @staticmethod
+    def _warn_of_diverged(view: View, verdict: Verdict) -> None:
+        if verdict.diverged:
+            members = ", ".join(str(view.members[rank]) for rank in verdict.diverged)
+            warnings.warn(
+                f"gradwire: replicas {members} had other bits than replica {view.members[verdict.donors[0]]} after "
+                f"round {verdict.name[1]}, and take its state: look for faulty memory, or for something else than this "
+                "LocalUpdates that writes to the global parameters",
+                stacklevel=1,
+            )
