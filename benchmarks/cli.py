@@ -12,6 +12,7 @@ from . import publish
 from .advisor import advise
 from .codec import codecs, warm
 from .common.launch import LinkError
+from .elastic import elastic
 from .gpu import gpu, gpu_model, host
 from .learning import learn, train
 from .links import run
@@ -31,6 +32,7 @@ COMMANDS = {
     "train": (train, "train with each way of exchanging gradients, and find the time to equal loss at each bandwidth"),
     "learn": (learn, "train with each way of compressing, on ranks that share a process: loss against bytes"),
     "advise": (advise, "predict from measurements here whether compression pays on a given network"),
+    "elastic": (elastic, "kill and restart replicas of LocalUpdates on links of known speed: goodput, loss and stalls"),
     "links": (run, "run a program on links of a known speed and length"),
     "profile": (profile, "draw one bucket's way through a real step"),
     "publish": (publish, "regenerate every figure of docs/benchmark-tables.md"),

@@ -22,6 +22,7 @@ from typing import Any
 from .advisor import advise
 from .codec import codecs
 from .common import report
+from .elastic import elastic
 from .gpu import gpu_model
 from .learning import learn, train
 from .links import links
@@ -35,6 +36,7 @@ COMMANDS: dict[str, ModuleType] = {
     "advise": advise,
     "allreduce": allreduce,
     "codecs": codecs,
+    "elastic": elastic,
     "exchange": exchange,
     "gpu-model": gpu_model,
     "hsdp": hsdp,

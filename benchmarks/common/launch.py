@@ -71,7 +71,7 @@ class Processes:
         deadline = time.monotonic() + timeout
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{PREFIX}-")))
-            port = self._port()
+            port = self.port()
             processes: list[subprocess.Popen[bytes]] = []
             stack.callback(_end, processes)
             for rank in range(self.world_size):
@@ -90,7 +90,7 @@ class Processes:
                     failed = [rank for rank, process in enumerate(processes) if process.poll()]
                     if failed or time.monotonic() > deadline:
                         break
-                    self._check()
+                    self.check()
                     time.sleep(0.02)
                     while follow is not None and (line := written.readline()):
                         follow(line.rstrip("\n"))
@@ -116,7 +116,7 @@ class Processes:
         """
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{PREFIX}-")))
-            port = self._port()
+            port = self.port()
             processes: list[subprocess.Popen[bytes]] = []
             stack.callback(_end, processes)
             for rank in range(self.world_size):
@@ -135,7 +135,7 @@ class Processes:
             while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
                 if any(process.poll() for process in processes):
                     deadline = min(deadline, time.monotonic() + GRACE)
-                self._check()
+                self.check()
                 time.sleep(0.02)
             statuses = [process.poll() for process in processes]  # None: has to be ended
             for rank, status in enumerate(statuses):
@@ -145,7 +145,18 @@ class Processes:
                     break
             return max(status if status >= 0 else 128 - status for status in statuses if status is not None)
 
-    def _check(self) -> None:
+    def start(
+        self, rank: int, command: Sequence[str], port: int, log: Any, variables: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
+        """A process where `rank` runs, with its variables and these, whose output goes to `log`. The caller ends it."""
+        ours = self._variables(rank, port) | {"OMP_NUM_THREADS": "1"}
+        return _start([*self._prefix(rank), *command], ours | dict(variables), log)
+
+    def host(self, rank: int) -> str:
+        """The address at which the others find `rank`."""
+        return "127.0.0.1"
+
+    def check(self) -> None:
         """Raises LinkError where what the processes run on has gone."""
 
     def _variables(self, rank: int, port: int) -> dict[str, str]:
@@ -157,7 +168,7 @@ class Processes:
             "TORCH_CPP_LOG_LEVEL": "ERROR",  # it warns that addresses in namespaces have no names
         }
 
-    def _port(self) -> int:
+    def port(self) -> int:
         """A free port, below those that connections of other processes might get before rank 0 listens."""
         for port in random.sample(range(15_000, 32_000), 100):
             with suppress(OSError), socket.create_server(("127.0.0.1", port)):

@@ -112,6 +112,10 @@ class Loopback(Processes):
     def __str__(self) -> str:
         return f"unshaped loopback between {self.world_size} ranks"
 
+    def sent_bytes(self, rank: int) -> int | None:
+        """As `verification.sent_bytes` of a rank, by any process; None where the kernel's count is not one rank's."""
+        return None
+
     def _peers(self) -> list[str]:
         """The addresses to ping, by rank; none where links have no distance."""
         return []
@@ -190,8 +194,14 @@ class ShapedLinks(Loopback):
         for name in _namespaces(os.getpid()):
             _remove_namespace(name)
 
-    def _port(self) -> int:
+    def port(self) -> int:
         return 29500  # nobody else is in these namespaces
+
+    def host(self, rank: int) -> str:
+        return _address(rank // self.per_node)
+
+    def sent_bytes(self, rank: int) -> int | None:
+        return int(_tool(*self._prefix(rank), "cat", f"/sys/class/net/{INTERFACE}/statistics/tx_bytes"))
 
     def _address(self, port: int) -> dict[str, str]:
         return {"MASTER_ADDR": _address(0), "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": INTERFACE}
@@ -262,7 +272,7 @@ class DistantLinks(ShapedLinks):
                 file = f"/proc/sys/net/ipv4/{name}"
                 _tool(*self._prefix(rank), "sh", "-c", f"echo {least} {first} {enough} > {file}")
 
-    def _check(self) -> None:
+    def check(self) -> None:
         if self._emulator is not None and self._emulator.poll() is not None:
             raise LinkError(f"the process that carries packets between {self} has ended")
 
