@@ -247,7 +247,7 @@ def scripts(draw: st.DrawFn) -> list[list[Op]]:
 def check(lines: list[list[Op]], number: int) -> World:
     """Play a script in an order drawn by `number`, and hold the outcome against the coordinator's."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(epoch_log, "PATIENCE", -1.0)  # nothing moves any more when the worlds look
+        patch.setattr(epoch_log, "EPOCH_SECONDS", -1.0)  # nothing moves any more when the worlds look
         got, expected = World(lines, random.Random(number)), World(lines, random.Random(number), coordinator_only=True)
         assert got.play() == expected.play()
         assert [member.script for member in got.members] == [member.script for member in expected.members]
