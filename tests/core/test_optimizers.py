@@ -35,7 +35,7 @@ from gradwire.hooks.training.optimizer_checks import expect_optimizer, known_pro
 from gradwire.hooks.training.recommend import UNTRIED, is_adaptive
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import Pool
+from ranks import Pool, on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import batch, digest, perceptron
@@ -214,17 +214,14 @@ def test_a_second_momentum_is_refused_at_the_first_step(ranks: Ranks, strategy: 
         assert all(str(strategy) in text and "SGD(momentum=0)" in text for text in said)
 
 
-def _closed(rank: int) -> None:
+@on_ranks(2)
+def test_a_state_that_is_closed_says_nothing_of_the_optimizer(rank: int) -> None:
     model = DistributedDataParallel(nn.Linear(40, 3))
     state = CompressState(model, TopK(0.1), error_feedback=Momentum(), fallback=None)
     state.close()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     model(torch.ones(2, 40)).sum().backward()
     optimizer.step()
-
-
-def test_a_state_that_is_closed_says_nothing_of_the_optimizer(ranks: Ranks) -> None:
-    ranks(2).run(_closed)
 
 
 def test_the_first_step_of_an_optimizer_is_looked_at_once() -> None:

@@ -38,6 +38,7 @@ from gradwire.hooks.fsdp.arithmetic import post_divide
 from gradwire.hooks.fsdp.torch_internals import check_group, fsdp_modules
 from hypothesis import strategies as st
 from lacking import GIVES_ZEROS, RESETS, needs_reduce_scatter, needs_reset
+from ranks import on_ranks
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
@@ -343,7 +344,8 @@ def test_replicas_that_have_raised_alike_go_on(ranks: Ranks) -> None:
     assert ranks(2).run(raised_alike, within=60.0) == [4, 4]
 
 
-def direct_or_not(rank: int) -> None:
+@on_ranks(3)
+def test_gradients_go_to_their_owners_directly(rank: int) -> None:
     shard, replicate = (mesh_of((1, 3))[name] for name in ("shard", "replicate"))
     model = small(shard)
     group = model[0]._get_fsdp_state()._fsdp_param_group
@@ -364,10 +366,6 @@ def direct_or_not(rank: int) -> None:
         torch.testing.assert_close(found, wanted, atol=4 * torch.finfo(dtype).eps, rtol=4 * torch.finfo(dtype).eps)
     state.close()
     assert group._reduce_scatter_comm is plain
-
-
-def test_gradients_go_to_their_owners_directly(ranks: Ranks) -> None:
-    ranks(3).run(direct_or_not)
 
 
 def test_modules_that_cannot_be_told_apart_are_refused() -> None:

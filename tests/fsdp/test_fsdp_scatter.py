@@ -20,6 +20,7 @@ from gradwire.hooks.comm.group import Group
 from gradwire.hooks.fsdp import compressed_reduce_scatter, reduce_rows
 from hypothesis import strategies as st
 from lacking import GIVES_ZEROS, needs_ignored_parameters, needs_premul_sum, needs_reduce_scatter
+from ranks import on_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -77,7 +78,9 @@ def test_many_drawn_configurations_and_events(ranks: Ranks) -> None:
     play_drawn(ranks, setups(), EVENTS, 120)
 
 
-def divided_by_three(rank: int) -> None:
+@needs_reduce_scatter
+@on_ranks(2)
+def test_factors_that_gloo_does_not_know(rank: int) -> None:
     """FSDP then asks for PREMUL_SUM, which Gloo has not."""
     native, ours = (small(mesh_of((1, 2))["shard"]) for _ in range(2))
     for module in (ours, ours[0]):
@@ -88,11 +91,6 @@ def divided_by_three(rank: int) -> None:
     for p, q in zip(native.parameters(), ours.parameters(), strict=True):
         torch.testing.assert_close(q.grad.to_local(), p.grad.to_local() * 2 / 3)
     state.close()
-
-
-@needs_reduce_scatter
-def test_factors_that_gloo_does_not_know(ranks: Ranks) -> None:
-    ranks(2).run(divided_by_three)
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -381,7 +379,9 @@ class Words(nn.Module):
         return self.last(found if len(words) == 1 else found + self.table(words).mean(1))
 
 
-def train_words(rank: int) -> None:
+@needs_ignored_parameters
+@on_ranks(4)
+def test_sparse_embeddings_beside_fsdp(rank: int) -> None:
     mesh = mesh_of((2, 2))
     model: Any = Words(sparse=True)
     tables = {model.table.weight, model.bag.weight, model.unused.weight}
@@ -415,8 +415,3 @@ def train_words(rank: int) -> None:
     state.close()
     model.table.weight.grad = torch.zeros(40, 6)
     assert "not one of rows" in told(lambda: reduce_rows(model))
-
-
-@needs_ignored_parameters
-def test_sparse_embeddings_beside_fsdp(ranks: Ranks) -> None:
-    ranks(4).run(train_words)

@@ -26,7 +26,7 @@ from gradwire.hooks.horovod.consensus.request_cache import RequestCache
 from gradwire.hooks.horovod.runtime import context
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from ranks import Pool
+from ranks import Pool, on_ranks
 from test_horovod_operations import equal, raised
 
 Ranks = Callable[[int], Pool]
@@ -508,15 +508,12 @@ def test_a_clean_end_overtakes_nothing_that_was_announced(ranks: Ranks) -> None:
     assert ranks(4).run(ended_early) == [4.0] * 4
 
 
-def measured(rank: int) -> None:
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:OneBit")
+@on_ranks(2)
+def test_the_ways_to_agree_can_be_compared(rank: int) -> None:
     hvd.shutdown()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(horovod_latency, "CALLS", 1)
         for way in horovod_latency.WAYS:
             assert all(horovod_latency.turn(way).values())
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:OneBit")
-def test_the_ways_to_agree_can_be_compared(ranks: Ranks) -> None:
-    ranks(2).run(measured)

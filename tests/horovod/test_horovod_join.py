@@ -18,7 +18,7 @@ from gradwire import QSGD, Codec, OneBit, PowerSGD, TopK
 from gradwire.hooks.exchanges import EXCHANGES
 from gradwire.hooks.horovod.gradients import residuals
 from gradwire.hooks.horovod.runtime import context
-from ranks import Pool
+from ranks import Pool, on_ranks
 from torch import Tensor, nn
 
 Ranks = Callable[[int], Pool]
@@ -167,7 +167,8 @@ def test_an_engine_that_has_ended_keeps_nothing(ranks: Ranks) -> None:
     assert all(ranks(2).run(let_go))
 
 
-def dropped(rank: int) -> None:
+@on_ranks(3)
+def test_an_optimizer_may_be_gone_when_its_rank_joins(rank: int) -> None:
     """The optimizer of the rank that joins first is gone by then."""
     hvd.init()
 
@@ -181,11 +182,8 @@ def dropped(rank: int) -> None:
     hvd.join()
 
 
-def test_an_optimizer_may_be_gone_when_its_rank_joins(ranks: Ranks) -> None:
-    ranks(3).run(dropped)
-
-
-def loaded_here_only(rank: int) -> None:
+@on_ranks(3, within=20.0)
+def test_one_rank_may_load_a_checkpoint(rank: int) -> None:
     hvd.init()
     p = nn.Parameter(torch.zeros(NUMEL))
     compression = hvd.Compression.codec(TopK(0.1), exchange="split")
@@ -194,10 +192,6 @@ def loaded_here_only(rank: int) -> None:
     if rank == 0:
         optimizer.load_state_dict(optimizer.state_dict())
     applied(p, optimizer, rank, range(3))
-
-
-def test_one_rank_may_load_a_checkpoint(ranks: Ranks) -> None:
-    ranks(3).run(loaded_here_only, within=20.0)
 
 
 def in_several_sets(rank: int) -> dict[str, float]:
@@ -235,7 +229,8 @@ def test_a_rank_that_joins_stands_in_with_the_optimizer_of_the_process_set(ranks
         assert max(missing.values()) < 1e-5, missing
 
 
-def gathered(rank: int) -> None:
+@on_ranks(3, within=20.0)
+def test_a_gradient_of_gathered_rows_is_that_of_ones_own(rank: int) -> None:
     """Rank 0 has no batch, and in the second round only the forward half of one."""
     hvd.init()
     for late in (False, True):
@@ -250,10 +245,6 @@ def gathered(rank: int) -> None:
             assert mine.grad is not None
             assert torch.allclose(mine.grad, own * (hvd.size() - 1) / hvd.size())
         hvd.join()
-
-
-def test_a_gradient_of_gathered_rows_is_that_of_ones_own(ranks: Ranks) -> None:
-    ranks(3).run(gathered, within=20.0)
 
 
 def consolidated_meanwhile(rank: int, exchange: str) -> float:
@@ -277,7 +268,8 @@ def test_a_checkpoint_has_what_joined_ranks_have_left_out(ranks: Ranks, exchange
     assert max(ranks(3).run(consolidated_meanwhile, exchange)) < 1e-5
 
 
-def in_threads(rank: int) -> None:
+@on_ranks(2, within=30.0)
+def test_threads_have_optimizers_of_their_own(rank: int) -> None:
     """Each thread has an optimizer, and these come to their steps in another order on each rank."""
     hvd.init()
     found: dict[int, list[nn.Parameter]] = {}
@@ -319,7 +311,3 @@ def in_threads(rank: int) -> None:
         for p in found[number]:
             mine, other = hvd.allgather_object(p.detach())
             assert torch.equal(mine, other)
-
-
-def test_threads_have_optimizers_of_their_own(ranks: Ranks) -> None:
-    ranks(2).run(in_threads, within=30.0)

@@ -29,7 +29,7 @@ from gradwire.compress.backends import use_backend
 from gradwire.compress.codecs.sign_vote import Votes
 from gradwire.hooks.exchanges import possible
 from gradwire.optim import DistributedLion, OneBitAdam, keep_gradients
-from ranks import Pool
+from ranks import Pool, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from training import batch, digest, perceptron, residuals_of
@@ -348,7 +348,8 @@ def test_another_number_of_ranks_goes_on_with_all_of_it(ranks: Ranks, name: str)
             assert torch.allclose(a, b, rtol=1e-6, atol=1e-8)
 
 
-def wrong_checkpoints(rank: int) -> None:
+@on_ranks(2)
+def test_a_checkpoint_that_does_not_fit_is_refused(rank: int) -> None:
     made = parameters()
     optimizer, others = adam(made), lion(parameters())
     saved = optimizer.state_dict()
@@ -366,10 +367,6 @@ def wrong_checkpoints(rank: int) -> None:
     for gone in (optimizer, copy.deepcopy(others)):
         with pytest.raises(RuntimeError, match="closed, or a copy"):
             gone.step()
-
-
-def test_a_checkpoint_that_does_not_fit_is_refused(ranks: Ranks) -> None:
-    ranks(2).run(wrong_checkpoints)
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -423,7 +420,8 @@ def test_ddp_has_to_leave_gradients_alone(ranks: Ranks) -> None:
     assert len(first) == 1
 
 
-def scaled(rank: int) -> None:
+@on_ranks(2)
+def test_a_scaler_is_refused_on_every_rank(rank: int) -> None:
     model, other = perceptron(), perceptron()
     optimizer = DistributedLion(model.parameters())
     scaler = torch.amp.GradScaler("cpu")
@@ -436,10 +434,6 @@ def scaled(rank: int) -> None:
     optimizer.zero_grad()
     torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
     optimizer.close()
-
-
-def test_a_scaler_is_refused_on_every_rank(ranks: Ranks) -> None:
-    ranks(2).run(scaled)
 
 
 def odd_gradients(rank: int, which: str) -> str:
@@ -469,7 +463,8 @@ def test_what_one_rank_cannot_send_is_refused_on_all(ranks: Ranks, which: str, c
         assert "rank 1" in text or "gradwire: parameter" in text
 
 
-def late(rank: int) -> None:
+@on_ranks(2)
+def test_what_is_first_used_after_the_warm_up_stays_and_is_warned_of(rank: int) -> None:
     """A parameter that is first used after the warm-up."""
     made = parameters()
     optimizer = OneBitAdam(made, warmup_steps=2, weight_decay=0.1)
@@ -483,10 +478,6 @@ def late(rank: int) -> None:
             optimizer.step()
     assert digest([made[NEVER]]) == before
     optimizer.close()
-
-
-def test_what_is_first_used_after_the_warm_up_stays_and_is_warned_of(ranks: Ranks) -> None:
-    ranks(2).run(late)
 
 
 def grown(rank: int, make: str) -> str:

@@ -20,7 +20,7 @@ from gradwire.hooks.sparse.costs import choose
 from gradwire.hooks.sparse.validation import Algorithm, Op
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ranks import GROUP_TIMEOUT, Pool
+from ranks import GROUP_TIMEOUT, Pool, on_ranks
 from torch import Tensor
 
 Ranks = Callable[[int], Pool]
@@ -127,7 +127,9 @@ def layouts(x: Tensor) -> dict[str, Tensor]:
     return found | {"one of a column": column[:1], "one at one address": x[:1].as_strided((1,), (0,))}
 
 
-def strided(rank: int, algorithm: Algorithm) -> None:
+@pytest.mark.parametrize("algorithm", arguments.ALGORITHMS)
+@on_ranks(2)
+def test_any_layout(rank: int, algorithm: Algorithm) -> None:
     """Indices and values of every layout, each beside what the plain ones give."""
     indices = torch.arange(rank, 3000, 3, dtype=torch.int32)
     numbers = torch.randn(1000)
@@ -143,11 +145,6 @@ def strided(rank: int, algorithm: Algorithm) -> None:
             found = sparse_all_reduce(at, values, 3000, op="sum", algorithm=algorithm)
             assert torch.equal(found[0].long(), plain[0])
             assert torch.equal(found[1], plain[1])
-
-
-@pytest.mark.parametrize("algorithm", arguments.ALGORITHMS)
-def test_any_layout(ranks: Ranks, algorithm: Algorithm) -> None:
-    ranks(2).run(strided, algorithm)
 
 
 def special(rank: int, algorithm: Algorithm) -> list[float]:
