@@ -189,7 +189,8 @@ def small(mesh: Any) -> Any:
     return fully_shard(model, mesh=mesh)
 
 
-def mistakes(rank: int) -> dict[str, str]:
+@on_ranks(4)
+def test_mistakes_are_named_on_every_rank(rank: int) -> None:
     mesh = mesh_of((2, 2))
     shard, replicate = mesh["shard"], mesh["replicate"]
     found = {
@@ -241,7 +242,9 @@ def mistakes(rank: int) -> dict[str, str]:
     model[2].bias.requires_grad_(True)
     found["thawed"] = told(lambda: model(torch.ones(2, 8)).sum().backward())
     state.close()
-    return found
+    assert found.keys() == SAYS.keys()
+    for name, text in found.items():
+        assert re.search(SAYS[name], text, re.DOTALL), (name, text)
 
 
 SAYS = {
@@ -262,13 +265,6 @@ SAYS = {
     "closed": "is closed, and nothing reduces its gradients",
     "thawed": "'2.bias' did not require gradients when compress_fsdp was called",
 }
-
-
-def test_mistakes_are_named_on_every_rank(ranks: Ranks) -> None:
-    for found in ranks(4).run(mistakes):
-        assert found.keys() == SAYS.keys()
-        for name, text in found.items():
-            assert re.search(SAYS[name], text, re.DOTALL), (name, text)
 
 
 def raised_elsewhere(rank: int, everywhere: bool) -> str:
@@ -306,7 +302,9 @@ def test_replicas_that_have_not_raised_alike_say_so(ranks: Ranks, everywhere: bo
         assert wanted in text, text
 
 
-def raised_alike(rank: int) -> int:
+@needs_reset
+@on_ranks(2, within=60.0)
+def test_replicas_that_have_raised_alike_go_on(rank: int) -> None:
     """All ranks raise after the same module: rank 0 before its pipeline tells of the step, rank 1 when it has heard."""
     shard, replicate = (mesh_of((2, 1))[name] for name in ("shard", "replicate"))
     model = small(shard)
@@ -336,12 +334,7 @@ def raised_alike(rank: int) -> int:
                 model.reset_iter_state()
             model.zero_grad()
     state.close()
-    return state.step
-
-
-@needs_reset
-def test_replicas_that_have_raised_alike_go_on(ranks: Ranks) -> None:
-    assert ranks(2).run(raised_alike, within=60.0) == [4, 4]
+    assert state.step == 4
 
 
 @on_ranks(3)
@@ -379,7 +372,8 @@ def test_torch_must_be_new_enough(monkeypatch: pytest.MonkeyPatch) -> None:
         fsdp_modules(nn.Linear(2, 2), "set_all_reduce_hook")
 
 
-def unequal_use(rank: int) -> str:
+@on_ranks(4)
+def test_replicas_that_use_other_parameters_are_told(rank: int) -> None:
     mesh = mesh_of((2, 2))
     model = small(mesh["shard"])
     state = compress_fsdp(model, OneBit(), mesh=mesh["replicate"])
@@ -392,12 +386,7 @@ def unequal_use(rank: int) -> str:
 
     text = told(train)
     state.close()
-    return text
-
-
-def test_replicas_that_use_other_parameters_are_told(ranks: Ranks) -> None:
-    for text in ranks(4).run(unequal_use):
-        assert "not all replicas had gradients of the same parameters" in text
+    assert "not all replicas had gradients of the same parameters" in text
 
 
 def test_what_is_divided_after_the_hook() -> None:

@@ -141,7 +141,9 @@ class Noted:
         self._work.wait()
 
 
-def saved_at_once(rank: int) -> list[str]:
+@needs_reduce_scatter
+@on_ranks(2)
+def test_what_a_checkpoint_collects_is_all_under_way(rank: int) -> None:
     """What a checkpoint starts and waits for, in order, after the ranks have agreed to make one."""
     setup, events = Sharded((1, 2), OneBit(), scatter=True), list[str]()
     model = sharded(setup, mesh_of((1, 2))["shard"])
@@ -156,15 +158,9 @@ def saved_at_once(rank: int) -> list[str]:
     with patch.object(Group, "all_to_all", noted):
         state.state_dict()
     state.close()
-    return events
-
-
-@needs_reduce_scatter
-def test_what_a_checkpoint_collects_is_all_under_way(ranks: Ranks) -> None:
-    for events in ranks(2).run(saved_at_once):
-        number = len(events) // 2
-        assert number > 3
-        assert events == ["start"] * number + ["wait"] * number
+    number = len(events) // 2
+    assert number > 3
+    assert events == ["start"] * number + ["wait"] * number
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
@@ -177,7 +173,9 @@ def small(mesh: Any, **how: Any) -> Any:
     return fully_shard(model, mesh=mesh, **how)
 
 
-def mistakes(rank: int) -> dict[str, str]:
+@needs_reduce_scatter
+@on_ranks(2)
+def test_mistakes_are_named_on_every_rank(rank: int) -> None:
     flat = mesh_of((1, 2))["shard"]
     model = small(flat)
     found = {
@@ -219,7 +217,9 @@ def mistakes(rank: int) -> dict[str, str]:
         part = state._parts[0].shards
         part.group.post_backward = lambda *unused, go=part.group.post_backward: _without_bias(part, go, unused)
     found["unequal"] = told(lambda: model(x).sum().backward())
-    return found
+    assert found.keys() == SAYS.keys()
+    for name, text in found.items():
+        assert re.search(SAYS[name], text, re.DOTALL), (name, text)
 
 
 def _without_bias(part: Any, post_backward: Callable[..., None], unused: Any) -> None:
@@ -243,14 +243,6 @@ SAYS = {
     "schedule": r"ranks disagree on codec: rank 0 has TopK\(density=0.5.* rank 1 has TopK\(density=0.25",
     "unequal": "the ranks reduced gradients of different parameters",
 }
-
-
-@needs_reduce_scatter
-def test_mistakes_are_named_on_every_rank(ranks: Ranks) -> None:
-    for found in ranks(2).run(mistakes):
-        assert found.keys() == SAYS.keys()
-        for name, text in found.items():
-            assert re.search(SAYS[name], text, re.DOTALL), (name, text)
 
 
 #: Renamed in torch 2.13.
@@ -319,7 +311,8 @@ class Late:
             raise RuntimeError("timed out")
 
 
-def waited_again(rank: int) -> list[bool]:
+@on_ranks(2)
+def test_a_second_wait_never_returns_what_is_not_there(rank: int) -> None:
     """What has failed fails again, and what was interrupted while it was decoded is decoded then."""
     own, grads, right = compressed_reduce_scatter(Identity()), torch.arange(8.0), []
     output = torch.zeros(4)
@@ -334,11 +327,7 @@ def waited_again(rank: int) -> list[bool]:
     for _ in range(2):
         interrupted.wait()
         right.append(torch.equal(output, 2 * grads.chunk(2)[rank]))
-    return right
-
-
-def test_a_second_wait_never_returns_what_is_not_there(ranks: Ranks) -> None:
-    assert ranks(2).run(waited_again) == [[True] * 5] * 2
+    assert right == [True] * 5
 
 
 def averaged(rank: int, codec: Any, times: int) -> float:

@@ -436,7 +436,15 @@ def test_a_scaler_is_refused_on_every_rank(rank: int) -> None:
     optimizer.close()
 
 
-def odd_gradients(rank: int, which: str) -> str:
+@pytest.mark.parametrize(
+    ("which", "complaint"),
+    [
+        ("sparse", "sparse=False"),
+        ("unfrozen", r"parameter 2 of group 0, of shape \(2,\), has a gradient, and required none when"),
+    ],
+)
+@on_ranks(2)
+def test_what_one_rank_cannot_send_is_refused_on_all(rank: int, which: str, complaint: str) -> None:
     """What only the second rank has."""
     table, rest = nn.Embedding(10, 4, sparse=which == "sparse" and rank == 1), nn.Linear(4, 2)
     rest.bias.requires_grad_(False)
@@ -447,20 +455,9 @@ def odd_gradients(rank: int, which: str) -> str:
     with pytest.raises((RuntimeError, ValueError)) as caught:
         optimizer.step()
     optimizer.close()
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("which", "complaint"),
-    [
-        ("sparse", "sparse=False"),
-        ("unfrozen", r"parameter 2 of group 0, of shape \(2,\), has a gradient, and required none when"),
-    ],
-)
-def test_what_one_rank_cannot_send_is_refused_on_all(ranks: Ranks, which: str, complaint: str) -> None:
-    for text in ranks(2).run(odd_gradients, which):
-        assert re.search(complaint, text)
-        assert "rank 1" in text or "gradwire: parameter" in text
+    text = str(caught.value)
+    assert re.search(complaint, text)
+    assert "rank 1" in text or "gradwire: parameter" in text
 
 
 @on_ranks(2)
@@ -572,16 +569,13 @@ def test_bad_parameters_are_named_on_every_rank(ranks: Ranks, params: Any, compl
     assert all(complaint in text for text in ranks(2).run(refused, "adam", params, {}, False))
 
 
-def disagreeing(rank: int) -> str:
+@on_ranks(2)
+def test_ranks_that_mean_something_else_are_told(rank: int) -> None:
     with pytest.raises(ValueError) as caught:
         OneBitAdam([nn.Parameter(torch.ones(3))], lr=0.1 * (1 + rank), warmup_steps=1)
-    return str(caught.value)
-
-
-def test_ranks_that_mean_something_else_are_told(ranks: Ranks) -> None:
-    for text in ranks(2).run(disagreeing):
-        assert "ranks disagree on parameter groups" in text
-        assert "'lr': 0.2" in text
+    text = str(caught.value)
+    assert "ranks disagree on parameter groups" in text
+    assert "'lr': 0.2" in text
 
 
 # -- votes -------------------------------------------------------------------------------------------------------------
@@ -635,7 +629,9 @@ def poisoned(rank: int, make: str) -> str:
     return digest(made)
 
 
-def with_another_default(rank: int, name: str) -> list[str]:
+@pytest.mark.parametrize("name", ["onebit", "mean"])
+@on_ranks(3)
+def test_the_default_dtype_does_not_matter(rank: int, name: str) -> None:
     """What parameters become where torch makes tensors of another dtype, as scripts that train in bfloat16 say."""
     found, (make, options) = [], MAKERS[name]
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
@@ -652,13 +648,7 @@ def with_another_default(rank: int, name: str) -> list[str]:
         finally:
             torch.set_default_dtype(torch.float32)
         found.append(digest(made))
-    return found
-
-
-@pytest.mark.parametrize("name", ["onebit", "mean"])
-def test_the_default_dtype_does_not_matter(ranks: Ranks, name: str) -> None:
-    for found in ranks(3).run(with_another_default, name):
-        assert len(set(found)) == 1
+    assert len(set(found)) == 1
 
 
 @pytest.mark.parametrize("make", ["adam", "lion"])
@@ -685,7 +675,8 @@ def test_what_the_page_says_runs(ranks: Ranks) -> None:
         assert len(set(ranks(2).run(read, block))) == 1
 
 
-def half_added(rank: int) -> tuple[int, int, bool]:
+@on_ranks(2)
+def test_a_group_is_added_on_all_ranks_or_on_none(rank: int) -> None:
     """A group that one rank cannot take is on no rank, and may be added again when that is mended."""
     model, more = perceptron(), nn.Linear(3, 3)
     optimizer = DistributedLion(model.parameters(), lr=1e-3)
@@ -697,11 +688,7 @@ def half_added(rank: int) -> tuple[int, int, bool]:
     optimizer.add_param_group({"params": list(more.parameters()), "lr": 0.1})
     model(batch(rank, 0, model)).sum().backward()
     optimizer.step()
-    return before, len(optimizer.param_groups), all(p in optimizer.state for p in more.parameters())
-
-
-def test_a_group_is_added_on_all_ranks_or_on_none(ranks: Ranks) -> None:
-    assert ranks(2).run(half_added) == [(1, 2, True)] * 2
+    assert (before, len(optimizer.param_groups), all(p in optimizer.state for p in more.parameters())) == (1, 2, True)
 
 
 def sharded(rank: int) -> list[str]:
@@ -729,7 +716,8 @@ def test_sharded_parameters_are_refused(ranks: Ranks) -> None:
     assert first == second
 
 
-def snapshot(rank: int) -> bool:
+@on_ranks(2)
+def test_later_steps_leave_a_consolidated_checkpoint_alone(rank: int) -> None:
     model = perceptron()
     optimizer = OneBitAdam(model.parameters(), warmup_steps=1)
 
@@ -742,8 +730,4 @@ def snapshot(rank: int) -> bool:
     before = copy.deepcopy(saved["state"])
     step(1)
     optimizer.close()
-    return all(torch.equal(saved["state"][i][name], x) for i, found in before.items() for name, x in found.items())
-
-
-def test_later_steps_leave_a_consolidated_checkpoint_alone(ranks: Ranks) -> None:
-    assert all(ranks(2).run(snapshot))
+    assert all(torch.equal(saved["state"][i][name], x) for i, found in before.items() for name, x in found.items())
