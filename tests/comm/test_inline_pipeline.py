@@ -219,7 +219,8 @@ def test_ranks_may_use_two_models_in_another_order(ranks: Ranks, codec: Codec, e
     assert any(first[1])
 
 
-def asked_within_backward(rank: int) -> list[str]:
+@on_ranks(2, within=60.0)
+def test_one_rank_may_wait_within_backward(rank: int) -> list[str]:
     """Rank 1 looks at the state, and so waits for what has been submitted, in the middle of a backward pass."""
     model = convnet()
     ddp, state = wrap(model, TopK(0.05), exchange="split")
@@ -231,11 +232,6 @@ def asked_within_backward(rank: int) -> list[str]:
         handle.remove()
     state.close()
     return digests
-
-
-def test_one_rank_may_wait_within_backward(ranks: Ranks) -> None:
-    first, second = ranks(2).run(asked_within_backward, within=60.0)
-    assert first == second
 
 
 @pytest.mark.parametrize("how", ["autocast", "mode"])
@@ -305,7 +301,8 @@ def test_ranks_that_have_not_raised_alike_say_so(rank: int) -> None:
     assert "ranks disagree on failed backward passes: rank 0 has" in text, text
 
 
-def raised_late(rank: int) -> list[str]:
+@on_ranks(2, within=60.0)
+def test_a_pass_that_raises_is_told_of_from_the_next_step_on(rank: int) -> list[str]:
     """A backward pass raises on every rank, on rank 0 before the pipeline has told the others of its step."""
     model = convnet()
     ddp, state = wrap(model, TopK(0.05), exchange="gather")
@@ -336,11 +333,6 @@ def raised_late(rank: int) -> list[str]:
         digests = train(rank, ddp, range(4, 6))
     state.close()
     return digests
-
-
-def test_a_pass_that_raises_is_told_of_from_the_next_step_on(ranks: Ranks) -> None:
-    first, second = ranks(2).run(raised_late, within=60.0)
-    assert first == second
 
 
 @on_ranks(2)

@@ -99,7 +99,8 @@ def test_what_may_be_undone_does_not_go_straight(ranks: Ranks) -> None:
         assert set(straight) == {0}
 
 
-def waited_for_in_the_hook(rank: int) -> list[float]:
+@on_ranks(2)
+def test_a_hook_may_wait_for_the_mean(rank: int) -> list[float]:
     """The norms of all means, taken where the hook is called."""
     ddp, state, norms = waiting(convnet(), OneBit(), exchange="dense")
     with Counted() as straight:
@@ -107,11 +108,6 @@ def waited_for_in_the_hook(rank: int) -> list[float]:
     state.close()
     assert sum(straight.steps) > 0
     return norms
-
-
-def test_a_hook_may_wait_for_the_mean(ranks: Ranks) -> None:
-    first, second = ranks(2).run(waited_for_in_the_hook)
-    assert first == second
 
 
 class InTwoPasses(nn.Module):
@@ -261,7 +257,8 @@ def test_ranks_that_have_not_raised_alike_hear_of_it(other: int | None) -> None:
             assert "ranks disagree on failed backward passes: rank 0 has step 4 after ['bucket 0']" in text
 
 
-def later(rank: int) -> str:
+@on_ranks(2)
+def test_a_rank_may_come_late_to_the_step_in_which_ranks_look(rank: int) -> str:
     """Rank 1 comes late, for its own reasons, to the step in which ranks look whether all is well, and to the first one
     after warm-up."""
     ddp, state = wrap(perceptron(), OneBit(), exchange="gather", warmup_steps=6)
@@ -275,11 +272,6 @@ def later(rank: int) -> str:
             train(rank, ddp, range(step, step + 1))
     state.close()
     return digest(ddp.module.parameters())
-
-
-def test_a_rank_may_come_late_to_the_step_in_which_ranks_look(ranks: Ranks) -> None:
-    first, second = ranks(2).run(later)
-    assert first == second
 
 
 def there_and_back(rank: int) -> Any:

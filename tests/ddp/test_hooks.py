@@ -245,7 +245,8 @@ def test_a_group_that_is_not_the_default_one(ranks: Ranks) -> None:
     assert equal_on_all([r[1] for r in results])
 
 
-def given_group(rank: int) -> Any:
+@on_ranks(2)
+def test_a_group_of_the_users(rank: int) -> Any:
     group = dist.new_group([0, 1])
     ddp, state = wrap(perceptron(), OneBit(), process_group=group)
     digests = train(rank, ddp, range(3))
@@ -254,10 +255,6 @@ def given_group(rank: int) -> Any:
         CompressState(ddp, OneBit(), process_group=other)
     state.close()
     return digests
-
-
-def test_a_group_of_the_users(ranks: Ranks) -> None:
-    assert equal_on_all(ranks(2).run(given_group))
 
 
 def alone(rank: int) -> Any:
@@ -361,17 +358,14 @@ class Normalised(nn.Module):
         return x
 
 
-def synchronised_norms(rank: int, exchange: str) -> list[str]:
+@pytest.mark.parametrize("exchange", ["auto", "dense"])
+@on_ranks(3)
+def test_collectives_of_the_model_beside_the_hook(rank: int, exchange: str) -> list[str]:
     torch.manual_seed(3)
     ddp, _ = wrap(Normalised(), OneBit(), ddp={"bucket_cap_mb": 0.005}, exchange=exchange)
     digests = train(rank, ddp, range(10))
     assert len(ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(",")) >= 4
     return digests
-
-
-@pytest.mark.parametrize("exchange", ["auto", "dense"])
-def test_collectives_of_the_model_beside_the_hook(ranks: Ranks, exchange: str) -> None:
-    assert equal_on_all(ranks(3).run(synchronised_norms, exchange))
 
 
 def scaled(rank: int, overflow_at: int) -> Any:

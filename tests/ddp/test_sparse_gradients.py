@@ -260,17 +260,13 @@ def test_rows_are_those_that_some_rank_has_used(ranks: Ranks, algorithm: str, in
         assert torch.allclose(moved, weights, atol=1e-6)
 
 
-def refusals(rank: int) -> list[str]:
+@on_ranks(2)
+def test_ranks_compare_which_gradients_are_sparse(rank: int) -> list[str]:
     """A table that is sparse on one rank only."""
     ddp = DistributedDataParallel(nn.Embedding(10, 4, sparse=rank == 0))
     with pytest.raises(ValueError, match="sparse") as caught:
         CompressState(ddp, OneBit())
     return [str(caught.value)]
-
-
-def test_ranks_compare_which_gradients_are_sparse(ranks: Ranks) -> None:
-    first, second = ranks(2).run(refusals)
-    assert first == second
 
 
 def bytes_of(rank: int, used: int) -> tuple[int, int]:

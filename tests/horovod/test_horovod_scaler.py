@@ -223,7 +223,9 @@ def test_gradients_that_are_changed_in_flight_are_refused(rank: int, how: str, c
     assert how != "unscaled" or "use_grad_scaler(scaler)" in text
 
 
-def combined(rank: int, fused: bool) -> tuple[str, bool]:
+@pytest.mark.parametrize("fused", [False, True])
+@on_ranks(2)
+def test_adasum_goes_on_where_a_rank_overflows(rank: int, fused: bool) -> tuple[str, bool]:
     """With Adasum each rank steps by itself, and one that overflows takes part with a step of zero."""
     hvd.init()
     model = Model(Case())
@@ -238,9 +240,3 @@ def combined(rank: int, fused: bool) -> tuple[str, bool]:
         scaler.update()
         assert (digest(model.parameters()) == before) == (step == 2)
     return digest(model.parameters()), scaler.get_scale() < 8.0
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_adasum_goes_on_where_a_rank_overflows(ranks: Ranks, fused: bool) -> None:
-    first, second = ranks(2).run(combined, fused)
-    assert first == second

@@ -477,7 +477,9 @@ def test_what_is_first_used_after_the_warm_up_stays_and_is_warned_of(rank: int) 
     optimizer.close()
 
 
-def grown(rank: int, make: str) -> str:
+@pytest.mark.parametrize("make", ["adam", "lion"])
+@on_ranks(2)
+def test_groups_can_be_added(rank: int, make: str) -> str:
     made = parameters()
     build: Any = {"adam": lambda p: OneBitAdam(p, warmup_steps=3), "lion": DistributedLion}[make]
     optimizer: Any = build(made[:1])
@@ -501,11 +503,6 @@ def grown(rank: int, make: str) -> str:
     assert not torch.equal(made[4], parameters()[4])
     optimizer.close()
     return digest(made)
-
-
-@pytest.mark.parametrize("make", ["adam", "lion"])
-def test_groups_can_be_added(ranks: Ranks, make: str) -> None:
-    assert len(set(ranks(2).run(grown, make))) == 1
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
@@ -617,7 +614,9 @@ def test_votes_travel_exactly(backend: str, numel: int) -> None:
             assert bool(out[(votes[1] < 0).nonzero().view(-1)[:1]].isnan().all())
 
 
-def poisoned(rank: int, make: str) -> str:
+@pytest.mark.parametrize("make", ["adam", "lion"])
+@on_ranks(3)
+def test_what_is_not_finite_stays_visible(rank: int, make: str) -> str:
     made = parameters()
     optimizer: Any = {"adam": adam, "lion": lion}[make](made)
     for step in walk(rank, made, range(6)):
@@ -649,11 +648,6 @@ def test_the_default_dtype_does_not_matter(rank: int, name: str) -> None:
             torch.set_default_dtype(torch.float32)
         found.append(digest(made))
     assert len(set(found)) == 1
-
-
-@pytest.mark.parametrize("make", ["adam", "lion"])
-def test_what_is_not_finite_stays_visible(ranks: Ranks, make: str) -> None:
-    assert len(set(ranks(3).run(poisoned, make))) == 1
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
@@ -691,7 +685,8 @@ def test_a_group_is_added_on_all_ranks_or_on_none(rank: int) -> None:
     assert (before, len(optimizer.param_groups), all(p in optimizer.state for p in more.parameters())) == (1, 2, True)
 
 
-def sharded(rank: int) -> list[str]:
+@on_ranks(2)
+def test_sharded_parameters_are_refused(rank: int) -> list[str]:
     """Shards lie in no flat tensor of ours: they used to end the process."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -709,11 +704,6 @@ def sharded(rank: int) -> list[str]:
             make()
         texts.append(str(caught.value))
     return texts
-
-
-def test_sharded_parameters_are_refused(ranks: Ranks) -> None:
-    first, second = ranks(2).run(sharded)
-    assert first == second
 
 
 @on_ranks(2)

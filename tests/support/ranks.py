@@ -42,16 +42,17 @@ def without_address(parameter: object) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", str(parameter))
 
 
-def on_ranks(*sizes: int, within: float = 120.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A test that runs on every rank of worlds of these sizes. Its first argument is the rank; the others are pytest's,
-    and are pickled."""
+def on_ranks(*sizes: int, within: float = 120.0) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """A test that runs on every rank of worlds of these sizes, and returns the same on all of them. Its first argument
+    is the rank; the others are pytest's, and are pickled."""
 
-    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+    def decorate(test: Callable[..., Any]) -> Callable[..., None]:
         _, *others = inspect.signature(test).parameters.values()
 
         @functools.wraps(test)
         def run(ranks: Callable[[int], Pool], world: int = sizes[0], **arguments: Any) -> None:
-            ranks(world).run(test, *(arguments[other.name] for other in others), within=within)
+            found = ranks(world).run(test, *(arguments[other.name] for other in others), within=within)
+            assert all(result == found[0] for result in found), f"the ranks differ: {found}"
 
         keyword = inspect.Parameter.KEYWORD_ONLY
         own = ["ranks"] if len(sizes) == 1 else ["ranks", "world"]
