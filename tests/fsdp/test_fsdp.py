@@ -17,7 +17,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fsdp_drawn import EVENTS, Ranks, Sharded, mesh_of, one_pass, play_drawn, residuals, sharded, told, verdict
+from fsdp_drawn import (
+    EVENTS,
+    Ranks,
+    Sharded,
+    loads_on,
+    mesh_of,
+    play_drawn,
+    residuals,
+    told,
+    verdict,
+)
 from gradwire import (
     QSGD,
     ChunkedTopK,
@@ -141,41 +151,8 @@ def test_a_transformer_learns_as_under_hsdp(ranks: Ranks, tmp_path: Path) -> Non
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
-def write_and_read(rank: int, shapes: list[tuple[int, int]], folder: str, codec: Any, write: bool) -> Any:
-    """Train a little on a mesh and save; or load on others. Returns the mean residuals, whole, by name."""
-    found = []
-    for shape in shapes:
-        mesh = mesh_of(shape)
-        setup = Sharded(shape, codec)
-        model = sharded(setup, mesh["shard"])
-        state = fsdp_drawn.compressed(setup, model)
-        if write:
-            for number in range(3):
-                one_pass(rank, model, number, "step")
-            dcp.save({"gradwire": state}, checkpoint_id=folder)
-        else:
-            dcp.load({"gradwire": state}, checkpoint_id=folder)
-        assert state.step == 3
-        found.append({name: x.full_tensor() for name, x in residuals(state.state_dict()).items()})
-        if not write:
-            one_pass(rank, model, 3, "step")
-            assert state.step == 4
-        state.close()
-    return found
-
-
 def test_a_checkpoint_loads_on_other_meshes(ranks: Ranks, tmp_path: Path) -> None:
-    codec = OneBit()
-    [saved] = ranks(4).run(write_and_read, [(2, 2)], str(tmp_path), codec, True)[0]
-    assert sum(float(x.abs().sum()) for x in saved.values()) > 0
-    loaded = [
-        *ranks(4).run(write_and_read, [(4, 1), (2, 2)], str(tmp_path), codec, False)[3],
-        *ranks(2).run(write_and_read, [(1, 2), (2, 1)], str(tmp_path), codec, False)[1],
-    ]
-    for found in loaded:
-        assert found.keys() == saved.keys()
-        for name, x in saved.items():
-            torch.testing.assert_close(found[name], x, rtol=1e-6, atol=1e-9)
+    loads_on((2, 2), [(4, 1), (2, 2), (1, 2), (2, 1)], ranks, tmp_path)
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------------

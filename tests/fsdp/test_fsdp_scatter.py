@@ -13,8 +13,7 @@ import fsdp_drawn
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from fsdp_drawn import Ranks, Sharded, mesh_of, one_pass, play_drawn, residuals, sharded, told, verdict
+from fsdp_drawn import Ranks, Sharded, loads_on, mesh_of, one_pass, play_drawn, sharded, told, verdict
 from gradwire import QSGD, Cast, Identity, Momentum, OneBit, Outliers, Residual, Ternary, TernGrad, TopK, compress_fsdp
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.fsdp import compressed_reduce_scatter, reduce_rows
@@ -96,38 +95,10 @@ def test_factors_that_gloo_does_not_know(rank: int) -> None:
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
-def write_or_read(rank: int, shapes: list[tuple[int, int]], folder: str, write: bool) -> Any:
-    """What is owed, whole, by name: after training on the first mesh, or when loaded on each; where a mesh has replicas
-    by the state between these."""
-    found = []
-    for shape in shapes:
-        setup = Sharded(shape, OneBit(), scatter=shape[0] == 1)
-        model = sharded(setup, mesh_of(shape)["shard"])
-        state = fsdp_drawn.compressed(setup, model)
-        if write:
-            for number in range(3):
-                one_pass(rank, model, number, "step")
-            dcp.save({"gradwire": state}, checkpoint_id=folder)
-        else:
-            dcp.load({"gradwire": state}, checkpoint_id=folder)
-        assert state.step == 3
-        found.append({name: x.full_tensor() for name, x in residuals(state.state_dict()).items()})
-        state.close()
-    return found
-
-
 @needs_reduce_scatter
 def test_a_checkpoint_loads_on_other_numbers_of_ranks_and_between_replicas(ranks: Ranks, tmp_path: Path) -> None:
-    [saved] = ranks(4).run(write_or_read, [(1, 4)], str(tmp_path), True)[0]
-    assert sum(float(x.abs().sum()) for x in saved.values()) > 0
-    loaded = [
-        *ranks(2).run(write_or_read, [(1, 2)], str(tmp_path), False)[1],
-        *ranks(4).run(write_or_read, [(2, 2)], str(tmp_path), False)[3],
-    ]
-    for found in loaded:
-        assert found.keys() == saved.keys()
-        for name, x in saved.items():
-            torch.testing.assert_close(found[name], x, rtol=1e-6, atol=1e-9)
+    """On a mesh of replicas, by the state between these."""
+    loads_on((1, 4), [(1, 2), (2, 2)], ranks, tmp_path, scatter=True)
 
 
 class Noted:
