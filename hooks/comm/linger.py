@@ -17,8 +17,10 @@ import termios
 import threading
 import time
 
-#: Seconds: the longest wait, and between polls.
-LINGER_SECONDS, LOOK_SECONDS = 5.0, 0.01
+from ..timeouts import LINGER_SECONDS
+
+#: Seconds between polls.
+LOOK_SECONDS = 0.01
 
 
 def unacknowledged() -> int:

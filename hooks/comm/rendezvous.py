@@ -14,10 +14,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-#: Ranks wait for each other so long when a state is made, unless the user has given their group longer.
-HANDSHAKE_TIMEOUT = timedelta(seconds=60)
-#: Attempts to connect, and how long a rank whose attempt failed waits for the others' verdicts.
-ATTEMPTS, VERDICT_TIMEOUT = 3, timedelta(seconds=10)
+from ..timeouts import HANDSHAKE_TIMEOUT, VERDICT_TIMEOUT
+
+#: Attempts to connect.
+ATTEMPTS = 3
 READY = b"ready"
 #: The key that marks a place where a rank has given up waiting for the others.
 LEFT = "left"

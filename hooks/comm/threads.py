@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
+from ..timeouts import STOP_SECONDS
 from .group import abort_all
 from .linger import linger
 from .untraced import untraced
@@ -22,9 +23,6 @@ class Inbox(Protocol):
 
 #: Running threads, and the inbox in which None ends them; threads without one are ended by another thread.
 _threads: weakref.WeakKeyDictionary[threading.Thread, Inbox | None] = weakref.WeakKeyDictionary()
-
-#: Seconds to wait for a thread to end, as a message that never comes must not keep the process.
-STOP_SECONDS = 10.0
 
 
 def start_thread(

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..comm.group import Group
+from ..timeouts import RAISED_TIMEOUT
 from .statistics import Statistics
-
-#: Longest wait for messages in flight after a backward pass has raised.
-RAISED_TIMEOUT = timedelta(seconds=10)
 
 
 class Sum(torch.futures.Future[Tensor]):

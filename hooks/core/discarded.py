@@ -15,7 +15,7 @@ from torch import Tensor
 from ...compress.feedback.store import FeedbackStore
 from ...compress.formats.layout import Layout
 from ..comm.pipeline import Pipeline
-from .dense_path import RAISED_TIMEOUT
+from ..timeouts import RAISED_TIMEOUT
 from .step import Step
 
 

@@ -15,9 +15,9 @@ from ..auto.controller import Controller
 from ..auto.planner import REPLAN_INTERVAL, Choice, Plan
 from ..comm.ports import Stages, drive
 from ..comm.readback import Readback
-from ..comm.rendezvous import HANDSHAKE_TIMEOUT
 from ..comm.tasks import Clock
 from ..exchanges import all_finite
+from ..timeouts import HANDSHAKE_TIMEOUT
 from ..training.grad_scaler import ScalerSync, Scaling
 from .bucket import Bucket, clock
 from .dense_path import DensePath

@@ -18,7 +18,6 @@ from ...compress.codec import Codec
 from ...compress.feedback.base import Feedback
 from ...compress.formats.layout import Slot
 from ..auto.planner import Fallback
-from ..comm.rendezvous import HANDSHAKE_TIMEOUT
 from ..comm.untraced import untraced
 from ..core.bucket import Bucket
 from ..core.dense_path import DensePath
@@ -26,6 +25,7 @@ from ..core.options import ExchangeName, Exclude, Options
 from ..core.reducer import DENSE_CHECK_INTERVAL, Reducer
 from ..core.sparse_gradient import SparseGradient
 from ..core.step import Step
+from ..timeouts import HANDSHAKE_TIMEOUT
 from ..training.autograd_end import AtEnd, at_end, current_pass, raise_at_end, undisturbed, waited
 from ..training.grad_scaler import LossScale
 from .ddp_options import finalized_by_hand, frees_buckets, join_mode, strides_in_bucket

@@ -35,7 +35,7 @@ from gradwire.hooks.exchanges import Dense, Gather
 from gradwire.hooks.network import cost, probe
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import Pool
+from ranks import Pool, on_ranks
 from training import Ledger, batch, pretend, train, two_large_layers
 
 Ranks = Callable[[int], Pool]
@@ -313,7 +313,8 @@ def test_a_codec_may_change_faster_than_a_trial_lasts(codec: Callable[[int], Cod
     assert not controller.tuning
 
 
-def joined(rank: int) -> Any:
+@on_ranks(2)
+def test_a_rank_that_has_joined_goes_along_with_the_trial(rank: int) -> None:
     """Rank 1 runs out of data in the trial, and is slow to end its steps: nobody there waits for that."""
     averaged = Session.averaged
 
@@ -332,11 +333,7 @@ def joined(rank: int) -> Any:
                 ddp(batch(rank, step, model)).square().mean().backward()
     decided, steps = state.tuning, state.step
     state.close()
-    return decided, steps
-
-
-def test_a_rank_that_has_joined_goes_along_with_the_trial(ranks: Ranks) -> None:
-    assert ranks(2).run(joined) == [(False, 60), (False, 60)]
+    assert (decided, steps) == (False, 60)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from gradwire.hooks.core import reducer
 from gradwire.hooks.core.session import Session
 from gradwire.hooks.network import probe
 from gradwire.hooks.training.autograd_end import AtEnd
-from ranks import Pool
+from ranks import Pool, on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
@@ -96,18 +96,15 @@ def test_what_moves_with_all_gradients_together_is_deferred_too(ranks: Ranks) ->
     assert first[2] == second[2] == [False, True, True, True, True]
 
 
-def large(rank: int) -> list[bool]:
+@on_ranks(2)
+def test_what_is_not_small_is_not_deferred(rank: int) -> None:
     torch.manual_seed(0)
     ddp, state = wrap(nn.Linear(512, 513), TopK(0.01), exchange="gather")
     with Counted() as deferred:
         for _ in range(3):
             ddp(torch.randn(4, 512)).square().mean().backward()
     state.close()
-    return deferred.steps
-
-
-def test_what_is_not_small_is_not_deferred(ranks: Ranks) -> None:
-    assert ranks(2).run(large) == [[False] * 3] * 2
+    assert deferred.steps == [False] * 3
 
 
 def test_collectives_do_not_wait_for_the_end_of_backward(ranks: Ranks) -> None:
@@ -117,17 +114,14 @@ def test_collectives_do_not_wait_for_the_end_of_backward(ranks: Ranks) -> None:
         assert deferred == [False] * 5
 
 
-def measured(rank: int) -> list[bool]:
+@on_ranks(2)
+def test_backward_does_not_wait_for_what_others_mean(rank: int) -> None:
     """Ranks measure a codec, when they know that all of them mean it."""
     with patch.object(probe, "calibration", pretend(1e-5)), Counted() as deferred:
         ddp, state = wrap(convnet(), lambda step: OneBit() if step < 3 else TopK(0.05), exchange="auto")
         train(rank, ddp, range(6))
         state.close()
-    return deferred.steps
-
-
-def test_backward_does_not_wait_for_what_others_mean(ranks: Ranks) -> None:
-    assert ranks(2).run(measured) == [[False, True, True, False, True, True]] * 2
+    assert deferred.steps == [False, True, True, False, True, True]
 
 
 @pytest.mark.parametrize("way", ["static_graph", "find_unused_parameters", "gradient_as_bucket_view"])
@@ -147,18 +141,15 @@ def waited_for_in_the_hook(rank: int) -> tuple[list[float], list[bool]]:
     return norms, deferred.steps
 
 
-def waits_too_early(rank: int) -> str:
+@on_ranks(2, within=60.0)
+def test_a_hook_that_waits_for_a_mean_that_needs_all_gradients_is_told(rank: int) -> None:
     strategy = Tracking(clip=1.0)
     ddp, state, _ = waiting(convnet(), OneBit(), exchange="gather", fallback=None, error_feedback=strategy)
     with pytest.raises(RuntimeError) as raised:
         train(rank, ddp, range(2))  # one bucket holds them all at first
     state.close()
-    return str(raised.value)
-
-
-def test_a_hook_that_waits_for_a_mean_that_needs_all_gradients_is_told(ranks: Ranks) -> None:
-    for text in ranks(2).run(waits_too_early, within=60.0):
-        assert "no mean is there before the last bucket" in text
+    text = str(raised.value)
+    assert "no mean is there before the last bucket" in text
 
 
 def test_a_hook_may_wait_for_the_mean(ranks: Ranks) -> None:
@@ -190,7 +181,8 @@ def test_a_step_that_nobody_ends_is_ended_by_its_last_bucket(ranks: Ranks) -> No
     assert first[1] == [False, True, True, True]
 
 
-def wrapped_again(rank: int) -> list[list[bool]]:
+@on_ranks(2)
+def test_the_next_model_may_be_a_static_graph(rank: int) -> None:
     """The state's next model is a static graph, of which DDP waits for the first means within backward."""
     ddp, state = wrap(convnet(), OneBit(), exchange="gather")
     steps = []
@@ -201,11 +193,7 @@ def wrapped_again(rank: int) -> list[list[bool]]:
         ddp = DistributedDataParallel(ddp.module, bucket_cap_mb=0.02, static_graph=True)
         ddp.register_comm_hook(state, compress_hook)
     state.close()
-    return steps
-
-
-def test_the_next_model_may_be_a_static_graph(ranks: Ranks) -> None:
-    assert ranks(2).run(wrapped_again) == [[[False, True, True], [False, False, False]]] * 2
+    assert steps == [[False, True, True], [False, False, False]]
 
 
 def two_models(rank: int, codec: Codec, exchange: str) -> tuple[list[str], list[bool]]:
@@ -231,7 +219,8 @@ def test_ranks_may_use_two_models_in_another_order(ranks: Ranks, codec: Codec, e
     assert any(first[1])
 
 
-def asked_within_backward(rank: int) -> list[str]:
+@on_ranks(2, within=60.0)
+def test_one_rank_may_wait_within_backward(rank: int) -> list[str]:
     """Rank 1 looks at the state, and so waits for what has been submitted, in the middle of a backward pass."""
     model = convnet()
     ddp, state = wrap(model, TopK(0.05), exchange="split")
@@ -245,12 +234,9 @@ def asked_within_backward(rank: int) -> list[str]:
     return digests
 
 
-def test_one_rank_may_wait_within_backward(ranks: Ranks) -> None:
-    first, second = ranks(2).run(asked_within_backward, within=60.0)
-    assert first == second
-
-
-def watched(rank: int, how: str) -> list[bool]:
+@pytest.mark.parametrize("how", ["autocast", "mode"])
+@on_ranks(2)
+def test_what_changes_torch_on_the_thread_keeps_steps_off_it(rank: int, how: str) -> None:
     model = convnet()
     ddp, state = wrap(model, PowerSGD(2), exchange="factors")
     with Counted() as deferred:
@@ -259,12 +245,7 @@ def watched(rank: int, how: str) -> list[bool]:
             with torch.autocast("cpu", dtype=torch.bfloat16) if how == "autocast" else FlopCounterMode(display=False):
                 loss.backward()
     state.close()
-    return deferred.steps
-
-
-@pytest.mark.parametrize("how", ["autocast", "mode"])
-def test_what_changes_torch_on_the_thread_keeps_steps_off_it(ranks: Ranks, how: str) -> None:
-    assert ranks(2).run(watched, how) == [[False] * 4] * 2
+    assert deferred.steps == [False] * 4
 
 
 def raised(rank: int) -> tuple[list[str], list[bool], int]:
@@ -298,7 +279,8 @@ def test_a_pass_that_raises_leaves_nothing_under_way(ranks: Ranks) -> None:
     assert rest == 0
 
 
-def raised_elsewhere(rank: int) -> str:
+@on_ranks(2, within=60.0)
+def test_ranks_that_have_not_raised_alike_say_so(rank: int) -> None:
     """A backward pass raises after other buckets on rank 1 than on rank 0: what they say in the next one."""
     model = convnet()
     ddp, state = wrap(model, TopK(0.05), exchange="gather")
@@ -315,15 +297,12 @@ def raised_elsewhere(rank: int) -> str:
     ddp.reducer._reset_state()
     with pytest.raises(RuntimeError) as raised:
         train(rank, ddp, range(4, 5))
-    return str(raised.value)
+    text = str(raised.value)
+    assert "ranks disagree on failed backward passes: rank 0 has" in text, text
 
 
-def test_ranks_that_have_not_raised_alike_say_so(ranks: Ranks) -> None:
-    for text in ranks(2).run(raised_elsewhere, within=60.0):
-        assert "ranks disagree on failed backward passes: rank 0 has" in text, text
-
-
-def raised_late(rank: int) -> list[str]:
+@on_ranks(2, within=60.0)
+def test_a_pass_that_raises_is_told_of_from_the_next_step_on(rank: int) -> list[str]:
     """A backward pass raises on every rank, on rank 0 before the pipeline has told the others of its step."""
     model = convnet()
     ddp, state = wrap(model, TopK(0.05), exchange="gather")
@@ -356,12 +335,8 @@ def raised_late(rank: int) -> list[str]:
     return digests
 
 
-def test_a_pass_that_raises_is_told_of_from_the_next_step_on(ranks: Ranks) -> None:
-    first, second = ranks(2).run(raised_late, within=60.0)
-    assert first == second
-
-
-def elsewhere(rank: int) -> str:
+@on_ranks(2)
+def test_ranks_that_differ_say_so(rank: int) -> None:
     """What a rank says in a small step if rank 1 is in another one."""
     ddp, state = wrap(convnet(), TopK(0.05), exchange="gather")
     train(rank, ddp, range(2))
@@ -370,9 +345,5 @@ def elsewhere(rank: int) -> str:
         with pytest.raises(RuntimeError) as raised:
             train(rank, ddp, range(2, 3))
     assert deferred.steps == [True]
-    return str(raised.value)
-
-
-def test_ranks_that_differ_say_so(ranks: Ranks) -> None:
-    for text in ranks(2).run(elsewhere):
-        assert "ranks disagree on step: rank 0 has 2, rank 1 has 3" in text, text
+    text = str(raised.value)
+    assert "ranks disagree on step: rank 0 has 2, rank 1 has 3" in text, text

@@ -21,7 +21,7 @@ from gradwire.hooks.core.options import Options
 from gradwire.optim import DistributedLion, OneBitAdam
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import Pool
+from ranks import on_ranks
 from torch import Tensor, nn
 
 CPU = torch.device("cpu")
@@ -122,7 +122,9 @@ def test_what_is_under_way_is_bounded(sizes: list[int]) -> None:
     assert done == list(range(len(sizes)))
 
 
-def rounds_of(rank: int, owner: str) -> list[int]:
+@pytest.mark.parametrize("owner", ["OneBitAdam", "DistributedLion", "LocalUpdates"])
+@on_ranks(2)
+def test_latencies_do_not_grow_with_the_number_of_parameters(rank: int, owner: str) -> None:
     """How many collectives, and exchanges of objects, it takes to construct something and to consolidate its state."""
     torch.manual_seed(rank)
     model, counted = nn.ParameterList(torch.randn(3, 2) for _ in range(PARAMETERS)), 0
@@ -158,7 +160,9 @@ def rounds_of(rank: int, owner: str) -> list[int]:
             made.consolidated_state_dict()
         found.append(counted)
     made.close()
-    return found
+    constructed, consolidated = found
+    assert constructed == 1
+    assert consolidated <= 3
 
 
 def first_rank_s(model: nn.Module) -> list[Tensor]:
@@ -166,13 +170,6 @@ def first_rank_s(model: nn.Module) -> list[Tensor]:
     for p in there:
         dist.broadcast(p, 0)
     return there
-
-
-@pytest.mark.parametrize("owner", ["OneBitAdam", "DistributedLion", "LocalUpdates"])
-def test_latencies_do_not_grow_with_the_number_of_parameters(ranks: Callable[[int], Pool], owner: str) -> None:
-    for constructed, consolidated in ranks(2).run(rounds_of, owner):
-        assert constructed == 1
-        assert consolidated <= 3
 
 
 def checkpoint_of(parameters: dict[str, Tensor]) -> checkpoint.Checkpoint:

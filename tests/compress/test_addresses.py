@@ -21,7 +21,7 @@ from gradwire.hooks.comm.group import Group
 from gradwire.hooks.network import probe
 from gradwire.optim import DistributedLion
 from lacking import no_default_device
-from ranks import Pool
+from ranks import Pool, on_ranks
 from strategies import VARIANTS
 from torch import Tensor
 from training import batch, digest, perceptron, wrap
@@ -125,7 +125,8 @@ def test_what_is_made_for_kernels_does_not_depend_on_the_default_dtype(
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def probed(rank: int) -> float:
+@on_ranks(2)
+def test_a_probe_does_not_depend_on_the_default_dtype(rank: int) -> None:
     """All that a probe of a group runs, which takes no time that matters here."""
     real, probe.PROBE_BYTES, probe.PROBE_ENTRIES = (probe.PROBE_BYTES, probe.PROBE_ENTRIES), 1 << 16, 64
     torch.set_default_dtype(torch.float64)
@@ -136,11 +137,7 @@ def probed(rank: int) -> float:
     finally:
         torch.set_default_dtype(torch.float32)
         probe.PROBE_BYTES, probe.PROBE_ENTRIES = real
-    return calibration.latency.split
-
-
-def test_a_probe_does_not_depend_on_the_default_dtype(ranks: Callable[[int], Pool]) -> None:
-    assert min(ranks(2).run(probed)) > 0
+    assert calibration.latency.split > 0
 
 
 #: What is on the default device unless another is given, and of the default dtype but for those behind.

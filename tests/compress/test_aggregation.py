@@ -12,7 +12,7 @@ from gradwire import QSGD, Aggregate, ChunkedTopK, Codec, Identity, LocalUpdates
 from gradwire.compress import aggregation
 from gradwire.compress.aggregation import Aggregation
 from gradwire.hooks.exchanges import possible
-from ranks import Pool
+from ranks import Pool, on_ranks
 from strategies import encode, gradient, parts_of, same
 from torch import Tensor
 from training import batch, digest, perceptron
@@ -180,7 +180,9 @@ def test_a_norm_that_cannot_be_clips_nothing(norm: float) -> None:
     assert torch.allclose(out, sent.mean(dim=0), atol=1e-6)
 
 
-def one_is_not_finite(rank: int, mean: Any, clip: Any) -> Any:
+@every_way
+@on_ranks(2)
+def test_what_is_not_finite_on_one_rank_is_refused_on_all(rank: int, mean: Any, clip: Any) -> None:
     model = perceptron(20, 24)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     updates = LocalUpdates(model, optimizer, ChunkedTopK(), every=1, exchange=Aggregate(mean, clip))
@@ -191,19 +193,7 @@ def one_is_not_finite(rank: int, mean: Any, clip: Any) -> Any:
         updates.step()
     unchanged = digest(updates.state_dict()["global"].values()) == before
     updates.close()
-    return unchanged
-
-
-@every_way
-def test_what_is_not_finite_on_one_rank_is_refused_on_all(ranks: Ranks, mean: str, clip: str | None) -> None:
-    assert all(ranks(2).run(one_is_not_finite, mean, clip))
-
-
-def refused(rank: int, options: dict[str, Any]) -> str:
-    model = perceptron(20, 24)
-    with pytest.raises(ValueError) as raised:
-        LocalUpdates(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2, **{"codec": TopK(0.1), **options})
-    return str(raised.value)
+    assert unchanged
 
 
 @pytest.mark.parametrize(
@@ -217,9 +207,13 @@ def refused(rank: int, options: dict[str, Any]) -> str:
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused(ranks: Ranks, options: dict[str, Any], text: str) -> None:
-    for message in ranks(2).run(refused, options):
-        assert text in message
+@on_ranks(2)
+def test_what_cannot_be_is_refused(rank: int, options: dict[str, Any], text: str) -> None:
+    model = perceptron(20, 24)
+    with pytest.raises(ValueError) as raised:
+        LocalUpdates(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2, **{"codec": TopK(0.1), **options})
+    message = str(raised.value)
+    assert text in message
 
 
 def test_no_other_exchange_carries_it() -> None:

@@ -18,7 +18,7 @@ from gradwire.compress.feedback.tracking import ESTIMATE, MOMENTUM
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lacking import needs_skipped_buckets
-from ranks import Pool
+from ranks import Pool, on_ranks
 from simulated import SimulatedRanks
 from strategies import ODD, OTHER_BACKENDS, device_of, parts_of, same
 from test_discarded_means import TwoHeads, data_of
@@ -187,7 +187,8 @@ def test_the_momentum_is_handed_out(
     assert off["weight"] < 1.0
 
 
-def rounded(rank: int) -> float:
+@on_ranks(2)
+def test_rounding_of_what_is_handed_out_does_not_pile_up(rank: int) -> None:
     """In bfloat16 what is handed out is rounded, and what is kept is not: how far the law is off."""
     model = perceptron().bfloat16()
     ddp, state = wrap(model, OneBit(), error_feedback=Tracking(BETA))
@@ -202,11 +203,7 @@ def rounded(rank: int) -> float:
         off += float((estimate + residual - momentum).square().sum())
         size += float(momentum.square().sum())
     state.close()
-    return (off / size) ** 0.5
-
-
-def test_rounding_of_what_is_handed_out_does_not_pile_up(ranks: Ranks) -> None:
-    assert max(ranks(2).run(rounded)) < 1e-6
+    assert (off / size) ** 0.5 < 1e-6
 
 
 def came_again(rank: int, limit: float | None) -> float:
@@ -266,16 +263,13 @@ def test_what_is_held_is_let_go_however_a_pass_ends(ranks: Ranks, ddp: dict[str,
     assert first[0] == 3
 
 
-def refused_while_held(rank: int) -> str:
+@needs_skipped_buckets
+@on_ranks(2)
+def test_a_pass_whose_end_nobody_knows_is_refused(rank: int) -> str:
     ways = {"static_graph": True, "skip_all_reduce_unused_params": True}
     with pytest.raises(ValueError, match="leave out one of the three") as refused:
         wrap(TwoHeads(), OneBit(), error_feedback=Tracking(clip=1.0), ddp=ways)
     return str(refused.value)
-
-
-@needs_skipped_buckets
-def test_a_pass_whose_end_nobody_knows_is_refused(ranks: Ranks) -> None:
-    assert len(set(ranks(2).run(refused_while_held))) == 1
 
 
 def raised_while_held(rank: int) -> tuple[int, str]:
@@ -307,7 +301,8 @@ def test_a_pass_that_raises_lets_go_of_what_was_held(ranks: Ranks) -> None:
     assert first[0] == 4
 
 
-def load_of_a_residual(rank: int) -> tuple[str, list[str], bool]:
+@on_ranks(2)
+def test_a_residual_alone_does_not_get_into_the_estimate(rank: int) -> None:
     """A checkpoint made with plain error feedback, loaded strictly and otherwise."""
     model = perceptron()
     ddp, plain = wrap(model, OneBit())
@@ -317,14 +312,9 @@ def load_of_a_residual(rank: int) -> tuple[str, list[str], bool]:
     _, state = wrap(perceptron(), OneBit(), error_feedback=Tracking())
     with pytest.raises(ValueError, match="no estimate") as refused:
         state.load_state_dict(saved)
-    with pytest.warns(UserWarning, match="begins without") as warned:
+    with pytest.warns(UserWarning, match="begins without"):
         state.load_state_dict(saved, strict=False)
     kept = bool(state._feedback)
     state.close()
-    return str(refused.value), [str(w.message) for w in warned], kept
-
-
-def test_a_residual_alone_does_not_get_into_the_estimate(ranks: Ranks) -> None:
-    for refused, _, kept in ranks(2).run(load_of_a_residual):
-        assert "strict=False" in refused
-        assert not kept
+    assert "strict=False" in str(refused.value)
+    assert not kept

@@ -25,7 +25,7 @@ from gradwire import (
     compress_fsdp,
 )
 from lacking import needs_hook
-from ranks import Pool
+from ranks import Pool, on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from training import Ledger, batch, digest, perceptron, residuals_of, train, wrap
@@ -182,7 +182,11 @@ def under_local_updates(**options: Any) -> tuple[nn.Module, Any]:
     return model, LocalUpdates(model, optimizer, TopK(0.05), every=1, exchange="gather", **options)
 
 
-def excluded_later(rank: int, under: Callable[..., tuple[nn.Module, Any]]) -> tuple[str, str, bool, set[str]]:
+@pytest.mark.parametrize("under", [under_ddp, pytest.param(under_fsdp, marks=needs_hook), under_local_updates])
+@on_ranks(2)
+def test_what_is_excluded_since_does_not_keep_its_residual_unsaid(
+    rank: int, under: Callable[..., tuple[nn.Module, Any]]
+) -> None:
     model, state = under()
     for step in range(2):
         model(batch(rank, step, model)).square().mean().backward()
@@ -204,23 +208,19 @@ def excluded_later(rank: int, under: Callable[..., tuple[nn.Module, Any]]) -> tu
     assert {file for file, _ in found} == {"test_checkpoints.py"}, found  # whose call it was
     kept = {name for name, x in residuals_of(fresh.state_dict()).items() if bool(x.any())}
     fresh.close()
-    return str(caught.value), str(told[0].message), unchanged, kept
-
-
-@pytest.mark.parametrize("under", [under_ddp, pytest.param(under_fsdp, marks=needs_hook), under_local_updates])
-def test_what_is_excluded_since_does_not_keep_its_residual_unsaid(ranks: Ranks, under: Callable[..., Any]) -> None:
-    for refused, told, unchanged, kept in ranks(2).run(excluded_later, under):
-        assert "a residual of '2.weight', which is excluded now, and goes without one: undo that" in refused
-        assert "'2.weight', which is excluded now, and goes without one; it is dropped" in told
-        assert unchanged
-        assert "0.weight" in kept
-        assert "2.weight" not in kept
+    assert "a residual of '2.weight', which is excluded now, and goes without one: undo that" in str(caught.value)
+    assert "'2.weight', which is excluded now, and goes without one; it is dropped" in str(told[0].message)
+    assert unchanged
+    assert "0.weight" in kept
+    assert "2.weight" not in kept
 
 
 # -- a model that has changed since ------------------------------------------------------------------------------------
 
 
-def changed_later(rank: int, under: Callable[..., tuple[nn.Module, Any]]) -> Any:
+@pytest.mark.parametrize("under", [under_ddp, pytest.param(under_fsdp, marks=needs_hook)])
+@on_ranks(2)
+def test_what_is_frozen_or_gone_since_can_be_dropped(rank: int, under: Callable[..., tuple[nn.Module, Any]]) -> None:
     """A layer frozen, or all of one size less."""
     model, state = under()
     for step in range(2):
@@ -248,21 +248,19 @@ def changed_later(rank: int, under: Callable[..., tuple[nn.Module, Any]]) -> Any
         model(batch(rank, 2, model)).square().mean().backward()
         assert fresh.step == 3
         fresh.close()
-    return refused, told, kept
+    assert all("strict=False" in text for text in refused)
+    assert "it has '0.bias' of shape (64,), this model no such parameter that requires gradients" in refused[0]
+    assert [text.split("; ")[-1] for text in told] == ["residuals of 2 such parameters are dropped"] * 2
+    assert "2.weight" in kept[0] & kept[1]
+    assert not {"0.weight", "0.bias"} & kept[0]
+    assert not {"4.weight", "4.bias"} & kept[1]
 
 
 @pytest.mark.parametrize("under", [under_ddp, pytest.param(under_fsdp, marks=needs_hook)])
-def test_what_is_frozen_or_gone_since_can_be_dropped(ranks: Ranks, under: Callable[..., Any]) -> None:
-    for refused, told, kept in ranks(2).run(changed_later, under):
-        assert all("strict=False" in text for text in refused)
-        assert "it has '0.bias' of shape (64,), this model no such parameter that requires gradients" in refused[0]
-        assert [text.split("; ")[-1] for text in told] == ["residuals of 2 such parameters are dropped"] * 2
-        assert "2.weight" in kept[0] & kept[1]
-        assert not {"0.weight", "0.bias"} & kept[0]
-        assert not {"4.weight", "4.bias"} & kept[1]
-
-
-def of_another_strategy(rank: int, under: Callable[..., tuple[nn.Module, Any]]) -> Any:
+@on_ranks(2)
+def test_a_checkpoint_of_another_strategy_can_be_dropped(
+    rank: int, under: Callable[..., tuple[nn.Module, Any]]
+) -> None:
     """From one that keeps more to one that keeps less, and back."""
     told: list[str] = []
     narrow, momentum = Residual(dtype=torch.bfloat16), Momentum(clip=None)
@@ -284,14 +282,9 @@ def of_another_strategy(rank: int, under: Callable[..., tuple[nn.Module, Any]]) 
         model(batch(rank, 2, model)).square().mean().backward()
         assert fresh.step == 3
         fresh.close()
-    return told
-
-
-@pytest.mark.parametrize("under", [under_ddp, pytest.param(under_fsdp, marks=needs_hook)])
-def test_a_checkpoint_of_another_strategy_can_be_dropped(ranks: Ranks, under: Callable[..., Any]) -> None:
-    for less, other, more in ranks(2).run(of_another_strategy, under):
-        assert less.startswith(
-            "the checkpoint has estimate and momentum of parameters, and this state keeps residual alone"
-        )
-        assert other.startswith("the checkpoint has estimate of parameters, and this state keeps momentum and residual")
-        assert more.startswith("the checkpoint has no estimate and no momentum of parameters")
+    less, other, more = told
+    assert less.startswith(
+        "the checkpoint has estimate and momentum of parameters, and this state keeps residual alone"
+    )
+    assert other.startswith("the checkpoint has estimate of parameters, and this state keeps momentum and residual")
+    assert more.startswith("the checkpoint has no estimate and no momentum of parameters")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from gradwire import Codec, Identity, OneBit, TopK
 from gradwire.hooks.core import reducer
 from gradwire.hooks.core.dense_path import DensePath
-from ranks import Pool
+from ranks import Pool, on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -99,7 +99,8 @@ def test_what_may_be_undone_does_not_go_straight(ranks: Ranks) -> None:
         assert set(straight) == {0}
 
 
-def waited_for_in_the_hook(rank: int) -> list[float]:
+@on_ranks(2)
+def test_a_hook_may_wait_for_the_mean(rank: int) -> list[float]:
     """The norms of all means, taken where the hook is called."""
     ddp, state, norms = waiting(convnet(), OneBit(), exchange="dense")
     with Counted() as straight:
@@ -107,11 +108,6 @@ def waited_for_in_the_hook(rank: int) -> list[float]:
     state.close()
     assert sum(straight.steps) > 0
     return norms
-
-
-def test_a_hook_may_wait_for_the_mean(ranks: Ranks) -> None:
-    first, second = ranks(2).run(waited_for_in_the_hook)
-    assert first == second
 
 
 class InTwoPasses(nn.Module):
@@ -127,7 +123,8 @@ class InTwoPasses(nn.Module):
         return nn.Sequential(*self.layers[2:])(x)
 
 
-def one_inside_another(rank: int) -> Any:
+@on_ranks(2)
+def test_the_last_bucket_may_come_in_a_pass_inside_another(rank: int) -> None:
     plain = DistributedDataParallel(InTwoPasses(), bucket_cap_mb=0.02)
     expected = [digest(p.grad for p in after(plain, rank, step)) for step in range(5)]
     ddp, state = wrap(InTwoPasses(), OneBit(), exchange="dense")
@@ -135,7 +132,10 @@ def one_inside_another(rank: int) -> Any:
         digests = [digest(p.grad for p in after(ddp, rank, step)) for step in range(5)]
     counted = state.statistics()
     state.close()
-    return digests, expected, straight._now, counted.elements, counted.steps
+    assert digests == expected
+    assert straight._now >= 8
+    assert counted.steps == 5
+    assert counted.elements == 5 * 4 * (64 * 64 + 64)
 
 
 def after(ddp: Any, rank: int, step: int) -> list[nn.Parameter]:
@@ -143,14 +143,6 @@ def after(ddp: Any, rank: int, step: int) -> list[nn.Parameter]:
     ddp.zero_grad()
     ddp(torch.randn(4, 64, generator=torch.Generator().manual_seed(10 * step + rank))).square().mean().backward()
     return list(ddp.parameters())
-
-
-def test_the_last_bucket_may_come_in_a_pass_inside_another(ranks: Ranks) -> None:
-    for digests, expected, straight, elements, steps in ranks(2).run(one_inside_another):
-        assert digests == expected
-        assert straight >= 8
-        assert steps == 5
-        assert elements == 5 * 4 * (64 * 64 + 64)
 
 
 class Late:
@@ -168,7 +160,9 @@ class Late:
         return SimpleNamespace(wait=lambda timeout=None: future.result())
 
 
-def meanwhile(rank: int, call: str) -> list[float]:
+@pytest.mark.parametrize("call", ["close", "load"])
+@on_ranks(2, within=60.0)
+def test_a_state_may_be_told_something_while_sums_are_under_way(rank: int, call: str) -> None:
     """How far gradients are off, where a state is told something between two buckets, of which the first is long."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in ((16, 16), (16, 1024), (1024, 4096))))
@@ -190,16 +184,11 @@ def meanwhile(rank: int, call: str) -> list[float]:
             assert p.grad is not None
             off.append(float((p.grad - grad / 2).norm() / grad.norm()))
     state.close()
-    return off
+    assert max(off) < 1e-5
 
 
-@pytest.mark.parametrize("call", ["close", "load"])
-def test_a_state_may_be_told_something_while_sums_are_under_way(ranks: Ranks, call: str) -> None:
-    for off in ranks(2).run(meanwhile, call, within=60.0):
-        assert max(off) < 1e-5
-
-
-def raised_in_the_middle(rank: int) -> tuple[bool, int, float]:
+@on_ranks(2)
+def test_a_pass_that_raises_leaves_no_sum_under_way(rank: int) -> None:
     """Buckets of a step that goes straight, when a backward pass raises and the gradients are written to."""
     ddp, state = wrap(convnet(), OneBit(), exchange="dense", ddp={"gradient_as_bucket_view": True})
     train(rank, ddp, range(3))
@@ -224,14 +213,9 @@ def raised_in_the_middle(rank: int) -> tuple[bool, int, float]:
     errors = Ledger(ddp.module)
     train(rank, ddp, range(4, 6), errors)
     state.close()
-    return kept, counted._now, errors.error(state)
-
-
-def test_a_pass_that_raises_leaves_no_sum_under_way(ranks: Ranks) -> None:
-    for kept, straight, error in ranks(2).run(raised_in_the_middle):
-        assert straight > 0
-        assert kept
-        assert error < 1e-5
+    assert counted._now > 0
+    assert kept
+    assert errors.error(state) < 1e-5
 
 
 def raised_elsewhere(rank: int, other: int | None) -> tuple[str, float]:
@@ -273,7 +257,8 @@ def test_ranks_that_have_not_raised_alike_hear_of_it(other: int | None) -> None:
             assert "ranks disagree on failed backward passes: rank 0 has step 4 after ['bucket 0']" in text
 
 
-def later(rank: int) -> str:
+@on_ranks(2)
+def test_a_rank_may_come_late_to_the_step_in_which_ranks_look(rank: int) -> str:
     """Rank 1 comes late, for its own reasons, to the step in which ranks look whether all is well, and to the first one
     after warm-up."""
     ddp, state = wrap(perceptron(), OneBit(), exchange="gather", warmup_steps=6)
@@ -287,11 +272,6 @@ def later(rank: int) -> str:
             train(rank, ddp, range(step, step + 1))
     state.close()
     return digest(ddp.module.parameters())
-
-
-def test_a_rank_may_come_late_to_the_step_in_which_ranks_look(ranks: Ranks) -> None:
-    first, second = ranks(2).run(later)
-    assert first == second
 
 
 def there_and_back(rank: int) -> Any:

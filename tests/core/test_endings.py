@@ -24,7 +24,7 @@ from gradwire.hooks.comm.group import Group
 from gradwire.hooks.comm.linger import linger, unacknowledged
 from gradwire.hooks.comm.ports import Messages, PersistentMessage, Traffic
 from gradwire.hooks.core.options import ExchangeName
-from ranks import Pool
+from ranks import Pool, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -120,7 +120,9 @@ def test_connections_outlive_an_owner_that_goes_within_a_step(
     assert len(held) == unfinished
 
 
-def early_announcements(rank: int, exchange: ExchangeName) -> int:
+@pytest.mark.parametrize("exchange", ["gather", "two_pass"])
+@on_ranks(2)
+def test_what_a_rank_announces_comes_after_all_that_it_waits_for(rank: int, exchange: ExchangeName) -> None:
     """How often a port was announced while messages of the step had still to arrive."""
     waiting, early = set[int](), 0
     init, wait, post = Messages.__init__, Messages.wait, PersistentMessage.post_receives
@@ -157,12 +159,7 @@ def early_announcements(rank: int, exchange: ExchangeName) -> int:
         for _ in range(3):
             model(torch.randn(2, endings.WIDTH)).sum().backward()
     state.close()
-    return early
-
-
-@pytest.mark.parametrize("exchange", ["gather", "two_pass"])
-def test_what_a_rank_announces_comes_after_all_that_it_waits_for(ranks: Ranks, exchange: str) -> None:
-    assert ranks(2).run(early_announcements, exchange) == [0, 0]
+    assert early == 0
 
 
 def several(rank: int, seed: int) -> list[tuple[str, str]]:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from gradwire import Cast, CompressState, Identity, OneBit, TopK, compress_hook, schedules
 from gradwire.trainers import files, register_hook
-from ranks import Pool
+from ranks import Pool, on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -236,7 +236,8 @@ def test_replicate(ranks: Ranks) -> None:
     assert names == ["0.weight", "2.weight", "4.weight"]
 
 
-def wrapped(rank: int) -> float:
+@on_ranks(2)
+def test_pytorchs_wrapper(rank: int) -> None:
     """PyTorch's own wrapper around the hook, which hands it buckets of 16 bits."""
     ddp = DistributedDataParallel(perceptron(), bucket_cap_mb=0.02)
     ddp.register_comm_hook(CompressState(Identity(), **OPTIONS), default_hooks.fp16_compress_wrapper(compress_hook))
@@ -244,22 +245,12 @@ def wrapped(rank: int) -> float:
     for model in (ddp, plain):
         model(batch(rank, 0, model.module)).square().mean().backward()
     pairs = [(a.grad, b.grad) for a, b in zip(ddp.parameters(), plain.parameters(), strict=True)]
-    return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs if a is not None and b is not None)
+    error = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs if a is not None and b is not None)
+    assert 0 < error < 2e-3
 
 
-def test_pytorchs_wrapper(ranks: Ranks) -> None:
-    for error in ranks(2).run(wrapped):
-        assert 0 < error < 2e-3
-
-
-def test_python_reducer_is_refused(ranks: Ranks) -> None:
-    for bound, called in ranks(2).run(python_reducer):
-        assert 'set it to "ddp_optimizer"' in bound
-        assert "got a tuple" in called
-        assert "ddp_optimizer" in called
-
-
-def python_reducer(rank: int) -> tuple[str, str]:
+@on_ranks(2)
+def test_python_reducer_is_refused(rank: int) -> None:
     import torch._dynamo
 
     state = CompressState(Cast(torch.float16))
@@ -279,7 +270,9 @@ def python_reducer(rank: int) -> tuple[str, str]:
         compress_hook(state, (parameter, parameter))  # type: ignore[arg-type]
     except TypeError as error:
         called = str(error)
-    return bound, called
+    assert 'set it to "ddp_optimizer"' in bound
+    assert "got a tuple" in called
+    assert "ddp_optimizer" in called
 
 
 # -- files of a rank each, as the trainers have them -------------------------------------------------------------------
@@ -336,7 +329,8 @@ def test_a_checkpoint_that_is_not_whole_is_refused(ranks: Ranks, tmp_path: Path)
         assert "has the residuals of rank 0 of 2, and this is rank 1 of 2" in text
 
 
-def scaled(rank: int) -> tuple[list[Any], str]:
+@on_ranks(2)
+def test_a_trainers_scaler_is_followed(rank: int) -> None:
     """Fits of several trainers: the scaler that each has is followed, whatever was followed before."""
     theirs, own, next_one = (torch.amp.GradScaler("cpu", init_scale=scale) for scale in (8.0, 16.0, 1024.0))
     found: list[Any] = []
@@ -363,19 +357,16 @@ def scaled(rank: int) -> tuple[list[Any], str]:
     found.append(state.grad_scaler is own)
     register_hook(ddp, state, theirs)
     register_hook(ddp, state)
-    return [*found, state.grad_scaler is theirs], text
-
-
-def test_a_trainers_scaler_is_followed(ranks: Ranks) -> None:
-    for found, text in ranks(2).run(scaled):
-        assert all(found), found
-        assert "cannot begin or cease to follow a GradScaler" in text
+    found = [*found, state.grad_scaler is theirs]
+    assert all(found), found
+    assert "cannot begin or cease to follow a GradScaler" in text
 
 
 # -- what reviews have found -------------------------------------------------------------------------------------------
 
 
-def taken_back(rank: int) -> tuple[int, int, bool]:
+@on_ranks(2)
+def test_a_bind_that_fails_leaves_nothing_behind(rank: int) -> None:
     """`bind` fails on the other rank: what was loaded here does not stay, so that ranks do not differ afterwards."""
     ddp = DistributedDataParallel(perceptron(), bucket_cap_mb=0.02)
     saved = CompressState(OneBit(), **OPTIONS).bind(ddp).state_dict()
@@ -383,14 +374,11 @@ def taken_back(rank: int) -> tuple[int, int, bool]:
     state.load_state_dict({**saved, "seed": 9, "step": 5} if rank == 0 else {})
     with pytest.raises(ValueError, match="not a checkpoint of CompressState"):
         state.bind(ddp)
-    return state._options.seed, state.step, state.bound
+    assert (state._options.seed, state.step, state.bound) == (0, 0, False)
 
 
-def test_a_bind_that_fails_leaves_nothing_behind(ranks: Ranks) -> None:
-    assert ranks(2).run(taken_back) == [(0, 0, False)] * 2
-
-
-def moved(rank: int) -> tuple[int, int]:
+@on_ranks(2)
+def test_the_hook_is_expected_at_the_model_of_now(rank: int) -> None:
     """Made for a model, and registered only when that is wrapped again; the former wrapper lives on."""
     former = DistributedDataParallel(perceptron(), bucket_cap_mb=0.02)
     state = CompressState(former, OneBit(), **OPTIONS)
@@ -398,8 +386,4 @@ def moved(rank: int) -> tuple[int, int]:
     register_hook(again, state)
     train(rank, again, range(2))
     assert former.module is again.module
-    return state.step, len(former._comm_hooks)
-
-
-def test_the_hook_is_expected_at_the_model_of_now(ranks: Ranks) -> None:
-    assert ranks(2).run(moved) == [(2, 0)] * 2
+    assert (state.step, len(former._comm_hooks)) == (2, 0)

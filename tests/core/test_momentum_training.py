@@ -12,7 +12,7 @@ import torch
 from gradwire import Codec, Identity, LocalUpdates, Momentum, OneBit, OuterSGD, Residual, TopK, Tracking
 from gradwire.compress.feedback.base import RESIDUAL
 from gradwire.compress.feedback.momentum import MOMENTUM
-from ranks import Pool
+from ranks import Pool, on_ranks
 from test_discarded_means import TwoHeads, data_of
 from test_momentum import BETA, KINDS
 from torch import Tensor
@@ -189,7 +189,17 @@ def through_a_file(saved: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
-def resumed(rank: int, codec: Codec, options: dict[str, Any]) -> list[str]:
+@pytest.mark.parametrize(
+    ("codec", "options"),
+    [
+        (TopK(0.1), {"exchange": "gather"}),
+        (TopK(0.1), {"exchange": "split", "exclude": ["*bias"]}),
+        (OneBit(), {"exchange": "two_pass"}),
+    ],
+    ids=str,
+)
+@on_ranks(2)
+def test_resuming_is_bit_identical(rank: int, codec: Codec, options: dict[str, Any]) -> None:
     """Training that goes on, and training that goes astray, loads what it has saved, and goes on from there."""
     ends = []
 
@@ -216,24 +226,12 @@ def resumed(rank: int, codec: Codec, options: dict[str, Any]) -> list[str]:
         kept = [x for vector in vectors_of(state).values() for _, x in sorted(vector.items())]
         ends.append(digest([*model.parameters(), *kept]))
         state.close()
-    return ends
+    straight, through = ends
+    assert straight == through
 
 
-@pytest.mark.parametrize(
-    ("codec", "options"),
-    [
-        (TopK(0.1), {"exchange": "gather"}),
-        (TopK(0.1), {"exchange": "split", "exclude": ["*bias"]}),
-        (OneBit(), {"exchange": "two_pass"}),
-    ],
-    ids=str,
-)
-def test_resuming_is_bit_identical(ranks: Ranks, codec: Codec, options: dict[str, Any]) -> None:
-    for straight, through in ranks(2).run(resumed, codec, options):
-        assert straight == through
-
-
-def load_of_another(rank: int) -> list[str]:
+@on_ranks(2)
+def test_what_another_strategy_has_kept_is_no_momentum(rank: int) -> None:
     """Checkpoints of other strategies, loaded strictly."""
     refused = []
     for strategy in (Residual(), Tracking()):
@@ -247,19 +245,16 @@ def load_of_another(rank: int) -> list[str]:
             state.load_state_dict(saved)
         refused.append(str(problem.value))
         state.close()
-    return refused
-
-
-def test_what_another_strategy_has_kept_is_no_momentum(ranks: Ranks) -> None:
-    for residual, estimate in ranks(2).run(load_of_another):
-        assert "no momentum" in residual
-        assert "estimate" in estimate
+    residual, estimate = refused
+    assert "no momentum" in residual
+    assert "estimate" in estimate
 
 
 # -- another optimizer
 
 
-def refused_outside(rank: int) -> list[str]:
+@on_ranks(2)
+def test_an_outer_optimizer_with_momentum_is_refused(rank: int) -> None:
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)  # of the local steps, which is another one
     found = []
@@ -268,9 +263,4 @@ def refused_outside(rank: int) -> list[str]:
             LocalUpdates(model, optimizer, TopK(0.1), every=2, outer=OuterSGD(momentum=0.9), error_feedback=strategy)
         found.append(str(refused.value))
         LocalUpdates(model, optimizer, TopK(0.1), every=2, error_feedback=strategy).close()
-    return found
-
-
-def test_an_outer_optimizer_with_momentum_is_refused(ranks: Ranks) -> None:
-    for found in ranks(2).run(refused_outside):
-        assert all("leave it at 0" in text for text in found)
+    assert all("leave it at 0" in text for text in found)

@@ -35,7 +35,7 @@ from gradwire.hooks.training.optimizer_checks import expect_optimizer, known_pro
 from gradwire.hooks.training.recommend import UNTRIED, is_adaptive
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import Pool
+from ranks import Pool, on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import batch, digest, perceptron
@@ -117,11 +117,8 @@ def test_a_recommendation_can_be_read_and_pasted() -> None:
         assert eval(found.call, names) == (found.codec, {"error_feedback": found.feedback})
 
 
-def test_what_is_recommended_can_be_made(ranks: Ranks) -> None:
-    assert ranks(2).run(recommended) == [(2, True)] * 2
-
-
-def recommended(rank: int) -> tuple[int, bool]:
+@on_ranks(2)
+def test_what_is_recommended_can_be_made(rank: int) -> None:
     """Rounds in 9 steps, and whether ranks agree at the end."""
     model = perceptron()
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.8, 0.99))
@@ -135,7 +132,7 @@ def recommended(rank: int) -> tuple[int, bool]:
     updates.synchronise()
     same = len(set(updates._running().session.control.all_gather_object(digest(model.parameters())))) == 1
     updates.close()
-    return rounds, same
+    assert (rounds, same) == (2, True)
 
 
 def test_who_divides_by_a_size_of_its_own() -> None:
@@ -190,7 +187,9 @@ def test_any_optimizer_can_be_looked_at(betas: Any) -> None:
         Tracking().check_optimizer(optimizer)
 
 
-def _refused(rank: int, strategy: Feedback) -> list[str]:
+@pytest.mark.parametrize("strategy", [Tracking(), Momentum()], ids=str)
+@on_ranks(2)
+def test_a_second_momentum_is_refused_at_the_first_step(rank: int, strategy: Feedback) -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(40, 3))
     state = CompressState(model, TopK(0.1), error_feedback=strategy, fallback=None)
@@ -203,28 +202,19 @@ def _refused(rank: int, strategy: Feedback) -> list[str]:
         said.append(str(caught.value))
     torch.optim.SGD(model.parameters(), 0.1).step()
     state.close()
-    return said
+    assert "AdamW has betas=(0.9, 0.999)" in said[0]
+    assert "SGD has momentum=0.9" in said[1]
+    assert all(str(strategy) in text and "SGD(momentum=0)" in text for text in said)
 
 
-@pytest.mark.parametrize("strategy", [Tracking(), Momentum()], ids=str)
-def test_a_second_momentum_is_refused_at_the_first_step(ranks: Ranks, strategy: Feedback) -> None:
-    for said in ranks(2).run(_refused, strategy):
-        assert "AdamW has betas=(0.9, 0.999)" in said[0]
-        assert "SGD has momentum=0.9" in said[1]
-        assert all(str(strategy) in text and "SGD(momentum=0)" in text for text in said)
-
-
-def _closed(rank: int) -> None:
+@on_ranks(2)
+def test_a_state_that_is_closed_says_nothing_of_the_optimizer(rank: int) -> None:
     model = DistributedDataParallel(nn.Linear(40, 3))
     state = CompressState(model, TopK(0.1), error_feedback=Momentum(), fallback=None)
     state.close()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     model(torch.ones(2, 40)).sum().backward()
     optimizer.step()
-
-
-def test_a_state_that_is_closed_says_nothing_of_the_optimizer(ranks: Ranks) -> None:
-    ranks(2).run(_closed)
 
 
 def test_the_first_step_of_an_optimizer_is_looked_at_once() -> None:
@@ -264,23 +254,6 @@ def test_as_long_as_it_is_refused_it_is_looked_at() -> None:
     assert len(asked) == 3
 
 
-def _warnings(rank: int, codec: Codec, kind: str, options: dict[str, Any]) -> list[str]:
-    torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Linear(40, 3))
-    state = CompressState(model, codec, fallback=None, **options)
-    model.register_comm_hook(state, compress_hook)
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    if kind != "sgd":
-        optimizer = torch.optim.AdamW(model.parameters(), betas=(0.5 if "β1" in kind else 0.9, 0.99))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            model(torch.ones(2, 40)).sum().backward()
-            optimizer.step()
-    state.close()
-    return [str(one.message) for one in caught if "gradwire" in str(one.message)]
-
-
 @pytest.mark.parametrize(
     ("codec", "kind", "options", "warned"),
     [
@@ -298,6 +271,20 @@ def _warnings(rank: int, codec: Codec, kind: str, options: dict[str, Any]) -> li
         (Cast(torch.float16), "adamw", {}, False),
     ],
 )
-def test_a_state_warns_once(ranks: Ranks, codec: Codec, kind: str, options: dict[str, Any], warned: bool) -> None:
-    for texts in ranks(2).run(_warnings, codec, kind, options):
-        assert len(texts) == warned
+@on_ranks(2)
+def test_a_state_warns_once(rank: int, codec: Codec, kind: str, options: dict[str, Any], warned: bool) -> None:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(40, 3))
+    state = CompressState(model, codec, fallback=None, **options)
+    model.register_comm_hook(state, compress_hook)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if kind != "sgd":
+        optimizer = torch.optim.AdamW(model.parameters(), betas=(0.5 if "β1" in kind else 0.9, 0.99))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            model(torch.ones(2, 40)).sum().backward()
+            optimizer.step()
+    state.close()
+    texts = [str(one.message) for one in caught if "gradwire" in str(one.message)]
+    assert len(texts) == warned

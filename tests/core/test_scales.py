@@ -14,7 +14,7 @@ from gradwire.hooks.training.grad_scaler import BEFORE, LossScale, Scaling, chec
 from gradwire.optim import DistributedLion, OneBitAdam
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from ranks import Pool
+from ranks import Pool, on_ranks
 from torch import Tensor
 from training import batch, digest, perceptron, wrap
 
@@ -95,7 +95,18 @@ def test_on_a_gpu_the_scale_of_the_step_before_is_compared(monkeypatch: pytest.M
         check_equal(words)
 
 
-def unequal_hyperparameters(rank: int, kind: str, name: str) -> str:
+@pytest.mark.parametrize(
+    ("kind", "name", "values"),
+    [
+        ("adam", "lr", "rank 0 has 0.0025, rank 1 has 0.00125"),
+        ("adam", "eps", "rank 0 has 1e-08, rank 1 has 0.25"),
+        ("lion", "lr", "rank 0 has 0.0025, rank 1 has 0.00125"),
+        ("lion", "betas", r"rank 0 has (0.9, 0.99), rank 1 has (0.5, 0.6)"),
+        ("lion", "weight_decay", "rank 0 has 0.0, rank 1 has 0.25"),
+    ],
+)
+@on_ranks(2)
+def test_unequal_hyperparameters_are_refused_on_every_rank(rank: int, kind: str, name: str, values: str) -> None:
     model = perceptron()
     options: dict[str, Any] = {"warmup_steps": 1} if kind == "adam" else {}
     optimizer = (OneBitAdam if kind == "adam" else DistributedLion)(model.parameters(), lr=0.01, **options)
@@ -115,22 +126,7 @@ def unequal_hyperparameters(rank: int, kind: str, name: str) -> str:
         optimizer.param_groups[0][name] = {"betas": (0.5, 0.6)}.get(name, 0.25)
     text = complaint(step, model)
     optimizer.close()
-    return text
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "values"),
-    [
-        ("adam", "lr", "rank 0 has 0.0025, rank 1 has 0.00125"),
-        ("adam", "eps", "rank 0 has 1e-08, rank 1 has 0.25"),
-        ("lion", "lr", "rank 0 has 0.0025, rank 1 has 0.00125"),
-        ("lion", "betas", r"rank 0 has (0.9, 0.99), rank 1 has (0.5, 0.6)"),
-        ("lion", "weight_decay", "rank 0 has 0.0, rank 1 has 0.25"),
-    ],
-)
-def test_unequal_hyperparameters_are_refused_on_every_rank(ranks: Ranks, kind: str, name: str, values: str) -> None:
-    for text in ranks(2).run(unequal_hyperparameters, kind, name):
-        assert f"ranks disagree on {name} of parameter group 0: {values}" in text
+    assert f"ranks disagree on {name} of parameter group 0: {values}" in text
 
 
 def unequal_pieces(rank: int) -> tuple[str, bool]:
@@ -204,7 +200,9 @@ def test_steps_that_a_scaler_skips_are_counted(
     assert [rounds for rounds, _ in first] == [*range(1, 6 // every + 1)]
 
 
-def unequal_scales_of_horovod(rank: int, codec: bool) -> list[str]:
+@pytest.mark.parametrize("codec", [False, True])
+@on_ranks(2)
+def test_unequal_loss_scales_of_horovod_are_refused_on_every_rank(rank: int, codec: bool) -> None:
     hvd.init()
     texts = []
     for large in (False, True):  # small gradients travel with their announcement
@@ -225,12 +223,6 @@ def unequal_scales_of_horovod(rank: int, codec: bool) -> list[str]:
         if rank == 1:
             scaler.update(16.0)
         texts.append(complaint(step, model))
-    return texts
-
-
-@pytest.mark.parametrize("codec", [False, True])
-def test_unequal_loss_scales_of_horovod_are_refused_on_every_rank(ranks: Ranks, codec: bool) -> None:
-    for texts in ranks(2).run(unequal_scales_of_horovod, codec):
-        for text in texts:
-            assert "ranks disagree on the loss scale: rank 0 has 8.0, rank 1 has 16.0" in text
-            assert "state_dict() of one rank" in text
+    for text in texts:
+        assert "ranks disagree on the loss scale: rank 0 has 8.0, rank 1 has 16.0" in text
+        assert "state_dict() of one rank" in text

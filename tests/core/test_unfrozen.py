@@ -14,7 +14,7 @@ from fsdp_drawn import mesh_of
 from gradwire import CompressState, Identity, OneBit, compress_fsdp, compress_hook
 from gradwire.hooks.ddp import hook as hooks_ddp
 from lacking import needs_hook
-from ranks import Pool
+from ranks import Pool, on_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -120,7 +120,9 @@ def test_ddp_must_reduce_what_requires_gradients(ranks: Ranks, late: bool) -> No
         assert "6 of the model's parameters require gradients, and 4 did when DDP wrapped it" in text
 
 
-def of_replicas(rank: int) -> tuple[str, str]:
+@needs_hook
+@on_ranks(2)
+def test_a_frozen_module_of_a_sharded_model_is_refused_too(rank: int) -> None:
     """A layer of a sharded model, which FSDP reduces by itself, and its replicas do not."""
     model: Any = net()
     mesh = mesh_of((2, 1))
@@ -132,11 +134,5 @@ def of_replicas(rank: int) -> tuple[str, str]:
     unfreeze_and_add_param_group(model[0], optimizer)
     after = train(model, optimizer, 2)
     state.close()
-    return before, after
-
-
-@needs_hook
-def test_a_frozen_module_of_a_sharded_model_is_refused_too(ranks: Ranks) -> None:
-    for before, after in ranks(2).run(of_replicas):
-        assert before == ""
-        assert "parameter '0.weight' did not require gradients when compress_fsdp was called" in after
+    assert before == ""
+    assert "parameter '0.weight' did not require gradients when compress_fsdp was called" in after

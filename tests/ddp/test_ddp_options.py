@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from gradwire import CompressState, OneBit, compress_hook
 from lacking import needs_ddp
-from ranks import Pool
+from ranks import Pool, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -88,7 +88,10 @@ def test_gradients_are_those_without(ranks: Ranks, exchange: str, options: dict[
             assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)), step
 
 
-def alive_after_backward(rank: int, exchange: str) -> list[int]:
+@LAZY
+@pytest.mark.parametrize("exchange", ["gather", "dense"])
+@on_ranks(2)
+def test_nothing_keeps_lazy_buckets_after_backward(rank: int, exchange: str) -> None:
     """How many buffers of buckets, after each backward pass."""
     model, state = wrapped(exchange, lazy_bucket_allocation=True)
     submit, buffers, found = state.submit, list[weakref.ref[Tensor]](), []
@@ -107,27 +110,18 @@ def alive_after_backward(rank: int, exchange: str) -> list[int]:
     assert len(buffers) > 6
     del state.submit
     state.close()
-    return found
+    assert found == [0] * 6
 
 
-@LAZY
-@pytest.mark.parametrize("exchange", ["gather", "dense"])
-def test_nothing_keeps_lazy_buckets_after_backward(ranks: Ranks, exchange: str) -> None:
-    assert ranks(2).run(alive_after_backward, exchange) == [[0] * 6] * 2
-
-
-def finalized_too_late(rank: int, option: str) -> str:
+@BY_HAND
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
+@on_ranks(2)
+def test_what_ddp_would_tell_too_late_is_refused(rank: int, option: str) -> None:
     model, state = wrapped("gather", **{option: True})
     model.require_manual_backward_finalization = True
     with pytest.raises(RuntimeError) as raised:
         model(torch.ones(4, 20)).sum().backward()
     state.close()
-    return str(raised.value)
-
-
-@BY_HAND
-@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
-def test_what_ddp_would_tell_too_late_is_refused(ranks: Ranks, option: str) -> None:
-    for text in ranks(2).run(finalized_too_late, option):
-        assert f"DDP({option}=True) throws away" in text
-        assert "leave out require_manual_backward_finalization, or that" in text
+    text = str(raised.value)
+    assert f"DDP({option}=True) throws away" in text
+    assert "leave out require_manual_backward_finalization, or that" in text

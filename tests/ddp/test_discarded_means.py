@@ -16,7 +16,7 @@ from gradwire.hooks.core.session import Session
 from gradwire.hooks.ddp.model_lookup import find_owner
 from gradwire.hooks.exchanges.gather import Gather
 from lacking import needs_skipped_buckets
-from ranks import Pool, without_address
+from ranks import Pool, on_ranks, without_address
 from torch import Tensor, nn
 from training import Ledger, digest, perceptron, wrap
 
@@ -235,7 +235,8 @@ def test_buckets_that_ddp_leaves_out(ranks: Ranks) -> None:
 # -- what was delivered is let go --------------------------------------------------------------------------------------
 
 
-def let_go(rank: int) -> Any:
+@on_ranks(2)
+def test_residuals_that_were_delivered_take_no_more_memory(rank: int) -> None:
     from gradwire import Identity
 
     ddp, state = wrap(perceptron(), lambda step: TopK(0.05) if step < 3 else Identity())
@@ -245,12 +246,7 @@ def let_go(rank: int) -> Any:
         ddp(data).square().mean().backward()
         held.append(bool(state._feedback))
     dist.barrier()
-    return held
-
-
-def test_residuals_that_were_delivered_take_no_more_memory(ranks: Ranks) -> None:
-    for held in ranks(2).run(let_go):
-        assert held == [True] * 4 + [False] * 3  # of the step that delivered it the fate has to be known first
+    assert held == [True] * 4 + [False] * 3  # of the step that delivered it the fate has to be known first
 
 
 def compared_late(rank: int) -> list[str]:

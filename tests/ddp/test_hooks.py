@@ -27,7 +27,7 @@ from gradwire import (
     compress_hook,
 )
 from gradwire.hooks.exchanges import possible
-from ranks import Pool
+from ranks import Pool, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from training import Ledger, batch, convnet, digest, perceptron, residuals_of, train, wrap
@@ -95,7 +95,8 @@ def test_nothing_is_lost_in_fifty_steps_across_rebuild_and_checkpoint(
     assert set(steps) == {50}
 
 
-def lossy_ledger(rank: int) -> float:
+@on_ranks(2)
+def test_the_law_notices_a_lost_residual(rank: int) -> None:
     """The same law, with a residual that is thrown away in the middle."""
     model = convnet()
     ledger = Ledger(model)
@@ -104,11 +105,7 @@ def lossy_ledger(rank: int) -> float:
     state._flush()
     state._feedback.load({})
     train(rank, ddp, range(5, 10), ledger)
-    return ledger.error(state)
-
-
-def test_the_law_notices_a_lost_residual(ranks: Ranks) -> None:
-    assert min(ranks(2).run(lossy_ledger)) > 1e-2
+    assert ledger.error(state) > 1e-2
 
 
 def ways_of_ddp(rank: int, way: dict[str, Any], codec: Codec) -> Any:
@@ -248,7 +245,8 @@ def test_a_group_that_is_not_the_default_one(ranks: Ranks) -> None:
     assert equal_on_all([r[1] for r in results])
 
 
-def given_group(rank: int) -> Any:
+@on_ranks(2)
+def test_a_group_of_the_users(rank: int) -> Any:
     group = dist.new_group([0, 1])
     ddp, state = wrap(perceptron(), OneBit(), process_group=group)
     digests = train(rank, ddp, range(3))
@@ -257,10 +255,6 @@ def given_group(rank: int) -> Any:
         CompressState(ddp, OneBit(), process_group=other)
     state.close()
     return digests
-
-
-def test_a_group_of_the_users(ranks: Ranks) -> None:
-    assert equal_on_all(ranks(2).run(given_group))
 
 
 def alone(rank: int) -> Any:
@@ -364,17 +358,14 @@ class Normalised(nn.Module):
         return x
 
 
-def synchronised_norms(rank: int, exchange: str) -> list[str]:
+@pytest.mark.parametrize("exchange", ["auto", "dense"])
+@on_ranks(3)
+def test_collectives_of_the_model_beside_the_hook(rank: int, exchange: str) -> list[str]:
     torch.manual_seed(3)
     ddp, _ = wrap(Normalised(), OneBit(), ddp={"bucket_cap_mb": 0.005}, exchange=exchange)
     digests = train(rank, ddp, range(10))
     assert len(ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(",")) >= 4
     return digests
-
-
-@pytest.mark.parametrize("exchange", ["auto", "dense"])
-def test_collectives_of_the_model_beside_the_hook(ranks: Ranks, exchange: str) -> None:
-    assert equal_on_all(ranks(3).run(synchronised_norms, exchange))
 
 
 def scaled(rank: int, overflow_at: int) -> Any:
@@ -439,7 +430,9 @@ def test_copies_of_a_hooked_model(ranks: Ranks, how: str) -> None:
     assert equal_on_all([r[1] for r in results])
 
 
-def excluded(rank: int, exchange: str) -> Any:
+@pytest.mark.parametrize("exchange", ["gather", "two_pass"])
+@on_ranks(3)
+def test_excluded_parameters_stay_exact(rank: int, exchange: str) -> None:
     model = convnet()
     ledger = Ledger(model)
     ddp, state = wrap(model, OneBit(), exchange=exchange, exclude=lambda name, p: p.dim() < 2)
@@ -456,18 +449,14 @@ def excluded(rank: int, exchange: str) -> Any:
                 assert p.grad is not None
                 worst = max(worst, float((p.grad - (ledger.wanted[name] - before[name])).abs().max()))
     residuals = residuals_of(state.state_dict())
-    return worst, ledger.error(state), [n for n in residuals if n.endswith("bias")]
+    error, biases = ledger.error(state), [n for n in residuals if n.endswith("bias")]
+    assert worst < 1e-7
+    assert error < 1e-5
+    assert biases == []
 
 
-@pytest.mark.parametrize("exchange", ["gather", "two_pass"])
-def test_excluded_parameters_stay_exact(ranks: Ranks, exchange: str) -> None:
-    for worst, error, biases in ranks(3).run(excluded, exchange):
-        assert worst < 1e-7
-        assert error < 1e-5
-        assert biases == []
-
-
-def warm(rank: int) -> Any:
+@on_ranks(2)
+def test_warmup_is_dense(rank: int) -> None:
     model = perceptron()
     ledger = Ledger(model)
     ddp, state = wrap(model, OneBit(), warmup_steps=3)
@@ -475,14 +464,10 @@ def warm(rank: int) -> Any:
     exact = max(float((ledger.wanted[n] - ledger.received[n]).abs().max()) for n in ledger.wanted)
     dense = state.statistics().bytes_sent
     train(rank, ddp, range(3, 6), ledger)
-    return exact, dense, state.statistics().bytes_sent - dense, ledger.error(state)
-
-
-def test_warmup_is_dense(ranks: Ranks) -> None:
-    for exact, dense, compressed, error in ranks(2).run(warm):
-        assert exact < 1e-6
-        assert compressed < dense / 10
-        assert error < 1e-5
+    compressed, error = state.statistics().bytes_sent - dense, ledger.error(state)
+    assert exact < 1e-6
+    assert compressed < dense / 10
+    assert error < 1e-5
 
 
 def changing_codec(step: int) -> Codec:
@@ -539,17 +524,14 @@ def test_draws_replay_and_follow_the_seed(ranks: Ranks) -> None:
     assert first != other
 
 
-def counted(rank: int, codec: Codec) -> Any:
+@pytest.mark.parametrize("codec", [OneBit(), QSGD(), TernGrad(), TopK()], ids=str)
+@on_ranks(2)
+def test_statistics_match_what_the_codec_promises(rank: int, codec: Codec) -> None:
     ddp, state = wrap(convnet(1024), codec, ddp={"bucket_cap_mb": 25}, exchange="gather")  # others send more
     train(rank, ddp, range(3))
-    return state.statistics()
-
-
-@pytest.mark.parametrize("codec", [OneBit(), QSGD(), TernGrad(), TopK()], ids=str)
-def test_statistics_match_what_the_codec_promises(ranks: Ranks, codec: Codec) -> None:
-    for statistics in ranks(2).run(counted, codec):
-        numel = sum(p.numel() for p in convnet(1024).parameters())
-        assert statistics.elements == 3 * numel
-        assert statistics.dense_bytes == 12 * numel
-        assert statistics.bytes_sent == pytest.approx(3 * codec.bits_per_element() * numel / 8, rel=0.05)
-        assert min(statistics.seconds.values()) > 0
+    statistics = state.statistics()
+    numel = sum(p.numel() for p in convnet(1024).parameters())
+    assert statistics.elements == 3 * numel
+    assert statistics.dense_bytes == 12 * numel
+    assert statistics.bytes_sent == pytest.approx(3 * codec.bits_per_element() * numel / 8, rel=0.05)
+    assert min(statistics.seconds.values()) > 0

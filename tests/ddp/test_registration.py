@@ -14,7 +14,7 @@ import torch
 from gradwire import CompressState, TopK, compress_hook
 from gradwire.trainers import register_hook
 from lacking import needs_mixed_precision
-from ranks import Pool
+from ranks import Pool, on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
@@ -43,7 +43,9 @@ def copied(model: Any, how: str) -> tuple[Any, CompressState]:
     return twin, twin._comm_hooks[0][1]
 
 
-def registered(rank: int, how: str) -> list[Any]:
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@on_ranks(2)
+def test_a_copy_gets_the_hook(rank: int, how: str) -> None:
     """A trainer's hook is registered at a copy: steps of its state, and most entries that a parameter's mean has."""
     ddp, _ = wrap(perceptron(), TopK(0.01), exchange="gather")
     train(rank, ddp, 3)
@@ -52,12 +54,7 @@ def registered(rank: int, how: str) -> list[Any]:
         register_hook(twin, state)
         train(rank, twin, 2)
     most = max(int(p.grad.count_nonzero()) / p.numel() for p in twin.parameters())
-    return [state.step, most < 0.5, len(twin._comm_hooks)]
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_a_copy_gets_the_hook(ranks: Ranks, how: str) -> None:
-    assert ranks(2).run(registered, how) == [[7, True, 1]] * 2
+    assert [state.step, most < 0.5, len(twin._comm_hooks)] == [7, True, 1]
 
 
 def of_a_static_graph(rank: int, how: str) -> str:
@@ -98,7 +95,9 @@ def test_a_copy_without_the_hook_is_told_so(how: str, only: int | None) -> None:
         assert seconds < 15
 
 
-def closed(rank: int, how: str) -> list[bool]:
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@on_ranks(2)
+def test_a_copy_may_train_without(rank: int, how: str) -> None:
     """A state that is closed does not mind, nor does one whose model trains by itself."""
     ddp, _ = wrap(perceptron(), TopK(0.01), exchange="gather")
     train(rank, ddp, 2)
@@ -107,15 +106,18 @@ def closed(rank: int, how: str) -> list[bool]:
     train(rank, twin, 2)
     again, _ = copied(ddp, how)
     train(rank, again.module, 2)
-    return [all(bool(p.grad.all()) for p in model.parameters()) for model in (twin, again)]
+    assert [all(bool(p.grad.all()) for p in model.parameters()) for model in (twin, again)] == [True, True]
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_a_copy_may_train_without(ranks: Ranks, how: str) -> None:
-    assert ranks(2).run(closed, how) == [[True, True]] * 2
-
-
-def own_hooks(rank: int, case: str) -> list[str]:
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        pytest.param("mixed precision", ("mixed_precision", "torch.autocast"), marks=needs_mixed_precision),
+        ("in backward", ("_apply_optimizer_in_backward", "after backward")),
+    ],
+)
+@on_ranks(2)
+def test_hooks_of_ddps_own_are_named(rank: int, case: str, words: tuple[str, str]) -> None:
     """DDP's options that bring a hook: what is said of them, when the state is made, or bound, or registered."""
     model: nn.Module = nn.Linear(4, 4)
     options: dict[str, Any] = {}
@@ -132,16 +134,5 @@ def own_hooks(rank: int, case: str) -> list[str]:
         lambda: CompressState(ddp, codec), lambda: CompressState(codec).bind(ddp),
         lambda: register_hook(ddp, CompressState(codec)),
     ]  # fmt: skip
-    return [raised(call) for call in calls]
-
-
-@pytest.mark.parametrize(
-    ("case", "words"),
-    [
-        pytest.param("mixed precision", ("mixed_precision", "torch.autocast"), marks=needs_mixed_precision),
-        ("in backward", ("_apply_optimizer_in_backward", "after backward")),
-    ],
-)
-def test_hooks_of_ddps_own_are_named(ranks: Ranks, case: str, words: tuple[str, str]) -> None:
-    for texts in ranks(2).run(own_hooks, case):
-        assert all(word in text for text in texts for word in words), texts
+    texts = [raised(call) for call in calls]
+    assert all(word in text for text in texts for word in words), texts

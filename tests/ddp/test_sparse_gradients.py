@@ -19,7 +19,7 @@ from gradwire.hooks.network import probe
 from gradwire.hooks.sparse.validation import ALGORITHMS
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from ranks import Pool
+from ranks import Pool, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from training import digest, law, mean_residuals, pretend
@@ -260,17 +260,13 @@ def test_rows_are_those_that_some_rank_has_used(ranks: Ranks, algorithm: str, in
         assert torch.allclose(moved, weights, atol=1e-6)
 
 
-def refusals(rank: int) -> list[str]:
+@on_ranks(2)
+def test_ranks_compare_which_gradients_are_sparse(rank: int) -> list[str]:
     """A table that is sparse on one rank only."""
     ddp = DistributedDataParallel(nn.Embedding(10, 4, sparse=rank == 0))
     with pytest.raises(ValueError, match="sparse") as caught:
         CompressState(ddp, OneBit())
     return [str(caught.value)]
-
-
-def test_ranks_compare_which_gradients_are_sparse(ranks: Ranks) -> None:
-    first, second = ranks(2).run(refusals)
-    assert first == second
 
 
 def bytes_of(rank: int, used: int) -> tuple[int, int]:
@@ -289,7 +285,8 @@ def test_few_rows_are_few_bytes(ranks: Ranks) -> None:
         assert received < 1.01 * 4 * 10_000 * 16
 
 
-def too_large(rank: int) -> tuple[bool, int]:
+@on_ranks(2)
+def test_rows_are_finite_if_what_is_handed_out_is(rank: int) -> None:
     """A mean that float32 holds, and the float16 of the table does not."""
     model = nn.Embedding(10, 4, sparse=True, dtype=torch.float16)
     ddp = DistributedDataParallel(model)
@@ -299,14 +296,11 @@ def too_large(rank: int) -> tuple[bool, int]:
     assert model.weight.grad is not None
     finite, steps = bool(model.weight.grad.to_dense().isfinite().all()), state.statistics().nonfinite_steps
     state.close()
-    return finite, steps
+    assert (finite, steps) == (False, 1)
 
 
-def test_rows_are_finite_if_what_is_handed_out_is(ranks: Ranks) -> None:
-    assert ranks(2).run(too_large) == [(False, 1)] * 2
-
-
-def formerly_dense(rank: int) -> tuple[str, bool]:
+@on_ranks(2)
+def test_a_residual_that_nothing_would_send_is_refused(rank: int) -> None:
     """A checkpoint from before the table's gradients were sparse: what they are still owed cannot go with any step."""
 
     def made(sparse: bool) -> CompressState:
@@ -324,13 +318,8 @@ def formerly_dense(rank: int) -> tuple[str, bool]:
     with pytest.warns(UserWarning, match="sparse now"):
         state.load_state_dict(saved, strict=False)
     [kept] = state.state_dict()["residuals"].values()
-    return str(caught.value), bool(kept)
-
-
-def test_a_residual_that_nothing_would_send_is_refused(ranks: Ranks) -> None:
-    for text, kept in ranks(2).run(formerly_dense):
-        assert "'weight'" in text
-        assert not kept
+    assert "'weight'" in str(caught.value)
+    assert not kept
 
 
 def joined(rank: int, compressed: bool) -> str:

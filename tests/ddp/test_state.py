@@ -19,7 +19,7 @@ from gradwire import QSGD, Codec, CompressState, Identity, OneBit, TernGrad, Top
 from gradwire.compress.formats.wire import WIRE_VERSION
 from gradwire.hooks.core.options import Options
 from gradwire.hooks.ddp import model_lookup as owner
-from ranks import Pool
+from ranks import Pool, on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import Ledger, batch, convnet, digest, meeting_within, perceptron, residuals_of, train, wrap
@@ -118,7 +118,8 @@ def test_bad_arguments_are_named_with_a_remedy(ranks: Ranks) -> None:
                 assert word in result[case], f"{case}: {result[case]}"
 
 
-def wrong_use(rank: int) -> dict[str, str]:
+@on_ranks(2)
+def test_wrong_use_of_the_hook(rank: int) -> None:
     found = {}
     ddp, state = wrap(perceptron(), OneBit())
     found["twice"] = message(lambda: ddp.register_comm_hook(state, compress_hook))
@@ -126,19 +127,27 @@ def wrong_use(rank: int) -> dict[str, str]:
     other.register_comm_hook(state, compress_hook)
     data = batch(rank, 0, other.module)
     found["other model"] = message(lambda: other(data).square().mean().backward())
-    return found
-
-
-def test_wrong_use_of_the_hook(ranks: Ranks) -> None:
-    for result in ranks(2).run(wrong_use):
-        assert "can only be called once" in result["twice"]
-        assert "made for another model" in result["other model"]
+    assert "can only be called once" in found["twice"]
+    assert "made for another model" in found["other model"]
 
 
 # -- what ranks have to agree on ---------------------------------------------------------------------------------------
 
 
-def disagree(rank: int, case: str) -> tuple[str, float]:
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("codec", ("codec", "OneBit(", "TopK(density=0.25")),
+        ("option", ("codec", "density=0.25", "density=0.5")),
+        ("exchange", ("exchange", "gather", "two_pass")),
+        ("warmup", ("warmup_steps", "has 0", "has 1")),
+        ("model", ("parameters", "0.weight", "0.0.weight")),
+        ("version", ("wire format", "has 1", "has 2")),
+        ("invalid", ("'ring'",)),
+    ],
+)
+@on_ranks(2)
+def test_ranks_that_disagree_all_say_so(rank: int, case: str, words: tuple[str, ...]) -> None:
     start = time.monotonic()
     ddp = ddp_of(perceptron())
     codecs: list[Codec] = [OneBit(), OneBit()]
@@ -167,27 +176,11 @@ def disagree(rank: int, case: str) -> tuple[str, float]:
         import gradwire.hooks.core.options as module
 
         module.WIRE_VERSION = WIRE_VERSION
-    return text, time.monotonic() - start
-
-
-@pytest.mark.parametrize(
-    ("case", "words"),
-    [
-        ("codec", ("codec", "OneBit(", "TopK(density=0.25")),
-        ("option", ("codec", "density=0.25", "density=0.5")),
-        ("exchange", ("exchange", "gather", "two_pass")),
-        ("warmup", ("warmup_steps", "has 0", "has 1")),
-        ("model", ("parameters", "0.weight", "0.0.weight")),
-        ("version", ("wire format", "has 1", "has 2")),
-        ("invalid", ("'ring'",)),
-    ],
-)
-def test_ranks_that_disagree_all_say_so(ranks: Ranks, case: str, words: tuple[str, ...]) -> None:
-    for text, seconds in ranks(2).run(disagree, case):
-        assert text.startswith("ValueError"), text
-        assert seconds < 15
-        for word in words:
-            assert word in text
+    seconds = time.monotonic() - start
+    assert text.startswith("ValueError"), text
+    assert seconds < 15
+    for word in words:
+        assert word in text
 
 
 def diverging_schedule(rank: int, codec: Codec, exchange: str) -> tuple[str, list[str]]:
@@ -375,7 +368,8 @@ def test_consolidated_state_loads_on_another_number_of_ranks(ranks: Ranks) -> No
         assert "consolidated_state_dict()" in refused
 
 
-def foreign(rank: int) -> dict[str, str]:
+@on_ranks(2)
+def test_foreign_checkpoints_are_refused_and_change_nothing(rank: int) -> None:
     ddp, state = wrap(perceptron(), OneBit())
     train(rank, ddp, range(3))
     good = state.state_dict()
@@ -390,23 +384,19 @@ def foreign(rank: int) -> dict[str, str]:
         "nothing": message(lambda: state.load_state_dict({})),
     }
     found["intact"] = str(digest(residuals_of(state.state_dict()).values()) == before)
-    return found
+    assert "TopK(density=0.01)" in found["codec"]
+    assert "OneBit" in found["codec"]
+    assert "rank 7 of 8" in found["rank"]
+    assert "strict=False" in found["rank"]
+    assert "format 99" in found["format"]
+    assert "'elsewhere'" in found["name"]
+    assert "(3, 3)" in found["shape"]
+    assert "not a checkpoint" in found["nothing"]
+    assert found["intact"] == "True"
 
 
-def test_foreign_checkpoints_are_refused_and_change_nothing(ranks: Ranks) -> None:
-    for found in ranks(2).run(foreign):
-        assert "TopK(density=0.01)" in found["codec"]
-        assert "OneBit" in found["codec"]
-        assert "rank 7 of 8" in found["rank"]
-        assert "strict=False" in found["rank"]
-        assert "format 99" in found["format"]
-        assert "'elsewhere'" in found["name"]
-        assert "(3, 3)" in found["shape"]
-        assert "not a checkpoint" in found["nothing"]
-        assert found["intact"] == "True"
-
-
-def plain_types(rank: int) -> set[str]:
+@on_ranks(2)
+def test_a_checkpoint_is_tensors_numbers_and_strings(rank: int) -> None:
     ddp, state = wrap(perceptron(), QSGD(), error_feedback=True, warmup_steps=1)
     train(rank, ddp, range(3))
     with warnings.catch_warnings():
@@ -416,12 +406,8 @@ def plain_types(rank: int) -> set[str]:
         file.seek(0)
         loaded = torch.load(file, weights_only=True)
     assert set(residuals_of(loaded)) == {name for name, _ in perceptron().named_parameters()}
-    return {type(value).__name__ for value in loaded.values()}
-
-
-def test_a_checkpoint_is_tensors_numbers_and_strings(ranks: Ranks) -> None:
-    for types in ranks(2).run(plain_types):
-        assert types <= {"int", "str", "dict", "NoneType", "float"}
+    types = {type(value).__name__ for value in loaded.values()}
+    assert types <= {"int", "str", "dict", "NoneType", "float"}
 
 
 def test_feedback_is_on_for_codecs_that_contract() -> None:
@@ -583,7 +569,8 @@ def test_what_one_rank_does_alone_is_told_to_all(case: str, words: tuple[str, ..
             assert word in text or (word == "rank 1" and "backward ran without" in text), text
 
 
-def errors_of_the_hook(rank: int) -> list[tuple[str, str, str]]:
+@on_ranks(2)
+def test_errors_arrive_as_they_are_with_their_cause(rank: int) -> None:
     """What `backward` raises where an exchange fails, and where its hook is called in other ways."""
     from gradwire.hooks.exchanges import Gather
 
@@ -604,16 +591,12 @@ def errors_of_the_hook(rank: int) -> list[tuple[str, str, str]]:
                 found.append((type(error).__name__, str(error), type(error.__cause__).__name__))
     state.close()
     train(rank, ddp, range(3, 4))  # all is well again
-    return found
-
-
-def test_errors_arrive_as_they_are_with_their_cause(ranks: Ranks) -> None:
-    for first, second in ranks(2).run(errors_of_the_hook):
-        assert first[0] == second[0] == "RuntimeError"
-        assert first[1].startswith("gradwire: no room for this [step 2, bucket 0")
-        assert first[2] == "MemoryError"
-        assert second[1].startswith("gradwire stopped after an earlier error: gradwire: no room for this")
-        assert second[2] == "RuntimeError"
+    first, second = found
+    assert first[0] == second[0] == "RuntimeError"
+    assert first[1].startswith("gradwire: no room for this [step 2, bucket 0")
+    assert first[2] == "MemoryError"
+    assert second[1].startswith("gradwire stopped after an earlier error: gradwire: no room for this")
+    assert second[2] == "RuntimeError"
 
 
 def test_other_callers_than_ddps_reducer_are_refused() -> None:

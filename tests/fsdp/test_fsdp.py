@@ -17,7 +17,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fsdp_drawn import EVENTS, Ranks, Sharded, mesh_of, one_pass, play_drawn, residuals, sharded, told, verdict
+from fsdp_drawn import (
+    EVENTS,
+    Ranks,
+    Sharded,
+    loads_on,
+    mesh_of,
+    play_drawn,
+    residuals,
+    told,
+    verdict,
+)
 from gradwire import (
     QSGD,
     ChunkedTopK,
@@ -38,6 +48,7 @@ from gradwire.hooks.fsdp.arithmetic import post_divide
 from gradwire.hooks.fsdp.torch_internals import check_group, fsdp_modules
 from hypothesis import strategies as st
 from lacking import GIVES_ZEROS, RESETS, needs_reduce_scatter, needs_reset
+from ranks import on_ranks
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
@@ -140,41 +151,8 @@ def test_a_transformer_learns_as_under_hsdp(ranks: Ranks, tmp_path: Path) -> Non
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
-def write_and_read(rank: int, shapes: list[tuple[int, int]], folder: str, codec: Any, write: bool) -> Any:
-    """Train a little on a mesh and save; or load on others. Returns the mean residuals, whole, by name."""
-    found = []
-    for shape in shapes:
-        mesh = mesh_of(shape)
-        setup = Sharded(shape, codec)
-        model = sharded(setup, mesh["shard"])
-        state = fsdp_drawn.compressed(setup, model)
-        if write:
-            for number in range(3):
-                one_pass(rank, model, number, "step")
-            dcp.save({"gradwire": state}, checkpoint_id=folder)
-        else:
-            dcp.load({"gradwire": state}, checkpoint_id=folder)
-        assert state.step == 3
-        found.append({name: x.full_tensor() for name, x in residuals(state.state_dict()).items()})
-        if not write:
-            one_pass(rank, model, 3, "step")
-            assert state.step == 4
-        state.close()
-    return found
-
-
 def test_a_checkpoint_loads_on_other_meshes(ranks: Ranks, tmp_path: Path) -> None:
-    codec = OneBit()
-    [saved] = ranks(4).run(write_and_read, [(2, 2)], str(tmp_path), codec, True)[0]
-    assert sum(float(x.abs().sum()) for x in saved.values()) > 0
-    loaded = [
-        *ranks(4).run(write_and_read, [(4, 1), (2, 2)], str(tmp_path), codec, False)[3],
-        *ranks(2).run(write_and_read, [(1, 2), (2, 1)], str(tmp_path), codec, False)[1],
-    ]
-    for found in loaded:
-        assert found.keys() == saved.keys()
-        for name, x in saved.items():
-            torch.testing.assert_close(found[name], x, rtol=1e-6, atol=1e-9)
+    loads_on((2, 2), [(4, 1), (2, 2), (1, 2), (2, 1)], ranks, tmp_path)
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
@@ -188,7 +166,8 @@ def small(mesh: Any) -> Any:
     return fully_shard(model, mesh=mesh)
 
 
-def mistakes(rank: int) -> dict[str, str]:
+@on_ranks(4)
+def test_mistakes_are_named_on_every_rank(rank: int) -> None:
     mesh = mesh_of((2, 2))
     shard, replicate = mesh["shard"], mesh["replicate"]
     found = {
@@ -240,7 +219,9 @@ def mistakes(rank: int) -> dict[str, str]:
     model[2].bias.requires_grad_(True)
     found["thawed"] = told(lambda: model(torch.ones(2, 8)).sum().backward())
     state.close()
-    return found
+    assert found.keys() == SAYS.keys()
+    for name, text in found.items():
+        assert re.search(SAYS[name], text, re.DOTALL), (name, text)
 
 
 SAYS = {
@@ -261,13 +242,6 @@ SAYS = {
     "closed": "is closed, and nothing reduces its gradients",
     "thawed": "'2.bias' did not require gradients when compress_fsdp was called",
 }
-
-
-def test_mistakes_are_named_on_every_rank(ranks: Ranks) -> None:
-    for found in ranks(4).run(mistakes):
-        assert found.keys() == SAYS.keys()
-        for name, text in found.items():
-            assert re.search(SAYS[name], text, re.DOTALL), (name, text)
 
 
 def raised_elsewhere(rank: int, everywhere: bool) -> str:
@@ -305,7 +279,9 @@ def test_replicas_that_have_not_raised_alike_say_so(ranks: Ranks, everywhere: bo
         assert wanted in text, text
 
 
-def raised_alike(rank: int) -> int:
+@needs_reset
+@on_ranks(2, within=60.0)
+def test_replicas_that_have_raised_alike_go_on(rank: int) -> None:
     """All ranks raise after the same module: rank 0 before its pipeline tells of the step, rank 1 when it has heard."""
     shard, replicate = (mesh_of((2, 1))[name] for name in ("shard", "replicate"))
     model = small(shard)
@@ -335,15 +311,11 @@ def raised_alike(rank: int) -> int:
                 model.reset_iter_state()
             model.zero_grad()
     state.close()
-    return state.step
+    assert state.step == 4
 
 
-@needs_reset
-def test_replicas_that_have_raised_alike_go_on(ranks: Ranks) -> None:
-    assert ranks(2).run(raised_alike, within=60.0) == [4, 4]
-
-
-def direct_or_not(rank: int) -> None:
+@on_ranks(3)
+def test_gradients_go_to_their_owners_directly(rank: int) -> None:
     shard, replicate = (mesh_of((1, 3))[name] for name in ("shard", "replicate"))
     model = small(shard)
     group = model[0]._get_fsdp_state()._fsdp_param_group
@@ -366,10 +338,6 @@ def direct_or_not(rank: int) -> None:
     assert group._reduce_scatter_comm is plain
 
 
-def test_gradients_go_to_their_owners_directly(ranks: Ranks) -> None:
-    ranks(3).run(direct_or_not)
-
-
 def test_modules_that_cannot_be_told_apart_are_refused() -> None:
     with pytest.raises(ValueError, match=r"'block' has 2 parameter groups.*call fully_shard on parts"):
         check_group("block", [object(), object()])
@@ -381,7 +349,8 @@ def test_torch_must_be_new_enough(monkeypatch: pytest.MonkeyPatch) -> None:
         fsdp_modules(nn.Linear(2, 2), "set_all_reduce_hook")
 
 
-def unequal_use(rank: int) -> str:
+@on_ranks(4)
+def test_replicas_that_use_other_parameters_are_told(rank: int) -> None:
     mesh = mesh_of((2, 2))
     model = small(mesh["shard"])
     state = compress_fsdp(model, OneBit(), mesh=mesh["replicate"])
@@ -394,12 +363,7 @@ def unequal_use(rank: int) -> str:
 
     text = told(train)
     state.close()
-    return text
-
-
-def test_replicas_that_use_other_parameters_are_told(ranks: Ranks) -> None:
-    for text in ranks(4).run(unequal_use):
-        assert "not all replicas had gradients of the same parameters" in text
+    assert "not all replicas had gradients of the same parameters" in text
 
 
 def test_what_is_divided_after_the_hook() -> None:

@@ -10,6 +10,7 @@ import torch
 from fsdp_drawn import Ranks, mesh_of
 from gradwire import Codec, Identity, OneBit, compress_fsdp
 from lacking import needs, needs_fsdp
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -173,7 +174,9 @@ def test_a_grad_dtype_that_changes_afterwards_is_refused(ranks: Ranks, scatter: 
     ranks(2 if scatter else 4).run(changed_since, scatter)
 
 
-def held_and_cleared(rank: int) -> None:
+@MIXED
+@on_ranks(4)
+def test_what_was_held_back_has_the_dtype_of_its_gradients(rank: int) -> None:
     """Where an optimizer finds no gradient but the one that was held back, that has the dtype it wants."""
     (_, model), mesh = models(False, 2, dtype=BF16, grads={"scale": torch.float32})
     state = compressed(model, Identity(), mesh)
@@ -186,8 +189,3 @@ def held_and_cleared(rank: int) -> None:
     assert scale.dtype == torch.float32
     assert float(scale.full_tensor().norm()) > 0
     state.close()
-
-
-@MIXED
-def test_what_was_held_back_has_the_dtype_of_its_gradients(ranks: Ranks) -> None:
-    ranks(4).run(held_and_cleared)

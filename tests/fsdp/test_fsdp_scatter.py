@@ -13,13 +13,13 @@ import fsdp_drawn
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from fsdp_drawn import Ranks, Sharded, mesh_of, one_pass, play_drawn, residuals, sharded, told, verdict
+from fsdp_drawn import Ranks, Sharded, loads_on, mesh_of, one_pass, play_drawn, sharded, told, verdict
 from gradwire import QSGD, Cast, Identity, Momentum, OneBit, Outliers, Residual, Ternary, TernGrad, TopK, compress_fsdp
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.fsdp import compressed_reduce_scatter, reduce_rows
 from hypothesis import strategies as st
 from lacking import GIVES_ZEROS, needs_ignored_parameters, needs_premul_sum, needs_reduce_scatter
+from ranks import on_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -77,7 +77,9 @@ def test_many_drawn_configurations_and_events(ranks: Ranks) -> None:
     play_drawn(ranks, setups(), EVENTS, 120)
 
 
-def divided_by_three(rank: int) -> None:
+@needs_reduce_scatter
+@on_ranks(2)
+def test_factors_that_gloo_does_not_know(rank: int) -> None:
     """FSDP then asks for PREMUL_SUM, which Gloo has not."""
     native, ours = (small(mesh_of((1, 2))["shard"]) for _ in range(2))
     for module in (ours, ours[0]):
@@ -90,46 +92,13 @@ def divided_by_three(rank: int) -> None:
     state.close()
 
 
-@needs_reduce_scatter
-def test_factors_that_gloo_does_not_know(ranks: Ranks) -> None:
-    ranks(2).run(divided_by_three)
-
-
 # -- checkpoints -------------------------------------------------------------------------------------------------------
-
-
-def write_or_read(rank: int, shapes: list[tuple[int, int]], folder: str, write: bool) -> Any:
-    """What is owed, whole, by name: after training on the first mesh, or when loaded on each; where a mesh has replicas
-    by the state between these."""
-    found = []
-    for shape in shapes:
-        setup = Sharded(shape, OneBit(), scatter=shape[0] == 1)
-        model = sharded(setup, mesh_of(shape)["shard"])
-        state = fsdp_drawn.compressed(setup, model)
-        if write:
-            for number in range(3):
-                one_pass(rank, model, number, "step")
-            dcp.save({"gradwire": state}, checkpoint_id=folder)
-        else:
-            dcp.load({"gradwire": state}, checkpoint_id=folder)
-        assert state.step == 3
-        found.append({name: x.full_tensor() for name, x in residuals(state.state_dict()).items()})
-        state.close()
-    return found
 
 
 @needs_reduce_scatter
 def test_a_checkpoint_loads_on_other_numbers_of_ranks_and_between_replicas(ranks: Ranks, tmp_path: Path) -> None:
-    [saved] = ranks(4).run(write_or_read, [(1, 4)], str(tmp_path), True)[0]
-    assert sum(float(x.abs().sum()) for x in saved.values()) > 0
-    loaded = [
-        *ranks(2).run(write_or_read, [(1, 2)], str(tmp_path), False)[1],
-        *ranks(4).run(write_or_read, [(2, 2)], str(tmp_path), False)[3],
-    ]
-    for found in loaded:
-        assert found.keys() == saved.keys()
-        for name, x in saved.items():
-            torch.testing.assert_close(found[name], x, rtol=1e-6, atol=1e-9)
+    """On a mesh of replicas, by the state between these."""
+    loads_on((1, 4), [(1, 2), (2, 2)], ranks, tmp_path, scatter=True)
 
 
 class Noted:
@@ -143,7 +112,9 @@ class Noted:
         self._work.wait()
 
 
-def saved_at_once(rank: int) -> list[str]:
+@needs_reduce_scatter
+@on_ranks(2)
+def test_what_a_checkpoint_collects_is_all_under_way(rank: int) -> None:
     """What a checkpoint starts and waits for, in order, after the ranks have agreed to make one."""
     setup, events = Sharded((1, 2), OneBit(), scatter=True), list[str]()
     model = sharded(setup, mesh_of((1, 2))["shard"])
@@ -158,15 +129,9 @@ def saved_at_once(rank: int) -> list[str]:
     with patch.object(Group, "all_to_all", noted):
         state.state_dict()
     state.close()
-    return events
-
-
-@needs_reduce_scatter
-def test_what_a_checkpoint_collects_is_all_under_way(ranks: Ranks) -> None:
-    for events in ranks(2).run(saved_at_once):
-        number = len(events) // 2
-        assert number > 3
-        assert events == ["start"] * number + ["wait"] * number
+    number = len(events) // 2
+    assert number > 3
+    assert events == ["start"] * number + ["wait"] * number
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
@@ -179,7 +144,9 @@ def small(mesh: Any, **how: Any) -> Any:
     return fully_shard(model, mesh=mesh, **how)
 
 
-def mistakes(rank: int) -> dict[str, str]:
+@needs_reduce_scatter
+@on_ranks(2)
+def test_mistakes_are_named_on_every_rank(rank: int) -> None:
     flat = mesh_of((1, 2))["shard"]
     model = small(flat)
     found = {
@@ -221,7 +188,9 @@ def mistakes(rank: int) -> dict[str, str]:
         part = state._parts[0].shards
         part.group.post_backward = lambda *unused, go=part.group.post_backward: _without_bias(part, go, unused)
     found["unequal"] = told(lambda: model(x).sum().backward())
-    return found
+    assert found.keys() == SAYS.keys()
+    for name, text in found.items():
+        assert re.search(SAYS[name], text, re.DOTALL), (name, text)
 
 
 def _without_bias(part: Any, post_backward: Callable[..., None], unused: Any) -> None:
@@ -245,14 +214,6 @@ SAYS = {
     "schedule": r"ranks disagree on codec: rank 0 has TopK\(density=0.5.* rank 1 has TopK\(density=0.25",
     "unequal": "the ranks reduced gradients of different parameters",
 }
-
-
-@needs_reduce_scatter
-def test_mistakes_are_named_on_every_rank(ranks: Ranks) -> None:
-    for found in ranks(2).run(mistakes):
-        assert found.keys() == SAYS.keys()
-        for name, text in found.items():
-            assert re.search(SAYS[name], text, re.DOTALL), (name, text)
 
 
 #: Renamed in torch 2.13.
@@ -321,7 +282,8 @@ class Late:
             raise RuntimeError("timed out")
 
 
-def waited_again(rank: int) -> list[bool]:
+@on_ranks(2)
+def test_a_second_wait_never_returns_what_is_not_there(rank: int) -> None:
     """What has failed fails again, and what was interrupted while it was decoded is decoded then."""
     own, grads, right = compressed_reduce_scatter(Identity()), torch.arange(8.0), []
     output = torch.zeros(4)
@@ -336,11 +298,7 @@ def waited_again(rank: int) -> list[bool]:
     for _ in range(2):
         interrupted.wait()
         right.append(torch.equal(output, 2 * grads.chunk(2)[rank]))
-    return right
-
-
-def test_a_second_wait_never_returns_what_is_not_there(ranks: Ranks) -> None:
-    assert ranks(2).run(waited_again) == [[True] * 5] * 2
+    assert right == [True] * 5
 
 
 def averaged(rank: int, codec: Any, times: int) -> float:
@@ -381,7 +339,9 @@ class Words(nn.Module):
         return self.last(found if len(words) == 1 else found + self.table(words).mean(1))
 
 
-def train_words(rank: int) -> None:
+@needs_ignored_parameters
+@on_ranks(4)
+def test_sparse_embeddings_beside_fsdp(rank: int) -> None:
     mesh = mesh_of((2, 2))
     model: Any = Words(sparse=True)
     tables = {model.table.weight, model.bag.weight, model.unused.weight}
@@ -415,8 +375,3 @@ def train_words(rank: int) -> None:
     state.close()
     model.table.weight.grad = torch.zeros(40, 6)
     assert "not one of rows" in told(lambda: reduce_rows(model))
-
-
-@needs_ignored_parameters
-def test_sparse_embeddings_beside_fsdp(ranks: Ranks) -> None:
-    ranks(4).run(train_words)

@@ -26,7 +26,7 @@ from gradwire.hooks.horovod.consensus.request_cache import RequestCache
 from gradwire.hooks.horovod.runtime import context
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from ranks import Pool
+from ranks import Pool, on_ranks
 from test_horovod_operations import equal, raised
 
 Ranks = Callable[[int], Pool]
@@ -247,7 +247,7 @@ def scripts(draw: st.DrawFn) -> list[list[Op]]:
 def check(lines: list[list[Op]], number: int) -> World:
     """Play a script in an order drawn by `number`, and hold the outcome against the coordinator's."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(epoch_log, "PATIENCE", -1.0)  # nothing moves any more when the worlds look
+        patch.setattr(epoch_log, "EPOCH_SECONDS", -1.0)  # nothing moves any more when the worlds look
         got, expected = World(lines, random.Random(number)), World(lines, random.Random(number), coordinator_only=True)
         assert got.play() == expected.play()
         assert [member.script for member in got.members] == [member.script for member in expected.members]
@@ -370,7 +370,8 @@ def test_requests_come_back_from_their_slots(numbers: list[int], capacity: int) 
 # -- on ranks ----------------------------------------------------------------------------------------------------------
 
 
-def counted(rank: int) -> dict[str, tuple[int, int, int]]:
+@on_ranks(2, 4)
+def test_operations_that_repeat_take_one_message_a_rank(rank: int) -> None:
     """Messages, requests in full and words to the coordinator that ten of each take once they are known."""
     hvd.shutdown()
     hvd.init()
@@ -411,13 +412,7 @@ def counted(rank: int) -> dict[str, tuple[int, int, int]]:
             counts["messages"] - before["messages"], counts["full_requests"] - before["full_requests"],
             len(asked) - asked_before if rank else len(engine._coordinator.epochs._held),  # type: ignore[union-attr]
         )  # fmt: skip
-    return found
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_operations_that_repeat_take_one_message_a_rank(ranks: Ranks, world: int) -> None:
-    for found in ranks(world).run(counted):
-        assert found == dict.fromkeys(("small", "large", "step"), (10, 0, 0))
+    assert found == dict.fromkeys(("small", "large", "step"), (10, 0, 0))
 
 
 def changed(rank: int) -> list[str]:
@@ -482,7 +477,8 @@ def test_an_epoch_that_begins_while_the_last_one_ends_has_its_own_entries() -> N
     assert runs == [(0, ["old"]), (1, ["new"])]
 
 
-def ended_early(rank: int) -> float:
+@on_ranks(4)
+def test_a_clean_end_overtakes_nothing_that_was_announced(rank: int) -> None:
     """The sum of all ranks, of which rank 2 hears rank 1's part late, when rank 0 has got its result and left."""
     hvd.init()
     hvd.barrier()
@@ -501,22 +497,15 @@ def ended_early(rank: int) -> float:
         agreement.receive = hear  # type: ignore[method-assign]
     total = hvd.allreduce(torch.ones(1), op=hvd.Sum)
     hvd.shutdown()
-    return float(total)
+    assert float(total) == 4.0
 
 
-def test_a_clean_end_overtakes_nothing_that_was_announced(ranks: Ranks) -> None:
-    assert ranks(4).run(ended_early) == [4.0] * 4
-
-
-def measured(rank: int) -> None:
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:OneBit")
+@on_ranks(2)
+def test_the_ways_to_agree_can_be_compared(rank: int) -> None:
     hvd.shutdown()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(horovod_latency, "CALLS", 1)
         for way in horovod_latency.WAYS:
             assert all(horovod_latency.turn(way).values())
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:OneBit")
-def test_the_ways_to_agree_can_be_compared(ranks: Ranks) -> None:
-    ranks(2).run(measured)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from gradwire import TopK
 from gradwire.hooks.horovod.elastic import state as elastic_state
-from ranks import Pool
+from ranks import Pool, on_ranks
 from test_horovod_operations import equal, raised
 from torch import nn
 
@@ -27,7 +27,8 @@ QUICK = 15.0
 # -- SyncBatchNorm -----------------------------------------------------------------------------------------------------
 
 
-def normalized(rank: int) -> None:
+@on_ranks(2, 4)
+def test_batch_norm_over_all_ranks(rank: int) -> None:
     hvd.init()
     n = hvd.size()
     generator = torch.Generator().manual_seed(3)
@@ -57,15 +58,11 @@ def normalized(rank: int) -> None:
     assert sync(mine.detach().bfloat16()).dtype == torch.bfloat16
 
 
-@WORLDS
-def test_batch_norm_over_all_ranks(ranks: Ranks, world: int) -> None:
-    ranks(world).run(normalized)
-
-
 # -- sampler and state -------------------------------------------------------------------------------------------------
 
 
-def sampled(rank: int) -> None:
+@on_ranks(2, 4)
+def test_the_sampler_leaves_out_what_was_processed(rank: int) -> None:
     hvd.init()
     n = hvd.size()
     data = list(range(10 * n + 1))
@@ -89,11 +86,6 @@ def sampled(rank: int) -> None:
     assert (sampler.epoch, sampler.processed_indices) == (0, set(mine[:6]))
     few = hvd.elastic.ElasticSampler([5], shuffle=False)
     assert list(few) == [0]  # on every rank, there being one
-
-
-@WORLDS
-def test_the_sampler_leaves_out_what_was_processed(ranks: Ranks, world: int) -> None:
-    ranks(world).run(sampled)
 
 
 def committed(rank: int, folder: str) -> None:
@@ -175,7 +167,8 @@ def test_commits_are_kept_in_memory_and_on_disk(ranks: Ranks, world: int, tmp_pa
     ranks(world).run(committed, str(tmp_path))
 
 
-def committed_in_a_set(rank: int) -> None:
+@on_ranks(2)
+def test_ranks_outside_of_the_optimizers_process_set_commit_too(rank: int) -> None:
     hvd.init()
     members = hvd.add_process_set([0])
     model = nn.Linear(3, 2)
@@ -188,10 +181,6 @@ def committed_in_a_set(rank: int) -> None:
     saved = optimizer.consolidated_state_dict()["gradwire"]
     assert (saved["rank"], bool(saved["residuals"])) == (-1, rank == 0)
     hvd.remove_process_set(members)
-
-
-def test_ranks_outside_of_the_optimizers_process_set_commit_too(ranks: Ranks) -> None:
-    ranks(2).run(committed_in_a_set)
 
 
 # -- processes that end, well or not -----------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from gradwire import QSGD, Codec, OneBit, PowerSGD, TopK
 from gradwire.hooks.exchanges import EXCHANGES
 from gradwire.hooks.horovod.gradients import residuals
 from gradwire.hooks.horovod.runtime import context
-from ranks import Pool
+from ranks import Pool, on_ranks
 from torch import Tensor, nn
 
 Ranks = Callable[[int], Pool]
@@ -113,7 +113,9 @@ def test_nothing_is_lost_while_a_rank_has_joined_and_no_host_waits(ranks: Ranks,
             assert missing < 1e-5
 
 
-def meets_again(rank: int, last_of_the_old: bool) -> float:
+@pytest.mark.parametrize("last_of_the_old", [False, True])
+@on_ranks(2, within=60.0)
+def test_what_an_optimizer_that_is_gone_has_left_out_is_not_sent(rank: int, last_of_the_old: bool) -> None:
     """Rank 0 joins without a step. An earlier optimizer with residuals is gone, but in a cycle of references; or it was
     the last that the engine has used. What is missing of the gradients, relative."""
     hvd.init()
@@ -145,29 +147,22 @@ def meets_again(rank: int, last_of_the_old: bool) -> float:
         gc.enable()
     whole = hvd.broadcast(whole, 1)
     gradients = sum((gradient(1, step).double() / 2 for step in range(4)), torch.zeros(NUMEL, dtype=torch.float64))
-    return float((whole + mean_residual(new) - gradients).norm() / gradients.norm())
+    missing = float((whole + mean_residual(new) - gradients).norm() / gradients.norm())
+    assert missing < 1e-5
 
 
-@pytest.mark.parametrize("last_of_the_old", [False, True])
-def test_what_an_optimizer_that_is_gone_has_left_out_is_not_sent(ranks: Ranks, last_of_the_old: bool) -> None:
-    for missing in ranks(2).run(meets_again, last_of_the_old, within=60.0):
-        assert missing < 1e-5
-
-
-def let_go(rank: int) -> bool:
+@on_ranks(2)
+def test_an_engine_that_has_ended_keeps_nothing(rank: int) -> None:
     hvd.init()
     hvd.allreduce(torch.ones(1))
     engine = weakref.ref(context.world().engine)
     hvd.shutdown()
     gc.collect()
-    return engine() is None
+    assert engine() is None
 
 
-def test_an_engine_that_has_ended_keeps_nothing(ranks: Ranks) -> None:
-    assert all(ranks(2).run(let_go))
-
-
-def dropped(rank: int) -> None:
+@on_ranks(3)
+def test_an_optimizer_may_be_gone_when_its_rank_joins(rank: int) -> None:
     """The optimizer of the rank that joins first is gone by then."""
     hvd.init()
 
@@ -181,11 +176,8 @@ def dropped(rank: int) -> None:
     hvd.join()
 
 
-def test_an_optimizer_may_be_gone_when_its_rank_joins(ranks: Ranks) -> None:
-    ranks(3).run(dropped)
-
-
-def loaded_here_only(rank: int) -> None:
+@on_ranks(3, within=20.0)
+def test_one_rank_may_load_a_checkpoint(rank: int) -> None:
     hvd.init()
     p = nn.Parameter(torch.zeros(NUMEL))
     compression = hvd.Compression.codec(TopK(0.1), exchange="split")
@@ -196,11 +188,8 @@ def loaded_here_only(rank: int) -> None:
     applied(p, optimizer, rank, range(3))
 
 
-def test_one_rank_may_load_a_checkpoint(ranks: Ranks) -> None:
-    ranks(3).run(loaded_here_only, within=20.0)
-
-
-def in_several_sets(rank: int) -> dict[str, float]:
+@on_ranks(3)
+def test_a_rank_that_joins_stands_in_with_the_optimizer_of_the_process_set(rank: int) -> None:
     """Every rank has two optimizers, and no two ranks the same two; rank 2 joins while rank 0 goes on with the one that
     they share. What is missing of the gradients, relative."""
     hvd.init()
@@ -227,15 +216,11 @@ def in_several_sets(rank: int) -> dict[str, float]:
         missing[str(pair)] = float((whole - difference).norm() / difference.norm())
     for members in sets.values():
         hvd.remove_process_set(members)
-    return missing
+    assert max(missing.values()) < 1e-5, missing
 
 
-def test_a_rank_that_joins_stands_in_with_the_optimizer_of_the_process_set(ranks: Ranks) -> None:
-    for missing in ranks(3).run(in_several_sets):
-        assert max(missing.values()) < 1e-5, missing
-
-
-def gathered(rank: int) -> None:
+@on_ranks(3, within=20.0)
+def test_a_gradient_of_gathered_rows_is_that_of_ones_own(rank: int) -> None:
     """Rank 0 has no batch, and in the second round only the forward half of one."""
     hvd.init()
     for late in (False, True):
@@ -252,11 +237,9 @@ def gathered(rank: int) -> None:
         hvd.join()
 
 
-def test_a_gradient_of_gathered_rows_is_that_of_ones_own(ranks: Ranks) -> None:
-    ranks(3).run(gathered, within=20.0)
-
-
-def consolidated_meanwhile(rank: int, exchange: str) -> float:
+@pytest.mark.parametrize("exchange", ["gather", "split"])
+@on_ranks(3)
+def test_a_checkpoint_has_what_joined_ranks_have_left_out(rank: int, exchange: str) -> None:
     """A checkpoint for all ranks, written while rank 0 has joined. What it lacks of the gradients, relative."""
     hvd.init()
     p = nn.Parameter(torch.zeros(NUMEL))
@@ -269,15 +252,11 @@ def consolidated_meanwhile(rank: int, exchange: str) -> float:
         gradients = torch.stack([gradient(*batch).double() for batch in batches]).sum(0) / hvd.size()
         missing = float((whole + left - gradients).norm() / whole.norm())
     hvd.join()
-    return missing
+    assert missing < 1e-5
 
 
-@pytest.mark.parametrize("exchange", ["gather", "split"])
-def test_a_checkpoint_has_what_joined_ranks_have_left_out(ranks: Ranks, exchange: str) -> None:
-    assert max(ranks(3).run(consolidated_meanwhile, exchange)) < 1e-5
-
-
-def in_threads(rank: int) -> None:
+@on_ranks(2, within=30.0)
+def test_threads_have_optimizers_of_their_own(rank: int) -> None:
     """Each thread has an optimizer, and these come to their steps in another order on each rank."""
     hvd.init()
     found: dict[int, list[nn.Parameter]] = {}
@@ -319,7 +298,3 @@ def in_threads(rank: int) -> None:
         for p in found[number]:
             mine, other = hvd.allgather_object(p.detach())
             assert torch.equal(mine, other)
-
-
-def test_threads_have_optimizers_of_their_own(ranks: Ranks) -> None:
-    ranks(2).run(in_threads, within=30.0)

@@ -19,7 +19,7 @@ import torch
 from gradwire import QSGD, TopK
 from gradwire.hooks.horovod.runtime import context
 from gradwire.hooks.horovod.runtime.handles import allreduce_operation, key_of
-from ranks import Pool
+from ranks import Pool, on_ranks
 from torch import Tensor
 
 Ranks = Callable[[int], Pool]
@@ -46,7 +46,8 @@ def raised(kind: type[BaseException], action: Callable[[], Any]) -> str:
 # -- allreduce ---------------------------------------------------------------------------------------------------------
 
 
-def reductions(rank: int) -> None:
+@on_ranks(2, 4)
+def test_reductions(rank: int) -> None:
     hvd.init()
     n = hvd.size()
     x = torch.tensor([1.0, -2.0, 4.0]) * (rank + 1)
@@ -71,12 +72,8 @@ def reductions(rank: int) -> None:
     equal(hvd.allreduce(torch.tensor(float(rank))), (n - 1) / 2)
 
 
-@WORLDS
-def test_reductions(ranks: Ranks, world: int) -> None:
-    ranks(world).run(reductions)
-
-
-def integers(rank: int) -> None:
+@on_ranks(2, 4)
+def test_the_average_of_integers_truncates(rank: int) -> None:
     hvd.init()
     n = hvd.size()
     for dtype in (torch.uint8, torch.int8, torch.int32, torch.int64):
@@ -91,11 +88,6 @@ def integers(rank: int) -> None:
     big = (1 << 62) // n + 1
     equal(hvd.allreduce(torch.tensor([big])), [big])
     equal(hvd.allreduce(torch.tensor([10]), op=hvd.Sum, postscale_factor=0.25), [int(10 * n * 0.25)])
-
-
-@WORLDS
-def test_the_average_of_integers_truncates(ranks: Ranks, world: int) -> None:
-    ranks(world).run(integers)
 
 
 def halves(rank: int) -> None:
@@ -126,7 +118,8 @@ def test_half_precision_rounds_on_the_way(ranks: Ranks, world: int) -> None:
     ranks(world).run(halves)
 
 
-def opposite_orders(rank: int) -> None:
+@on_ranks(2, 4)
+def test_ranks_may_submit_in_opposite_orders(rank: int) -> None:
     hvd.init()
     n = hvd.size()
     names = [f"t{i}" for i in range(40)]
@@ -142,11 +135,6 @@ def opposite_orders(rank: int) -> None:
         b, a = hvd.broadcast_async(torch.ones(1), 0, name="b"), hvd.allgather_async(torch.ones(2), name="a")
     equal(hvd.synchronize(a), torch.ones(2 * n))
     equal(hvd.synchronize(b), [0.0])
-
-
-@WORLDS
-def test_ranks_may_submit_in_opposite_orders(ranks: Ranks, world: int) -> None:
-    ranks(world).run(opposite_orders)
 
 
 def asynchronous(rank: int) -> tuple[bool, float]:
@@ -174,7 +162,8 @@ def test_operations_are_asynchronous(ranks: Ranks, world: int) -> None:
         assert submitted < 0.3
 
 
-def grouped(rank: int) -> None:
+@on_ranks(2, 4)
+def test_grouped_operations(rank: int) -> None:
     hvd.init()
     n = hvd.size()
     scale = (n + 1) / 2
@@ -208,17 +197,13 @@ def grouped(rank: int) -> None:
     assert len(hvd.synchronize(hvd.grouped_reducescatter_async([torch.ones(n)]))) == 1
 
 
-@WORLDS
-def test_grouped_operations(ranks: Ranks, world: int) -> None:
-    ranks(world).run(grouped)
-
-
 def resident_bytes() -> int:
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
-def nameless(rank: int) -> None:
+@on_ranks(2)
+def test_nameless_tensors_are_compressed_only_where_nothing_stays_behind(rank: int) -> None:
     hvd.init()
     n = hvd.size()
     x = torch.arange(1.0, 301.0)
@@ -244,11 +229,8 @@ def nameless(rank: int) -> None:
     assert resident_bytes() - before < 50e6
 
 
-def test_nameless_tensors_are_compressed_only_where_nothing_stays_behind(ranks: Ranks) -> None:
-    ranks(2).run(nameless)
-
-
-def renamed(rank: int) -> None:
+@on_ranks(2)
+def test_a_name_with_a_residual_keeps_its_shape(rank: int) -> None:
     hvd.init()
     codec = hvd.Compression.topk(density=0.5)
     hvd.allreduce(torch.ones(6), compression=codec, name="reshaped")
@@ -257,10 +239,6 @@ def renamed(rank: int) -> None:
     unbiased = hvd.Compression.qsgd(bits=8)
     for numel in (300, 200, 300):
         assert hvd.allreduce(torch.ones(numel), compression=unbiased, name="reshaped").shape == (numel,)
-
-
-def test_a_name_with_a_residual_keeps_its_shape(ranks: Ranks) -> None:
-    ranks(2).run(renamed)
 
 
 def pairwise(vectors: list[Tensor]) -> Tensor:
@@ -311,7 +289,8 @@ def adasum_of_three(rank: int) -> str:
 # -- moving rows -------------------------------------------------------------------------------------------------------
 
 
-def gathers(rank: int) -> None:
+@on_ranks(2, 4)
+def test_allgather_of_uneven_rows(rank: int) -> None:
     hvd.init()
     n = hvd.size()
     equal(hvd.allgather(torch.full((2, 3), rank)), [[r] * 3 for r in range(n) for _ in range(2)])
@@ -324,12 +303,8 @@ def gathers(rank: int) -> None:
     assert hvd.allgather(torch.tensor([rank], dtype=torch.int16)).tolist() == list(range(n))
 
 
-@WORLDS
-def test_allgather_of_uneven_rows(ranks: Ranks, world: int) -> None:
-    ranks(world).run(gathers)
-
-
-def broadcasts(rank: int) -> None:
+@on_ranks(2, 4)
+def test_broadcast(rank: int) -> None:
     hvd.init()
     root = hvd.size() - 1
     x = torch.full((2, 2), float(rank))
@@ -343,12 +318,8 @@ def broadcasts(rank: int) -> None:
     equal(y, False)
 
 
-@WORLDS
-def test_broadcast(ranks: Ranks, world: int) -> None:
-    ranks(world).run(broadcasts)
-
-
-def exchanges(rank: int) -> None:
+@on_ranks(2, 4)
+def test_alltoall_with_and_without_splits(rank: int) -> None:
     hvd.init()
     n = hvd.size()
     plain = hvd.alltoall(torch.arange(2 * n) + 100 * rank)
@@ -370,12 +341,8 @@ def exchanges(rank: int) -> None:
     equal(got, [r for r in range(n) for _ in range(3)] if rank == 0 else torch.zeros(0))
 
 
-@WORLDS
-def test_alltoall_with_and_without_splits(ranks: Ranks, world: int) -> None:
-    ranks(world).run(exchanges)
-
-
-def scatters(rank: int) -> None:
+@on_ranks(2, 4)
+def test_reducescatter_gives_the_remainder_to_the_first(rank: int) -> None:
     hvd.init()
     n = hvd.size()
     rows = 2 * n + 1  # one more than goes round
@@ -395,12 +362,8 @@ def scatters(rank: int) -> None:
     )
 
 
-@WORLDS
-def test_reducescatter_gives_the_remainder_to_the_first(ranks: Ranks, world: int) -> None:
-    ranks(world).run(scatters)
-
-
-def sparse_sums(rank: int) -> None:
+@on_ranks(2, 4)
+def test_sparse_tensors_are_gathered(rank: int) -> None:
     hvd.init()
     n = hvd.size()
     x = torch.sparse_coo_tensor(
@@ -423,15 +386,11 @@ def sparse_sums(rank: int) -> None:
     assert "Min" in raised(ValueError, lambda: hvd.sparse_allreduce_async(x, "rows", hvd.Min))
 
 
-@WORLDS
-def test_sparse_tensors_are_gathered(ranks: Ranks, world: int) -> None:
-    ranks(world).run(sparse_sums)
-
-
 # -- process sets ------------------------------------------------------------------------------------------------------
 
 
-def subsets(rank: int) -> None:
+@on_ranks(2, 4)
+def test_process_sets(rank: int) -> None:
     hvd.init()
     n = hvd.size()
     assert hvd.global_process_set.process_set_id == 0
@@ -472,12 +431,8 @@ def subsets(rank: int) -> None:
     assert hvd.remove_process_set(even)
 
 
-@WORLDS
-def test_process_sets(ranks: Ranks, world: int) -> None:
-    ranks(world).run(subsets)
-
-
-def removed_at_once(rank: int) -> None:
+@on_ranks(2)
+def test_a_process_set_can_be_removed_once_its_operations_have_ended(rank: int) -> None:
     hvd.init()
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0:  # its connection to itself, which another thread reads, may be slow
@@ -490,11 +445,8 @@ def removed_at_once(rank: int) -> None:
         assert hvd.remove_process_set(alone)
 
 
-def test_a_process_set_can_be_removed_once_its_operations_have_ended(ranks: Ranks) -> None:
-    ranks(2).run(removed_at_once)
-
-
-def removed_while_its_last_payload_is_on_its_way(rank: int) -> None:
+@on_ranks(3)
+def test_rank_0_need_not_have_heard_of_an_operation_that_has_ended(rank: int) -> None:
     hvd.init()
     members = hvd.add_process_set([1, 2])
     mesh = context.world().engine._mesh
@@ -523,11 +475,8 @@ def removed_while_its_last_payload_is_on_its_way(rank: int) -> None:
     assert hvd.remove_process_set(again)
 
 
-def test_rank_0_need_not_have_heard_of_an_operation_that_has_ended(ranks: Ranks) -> None:
-    ranks(3).run(removed_while_its_last_payload_is_on_its_way)
-
-
-def used_by_another_thread(rank: int) -> None:
+@on_ranks(3, within=20)
+def test_a_thread_that_uses_a_process_set_while_it_is_removed_is_told(rank: int) -> None:
     hvd.init()
     members, engine = hvd.add_process_set([0, 1]), context.world().engine
     set_id = members.process_set_id or 0
@@ -544,14 +493,11 @@ def used_by_another_thread(rank: int) -> None:
     equal(hvd.allreduce(torch.ones(3000)), torch.ones(3000))
 
 
-def test_a_thread_that_uses_a_process_set_while_it_is_removed_is_told(ranks: Ranks) -> None:
-    ranks(3).run(used_by_another_thread, within=20)
-
-
 # -- join --------------------------------------------------------------------------------------------------------------
 
 
-def uneven_batches(rank: int) -> None:
+@on_ranks(2, 4)
+def test_join_with_uneven_batches(rank: int) -> None:
     hvd.init()
     n = hvd.size()
     for step in range(rank + 1):  # rank r has r + 1 batches
@@ -572,11 +518,6 @@ def uneven_batches(rank: int) -> None:
     assert hvd.join() == 0
 
 
-@WORLDS
-def test_join_with_uneven_batches(ranks: Ranks, world: int) -> None:
-    ranks(world).run(uneven_batches)
-
-
 def broadcast_while_joined(rank: int) -> str:
     hvd.init()
     text = raised(hvd.HorovodInternalError, lambda: hvd.broadcast(torch.ones(1), 1)) if rank else ""
@@ -592,7 +533,8 @@ def test_what_cannot_go_on_without_joined_ranks_says_so(ranks: Ranks, world: int
 # -- autograd ----------------------------------------------------------------------------------------------------------
 
 
-def gradients(rank: int) -> None:
+@on_ranks(2, 4, within=20.0)
+def test_autograd_goes_through(rank: int) -> None:
     hvd.init()
     n = hvd.size()
     ones = torch.ones(3, requires_grad=True)
@@ -642,12 +584,8 @@ def gradients(rank: int) -> None:
     assert "op=Min" in raised(RuntimeError, lambda: least.sum().backward())
 
 
-@WORLDS
-def test_autograd_goes_through(ranks: Ranks, world: int) -> None:
-    ranks(world).run(gradients, within=20.0)
-
-
-def gradients_of_gradients(rank: int) -> None:
+@on_ranks(2, 4, within=20.0)
+def test_autograd_goes_through_gradients(rank: int) -> None:
     """What a penalty on the gradient of the sum of cubes does."""
     hvd.init()
     n = hvd.size()
@@ -668,15 +606,11 @@ def gradients_of_gradients(rank: int) -> None:
         assert torch.allclose(second, torch.full((n,), expected))
 
 
-@WORLDS
-def test_autograd_goes_through_gradients(ranks: Ranks, world: int) -> None:
-    ranks(world).run(gradients_of_gradients, within=20.0)
-
-
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-def refusals(rank: int) -> None:
+@on_ranks(2, 4)
+def test_wrong_arguments_are_refused_at_the_call(rank: int) -> None:
     hvd.init()
     n = hvd.size()
     one = torch.ones(2)
@@ -751,12 +685,8 @@ def refusals(rank: int) -> None:
     equal(hvd.allreduce(one, name="twice"), one)  # free again
 
 
-@WORLDS
-def test_wrong_arguments_are_refused_at_the_call(ranks: Ranks, world: int) -> None:
-    ranks(world).run(refusals)
-
-
-def refused_on_one_rank(rank: int) -> None:
+@on_ranks(2, within=20)
+def test_what_a_rank_was_refused_is_not_counted(rank: int) -> None:
     hvd.init()
     for numel in (2, 60):
         x = torch.full((numel, numel), float(rank))
@@ -767,10 +697,6 @@ def refused_on_one_rank(rank: int) -> None:
                 operation(x[:, ::2].contiguous())[0],
                 torch.full((numel // 2,), 0.0 if operation is hvd.allgather else 0.5),
             )
-
-
-def test_what_a_rank_was_refused_is_not_counted(ranks: Ranks) -> None:
-    ranks(2).run(refused_on_one_rank, within=20)
 
 
 def disagreements(rank: int) -> dict[str, str]:
@@ -823,7 +749,8 @@ def test_ranks_that_disagree_hear_of_it_on_every_rank(ranks: Ranks, world: int) 
     assert all(found == results[0] for found in results)
 
 
-def without_bytes(rank: int) -> None:
+@on_ranks(2, within=20)
+def test_an_object_that_cannot_be_sent_is_named_on_every_rank(rank: int) -> None:
     hvd.init()
     for call in (
         lambda: hvd.broadcast_object(threading.Lock() if rank == 1 else "read by nobody", 1),
@@ -834,10 +761,6 @@ def without_bytes(rank: int) -> None:
         assert "rank 0" not in message
     assert hvd.broadcast_object(rank, 1) == 1
     assert hvd.allgather_object(rank) == [0, 1]
-
-
-def test_an_object_that_cannot_be_sent_is_named_on_every_rank(ranks: Ranks) -> None:
-    ranks(2).run(without_bytes, within=20)
 
 
 # -- the timeline ------------------------------------------------------------------------------------------------------

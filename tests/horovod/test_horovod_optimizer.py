@@ -20,7 +20,7 @@ import torch
 from gradwire import CODECS, QSGD, ChunkedTopK, Codec, OneBit, Residual, TernGrad, TopK
 from gradwire.compress import SparseCodec
 from gradwire.hooks.horovod.runtime.channel import Channel
-from ranks import Pool
+from ranks import Pool, on_ranks
 from test_horovod_operations import equal, raised
 from torch import Tensor, nn
 
@@ -94,7 +94,8 @@ def identical(model: nn.Module) -> None:
 # -- whose gradients ---------------------------------------------------------------------------------------------------
 
 
-def average_and_sum(rank: int) -> None:
+@on_ranks(2, 4)
+def test_steps_use_the_average_over_the_ranks(rank: int) -> None:
     hvd.init()
     n = hvd.size()
     for options, factor in (
@@ -117,12 +118,8 @@ def average_and_sum(rank: int) -> None:
     assert (reference(n, 4, n) - reference(n, 4)).abs().max() > 1e-3
 
 
-@WORLDS
-def test_steps_use_the_average_over_the_ranks(ranks: Ranks, world: int) -> None:
-    ranks(world).run(average_and_sum)
-
-
-def predivided(rank: int) -> None:
+@on_ranks(2, 4)
+def test_predivide_keeps_sums_small(rank: int) -> None:
     hvd.init()
     n = hvd.size()
     p = parameter(2)
@@ -136,12 +133,8 @@ def predivided(rank: int) -> None:
     assert half.grad.isfinite().all()  # the sum alone would overflow
 
 
-@WORLDS
-def test_predivide_keeps_sums_small(ranks: Ranks, world: int) -> None:
-    ranks(world).run(predivided)
-
-
-def accumulated(rank: int) -> None:
+@on_ranks(2, 4)
+def test_accumulated_gradients_are_summed_then_averaged(rank: int) -> None:
     hvd.init()
     n = hvd.size()
     model = model_of()
@@ -176,12 +169,8 @@ def accumulated(rank: int) -> None:
     identical(model)
 
 
-@WORLDS
-def test_accumulated_gradients_are_summed_then_averaged(ranks: Ranks, world: int) -> None:
-    ranks(world).run(accumulated)
-
-
-def skipping(rank: int) -> None:
+@on_ranks(2, 4)
+def test_a_parameter_that_a_rank_skips_counts_as_zeros(rank: int) -> None:
     hvd.init()
     n = hvd.size()
     a, b, c = (parameter(2) for _ in range(3))
@@ -203,12 +192,8 @@ def skipping(rank: int) -> None:
     equal(a.grad, [0.0, 0.0])
 
 
-@WORLDS
-def test_a_parameter_that_a_rank_skips_counts_as_zeros(ranks: Ranks, world: int) -> None:
-    ranks(world).run(skipping)
-
-
-def in_sets(rank: int) -> None:
+@on_ranks(2, 4)
+def test_a_process_set_averages_among_its_members(rank: int) -> None:
     hvd.init()
     n = hvd.size()
     even = hvd.add_process_set(range(0, n, 2)) if n > 2 else hvd.add_process_set([0])
@@ -228,12 +213,8 @@ def in_sets(rank: int) -> None:
     hvd.remove_process_set(even)
 
 
-@WORLDS
-def test_a_process_set_averages_among_its_members(ranks: Ranks, world: int) -> None:
-    ranks(world).run(in_sets)
-
-
-def in_a_set_that_is_gone(rank: int) -> None:
+@on_ranks(2)
+def test_a_process_set_that_is_not_registered_is_refused(rank: int) -> None:
     hvd.init()
     even = hvd.ProcessSet([0])
     models = [model_of() for _ in range(2)]
@@ -256,11 +237,8 @@ def in_a_set_that_is_gone(rank: int) -> None:
     refused()
 
 
-def test_a_process_set_that_is_not_registered_is_refused(ranks: Ranks) -> None:
-    ranks(2).run(in_a_set_that_is_gone)
-
-
-def sparse(rank: int) -> None:
+@on_ranks(2, 4)
+def test_sparse_gradients_are_averaged(rank: int) -> None:
     hvd.init()
     n = hvd.size()
     for options in ({}, {"sparse_as_dense": True}, {"op": hvd.Sum}, {"compression": TopK(1.0)}, {"groups": 1},
@@ -290,12 +268,9 @@ def sparse(rank: int) -> None:
         assert grad_of(embedding.weight).is_sparse != bool(options.get("sparse_as_dense"))
 
 
-@WORLDS
-def test_sparse_gradients_are_averaged(ranks: Ranks, world: int) -> None:
-    ranks(world).run(sparse)
-
-
-def sparse_adam(rank: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{}, {"groups": 1}, {"compression": TopK(0.1)}], ids=str)
+@on_ranks(2)
+def test_sparse_adam_gets_sparse_gradients(rank: int, options: dict[str, Any]) -> None:
     hvd.init()
     embeddings = [nn.Embedding(6, 2, sparse=True) for _ in range(3)]
     copies = copy.deepcopy(embeddings)
@@ -319,12 +294,9 @@ def sparse_adam(rank: int, options: dict[str, Any]) -> None:
     assert "dense" in raised(ValueError, lambda: hvd.DistributedOptimizer(plain, sparse_as_dense=True))
 
 
-@pytest.mark.parametrize("options", [{}, {"groups": 1}, {"compression": TopK(0.1)}], ids=str)
-def test_sparse_adam_gets_sparse_gradients(ranks: Ranks, options: dict[str, Any]) -> None:
-    ranks(2).run(sparse_adam, options)
-
-
-def sparse_too_late(rank: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{"groups": 1}, {"compression": TopK(1.0)}], ids=str)
+@on_ranks(2)
+def test_a_gradient_that_becomes_sparse_is_reduced_all_the_same(rank: int, options: dict[str, Any]) -> None:
     hvd.init()
     embedding, head = nn.Embedding(6, 2, sparse=True), nn.Linear(2, 1)
     parameters = [*embedding.parameters(), *head.parameters()]
@@ -345,12 +317,8 @@ def sparse_too_late(rank: int, options: dict[str, Any]) -> None:
     close(before - embedding.weight.detach(), expected)
 
 
-@pytest.mark.parametrize("options", [{"groups": 1}, {"compression": TopK(1.0)}], ids=str)
-def test_a_gradient_that_becomes_sparse_is_reduced_all_the_same(ranks: Ranks, options: dict[str, Any]) -> None:
-    ranks(2).run(sparse_too_late, options)
-
-
-def sparse_once(rank: int) -> None:
+@on_ranks(2)
+def test_a_gradient_may_be_dense_after_it_was_sparse(rank: int) -> None:
     hvd.init()
     for compression in (hvd.Compression.none, hvd.Compression.fp16):
         embedding = nn.Embedding(4, 2, sparse=True)
@@ -365,11 +333,8 @@ def sparse_once(rank: int) -> None:
         equal(embedding.weight, torch.tensor([-1.5, -1.5, -1.0, -1.0]).view(4, 1).expand(4, 2))
 
 
-def test_a_gradient_may_be_dense_after_it_was_sparse(ranks: Ranks) -> None:
-    ranks(2).run(sparse_once)
-
-
-def dropped(rank: int) -> None:
+@on_ranks(2)
+def test_a_gradient_that_was_dropped_on_its_way_is_named(rank: int) -> None:
     hvd.init()
     model = model_of()
     optimizer = sgd(model)
@@ -381,11 +346,8 @@ def dropped(rank: int) -> None:
     identical(model)
 
 
-def test_a_gradient_that_was_dropped_on_its_way_is_named(ranks: Ranks) -> None:
-    ranks(2).run(dropped)
-
-
-def rounded(rank: int) -> None:
+@on_ranks(2, 4)
+def test_half_precision_gradients_are_rounded(rank: int) -> None:
     hvd.init()
     for compression, exact in ((hvd.Compression.fp16, 2.0**-12), (hvd.Compression.bf16, 2.0**-9)):
         p = parameter(2)
@@ -394,11 +356,6 @@ def rounded(rank: int) -> None:
         optimizer.step()
         assert p.dtype == p.grad.dtype == torch.float32
         equal(p.grad, [1.0, 1.0])  # the last bit is gone: it has been compressed
-
-
-@WORLDS
-def test_half_precision_gradients_are_rounded(ranks: Ranks, world: int) -> None:
-    ranks(world).run(rounded)
 
 
 class Scaling:
@@ -413,18 +370,16 @@ class Scaling:
         return (tensor / 4).to(ctx)
 
 
-def own_compressor(rank: int) -> None:
+@on_ranks(2)
+def test_ones_own_compressor(rank: int) -> None:
     hvd.init()
     model = model_of()
     train(model, sgd(model, compression=Scaling, groups=2), rank, range(3))
     close(weights(model), reference(hvd.size(), 3), 1e-5)
 
 
-def test_ones_own_compressor(ranks: Ranks) -> None:
-    ranks(2).run(own_compressor)
-
-
-def adasum_steps(rank: int) -> None:
+@on_ranks(2, 4)
+def test_adasum_combines_steps(rank: int) -> None:
     hvd.init()
     n = hvd.size()
     p = nn.Parameter(torch.ones(n))
@@ -444,11 +399,6 @@ def adasum_steps(rank: int) -> None:
     assert "Adasum" in raised(AssertionError, skip)
 
 
-@WORLDS
-def test_adasum_combines_steps(ranks: Ranks, world: int) -> None:
-    ranks(world).run(adasum_steps)
-
-
 # -- the optimizer it stands for ---------------------------------------------------------------------------------------
 
 
@@ -464,7 +414,8 @@ class Demanding(torch.optim.SGD):
         return super().step(closure)
 
 
-def like_the_original(rank: int) -> None:
+@on_ranks(2)
+def test_it_is_the_users_optimizer(rank: int) -> None:
     hvd.init()
     model = model_of()
     base = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.8, 0.9))
@@ -497,11 +448,8 @@ def like_the_original(rank: int) -> None:
     identical(model)
 
 
-def test_it_is_the_users_optimizer(ranks: Ranks) -> None:
-    ranks(2).run(like_the_original)
-
-
-def copied(rank: int) -> None:
+@on_ranks(2)
+def test_it_can_be_pickled(rank: int) -> None:
     hvd.init()
     for options in ({}, {"compression": TopK(0.1), "groups": 2}):
         model = model_of()
@@ -515,11 +463,8 @@ def copied(rank: int) -> None:
             assert isinstance(other, torch.optim.SGD)
 
 
-def test_it_can_be_pickled(ranks: Ranks) -> None:
-    ranks(2).run(copied)
-
-
-def more_parameters(rank: int) -> None:
+@on_ranks(2)
+def test_groups_added_later_are_reduced(rank: int) -> None:
     hvd.init()
     p, q = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0))
@@ -529,11 +474,8 @@ def more_parameters(rank: int) -> None:
     equal(q, torch.full((3,), -(hvd.size() + 1.0)))
 
 
-def test_groups_added_later_are_reduced(ranks: Ranks) -> None:
-    ranks(2).run(more_parameters)
-
-
-def through_the_original(rank: int) -> None:
+@on_ranks(2)
+def test_what_the_original_is_told_counts(rank: int) -> None:
     hvd.init()
     for options in ({}, {"compression": hvd.Compression.fp16}, {"op": hvd.Adasum}):
         p, q, r = (nn.Parameter(torch.zeros(2)) for _ in range(3))
@@ -555,11 +497,8 @@ def through_the_original(rank: int) -> None:
         assert "param_groups" not in optimizer.__dict__
 
 
-def test_what_the_original_is_told_counts(ranks: Ranks) -> None:
-    ranks(2).run(through_the_original)
-
-
-def unfrozen(rank: int) -> None:
+@on_ranks(2)
+def test_a_parameter_that_is_unfrozen_later_is_refused(rank: int) -> None:
     hvd.init()
     p, q = (parameter(2) for _ in range(2))
     plain = torch.optim.SGD([p.requires_grad_(False)], lr=1.0)
@@ -577,11 +516,8 @@ def unfrozen(rank: int) -> None:
     equal(torch.cat([p, q]), [-(hvd.size() - 1) / 2] * 4)
 
 
-def test_a_parameter_that_is_unfrozen_later_is_refused(ranks: Ranks) -> None:
-    ranks(2).run(unfrozen)
-
-
-def frozen_with_a_gradient(rank: int) -> None:
+@on_ranks(2)
+def test_a_frozen_parameter_may_have_a_gradient_left(rank: int) -> None:
     """A layer is frozen after some steps; zeros of its gradient are left."""
     hvd.init()
     model = model_of()
@@ -597,11 +533,8 @@ def frozen_with_a_gradient(rank: int) -> None:
         assert torch.equal(before, first) == frozen
 
 
-def test_a_frozen_parameter_may_have_a_gradient_left(ranks: Ranks) -> None:
-    ranks(2).run(frozen_with_a_gradient)
-
-
-def synchronized_by_hand(rank: int) -> None:
+@on_ranks(2, 4)
+def test_synchronize_and_skip_synchronize(rank: int) -> None:
     hvd.init()
     n = hvd.size()
     for op in (hvd.Average, hvd.Sum):
@@ -651,12 +584,8 @@ def synchronized_by_hand(rank: int) -> None:
     identical(model)
 
 
-@WORLDS
-def test_synchronize_and_skip_synchronize(ranks: Ranks, world: int) -> None:
-    ranks(world).run(synchronized_by_hand)
-
-
-def refusals(rank: int) -> None:
+@on_ranks(2)
+def test_wrong_arguments(rank: int) -> None:
     hvd.init()
     model = model_of()
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -688,10 +617,6 @@ def refusals(rank: int) -> None:
     assert "LBFGS" in raised(
         ValueError, lambda: hvd.broadcast_optimizer_state(torch.optim.LBFGS(model.parameters()), 0)
     )
-
-
-def test_wrong_arguments(ranks: Ranks) -> None:
-    ranks(2).run(refusals)
 
 
 # -- compression -------------------------------------------------------------------------------------------------------
@@ -742,7 +667,8 @@ def test_residuals_in_fewer_bytes_lose_what_they_round_off(ranks: Ranks, dtype: 
         ranks(2).run(resumed, codec, Residual(dtype=dtype))
 
 
-def loaded_by_another_dtype(rank: int) -> None:
+@on_ranks(2)
+def test_a_checkpoint_loads_into_residuals_of_another_dtype(rank: int) -> None:
     hvd.init()
     ways: list[Any] = ["auto", True, Residual(), Residual(dtype=torch.bfloat16), Residual(dtype=torch.int8)]
     for before, after in itertools.permutations(ways, 2):
@@ -760,11 +686,8 @@ def loaded_by_another_dtype(rank: int) -> None:
             assert "compressed by" in raised(ValueError, partial(wrong.load_state_dict, saved))
 
 
-def test_a_checkpoint_loads_into_residuals_of_another_dtype(ranks: Ranks) -> None:
-    ranks(2).run(loaded_by_another_dtype)
-
-
-def loaded_without_compression(rank: int) -> list[str]:
+@on_ranks(2)
+def test_a_checkpoint_of_another_compression_says_what_to_do(rank: int) -> None:
     hvd.init()
     model = model_of()
     optimizer = sgd(model, compression=hvd.Compression.topk(0.1))
@@ -775,16 +698,12 @@ def loaded_without_compression(rank: int) -> list[str]:
         warnings.simplefilter("always")
         sgd(model_of()).load_state_dict(saved)
         sgd(model_of()).load_state_dict(sgd(model_of()).state_dict())
-    return [raised(ValueError, lambda: other.load_state_dict(saved)), *(str(warning.message) for warning in caught)]
-
-
-def test_a_checkpoint_of_another_compression_says_what_to_do(ranks: Ranks) -> None:
-    for refused, *warned in ranks(2).run(loaded_without_compression):
-        assert "not by CodecCompression(codec=OneBit" in refused
-        assert "pass compression= as it was when" in refused
-        (dropped,) = warned
-        assert dropped.startswith("what CodecCompression(codec=TopK(")
-        assert "is dropped, as this optimizer does not compress" in dropped
+    refused = raised(ValueError, lambda: other.load_state_dict(saved))
+    assert "not by CodecCompression(codec=OneBit" in refused
+    assert "pass compression= as it was when" in refused
+    (dropped,) = (str(warning.message) for warning in caught)
+    assert dropped.startswith("what CodecCompression(codec=TopK(")
+    assert "is dropped, as this optimizer does not compress" in dropped
 
 
 def resumed(rank: int, codec: Codec, feedback: bool | str | Residual) -> None:
@@ -824,7 +743,8 @@ def test_resuming_equals_the_uninterrupted_run(ranks: Ranks, world: int, codec: 
         ranks(world).run(resumed, codec, True)
 
 
-def consolidated(rank: int) -> None:
+@on_ranks(2, 4)
+def test_consolidated_residuals_load_everywhere(rank: int) -> None:
     hvd.init()
     model = model_of()
     optimizer = sgd(model, compression=TopK(0.05))
@@ -887,7 +807,8 @@ def test_what_a_roots_own_checkpoint_lacks_is_told_to_the_others(ranks: Ranks) -
         assert not second
 
 
-def loaded_in_part(rank: int) -> None:
+@on_ranks(2, within=20.0)
+def test_residuals_that_not_all_ranks_have_or_that_fit_no_parameter(rank: int) -> None:
     hvd.init()
     model = model_of()
     optimizer = sgd(model, compression=TopK(0.05))
@@ -907,7 +828,8 @@ def loaded_in_part(rank: int) -> None:
     assert "0.bias, of shape [7], and here it has [40]" in raised(ValueError, lambda: other.load_state_dict(saved))
 
 
-def refused_as_a_whole(rank: int) -> None:
+@on_ranks(2)
+def test_a_checkpoint_that_is_refused_changes_nothing(rank: int) -> None:
     hvd.init()
     model = model_of()
     optimizer = sgd(model, compression=TopK(0.05))
@@ -921,20 +843,9 @@ def refused_as_a_whole(rank: int) -> None:
         assert (other.param_groups[0]["lr"], len(other.state)) == (0.1, 0)
 
 
-def test_a_checkpoint_that_is_refused_changes_nothing(ranks: Ranks) -> None:
-    ranks(2).run(refused_as_a_whole)
-
-
-def test_residuals_that_not_all_ranks_have_or_that_fit_no_parameter(ranks: Ranks) -> None:
-    ranks(2).run(loaded_in_part, within=20.0)
-
-
-@WORLDS
-def test_consolidated_residuals_load_everywhere(ranks: Ranks, world: int) -> None:
-    ranks(world).run(consolidated)
-
-
-def every_codec(rank: int, codec: Codec) -> None:
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+@on_ranks(2)
+def test_every_codec_trains(rank: int, codec: Codec) -> None:
     hvd.init()
     model = model_of()
     optimizer = hvd.DistributedOptimizer(
@@ -969,12 +880,8 @@ def every_codec(rank: int, codec: Codec) -> None:
         assert torch.allclose(p.grad, torch.full((300,), 2.0), atol=0.3)
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_every_codec_trains(ranks: Ranks, codec: Codec) -> None:
-    ranks(2).run(every_codec, codec)
-
-
-def scaled_gradients(rank: int) -> None:
+@on_ranks(2, 4)
+def test_residuals_follow_the_loss_scale(rank: int) -> None:
     hvd.init()
     model = model_of()
     optimizer = sgd(model, compression=TopK(0.2))
@@ -1003,11 +910,6 @@ def scaled_gradients(rank: int) -> None:
                 equal(residual / after["scale"], before["residuals"][name] / before["scale"])
             assert scaler.get_scale() < scale
     assert scaler.get_scale() != 8.0
-
-
-@WORLDS
-def test_residuals_follow_the_loss_scale(ranks: Ranks, world: int) -> None:
-    ranks(world).run(scaled_gradients)
 
 
 def collectives(rank: int) -> tuple[int, int, list[bool]]:
@@ -1058,7 +960,8 @@ def test_many_parameters_take_few_collectives(ranks: Ranks) -> None:
 # -- broadcasts of state -----------------------------------------------------------------------------------------------
 
 
-def broadcasts(rank: int) -> None:
+@on_ranks(2, 4)
+def test_broadcasts_of_models_optimizers_and_objects(rank: int) -> None:
     hvd.init()
     root = hvd.size() - 1
     model = model_of(seed=rank)
@@ -1111,11 +1014,6 @@ def broadcasts(rank: int) -> None:
     assert [len(each["text"]) for each in every] == [100 * r for r in range(hvd.size())]
 
 
-@WORLDS
-def test_broadcasts_of_models_optimizers_and_objects(ranks: Ranks, world: int) -> None:
-    ranks(world).run(broadcasts)
-
-
 class Wide(torch.optim.Optimizer):
     """Momentum in float32, whatever the parameters are."""
 
@@ -1129,7 +1027,8 @@ class Wide(torch.optim.Optimizer):
             p.sub_(momentum.mul_(0.9).add_(p.grad))
 
 
-def unusual_states(rank: int) -> None:
+@on_ranks(2)
+def test_a_state_arrives_as_it_is_on_the_root(rank: int) -> None:
     hvd.init()
     p = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     embedding = nn.Embedding(5, 2, sparse=True)
@@ -1149,11 +1048,8 @@ def unusual_states(rank: int) -> None:
     equal(buffer[3], [1.0, 1.0])
 
 
-def test_a_state_arrives_as_it_is_on_the_root(ranks: Ranks) -> None:
-    ranks(2).run(unusual_states)
-
-
-def in_another_order(rank: int) -> None:
+@on_ranks(2)
+def test_parameters_in_another_order_are_not_mixed_up(rank: int) -> None:
     hvd.init()
     codec = hvd.Compression.codec(QSGD(bits=8), error_feedback=False)
     for options in ({}, {"op": hvd.Adasum}, {"compression": codec}, {"groups": 1}):
@@ -1173,11 +1069,8 @@ def in_another_order(rank: int) -> None:
                 equal(p, torch.full((2,), -float(gradient)))
 
 
-def test_parameters_in_another_order_are_not_mixed_up(ranks: Ranks) -> None:
-    ranks(2).run(in_another_order)
-
-
-def snapshot(rank: int) -> None:
+@on_ranks(2)
+def test_later_steps_leave_a_consolidated_checkpoint_alone(rank: int) -> None:
     hvd.init()
     model = model_of()
     optimizer = sgd(model)
@@ -1189,11 +1082,8 @@ def snapshot(rank: int) -> None:
         assert torch.equal(saved["state"][index]["momentum_buffer"], found["momentum_buffer"])
 
 
-def test_later_steps_leave_a_consolidated_checkpoint_alone(ranks: Ranks) -> None:
-    ranks(2).run(snapshot)
-
-
-def after_a_complex_gradient(rank: int) -> None:
+@on_ranks(2)
+def test_a_refused_gradient_leaves_nothing_under_way(rank: int) -> None:
     hvd.init()
 
     def step(dtype: torch.dtype) -> None:
@@ -1207,7 +1097,3 @@ def after_a_complex_gradient(rank: int) -> None:
     with pytest.raises(ValueError, match="complex64"):
         step(torch.complex64)
     step(torch.float32)
-
-
-def test_a_refused_gradient_leaves_nothing_under_way(ranks: Ranks) -> None:
-    ranks(2).run(after_a_complex_gradient)

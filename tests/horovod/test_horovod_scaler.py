@@ -15,7 +15,7 @@ import torch
 from gradwire import Codec, Identity, OneBit, TopK
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from ranks import Pool
+from ranks import Pool, on_ranks
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from training import digest
@@ -186,7 +186,10 @@ def test_a_scaler_unscales_what_all_ranks_have_reduced_in_many_scripts(ranks: Ra
     check(ranks(3), case)
 
 
-def changed(rank: int, how: str, codec: Codec | None) -> str:
+@pytest.mark.parametrize("codec", [None, OneBit(block=256)], ids=str)
+@pytest.mark.parametrize("how", ["unscaled", "clipped", "dropped", "replaced"])
+@on_ranks(2)
+def test_gradients_that_are_changed_in_flight_are_refused(rank: int, how: str, codec: Codec | None) -> None:
     """What a script does to gradients in flight, where rank 0 alone has an overflow."""
     hvd.init()
     model = Model(Case())
@@ -214,19 +217,15 @@ def changed(rank: int, how: str, codec: Codec | None) -> str:
         ends[how]()
     optimizer.zero_grad()  # and another step can be made
     assert digest(model.parameters()) == before
-    return str(caught.value)
+    text = str(caught.value)
+    assert "while ranks reduce" in text
+    assert "call optimizer.synchronize() before" in text
+    assert how != "unscaled" or "use_grad_scaler(scaler)" in text
 
 
-@pytest.mark.parametrize("codec", [None, OneBit(block=256)], ids=str)
-@pytest.mark.parametrize("how", ["unscaled", "clipped", "dropped", "replaced"])
-def test_gradients_that_are_changed_in_flight_are_refused(ranks: Ranks, how: str, codec: Codec | None) -> None:
-    for text in ranks(2).run(changed, how, codec):
-        assert "while ranks reduce" in text
-        assert "call optimizer.synchronize() before" in text
-        assert how != "unscaled" or "use_grad_scaler(scaler)" in text
-
-
-def combined(rank: int, fused: bool) -> tuple[str, bool]:
+@pytest.mark.parametrize("fused", [False, True])
+@on_ranks(2)
+def test_adasum_goes_on_where_a_rank_overflows(rank: int, fused: bool) -> tuple[str, bool]:
     """With Adasum each rank steps by itself, and one that overflows takes part with a step of zero."""
     hvd.init()
     model = Model(Case())
@@ -241,9 +240,3 @@ def combined(rank: int, fused: bool) -> tuple[str, bool]:
         scaler.update()
         assert (digest(model.parameters()) == before) == (step == 2)
     return digest(model.parameters()), scaler.get_scale() < 8.0
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_adasum_goes_on_where_a_rank_overflows(ranks: Ranks, fused: bool) -> None:
-    first, second = ranks(2).run(combined, fused)
-    assert first == second

@@ -11,7 +11,7 @@ import pytest
 import torch
 from gradwire import Codec, CompressState, Momentum, OneBit, Residual, TopK, Tracking, compress_hook
 from gradwire.compress.feedback.base import Feedback
-from ranks import Pool
+from ranks import Pool, on_ranks
 from test_horovod_operations import raised
 from test_horovod_optimizer import close, identical, loss_of, model_of, train, weights
 from torch import Tensor, nn
@@ -58,7 +58,9 @@ class Half(nn.Sequential):
         return super().forward(x.bfloat16()).float()
 
 
-def as_under_ddp(rank: int, name: str) -> None:
+@EVERY
+@on_ranks(2)
+def test_a_strategy_does_what_it_does_under_ddp(rank: int, name: str) -> None:
     hvd.init()
     mine = model_of()
     train(mine, optimizer_of(mine, name), rank, range(6))
@@ -72,12 +74,8 @@ def as_under_ddp(rank: int, name: str) -> None:
     state.close()
 
 
-@EVERY
-def test_a_strategy_does_what_it_does_under_ddp(ranks: Ranks, name: str) -> None:
-    ranks(2).run(as_under_ddp, name)
-
-
-def halved(rank: int) -> None:
+@on_ranks(2)
+def test_means_of_16_bits_are_added_up_in_32(rank: int) -> None:
     hvd.init()
     model = Half(*model_of()).bfloat16()
     optimizer = optimizer_of(model, "tracking")
@@ -86,11 +84,9 @@ def halved(rank: int) -> None:
     identical(model)
 
 
-def test_means_of_16_bits_are_added_up_in_32(ranks: Ranks) -> None:
-    ranks(2).run(halved)
-
-
-def resumed(rank: int, name: str) -> None:
+@KEEPING
+@on_ranks(2)
+def test_a_strategy_resumes(rank: int, name: str) -> None:
     hvd.init()
     model = model_of()
     optimizer = optimizer_of(model, name)
@@ -117,12 +113,8 @@ def resumed(rank: int, name: str) -> None:
     assert "consolidated" in raised(ValueError, lambda: hvd.broadcast_optimizer_state(fresh, root_rank=0))
 
 
-@KEEPING
-def test_a_strategy_resumes(ranks: Ranks, name: str) -> None:
-    ranks(2).run(resumed, name)
-
-
-def consolidated(rank: int) -> None:
+@on_ranks(3)
+def test_one_checkpoint_serves_all_ranks(rank: int) -> None:
     hvd.init()
     model = model_of()
     optimizer = optimizer_of(model, "tracking")
@@ -141,11 +133,9 @@ def consolidated(rank: int) -> None:
     identical(again)
 
 
-def test_one_checkpoint_serves_all_ranks(ranks: Ranks) -> None:
-    ranks(3).run(consolidated)
-
-
-def joined(rank: int, name: str) -> None:
+@pytest.mark.parametrize("name", ["tracking", "tracking of slices"])
+@on_ranks(3)
+def test_nothing_is_lost_while_ranks_have_joined(rank: int, name: str) -> None:
     hvd.init()
     model = model_of()
     optimizer = optimizer_of(model, name)
@@ -158,12 +148,9 @@ def joined(rank: int, name: str) -> None:
     identical(model)
 
 
-@pytest.mark.parametrize("name", ["tracking", "tracking of slices"])
-def test_nothing_is_lost_while_ranks_have_joined(ranks: Ranks, name: str) -> None:
-    ranks(3).run(joined, name)
-
-
-def skipped(rank: int, name: str) -> None:
+@KEEPING
+@on_ranks(2)
+def test_a_skipped_step_leaves_everything_as_it_was(rank: int, name: str) -> None:
     hvd.init()
     model = model_of()
     optimizer = optimizer_of(model, name)
@@ -185,12 +172,8 @@ def skipped(rank: int, name: str) -> None:
     identical(model)
 
 
-@KEEPING
-def test_a_skipped_step_leaves_everything_as_it_was(ranks: Ranks, name: str) -> None:
-    ranks(2).run(skipped, name)
-
-
-def subset(rank: int) -> None:
+@on_ranks(3)
+def test_a_strategy_in_a_process_set(rank: int) -> None:
     hvd.init()
     members = hvd.add_process_set([0, 2])
     model = model_of()
@@ -202,11 +185,8 @@ def subset(rank: int) -> None:
     assert hvd.remove_process_set(members)
 
 
-def test_a_strategy_in_a_process_set(ranks: Ranks) -> None:
-    ranks(3).run(subset)
-
-
-def refused(rank: int) -> None:
+@on_ranks(1)
+def test_what_cannot_work_is_refused(rank: int) -> None:
     hvd.init()
     model = model_of()
     moving = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -216,7 +196,3 @@ def refused(rank: int) -> None:
     clipping = hvd.Compression.codec(TopK(0.1), error_feedback=Momentum(clip=1.0))
     text = raised(ValueError, lambda: hvd.allreduce(torch.ones(99), name="x", compression=clipping))
     assert "clip" in text
-
-
-def test_what_cannot_work_is_refused(ranks: Ranks) -> None:
-    ranks(1).run(refused)

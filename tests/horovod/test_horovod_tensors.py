@@ -17,7 +17,7 @@ from gradwire.hooks.horovod.runtime.handles import COMPRESSIBLE, FLOATING, SUMMA
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lacking import no_default_device
-from ranks import Pool
+from ranks import Pool, on_ranks
 from test_horovod_operations import equal, raised
 from torch import Tensor, nn
 
@@ -183,7 +183,8 @@ def test_operations_take_any_tensor_or_refuse_it_at_length(ranks: Ranks, case: C
     check(ranks, case)
 
 
-def strange(rank: int) -> None:
+@on_ranks(2)
+def test_tensors_without_memory_are_refused(rank: int) -> None:
     hvd.init()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # such tensors are deprecated
@@ -198,11 +199,8 @@ def strange(rank: int) -> None:
     equal(hvd.allreduce(torch.ones(2)), torch.ones(2))
 
 
-def test_tensors_without_memory_are_refused(ranks: Ranks) -> None:
-    ranks(2).run(strange)
-
-
-def one_row(rank: int) -> None:
+@on_ranks(2)
+def test_a_sparse_gradient_of_a_single_row(rank: int) -> None:
     hvd.init()
     for dimensions in (1, 3):
         embedding = nn.Embedding(5, dimensions, sparse=True)
@@ -215,11 +213,8 @@ def one_row(rank: int) -> None:
         assert torch.allclose(before - embedding.weight.detach(), expected, atol=1e-6)
 
 
-def test_a_sparse_gradient_of_a_single_row(ranks: Ranks) -> None:
-    ranks(2).run(one_row)
-
-
-def odd_gradients(rank: int) -> None:
+@on_ranks(2)
+def test_gradients_that_are_expanded_or_have_a_graph(rank: int) -> None:
     hvd.init()
     p, q = (nn.Parameter(torch.zeros(2, 3)) for _ in range(2))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p, q], lr=1.0))
@@ -230,11 +225,8 @@ def odd_gradients(rank: int) -> None:
     equal(q, torch.full((2, 3), -1.5))
 
 
-def test_gradients_that_are_expanded_or_have_a_graph(ranks: Ranks) -> None:
-    ranks(2).run(odd_gradients)
-
-
-def inferred(rank: int) -> None:
+@on_ranks(2)
+def test_what_was_made_in_inference_mode_is_taken(rank: int) -> None:
     hvd.init()
     n = hvd.size()
     with torch.inference_mode():
@@ -257,11 +249,8 @@ def inferred(rank: int) -> None:
             equal(torch.cat([x, y.view(-1)]), torch.ones(numel + 6))
 
 
-def test_what_was_made_in_inference_mode_is_taken(ranks: Ranks) -> None:
-    ranks(2).run(inferred)
-
-
-def on_another_default_device(rank: int) -> None:
+@on_ranks(2)
+def test_the_default_device_is_nothing_to_the_operations(rank: int) -> None:
     hvd.init()
     n = hvd.size()
     x = torch.ones(rank, 2, requires_grad=True)
@@ -275,7 +264,3 @@ def on_another_default_device(rank: int) -> None:
         no_default_device()
     assert gathered.shape == (n * (n - 1) // 2, 2)
     equal(x.grad, torch.ones(rank, 2))
-
-
-def test_the_default_device_is_nothing_to_the_operations(ranks: Ranks) -> None:
-    ranks(2).run(on_another_default_device)

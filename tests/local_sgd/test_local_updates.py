@@ -299,55 +299,6 @@ def test_a_piece_is_under_way_while_the_next_one_is_taken(ranks: Ranks) -> None:
         assert all(seen)
 
 
-def local_sgd(rank: int) -> float:
-    """The parameters are averaged, as they are."""
-    model, optimizer = plain()
-    updates = LocalUpdates(model, optimizer, Identity(), every=3)
-    off = 0.0
-    for step in train(rank, model, optimizer, range(6)):
-        wanted = [mean_over_ranks(p) for p in model.parameters()]
-        updates.step()
-        if step % 3 == 2:
-            found = [p.detach() for p in model.parameters()]
-            off = max(off, *(float((a - b).abs().max()) for a, b in zip(wanted, found, strict=True)))
-    updates.close()
-    return off
-
-
-def test_local_sgd_averages_parameters(ranks: Ranks) -> None:
-    assert max(ranks(3).run(local_sgd)) < 1e-6
-
-
-def sparse_loco(rank: int) -> Any:
-    """e = βe + Δ; top-k of it is sent, the rest kept; θ0 -= the mean of what was sent."""
-    models = [perceptron(20, 24), perceptron(20, 24)]
-    inner = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
-    codec = TopK(0.05)
-    updates = LocalUpdates(models[0], inner[0], codec, every=3, error_feedback=Residual(decay=0.95))
-    flat = torch.cat([p.detach().reshape(-1) for p in models[1].parameters()])
-    e = torch.zeros_like(flat)
-    for step, _ in zip(*(train(rank, *both, range(9)) for both in zip(models, inner, strict=True)), strict=True):
-        updates.step()
-        if step % 3 == 2:
-            e = 0.95 * e + (flat - torch.cat([p.detach().reshape(-1) for p in models[1].parameters()]))
-            chosen = e.abs().topk(codec.k(e.numel())).indices
-            sent = torch.zeros_like(e)
-            sent[chosen] = e[chosen]
-            e -= sent
-            flat = flat - rank_mean(all_ranks(sent))
-            nn.utils.vector_to_parameters(flat.clone(), models[1].parameters())
-    residuals = residuals_of(updates.state_dict())
-    mine = torch.cat([residuals[name].reshape(-1) for name, _ in models[0].named_parameters()])
-    updates.close()
-    return digest(models[0].parameters()) == digest(models[1].parameters()), float((mine - e).abs().max())
-
-
-def test_sparse_loco(ranks: Ranks) -> None:
-    for same, off in ranks(2).run(sparse_loco):
-        assert same
-        assert off < 1e-7
-
-
 def streaming(rank: int, fragments: int, delay: int, mixing: float, keep_local: bool) -> Any:
     """Fragments in turn, applied `delay` steps after they were sent, and blended into what training has made since."""
     models = [perceptron(20, 24), perceptron(20, 24)]

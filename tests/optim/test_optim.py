@@ -29,7 +29,7 @@ from gradwire.compress.backends import use_backend
 from gradwire.compress.codecs.sign_vote import Votes
 from gradwire.hooks.exchanges import possible
 from gradwire.optim import DistributedLion, OneBitAdam, keep_gradients
-from ranks import Pool
+from ranks import Pool, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from training import batch, digest, perceptron, residuals_of
@@ -348,7 +348,8 @@ def test_another_number_of_ranks_goes_on_with_all_of_it(ranks: Ranks, name: str)
             assert torch.allclose(a, b, rtol=1e-6, atol=1e-8)
 
 
-def wrong_checkpoints(rank: int) -> None:
+@on_ranks(2)
+def test_a_checkpoint_that_does_not_fit_is_refused(rank: int) -> None:
     made = parameters()
     optimizer, others = adam(made), lion(parameters())
     saved = optimizer.state_dict()
@@ -366,10 +367,6 @@ def wrong_checkpoints(rank: int) -> None:
     for gone in (optimizer, copy.deepcopy(others)):
         with pytest.raises(RuntimeError, match="closed, or a copy"):
             gone.step()
-
-
-def test_a_checkpoint_that_does_not_fit_is_refused(ranks: Ranks) -> None:
-    ranks(2).run(wrong_checkpoints)
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -423,7 +420,8 @@ def test_ddp_has_to_leave_gradients_alone(ranks: Ranks) -> None:
     assert len(first) == 1
 
 
-def scaled(rank: int) -> None:
+@on_ranks(2)
+def test_a_scaler_is_refused_on_every_rank(rank: int) -> None:
     model, other = perceptron(), perceptron()
     optimizer = DistributedLion(model.parameters())
     scaler = torch.amp.GradScaler("cpu")
@@ -438,11 +436,15 @@ def scaled(rank: int) -> None:
     optimizer.close()
 
 
-def test_a_scaler_is_refused_on_every_rank(ranks: Ranks) -> None:
-    ranks(2).run(scaled)
-
-
-def odd_gradients(rank: int, which: str) -> str:
+@pytest.mark.parametrize(
+    ("which", "complaint"),
+    [
+        ("sparse", "sparse=False"),
+        ("unfrozen", r"parameter 2 of group 0, of shape \(2,\), has a gradient, and required none when"),
+    ],
+)
+@on_ranks(2)
+def test_what_one_rank_cannot_send_is_refused_on_all(rank: int, which: str, complaint: str) -> None:
     """What only the second rank has."""
     table, rest = nn.Embedding(10, 4, sparse=which == "sparse" and rank == 1), nn.Linear(4, 2)
     rest.bias.requires_grad_(False)
@@ -453,23 +455,13 @@ def odd_gradients(rank: int, which: str) -> str:
     with pytest.raises((RuntimeError, ValueError)) as caught:
         optimizer.step()
     optimizer.close()
-    return str(caught.value)
+    text = str(caught.value)
+    assert re.search(complaint, text)
+    assert "rank 1" in text or "gradwire: parameter" in text
 
 
-@pytest.mark.parametrize(
-    ("which", "complaint"),
-    [
-        ("sparse", "sparse=False"),
-        ("unfrozen", r"parameter 2 of group 0, of shape \(2,\), has a gradient, and required none when"),
-    ],
-)
-def test_what_one_rank_cannot_send_is_refused_on_all(ranks: Ranks, which: str, complaint: str) -> None:
-    for text in ranks(2).run(odd_gradients, which):
-        assert re.search(complaint, text)
-        assert "rank 1" in text or "gradwire: parameter" in text
-
-
-def late(rank: int) -> None:
+@on_ranks(2)
+def test_what_is_first_used_after_the_warm_up_stays_and_is_warned_of(rank: int) -> None:
     """A parameter that is first used after the warm-up."""
     made = parameters()
     optimizer = OneBitAdam(made, warmup_steps=2, weight_decay=0.1)
@@ -485,11 +477,9 @@ def late(rank: int) -> None:
     optimizer.close()
 
 
-def test_what_is_first_used_after_the_warm_up_stays_and_is_warned_of(ranks: Ranks) -> None:
-    ranks(2).run(late)
-
-
-def grown(rank: int, make: str) -> str:
+@pytest.mark.parametrize("make", ["adam", "lion"])
+@on_ranks(2)
+def test_groups_can_be_added(rank: int, make: str) -> str:
     made = parameters()
     build: Any = {"adam": lambda p: OneBitAdam(p, warmup_steps=3), "lion": DistributedLion}[make]
     optimizer: Any = build(made[:1])
@@ -513,11 +503,6 @@ def grown(rank: int, make: str) -> str:
     assert not torch.equal(made[4], parameters()[4])
     optimizer.close()
     return digest(made)
-
-
-@pytest.mark.parametrize("make", ["adam", "lion"])
-def test_groups_can_be_added(ranks: Ranks, make: str) -> None:
-    assert len(set(ranks(2).run(grown, make))) == 1
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
@@ -581,16 +566,13 @@ def test_bad_parameters_are_named_on_every_rank(ranks: Ranks, params: Any, compl
     assert all(complaint in text for text in ranks(2).run(refused, "adam", params, {}, False))
 
 
-def disagreeing(rank: int) -> str:
+@on_ranks(2)
+def test_ranks_that_mean_something_else_are_told(rank: int) -> None:
     with pytest.raises(ValueError) as caught:
         OneBitAdam([nn.Parameter(torch.ones(3))], lr=0.1 * (1 + rank), warmup_steps=1)
-    return str(caught.value)
-
-
-def test_ranks_that_mean_something_else_are_told(ranks: Ranks) -> None:
-    for text in ranks(2).run(disagreeing):
-        assert "ranks disagree on parameter groups" in text
-        assert "'lr': 0.2" in text
+    text = str(caught.value)
+    assert "ranks disagree on parameter groups" in text
+    assert "'lr': 0.2" in text
 
 
 # -- votes -------------------------------------------------------------------------------------------------------------
@@ -632,7 +614,9 @@ def test_votes_travel_exactly(backend: str, numel: int) -> None:
             assert bool(out[(votes[1] < 0).nonzero().view(-1)[:1]].isnan().all())
 
 
-def poisoned(rank: int, make: str) -> str:
+@pytest.mark.parametrize("make", ["adam", "lion"])
+@on_ranks(3)
+def test_what_is_not_finite_stays_visible(rank: int, make: str) -> str:
     made = parameters()
     optimizer: Any = {"adam": adam, "lion": lion}[make](made)
     for step in walk(rank, made, range(6)):
@@ -644,7 +628,9 @@ def poisoned(rank: int, make: str) -> str:
     return digest(made)
 
 
-def with_another_default(rank: int, name: str) -> list[str]:
+@pytest.mark.parametrize("name", ["onebit", "mean"])
+@on_ranks(3)
+def test_the_default_dtype_does_not_matter(rank: int, name: str) -> None:
     """What parameters become where torch makes tensors of another dtype, as scripts that train in bfloat16 say."""
     found, (make, options) = [], MAKERS[name]
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
@@ -661,18 +647,7 @@ def with_another_default(rank: int, name: str) -> list[str]:
         finally:
             torch.set_default_dtype(torch.float32)
         found.append(digest(made))
-    return found
-
-
-@pytest.mark.parametrize("name", ["onebit", "mean"])
-def test_the_default_dtype_does_not_matter(ranks: Ranks, name: str) -> None:
-    for found in ranks(3).run(with_another_default, name):
-        assert len(set(found)) == 1
-
-
-@pytest.mark.parametrize("make", ["adam", "lion"])
-def test_what_is_not_finite_stays_visible(ranks: Ranks, make: str) -> None:
-    assert len(set(ranks(3).run(poisoned, make))) == 1
+    assert len(set(found)) == 1
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
@@ -694,7 +669,8 @@ def test_what_the_page_says_runs(ranks: Ranks) -> None:
         assert len(set(ranks(2).run(read, block))) == 1
 
 
-def half_added(rank: int) -> tuple[int, int, bool]:
+@on_ranks(2)
+def test_a_group_is_added_on_all_ranks_or_on_none(rank: int) -> None:
     """A group that one rank cannot take is on no rank, and may be added again when that is mended."""
     model, more = perceptron(), nn.Linear(3, 3)
     optimizer = DistributedLion(model.parameters(), lr=1e-3)
@@ -706,14 +682,11 @@ def half_added(rank: int) -> tuple[int, int, bool]:
     optimizer.add_param_group({"params": list(more.parameters()), "lr": 0.1})
     model(batch(rank, 0, model)).sum().backward()
     optimizer.step()
-    return before, len(optimizer.param_groups), all(p in optimizer.state for p in more.parameters())
+    assert (before, len(optimizer.param_groups), all(p in optimizer.state for p in more.parameters())) == (1, 2, True)
 
 
-def test_a_group_is_added_on_all_ranks_or_on_none(ranks: Ranks) -> None:
-    assert ranks(2).run(half_added) == [(1, 2, True)] * 2
-
-
-def sharded(rank: int) -> list[str]:
+@on_ranks(2)
+def test_sharded_parameters_are_refused(rank: int) -> list[str]:
     """Shards lie in no flat tensor of ours: they used to end the process."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -733,12 +706,8 @@ def sharded(rank: int) -> list[str]:
     return texts
 
 
-def test_sharded_parameters_are_refused(ranks: Ranks) -> None:
-    first, second = ranks(2).run(sharded)
-    assert first == second
-
-
-def snapshot(rank: int) -> bool:
+@on_ranks(2)
+def test_later_steps_leave_a_consolidated_checkpoint_alone(rank: int) -> None:
     model = perceptron()
     optimizer = OneBitAdam(model.parameters(), warmup_steps=1)
 
@@ -751,8 +720,4 @@ def snapshot(rank: int) -> bool:
     before = copy.deepcopy(saved["state"])
     step(1)
     optimizer.close()
-    return all(torch.equal(saved["state"][i][name], x) for i, found in before.items() for name, x in found.items())
-
-
-def test_later_steps_leave_a_consolidated_checkpoint_alone(ranks: Ranks) -> None:
-    assert all(ranks(2).run(snapshot))
+    assert all(torch.equal(saved["state"][i][name], x) for i, found in before.items() for name, x in found.items())

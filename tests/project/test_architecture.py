@@ -28,7 +28,7 @@ LAYERS = (
     ("feedback", r"compress\.feedback(\.(?!store$).+)?"),
     ("feedback store", r"compress\.feedback\.store"),
     ("compress", r"compress"),
-    ("messages", r"hooks\.comm(\..+)?"),
+    ("messages", r"hooks\.(timeouts|comm(\..+)?)"),
     ("network", r"hooks\.network(\..+)?"),
     ("exchanges", r"hooks\.exchanges(\..+)?"),
     ("choices", r"hooks\.(auto|sparse)(\..+)?"),

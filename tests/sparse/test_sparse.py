@@ -20,7 +20,7 @@ from gradwire.hooks.sparse.costs import choose
 from gradwire.hooks.sparse.validation import Algorithm, Op
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ranks import GROUP_TIMEOUT, Pool
+from ranks import GROUP_TIMEOUT, Pool, on_ranks
 from torch import Tensor
 
 Ranks = Callable[[int], Pool]
@@ -127,7 +127,9 @@ def layouts(x: Tensor) -> dict[str, Tensor]:
     return found | {"one of a column": column[:1], "one at one address": x[:1].as_strided((1,), (0,))}
 
 
-def strided(rank: int, algorithm: Algorithm) -> None:
+@pytest.mark.parametrize("algorithm", arguments.ALGORITHMS)
+@on_ranks(2)
+def test_any_layout(rank: int, algorithm: Algorithm) -> None:
     """Indices and values of every layout, each beside what the plain ones give."""
     indices = torch.arange(rank, 3000, 3, dtype=torch.int32)
     numbers = torch.randn(1000)
@@ -146,24 +148,16 @@ def strided(rank: int, algorithm: Algorithm) -> None:
 
 
 @pytest.mark.parametrize("algorithm", arguments.ALGORITHMS)
-def test_any_layout(ranks: Ranks, algorithm: Algorithm) -> None:
-    ranks(2).run(strided, algorithm)
-
-
-def special(rank: int, algorithm: Algorithm) -> list[float]:
+@on_ranks(3)
+def test_what_is_not_finite_stays_visible(rank: int, algorithm: Algorithm) -> None:
     """Rank 1 has what is not finite; so has, there alone, the result of every rank."""
     values = torch.tensor([1.0, float("nan"), float("inf"), 2.0]) if rank == 1 else torch.ones(4)
     at, found = sparse_all_reduce(torch.tensor([0, 5, 6, 9]), values, 10, algorithm=algorithm, op="sum")
     assert at.tolist() == [0, 5, 6, 9]
-    return found.tolist()
-
-
-@pytest.mark.parametrize("algorithm", arguments.ALGORITHMS)
-def test_what_is_not_finite_stays_visible(ranks: Ranks, algorithm: str) -> None:
-    for one, nan, inf, other in ranks(3).run(special, algorithm):
-        assert (one, other) == (3.0, 4.0)
-        assert nan != nan
-        assert inf == float("inf")
+    one, nan, inf, other = found.tolist()
+    assert (one, other) == (3.0, 4.0)
+    assert nan != nan
+    assert inf == float("inf")
 
 
 #: Of six processes, two outlive the others: in the n-th algorithm's group the third goes in the middle of a call.
@@ -263,30 +257,24 @@ def test_lies_on_the_wire_are_left_out_and_counted(ranks: Ranks) -> None:
     assert all(skipped > 0 for _, skipped in results)
 
 
-def twice(rank: int) -> Any:
+@on_ranks(2)
+def test_a_result_outlives_the_next_call(rank: int) -> None:
     """What the first call returned, after a second one has worked in the same memory."""
     indices = torch.tensor([rank, 5 + rank], dtype=torch.int32)
     first = sparse_all_reduce(indices, torch.ones(2), 10, op="sum", algorithm="gather")
     sparse_all_reduce(indices + 1, torch.full((2,), 7.0), 10, op="sum", algorithm="gather")
-    return [tensor.tolist() for tensor in first]
+    assert [tensor.tolist() for tensor in first] == [[0, 1, 5, 6], [1.0, 1.0, 1.0, 1.0]]
 
 
-def test_a_result_outlives_the_next_call(ranks: Ranks) -> None:
-    assert ranks(2).run(twice) == [[[0, 1, 5, 6], [1.0, 1.0, 1.0, 1.0]]] * 2
-
-
-def half_known(rank: int) -> bool:
+@on_ranks(2)
+def test_a_newcomer_makes_all_probe(rank: int) -> None:
     """Rank 0 has met the group before, rank 1 has not: both must probe, or one hangs."""
     group = Group(dist.group.WORLD)
     probe.calibration(group, torch.device("cpu"))
     if rank == 1:
         probe._known.clear()
     sparse_all_reduce(torch.tensor([rank]), torch.ones(1), 10)
-    return probe.known(group, torch.device("cpu"))
-
-
-def test_a_newcomer_makes_all_probe(ranks: Ranks) -> None:
-    assert ranks(2).run(half_known) == [True, True]
+    assert probe.known(group, torch.device("cpu"))
 
 
 def balance(rank: int, world_size: int, pattern: str) -> list[Any]:

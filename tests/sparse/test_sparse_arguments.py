@@ -11,7 +11,7 @@ import torch.distributed as dist
 from gradwire import sparse_all_reduce
 from gradwire.hooks.sparse import all_reduce as sparse
 from gradwire.hooks.sparse.validation import ALGORITHMS, Algorithm
-from ranks import Pool
+from ranks import Pool, on_ranks
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -118,7 +118,9 @@ def test_a_rank_outside_is_told(ranks: Ranks, how: str) -> None:
     assert "expected a process group that this rank is in" in said
 
 
-def differentiable(rank: int, algorithm: Algorithm) -> tuple[bool, bool]:
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@on_ranks(2)
+def test_autograd_sees_nothing_of_it(rank: int, algorithm: Algorithm) -> None:
     """Values and outputs that require grad: whether results do, and whether what is kept for the next call holds a
     graph, which would grow with every call."""
     weight = torch.ones(4000, requires_grad=True)
@@ -136,15 +138,12 @@ def differentiable(rank: int, algorithm: Algorithm) -> tuple[bool, bool]:
             assert torch.equal(out, expected)
     assert torch.equal(found, torch.full((8000,), 2.0))
     (room,) = sparse._pools[dist.group.WORLD].values()
-    return tracked, any(memory.requires_grad for memory in room._memory.values())
+    assert (tracked, any(memory.requires_grad for memory in room._memory.values())) == (False, False)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_autograd_sees_nothing_of_it(ranks: Ranks, algorithm: Algorithm) -> None:
-    assert ranks(2).run(differentiable, algorithm) == [(False, False)] * 2
-
-
-def in_and_out_of_inference(rank: int, algorithm: Algorithm) -> list[list[float]]:
+@on_ranks(2)
+def test_inference_mode_comes_and_goes(rank: int, algorithm: Algorithm) -> None:
     """What inference mode makes cannot be written to outside it, and memory is kept."""
     sparse._pools.pop(dist.group.WORLD, None)
     indices, found = torch.tensor([rank, 7]), []
@@ -152,12 +151,7 @@ def in_and_out_of_inference(rank: int, algorithm: Algorithm) -> list[list[float]
         with torch.inference_mode(mode):
             at, sums = sparse_all_reduce(indices, torch.ones(2), 10, op="sum", algorithm=algorithm)
             found.append([*at.tolist(), *sums.tolist()])
-    return found
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_inference_mode_comes_and_goes(ranks: Ranks, algorithm: Algorithm) -> None:
-    assert ranks(2).run(in_and_out_of_inference, algorithm) == [[[0, 1, 7, 1.0, 1.0, 2.0]] * 3] * 2
+    assert found == [[0, 1, 7, 1.0, 1.0, 2.0]] * 3
 
 
 def types(indices: Tensor, values: Tensor, out: Tensor, maybe: Tensor | None) -> None:

@@ -3,6 +3,7 @@ now or later."""
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from drawn import Short
-from gradwire import Codec, Residual, compress_fsdp
+from gradwire import Codec, OneBit, Residual, compress_fsdp
 from gradwire.compress.feedback.base import Feedback
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.fsdp.replicate import FSDPState
@@ -283,6 +284,41 @@ def _refusal(state: FSDPState) -> str:
 def _kept(state: Any) -> set[str]:
     """Of which parameters that is kept which a pass has sent that raised: where a step goes dense, nothing is."""
     return set(state._feedback.by_name())
+
+
+def through_a_checkpoint(
+    rank: int, shape: tuple[int, int], folder: str, scatter: bool, write: bool
+) -> dict[str, Tensor]:
+    """Train a little on a mesh and save, or load on it and go on; the residuals, whole, by name."""
+    setup = Sharded(shape, OneBit(), scatter=scatter and shape[0] == 1)
+    model = sharded(setup, mesh_of(shape)["shard"])
+    state = compressed(setup, model)
+    if write:
+        for number in range(3):
+            one_pass(rank, model, number, "step")
+        dcp.save({"gradwire": state}, checkpoint_id=folder)
+    else:
+        dcp.load({"gradwire": state}, checkpoint_id=folder)
+    assert state.step == 3
+    found = {name: x.full_tensor() for name, x in residuals(state.state_dict()).items()}
+    if not write:
+        one_pass(rank, model, 3, "step")
+        assert state.step == 4
+    state.close()
+    return found
+
+
+def loads_on(
+    first: tuple[int, int], others: Sequence[tuple[int, int]], ranks: Ranks, folder: Path, scatter: bool = False
+) -> None:
+    """What is saved on the first mesh is loaded, whole, on the others."""
+    saved, *_ = ranks(math.prod(first)).run(through_a_checkpoint, first, str(folder), scatter, True)
+    assert sum(float(x.abs().sum()) for x in saved.values()) > 0
+    for shape in others:
+        *_, found = ranks(math.prod(shape)).run(through_a_checkpoint, shape, str(folder), scatter, False)
+        assert found.keys() == saved.keys()
+        for name, x in saved.items():
+            torch.testing.assert_close(found[name], x, rtol=1e-6, atol=1e-9)
 
 
 def residuals(saved: dict[str, Any]) -> dict[str, Any]:

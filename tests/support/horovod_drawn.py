@@ -19,7 +19,7 @@ from typing import Any
 
 import gradwire.hooks.horovod as hvd
 import torch
-from drawn import TENTH, Short
+from drawn import TENTH, Overflow, Short
 from gradwire import Codec, Residual
 from rounded import counted
 from torch import Tensor, nn
@@ -105,15 +105,6 @@ class Configuration(Short):
 
 
 # -- what happens ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, repr=False)
-class Overflow(Short):
-    """An infinity in one gradient of one rank, in one of a step's backward passes."""
-
-    rank: int = 0
-    parameter: int = 0
-    backward: int = 0
 
 
 @dataclass(frozen=True, repr=False)

@@ -49,12 +49,14 @@ Graph = dict[str, set[str]]
 
 def room(module: str, modules: Mapping[str, str]) -> str:
     """The folder of a module, two levels deep at most; the contract of codecs, with former names, counts as one,
-    `compress/codec.py`."""
+    `compress/codec.py`, and the timeouts, which nearly all rooms of hooks/ import, as another."""
     parts = module.split(".")
     if module in ("", "meet"):
         return "gradwire"
     if module in ("compress.codec", "compress.sparse_codec", "compress.deprecated"):
         return "compress/codec.py"
+    if module == "hooks.timeouts":
+        return "hooks/timeouts.py"
     inside = ".".join(parts[:2])
     deep = parts[0] in ("compress", "hooks") and any(name.startswith(f"{inside}.") for name in modules)
     return "/".join(parts[:2]) if deep else parts[0]

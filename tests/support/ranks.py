@@ -6,6 +6,7 @@ The function is named by its file and its name, so that any test module can hold
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import inspect
 import math
@@ -23,6 +24,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 #: The process group's timeout on every rank; what a test must do, it does in less.
 GROUP_TIMEOUT = timedelta(seconds=30)
 #: How warnings begin that some torch gives whatever its caller does.
@@ -37,6 +40,27 @@ TORCHS_OWN = (
 def without_address(parameter: object) -> str:
     """The `ids` of parameters with functions in them: the same in every process."""
     return re.sub(r" at 0x[0-9a-f]+", "", str(parameter))
+
+
+def on_ranks(*sizes: int, within: float = 120.0) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """A test that runs on every rank of worlds of these sizes, and returns the same on all of them. Its first argument
+    is the rank; the others are pytest's, and are pickled."""
+
+    def decorate(test: Callable[..., Any]) -> Callable[..., None]:
+        _, *others = inspect.signature(test).parameters.values()
+
+        @functools.wraps(test)
+        def run(ranks: Callable[[int], Pool], world: int = sizes[0], **arguments: Any) -> None:
+            found = ranks(world).run(test, *(arguments[other.name] for other in others), within=within)
+            assert all(result == found[0] for result in found), f"the ranks differ: {found}"
+
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        own = ["ranks"] if len(sizes) == 1 else ["ranks", "world"]
+        parameters = [inspect.Parameter(name, keyword) for name in (*own, *(other.name for other in others))]
+        vars(run).update(__signature__=inspect.Signature(parameters), on_rank=test)
+        return run if len(sizes) == 1 else pytest.mark.parametrize("world", sizes)(run)
+
+    return decorate
 
 
 class RankError(AssertionError):
@@ -180,4 +204,4 @@ def _load(path: str, name: str) -> Callable[..., Any]:
         module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     function: Callable[..., Any] = getattr(module, name)
-    return function
+    return getattr(function, "on_rank", function)

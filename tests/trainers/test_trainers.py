@@ -533,14 +533,33 @@ def test_what_was_kept_of_a_layer_that_is_frozen_now_can_be_dropped(two: Pool, t
         assert ["are dropped" in text for text in found] == [False] * 3 + [True] * 3
 
 
+def small_gpt2() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes: dict[str, Any] = {"vocab_size": 50, "n_positions": 8, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+
+
+def small_run(output: str, steps: int) -> dict[str, Any]:
+    """Arguments of a Trainer."""
+    import torch
+    from transformers import TrainingArguments
+
+    args = TrainingArguments(
+        output, max_steps=steps, per_device_train_batch_size=4, save_steps=2, use_cpu=True, report_to=[],
+        disable_tqdm=True, ddp_find_unused_parameters=False, dataloader_pin_memory=False,
+    )  # fmt: skip
+    rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(50, (32, 8))]
+    return {"args": args, "train_dataset": rows}
+
+
 def searched(rank: int, folder: str) -> Any:
     """Two trials of a hyperparameter search, alike; the second's model is a new one."""
-    import torch
     import torch.distributed as dist
     from gradwire import CompressState, TopK
     from gradwire.trainers import TransformersCallback
     from training import digest, residuals_of
-    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+    from transformers import Trainer
 
     class Searching(Trainer):
         """As `hyperparameter_search` has it, whose backends are not installed."""
@@ -554,20 +573,9 @@ def searched(rank: int, folder: str) -> Any:
         def _get_output_dir(self, trial: Any) -> str:
             return f"{self.args.output_dir}/run-{trial}"
 
-    def make() -> GPT2LMHeadModel:
-        config = GPT2Config(
-            vocab_size=50, n_positions=8, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
-        )
-        return GPT2LMHeadModel(config)
-
     with surroundings(rank, folder):
         begin_accelerate()
-        rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(50, (32, 8))]
-        args = TrainingArguments(
-            "out", max_steps=3, per_device_train_batch_size=4, save_steps=2, use_cpu=True, report_to=[],
-            disable_tqdm=True, ddp_find_unused_parameters=False, dataloader_pin_memory=False,
-        )  # fmt: skip
-        trainer = Searching(args=args, train_dataset=rows, model_init=make)
+        trainer = Searching(model_init=small_gpt2, **small_run("out", 3))
         state = CompressState(TopK(0.1), exchange="gather", fallback=None)
         trainer.add_callback(TransformersCallback(trainer, state))
         ends = []
@@ -591,25 +599,16 @@ def test_trials_of_a_search_have_nothing_of_each_other(two: Pool, tmp_path: Path
 def resumed_elsewhere(rank: int, folder: str) -> list[bool]:
     """A run goes on from a checkpoint in another folder: where another run has one of the same step, and where there is
     none. Whether it ends where it would have."""
-    import torch
     import torch.distributed as dist
     from gradwire import CompressState, TopK
     from gradwire.trainers import TransformersCallback
     from training import digest
-    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+    from transformers import Trainer, set_seed
 
     def trained(output: str, seed: int, **options: Any) -> str:
         begin_accelerate()
         set_seed(seed)
-        rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(50, (32, 8))]
-        config = GPT2Config(
-            vocab_size=50, n_positions=8, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
-        )
-        args = TrainingArguments(
-            output, max_steps=4, per_device_train_batch_size=4, save_steps=2, use_cpu=True, report_to=[],
-            disable_tqdm=True, ddp_find_unused_parameters=False, dataloader_pin_memory=False,
-        )  # fmt: skip
-        trainer = Trainer(GPT2LMHeadModel(config), args, train_dataset=rows)
+        trainer = Trainer(small_gpt2(), **small_run(output, 4))
         state = CompressState(TopK(0.1), exchange="gather", fallback=None)
         trainer.add_callback(TransformersCallback(trainer, state))
         trainer.train(**options)

@@ -24,14 +24,13 @@ import torch.distributed as dist
 
 from ...comm.socket_loop import SocketLoop
 from ...comm.sockets import Connection, dial, listen
+from ...timeouts import END_SECONDS
 from ..transport.addresses import addresses
 from .epoch_coordinator import EpochCoordinator
 from .negotiation import REMOVE, Negotiator
 
 log = logging.getLogger("gradwire.horovod")
 
-#: Seconds to wait, after the end has been said, until the others have heard it.
-_FAREWELL_SECONDS = 5.0
 #: Seconds between two looks for ranks that wait for others.
 _LOOK_SECONDS = 0.25
 
@@ -171,7 +170,7 @@ class Coordinator:
     def _end(self, message: str, clean: bool) -> None:
         if self._ending is not None:
             return
-        self._ending = time.monotonic() + _FAREWELL_SECONDS
+        self._ending = time.monotonic() + END_SECONDS
         for peer in self._peers.values():
             self._loop.send(peer, {"do": "stop", "clean": clean, "message": message})
 

@@ -59,9 +59,6 @@ class EagerPayloads:
         #: Announcements still to come that the coordinator has dealt with, by key and rank.
         self._discarded: dict[tuple[str, int], int] = {}
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._waiting
-
     def announce(
         self, rank: int, round: int, mixed: int, members: Sequence[int], request: Request, payload: bytes
     ) -> Iterator[Delivered]:

@@ -23,12 +23,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from ...timeouts import EPOCH_SECONDS
 from .negotiation import MAX_IN_FLIGHT, REMOVE, Ready, Request, agree, request_bytes
 
 #: Kinds that change the rules by which ranks agree: the coordinator's business.
 COORDINATED = ("join", "process_set.add", REMOVE)
-#: Seconds until entries of only some ranks go to the coordinator, which can run others meanwhile.
-PATIENCE = 1.0
 
 
 class Entry(NamedTuple):
@@ -139,7 +138,7 @@ class EpochLog:
     def look(self) -> None:
         """On rank 0, now and then: end an epoch in which ranks have waited too long for others."""
         waiting = self.open and any(self._log(self.epoch))
-        if waiting and time.monotonic() - self._since > PATIENCE:
+        if waiting and time.monotonic() - self._since > EPOCH_SECONDS:
             self.end_epoch()
 
     def _log(self, epoch: int) -> list[deque[Line]]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...comm.untraced import untraced
+from ...timeouts import UNCLAIMED_SECONDS
 from ...training.grad_scaler import LossScale
 from ..compression import codec_of
 from ..functions import allgather_object
@@ -27,9 +28,6 @@ from .arguments import Options
 from .residuals import state_of_optimizer
 from .units import Reductions, Unit, buckets_of, check_alike
 from .unscaling import REMEDY, Unscaling, are_finite, version
-
-#: Seconds to wait for gradients that nobody asks for any more.
-WAIT_SECONDS = 10.0
 
 #: The reducer of a parameter's gradient, by its id: of the optimizer made last, should there be several.
 _owners: weakref.WeakValueDictionary[int, GradientReducer] = weakref.WeakValueDictionary()
@@ -131,7 +129,7 @@ class GradientReducer:
         """Until nothing changes gradients and residuals any more; within limits, as other ranks may have stopped."""
         for unit in self._units:
             if unit.pending is not None:
-                unit.pending.settle(WAIT_SECONDS)
+                unit.pending.settle(UNCLAIMED_SECONDS)
 
     def synchronize(self) -> None:
         """Wait until every gradient is reduced. Parameters without one get zeros, which take part. A collective.

@@ -7,7 +7,6 @@ CUDA tensors go over NCCL, or, where torch has none, through the host over Gloo.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,11 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...comm.group import Group
+from ...timeouts import COLLECTIVE_TIMEOUT
 from ..transport.peer_mesh import MeshGroup, PeerMesh
 from .arithmetic import reduce_rows
-
-#: Limit of a collective, once every rank has said that it is ready for it.
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
 class Channel:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...comm.sockets import Connection
+from ...timeouts import END_SECONDS, START_SECONDS
 from ..consensus.coordinator import Coordinator, connect
 from ..consensus.eager_payloads import Delivered
 from ..consensus.negotiation import Negotiator
@@ -32,14 +33,8 @@ from ..gradients.residuals import States
 from ..transport.peer_mesh import PeerMesh
 from .channel import Channel, EagerChannel
 from .compressed import CompressedReduce, ResidualMean, zero_input
-from .launch import START_SECONDS
 from .operations import Operation
 from .timeline import Timeline
-
-#: Seconds that ranks wait for each other at an orderly end.
-END_SECONDS = 5.0
-#: Seconds to wait for a thread that a dead peer may keep.
-STOP_SECONDS = 5.0
 
 
 class Pending:
@@ -209,9 +204,9 @@ class Engine:
         self._executor.join(2 * END_SECONDS)
         self._connection.close()
         self._mesh.close()
-        self._listener.join(STOP_SECONDS)
+        self._listener.join(END_SECONDS)
         if self._coordinator is not None:
-            self._coordinator.thread.join(2 * STOP_SECONDS)
+            self._coordinator.thread.join(2 * END_SECONDS)
         if self.timeline is not None:
             self.timeline.close()
 

@@ -31,8 +31,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-#: Seconds that ranks wait for each other in `init`.
-START_SECONDS = 120.0
+from ...timeouts import START_SECONDS
+
 #: Rank 0's port if MASTER_ADDR is set and MASTER_PORT is not, as torchrun has it.
 DEFAULT_PORT = 29500
 
