@@ -173,6 +173,14 @@ class Bucket:
             self.kept_version = feedback.version
         return grad
 
+    def conclude(self, mean: Tensor) -> None:
+        """Bring residuals to where they are after a step with this mean, of which only this rank lacks the last
+        messages."""
+        if self.kept is not None:
+            if self.packed is not None:
+                self.packing.take(mean)
+            self.exchange.conclude(mean if self.packed is None else self.packed, self.operands)
+
     def goes_dense(self, choice: Choice, clean: bool) -> bool:
         """True if a float32 all-reduce of the buffer is all that this choice needs, in every step from now on.
 

@@ -124,6 +124,10 @@ class Exchange(ABC):
     def reduce(self, x: ExchangeArgs) -> Stages:
         """Write the ranks' mean of `x.grad` to `x.out`, and that of `x.extra` to `x.extra`."""
 
+    def conclude(self, mean: Tensor, x: ExchangeArgs) -> None:  # noqa: B027 - most have nothing to do
+        """Bring residuals to where they are after a step with this mean, of which only this rank lacks the last
+        messages. By default they are there once all of its own are sent."""
+
     def union_of(self, out: Tensor) -> Tensor | None:
         """The size of the ranks' union with a sparse codec, from the last `out`: int64 []; None: unknown."""
         return None

@@ -19,7 +19,7 @@ from ..comm.entry_exchange import Entries, EntryExchanger
 from ..comm.group import Group
 from ..comm.ports import Stages
 from ..network.cost import Calibration, Estimate, Shape
-from .base import BucketSpec
+from .base import BucketSpec, ExchangeArgs
 from .entry_base import EntryExchange, EntryMessages, entries_of, with_selection
 from .fixed_base import SPREAD
 from .fixed_split import FixedSizeSplit
@@ -77,6 +77,8 @@ class Split(EntryExchange):
         self.share = -(-self.k // self.world_size)
         #: Own sums that are likely to be kept: rises at once and falls slowly, as single steps vary.
         self.likely = self.share
+        #: This rank's entries, and the sums that it owns, of the last step.
+        self.sent: tuple[Entries, Entries]
         if numel:
             # As `tensor_split` cuts.
             slices = [extra // self.world_size + (rank < extra % self.world_size) for rank in range(self.world_size)]
@@ -102,7 +104,20 @@ class Split(EntryExchange):
         self.step += 1
         owned, extras = yield from self._sums(entries, extra, feedback)
         means = Entries(owned.indices, owned.values * (1.0 / self.world_size))
+        self.sent = entries, owned
         result = yield from self._largest(means, extras, extra)
+        self._settle(result, feedback)
+        return result
+
+    def conclude(self, mean: Tensor, x: ExchangeArgs) -> None:
+        if self.numel:
+            host = mean.to(HOST)
+            indices = host.view(torch.int32).nonzero().view(-1).int()  # -0.0, too
+            self._settle(Entries(indices, host[indices]), x.feedback)
+
+    def _settle(self, result: Entries, feedback: FeedbackState) -> None:
+        """Take back what has been sent and is not in the result."""
+        entries, owned = self.sent
         first, end = torch.searchsorted(result.indices, _int32(self.bounds[self.rank : self.rank + 2])).tolist()
         self.likely = max(end - first, self.likely - (self.likely - (end - first)) // 4)
         with feedback.open():
@@ -113,7 +128,6 @@ class Split(EntryExchange):
             feedback.restore_unless(
                 *(part.to(self.device) for part in (entries.indices, entries.values, result.indices))
             )
-        return result
 
     def _give_back(self, feedback: FeedbackState, indices: Tensor, values: Tensor) -> None:
         feedback.restore(indices.to(self.device), values.to(self.device))

@@ -35,10 +35,12 @@ class Healed:
     moving: list[Tensor]
     frozen: list[Tensor]
     buffers: list[Tensor]
+    #: The means of the round that has made it, by bucket; empty, where they are not needed.
+    means: list[Tensor]
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (*self.moving, *self.frozen, *self.buffers))
+        return sum(tensor.nbytes for tensor in (*self.moving, *self.frozen, *self.buffers, *self.means))
 
 
 class CommonState:
@@ -88,10 +90,14 @@ class CommonState:
                 works.append(channel.pairwise(received, sent))
             return [part.view(t.dtype).view(t.shape) for part, t in zip(aside, tensors, strict=mine)]
 
+        counted = [
+            rank for rank, ending in enumerate(verdict.endings) if ending == "counted" and verdict.mean is not None
+        ]
         found = [
             move(moving, verdict.needy, verdict.donors),
             move(frozen, verdict.frozen, verdict.donors),
             move(buffers, verdict.needy, verdict.donors[:1]),
+            move([shared.mean for shared in self._every], counted, [verdict.mean or 0]),
         ]
         return works, Healed(*found) if needs else None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from ...compress.formats.layout import Layout, Slot, end_to_end
 from ..core.bucket import Bucket
 from ..core.step import Step
 from ..exchanges import all_finite
+
+P = TypeVar("P", bound=Tensor)
 
 #: Keys of a checkpoint's tensors that are the same on all ranks; "arrived": means that are not yet applied.
 REPLICATED_KEYS = ("global", "momentum", "arrived")
@@ -113,6 +115,11 @@ class GlobalParameters:
         vectors = backend_for(self.bucket.device).vectors
         for own, agreed, moved in self._whole(self.values.to(self.bucket.device), self._moved):
             vectors.difference(agreed, own, moved, restart)
+        return self._moved
+
+    @property
+    def mean(self) -> Tensor:
+        """The ranks' mean difference of the last round, until the next one begins: where `difference` was."""
         return self._moved
 
     def difference_again(self, former: Tensor) -> Tensor:
@@ -265,9 +272,7 @@ def check_saved(saved: Mapping[str, Any], parameters: Mapping[str, Tensor], ever
         )
 
 
-def fragments_of(
-    parameters: Mapping[str, Tensor], fragments: int, bucket_cap_mb: float
-) -> list[list[dict[str, Tensor]]]:
+def fragments_of(parameters: Mapping[str, P], fragments: int, bucket_cap_mb: float) -> list[list[dict[str, P]]]:
     """Split parameters into `fragments` groups of about equal size, and each group into buckets of at most
     `bucket_cap_mb` MiB of float32, or of one larger parameter; in the order of the model.
 
@@ -293,8 +298,8 @@ def fragments_of(
     return groups
 
 
-def _buckets(parameters: Mapping[str, Tensor], most: int) -> list[dict[str, Tensor]]:
-    buckets: list[dict[str, Tensor]] = []
+def _buckets(parameters: Mapping[str, P], most: int) -> list[dict[str, P]]:
+    buckets: list[dict[str, P]] = []
     size = 0
     for name, parameter in parameters.items():
         if not buckets or size + parameter.numel() > most:

@@ -240,11 +240,19 @@ class RoundRunner:
             if arrival.healed is not None:
                 return False
 
+    def _conclude(self, arrival: Arrival) -> None:
+        """The round under way was completed elsewhere, with this replica's message."""
+        means = [] if arrival.healed is None else arrival.healed.means
+        if self.under_way is not None and means:
+            for shared in self.under_way.globals:
+                shared.bucket.conclude(shared.mean.copy_(means[shared.bucket.index]))
+        self._feedback.commit()
+
     def follow(self, arrival: Arrival) -> None:
         """Go on in another view, from the state that its members agree on. A round under way has ended."""
         assert self.replicas is not None
         if arrival.ending == "counted":
-            self._feedback.commit()
+            self._conclude(arrival)
         else:
             self._feedback.rollback()
         # What this replica owed the ranks of the former view for slices that it owned becomes its own residual.

@@ -25,6 +25,7 @@ class Report:
         agreed: the last view whose members have agreed on its state; 0: it has none yet.
         view, rounds: the state's name.
         sent_in: the view in which it has sent its next round; 0: it has not.
+        has_mean: it has the mean of the round that made the state, still.
         digest: of the state's bits.
         frozen: of the tensors that no round changes.
     """
@@ -33,6 +34,7 @@ class Report:
     view: int
     rounds: int
     sent_in: int
+    has_mean: bool
     digest: int
     frozen: int
 
@@ -59,6 +61,7 @@ class Verdict:
         diverged: those of `needy` that had other bits under this name.
         frozen: those of `needy` whose tensors that no round changes differ from the first donor's.
         endings: by rank.
+        mean: the donor that tells the last round's mean to those whose messages it has counted; None: nobody has it.
     """
 
     name: tuple[int, int]
@@ -67,6 +70,7 @@ class Verdict:
     diverged: tuple[int, ...]
     frozen: tuple[int, ...]
     endings: tuple[Ending, ...]
+    mean: int | None
 
 
 def decide(view: int, reports: Sequence[Report]) -> Verdict:
@@ -90,6 +94,7 @@ def decide(view: int, reports: Sequence[Report]) -> Verdict:
         diverged=tuple(rank for rank in same if rank not in donors),
         frozen=tuple(rank for rank in needy if reports[rank].frozen != first.frozen),
         endings=tuple(_ending(report, name) for report in reports),
+        mean=next((rank for rank in donors if reports[rank].has_mean), None),
     )
 
 

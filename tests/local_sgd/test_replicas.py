@@ -222,10 +222,11 @@ def test_one_dies_and_one_comes(exchange: str) -> None:
         assert settle(made) > 5
 
 
-@pytest.mark.parametrize(("exchange", "sends"), [("gather", 1), ("two_pass", 2)])
-def test_a_round_that_one_has_completed_counts_for_all(exchange: str, sends: int) -> None:
+@pytest.mark.parametrize("dies", [True, False])
+@pytest.mark.parametrize(("exchange", "sends"), [("gather", 1), ("two_pass", 2), ("split", 2)])
+def test_a_round_that_one_has_completed_counts_for_all(exchange: str, sends: int, dies: bool) -> None:
     """The first of three dies between its last message to the second, which completes the round, and that to the
-    third."""
+    third; or its connection to the third breaks then."""
     with world(codec=CODECS[exchange](), exchange=exchange, error_feedback=Residual()) as made:
         made.start(3)
         made.until(lambda: all(replica.rounds >= 3 for replica in made.replicas))
@@ -237,16 +238,19 @@ def test_a_round_that_one_has_completed_counts_for_all(exchange: str, sends: int
                 sent.append(peer)
                 if len(sent) == sends:
                     made.until(lambda: second.tie._name[1] >= dying.rounds)
-                    dying.die()
-                    raise RuntimeError("this replica has died")
+                    if dies:
+                        dying.die()
+                    raise RuntimeError("this replica has died, or its connection")
 
         dying.last_words = last_words
-        made.until(lambda: dying.dead)
+        made.until(lambda: len(sent) >= sends)
         settle(made)
         entries = [[entry for entry in replica.entries if entry.name[0] == 1] for replica in (second, third)]
         assert entries[0][-1].name == entries[1][-1].name
         assert entries[0][-1].moved is not None
         assert entries[1][-1].moved is None, "the third has completed the round itself"
+        same = [entry for replica in made.replicas for entry in replica.entries if entry.name == entries[0][-1].name]
+        assert dies or len(same) == 3, "the law of this round was not checked"
 
 
 EVENTS = st.one_of(

@@ -14,7 +14,7 @@ class Member:
     """A replica without its tensors: its state is the list of all that rounds have counted."""
 
     number: int
-    report: Report = field(default_factory=lambda: Report(0, 0, 0, 0, 0, 0))
+    report: Report = field(default_factory=lambda: Report(0, 0, 0, 0, True, 0, 0))
     history: tuple[frozenset[tuple[int, int]], ...] = ()
     pieces: int = 0  # of its own training: each is to be counted once
     #: It has been in every view since it came.

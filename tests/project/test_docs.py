@@ -30,6 +30,7 @@ from gradwire.benchmarks import cli
 from gradwire.benchmarks.learning import demo
 from gradwire.compress.backends import use_backend
 from gradwire.hooks import Statistics
+from gradwire.hooks.local_sgd.meeting.server import MeetingPoint, command
 from page_tables import DOCS, TABLES, with_table
 from pages import BLOCKS, FOLDERS, PAGES, PROJECT, ROOT, Block, blocks
 from ranks import TORCHS_OWN, Pool
@@ -47,6 +48,7 @@ PRINTED = {
     "trainers.md": "train_runtime",
     "choose.md": r"CompressState\(model, ChunkedTopK\(.*\), error_feedback=Residual\(\)\): ",
     "ddp.md": r"20 steps, \d+ bytes sent where float32 has \d+",
+    "elastic.md": r"replica [01]: round 20 with \((0, 1|0|1)\), \d views",
     "periodic.md": r"[45] rounds, \d+ bytes sent in 100 steps",
 }
 #: How many blocks nobody runs, for want of a GPU.
@@ -120,8 +122,9 @@ def run_examples(rank: int, texts: dict[str, str], folder: str) -> str:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if SNIPPETS_BY_PAGE[page]], ids=lambda page: page.name)
 def test_examples_run_on_two_ranks(ranks: Ranks, page: Path, tmp_path: Path) -> None:
-    texts = {str(block): block.text for block in SNIPPETS_BY_PAGE[page]}
-    printed, _ = ranks(2).run(run_examples, texts, str(tmp_path))
+    with MeetingPoint(dead_after=2.0) as point:
+        texts = {str(b): b.text.replace("localhost:29400", point.address) for b in SNIPPETS_BY_PAGE[page]}
+        printed, _ = ranks(2).run(run_examples, texts, str(tmp_path))
     assert re.search(PRINTED.get(page.name, "^$"), printed), printed
 
 
@@ -152,7 +155,7 @@ def inline_commands() -> list[tuple[str, str]]:
     found = []
     for page in PAGES:
         text = re.sub(r"^ *```.*?^ *```$", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
-        spans = re.findall(r"`((?:make|gradwire-bench|pip install|torchrun) [^`]+)`", text)
+        spans = re.findall(r"`((?:make|gradwire-bench|gradwire-meet|pip install|torchrun) [^`]+)`", text)
         found += [(page.name, " ".join(span.split())) for span in spans]
     return [(page, line) for page, line in found if "…" not in line]
 
@@ -186,6 +189,7 @@ def test_commands_that_nobody_checks_are_few() -> None:
         "torchrun --nproc-per-node 2 -m gradwire.benchmarks.learning.demo --learning-speed 3",
         "pip install '.[cuda11]'",
         "python nowhere.py",
+        "gradwire-meet --prot 29400",
         "frobnicate",
     ],
 )
@@ -222,6 +226,8 @@ def check_command(words: list[str]) -> None:
             assert re.search(rf"^{setting.split('=')[0]} \?=", makefile, re.MULTILINE), setting
         done = subprocess.run(["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
+    elif name == "gradwire-meet":
+        parse(command().parse_args, arguments)
     elif name == "torchrun":
         options = parse(get_args_parser().parse_args, arguments)
         if options.module:

@@ -121,7 +121,7 @@ class MeetingPoint:
                 self._drop(connection, "it has not joined")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def command() -> argparse.ArgumentParser:
     """The command `gradwire-meet`."""
     parser = argparse.ArgumentParser(
         "gradwire-meet", description="Decide which replicas train together. They ask only when one joins or dies."
@@ -137,6 +137,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--dead-after", type=float, default=4.0, metavar="SECONDS", help="of silence, after which a replica is lost (4)"
     )
     parser.add_argument("--log", type=Path, metavar="FILE", help="append each decision to it too")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it."""
+    parser = command()
     options = parser.parse_args(arguments)
     if options.dead_after < 2:
         parser.error(f"--dead-after {options.dead_after:g}: at least 2, as replicas speak once a second")
