@@ -90,7 +90,8 @@ class Session:
             # Some rank's arguments may be wrong, so ranks meet in a group of our own.
             self.control = Group.of_ranks(ranks, timeout) if made is None else made
             shares = blocking and given is not None and (given is model_group or bool(_users_of(given)))
-            sides = self.control.all_gather_object((side, shares))
+            # Those that have made a group for this have compared their sides before.
+            sides = [(side, shares)] if made is not None else self.control.all_gather_object((side, shares))
         except RuntimeError as failure:
             raise RuntimeError(
                 f"gradwire could not reach all ranks within {timeout.total_seconds():.0f} s: every rank must construct "

@@ -105,7 +105,7 @@ class Replicas(ViewChanger):
     def arrival(self) -> Arrival | None:
         """A change that waits to be followed, while no round is under way; else None. A replica of several ranks
         follows changes before rounds alone, where its ranks wait for each other."""
-        if self._arrival is None or self._under_way is not None or self._inside is not None:
+        if self._arrival is None or self._changing or self._under_way is not None or self._inside is not None:
             return None
         return self._await_arrival()
 
@@ -149,7 +149,8 @@ class Replicas(ViewChanger):
                 least = self._arrival.view.number
             least = max(self._alike(least))
             with self._changed:
-                found = self._arrival if self._arrival is not None and self._arrival.view.number == least else None
+                there = self._has_arrived(least)
+                found = self._arrival if there and self._arrival.view.number == least else None
                 self._following = found is not None
             if all(self._alike(found is not None)):
                 assert found is not None
@@ -165,7 +166,7 @@ class Replicas(ViewChanger):
                 self._stopped()
 
     def _has_arrived(self, least: int) -> bool:
-        return self._arrival is not None and self._arrival.view.number >= least
+        return not self._changing and self._arrival is not None and self._arrival.view.number >= least
 
     def _stands(self, least: int) -> bool:
         """True if there is a view to make a round in, and no change under way."""

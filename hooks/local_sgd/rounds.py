@@ -230,15 +230,20 @@ class RoundRunner:
     def _enter(self, replicas: Replicas) -> bool:
         """Wait for a view to make the next round in. Returns False where this replica has fallen behind."""
         while True:
-            # Whoever has just been healed takes part in this round, with the first step that it makes.
-            steps, count = self.progress.steps - 1, (self.progress.count or self._schedule.every) - 1
-            replicas.tell(Progress(steps, count), due=True)
+            replicas.tell(Progress(self.progress.steps, self.progress.count or self._schedule.every), due=True)
             arrival = replicas.enter(self.number + 1)
             if arrival is None:
                 return True
             self.follow(arrival)
             if arrival.healed is not None:
                 return False
+
+    def _caught_up(self, theirs: Progress) -> Progress:
+        """Where to begin, so that the next round is not later here than at the others, who have made a step meanwhile:
+        at the latest with the first step."""
+        interval = self._schedule.interval
+        count = min(theirs.count + 1, -(-max(1, theirs.count) // interval) * interval - 1)
+        return Progress(theirs.steps + count - theirs.count, count)
 
     def _conclude(self, arrival: Arrival) -> None:
         """The round under way was completed elsewhere, with this replica's message."""
@@ -260,7 +265,7 @@ class RoundRunner:
         if arrival.healed is not None:
             self.replicas.statistics.own_steps_lost += self.progress.count
             self.replicas.state.take(arrival.healed)
-            self.progress, self.under_way = arrival.progress or Progress(0, 0), None
+            self.progress, self.under_way = self._caught_up(arrival.progress or Progress(0, 0)), None
         self.number, self.reducer = arrival.name[1], arrival.view.reducer
         self._options.resize(len(arrival.view.members))
         self.running.seed = self._options.seed

@@ -41,6 +41,8 @@ class View:
     group: Group | None = None
     #: All members have connected.
     whole: bool = False
+    #: This member's report is on the board.
+    reported: bool = False
     #: Why it has ended, if it has.
     broken: str | None = None
     reducer: Reducer | None = None

@@ -157,6 +157,12 @@ class ViewChanger:
         if former is not None:
             former.cut()
         start_thread(f"gradwire-view-{view.number}", partial(self._connect, view), None)
+        with self._changed:  # where no round can begin, the report goes out while connections are made
+            stands = self.view is not None and self.view.broken is None
+            still = not stands and not self._busy and self._arrival is None
+            self._changing |= still
+        if still:
+            self._report(view)
 
     def _connect(self, view: View) -> None:
         """Connect a view's mesh. Gloo cannot be interrupted in this."""
@@ -188,12 +194,11 @@ class ViewChanger:
     def _change(self, view: View) -> None:
         """Change to a view that is connected. Raises RuntimeError if it breaks meanwhile."""
         assert view.group is not None
-        self._changing = True
+        with self._changed:
+            self._changing = True
         self._await_round(view)
-        if self._inside is None or self._inside.rank == 0:  # its first rank speaks for a replica
-            digests = self.state.digests()
-            report = Report(self._agreed, *self._name, self._sent_in, self._has_mean, *digests)
-            view.board.post(REPORT.format(view.rank), report.to_bytes())
+        if not view.reported:
+            self._report(view)
         keys = [REPORT.format(rank) for rank in range(len(view.members))]
         self._await_word(view, lambda: all(key in view.board.values for key in keys))
         verdict = decide(view.number, [Report.from_bytes(view.board.values[key]) for key in keys])
@@ -215,13 +220,22 @@ class ViewChanger:
         if left is not None:
             left.cut()
 
+    def _report(self, view: View) -> None:
+        """Tell the members of a view of this replica's state, while no round is under way."""
+        view.reported = True
+        if self._inside is None or self._inside.rank == 0:  # its first rank speaks for a replica
+            digests = self.state.digests()
+            report = Report(self._agreed, *self._name, self._sent_in, self._has_mean, *digests)
+            view.board.post(REPORT.format(view.rank), report.to_bytes())
+
+    @property
+    def _busy(self) -> bool:
+        return self._under_way is not None or self._following
+
     def _await_round(self, view: View) -> None:
         """Wait until no round is under way here, and no change is followed. A round that a member of the view in use
         has left behind is cut off."""
         own = self.view
-
-        def busy() -> bool:
-            return self._under_way is not None or self._following
 
         def left_behind() -> bool:
             """A member has changed to the next view without this round."""
@@ -231,13 +245,13 @@ class ViewChanger:
             words = filter(None, (view.board.values.get(REPORT.format(rank)) for rank in both))
             return any(Report.from_bytes(word).name != (own.number, self._under_way) for word in words)
 
-        self._await_word(view, lambda: not busy() or left_behind())
-        if busy():
+        self._await_word(view, lambda: not self._busy or left_behind())
+        if self._busy:
             assert own is not None
             with self._changed:
                 own.broken = own.broken or "a member has changed to the next view before this round"
             own.cut()
-            self._await_word(view, lambda: not busy())
+            self._await_word(view, lambda: not self._busy)
 
     def _await_word(self, view: View, ready: Callable[[], bool]) -> None:
         view.board.wait_for(ready, self._meeting.patience)
