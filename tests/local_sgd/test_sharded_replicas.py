@@ -12,6 +12,7 @@ import torch.distributed as dist
 from gradwire import ChunkedTopK, LocalUpdates, Meeting, OneBit, Residual, TopK
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.local_sgd.meeting.server import MeetingPoint
+from lacking import needs_reduce_scatter
 from ranks import Pool
 from replica_ledger import Entry, Ledger, check
 from torch import nn
@@ -20,6 +21,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 Ranks = Callable[[int], Pool]
+
+pytestmark = needs_reduce_scatter
 
 
 def sharded(mesh: DeviceMesh, seed: int) -> nn.Module:
