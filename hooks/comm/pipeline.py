@@ -291,6 +291,7 @@ class Scheduler:
                 barrier.future.set_result(barrier.job())
             except Exception as error:
                 self._fail(error, barrier.future)
+                del barrier.future  # as in `_advance`
         if self.streams is not None:
             self.streams[1].wait_stream(self.streams[0])
 
@@ -308,6 +309,7 @@ class Scheduler:
         except BaseException as failed:
             del self.in_flight[task]
             self._fail(failed, task.future)
+            del task.future  # it would hold itself, by its exception's traceback, where the collector does not see it
             if not isinstance(failed, Exception):  # of a signal's handler, on a user's thread
                 raise
         return None
