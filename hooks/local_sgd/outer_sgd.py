@@ -212,6 +212,7 @@ class InFlightRound:
     step: Step | None  # None: from a checkpoint
     uncompressed: bool = False
     copies: list[Tensor] | None = None  # of differences that cannot be taken again
+    steps: int = 0  # this rank's, which the differences include
 
 
 def replicated(every: Iterable[GlobalParameters], arrived: InFlightRound | None) -> dict[str, Any]:

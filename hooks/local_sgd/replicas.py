@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from collections.abc import Callable
 from functools import partial
@@ -138,6 +139,7 @@ class Replicas(ViewChanger):
                 if view is not None:
                     view.broken = "this replica has left"
                     view.cut()
+                    view.group = view.reducer = None
             self._stopped()
 
     def _await_arrival(self) -> Arrival:
@@ -188,7 +190,7 @@ class Replicas(ViewChanger):
         try:
             while not ready():
                 if self._problem is not None:
-                    raise self._problem
+                    raise copy.copy(self._problem) from self._problem  # itself it would hold the caller's frames
                 if time.monotonic() - began > self._meeting.patience:
                     raise self._impatient()
                 self._changed.wait(LOOK_SECONDS)

@@ -57,6 +57,7 @@ class RoundRunner:
         self.replicas: Replicas | None = None
         self.number, self.progress = 0, Progress(0, 0)
         self.under_way: InFlightRound | None = None
+        self._counted = 0  # this rank's steps that rounds have counted
         self.interruption: BaseException | None = None
 
     def join(self, replicas: Replicas) -> None:
@@ -110,6 +111,7 @@ class RoundRunner:
         self.number += 1
         reducer.announce_step(step, parts[0].bucket, 0, None)
         sent.buffers, sent.futures, former = [], [], sent.copies
+        sent.steps = self.progress.steps if former is None else sent.steps
         for index, shared in enumerate(parts):  # the first is in flight while the next difference is computed
             if former is None:
                 buffer = shared.difference(restart=sent.keep_local)
@@ -137,6 +139,7 @@ class RoundRunner:
             for shared, mean in zip(done.globals, done.buffers, strict=True):
                 shared.move(mean, mixing, done.keep_local)
             self._feedback.commit()
+        self._counted = max(self._counted, done.steps)
         if self.replicas is not None and done.step is not None:
             self.replicas.applied(self.number)
         if refused:
@@ -158,6 +161,7 @@ class RoundRunner:
             if self.replicas is None or sent.step is None or self.replicas.completed(here):
                 return sent
             self.running.session.pipeline.idle()
+            sent.futures.clear()  # they hold the failure, and its traceback this round
             self.follow(self.replicas.failed(failure))
             if self.under_way is not None:  # nobody has completed it
                 self.under_way = None
@@ -230,7 +234,10 @@ class RoundRunner:
     def _enter(self, replicas: Replicas) -> bool:
         """Wait for a view to make the next round in. Returns False where this replica has fallen behind."""
         while True:
-            replicas.tell(Progress(self.progress.steps, self.progress.count or self._schedule.every), due=True)
+            count = self.progress.count
+            if not count and self.progress.steps > self._schedule.rounds.sync_until:  # in `synchronise`
+                count = self._schedule.every
+            replicas.tell(Progress(self.progress.steps, count), due=True)
             arrival = replicas.enter(self.number + 1)
             if arrival is None:
                 return True
@@ -242,6 +249,8 @@ class RoundRunner:
         """Where to begin, so that the next round is not later here than at the others, who have made a step meanwhile:
         at the latest with the first step."""
         interval = self._schedule.interval
+        if 0 < theirs.steps <= self._schedule.rounds.sync_until:  # each step is a round
+            return Progress(theirs.steps - 1, 0)
         count = min(theirs.count + 1, -(-max(1, theirs.count) // interval) * interval - 1)
         return Progress(theirs.steps + count - theirs.count, count)
 
@@ -252,6 +261,7 @@ class RoundRunner:
             for shared in self.under_way.globals:
                 shared.bucket.conclude(shared.mean.copy_(means[shared.bucket.index]))
         self._feedback.commit()
+        self._counted = self._counted if self.under_way is None else self.under_way.steps
 
     def follow(self, arrival: Arrival) -> None:
         """Go on in another view, from the state that its members agree on. A round under way has ended."""
@@ -263,9 +273,10 @@ class RoundRunner:
         # What this replica owed the ranks of the former view for slices that it owned becomes its own residual.
         self._feedback.fold()
         if arrival.healed is not None:
-            self.replicas.statistics.own_steps_lost += self.progress.count
+            self.replicas.statistics.own_steps_lost += self.progress.steps - self._counted
             self.replicas.state.take(arrival.healed)
             self.progress, self.under_way = self._caught_up(arrival.progress or Progress(0, 0)), None
+            self._counted = self.progress.steps
         self.number, self.reducer = arrival.name[1], arrival.view.reducer
         self._options.resize(len(arrival.view.members))
         self.running.seed = self._options.seed

@@ -208,6 +208,8 @@ class ViewChanger:
         ending = verdict.endings[view.rank]
         with self._changed:
             left, self.view, self._next = self.view, view, None
+            if left is not None and set(left.members) - set(view.members):
+                self._failures = 0  # they may have been the reason
             self.statistics.views += 1
             if healed is not None:
                 self.statistics.healed_bytes += healed.nbytes
@@ -234,8 +236,9 @@ class ViewChanger:
 
     def _await_round(self, view: View) -> None:
         """Wait until no round is under way here, and no change is followed. A round that a member of the view in use
-        has left behind is cut off."""
+        has left behind is cut off; so is one of a member that is lost, as the meeting point may not know that view."""
         own = self.view
+        missing = own is not None and not set(own.members) <= set(view.members)
 
         def left_behind() -> bool:
             """A member has changed to the next view without this round."""
@@ -245,7 +248,7 @@ class ViewChanger:
             words = filter(None, (view.board.values.get(REPORT.format(rank)) for rank in both))
             return any(Report.from_bytes(word).name != (own.number, self._under_way) for word in words)
 
-        self._await_word(view, lambda: not self._busy or left_behind())
+        self._await_word(view, lambda: not self._busy or (missing and self._under_way is not None) or left_behind())
         if self._busy:
             assert own is not None
             with self._changed:

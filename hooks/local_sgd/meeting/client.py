@@ -314,6 +314,11 @@ class Client:
             self._tell(event)
 
 
+def _nothing(message: dict[str, Any]) -> bool:
+    """Send nothing."""
+    return False
+
+
 class Board(dist.Store):
     """Values that the members of a view tell each other through the meeting point; a store to connect groups by.
 
@@ -371,7 +376,7 @@ class Board(dist.Store):
     def void(self, why: str) -> None:
         """End every wait by an error."""
         with self._told:
-            self._why = why
+            self._why, self._send = why, _nothing  # groups hold their store where Python's collector does not see it
             self._told.notify_all()
 
     def set(self, key: str, value: str | bytes) -> None:
