@@ -151,15 +151,15 @@ class Fated:
             self.endings["healed"] += arrival.healed is not None
             follow(runner, arrival)
 
-        def constructing(replicas: Replicas, *args: Any) -> None:
+        def constructing(replicas: Replicas, *args: Any, **options: Any) -> None:
             self.replicas = replicas
-            constructed(replicas, *args)
+            constructed(replicas, *args, **options)
 
         def posted(board: Board, key: str, value: bytes) -> None:
-            if key.startswith("report"):
+            if "report of" in key:
                 self.point("before its report")
             post(board, key, value)
-            if key.startswith("report"):
+            if "report of" in key:
                 self.point("after its report")
 
         def applying(replicas: Replicas, number: int) -> None:

@@ -197,8 +197,10 @@ def check(every: Iterable[list[Entry]], last: Name, law: bool = True, plain: boo
     """
     checked = 0
     for name, entries in chain(every, last).items():
-        moves = [(entry.moved, entry.total) for entry in entries if entry.moved is not None]
-        assert all(np.array_equal(moves[0], move) for move in moves), f"round {name} has moved replicas differently"
+        moves = [(e.moved, e.total) for e in entries if e.moved is not None and e.total is not None]
+        assert all(np.array_equal(a, b) for move in moves for a, b in zip(moves[0], move, strict=True)), (
+            f"round {name} has moved replicas differently"
+        )
         if law and moves and len(entries) == entries[0].ranks:
             put_in = sum(entry.given + entry.kept_before for entry in entries)
             unsent = moves[0][1] == 0
