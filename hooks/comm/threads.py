@@ -33,12 +33,13 @@ def start_thread(
     thread.start()
     _threads[thread] = inbox
     if owner is not None and inbox is not None:
-        weakref.finalize(owner, stop_thread, inbox, thread).atexit = False  # `_stop_all` sees to it
+        # A collector may run in compiled code. At exit `_stop_all` sees to it.
+        weakref.finalize(owner, untraced(stop_thread), inbox, thread).atexit = False
     return thread
 
 
-@untraced
 def stop_thread(inbox: Inbox, thread: threading.Thread) -> None:
+    """End a thread and wait for it, without an import of Dynamo, as signal handlers call this."""
     inbox.put(None)
     if threading.current_thread() not in _threads:  # a job on one of our threads may hold the last reference
         thread.join(STOP_SECONDS)

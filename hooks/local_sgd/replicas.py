@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +16,10 @@ from .meeting.options import MeetingLost
 from .view import Arrival
 from .view_changer import PROGRESS, ViewChanger
 
+log = logging.getLogger("gradwire.meeting")
+
+#: Seconds of a wait for a view after which the log says what it waits for.
+REPORT_AFTER = 5.0
 #: Seconds between looks of a user's thread that waits, at what may end the wait.
 LOOK_SECONDS = 0.25
 #: A round that has failed here so often in a row, with nobody lost, fails for a reason of its own.
@@ -186,25 +191,38 @@ class Replicas(ViewChanger):
 
     def _wait(self, ready: Callable[[], bool]) -> None:
         """Wait, under the lock, until `ready`."""
-        began = time.monotonic()
+        began, reported = time.monotonic(), False
         try:
             while not ready():
                 if self._problem is not None:
                     raise copy.copy(self._problem) from self._problem  # itself it would hold the caller's frames
-                if time.monotonic() - began > self._meeting.patience:
+                waited = time.monotonic() - began
+                if waited > self._meeting.patience:
                     raise self._impatient()
+                if waited > REPORT_AFTER and not reported:
+                    reported = True
+                    log.warning(
+                        "gradwire: no round yet: %s. Waiting for up to %g s", self._obstacle(), self._meeting.patience
+                    )
                 self._changed.wait(LOOK_SECONDS)
         finally:
             self.statistics.seconds["meeting"] += time.monotonic() - began
 
+    def _obstacle(self) -> str:
+        """What a wait for a view waits for."""
+        away = self.client.lost_for
+        if not away:
+            return self._waiting_for
+        why = f" ({self.client.why})" if self.client.why else ""
+        return f"the meeting point {self._meeting.address} has not been reached for {away:.0f} s{why}"
+
     def _impatient(self) -> RuntimeError:
-        address, patience, away = self._meeting.address, self._meeting.patience, self.client.lost_for
-        if away:
+        if self.client.lost_for:
             return MeetingLost(
-                f"gradwire: the meeting point {address} has not been reached for {away:.0f} s, and the next round "
-                "needs it: start gradwire-meet there again, or wait longer by Meeting(patience=…)"
+                f"gradwire: {self._obstacle()}, and the next round needs it: start gradwire-meet there again, or wait "
+                "longer by Meeting(patience=…)"
             )
         return RuntimeError(
-            f"gradwire: no round was possible for {patience:.0f} s: {self._waiting_for}. Start more replicas, or "
-            "change Meeting(min_replicas=…, patience=…)"
+            f"gradwire: no round was possible for {self._meeting.patience:.0f} s: {self._waiting_for}. Start more "
+            "replicas, or change Meeting(min_replicas=…, patience=…)"
         )

@@ -116,6 +116,8 @@ class ViewChanger:
                 self._problem = ValueError(f"gradwire: {event.why}")
             elif isinstance(event, Waiting):
                 self._waiting_for = event.text
+            elif isinstance(event, Proposed):
+                self._waiting_for = f"members {list(event.members)} connect to each other"
             self._changed.notify_all()
         self._inbox.put(event)
 

@@ -367,6 +367,15 @@ def test_the_command_serves_until_it_is_told_to_end(tmp_path: Any) -> None:
     assert (tmp_path / "log").read_text() == said
 
 
+def test_the_command_ends_at_once() -> None:
+    """An import of Dynamo in the signal's handler would take seconds."""
+    script = "import os, signal, sys, threading; from gradwire.hooks.local_sgd.meeting.server import main\n"
+    script += "sys.modules['torch._dynamo'] = None\n"
+    script += "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+    script += "assert main(['--port', '0']) == 0"
+    assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 0
+
+
 def test_options_name_the_value_and_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GRADWIRE_MEETING", raising=False)
     assert Meeting.of(None) is None

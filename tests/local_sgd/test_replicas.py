@@ -300,7 +300,10 @@ def test_a_checkpoint_holds_all_that_was_left_out() -> None:
         settle(made)
 
 
-def test_replicas_without_a_meeting_point_are_told() -> None:
+def test_replicas_without_a_meeting_point_are_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("gradwire.hooks.local_sgd.replicas.REPORT_AFTER", 0.1)
     with pytest.raises(ValueError, match=r"address='nowhere'.*head:29400"):
         LocalUpdates(
             model := nn.Linear(2, 2), torch.optim.SGD(model.parameters()), OneBit(), every=2, meeting="nowhere"
@@ -308,6 +311,20 @@ def test_replicas_without_a_meeting_point_are_told() -> None:
     lost = Meeting("127.0.0.1:9", patience=0.3)
     with pytest.raises(MeetingLost, match=r"127\.0\.0\.1:9 has not been reached for [01] s"):
         LocalUpdates(model, torch.optim.SGD(model.parameters()), OneBit(), every=2, meeting=lost)
+    (said,) = caplog.messages
+    assert said.startswith("gradwire: no round yet: the meeting point 127.0.0.1:9 has not been reached for 0 s (")
+    assert "Connection refused" in said
+    assert said.endswith("). Waiting for up to 0.3 s")
+
+
+def test_replicas_that_are_too_few_are_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("gradwire.hooks.local_sgd.replicas.REPORT_AFTER", 2.5)
+    model = nn.Linear(2, 2)
+    with MeetingPoint(dead_after=1.5) as point:  # it waits so long for members of an earlier group
+        alone = Meeting(point.address, min_replicas=2, patience=4.0)
+        with pytest.raises(RuntimeError, match=r"for 4 s: 1 of at least 2 replicas are here\. Start more"):
+            LocalUpdates(model, torch.optim.SGD(model.parameters()), OneBit(), every=2, meeting=alone)
+    assert caplog.messages == ["gradwire: no round yet: 1 of at least 2 replicas are here. Waiting for up to 4 s"]
 
 
 @pytest.mark.parametrize("strategy", [Tracking(), Momentum()])

@@ -108,6 +108,7 @@ class Client:
 
     Attributes:
         member: this replica's number, once welcome; before: -1.
+        why: reason of the last failure to connect; "": none.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class Client:
         self._posts = posts
         self._place, self._secret, self._patience, self._events = place(address), secret, patience, events
         self._description, self._token = description, secrets.token_hex(8)
-        self.member = -1
+        self.member, self.why = -1, ""
         self._next = self._seen = self._view = 0
         self._members: tuple[int, ...] = ()
         self._name = (0, 0)
@@ -232,7 +233,8 @@ class Client:
                 )
                 self._tell(Refused(f"{why}, to the same on all machines"))
             return False
-        except (OSError, ValueError):
+        except (OSError, ValueError) as error:
+            self.why = str(error)
             return False
         self._heard = self._beaten = time.monotonic()
         self._loop.add(connection)
