@@ -58,6 +58,8 @@ class RoundRunner:
         self.number, self.progress = 0, Progress(0, 0)
         self.under_way: InFlightRound | None = None
         self.interruption: BaseException | None = None
+        #: This rank's steps when it has sent its last round, and those that a round has counted.
+        self._sent_steps = self._counted_steps = 0
 
     def join(self, replicas: Replicas) -> None:
         """Join the replicas that train, and take over their state."""
@@ -71,6 +73,7 @@ class RoundRunner:
     def load(self, number: int, progress: Progress, under_way: InFlightRound | None) -> None:
         """Go on from a checkpoint, whose residuals have been loaded."""
         self.number, self.progress, self.under_way = number, progress, under_way
+        self._sent_steps = self._counted_steps = progress.steps
         self.running.forget(self._options.seed, (shared.bucket for shared in self.every))
         if self.replicas is not None:
             self.replicas.loaded(number)
@@ -97,6 +100,7 @@ class RoundRunner:
         if self.under_way is not None:  # from a checkpoint with another schedule
             self.apply(self._schedule.rounds.mixing)
         self._check_thawed()
+        self._sent_steps = self.progress.steps
         return self._send(InFlightRound(list(parts), [], [], 0, keep_local, None, uncompressed))
 
     def _send(self, sent: InFlightRound) -> bool:
@@ -137,6 +141,7 @@ class RoundRunner:
             for shared, mean in zip(done.globals, done.buffers, strict=True):
                 shared.move(mean, mixing, done.keep_local)
             self._feedback.commit()
+            self._counted_steps = self._sent_steps
         if self.replicas is not None and done.step is not None:
             self.replicas.applied(self.number)
         if refused:
@@ -252,6 +257,7 @@ class RoundRunner:
             for shared in self.under_way.globals:
                 shared.bucket.conclude(shared.mean.copy_(means[shared.bucket.index]))
         self._feedback.commit()
+        self._counted_steps = self._sent_steps
 
     def follow(self, arrival: Arrival) -> None:
         """Go on in another view, from the state that its members agree on. A round under way has ended."""
@@ -263,9 +269,10 @@ class RoundRunner:
         # What this replica owed the ranks of the former view for slices that it owned becomes its own residual.
         self._feedback.fold()
         if arrival.healed is not None:
-            self.replicas.statistics.own_steps_lost += self.progress.count
+            self.replicas.statistics.own_steps_lost += self.progress.steps - self._counted_steps
             self.replicas.state.take(arrival.healed)
             self.progress, self.under_way = self._caught_up(arrival.progress or Progress(0, 0)), None
+            self._sent_steps = self._counted_steps = self.progress.steps
         self.number, self.reducer = arrival.name[1], arrival.view.reducer
         self._options.resize(len(arrival.view.members))
         self.running.seed = self._options.seed
