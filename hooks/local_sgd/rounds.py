@@ -162,6 +162,7 @@ class RoundRunner:
                 failure = error
             if self.replicas is None or sent.step is None or self.replicas.completed(here):
                 return sent
+            sent.futures.clear()  # they hold the failure, whose traceback refers to them
             self.running.session.pipeline.idle()
             self.follow(self.replicas.failed(failure))
             if self.under_way is not None:  # nobody has completed it
