@@ -271,7 +271,7 @@ class Scheduler:
             except RuntimeError as error:  # with fewer threads than waits ranks might deadlock
                 del self.in_flight[task]
                 self.failure.left.append(work)
-                self._fail(error, task.future)
+                self._fail(error, task)
                 return
         inbox.put((task, work))
 
@@ -290,8 +290,7 @@ class Scheduler:
             try:
                 barrier.future.set_result(barrier.job())
             except Exception as error:
-                self._fail(error, barrier.future)
-                del barrier.future  # as in `_advance`
+                self._fail(error, barrier)
         if self.streams is not None:
             self.streams[1].wait_stream(self.streams[0])
 
@@ -308,14 +307,14 @@ class Scheduler:
             task.future.set_result(task.result)
         except BaseException as failed:
             del self.in_flight[task]
-            self._fail(failed, task.future)
-            del task.future  # it would hold itself, by its exception's traceback, where the collector does not see it
+            self._fail(failed, task)
             if not isinstance(failed, Exception):  # of a signal's handler, on a user's thread
                 raise
         return None
 
-    def _fail(self, error: BaseException, future: torch.futures.Future[Any]) -> None:
-        failure = self.failure
+    def _fail(self, error: BaseException, item: Task | Barrier) -> None:
+        failure, future = self.failure, item.future
+        del item.future  # the error's traceback refers to the item, and Python does not see what torch's futures hold
         if isinstance(error, Exception):
             failure.text, failure.unseen = str(error), error
             future.set_exception(error)

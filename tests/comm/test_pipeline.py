@@ -94,6 +94,32 @@ def until(condition: Callable[[], bool]) -> bool:
     return condition()
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_what_has_failed_is_collected(waits: bool) -> None:
+    """Futures hold the error, out of the collector's sight, and its traceback what was at work."""
+
+    class Owner:
+        def wait(self) -> None:
+            raise RuntimeError("no message")
+
+        def stages(self) -> Stages:
+            if not waits:
+                self.wait()
+            yield self
+
+        def job(self) -> None:
+            self.wait()
+
+    pipeline, owner = Pipeline("test"), Owner()
+    futures = [pipeline.start(owner.stages(), torch.zeros(1)), pipeline.submit(owner.job)]
+    with pytest.raises(RuntimeError, match="no message"):
+        pipeline.wait()
+    gone = weakref.ref(owner)
+    del pipeline, owner, futures
+    gc.collect()
+    assert gone() is None
+
+
 def test_units_are_under_way_together_and_jobs_wait_for_all() -> None:
     pipeline, seen = Pipeline("test"), list[str]()
     bells = {name: [Bell(), Bell()] for name in "ab"}

@@ -277,7 +277,7 @@ def test_a_round_that_one_has_completed_counts_for_all(exchange: str, sends: int
         assert entries[1][-1].moved is None, "the third has completed the round itself"
         same = [entry for replica in made.replicas for entry in replica.entries if entry.name == entries[0][-1].name]
         assert dies or len(same) == 3, "the law of this round was not checked"
-        assert third.tie.statistics.own_steps_lost == 0
+        assert third.tie.statistics.own_steps_lost == 0, "its steps have been counted"
 
 
 def test_a_checkpoint_holds_all_that_was_left_out() -> None:
