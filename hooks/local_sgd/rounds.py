@@ -3,6 +3,7 @@ those that are left."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from ...compress.codecs.cast import Identity
 from ...compress.feedback.store import FeedbackStore
 from ..auto.planner import Choice
+from ..comm.linger import linger
 from ..core.reducer import Reducer
 from ..training.autograd_end import waited
 from .healing import Progress
@@ -19,6 +21,8 @@ from .outer_sgd import GlobalParameters, InFlightRound
 from .replicas import Arrival, Replicas
 from .schedule import Schedule
 
+#: Seconds for sent data to arrive before a replica leaves.
+LEAVE_SECONDS = 1.0
 #: The choice of a round that sends what residuals hold, too.
 UNCOMPRESSED = Choice(Identity(), "dense", False)
 
@@ -135,7 +139,11 @@ class RoundRunner:
         if done.step is not None:
             done.step.reduced.clear()  # else the buffers would live until the next round
         refused = any(bool(shared.bucket.overflow) for shared in done.globals)
-        if not refused:
+        if self.replicas is not None:  # on one of its ranks: on all
+            refused = not self.replicas.completed(not refused)
+        if refused:
+            self._feedback.rollback()
+        else:
             for shared, mean in zip(done.globals, done.buffers, strict=True):
                 shared.move(mean, mixing, done.keep_local)
             self._feedback.commit()
@@ -162,9 +170,10 @@ class RoundRunner:
                 return sent
             self.running.session.pipeline.idle()
             sent.futures.clear()  # they hold the failure, and its traceback this round
-            self.follow(self.replicas.failed(failure))
-            if self.under_way is not None:  # nobody has completed it
-                self.under_way = None
+            self.under_way = None
+            arrival = self.replicas.failed(failure)
+            self.follow(arrival, sent)
+            if arrival.healed is None:  # nobody has completed it
                 self._send(sent)
         return None
 
@@ -184,6 +193,10 @@ class RoundRunner:
     def close(self) -> None:
         """Wait for the round in flight, then release the threads and the connections."""
         if self.replicas is not None:
+            if self.under_way is not None:
+                with contextlib.suppress(RuntimeError):
+                    self.apply()
+            linger(LEAVE_SECONDS)  # the others may still wait for this replica's last messages
             self.replicas.close()
         if self.reducer is not None:
             self.reducer.flush()
@@ -254,20 +267,23 @@ class RoundRunner:
         count = min(theirs.count + 1, -(-max(1, theirs.count) // interval) * interval - 1)
         return Progress(theirs.steps + count - theirs.count, count)
 
-    def _conclude(self, arrival: Arrival) -> None:
-        """The round under way was completed elsewhere, with this replica's message."""
+    def _conclude(self, arrival: Arrival, sent: InFlightRound | None) -> None:
+        """A round that failed here was completed elsewhere, with this replica's message."""
         means = [] if arrival.healed is None else arrival.healed.means
-        if self.under_way is not None and means:
-            for shared in self.under_way.globals:
-                shared.bucket.conclude(shared.mean.copy_(means[shared.bucket.index]))
+        for shared in sent.globals if sent is not None and means else ():
+            shared.bucket.conclude(shared.mean.copy_(means[shared.bucket.index]))
         self._feedback.commit()
-        self._counted = self._counted if self.under_way is None else self.under_way.steps
+        self._counted = self._counted if sent is None else sent.steps
 
-    def follow(self, arrival: Arrival) -> None:
-        """Go on in another view, from the state that its members agree on. A round under way has ended."""
+    def follow(self, arrival: Arrival, sent: InFlightRound | None = None) -> None:
+        """Go on in another view, from the state that its members agree on.
+
+        Args:
+            sent: the round that has failed here, if one has.
+        """
         assert self.replicas is not None
         if arrival.ending == "counted":
-            self._conclude(arrival)
+            self._conclude(arrival, sent)
         else:
             self._feedback.rollback()
         # What this replica owed the ranks of the former view for slices that it owned becomes its own residual.
@@ -275,7 +291,7 @@ class RoundRunner:
         if arrival.healed is not None:
             self.replicas.statistics.own_steps_lost += self.progress.steps - self._counted
             self.replicas.state.take(arrival.healed)
-            self.progress, self.under_way = self._caught_up(arrival.progress or Progress(0, 0)), None
+            self.progress = self._caught_up(arrival.progress or Progress(0, 0))
             self._counted = self.progress.steps
         self.number, self.reducer = arrival.name[1], arrival.view.reducer
         self._options.resize(len(arrival.view.members))

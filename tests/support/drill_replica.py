@@ -144,12 +144,12 @@ class Fated:
         self._around(Replicas, "followed", "before following", "after following")
         post, applied, constructed, follow = Board.post, Replicas.applied, Replicas.__init__, RoundRunner.follow
 
-        def following(runner: RoundRunner, arrival: Any) -> None:
+        def following(runner: RoundRunner, arrival: Any, *sent: Any) -> None:
             say(f"view {arrival.view.number} of {arrival.view.members}: {arrival.name}, {arrival.ending}")
             if self.ledger is not None and self.ledger._pending is not None:
                 self.endings[arrival.ending] += 1
             self.endings["healed"] += arrival.healed is not None
-            follow(runner, arrival)
+            follow(runner, arrival, *sent)
 
         def constructing(replicas: Replicas, *args: Any, **options: Any) -> None:
             self.replicas = replicas

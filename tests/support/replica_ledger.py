@@ -101,8 +101,8 @@ class Ledger:
                     self._write(moved=True)
                 self._pending = None
 
-        def following(arrival: Any) -> None:
-            follow(arrival)
+        def following(arrival: Any, *sent: Any) -> None:
+            follow(arrival, *sent)
             if arrival.ending == "counted" and self._pending is not None:
                 self._write(moved=False)
             if arrival.ending == "counted" or arrival.healed is not None:
