@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +28,16 @@ from memory_mesh import MemoryMeshes
 from replica_ledger import Ledger, check, state_digest
 from torch import nn
 
-#: Optimizer's steps in a round, rounds in an hour, and rounds between two deaths in the mean.
-EVERY, HOUR, BETWEEN_DEATHS = 2, 60, 10
+#: Optimizer's steps in a round; rounds in an hour, between two deaths, and between two restarts of the meeting point,
+#: in the mean.
+EVERY, HOUR, BETWEEN_DEATHS, BETWEEN_RESTARTS = 2, 60, 10, 240
 #: Seconds of the real clock that anything may take.
-PATIENCE = float(os.environ.get("SIM_PATIENCE", "120"))
-#: Classes whose objects are counted: those of views, and those of messages.
+PATIENCE = 120.0
+#: Classes whose objects are counted; of the first ten a replica has one or two.
 COUNTED = (
-    "View", "Group", "Reducer", "Session", "Pipeline", "Board", "Bucket", "GatherExchange", "Mesh", "MemoryGroup",
-    "Messages", "Receiving", "PersistentMessage", "VariableMessage", "Step", "Arrival", "Healed", "Client", "Replicas",
-    "LocalUpdates", "Thread", "Tensor",
+    "View", "Reducer", "Session", "Pipeline", "Board", "Bucket", "Client", "Replicas", "LocalUpdates", "MemoryGroup",
+    "Group", "Mesh", "Step", "Arrival", "Healed", "Messages", "Receiving", "PersistentMessage", "Thread", "Tensor",
 )  # fmt: skip
-
-
-NEWS: list[str] = []
 
 
 class Replica:
@@ -96,11 +94,11 @@ class Replica:
     def trains(self) -> bool:
         return self.updates is not None and not self.dead
 
-
     def die(self, goodbye: bool = False) -> None:
         """End as a process that is killed: its connections end."""
         client = self.tie.client
         self.dead = self.ending = True
+        self.world.gone.add(client.member)
         if not goodbye:
             client._loop.put(None)
             if threading.current_thread() is not client._thread:
@@ -108,6 +106,13 @@ class Replica:
         self.tie.close()
         self.runs.set()
         self.world.wake()
+
+    def forget(self) -> None:
+        """Let go of what a process has, after its end."""
+        self.thread.join(PATIENCE)
+        if self.ledger is not None:
+            self.ledger.detach()
+        self.updates = self.ledger = None
 
     def stop(self) -> None:
         """Stop as by SIGSTOP, so long that the meeting point counts it as lost."""
@@ -123,6 +128,7 @@ class Replica:
         loop.poll = poll_when_it_runs
         self.parked.clear()
         self.stopped = self.was_stopped = True
+        self.world.gone.add(self.tie.client.member)
         self.runs.clear()
         assert self.parked.wait(PATIENCE)
         loop.poll = poll
@@ -132,6 +138,7 @@ class Replica:
 
     def go_on(self) -> None:
         self.stopped = False
+        self.world.gone.discard(self.tie.client.member)
         self.runs.set()
         self.world.wake()
 
@@ -151,6 +158,8 @@ class World:
     dying: dict[int, int] = field(default_factory=dict)
     #: Replicas that have died in the round under way, and rounds at which something is due.
     died: list[Replica] = field(default_factory=list)
+    #: Numbers of members that are dead or stopped.
+    gone: set[int] = field(default_factory=set)
     due: dict[int, list[Callable[[], None]]] = field(default_factory=dict)
     seen: Counter[str] = field(default_factory=Counter)
     _may: threading.Condition = field(default_factory=threading.Condition)
@@ -165,12 +174,15 @@ class World:
         replica ends, or has got the others' state."""
         while not replica.ending:
             with self._may:
-                number = replica.rounds = updates.rounds
-                if self._may.wait_for(lambda: replica.ending or (number < self.round and replica.runs.is_set()), 0.05):
+                replica.rounds = updates.rounds
+                if self._may.wait_for(partial(self._goes_on, replica), 0.05):
                     return not replica.ending
             if replica.runs.is_set() and not updates._runner.look_around(replica.tie):
                 return False
         return False
+
+    def _goes_on(self, replica: Replica) -> bool:
+        return replica.ending or (replica.rounds < self.round and replica.runs.is_set())
 
     def wake(self) -> None:
         with self._may:
@@ -198,10 +210,6 @@ class World:
         while not ready():
             for replica in self.replicas:
                 if replica.error is not None:
-                    print("ROUND", self.round, doing, dict(self.seen), replica.number)
-                    for r in self.replicas:
-                        if r.trains: print(r.number, r.tie.client.member, r.rounds, r.stopped, r.tie.view, r.tie._next, r.tie._under_way, r.tie._changing, r.tie._following, r.tie._arrival)
-                    print(self.point._membership.used, self.point._membership.pending, self.point._membership.living, self.point._membership._recovering, [repr(n) for n in NEWS[-30:]])
                     raise replica.error
             assert time.monotonic() < end, f"round {self.round}, {doing}: " + ", ".join(
                 f"{r.number}: {r.rounds} in {r.tie.view and (r.tie.view.number, len(r.tie.view.members))}"
@@ -215,7 +223,11 @@ class World:
         # Whoever is behind gets the others' state with the next step of one of these.
         views = [replica.tie.view for replica in self.training if replica.rounds == self.round]
         return len({view.number for view in views if view is not None}) == 1 and all(
-            view is not None and view.broken is None and len(view.members) == living for view in views
+            view is not None
+            and view.broken is None
+            and len(view.members) == living
+            and self.gone.isdisjoint(view.members)
+            for view in views
         )
 
     def make_round(self, settle: bool = True) -> None:
@@ -230,38 +242,40 @@ class World:
             self.round += 1
             self._may.notify_all()
         due = [replica for replica in self.training if replica.rounds == self.round - 1]
-        self.until(
-            lambda: all(r.rounds >= self.round for r in (due or self.training) if r.trains and not r.stopped)
-            and len(self.training) > 0, "making a round",
-        )  # fmt: skip
+        self.until(lambda: all(r.rounds >= self.round for r in due if not r.dead and not r.stopped), "making a round")
         calm = settle and not self.died
         for replica in self.replicas:
             if calm and not replica.stopped:
-                self.until(lambda r=replica: r.trains and r.rounds >= self.round or r.dead, "joining")
+                self.until(partial(self._took_part, replica), "joining")
             elif replica.first_round is None:  # others had no time to heal it, or the view that it came to has broken
                 replica.due = max(replica.due, self.round + 1)
         self._check()
 
+    def _took_part(self, replica: Replica) -> bool:
+        return replica.dead or (replica.trains and replica.rounds >= self.round)
+
     def _check(self) -> None:
         """Check the round that has been made, and forget it."""
-        ledgers = [replica.ledger for replica in (*self.replicas, *self.died) if replica.ledger is not None]
-        entries = [list(ledger.entries) for ledger in ledgers]
-        problems = [text for ledger in ledgers for text in ledger.problems]
+        ledgers = {r: r.ledger for r in (*self.replicas, *self.died) if r.ledger is not None}
+        problems = [text for ledger in ledgers.values() for text in ledger.problems]
         assert not problems
         there = [r for r in self.training if r.rounds == self.round]
         names = {(r.tie._name, state_digest(r.updates)) for r in there if r.updates is not None}
         assert len(names) == 1, f"round {self.round} has left different states: {names}"
         ((last, _),) = names
-        self.laws += check(entries, last)
-        for replica, written in zip([r for r in (*self.replicas, *self.died) if r.ledger is not None], entries, strict=True):
+        entries = {replica: list(ledger.entries) for replica, ledger in ledgers.items()}
+        self.laws += check(entries.values(), last)
+        for replica, written in entries.items():
             if written and replica.first_round is None:
                 replica.first_round = written[0].name[1]
-            del replica.ledger.entries[: len(written)]  # type: ignore[union-attr]
+            del ledgers[replica].entries[: len(written)]
         for replica in self.training:
             came = self.round + 1 if replica.first_round is None else replica.first_round
             assert came <= replica.due, f"replica {replica.number} was due in round {replica.due}, and came in {came}"
             lost = replica.tie.statistics.own_steps_lost
             assert lost == 0 or replica.was_stopped, f"replica {replica.number} has lost {lost} steps"
+        for replica in self.died:
+            replica.forget()
         self.replicas = [replica for replica in self.replicas if not replica.dead]
         self.died.clear()
 
@@ -270,23 +284,28 @@ class World:
         port = self.point.port
         self.point.close()
         down()
-        self.point = MeetingPoint(port, dead_after=10.0, report=NEWS.append)
+        self.point = MeetingPoint(port, dead_after=10.0)
         self.seen["restarts of the meeting point"] += 1
 
     def disturb(self, size: int) -> bool:
         """Draw what happens in the next round. Returns False if the round does not wait for it."""
-        for action in self.due.pop(self.round, []):
-            action()
-        if self.draws.random() < 1 / (24 * HOUR / 5):
-            down = self.draws.choice([lambda: None, lambda: self.make_round()])
-            self.restart(down)
-        # Bursts are of three in the mean.
-        if self.draws.random() > 1 / (BETWEEN_DEATHS * 1.2):
-            return True
+        for number in [number for number in self.due if number <= self.round]:
+            for action in self.due.pop(number):
+                action()
+        if self.draws.random() < 1 / BETWEEN_RESTARTS:
+            if self.draws.random() < 0.5 and not self.dying:
+                self.until(self.one_view, "changing views before a restart")
+                self.restart(partial(self.make_round, settle=False))
+            else:
+                self.restart()
         count = self.draws.choice([1] * 9 + [2, 3, 4])
+        if self.draws.random() > 1 / (BETWEEN_DEATHS * 1.5):  # as one time brings 1.5 in the mean
+            return True
         for _ in range(min(count, len(self.training) - 2)):
             victim = self.draws.choice(self.training)
-            kind = self.draws.choice(["killed", "killed", "in the round", "in the round", "in the round", "leaves", "stopped"])
+            kind = self.draws.choice(
+                ["killed", "killed", "in the round", "in the round", "in the round", "leaves", "stopped"]
+            )
             back = self.round + self.draws.randint(1, 10)
             self.seen[kind] += 1
             if kind == "stopped":
@@ -310,6 +329,13 @@ class Sizes:
     files: int
     objects: Counter[str]
 
+    def check(self, replicas: int) -> None:
+        """Check that nothing is left of views and replicas that are gone."""
+        for name in COUNTED[:10]:
+            assert self.objects[name] <= 2 * replicas, self
+        assert self.objects["Group"] <= 8 * replicas, self
+        assert self.threads <= 8 * replicas + 40, self
+
     @staticmethod
     def now() -> Sizes:
         gc.collect()
@@ -325,7 +351,7 @@ class Sizes:
 
 def churn(monkeypatch: pytest.MonkeyPatch, size: int, hours: int, seed: int) -> list[Sizes]:
     """Let replicas come and go. Returns the sizes after each hour."""
-    point = MeetingPoint(dead_after=10.0, report=NEWS.append)
+    point = MeetingPoint(dead_after=10.0)
     point._membership._recovering = 0.0  # it need not wait for members of an earlier group
     world = World(point, random.Random(seed))
     meshes = MemoryMeshes(world.before_message)
@@ -340,7 +366,10 @@ def churn(monkeypatch: pytest.MonkeyPatch, size: int, hours: int, seed: int) -> 
             while world.round < (hour + 1) * HOUR:
                 world.make_round(settle=world.disturb(size))
             sizes.append(Sizes.now())
-            print(f"hour {hour + 1}, {time.monotonic() - began:.0f} s, {len(world.training)} train: {sizes[-1]}", flush=True)
+            print(
+                f"hour {hour + 1}, {time.monotonic() - began:.0f} s, {len(world.training)} train: {sizes[-1]}",
+                flush=True,
+            )
         world.until(world.one_view, "ending")
         print(f"{world.round} rounds, law of {world.laws} checked, {world.started} replicas, {dict(world.seen)}")
         assert world.laws > 0.8 * hours * HOUR
@@ -357,6 +386,18 @@ def churn(monkeypatch: pytest.MonkeyPatch, size: int, hours: int, seed: int) -> 
         world.point.close()
 
 
+@pytest.mark.slow
 def test_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
-    size = int(os.environ.get("SIM_SIZE", "16"))
-    churn(monkeypatch, size, int(os.environ.get("SIM_HOURS", "1")), seed=1)
+    sizes = churn(monkeypatch, size=16, hours=1, seed=1)
+    sizes[-1].check(16)
+
+
+@pytest.mark.soak
+def test_a_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = churn(monkeypatch, size=64, hours=24, seed=2)
+    for after in sizes:
+        after.check(64)
+    first, last = sizes[0], sizes[-1]
+    assert last.resident < 1.1 * first.resident
+    assert last.threads < first.threads + 64
+    assert last.files < first.files + 64

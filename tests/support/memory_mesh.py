@@ -156,7 +156,7 @@ class MemoryMeshes:
         with self._lock:
             mesh = self._meshes.get(key) or Mesh()
             self._meshes[key] = mesh
-        store.set(f"address of {rank}", b"memory")
+        store.set(f"address of {rank}", "memory")
         store.wait([f"address of {other}" for other in range(len(members))], timeout)
         return Group(MemoryGroup(mesh, members, rank, self._before), tuple(members))
 

@@ -110,6 +110,11 @@ class Ledger:
 
         runner._send, runner.apply, runner.follow = sending, applying, following
 
+    def detach(self) -> None:
+        """Let go of the parameters, which would keep the `LocalUpdates`."""
+        for shared in self.updates._runner.every:
+            del shared.difference, shared.difference_again
+
     def _kept(self, shared: GlobalParameters) -> np.ndarray:
         named = self.updates._feedback.by_name()
         zero = {slot.name: torch.zeros(slot.shape) for slot in shared.slots}
