@@ -88,6 +88,8 @@ class Exchange(ABC):
     device_variant: ClassVar[type[Exchange] | None] = None
     #: It starts collectives, which must not begin before the ranks have compared their steps.
     collective: ClassVar[bool] = False
+    #: Residuals are complete only once the mean is known (`conclude`).
+    concludes: ClassVar[bool] = False
 
     def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
         self.codec, self.numel, self.extra, self.device, self.group = codec, numel, extra, device, group

@@ -68,6 +68,7 @@ class Split(EntryExchange):
 
     name = "split"
     device_variant = FixedSizeSplit
+    concludes = True
 
     def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
         super().__init__(codec, numel, extra, device, group)

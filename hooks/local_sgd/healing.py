@@ -64,6 +64,11 @@ class CommonState:
     def _moving(self) -> list[Tensor]:
         return [flat for shared in self._every for flat in (shared.values, shared.momentum) if flat is not None]
 
+    @property
+    def has_means(self) -> bool:
+        """True if the mean of the last round is at hand, and anybody may need it."""
+        return any(shared.kept is not None for shared in self._every)
+
     def digests(self) -> tuple[int, int]:
         """Of what rounds move, and of the parameters that are not trained."""
         return _digest(self._moving), self._frozen_digest
@@ -97,7 +102,11 @@ class CommonState:
             move(moving, verdict.needy, verdict.donors),
             move(frozen, verdict.frozen, verdict.donors),
             move(buffers, verdict.needy, verdict.donors[:1]),
-            move([shared.mean for shared in self._every], counted, [verdict.mean or 0]),
+            move(
+                [shared.empty() if shared.kept is None else shared.kept for shared in self._every],
+                counted,
+                [verdict.mean or 0],
+            ),
         ]
         return works, Healed(*found) if needs else None
 
@@ -110,6 +119,7 @@ class CommonState:
         if healed.frozen:
             self._frozen_digest = _digest(self._frozen)
         for shared in self._every:
+            shared.kept = healed.means[shared.bucket.index] if healed.means else None
             shared.hand_out()
 
 

@@ -98,6 +98,8 @@ class GlobalParameters:
         self._moved = self._read(torch.empty_like(like))
         self.values = self._moved.to(like.device if outer.device is None else outer.device, copy=True)
         self.momentum = torch.zeros_like(self.values) if outer.momentum else None
+        #: The last round's mean, where it is kept.
+        self.kept: Tensor | None = None
         self.piecewise = like.device == self.values.device == torch.device("cpu")
 
     @property
@@ -117,10 +119,9 @@ class GlobalParameters:
             vectors.difference(agreed, own, moved, restart)
         return self._moved
 
-    @property
-    def mean(self) -> Tensor:
-        """The ranks' mean difference of the last round, until the next one begins: where `difference` was."""
-        return self._moved
+    def keep(self, mean: Tensor) -> None:
+        """Keep the mean of the last round for ranks that lack it, if their residuals depend on it."""
+        self.kept = mean.clone() if self.bucket.exchange.concludes else None
 
     def difference_again(self, former: Tensor) -> Tensor:
         """A `difference` of before, in the memory of all of them."""

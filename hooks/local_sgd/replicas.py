@@ -50,7 +50,7 @@ class Replicas(ViewChanger):
             with self._changed:
                 ready, pending = self._stands(least) and self.view.number == least, self._arrival is not None
                 if ready and not pending:
-                    self._under_way, self._sent_in, self._has_mean = number, least, False
+                    self._under_way, self._sent_in = number, least
             states = self._alike(ready + 2 * pending)
             if all(state == 1 for state in states):
                 return None
@@ -69,7 +69,6 @@ class Replicas(ViewChanger):
         with self._changed:
             assert self.view is not None
             self._name, self._agreed, self._sent_in = (self.view.number, number), self.view.number, 0
-            self._has_mean = True
             self._failures = 0
             self._stopped()
 
@@ -100,9 +99,7 @@ class Replicas(ViewChanger):
     def followed(self, arrival: Arrival) -> None:
         """The user's thread has followed a change: this replica's state is the one agreed on."""
         with self._changed:
-            if arrival.healed is not None:
-                self._has_mean = bool(arrival.healed.means)
-            else:
+            if arrival.healed is None:
                 self.statistics.repeated_rounds += bool(self._sent_in)
             self._name, self._agreed, self._sent_in = arrival.name, arrival.view.number, 0
             self._following = False

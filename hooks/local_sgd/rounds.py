@@ -146,6 +146,8 @@ class RoundRunner:
         else:
             for shared, mean in zip(done.globals, done.buffers, strict=True):
                 shared.move(mean, mixing, done.keep_local)
+                if self.replicas is not None and done.step is not None:
+                    shared.keep(mean)
             self._feedback.commit()
         self._counted = max(self._counted, done.steps)
         if self.replicas is not None and done.step is not None:
@@ -171,7 +173,10 @@ class RoundRunner:
             self.running.session.pipeline.idle()
             sent.futures.clear()  # they hold the failure, and its traceback this round
             self.under_way = None
-            arrival = self.replicas.failed(failure)
+            try:
+                arrival = self.replicas.failed(failure)
+            finally:
+                del failure  # its traceback holds this frame, and the former view's pipeline
             self.follow(arrival, sent)
             if arrival.healed is None:  # nobody has completed it
                 self._send(sent)
@@ -271,7 +276,7 @@ class RoundRunner:
         """A round that failed here was completed elsewhere, with this replica's message."""
         means = [] if arrival.healed is None else arrival.healed.means
         for shared in sent.globals if sent is not None and means else ():
-            shared.bucket.conclude(shared.mean.copy_(means[shared.bucket.index]))
+            shared.bucket.conclude(means[shared.bucket.index].to(shared.bucket.device))
         self._feedback.commit()
         self._counted = self._counted if sent is None else sent.steps
 

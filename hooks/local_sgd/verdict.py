@@ -25,7 +25,7 @@ class Report:
         agreed: the last view whose members have agreed on its state; 0: it has none yet.
         view, rounds: the state's name.
         sent_in: the view in which it has sent its next round; 0: it has not.
-        has_mean: it has the mean of the round that made the state, still.
+        has_mean: it has the mean of the round that made the state, and others may need it.
         digest: of the state's bits.
         frozen: of the tensors that no round changes.
     """

@@ -72,8 +72,6 @@ class ViewChanger:
         #: The number of the round under way here, and the view in which the next round was sent.
         self._under_way: int | None = None
         self._sent_in = 0
-        #: The mean of the round that made the state is at hand.
-        self._has_mean = False
         #: True while the user's thread follows a change: the state is not to be read.
         self._following = False
         #: True from the wish to change views to the end of the change: no round may begin.
@@ -229,7 +227,7 @@ class ViewChanger:
         view.reported = True
         if self._inside is None or self._inside.rank == 0:  # its first rank speaks for a replica
             digests = self.state.digests()
-            report = Report(self._agreed, *self._name, self._sent_in, self._has_mean, *digests)
+            report = Report(self._agreed, *self._name, self._sent_in, self.state.has_means, *digests)
             view.board.post(REPORT.format(view.rank), report.to_bytes())
 
     @property
