@@ -213,7 +213,7 @@ def test_each_process_group_is_cut_once_whatever_its_channels(monkeypatch: pytes
     carriers, cuts = [Silent(), Silent()], []
     kept = [Group(carriers[0]).channel(str(number)) for number in range(5)]
     kept += [Group(carriers[1])]
-    monkeypatch.setattr(Group, "_abort", lambda self: cuts.append(self._group))
+    monkeypatch.setattr(Group, "cut", lambda self: cuts.append(self._group))
     group_module.abort_all()
     assert sorted(map(id, cuts)) == sorted(map(id, carriers))
     assert len(kept) == 6

@@ -103,6 +103,7 @@ def churn(rank: int, address: str, codec: Any, exchange: str) -> tuple[list[Entr
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("codec", "exchange"),
     [(ChunkedTopK(k=16, chunk=256, values=2), "gather"), (OneBit(), "two_pass"), (TopK(0.1), "split")],

@@ -695,10 +695,11 @@ def test_sharded_parameters_are_refused(rank: int) -> list[str]:
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     texts = []
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"the ranks \[0, 1\] share the model.*process_group"):
+        LocalUpdates(model, sgd, OneBit(), every=1)
     for make in (
         lambda: OneBitAdam(model.parameters(), warmup_steps=2),
         lambda: DistributedLion(model.parameters()),
-        lambda: LocalUpdates(model, sgd, OneBit(), every=1),
     ):
         with pytest.raises(TypeError, match=r"is a DTensor: \w+ takes plain tensors") as caught:
             make()
