@@ -45,11 +45,11 @@ def test_the_drill_finds_a_state_that_is_named_by_its_round_alone(tmp_path: Path
     script.write_text(
         "import sys, drill\n"
         "from dataclasses import replace\n"
-        "from gradwire.hooks.local_sgd import replicas, verdict\n"
+        "from gradwire.hooks.local_sgd import verdict, view_changer\n"
         "decide = verdict.decide\n"
         "plain = lambda view, reports: decide(view, [replace(r, agreed=min(r.agreed, 1), view=min(r.view, 1))"
         " for r in reports])\n"
-        "replicas.decide = plain\n"
+        "view_changer.decide = plain\n"
         "sys.exit(drill.main())\n"
     )
     path = os.pathsep.join([str(DRILL.parent), os.environ.get("PYTHONPATH", "")])

@@ -34,6 +34,8 @@ from torch import nn
 
 #: What a replica and the drill tell each other in shared memory, a row for each replica; the last row is the drill's.
 VIEW, SIZE, NAME_VIEW, NAME_ROUNDS, STOPPED, WORDS = range(6)
+#: The value of `STOPPED` of one that dies.
+DYING = -1
 #: The drill's words: stop at this round; end; no fate comes true any more; write down your view.
 LAST, END, DISARMED, REPORT = range(4)
 
@@ -237,6 +239,7 @@ class Fated:
                 os.kill(os.getpid(), signal.SIGSTOP)
                 return
             self.dying = True
+            self.plan.words[STOPPED] = DYING
         time.sleep(0.01)  # for messages that are just being sent
         if self.ledger is not None:
             ended = self.ended(self.ledger)
@@ -310,10 +313,10 @@ def _train(plan: Plan) -> None:
     while not drill[END]:
         if drill[LAST] and replicas._name[1] >= drill[LAST]:
             fated.publish(replicas)
-            words[STOPPED] = 1
+            words[STOPPED] = DYING if fated.dying else 1
             time.sleep(0.005)
             continue
-        words[STOPPED] = 0
+        words[STOPPED] = DYING if fated.dying else 0
         batch = torch.randn(8, 17, generator=data)
         loss = (model(batch[:, :12]) - batch[:, 12:]).square().mean()
         optimizer.zero_grad()
