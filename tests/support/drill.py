@@ -218,10 +218,7 @@ class Play:
             self.drill[END] = 1
             self._until(lambda: not self.living)
         finally:
-            for pid in [*self.living.values(), self.meeting]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-                    os.waitpid(pid, 0)
+            self._kill(*self.living.values(), self.meeting)
 
     # -- processes ---------------------------------------------------------------------------------------------------
 
@@ -242,6 +239,13 @@ class Play:
             finally:
                 os._exit(1)
         return pid
+
+    @staticmethod
+    def _kill(*processes: int) -> None:
+        """Kill children that have not been waited for; 0 stands for none."""
+        for pid in filter(None, processes):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
     def _meet(self, first: bool = False) -> None:
         """Start the meeting point."""
@@ -333,8 +337,8 @@ class Play:
                 self.stopped[number] = now + timed.seconds
         elif timed.kind == "meeting point killed":
             if begins:
-                os.kill(self.meeting, signal.SIGKILL)
-                os.waitpid(self.meeting, 0)
+                self._kill(self.meeting)
+                self.meeting = 0
             if over:
                 self._meet()
         elif timed.kind == "cut off":
