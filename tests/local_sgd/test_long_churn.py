@@ -230,6 +230,11 @@ class World:
             for view in views
         )
 
+    def _at_rest(self) -> bool:
+        """True if none that lives needs the meeting point for its next round."""
+        there = [replica for replica in self.replicas if not replica.dead and not replica.stopped]
+        return self.one_view() and all(replica.trains and replica.rounds == self.round for replica in there)
+
     def make_round(self, settle: bool = True) -> None:
         """Make the next round.
 
@@ -294,7 +299,7 @@ class World:
                 action()
         if self.draws.random() < 1 / BETWEEN_RESTARTS:
             if self.draws.random() < 0.5 and not self.dying:
-                self.until(self.one_view, "changing views before a restart")
+                self.until(self._at_rest, "changing views before a restart")
                 self.restart(partial(self.make_round, settle=False))
             else:
                 self.restart()

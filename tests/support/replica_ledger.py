@@ -113,7 +113,7 @@ class Ledger:
     def detach(self) -> None:
         """Let go of the parameters, which would keep the `LocalUpdates`."""
         for shared in self.updates._runner.every:
-            del shared.difference, shared.difference_again
+            del shared.difference, shared.difference_again, shared.move
 
     def _kept(self, shared: GlobalParameters) -> np.ndarray:
         named = self.updates._feedback.by_name()
