@@ -28,3 +28,10 @@ EPOCH_SECONDS = 1.0
 UNCLAIMED_SECONDS = 10.0
 #: Horovod: ranks at an orderly end, until the others have heard of it; and for a thread that a dead peer may keep.
 END_SECONDS = 5.0
+
+#: Replicas of a proposed view, until all are connected.
+MESH_SECONDS = 10.0
+#: The meeting point, for a sign of life of a replica (`gradwire-meet --dead-after`); and a replica, for its answer.
+DEAD_SECONDS, SILENT_SECONDS = 4.0, 5.0
+#: A replica that leaves, until the others' hosts have acknowledged its data.
+LEAVE_SECONDS = 1.0

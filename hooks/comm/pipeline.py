@@ -154,6 +154,11 @@ class Pipeline:
         self.idle()
         self._scheduler.synchronize()
 
+    def fail(self, error: Exception) -> None:
+        """End everything in flight by an error, and everything submitted later, without a wait for messages: Gloo does
+        not wake a thread that waits for one of which a part has come, so such threads stay until it times out."""
+        self._scheduler.inbox.put(error)
+
     def end(self) -> None:
         """End the threads, which may still refer to their last task, and wait for that. Call it once idle."""
         if self._thread is not None:
@@ -197,6 +202,10 @@ class Scheduler:
             if isinstance(item, Arrived):
                 self.waits -= item.task.stage > 1
                 self.resume(item.task, item.error)
+            elif isinstance(item, Exception):
+                if self.failure.text is None:
+                    self.failure.text, self.failure.unseen = str(item), item
+                    self._end_in_flight()
             else:
                 self._take_over()
                 self.submitted.append(item)
@@ -321,9 +330,12 @@ class Scheduler:
         else:  # it is raised on its own thread
             failure.text = repr(error)
             future.set_exception(failure.follow_up())
+        self._end_in_flight()
+
+    def _end_in_flight(self) -> None:
         for task in self.in_flight:
             task.stages.close()
-            task.future.set_exception(failure.follow_up())
+            task.future.set_exception(self.failure.follow_up())
         self.in_flight.clear()
 
     def _stream(self, number: int, ready: torch.cuda.Event | None = None) -> AbstractContextManager[Any]:

@@ -121,7 +121,12 @@ class GlobalParameters:
 
     def keep(self, mean: Tensor) -> None:
         """Keep the mean of the last round for ranks that lack it, if their residuals depend on it."""
-        self.kept = mean.clone() if self.bucket.exchange.concludes else None
+        if not self.bucket.exchange.concludes:
+            self.kept = None
+        elif self.kept is None:
+            self.kept = mean.clone()
+        else:
+            self.kept.copy_(mean)
 
     def difference_again(self, former: Tensor) -> Tensor:
         """A `difference` of before, in the memory of all of them."""

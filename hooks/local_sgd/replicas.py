@@ -101,7 +101,7 @@ class Replicas(ViewChanger):
         with self._changed:
             if arrival.healed is None:
                 self.statistics.repeated_rounds += bool(self._sent_in)
-            self._name, self._agreed, self._sent_in = arrival.name, arrival.view.number, 0
+            self._born, self._name, self._agreed, self._sent_in = arrival.born, arrival.name, arrival.view.number, 0
             self._following = False
             self._stopped()
 
@@ -206,7 +206,7 @@ class Replicas(ViewChanger):
             self.statistics.seconds["meeting"] += time.monotonic() - began
 
     def _obstacle(self) -> str:
-        """What a wait for a view waits for."""
+        """The reason why there is no view yet."""
         away = self.client.lost_for
         if not away:
             return self._waiting_for

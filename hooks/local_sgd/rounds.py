@@ -13,6 +13,7 @@ from ...compress.feedback.store import FeedbackStore
 from ..auto.planner import Choice
 from ..comm.linger import linger
 from ..core.reducer import Reducer
+from ..timeouts import LEAVE_SECONDS
 from ..training.autograd_end import waited
 from .healing import Progress
 from .initial_sync import thawed
@@ -21,8 +22,6 @@ from .outer_sgd import GlobalParameters, InFlightRound
 from .replicas import Arrival, Replicas
 from .schedule import Schedule
 
-#: Seconds for sent data to arrive before a replica leaves.
-LEAVE_SECONDS = 1.0
 #: The choice of a round that sends what residuals hold, too.
 UNCOMPRESSED = Choice(Identity(), "dense", False)
 
@@ -71,7 +70,8 @@ class RoundRunner:
 
     def check_open(self) -> None:
         """Raise RuntimeError after `close`."""
-        assert self.running
+        if self.reducer is None:
+            raise RuntimeError("this LocalUpdates is closed: make another, and load its state_dict() there")
 
     def load(self, number: int, progress: Progress, under_way: InFlightRound | None) -> None:
         """Go on from a checkpoint, whose residuals have been loaded."""
@@ -87,8 +87,8 @@ class RoundRunner:
 
     @property
     def running(self) -> Reducer:
-        if self.reducer is None:
-            raise RuntimeError("this LocalUpdates is closed: make another, and load its state_dict() there")
+        self.check_open()
+        assert self.reducer is not None
         return self.reducer
 
     def send(self, parts: Sequence[GlobalParameters], keep_local: bool, uncompressed: bool = False) -> bool:
@@ -149,7 +149,7 @@ class RoundRunner:
                 if self.replicas is not None and done.step is not None:
                     shared.keep(mean)
             self._feedback.commit()
-        self._counted = max(self._counted, done.steps)
+            self._counted = max(self._counted, done.steps)
         if self.replicas is not None and done.step is not None:
             self.replicas.applied(self.number)
         if refused:

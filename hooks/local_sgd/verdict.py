@@ -8,6 +8,7 @@ that were cut off may have completed a round that the others have then repeated 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -22,7 +23,8 @@ class Report:
     """A member's words at a change of view.
 
     Attributes:
-        agreed: the last view whose members have agreed on its state; 0: it has none yet.
+        born: the view in which somebody's parameters became its first state; 0: it has none yet.
+        agreed: the last view whose members have agreed on its state.
         view, rounds: the state's name.
         sent_in: the view in which it has sent its next round; 0: it has not.
         has_mean: it has the mean of the round that made the state, and others may need it.
@@ -30,6 +32,7 @@ class Report:
         frozen: of the tensors that no round changes.
     """
 
+    born: int
     agreed: int
     view: int
     rounds: int
@@ -55,7 +58,7 @@ class Verdict:
     """The decision, the same at all members of a view.
 
     Attributes:
-        name: of the state that goes on.
+        born, name: of the state that goes on.
         donors: ranks that have it.
         needy: ranks that have not, and get it from the donors.
         diverged: those of `needy` that had other bits under this name.
@@ -64,6 +67,7 @@ class Verdict:
         mean: the donor that tells the last round's mean to those whose messages it has counted; None: nobody has it.
     """
 
+    born: int
     name: tuple[int, int]
     donors: tuple[int, ...]
     needy: tuple[int, ...]
@@ -76,29 +80,31 @@ class Verdict:
 def decide(view: int, reports: Sequence[Report]) -> Verdict:
     """The decision of a view's members, from their reports in rank order. If nobody has a state, the first member's
     parameters become that of (view, 0)."""
-    best = max(reports, key=lambda report: (report.agreed, report.name))
-    if best.agreed:
-        name, same = (
-            best.name,
-            [rank for rank, report in enumerate(reports) if report.agreed and report.name == best.name],
-        )
+    # The older training wins: one that was cut off as a whole may find a newcomer that has begun anew meanwhile.
+    best = max(reports, key=lambda report: (-report.born if report.born else -math.inf, report.agreed, report.name))
+    if best.born:
+        born, name = best.born, best.name
+        same = [rank for rank, report in enumerate(reports) if (report.born, report.name) == (born, name)]
     else:
-        name, same = (view, 0), [0]
+        born, name, same = view, (view, 0), [0]
     first = reports[same[0]]
     donors = tuple(rank for rank in same if reports[rank].digest == first.digest)
     needy = tuple(rank for rank in range(len(reports)) if rank not in donors)
     return Verdict(
+        born,
         name,
         donors,
         needy,
         diverged=tuple(rank for rank in same if rank not in donors),
         frozen=tuple(rank for rank in needy if reports[rank].frozen != first.frozen),
-        endings=tuple(_ending(report, name) for report in reports),
+        endings=tuple(_ending(report, born, name) for report in reports),
         mean=next((rank for rank in donors if reports[rank].has_mean), None),
     )
 
 
-def _ending(report: Report, name: tuple[int, int]) -> Ending:
+def _ending(report: Report, born: int, name: tuple[int, int]) -> Ending:
+    if report.born != born:
+        return "lost"
     if report.name == name:
         return "repeated"
     return "counted" if report.sent_in and name == (report.sent_in, report.rounds + 1) else "lost"

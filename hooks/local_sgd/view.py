@@ -51,6 +51,8 @@ class View:
 
     def cut(self) -> None:
         """End every wait for its other members."""
+        if self.reducer is not None:
+            self.reducer.session.pipeline.fail(RuntimeError(self.broken or "another view has taken its place"))
         if self.group is not None:
             self.group.cut()
 
@@ -60,6 +62,7 @@ class Arrival:
     """The outcome of a change of view for this replica."""
 
     view: View
+    born: int
     name: tuple[int, int]
     ending: Ending
     healed: Healed | None

@@ -15,23 +15,24 @@ import contextlib
 import queue
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 from ..comm.group import Group
+from ..comm.ports import Work
 from ..comm.threads import start_thread
 from ..core.reducer import Reducer
+from ..timeouts import MESH_SECONDS, SILENT_SECONDS
 from .healing import CommonState, Healed, Progress
-from .meeting.client import Client, Proposed, Refused, Void, Waiting, Whole
+from .meeting.client import Board, Client
+from .meeting.events import Proposed, Refused, Void, Waiting, Whole
 from .meeting.options import Meeting
 from .meeting.relay import COMMON, meet_inside
 from .verdict import Report, Verdict, decide
 from .view import Arrival, ReplicaStatistics, View
 
-#: Seconds for a mesh to connect.
-CONNECT_SECONDS = 10.0
 #: A member's words on a view's board: its report, that it is healed, and the first donor's progress.
 REPORT, HEALED, PROGRESS = COMMON + "report of {}", "healed {}", COMMON + "progress"
 
@@ -67,8 +68,8 @@ class ViewChanger:
         statistics.seconds["meeting"] = 0.0
         #: Guards all that the threads share.
         self._changed = threading.Condition()
-        #: The state's name, and the last view whose members have agreed on it.
-        self._name, self._agreed = (0, 0), 0
+        #: The state's name, the view in which its training began, and the last one whose members have agreed on it.
+        self._name, self._born, self._agreed = (0, 0), 0, 0
         #: The number of the round under way here, and the view in which the next round was sent.
         self._under_way: int | None = None
         self._sent_in = 0
@@ -86,9 +87,14 @@ class ViewChanger:
         self._works = list[Any]()  # of healing: they hold memory
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._relay, address = meet_inside(inside, meeting, description)
-        shard = {} if inside is None else {"shard": inside.rank}
         self.client = Client(
-            address, description | shard, secret=meeting.key, patience=meeting.patience, events=self._heard
+            address,
+            description | ({} if inside is None else {"shard": inside.rank}),
+            secret=meeting.key,
+            patience=meeting.patience,
+            events=self._heard,
+            # A relay ends with its replica's process; a busy one is not to be left.
+            silent=SILENT_SECONDS if inside is None else meeting.patience,
         )
         start_thread("gradwire-replicas", self._run, self._inbox)
 
@@ -168,7 +174,7 @@ class ViewChanger:
         """Connect a view's mesh. Gloo cannot be interrupted in this."""
         group, why = None, ""
         try:
-            group = Group.over_store(view.board, view.members, view.rank, timedelta(seconds=CONNECT_SECONDS))
+            group = Group.over_store(view.board, view.members, view.rank, timedelta(seconds=MESH_SECONDS))
             group.wait_at_most(timedelta(seconds=self._meeting.patience))
         except RuntimeError as error:
             why = f"member {self.client.member}: {error}"
@@ -215,7 +221,7 @@ class ViewChanger:
                 self.statistics.healed_bytes += healed.nbytes
                 if self._arrival is not None and self._arrival.healed is not None:
                     ending = self._arrival.ending
-            self._arrival = Arrival(view, verdict.name, ending, healed, progress)
+            self._arrival = Arrival(view, verdict.born, verdict.name, ending, healed, progress)
             self._changing = False
             self._changed.notify_all()
         self.client.entered(view.number, view.members, verdict.name)
@@ -225,10 +231,15 @@ class ViewChanger:
     def _report(self, view: View) -> None:
         """Tell the members of a view of this replica's state, while no round is under way."""
         view.reported = True
-        if self._inside is None or self._inside.rank == 0:  # its first rank speaks for a replica
+        if self._speaks:
             digests = self.state.digests()
-            report = Report(self._agreed, *self._name, self._sent_in, self.state.has_means, *digests)
+            report = Report(self._born, self._agreed, *self._name, self._sent_in, self.state.has_means, *digests)
             view.board.post(REPORT.format(view.rank), report.to_bytes())
+
+    @property
+    def _speaks(self) -> bool:
+        """True for the first rank of a replica, which speaks for all of them."""
+        return self._inside is None or self._inside.rank == 0
 
     @property
     def _busy(self) -> bool:
@@ -264,16 +275,16 @@ class ViewChanger:
         assert view.group is not None
         works, healed = self.state.start(view.group, verdict)
         if healed is None:
-            self._works = (
-                works  # they have been sent when the next round ends, which those that are healed take part in
-            )
-            tells = (
-                verdict.needy and view.rank == verdict.donors[0] and (self._inside is None or self._inside.rank == 0)
-            )
-            view.told = 0 if tells else None
+            # They are sent when the next round ends, in which those that are healed take part.
+            self._works = works
+            view.told = 0 if verdict.needy and view.rank == verdict.donors[0] and self._speaks else None
             return None, None
-        for work in works:
-            work.wait()
+        received = list[Exception | None]()
+        # In a thread, as a donor that dies within a message leaves its receiver waiting.
+        start_thread(f"gradwire-healing-{view.number}", partial(_receive, works, received, view.board), None)
+        self._await_word(view, lambda: bool(received))
+        if received[0] is not None:
+            raise received[0]
         view.board.post(HEALED.format(view.rank), b"")
         self._await_word(view, lambda: PROGRESS in view.board.values)
         return healed, Progress(*map(int, view.board.values[PROGRESS].split()))
@@ -288,3 +299,14 @@ class ViewChanger:
                 "LocalUpdates that writes to the global parameters",
                 stacklevel=1,
             )
+
+
+def _receive(works: Sequence[Work], received: list[Exception | None], board: Board) -> None:
+    """Wait for messages; then note their error, or None."""
+    try:
+        for work in works:
+            work.wait()
+        received.append(None)
+    except RuntimeError as error:
+        received.append(error)
+    board.wake()

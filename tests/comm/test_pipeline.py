@@ -202,6 +202,22 @@ def test_a_unit_that_fails_takes_all_others_along_at_once() -> None:
         bell.rung.set()
 
 
+def test_who_gives_up_waits_for_no_message() -> None:
+    pipeline, seen = Pipeline("test"), list[str]()
+    bells = [Bell(), Bell()]  # neither rings
+    futures = [pipeline.start(stages(str(i), [bell], seen), torch.ones(1)) for i, bell in enumerate(bells)]
+    pipeline.fail(RuntimeError("another view"))
+    futures.append(pipeline.start(stages("later", [], seen), torch.ones(1)))
+    for future in futures:
+        with pytest.raises(RuntimeError, match=r"earlier error.*another view"):
+            future.wait()
+    pipeline.flush()
+    with pytest.raises(RuntimeError, match="another view"):
+        pipeline.check()
+    for bell in bells:  # so that their threads end
+        bell.rung.set()
+
+
 @settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.integers(0, 3), min_size=1, max_size=6),

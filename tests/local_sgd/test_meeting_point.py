@@ -260,10 +260,11 @@ def test_a_member_that_does_not_read_stalls_nobody(monkeypatch: pytest.MonkeyPat
             pass
         deaf.send({"connected": message["view"]})
         number = members[0].in_view_of(3)
-        board = members[0].client.board(number)
-        for i in range(200):
-            with contextlib.suppress(RuntimeError):  # void, once the deaf one is lost
-                board.post(str(i), b"x" * 50_000)
+        boards = [member.client.board(number) for member in members]
+        with contextlib.suppress(RuntimeError):  # void, once the deaf one is lost
+            for i in range(200):
+                boards[0].post(str(i), b"x" * 50_000)
+                boards[1].wait([str(i)])
         assert "does not read" in members[0].wait(Void, lambda event: event.number == number).why
         members[1].in_view_of(2)
         deaf.close()

@@ -364,7 +364,7 @@ def test_only_steps_that_no_round_has_counted_are_lost() -> None:
 
         def take_over() -> int:
             healed = Healed([flat.clone() for flat in tie.state._moving], [], [], [])
-            runner.follow(Arrival(tie.view, tie._name, "lost", healed, Progress(100, 21)))
+            runner.follow(Arrival(tie.view, tie._born, tie._name, "lost", healed, Progress(100, 21)))
             return tie.statistics.own_steps_lost
 
         for _ in range(10):

@@ -14,7 +14,7 @@ class Member:
     """A replica without its tensors: its state is the list of all that rounds have counted."""
 
     number: int
-    report: Report = field(default_factory=lambda: Report(0, 0, 0, 0, True, 0, 0))
+    report: Report = field(default_factory=lambda: Report(0, 0, 0, 0, 0, True, 0, 0))
     history: tuple[frozenset[tuple[int, int]], ...] = ()
     pieces: int = 0  # of its own training: each is to be counted once
     #: It has been in every view since it came.
@@ -37,6 +37,8 @@ def change(number: int, members: list[Member], finishing: set[int]) -> bool:
     """A change to view `number`; those not in `finishing` learn nothing of it. True if all have finished."""
     verdict = decide(number, [report_of(member) for member in members])
     assert not verdict.diverged
+    born = [member.report.born for member in members if member.report.born]
+    assert verdict.born == min(born, default=number)  # the older training goes on
     assert set(verdict.donors) | set(verdict.needy) == set(range(len(members)))
     source = members[verdict.donors[0]].history
     for rank, member in enumerate(members):
@@ -54,9 +56,10 @@ def change(number: int, members: list[Member], finishing: set[int]) -> bool:
         elif ending == "repeated":
             assert not member.counted()
         elif ending == "lost" and member.report.agreed:
-            assert not member.faithful
+            assert not member.faithful or member.report.born != verdict.born
             member.pieces += 1
-        member.report = replace(member.report, agreed=number, view=verdict.name[0], rounds=verdict.name[1], sent_in=0)
+        view, rounds = verdict.name
+        member.report = replace(member.report, born=verdict.born, agreed=number, view=view, rounds=rounds, sent_in=0)
     return finishing >= {member.number for member in members}
 
 
@@ -70,7 +73,7 @@ def test_members_agree_and_survivors_lose_nothing(data: st.DataObject) -> None:
         present = [m for m in members if draw(st.integers(0, 2))] or members[:1]
         if draw(st.booleans()) and len(members) < 7:
             members.append(Member(len(members)))
-            present.append(members[-1])
+            present = [members[-1]] if draw(st.integers(0, 5)) == 0 else [*present, members[-1]]
         for member in members:
             member.faithful &= member in present or not member.report.agreed
         unfinished = draw(st.integers(0, 4)) == 0

@@ -8,7 +8,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -17,82 +16,18 @@ import torch.distributed as dist
 from ...comm.socket_loop import SocketLoop
 from ...comm.sockets import CONNECT_SECONDS, Connection, connect
 from ...comm.threads import start_thread, stop_thread
+from ...timeouts import SILENT_SECONDS
+from .events import Disconnected, Event, Lost, Proposed, Reconnected, Refused, Void, Waiting, Welcome, Whole
 from .options import place
 
 log = logging.getLogger("gradwire.meeting")
 
 #: Seconds between two signs of life, and between two attempts to connect.
 BEAT_SECONDS, RETRY_SECONDS = 1.0, 0.5
-#: Seconds without an answer to a sign of life after which the connection counts as lost.
-SILENT_SECONDS = 5.0
 #: Seconds for the goodbye to go out.
 GOODBYE_SECONDS = 0.2
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Welcome:
-    """This replica is a member, by this number. It changes only if the meeting point gave the old one to another."""
-
-    member: int
-
-
-@dataclass(frozen=True)
-class Proposed:
-    """The members of a view, in order, shall connect to each other; the view in use goes on."""
-
-    number: int
-    members: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Whole:
-    """All members of a view have connected: it takes the place of the one in use."""
-
-    number: int
-
-
-@dataclass(frozen=True)
-class Void:
-    """A view, proposed or in use, is broken."""
-
-    number: int
-    why: str
-
-
-@dataclass(frozen=True)
-class Refused:
-    """This replica may not take part. Nothing follows."""
-
-    why: str
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """The meeting point waits, as the text says."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Disconnected:
-    """The meeting point is out of reach."""
-
-
-@dataclass(frozen=True)
-class Reconnected:
-    """The meeting point is there again."""
-
-
-@dataclass(frozen=True)
-class Lost:
-    """The meeting point has been out of reach for longer than `patience`; the search goes on."""
-
-    seconds: float
-
-
-Event = Welcome | Proposed | Whole | Void | Refused | Waiting | Disconnected | Reconnected | Lost
 
 
 class Client:
@@ -105,6 +40,7 @@ class Client:
         patience: seconds out of reach until `Lost`.
         events: takes each event, on the client's thread; it must not wait for another one.
         posts: takes each value of a board, its view's number and its key first.
+        silent: seconds without an answer to a sign of life after which the connection counts as lost.
 
     Attributes:
         member: this replica's number, once welcome; before: -1.
@@ -120,8 +56,9 @@ class Client:
         patience: float = 600.0,
         events: Callable[[Event], None],
         posts: Callable[[int, str, bytes], None] | None = None,
+        silent: float = SILENT_SECONDS,
     ) -> None:
-        self._posts = posts
+        self._posts, self._silent = posts, silent
         self._place, self._secret, self._patience, self._events = place(address), secret, patience, events
         self._description, self._token = description, secrets.token_hex(8)
         self.member, self.why = -1, ""
@@ -263,8 +200,8 @@ class Client:
             if now >= self._beaten + BEAT_SECONDS:
                 self._beaten = now
                 self._send({"beat": True})
-            if now > self._heard + SILENT_SECONDS:
-                raise ConnectionError(f"nothing heard for {SILENT_SECONDS:g} s")
+            if now > self._heard + self._silent:
+                raise ConnectionError(f"nothing heard for {self._silent:g} s")
         except (OSError, ValueError, KeyError, TypeError) as error:
             self._disconnect(connection, f"the meeting point is out of reach: {error}")
 

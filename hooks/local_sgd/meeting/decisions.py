@@ -12,6 +12,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from ...comm.handshake import difference
+from ...timeouts import DEAD_SECONDS, MESH_SECONDS
 from .replica import Replica, View, parse, take
 
 #: Seconds from a failure to the next proposal, as the news of a death may be just behind it; doubled by each failure
@@ -38,7 +39,9 @@ class Membership:
         used, pending: the view in use, and the one proposed.
     """
 
-    def __init__(self, now: float, dead_after: float = 4.0, grace: float = 0.2, connect_seconds: float = 10.0) -> None:
+    def __init__(
+        self, now: float, dead_after: float = DEAD_SECONDS, grace: float = 0.2, connect_seconds: float = MESH_SECONDS
+    ) -> None:
         self.dead_after, self.grace, self.connect_seconds = dead_after, grace, connect_seconds
         self.outbox: list[tuple[Hashable, dict[str, Any] | None]] = []
         self.news: list[str] = []
@@ -97,9 +100,7 @@ class Membership:
             self._lose(replica, "has left", now)
         elif "beat" in message:
             self.outbox.append((peer, {"beat": True}))
-        elif "entered" in message:
-            pass  # for a `Relay`
-        else:
+        elif "entered" not in message:  # which a `Relay` takes
             raise ValueError(f"a message of {sorted(message)}")
         if replica is not None:
             replica.heard = now

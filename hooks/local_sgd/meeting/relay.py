@@ -11,7 +11,8 @@ from ...comm.group import Group
 from ...comm.socket_loop import SocketLoop
 from ...comm.sockets import Connection, listen
 from ...comm.threads import start_thread, stop_thread
-from .client import Client, Event, Lost, Proposed, Refused, Void, Waiting, Welcome, Whole
+from .client import Client
+from .events import Event, Lost, Proposed, Refused, Void, Waiting, Welcome, Whole
 from .options import Meeting
 from .server import LONGEST_MESSAGE
 

@@ -14,6 +14,7 @@ from typing import Any
 from ...comm.socket_loop import SocketLoop
 from ...comm.sockets import GREETING_SECONDS, Connection, listen
 from ...comm.threads import start_thread, stop_thread
+from ...timeouts import DEAD_SECONDS
 from .decisions import Membership
 
 log = logging.getLogger("gradwire.meeting")
@@ -38,7 +39,11 @@ class MeetingPoint:
     """
 
     def __init__(
-        self, port: int = 0, secret: str = "", dead_after: float = 4.0, report: Callable[[str], None] = log.info
+        self,
+        port: int = 0,
+        secret: str = "",
+        dead_after: float = DEAD_SECONDS,
+        report: Callable[[str], None] = log.info,
     ) -> None:
         listener = listen(128, port)
         self.port = int(listener.getsockname()[1])
@@ -134,7 +139,11 @@ def command() -> argparse.ArgumentParser:
         help="holds what replicas must know; else GRADWIRE_MEETING_SECRET",
     )
     parser.add_argument(
-        "--dead-after", type=float, default=4.0, metavar="SECONDS", help="of silence, after which a replica is lost (4)"
+        "--dead-after",
+        type=float,
+        default=DEAD_SECONDS,
+        metavar="SECONDS",
+        help="of silence, after which a replica is lost (4)",
     )
     parser.add_argument("--log", type=Path, metavar="FILE", help="append each decision to it too")
     return parser
