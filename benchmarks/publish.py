@@ -105,6 +105,8 @@ paired-digits: paired --task digits --rates 100mbit 300mbit 600mbit 1gbit 10gbit
 paired-far: paired --task large --rates 100mbit --delay 25ms --reference none --arms local3 local4 local5 carried
     chunked1.5 --rounds 12 --steps 29 --models 1
 hsdp: hsdp --rate 1gbit
+elastic: elastic --rate 100mbit --delay 25ms --seed 3 4 5
+elastic-inside: elastic --rate 100mbit --delay 25ms --seed 3 4 5 --kill-in exchange --arms gradwire gradwire-undisturbed
 *learn-adamw: {learn} --learning-rates 4e-3 8e-3 --arms float32-b8 chunked25 chunked25-b5 topk1 wide1.5-b5 wide0.7-b5
 learn-late: {learn} --seeds 1 --learning-rates 8e-3 --arms float32-b8 float32-b5 float32-late3 float32-late3-b5
     chunked25 chunked25-b8 chunked25-b5 chunked25-b3

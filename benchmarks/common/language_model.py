@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -224,7 +224,7 @@ def train_step(
 ) -> None:
     """One step: forward (the model, or DDP around it), backward, clip, update."""
     F.cross_entropy(forward(inputs).flatten(0, 1), targets.flatten()).backward()
-    update(optimizer, recipe.rate(step), recipe.clip)
+    update([optimizer], recipe.rate(step), recipe.clip)
 
 
 def warm_up_and_decay(step: int, steps: int, highest: float, warmup: float) -> float:
@@ -235,13 +235,15 @@ def warm_up_and_decay(step: int, steps: int, highest: float, warmup: float) -> f
     return highest * 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
 
 
-def update(optimizer: torch.optim.Optimizer, rate: float, clip: float) -> None:
-    """Clip the gradients' norm, step, and forget them."""
-    for group in optimizer.param_groups:
+def update(optimizers: Sequence[torch.optim.Optimizer], rate: float, clip: float) -> None:
+    """Clip the norm of all gradients together, step, and forget them."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    nn.utils.clip_grad_norm_([parameter for group in groups for parameter in group["params"]], clip)
+    for group in groups:
         group["lr"] = rate
-        nn.utils.clip_grad_norm_(group["params"], clip)
-    optimizer.step()
-    optimizer.zero_grad()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @torch.no_grad()

@@ -109,6 +109,7 @@ def _top(density: float) -> Codec:
 
 LEARNED = {
     FLOAT32: LearningArm(),
+    "float32-b95": LearningArm(momentum=0.95),
     "float32-b8": LearningArm(momentum=0.8),
     "float32-b5": LearningArm(momentum=0.5),
     "float32-late3": LearningArm(late=3),

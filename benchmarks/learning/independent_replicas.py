@@ -48,7 +48,7 @@ class IndependentReplicas:
         rounds: when they exchange.
         ranks: exchange the differences of parameters in their order in the model.
         model: what all start from.
-        optimizer_of: makes one for a model's parameters.
+        optimizers_of: makes those of a model.
         task: what is learned; each rank clips its own gradients.
     """
 
@@ -57,12 +57,12 @@ class IndependentReplicas:
         rounds: RoundSchedule,
         ranks: InProcessRanks,
         model: nn.Module,
-        optimizer_of: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer],
+        optimizers_of: Callable[[nn.Module], Sequence[torch.optim.Optimizer]],
         task: Task,
     ) -> None:
         self.rounds, self.ranks, self.task = rounds, ranks, task
         self.models = [copy.deepcopy(model) for _ in ranks.memories]
-        self.optimizers = [optimizer_of(list(one.parameters())) for one in self.models]
+        self.optimizers = [optimizers_of(one) for one in self.models]
         outer = OuterSGD(rounds.outer_lr, rounds.outer_momentum, device="cpu")
         self.shared = [
             GlobalParameters(0, dict(one.named_parameters()), frozenset(), ranks.strategy or Residual(), outer)
@@ -74,10 +74,10 @@ class IndependentReplicas:
 
     def step(self, data: Sequence[Iterator[Batch]], rate: float) -> int:
         """One step of every rank, with each one's next batch. Returns the bytes that a rank received."""
-        for model, optimizer, batches in zip(self.models, self.optimizers, data, strict=True):
+        for model, optimizers, batches in zip(self.models, self.optimizers, data, strict=True):
             inputs, targets = next(batches)
             self.task.loss(model(inputs), targets).backward()
-            update(optimizer, rate, self.task.clip)
+            update(optimizers, rate, self.task.clip)
         self.steps, self.agree = self.steps + 1, False
         if self._due is not None and self.steps >= self._due:
             self._move(self.rounds.carry)

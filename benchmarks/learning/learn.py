@@ -29,7 +29,7 @@ from ..common import report
 from ..common.arguments import add_arms, add_output, expect_counts
 from ..common.language_model import update
 from ..common.progress import Progress
-from .arms import FLOAT32, LEARNED, LearningArm
+from .arms import FLOAT32, LEARNED, MOMENTUM, LearningArm
 from .independent_replicas import IndependentReplicas
 from .optimizer_methods import OptimizerMethod
 from .ranks import InProcessRanks
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world", type=int, default=4, help="ranks (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=16, help="samples of all ranks in a step (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=1500, help="optimizer steps (default: %(default)s)")
-    parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw", help="default: %(default)s")
+    parser.add_argument("--optimizer", choices=("adamw", "sgd", "muon"), default="adamw", help="default: %(default)s")
     add_arms(parser, {name: way.title for name, way in LEARNED.items()})
     parser.add_argument(
         "--learning-rates", type=float, nargs="+", help="try these and no others; by default each arm searches its own"
@@ -82,15 +82,35 @@ def run(options: argparse.Namespace) -> int:
 
 
 def task_of(name: str, optimizer: str, batch: int, steps: int) -> Task:
+    """A task under an optimizer.
+
+    Raises:
+        ValueError: the task has no parameters for that.
+    """
+    if optimizer not in TASKS[name].learning_rates:
+        raise ValueError(f"--optimizer {optimizer}: {name} has {' and '.join(TASKS[name].learning_rates)} only")
     return replace(TASKS[name], optimizer=optimizer, batch=batch, steps=steps)
 
 
-def optimizer_of(task: Task, parameters: Sequence[nn.Parameter], way: LearningArm) -> torch.optim.Optimizer:
-    """The task's; without momentum of its own where what is handed out has it."""
+def optimizers_of(task: Task, model: nn.Module, way: LearningArm) -> list[torch.optim.Optimizer]:
+    """The task's; without momentum of their own where what is handed out has it.
+
+    Muon (Jordan et al. 2024) is for the matrices of the blocks, with steps of the size of AdamW's (Liu et al., "Muon is
+    scalable for LLM training", 2025), so that both have one learning rate; AdamW for embedding and head.
+    """
     momentum = 0.0 if way.has_momentum else way.momentum
     if task.optimizer == "sgd":
-        return torch.optim.SGD(parameters, momentum=momentum)
-    return torch.optim.AdamW(parameters, betas=(momentum, 0.99), weight_decay=0.01, fused=True)
+        return [torch.optim.SGD(model.parameters(), momentum=momentum)]
+    named = dict(model.named_parameters())
+    matrices = {name: p for name, p in named.items() if name.startswith("blocks.") and p.ndim == 2}
+    rest = [p for name, p in named.items() if task.optimizer == "adamw" or name not in matrices]
+    adamw = torch.optim.AdamW(rest, betas=(min(momentum, MOMENTUM), 0.99), weight_decay=0.01, fused=True)
+    if task.optimizer == "adamw":
+        return [adamw]
+    muon = torch.optim.Muon(
+        matrices.values(), momentum=momentum, nesterov=momentum > 0.0, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"
+    )
+    return [muon, adamw]
 
 
 def learn(
@@ -130,7 +150,7 @@ def train_apart(
     assert way.rounds is not None
     layout = in_order(dict(model.named_parameters()))
     ranks = InProcessRanks(len(data), layout, way.codec, way.exchange, way.strategy, seed)
-    apart = IndependentReplicas(way.rounds, ranks, model, lambda parameters: optimizer_of(job, parameters, way), job)
+    apart = IndependentReplicas(way.rounds, ranks, model, lambda one: optimizers_of(job, one, way), job)
     received = sum(apart.step(data, rate) for rate in rates) + apart.synchronise()
     return apart.models[0], received
 
@@ -146,7 +166,7 @@ def train_together(
     ranks = InProcessRanks(world, layout, way.codec, way.exchange, strategy, seed)
     if way.begins:
         ranks.use(QSGD(bits=8), "two_pass")
-    updates = optimizer_of(job, parameters, way)
+    updates = optimizers_of(job, model, way)
     inside = OptimizerMethod(way, ranks, world, steps, clip) if way.method else None
     flats = [torch.zeros(sum(p.numel() for p in parameters)) for _ in range(world)]
     values = flatten(parameters, layout) if inside is not None else flats[0]

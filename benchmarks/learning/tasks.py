@@ -98,7 +98,7 @@ class Task(ABC):
         """Forward, backward, clip, update; `model` is DDP's."""
         inputs, targets = batch
         self.loss(model(inputs), targets).backward()
-        update(optimizer, self.rate(step), self.clip)
+        update([optimizer], self.rate(step), self.clip)
 
     def share(self, world_size: int) -> int:
         """Samples of one rank in each step.
@@ -230,7 +230,7 @@ SMALL = Text(
     "byte-level transformer, 0.85 M parameters",
     steps=150,
     batch=8,
-    learning_rates={"sgd": 0.3, "adamw": 2e-3},
+    learning_rates={"sgd": 0.3, "adamw": 2e-3, "muon": 4e-3},
     bucket_mb=1,
 )
 LARGE = Text(
@@ -238,7 +238,7 @@ LARGE = Text(
     "byte-level transformer, 10 M parameters",
     steps=100,
     batch=8,
-    learning_rates={"sgd": 0.2, "adamw": 2e-3},
+    learning_rates={"sgd": 0.2, "adamw": 2e-3, "muon": 4e-3},
     bucket_mb=8,
     width=320,
     layers=8,

@@ -53,14 +53,22 @@ def _stop_all() -> None:
     also wait for a rank that does not come, after an error on either side. Last, sent data gets time to arrive: the
     process may end within a step, and its network with it, as in a container.
     """
-    threads = list(_threads.items())
-    for _, inbox in threads:
-        if inbox is not None:
-            inbox.put(None)
+    told = set[threading.Thread]()
     for seconds in (STOP_SECONDS, 1.0):
         deadline = time.monotonic() + seconds
-        for thread, _ in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        if any(thread.is_alive() for thread, _ in threads):
+        while (running := _running()) and time.monotonic() < deadline:
+            for thread in running - told:  # the others may start some until they have ended
+                inbox = _threads.get(thread)
+                if inbox is not None:
+                    inbox.put(None)
+            told |= running
+            for thread in running:
+                thread.join(max(0.0, deadline - time.monotonic()))
+        if running:
             abort_all()
     linger()
+
+
+def _running() -> set[threading.Thread]:
+    threads = [reference() for reference in _threads.keyrefs()]
+    return {thread for thread in threads if thread is not None and thread.is_alive()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,8 @@ from .verdict import Verdict
 
 #: Elements of a state that its digest covers, spread evenly: a difference of means is everywhere.
 DIGEST_NUMEL = 1 << 24
+#: A round sends a fragment; all; or all without compression.
+Call = Literal["step", "synchronise", "consolidate"]
 
 
 @dataclass
@@ -26,6 +29,22 @@ class Progress:
 
     steps: int
     count: int
+
+
+@dataclass
+class DueRound:
+    """A round that is due: how far replicas are that begin it, and the call that they are in."""
+
+    progress: Progress
+    call: Call
+
+    def to_bytes(self) -> bytes:
+        return f"{self.progress.steps} {self.progress.count} {self.call}".encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> DueRound:
+        steps, count, call = data.decode().split()
+        return cls(Progress(int(steps), int(count)), cast(Call, call))
 
 
 @dataclass

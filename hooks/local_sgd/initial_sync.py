@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -71,16 +71,18 @@ def named_trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield names[id(p)], p
 
 
-def trainable(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+def trainable(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, nn.Parameter]:
     """The model's parameters that require gradients and have elements, by name.
 
     Raises:
-        TypeError, ValueError: model and optimizer are invalid, or do not belong together.
+        TypeError, ValueError: model and optimizers are invalid, or do not belong together.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, expected a torch.nn.Module")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer is a {type(optimizer).__name__}, expected a torch.optim.Optimizer of the model's")
+    wrong = [type(one).__name__ for one in optimizers if not isinstance(one, torch.optim.Optimizer)]
+    if wrong or not optimizers:
+        found = "empty" if not wrong else f"a {wrong[0]}"
+        raise TypeError(f"optimizer is {found}, expected a torch.optim.Optimizer of the model's, or several")
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise TypeError(
             "model is wrapped in DistributedDataParallel, which averages gradients at every step: hand LocalUpdates "
@@ -90,7 +92,8 @@ def trainable(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, n
     if not parameters:
         raise ValueError("model has no parameters that require gradients: there is nothing to synchronise")
     own = {id(p) for p in model.parameters()}
-    strange = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+    held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    strange = [p for p in held if id(p) not in own]
     if strange:
         raise ValueError(
             f"optimizer has {len(strange)} parameters that are not the model's, the first of shape "

@@ -11,10 +11,10 @@ from functools import partial
 
 import torch
 
-from .healing import Progress
+from .healing import DueRound, Progress
 from .meeting.options import MeetingLost
 from .view import Arrival
-from .view_changer import PROGRESS, ViewChanger
+from .view_changer import PROGRESS, ROUND, ViewChanger
 
 log = logging.getLogger("gradwire.meeting")
 
@@ -60,6 +60,39 @@ class Replicas(ViewChanger):
             if all(state & 1 for state in states):
                 return self._await_arrival()
 
+    def others_round(self) -> DueRound | None:
+        """The round that has begun, in the words of the teller, for a replica that has been healed and may have counted
+        otherwise; None: this replica knows by itself.
+
+        Raises:
+            RuntimeError: the view has ended first.
+        """
+        view, problem = self.view, ""
+        assert view is not None
+        if not self._fresh:
+            return None
+        tells = view.rank == view.teller
+
+        def said() -> bool:
+            return tells or ROUND in view.board.values
+
+        try:
+            view.board.wait_for(lambda: said() or view.broken is not None, self._meeting.patience)
+        except RuntimeError as error:
+            problem = str(error)
+        if not all(self._alike(said())):
+            raise RuntimeError(view.broken or problem or "another rank of this replica has left the view")
+        self._fresh = False
+        return None if tells else DueRound.from_bytes(view.board.values[ROUND])
+
+    @property
+    def awaited(self) -> bool:
+        """True if others wait in a round for this replica, which has been healed and has not counted to it."""
+        view = self.view
+        if not self._fresh or self._inside is not None or view is None:
+            return False
+        return view.rank != view.teller and ROUND in view.board.values
+
     def completed(self, here: bool) -> bool:
         """True if the round under way has been completed on all ranks of this replica."""
         return all(self._alike(here))
@@ -102,6 +135,7 @@ class Replicas(ViewChanger):
             if arrival.healed is None:
                 self.statistics.repeated_rounds += bool(self._sent_in)
             self._born, self._name, self._agreed, self._sent_in = arrival.born, arrival.name, arrival.view.number, 0
+            self._fresh |= arrival.healed is not None
             self._following = False
             self._stopped()
 
@@ -118,8 +152,9 @@ class Replicas(ViewChanger):
         view = self.view
         return self._inside is None and self._under_way is not None and view is not None and view.broken is not None
 
-    def tell(self, progress: Progress, due: bool) -> None:
-        """Tell those that were healed in this view how far this replica is: when one asks, or a round is due."""
+    def tell(self, progress: Progress, due: DueRound | None = None) -> None:
+        """Tell those that were healed how far this replica is, if it is the one to tell: when one asks, or a round is
+        due, and then what that sends."""
         view = self.view
         if view is None or view.told is None:
             return
@@ -127,6 +162,8 @@ class Replicas(ViewChanger):
         if due or asking > view.told:
             view.told = None if due else asking
             with contextlib.suppress(RuntimeError):  # void by now
+                if due is not None:
+                    view.board.post(ROUND, due.to_bytes())
                 view.board.post(PROGRESS, f"{progress.steps} {progress.count}".encode())
 
     def close(self) -> None:

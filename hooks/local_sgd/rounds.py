@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from torch import Tensor, nn
 
@@ -15,7 +16,7 @@ from ..comm.linger import linger
 from ..core.reducer import Reducer
 from ..timeouts import LEAVE_SECONDS
 from ..training.autograd_end import waited
-from .healing import Progress
+from .healing import Call, DueRound, Progress
 from .initial_sync import thawed
 from .options import LocalOptions
 from .outer_sgd import GlobalParameters, InFlightRound
@@ -31,7 +32,7 @@ class RoundRunner:
 
     Args:
         model: the rank's own, and its parameters that are trained.
-        every: the global parameters, bucket by bucket.
+        fragments: the global parameters, bucket by bucket.
         options: the codec and its like.
         schedule: H, and the rounds' options.
         feedback: the residuals.
@@ -49,12 +50,13 @@ class RoundRunner:
         self,
         model: nn.Module,
         trained: Iterable[Tensor],
-        every: Sequence[GlobalParameters],
+        fragments: Sequence[Sequence[GlobalParameters]],
         options: LocalOptions,
         schedule: Schedule,
         feedback: FeedbackStore,
     ) -> None:
-        self.every, self._model, self._trained, self._options = every, model, list(trained), options
+        self.every = [shared for fragment in fragments for shared in fragment]
+        self._fragments, self._model, self._trained, self._options = fragments, model, list(trained), options
         self._schedule, self._feedback = schedule, feedback
         self.reducer: Reducer | None = None
         self.replicas: Replicas | None = None
@@ -106,7 +108,7 @@ class RoundRunner:
 
     def _send(self, sent: InFlightRound) -> bool:
         """Send a round, for the first time or again."""
-        if self.replicas is not None and not self._enter(self.replicas):
+        if self.replicas is not None and not self._enter(self.replicas, sent):
             return False
         reducer, parts = self.running, sent.globals
         pieces = f"{parts[0].bucket.index} to {parts[-1].bucket.index} of {len(self.every)}"
@@ -165,7 +167,10 @@ class RoundRunner:
                 self._await_means(sent)
                 here = True
             except RuntimeError as error:
-                if self.replicas is None or sent.step is None or isinstance(error.__cause__, ValueError):
+                if self.replicas is None or sent.step is None:
+                    raise
+                if isinstance(error.__cause__, ValueError):  # it would fail again: `close` must not wait for it
+                    self.under_way = None
                     raise
                 failure = error
             if self.replicas is None or sent.step is None or self.replicas.completed(here):
@@ -246,22 +251,48 @@ class RoundRunner:
             self.follow(arrival)
             if arrival.healed is not None:
                 return False
-        replicas.tell(self.progress, due=False)
+        replicas.tell(self.progress)
         return True
 
-    def _enter(self, replicas: Replicas) -> bool:
+    def _enter(self, replicas: Replicas, sent: InFlightRound) -> bool:
         """Wait for a view to make the next round in. Returns False where this replica has fallen behind."""
         while True:
-            count = self.progress.count
-            if not count and self.progress.steps > self._schedule.rounds.sync_until:  # in `synchronise`
-                count = self._schedule.every
-            replicas.tell(Progress(self.progress.steps, count), due=True)
+            progress = replace(self.progress)
+            synchronises = not progress.count and progress.steps > self._schedule.rounds.sync_until
+            call: Call = "consolidate" if sent.uncompressed else "synchronise" if synchronises else "step"
+            due = DueRound(replace(progress), call)
+            if synchronises:
+                progress.count = self._schedule.every  # whoever hears of it is to come with its next step
+            replicas.tell(progress, due)
             arrival = replicas.enter(self.number + 1)
             if arrival is None:
-                return True
+                try:
+                    theirs = replicas.others_round()
+                except RuntimeError as error:
+                    arrival = replicas.failed(error)
+                else:
+                    if theirs is not None:
+                        self._join_round(theirs, sent)
+                    return True
             self.follow(arrival)
             if arrival.healed is not None:
                 return False
+
+    def _join_round(self, theirs: DueRound, sent: InFlightRound) -> None:
+        """Send what the others send in their round, whatever this replica's own schedule says."""
+        schedule, progress = self._schedule, theirs.progress
+        self._counted += progress.steps - self.progress.steps
+        self.progress = replace(progress)
+        whole = theirs.call != "step" or progress.steps <= schedule.rounds.sync_until
+        fragment = None if whole else schedule.fragment(progress.count)
+        sent.globals = list(self.every if fragment is None else self._fragments[fragment])
+        sent.keep_local = schedule.rounds.keep_local and not whole
+        sent.uncompressed = theirs.call == "consolidate"
+
+    @property
+    def awaited(self) -> bool:
+        """True if the other replicas wait for this one in a round that it has not counted to."""
+        return self.replicas is not None and self.replicas.awaited
 
     def _caught_up(self, theirs: Progress) -> Progress:
         """Where to begin, so that the next round is not later here than at the others, who have made a step meanwhile:

@@ -1,13 +1,43 @@
-"""Optimizer steps that a GradScaler skips, and that hooks of the optimizer do not see."""
+"""Steps of training, counted by those of its optimizers, and by those that a GradScaler skips, which their hooks do not
+see."""
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+
+
+class StepCounter:
+    """Counts a step of training once each of its optimizers has made its own, or a scaler has skipped that.
+
+    Args:
+        optimizers: those that make a step together.
+        counted: called after each step.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], counted: Callable[[], None]) -> None:
+        self._made, self._steps, self._counted = [0] * len(optimizers), 0, counted
+        self._handles: list[Any] = []
+        for index, optimizer in enumerate(optimizers):
+            made, passed = partial(self._made.__getitem__, index), partial(self._passed, index)
+            self._handles.append(optimizer.register_step_post_hook(passed))
+            self._handles.append(Skips(optimizer, made, passed))
+
+    def _passed(self, index: int, *_: object) -> None:
+        self._made[index] += 1
+        if min(self._made) > self._steps:
+            self._steps += 1
+            self._counted()
+
+    def remove(self) -> None:
+        """Stop counting."""
+        for handle in self._handles:
+            handle.remove()
 
 
 class Skips:

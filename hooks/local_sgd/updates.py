@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from typing import Any, Literal, Self, cast
@@ -34,7 +34,7 @@ from .outer_sgd import REPLICATED_KEYS, GlobalParameters, OuterSGD, check_saved,
 from .replicas import Replicas
 from .rounds import RoundRunner
 from .schedule import RoundRollback, Rounds, Schedule
-from .skipped import Skips
+from .skipped import StepCounter
 from .view import ReplicaStatistics
 
 OWNER = "LocalUpdates"
@@ -59,8 +59,9 @@ class LocalUpdates:
             updates.step()
 
     Inside `with updates:` the optimizer's steps are counted without calls of `step`, including steps that a GradScaler
-    skips. Constructing it is a collective: ranks compare options and parameters, and all start from the first rank's
-    parameters and buffers, as in DDP. Later on the optimizer's state and buffers, such as BatchNorm's statistics, stay
+    skips; of several optimizers, such as Muon for matrices and AdamW for the rest, a step has one of each.
+    Constructing it is a collective: ranks compare options and parameters, and all start from the first rank's
+    parameters and buffers, as in DDP. Later on the optimizers' state and buffers, such as BatchNorm's statistics, stay
     each rank's own.
 
     θ0 and e are float32, whatever the parameters are. Memory: 4 bytes an element for θ0, 4 for the momentum, where
@@ -69,7 +70,7 @@ class LocalUpdates:
     Args:
         model: each rank's own, not in DDP; float32, float16 or bfloat16, on one device. Parameters that do not require
             gradients are made equal at the start, and then left alone; requiring gradients later on raises.
-        optimizer: a torch optimizer of some or all of the model's parameters.
+        optimizer: a torch optimizer of some or all of the model's parameters, or several.
         codec: the codec of Δ, or a function of the round (counted from 0) that returns one, equal on all ranks.
         every: H, local steps from one exchange of a parameter to the next.
         rounds: options of a round: fragments, delay, mixing and more.
@@ -94,7 +95,7 @@ class LocalUpdates:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         codec: Codec | Callable[[int], Codec],
         *,
         every: int,
@@ -118,20 +119,21 @@ class LocalUpdates:
             how, exchange = {**how, "mean": exchange.mean, "clip": exchange.clip}, "gather"
         self._options = LocalOptions(codec, exchange, error_feedback, fallback=None, topology=None, seed=seed, **how)
         self._outer = outer
-        self._model, self._optimizer = model, optimizer
+        self._model = model
+        self._optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         self._schedule = Schedule(every, rounds)
         trained: dict[str, nn.Parameter] = {}
         self._parameters: dict[str, Tensor] = {}  # this rank's shards of them, if it shares the model
         inside = list[int]()
         self._moved = False  # True if ranks may have different parameters
-        self._handles: list[Any] = []
+        self._counter: StepCounter | None = None  # inside `with`
         self._statistics = Statistics() if found is None else ReplicaStatistics()
         fragments_in: list[list[dict[str, Tensor]]] = []
         self._excluded: frozenset[str] = frozenset()
         problem: Exception | None = None
         place = torch.device("cpu")
         try:
-            trained = trainable(model, optimizer)
+            trained = trainable(model, self._optimizers)
             self._parameters = {name: local(p) for name, p in trained.items() if local(p).numel()}
             place = next(iter(trained.values())).device
             inside = ranks_inside(trained.values(), self._group)
@@ -165,7 +167,9 @@ class LocalUpdates:
             [GlobalParameters(next(index), part, self._excluded, strategy, outer) for part in fragment]
             for fragment in fragments_in
         ]
-        self._runner = RoundRunner(model, trained.values(), self._all(), self._options, self._schedule, self._feedback)
+        self._runner = RoundRunner(
+            model, trained.values(), self._fragments, self._options, self._schedule, self._feedback
+        )
         if session is not None:
             self._runner.reducer = make_reducer(session)
         elif found is not None:
@@ -184,17 +188,16 @@ class LocalUpdates:
 
     @untraced
     def __enter__(self) -> Self:
-        if self._handles:
+        if self._counter is not None:
             raise RuntimeError(f"this {OWNER} counts the optimizer's steps already: leave the first `with` first")
-        counted = self._optimizer.register_step_post_hook(lambda *_: self._counted())
-        self._handles = [counted, Skips(self._optimizer, lambda: self._runner.progress.steps, self._counted)]
+        self._counter = StepCounter(self._optimizers, self._counted)
         return self
 
     @untraced
     def __exit__(self, *exception: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        if self._counter is not None:
+            self._counter.remove()
+        self._counter = None
 
     @property
     def rounds(self) -> int:
@@ -227,7 +230,7 @@ class LocalUpdates:
 
     @untraced
     def step(self) -> None:
-        """Count a step of the optimizer, and exchange a fragment, or all parameters, when it is due. Every rank must
+        """Count a step of the optimizers, and exchange a fragment, or all parameters, when it is due. Every rank must
         call it equally often while it trains, also if a GradScaler skips the optimizer's step.
 
         Raises:
@@ -238,7 +241,7 @@ class LocalUpdates:
             ValueError: ranks disagree, on every rank alike. Or the model has new parameters to train: local progress
                 is unchanged.
         """
-        if self._handles:
+        if self._counter is not None:
             raise RuntimeError("inside `with` the optimizer's steps are counted by themselves: leave out step()")
         self._counted()
 
@@ -297,7 +300,7 @@ class LocalUpdates:
             return
         if runner.under_way is not None and (progress.count >= runner.under_way.due or runner.interrupted):
             runner.apply(schedule.rounds.mixing)
-        fragment = schedule.fragment(progress.count)
+        fragment = 0 if runner.awaited else schedule.fragment(progress.count)
         if fragment is None or not runner.send(self._fragments[fragment], schedule.rounds.keep_local):
             return
         if schedule.rounds.delay == 0:

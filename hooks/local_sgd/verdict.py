@@ -30,6 +30,7 @@ class Report:
         has_mean: it has the mean of the round that made the state, and others may need it.
         digest: of the state's bits.
         frozen: of the tensors that no round changes.
+        fresh: it has received its state, and made no round since.
     """
 
     born: int
@@ -40,6 +41,7 @@ class Report:
     has_mean: bool
     digest: int
     frozen: int
+    fresh: bool
 
     @property
     def name(self) -> tuple[int, int]:
@@ -65,6 +67,7 @@ class Verdict:
         frozen: those of `needy` whose tensors that no round changes differ from the first donor's.
         endings: by rank.
         mean: the donor that tells the last round's mean to those whose messages it has counted; None: nobody has it.
+        teller: the donor that tells those that have received their state what the next round sends.
     """
 
     born: int
@@ -75,6 +78,7 @@ class Verdict:
     frozen: tuple[int, ...]
     endings: tuple[Ending, ...]
     mean: int | None
+    teller: int
 
 
 def decide(view: int, reports: Sequence[Report]) -> Verdict:
@@ -99,6 +103,7 @@ def decide(view: int, reports: Sequence[Report]) -> Verdict:
         frozen=tuple(rank for rank in needy if reports[rank].frozen != first.frozen),
         endings=tuple(_ending(report, born, name) for report in reports),
         mean=next((rank for rank in donors if reports[rank].has_mean), None),
+        teller=next((rank for rank in donors if not reports[rank].fresh), donors[0]),
     )
 
 

@@ -46,7 +46,9 @@ class View:
     #: Why it has ended, if it has.
     broken: str | None = None
     reducer: Reducer | None = None
-    #: Number of those healed here that know how far the others are; None: this replica does not tell.
+    #: The rank that tells those that are healed how far the others are, and what the next round sends.
+    teller: int = -1
+    #: Number of those healed that this replica has told; None: it does not tell.
     told: int | None = None
 
     def cut(self) -> None:
@@ -55,6 +57,7 @@ class View:
             self.reducer.session.pipeline.fail(RuntimeError(self.broken or "another view has taken its place"))
         if self.group is not None:
             self.group.cut()
+        self.board.wake()
 
 
 @dataclass

@@ -33,8 +33,9 @@ from .meeting.relay import COMMON, meet_inside
 from .verdict import Report, Verdict, decide
 from .view import Arrival, ReplicaStatistics, View
 
-#: A member's words on a view's board: its report, that it is healed, and the first donor's progress.
-REPORT, HEALED, PROGRESS = COMMON + "report of {}", "healed {}", COMMON + "progress"
+#: A member's words on a view's board: its report, that it is healed; and the teller's: its progress, and a round that
+#: is due.
+REPORT, HEALED, PROGRESS, ROUND = COMMON + "report of {}", "healed {}", COMMON + "progress", COMMON + "round"
 
 
 class ViewChanger:
@@ -73,6 +74,8 @@ class ViewChanger:
         #: The number of the round under way here, and the view in which the next round was sent.
         self._under_way: int | None = None
         self._sent_in = 0
+        #: True if this replica has received its state, and made no round since.
+        self._fresh = False
         #: True while the user's thread follows a change: the state is not to be read.
         self._following = False
         #: True from the wish to change views to the end of the change: no round may begin.
@@ -156,6 +159,8 @@ class ViewChanger:
                 self.client.connected(number)
 
     def _propose(self, event: Proposed) -> None:
+        if self._problem is not None:  # it has left, or cannot go on
+            return
         members = tuple(event.members)
         view = View(event.number, members, members.index(self.client.member), self.client.board(event.number))
         with self._changed:
@@ -209,6 +214,7 @@ class ViewChanger:
         self._await_word(view, lambda: all(key in view.board.values for key in keys))
         verdict = decide(view.number, [Report.from_bytes(view.board.values[key]) for key in keys])
         self._warn_of_diverged(view, verdict)
+        view.teller, view.told = verdict.teller, 0 if view.rank == verdict.teller and self._speaks else None
         view.reducer = self._open_view(view.group)
         healed, progress = self._heal(view, verdict)
         ending = verdict.endings[view.rank]
@@ -233,7 +239,8 @@ class ViewChanger:
         view.reported = True
         if self._speaks:
             digests = self.state.digests()
-            report = Report(self._born, self._agreed, *self._name, self._sent_in, self.state.has_means, *digests)
+            state = self._born, self._agreed, *self._name, self._sent_in, self.state.has_means
+            report = Report(*state, *digests, self._fresh)
             view.board.post(REPORT.format(view.rank), report.to_bytes())
 
     @property
@@ -277,7 +284,6 @@ class ViewChanger:
         if healed is None:
             # They are sent when the next round ends, in which those that are healed take part.
             self._works = works
-            view.told = 0 if verdict.needy and view.rank == verdict.donors[0] and self._speaks else None
             return None, None
         received = list[Exception | None]()
         # In a thread, as a donor that dies within a message leaves its receiver waiting.

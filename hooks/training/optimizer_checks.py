@@ -64,7 +64,7 @@ def _instead(optimizer: torch.optim.Optimizer, codec: Codec) -> str:
 
 @dataclass(eq=False)  # weak references to tensors compare as these do: by element
 class _Waiting:
-    """Parameters whose optimizer has not stepped yet, and the check of it."""
+    """Parameters whose optimizers have not stepped yet, and the check of these."""
 
     parameters: list[weakref.ref[nn.Parameter]]
     check_optimizer: Callable[[torch.optim.Optimizer], None]
@@ -76,8 +76,8 @@ _waiting: list[_Waiting] = []
 def expect_optimizer(
     parameters: Iterable[nn.Parameter], check_optimizer: Callable[[torch.optim.Optimizer], None]
 ) -> None:
-    """Call `check_optimizer` before the first step of an optimizer of these parameters; and before later steps, as long
-    as it raises."""
+    """Call `check_optimizer` before the first step of each optimizer of these parameters; and before later steps, as
+    long as it raises."""
     _listen()
     _waiting.append(_Waiting([weakref.ref(parameter) for parameter in parameters], check_optimizer))
 
@@ -90,10 +90,14 @@ def _listen() -> None:
 
 @untraced
 def _look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if not _waiting:
+        return
+    mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for entry in _waiting[:]:
-        alive = {id(parameter) for reference in entry.parameters if (parameter := reference()) is not None}
-        own = any(id(parameter) in alive for group in optimizer.param_groups for parameter in group["params"])
-        if own:
+        alive = [reference for reference in entry.parameters if reference() is not None]
+        others = [reference for reference in alive if id(reference()) not in mine]
+        if len(others) < len(alive):
             entry.check_optimizer(optimizer)
-        if own or not alive:
+        entry.parameters = others
+        if not others:
             _waiting.remove(entry)

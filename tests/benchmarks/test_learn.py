@@ -46,6 +46,7 @@ from gradwire.hooks.comm.ports import drive
 from gradwire.hooks.core.bucket import Bucket
 from gradwire.hooks.exchanges import EXCHANGES
 from gradwire.optim import DistributedLion, OneBitAdam
+from lacking import needs
 from ranks import Pool
 from training import digest
 
@@ -240,7 +241,7 @@ def test_what_is_handed_out_with_momentum_trains_without(optimizer: str) -> None
     options |= {"world": 2, "batch": 16, "steps": 30}
     for arm in ("float32", "float32-b5", "topk1-b5", "dgc-topk1", "tracking"):
         way = LEARNED[arm]
-        made = learn.optimizer_of(learn.task_of("digits", optimizer, 16, 30), [torch.nn.Parameter(torch.ones(1))], way)
+        (made,) = learn.optimizers_of(learn.task_of("digits", optimizer, 16, 30), torch.nn.Linear(1, 1), way)
         group = made.param_groups[0]
         momentum = group["momentum"] if optimizer == "sgd" else group["betas"][0]
         assert momentum == (0.0 if way.has_momentum else 0.5 if arm.endswith("-b5") else 0.9)
@@ -343,6 +344,19 @@ def test_a_search_goes_on_until_the_best_rate_has_a_worse_one_on_either_side() -
     assert searched(lambda rate: rate if rate < 2 else None)[1 / 16] == [0, 1], "it ends"
 
 
+@needs("optim.Muon", hasattr(torch.optim, "Muon"))
+def test_muon_has_the_matrices_of_blocks() -> None:
+    way, model = LEARNED["float32-b95"], learn.TASKS["small"].model()
+    muon, adamw = learn.optimizers_of(learn.task_of("small", "muon", 16, 30), model, way)
+    assert {p.shape for p in muon.param_groups[0]["params"]} == {(384, 128), (128, 128), (512, 128), (128, 512)}
+    assert {p.shape for p in adamw.param_groups[0]["params"]} == {(256, 128)}
+    held = [p for one in (muon, adamw) for group in one.param_groups for p in group["params"]]
+    assert {id(p) for p in held} == {id(p) for p in model.parameters()}
+    assert (muon.param_groups[0]["momentum"], adamw.param_groups[0]["betas"]) == (0.95, (0.9, 0.99))
+    with pytest.raises(ValueError, match="--optimizer muon: digits has sgd and adamw only"):
+        learn.task_of("digits", "muon", 16, 30)
+
+
 def test_float32_on_virtual_ranks_learns_alike_on_any_number() -> None:
     """The global batch does not depend on the number of ranks, and so does not the curve, but for rounding."""
     with patch.dict(os.environ):  # scikit-learn sets some variables when it is imported
@@ -353,7 +367,7 @@ def test_float32_on_virtual_ranks_learns_alike_on_any_number() -> None:
 def really_apart(rank: int, way: LearningArm, rounds: RoundSchedule) -> tuple[str, int]:
     """A digest of the parameters after rounds of a real rank, and the bytes received in the last."""
     task, model, optimizer = learn.task_of("digits", "adamw", 6, 7), small_model(), None
-    optimizer = learn.optimizer_of(task, list(model.parameters()), way)
+    (optimizer,) = learn.optimizers_of(task, model, way)
     updates = LocalUpdates(
         model,
         optimizer,
@@ -369,7 +383,7 @@ def really_apart(rank: int, way: LearningArm, rounds: RoundSchedule) -> tuple[st
     for _ in range(7):
         inputs, targets = next(batches)
         task.loss(model(inputs), targets).backward()
-        learn.update(optimizer, 0.01, task.clip)
+        learn.update([optimizer], 0.01, task.clip)
         before = updates.statistics().bytes_received
         updates.step()
     updates.synchronise()
@@ -408,9 +422,7 @@ def test_rounds_of_virtual_ranks_are_the_real_ones(ranks: Ranks, way: LearningAr
     task, model = learn.task_of("digits", "adamw", 6, 7), small_model()
     layout = learn.in_order(dict(model.named_parameters()))
     virtual = InProcessRanks(3, layout, way.codec, way.exchange, way.strategy, seed=3)
-    one = IndependentReplicas(
-        rounds, virtual, model, lambda parameters: learn.optimizer_of(task, parameters, way), task
-    )
+    one = IndependentReplicas(rounds, virtual, model, lambda one: learn.optimizers_of(task, one, way), task)
     data = [task.batches(0, rank, 3) for rank in range(3)]
     for _ in range(7):
         one.step(data, 0.01)

