@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from .verdict import Verdict
 DIGEST_NUMEL = 1 << 24
 #: A round sends a fragment; all; or all without compression.
 Call = Literal["step", "synchronise", "consolidate"]
+CALLS: tuple[Call, ...] = get_args(Call)
 
 
 @dataclass
@@ -38,13 +39,13 @@ class DueRound:
     progress: Progress
     call: Call
 
-    def to_bytes(self) -> bytes:
-        return f"{self.progress.steps} {self.progress.count} {self.call}".encode()
+    def to_numbers(self) -> list[int]:
+        return [self.progress.steps, self.progress.count, CALLS.index(self.call)]
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> DueRound:
-        steps, count, call = data.decode().split()
-        return cls(Progress(int(steps), int(count)), cast(Call, call))
+    def from_numbers(cls, numbers: Sequence[int]) -> DueRound:
+        steps, count, call = numbers
+        return cls(Progress(steps, count), CALLS[call])
 
 
 @dataclass

@@ -14,7 +14,7 @@ import torch
 from .healing import DueRound, Progress
 from .meeting.options import MeetingLost
 from .view import Arrival
-from .view_changer import PROGRESS, ROUND, ViewChanger
+from .view_changer import PROGRESS, ViewChanger
 
 log = logging.getLogger("gradwire.meeting")
 
@@ -67,31 +67,26 @@ class Replicas(ViewChanger):
         Raises:
             RuntimeError: the view has ended first.
         """
-        view, problem = self.view, ""
-        assert view is not None
         if not self._fresh:
             return None
-        tells = view.rank == view.teller
-
-        def said() -> bool:
-            return tells or ROUND in view.board.values
-
+        view, problem = self.view, ""
+        assert view is not None
+        assert view.next_round is not None
+        word = view.next_round
         try:
-            view.board.wait_for(lambda: said() or view.broken is not None, self._meeting.patience)
+            view.board.wait_for(lambda: word.known or word.heard or view.broken is not None, self._meeting.patience)
         except RuntimeError as error:
             problem = str(error)
-        if not all(self._alike(said())):
-            raise RuntimeError(view.broken or problem or "another rank of this replica has left the view")
+        if not all(self._alike(word.known)):
+            raise RuntimeError(view.broken or problem or f"no word of what the next round sends: {word.heard}")
         self._fresh = False
-        return None if tells else DueRound.from_bytes(view.board.values[ROUND])
+        return None if word.tells else word.due()
 
     @property
     def awaited(self) -> bool:
         """True if others wait in a round for this replica, which has been healed and has not counted to it."""
-        view = self.view
-        if not self._fresh or self._inside is not None or view is None:
-            return False
-        return view.rank != view.teller and ROUND in view.board.values
+        word = None if self.view is None else self.view.next_round
+        return self._fresh and self._inside is None and word is not None and word.known and not word.tells
 
     def completed(self, here: bool) -> bool:
         """True if the round under way has been completed on all ranks of this replica."""
@@ -156,14 +151,17 @@ class Replicas(ViewChanger):
         """Tell those that were healed how far this replica is, if it is the one to tell: when one asks, or a round is
         due, and then what that sends."""
         view = self.view
-        if view is None or view.told is None:
+        if view is None:
+            return
+        if due is not None and view.next_round is not None:
+            with contextlib.suppress(RuntimeError):  # the view has broken
+                view.next_round.tell(due)
+        if view.told is None:
             return
         asking = sum(key.startswith("healed") for key in list(view.board.values))
         if due or asking > view.told:
             view.told = None if due else asking
             with contextlib.suppress(RuntimeError):  # void by now
-                if due is not None:
-                    view.board.post(ROUND, due.to_bytes())
                 view.board.post(PROGRESS, f"{progress.steps} {progress.count}".encode())
 
     def close(self) -> None:

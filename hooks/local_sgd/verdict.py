@@ -67,7 +67,8 @@ class Verdict:
         frozen: those of `needy` whose tensors that no round changes differ from the first donor's.
         endings: by rank.
         mean: the donor that tells the last round's mean to those whose messages it has counted; None: nobody has it.
-        teller: the donor that tells those that have received their state what the next round sends.
+        teller: the donor that tells those of `fresh` what the next round sends.
+        fresh: ranks that have received their state and made no round since.
     """
 
     born: int
@@ -79,6 +80,7 @@ class Verdict:
     endings: tuple[Ending, ...]
     mean: int | None
     teller: int
+    fresh: tuple[int, ...]
 
 
 def decide(view: int, reports: Sequence[Report]) -> Verdict:
@@ -94,6 +96,7 @@ def decide(view: int, reports: Sequence[Report]) -> Verdict:
     first = reports[same[0]]
     donors = tuple(rank for rank in same if reports[rank].digest == first.digest)
     needy = tuple(rank for rank in range(len(reports)) if rank not in donors)
+    teller = next((rank for rank in donors if not reports[rank].fresh), donors[0])
     return Verdict(
         born,
         name,
@@ -103,7 +106,8 @@ def decide(view: int, reports: Sequence[Report]) -> Verdict:
         frozen=tuple(rank for rank in needy if reports[rank].frozen != first.frozen),
         endings=tuple(_ending(report, born, name) for report in reports),
         mean=next((rank for rank in donors if reports[rank].has_mean), None),
-        teller=next((rank for rank in donors if not reports[rank].fresh), donors[0]),
+        teller=teller,
+        fresh=tuple(rank for rank, one in enumerate(reports) if rank != teller and (rank in needy or one.fresh)),
     )
 
 

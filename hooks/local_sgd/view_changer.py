@@ -15,27 +15,25 @@ import contextlib
 import queue
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 from ..comm.group import Group
-from ..comm.ports import Work
 from ..comm.threads import start_thread
 from ..core.reducer import Reducer
 from ..timeouts import MESH_SECONDS, SILENT_SECONDS
 from .healing import CommonState, Healed, Progress
-from .meeting.client import Board, Client
+from .meeting.client import Client
 from .meeting.events import Proposed, Refused, Void, Waiting, Whole
 from .meeting.options import Meeting
 from .meeting.relay import COMMON, meet_inside
 from .verdict import Report, Verdict, decide
-from .view import Arrival, ReplicaStatistics, View
+from .view import Arrival, NextRound, ReplicaStatistics, View, wait_aside
 
-#: A member's words on a view's board: its report, that it is healed; and the teller's: its progress, and a round that
-#: is due.
-REPORT, HEALED, PROGRESS, ROUND = COMMON + "report of {}", "healed {}", COMMON + "progress", COMMON + "round"
+#: A member's words on a view's board: its report, that it is healed, and the first donor's progress.
+REPORT, HEALED, PROGRESS = COMMON + "report of {}", "healed {}", COMMON + "progress"
 
 
 class ViewChanger:
@@ -214,9 +212,10 @@ class ViewChanger:
         self._await_word(view, lambda: all(key in view.board.values for key in keys))
         verdict = decide(view.number, [Report.from_bytes(view.board.values[key]) for key in keys])
         self._warn_of_diverged(view, verdict)
-        view.teller, view.told = verdict.teller, 0 if view.rank == verdict.teller and self._speaks else None
+        view.told = 0 if verdict.needy and view.rank == verdict.donors[0] and self._speaks else None
         view.reducer = self._open_view(view.group)
         healed, progress = self._heal(view, verdict)
+        view.next_round = NextRound(view.group, verdict, view.board)
         ending = verdict.endings[view.rank]
         with self._changed:
             left, self.view, self._next = self.view, view, None
@@ -286,8 +285,7 @@ class ViewChanger:
             self._works = works
             return None, None
         received = list[Exception | None]()
-        # In a thread, as a donor that dies within a message leaves its receiver waiting.
-        start_thread(f"gradwire-healing-{view.number}", partial(_receive, works, received, view.board), None)
+        start_thread(f"gradwire-healing-{view.number}", partial(wait_aside, works, received, view.board), None)
         self._await_word(view, lambda: bool(received))
         if received[0] is not None:
             raise received[0]
@@ -305,14 +303,3 @@ class ViewChanger:
                 "LocalUpdates that writes to the global parameters",
                 stacklevel=1,
             )
-
-
-def _receive(works: Sequence[Work], received: list[Exception | None], board: Board) -> None:
-    """Wait for messages; then note their error, or None."""
-    try:
-        for work in works:
-            work.wait()
-        received.append(None)
-    except RuntimeError as error:
-        received.append(error)
-    board.wake()
