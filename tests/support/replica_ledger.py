@@ -121,8 +121,8 @@ class Ledger:
         return np.concatenate([named.get(s.name, zero[s.name]).double().flatten().numpy() for s in shared.slots])
 
     def _check_kept(self, shared: GlobalParameters) -> None:
-        """Between rounds residuals stay, whatever views come and go. Narrow ones are rounded again where those of slices
-        that this replica has owned are added."""
+        """Between rounds residuals stay, whatever views come and go. Narrow ones are rounded again where those of owned
+        slices are added."""
         last = self._last_kept.get(shared.bucket.index)
         if last is None:
             return
