@@ -30,7 +30,7 @@ TYPED := $(addprefix $(LINK)/,__init__.py meet.py benchmarks compress csrc hooks
 .PHONY: help demo test test-all soak drawn lint types docs matrix bench benchmarks gpu-report clean
 
 help:
-	@echo 'make demo      train a small model on two processes, dense and with four codecs (SEEDS=$(SEEDS))'
+	@echo 'make demo      train a small model on two processes, dense and with what is recommended (SEEDS=$(SEEDS))'
 	@echo 'make test      lint, types and the quick tests (PYTEST_ARGS="-k topk"); with TORCH=2.15 the tests, on that torch'
 	@echo 'make test-all  the slow tests too'
 	@echo 'make soak      ranks killed, stopped and delayed, processes ended by the hundred: an hour or so'

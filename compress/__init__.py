@@ -16,6 +16,7 @@ from .codecs.terngrad import TernGrad
 from .codecs.threshold import Threshold
 from .codecs.topk import TopK
 from .feedback.base import Feedback
+from .feedback.lead import Lead
 from .feedback.momentum import Momentum
 from .feedback.residual import Residual
 from .feedback.tracking import Tracking
@@ -47,6 +48,7 @@ __all__ = [
     "Codec",
     "Feedback",
     "Identity",
+    "Lead",
     "Momentum",
     "OneBit",
     "Outliers",

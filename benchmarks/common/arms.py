@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ... import CompressState, LocalUpdates, Rounds, compress_hook
+from ... import CompressState, LocalUpdates, Rounds, compress_hook, recommend
 from ...compress import QSGD, Cast, ChunkedTopK, Codec, OneBit, Outliers, PowerSGD, Ternary, TernGrad, TopK
 from ...hooks import Statistics
 from ...hooks.auto.planner import HALF_PRECISION
@@ -104,19 +104,13 @@ class Arm:
         """This arm with a density of its own, where it has TopK's and the name leaves it open."""
         return dataclasses.replace(self, codec=TopK(density=density)) if self.codec == ONE_PERCENT else self
 
-    def hook(
-        self,
-        ddp: DistributedDataParallel,
-        seed: int = 0,
-        exchange: str = "auto",
-        schedule: Callable[[int], Codec] | None = None,
-    ) -> Hook:
+    def hook(self, ddp: DistributedDataParallel, seed: int = 0, exchange: str = "auto") -> Hook:
         """The hook and its state, for a model; the arguments are `install`'s. A collective."""
         if self.codec is not None:
             # All but "auto" compress always.
             way: dict[str, Any] = {"exchange": self.exchange or exchange}
             way |= {} if self.exchange == "auto" else {"fallback": None}
-            return Hook(CompressState(ddp, schedule or self.codec, seed=seed, **way), compress_hook)
+            return Hook(CompressState(ddp, self.codec, seed=seed, **way), compress_hook)
         if self.rank:
             power = powerSGD_hook.PowerSGDState(
                 None,
@@ -131,12 +125,7 @@ class Arm:
         return Hook(None, OTHERS.get(self.name))
 
     def install(
-        self,
-        model: nn.Module,
-        bucket_mb: float | None = None,
-        seed: int = 0,
-        exchange: str = "auto",
-        schedule: Callable[[int], Codec] | None = None,
+        self, model: nn.Module, bucket_mb: float | None = None, seed: int = 0, exchange: str = "auto"
     ) -> "Installed":
         """DDP around `model`, with this arm's hook. A collective.
 
@@ -144,7 +133,6 @@ class Arm:
             bucket_mb: DDP's `bucket_cap_mb`; None: its default.
             seed: of stochastic codecs.
             exchange: of an arm that names none; "auto" takes one of those that the codec has.
-            schedule: the codec of each step, in place of the arm's.
         """
         if self.horovod or self.every:
             return Installed(self, model, model, seed=seed)
@@ -152,7 +140,7 @@ class Arm:
         # Buffers never change here, and DDP would send them before every step, a latency that no hook hides. The
         # argument for that has another name from torch 2.13 on.
         ddp.broadcast_buffers = False
-        hook = self.hook(ddp, seed, exchange, schedule)
+        hook = self.hook(ddp, seed, exchange)
         if isinstance(hook.function, dist.BuiltinCommHookType):
             ddp._register_builtin_comm_hook(hook.function)
         elif hook.function is not None:
@@ -322,8 +310,11 @@ TRAINED = {
 TRAINED["powersgd"] = replace(ARMS["powersgd"], rank=4)
 TRAINED["auto"] = replace(ARMS["auto"], codec=EIGHT_PERCENT, learns_as="topk8")
 
-#: The demo's.
-DEMONSTRATED = {name: ARMS[name] for name in (DENSE, BASELINE, "qsgd", "terngrad", "onebit", "topk")}
+#: The demo's: beside PyTorch's own ways, what is recommended under AdamW for so many times fewer bytes.
+DEMONSTRATED = {name: ARMS[name] for name in (DENSE, BASELINE)} | {
+    name: Arm(name, colour, codec=recommend("adamw", ratio=times).codec)
+    for name, colour, times in (("7x", "#0072B2", 7), ("20x", "#D55E00", 20), ("100x", "#CC79A7", 100))
+}
 
 #: `gradwire-bench advise`'s, PyTorch's own ways first.
 PREDICTED = tuple(ARMS[name] for name in (DENSE, BASELINE, "onebit", "topk", "topk-0.1", "qsgd", "terngrad"))

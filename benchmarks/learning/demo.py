@@ -18,14 +18,12 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ... import Codec, TopK
 from ..common.arms import DEMONSTRATED as ARMS
 from ..common.arms import Arm
 from ..common.language_model import (
@@ -50,14 +48,6 @@ BUCKET_MB = 1
 VALIDATION_WINDOWS = 512
 EVALUATIONS = 10
 PHASES = ("encode", "exchange", "decode")
-
-
-def falling_density(step: int, steps: int) -> Codec:
-    """Top-k as Deep Gradient Compression begins it (Lin et al. 2018): the first half of the steps send more. A run of a
-    few hundred steps is short beside top-k's delay of about 1/density steps."""
-    ramp = (0.25, 0.0625, 0.015625)
-    stage = step * 2 * len(ramp) // steps
-    return TopK(ramp[stage] if stage < len(ramp) else 0.01)
 
 
 @dataclass(frozen=True)
@@ -102,8 +92,7 @@ def train(arm: Arm, recipe: Recipe, corpus: Corpus, seed: int, progress: Progres
     torch.manual_seed(seed)
     model = LanguageModel(context=recipe.context)
     elements = sum(p.numel() for p in model.parameters())
-    schedule = partial(falling_density, steps=recipe.steps) if arm.name == "topk" else None
-    installed = arm.install(model, BUCKET_MB, seed, exchange="gather", schedule=schedule)
+    installed = arm.install(model, BUCKET_MB, seed, exchange="gather")
     optimizer = recipe.optimizer(model)
     data = batches(corpus.train, recipe.batch, recipe.context, seed, rank)
     starts = validation_starts(corpus.validation, VALIDATION_WINDOWS, recipe.context)

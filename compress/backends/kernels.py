@@ -213,6 +213,15 @@ class TrackingKernels:
         mean.copy_(total.masked_fill_(~finite, torch.nan))
         return not finite.is_cuda and bool(finite.all())
 
+    def lead(self, past: Tensor, mean: Tensor, beta: float, share: float) -> None:
+        """`mean` -= share·past, and past = beta·past + that; where this is not finite `past` stays, and NaN is in the
+        place of the mean. All float32."""
+        mean.sub_(past * share)
+        new = past * beta + mean
+        finite = new.isfinite()
+        past.copy_(torch.where(finite, new, past))
+        mean.masked_fill_(~finite, torch.nan)
+
 
 class MomentumKernels:
     """The passes of `compress.momentum` over flat tensors, in torch, for devices without anything better."""

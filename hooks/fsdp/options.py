@@ -46,7 +46,7 @@ class ScatterOptions(Options):
                 f"exchange={self.exchange!r}, fallback={self.fallback}: between shards there is one exchange, and it "
                 'always compresses: leave both out, or pass mesh=mesh["replicate"] to compress between replicas'
             )
-        if self.strategy is not None and not isinstance(self.strategy, Residual):
+        if self.strategy is not None and not (isinstance(self.strategy, Residual) and self.strategy.only_residual):
             raise ValueError(
                 f"error_feedback={self.strategy}: a rank is handed back its own shard alone, so that between shards "
                 "only residuals can be kept: take Residual(), or False for stochastic codes, as QSGD() and TernGrad()"

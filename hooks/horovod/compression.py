@@ -131,7 +131,7 @@ class CodecCompression:
         same: list[bool | str | Feedback] = [self.error_feedback]
         if isinstance(self.strategy, Residual):
             same += [replace(self.strategy, dtype=dtype) for dtype in RESIDUAL_DTYPES]
-            if self.strategy.decay == 1.0:
+            if self.strategy.decay == 1.0 and self.strategy.only_residual:
                 same += ["auto", True]
         others = (replace(self, error_feedback=each) for each in same)
         return any(repr(other) == text and other.feedback == self.feedback for other in others)

@@ -69,7 +69,7 @@ class NextRound:
     def tell(self, due: DueRound) -> None:
         """Tell the others, if this rank is the one to do that, and has not."""
         if self._channel.rank == self._teller and self._work is None:
-            self._word.copy_(torch.tensor(due.to_numbers()))
+            self._word.copy_(torch.tensor(due.to_numbers(), dtype=torch.int64, device="cpu"))
             self._work = self._move([], self._fresh)
 
     def due(self) -> DueRound:

@@ -40,6 +40,7 @@ from gradwire import (
     ChunkedTopK,
     Codec,
     Identity,
+    Lead,
     Momentum,
     OneBit,
     Outliers,
@@ -74,7 +75,7 @@ FEEDBACK: tuple[bool | str | Feedback, ...] = (
     "auto", "auto", "auto", True, True, False, Tracking(), Tracking(0.5, clip=1.0),
     Momentum(), Momentum(0.5, nesterov=True, clip=1.0),
     Momentum(0.5, masking=False), Momentum(nesterov=True, masking=False),
-    Residual(dtype=torch.bfloat16), Residual(dtype=torch.int8),
+    Residual(dtype=torch.bfloat16), Residual(dtype=torch.int8), Lead(), Lead(momentum=0.5, acts_as=0.0),
 )  # fmt: skip
 SHAPES = ((40, 20), (300,), (1500,), (16, 8, 3, 3), (), (1,), (7,), (0,), (3, 0))
 

@@ -9,7 +9,7 @@ from typing import Any
 import gradwire.hooks.horovod as hvd
 import pytest
 import torch
-from gradwire import Codec, CompressState, Momentum, OneBit, Residual, TopK, Tracking, compress_hook
+from gradwire import Codec, CompressState, Lead, Momentum, OneBit, Residual, TopK, Tracking, compress_hook
 from gradwire.compress.feedback.base import Feedback
 from ranks import Pool, on_ranks
 from test_horovod_operations import raised
@@ -27,16 +27,22 @@ STRATEGIES: dict[str, tuple[Codec, Feedback, str]] = {
     "tracking, densely": (TopK(0.1), Tracking(), "dense"),
     "narrow": (TopK(0.1), Residual(dtype=torch.bfloat16), "gather"),
     "decaying": (TopK(0.1), Residual(decay=0.9), "union"),
+    "lead": (TopK(0.1), Lead(), "gather"),
 }
 EVERY = pytest.mark.parametrize("name", [*STRATEGIES])
 STRATEGIES["tracking of slices"] = OneBit(), Tracking(), "two_pass"  # whose blocks are others in DDP's order
 KEEPING = pytest.mark.parametrize("name", ["momentum", "tracking"])
 
 
+def sgd(model: nn.Module, feedback: Feedback) -> torch.optim.Optimizer:
+    momentum = feedback.momentum if isinstance(feedback, Lead) else 0.0
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+
+
 def optimizer_of(model: nn.Module, name: str, **options: Any) -> Any:
     codec, feedback, exchange = STRATEGIES[name]
     compression = hvd.Compression.codec(codec, error_feedback=feedback, exchange=exchange)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model, feedback)
     return hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression, **options)
 
 
@@ -68,7 +74,7 @@ def test_a_strategy_does_what_it_does_under_ddp(rank: int, name: str) -> None:
     theirs = DistributedDataParallel(model_of())
     state = CompressState(theirs, codec, error_feedback=feedback, exchange=exchange)
     theirs.register_comm_hook(state, compress_hook)
-    train(theirs, torch.optim.SGD(theirs.parameters(), lr=0.1), rank, range(6))
+    train(theirs, sgd(theirs, feedback), rank, range(6))
     close(weights(mine), weights(theirs))
     identical(mine)
     state.close()

@@ -10,7 +10,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 import torch
-from gradwire import Codec, Momentum, TopK, Tracking
+from gradwire import Codec, Lead, Momentum, TopK, Tracking
 from gradwire.compress import Feedback
 from gradwire.hooks.auto.planner import Fallback
 from torch import nn
@@ -124,6 +124,11 @@ class Configuration(Short):
     def momentum(self) -> Momentum | None:
         """What makes a momentum of gradients, if anything does."""
         return self.error_feedback if isinstance(self.error_feedback, Momentum) else None
+
+    @property
+    def lead(self) -> Lead | None:
+        """What hands out less of means than arrives, if anything does."""
+        return self.error_feedback if isinstance(self.error_feedback, Lead) else None
 
     @property
     def nothing_is_lost(self) -> bool:

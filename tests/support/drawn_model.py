@@ -44,8 +44,10 @@ class Drawn(RuntimeError):
 class Recorder(torch.optim.SGD):
     """Stochastic gradient descent that adds up what it applies."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], received: dict[str, Tensor]) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], received: dict[str, Tensor], momentum: float = 0.0) -> None:
         super().__init__(list(parameters.values()), lr=2**-10)
+        # For checks alone: ranks that leave `join` early would make other momenta.
+        self.param_groups[0]["betas"] = momentum, 0.0
         self.named, self.received, self.steps = parameters, received, 0
 
     def step(self, closure: Any = None) -> Any:

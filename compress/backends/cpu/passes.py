@@ -40,6 +40,31 @@ def _follow(estimate: int, mean: int, first: int, last: int) -> int:
     return int(bad)
 
 
+@compiled
+def _lead(past: int, mean: int, beta: float, share: float, first: int, last: int) -> None:
+    """mean -= share·past, past = beta·past + mean; NaN in the mean's place, and the past as it was, where that is not
+    finite."""
+    i, slow, part = 4 * first, F32(beta), F32(share)
+    while i + 256 <= 4 * last:
+        h = load_f32(past + i)
+        x = load_f32(mean + i) - h * part
+        new = h * slow + x
+        good = (as_i32(new) & MAGNITUDE) < INF_BITS
+        store(past + i, select(good, new, h))
+        store(mean + i, select(good, x, NAN))
+        i += 256
+    while i < 4 * last:
+        one = get_f32(past + i)
+        left = F32(get_f32(mean + i) - F32(one * part))
+        following = F32(F32(one * slow) + left)
+        if np.isfinite(following):
+            store(past + i, following)
+            store(mean + i, left)
+        else:
+            store(mean + i, NAN)
+        i += 4
+
+
 class Tracking(TrackingKernels):
     """Each in one pass."""
 
@@ -52,6 +77,10 @@ class Tracking(TrackingKernels):
     def follow(self, estimate: Tensor, mean: Tensor) -> bool:
         where = address(estimate, float32), address(mean, float32)
         return not any(over_tiles(mean.numel(), lambda first, last: _follow(*where, first, last)))
+
+    def lead(self, past: Tensor, mean: Tensor, beta: float, share: float) -> None:
+        where = address(past, float32), address(mean, float32)
+        over_tiles(mean.numel(), lambda first, last: _lead(*where, beta, share, first, last))
 
 
 def momentum_input(kind: int, grad: Tensor, momentum: Tensor, factor: float) -> MomentumInput:
