@@ -119,7 +119,9 @@ def test_a_replica_of_two_ranks_leaves_and_comes_back(ranks: Ranks, codec: Any, 
         last = max(entry.name for entries in both for entry in entries)
         assert check(both, last) >= 3
     assert [entry.name for entry in found[0][0]] == [entry.name for entry in found[1][0]]
-    assert [repeated for _, _, repeated in found] == [1] * 4
+    first, second, third, fourth = (repeated for _, _, repeated in found)
+    assert first == second >= 1  # more, if replica 1 has left before its last messages are there
+    assert third == fourth == 1
 
 
 def with_a_mesh(rank: int) -> list[float]:
