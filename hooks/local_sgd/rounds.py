@@ -128,7 +128,9 @@ class RoundRunner:
             sent.buffers.append(buffer)
             sent.futures.append(reducer.reduce(step, shared.bucket, buffer))
         reducer.end(step)
-        sent.step, sent.due = step, self.progress.count + self._schedule.rounds.delay
+        if sent.step is None:
+            sent.due = self.progress.count + self._schedule.rounds.delay
+        sent.step = step
         self.under_way = sent
         return True
 
@@ -258,6 +260,8 @@ class RoundRunner:
         """Wait for a view to make the next round in. Returns False where this replica has fallen behind."""
         while True:
             progress = replace(self.progress)
+            if sent.step is not None:  # it is sent again; this replica has trained on since, by the delay
+                progress = Progress(sent.steps, sent.due - self._schedule.rounds.delay)
             synchronises = not progress.count and progress.steps > self._schedule.rounds.sync_until
             call: Call = "consolidate" if sent.uncompressed else "synchronise" if synchronises else "step"
             due = DueRound(replace(progress), call)

@@ -50,7 +50,8 @@ def _too_much_momentum(optimizer: torch.optim.Optimizer, codec: Codec) -> str | 
     return (
         f"{codec} with {type(optimizer).__name__}: its residual sends gradients late, which acts as a momentum, and "
         f"beside a β1 of {first:g} the model ends worse: give it betas=({LESS_MOMENTUM:g}, {second:g}) "
-        "(gradwire.recommend)"
+        f"(gradwire.recommend), or let it be and pass error_feedback=Lead(momentum={first:g}, "
+        f"acts_as={LESS_MOMENTUM:g}), with about twice the learning rate"
     )
 
 

@@ -164,6 +164,8 @@ def test_who_is_warned_of(codec: Codec) -> None:
             assert type(optimizer).__name__ in text
             call = recommend(optimizer, ratio=4e6 / codec.wire_bytes(10**6)).call
             instead = call.removeprefix("CompressState(model, ").removesuffix(")")
+            lead = "Lead(momentum=0.9, acts_as=0.5)"
+            assert (lead in text) == few
             assert (
                 "betas=(0.5, 0.999) (gradwire.recommend)" if few else f"take {instead} (gradwire.recommend)"
             ) in text

@@ -314,6 +314,7 @@ def _train(plan: Plan) -> None:
         if drill[LAST] and replicas._name[1] >= drill[LAST]:
             fated.publish(replicas)
             words[STOPPED] = DYING if fated.dying else 1
+            runner.look_around(replicas)  # a newcomer asks how far this one is
             time.sleep(0.005)
             continue
         words[STOPPED] = DYING if fated.dying else 0
