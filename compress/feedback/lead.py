@@ -30,7 +30,7 @@ class Lead(Residual):
     where h is the momentum that the optimizer has made of what was handed out before. Then h = β'h + u, too: an
     optimizer's βm + (1-β)x is (1-β)/(1-β') times what it would be with β' in the place of β. Muon and SGD, whose
     momentum is a sum, do not notice this factor. Adam's steps are that much smaller: search its learning rate anew,
-    from 3 to 5 times the usual one for 0.9 and 0.5.
+    from 2 to 4 times the usual one for 0.9 and 0.5.
 
     Every synchronised backward pass is a step of the optimizer: to accumulate gradients, run all but the last under
     `no_sync()`. Where a mean is not finite, NaN is handed out and h stays.
