@@ -159,7 +159,6 @@ LEARNED = {
     "chunked25-b5": LearningArm(ChunkedTopK(k=1024, values=2), "two_pass", Residual(), momentum=0.5),
     "chunked25-b3": LearningArm(ChunkedTopK(k=1024, values=2), "two_pass", Residual(), momentum=0.3),
     "chunked25-lead": LearningArm(ChunkedTopK(k=1024, values=2), "two_pass", Lead()),
-    "wide0.7-lead": LearningArm(ChunkedTopK(k=448, chunk=65536), "gather", Lead()),
     "wide1.5-lead": LearningArm(ChunkedTopK(k=1000, chunk=65536), "gather", Lead()),
     "chunked25-late": LearningArm(ChunkedTopK(k=1024, values=2), "two_pass", Residual(), begins=300),
     "chunked1.4-b5": LearningArm(ChunkedTopK(k=58), "gather", Residual(), momentum=0.5),

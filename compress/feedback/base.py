@@ -313,10 +313,10 @@ def total_dropped(parts: Iterable[FeedbackState]) -> float:
     return float(sum(float(kept.dropped_l1) for kept in parts if kept.dropped_l1 is not None))
 
 
-def check_beta(beta: float) -> None:
-    """Raises ValueError unless beta is the decay of a momentum."""
+def check_beta(beta: float, name: str = "beta") -> None:
+    """Raises ValueError, naming the argument, unless beta is the decay of a momentum."""
     if isinstance(beta, bool) or not isinstance(beta, int | float) or not 0.0 <= beta < 1.0:
-        raise ValueError(f"beta={beta!r}: expected a number in [0, 1)")
+        raise ValueError(f"{name}={beta!r}: expected a number in [0, 1)")
 
 
 def check_clip(clip: float | None) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..backends import backend_for
 from ..formats.layout import Slot
-from .base import RESIDUAL, FeedbackState, betas_of
+from .base import RESIDUAL, FeedbackState, betas_of, check_beta
 from .residual import Residual
 
 PAST = "past"
@@ -53,10 +53,8 @@ class Lead(Residual):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("momentum", "acts_as"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < 1.0:
-                raise ValueError(f"{name}={value!r}: expected a number in [0, 1)")
+        check_beta(self.momentum, "momentum")
+        check_beta(self.acts_as, "acts_as")
         if not self.acts_as < self.momentum:
             raise ValueError(
                 f"acts_as={self.acts_as!r}: expected less than the optimizer's momentum={self.momentum!r}; with as "

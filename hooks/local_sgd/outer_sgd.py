@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...compress.backends import backend_for
 from ...compress.feedback.base import Feedback
+from ...compress.feedback.lead import Lead
 from ...compress.formats.layout import Layout, Slot, end_to_end
 from ..core.bucket import Bucket
 from ..core.step import Step
@@ -34,7 +35,7 @@ class OuterSGD:
     Args:
         lr: above 0.
         momentum: in [0, 1); 0 keeps nothing. Leave it at 0 if `error_feedback` has a momentum (`Momentum`,
-            `Tracking`).
+            `Tracking`); `Lead` needs the same.
         nesterov: the kind of momentum.
         device: device of θ0 and of the momentum; "cpu" saves memory of the GPU. By default that of the parameters.
     """
@@ -54,6 +55,11 @@ class OuterSGD:
             raise ValueError(
                 f"OuterSGD(momentum={self.momentum!r}): error_feedback={strategy} hands out a momentum already: leave "
                 "it at 0, or take Residual()"
+            )
+        if isinstance(strategy, Lead) and strategy.momentum != self.momentum:
+            raise ValueError(
+                f"OuterSGD(momentum={self.momentum!r}): error_feedback={strategy} goes with {strategy.momentum!r}: "
+                f"pass Lead(momentum={self.momentum!r}, acts_as=…), or take Residual()"
             )
 
     @property

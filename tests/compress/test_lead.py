@@ -28,7 +28,7 @@ def test_nothing_is_lost_whatever_happens(strategy: Lead, codec: Codec) -> None:
 
 
 def moved(kind: str, momentum: float, means: list[torch.Tensor]) -> torch.Tensor:
-    """What an optimizer of this momentum makes of means."""
+    """A parameter that an optimizer of this momentum has moved by means."""
     parameter = nn.Parameter(torch.eye(4))
     if kind == "sgd":
         optimizer: torch.optim.Optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=momentum)

@@ -425,6 +425,23 @@ def test_who_is_healed_sends_the_next_fragment(rounds: Rounds) -> None:
             assert next_sent(begins.steps, begins.count) == sent[place]
 
 
+def test_a_round_that_is_sent_again_is_told_as_it_was() -> None:
+    """With a delay, steps have been made since; a newcomer must send the fragment that the others send."""
+    told = []
+    with alone(Rounds(fragments=2, delay=1)) as (updates, runner):
+        runner.replicas.tell = lambda _, due=None: told.append(due)
+        for _ in range(2):
+            updates.step()
+        sent, first = runner.under_way, told[-1]
+        assert updates._schedule.fragment(first.progress.count) == 0
+        for _ in range(2):
+            runner.progress.count += 1
+            runner.running.session.pipeline.wait()
+            runner._send(sent)
+            assert told[-1] == first
+        runner.progress.count -= 2
+
+
 def test_failures_count_anew_when_a_replica_is_gone() -> None:
     """Gloo tells of most deaths before the meeting point does: these are no failures of this replica's own."""
     with world(every=10000, meeting=None) as made:

@@ -127,7 +127,7 @@ class Configuration(Short):
 
     @property
     def lead(self) -> Lead | None:
-        """What hands out less of means than arrives, if anything does."""
+        """The strategy that hands out less of means than arrives, if it is one."""
         return self.error_feedback if isinstance(self.error_feedback, Lead) else None
 
     @property

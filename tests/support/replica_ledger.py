@@ -128,7 +128,7 @@ class Ledger:
             return
         strategy: Any = self.updates._feedback.strategy
         narrow = getattr(strategy, "dtype", torch.float32) != torch.float32
-        slack = float(np.abs(last).max(initial=0.0)) / 100 if narrow else 1e-6
+        slack = float(np.abs(last).max(initial=0.0)) / 254 if narrow else 1e-6  # of int8; of bfloat16 less
         if not np.allclose(last, self._kept(shared), rtol=1e-5, atol=slack):
             self.problems.append(f"the residual of bucket {shared.bucket.index} has changed between two rounds")
 
