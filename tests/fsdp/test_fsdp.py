@@ -32,6 +32,7 @@ from gradwire import (
     QSGD,
     ChunkedTopK,
     Identity,
+    Lead,
     Momentum,
     OneBit,
     Outliers,
@@ -391,7 +392,7 @@ CODECS = [
 def setups(draw: st.DrawFn) -> Sharded:
     codec = draw(st.sampled_from([*CODECS, QSGD()]))
     sparse = isinstance(codec, TopK)
-    feedbacks: list[Any] = [True, True, Residual(), Tracking(), Residual(decay=0.9)]
+    feedbacks: list[Any] = [True, True, Residual(), Tracking(), Lead(), Residual(decay=0.9)]
     feedbacks += [Residual(dtype=torch.bfloat16), Residual(dtype=torch.int8)]
     feedbacks += [Momentum(0.9, clip=None)] if sparse else []
     return Sharded(

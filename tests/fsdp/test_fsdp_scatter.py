@@ -14,7 +14,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_drawn import Ranks, Sharded, loads_on, mesh_of, one_pass, play_drawn, sharded, told, verdict
-from gradwire import QSGD, Cast, Identity, Momentum, OneBit, Outliers, Residual, Ternary, TernGrad, TopK, compress_fsdp
+from gradwire import (
+    QSGD,
+    Cast,
+    Identity,
+    Lead,
+    Momentum,
+    OneBit,
+    Outliers,
+    Residual,
+    Ternary,
+    TernGrad,
+    TopK,
+    compress_fsdp,
+)
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.fsdp import compressed_reduce_scatter, reduce_rows
 from hypothesis import strategies as st
@@ -151,6 +164,7 @@ def test_mistakes_are_named_on_every_rank(rank: int) -> None:
     model = small(flat)
     found = {
         "momentum": told(lambda: compress_fsdp(model, TopK(0.1), error_feedback=Momentum(clip=None))),
+        "lead": told(lambda: compress_fsdp(model, TopK(0.1), error_feedback=Lead())),
         "exchange": told(lambda: compress_fsdp(model, OneBit(), exchange="gather")),  # type: ignore[call-overload]
         "seed": told(lambda: compress_fsdp(model, OneBit(), seed=rank)),
         "plain": told(lambda: compress_fsdp(nn.Linear(2, 2), OneBit())),
@@ -202,6 +216,7 @@ def _without_bias(part: Any, post_backward: Callable[..., None], unused: Any) ->
 
 SAYS = {
     "momentum": r"back its own shard alone.*take Residual\(\)",
+    "lead": r"error_feedback=Lead.*back its own shard alone.*take Residual\(\)",
     "exchange": "exchange='gather'.*leave both out",
     "seed": "ranks disagree on seed",
     "plain": "Linear without an FSDP module",

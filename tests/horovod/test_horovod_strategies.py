@@ -199,6 +199,12 @@ def test_what_cannot_work_is_refused(rank: int) -> None:
     compression = hvd.Compression.codec(TopK(0.1), error_feedback=Momentum())
     text = raised(ValueError, lambda: hvd.DistributedOptimizer(moving, model.named_parameters(), compression))
     assert "momentum=0.9" in text
+    still, lead = sgd(model, Momentum()), hvd.Compression.codec(TopK(0.1), error_feedback=Lead())
+    text = raised(ValueError, lambda: hvd.DistributedOptimizer(still, model.named_parameters(), lead))
+    assert "SGD has the momentum 0.0, and Lead" in text
+    plain = hvd.Compression.codec(TopK(0.1), error_feedback=Residual())
+    assert plain.goes_on_from(repr(hvd.Compression.codec(TopK(0.1), error_feedback=True)))
+    assert not lead.goes_on_from(repr(hvd.Compression.codec(TopK(0.1), error_feedback=True)))
     clipping = hvd.Compression.codec(TopK(0.1), error_feedback=Momentum(clip=1.0))
     text = raised(ValueError, lambda: hvd.allreduce(torch.ones(99), name="x", compression=clipping))
     assert "clip" in text
