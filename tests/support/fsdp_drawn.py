@@ -68,7 +68,9 @@ class Sharded(Short):
     @property
     def keeps_gradients(self) -> bool:
         """Whether nothing is lost: what is kept is then plain residuals."""
-        return self.feedback is True or (isinstance(self.feedback, Residual) and self.feedback.decay == 1.0)
+        if not isinstance(self.feedback, Residual):
+            return self.feedback is True
+        return self.feedback.decay == 1.0 and self.feedback.only_residual
 
     @property
     def is_exact(self) -> bool:
