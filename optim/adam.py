@@ -65,7 +65,7 @@ class OneBitAdam(ExchangingOptimizer):
         *,
         warmup_steps: int,
         codec: Codec = OneBit(),  # noqa: B008 - frozen
-        exchange: Literal["auto", "gather", "two_pass", "union", "split", "factors", "dense"] | str = "auto",
+        exchange: Literal["auto", "gather", "two_pass", "mask", "union", "split", "factors", "dense"] | str = "auto",
         error_feedback: bool | Literal["auto"] | Feedback = True,
         maximize: bool = False,
         bucket_cap_mb: float = 25.0,

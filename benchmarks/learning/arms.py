@@ -27,6 +27,7 @@ from ...compress.codecs.sign_vote import Votes
 from ...compress.feedback.base import Feedback
 from ..common.arms import CARRIED, WIDE, label
 from .independent_replicas import RoundSchedule
+from .muloco import StatisticalLevels
 
 FLOAT32 = "float32"
 MOMENTUM = 0.9
@@ -45,6 +46,7 @@ class LearningArm:
         rounds: ranks train models of their own, and exchange differences of parameters; None: gradients.
         momentum: the optimizer's, β1 of AdamW, where the strategy has none. What a residual keeps back arrives late,
             which is a momentum too (Mitliagkas et al. 2016), so that Adam may do with less of its own.
+        nesterov: the kind of Muon's momentum.
         late: so many steps pass before a mean gradient reaches the optimizer: what being late costs by itself.
     """
 
@@ -56,6 +58,7 @@ class LearningArm:
     method: str = ""
     rounds: RoundSchedule | None = None
     momentum: float = MOMENTUM
+    nesterov: bool = True
     late: int = 0
 
     @property
@@ -75,7 +78,7 @@ class LearningArm:
         method = {"adam": "1-bit Adam, ", "lion": "Distributed Lion, "}.get(self.method, "")
         text = f"{method}{label(self.codec)} by {self.exchange}{feedback}{begins}{', corrected' * self.corrected}"
         rounds = "" if self.rounds is None else f", {self.rounds}"
-        return text.replace("torch.", "") + rounds + momentum
+        return text.replace("torch.", "") + rounds + momentum + ("" if self.nesterov else ", heavy ball")
 
     @property
     def kind(self) -> str:
@@ -101,6 +104,8 @@ class LearningArm:
         return self.strategy, clip
 
 
+#: As published, for two workers and more.
+MULOCO = RoundSchedule(30, outer_lr=0.7, outer_momentum=0.9)
 SMOOTH = Tracking(MOMENTUM, clip=1.0)
 
 
@@ -148,6 +153,10 @@ LEARNED = {
     "topk2": LearningArm(_top(0.02), "gather", Residual()),
     "topk1": LearningArm(_top(0.01), "gather", Residual()),
     "topk1-b5": LearningArm(_top(0.01), "gather", Residual(), momentum=0.5),
+    "topk1-split-b5": LearningArm(TopK(0.01), "split", Residual(), momentum=0.5),
+    "topk1-mask-b5": LearningArm(TopK(0.01), "mask", Residual(), momentum=0.5),
+    "topk2-mask-b5": LearningArm(_top(0.02), "mask", Residual(), momentum=0.5),
+    "topk1-exact-b5": LearningArm(TopK(0.01), "gather", Residual(), momentum=0.5),
     "powersgd4": LearningArm(PowerSGD(rank=4), "factors", Residual()),
     "powersgd4-b5": LearningArm(PowerSGD(rank=4), "factors", Residual(), momentum=0.5),
     "powersgd2": LearningArm(PowerSGD(rank=2), "factors", Residual()),
@@ -179,6 +188,13 @@ LEARNED = {
     "local8-wide2.6-b8": LearningArm(
         ChunkedTopK(k=430, chunk=16384), "gather", Residual(), rounds=RoundSchedule(8), momentum=0.8
     ),
+    "local3-qsgd4": LearningArm(QSGD(), "two_pass", Residual(), rounds=RoundSchedule(3)),
+    "local5-chunked25": LearningArm(ChunkedTopK(k=1024, values=2), "two_pass", Residual(), rounds=RoundSchedule(5)),
+    "local10-chunked25": LearningArm(ChunkedTopK(k=1024, values=2), "two_pass", Residual(), rounds=RoundSchedule(10)),
+    "local24-chunked25": LearningArm(ChunkedTopK(k=1024, values=2), "two_pass", Residual(), rounds=RoundSchedule(24)),
+    "muloco30": LearningArm(rounds=MULOCO, nesterov=False),
+    "muloco30-2bit": LearningArm(StatisticalLevels(), "two_pass", Residual(decay=0.9), rounds=MULOCO, nesterov=False),
+    "local5-2bit": LearningArm(StatisticalLevels(), "two_pass", Residual(), rounds=RoundSchedule(5)),
     "local10-ternary": LearningArm(Ternary(), "two_pass", Residual(), rounds=RoundSchedule(10)),
     "local30-ternary": LearningArm(Ternary(), "two_pass", Residual(), rounds=RoundSchedule(30)),
 }

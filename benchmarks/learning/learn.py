@@ -108,7 +108,11 @@ def optimizers_of(task: Task, model: nn.Module, way: LearningArm) -> list[torch.
     if task.optimizer == "adamw":
         return [adamw]
     muon = torch.optim.Muon(
-        matrices.values(), momentum=momentum, nesterov=momentum > 0.0, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"
+        matrices.values(),
+        momentum=momentum,
+        nesterov=way.nesterov and momentum > 0.0,
+        weight_decay=0.01,
+        adjust_lr_fn="match_rms_adamw",
     )
     return [muon, adamw]
 

@@ -169,11 +169,19 @@ class VectorKernels:
         self.all_finite(one)
         self.difference(one, two, three, False)
         self.descend(one, two, three, False)
+        self.accumulate(one, two)
 
     def all_finite(self, x: Tensor) -> Tensor:
         """True if every element of a tensor is finite, bool []; the tensor has at least one. One pass, no memory."""
         least, largest = torch.aminmax(x)  # either is NaN or infinite where any element is
         return (least - least) + (largest - largest) == 0  # `isfinite` would take four launches for each
+
+    def accumulate(self, x: Tensor, total: Tensor) -> Tensor:
+        """total += x, float32 += any dtype, where the sum is finite. Returns whether all of it is: bool []."""
+        new = total + x.float()
+        finite = new.isfinite()
+        total.copy_(torch.where(finite, new, total))
+        return finite.all()
 
     def difference(self, agreed: Tensor, own: Tensor, out: Tensor, restart: bool) -> None:
         """out = agreed - own, float32 both but for `own`; with `restart` own = agreed then."""

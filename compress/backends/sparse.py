@@ -19,7 +19,7 @@ from torch import Tensor
 from ..formats.entries import index_bytes, value_bytes
 from .kernels import Kernels, Workspace, divide, parts_of
 from .partition import Dealer, Partition
-from .places import add_at
+from .places import add_at, used_places, write_at
 from .union import Union
 
 
@@ -66,6 +66,22 @@ class EntryKernels(ABC):
         """out[places] += values, where those are finite: float32 [numel], int32 or int64 [k], and float32 [k]. Where a
         place comes twice, all values but one are -0.0."""
         add_at(out, places, values)
+
+    def take(self, residual: Tensor, indices: Tensor, values: Tensor, count: Tensor | None) -> None:
+        """values += residual[indices], and zero there where that is finite: of the first `count` (int32 [1] on the
+        device; None: all) indices, int32 or int64. Those of finite values come once."""
+        at, used = indices.long(), None
+        if count is not None:
+            at, used = used_places(indices, count)
+        rest = residual[at]
+        values += rest if used is None else rest.masked_fill(~used, -0.0)
+        stays = ~values.isfinite() if used is None else ~(values.isfinite() & used)
+        # Added, so that what is not used changes nothing, wherever it points: not even the sign of a zero.
+        self.add(residual, at, (-rest).masked_fill_(stays, -0.0))
+
+    def write(self, out: Tensor, places: Tensor, values: Tensor, used: Tensor) -> Tensor:
+        """`write_at`, of int32 places, none of them twice where used."""
+        return write_at(out, places.masked_fill(~used, 0).long(), values, used)
 
     @abstractmethod
     def pack_indices(self, indices: Tensor, count: Tensor | None, base: int, numel: int, wire: Tensor) -> None:

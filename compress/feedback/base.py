@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..backends import LowPrecisionVector, Workspace, entries_for
-from ..backends.places import is_among, used_places
+from ..backends.places import is_among
 from ..backends.sparse import EntryKernels
 from ..codec import Codec
 from ..deprecated import Renamed
@@ -237,14 +237,7 @@ class FeedbackState:
         with self.open() as residual:
             if residual is None:
                 return
-            at, used = indices.long(), None
-            if count is not None:
-                at, used = used_places(indices, count)
-            rest = residual[at]
-            values += rest if used is None else rest.masked_fill(~used, -0.0)
-            stays = ~values.isfinite() if used is None else ~(values.isfinite() & used)
-            # Added, so that what is not used changes nothing, wherever it points: not even the sign of a zero.
-            self.entries(residual).add(residual, at, (-rest).masked_fill_(stays, -0.0))
+            self.entries(residual).take(residual, indices, values, count)
             self.strategy.on_extra_sent(self, indices, values, count)
 
     def restore(self, indices: Tensor, values: Tensor) -> None:

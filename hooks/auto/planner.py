@@ -14,7 +14,7 @@ from ...compress.codec import BlockCodec, Codec
 from ...compress.codecs.cast import Cast
 from ...compress.formats.layout import Layout, layout_numel
 from ..comm.topology import Topology
-from ..exchanges import EXCHANGES, BucketSpec, Dense, Exchange, Hierarchical, TwoPass, possible, serving
+from ..exchanges import EXCHANGES, BucketSpec, Dense, Exchange, Hierarchical, MaskedMean, TwoPass, possible, serving
 from ..exchanges.dense import all_reduce_estimate
 from ..network import cost, probe
 from ..network.cost import HIERARCHICAL
@@ -56,7 +56,7 @@ def check_exchange(exchange: str, codec: Codec, besides: Sequence[str] = ("auto"
         raise ValueError(f"exchange={exchange!r}: expected one of {names}")
     able = possible(codec)
     if exchange in EXCHANGES and exchange not in able:
-        kinds = {"two_pass": "a block codec", "factors": "a low-rank codec"}
+        kinds = {"two_pass": "a block codec", "mask": "TopK", "factors": "a low-rank codec"}
         names, kind = ", ".join(map(repr, able)), kinds.get(exchange, "a sparse codec")
         raise ValueError(f"exchange={exchange!r} needs {kind}, and {codec} is none: use one of {names}")
 
@@ -102,8 +102,9 @@ def compressed(
     names = (what.codec.exchange,) if what.codec.exchange else possible(what.codec)
     able = [serving(name, inline) for name in names if name != Dense.name]
     able = [exchange for exchange in able if not (exchange.syncs_host and inline)]
-    # Two ranks receive as much by one pass as by two.
-    estimates = [exchange.estimate(flat, what) for exchange in able if exchange is not TwoPass or what.world_size > 2]
+    # Two ranks receive about as much by one pass as by two.
+    direct = [exchange for exchange in able if what.world_size > 2 or exchange not in (TwoPass, MaskedMean)]
+    estimates = [exchange.estimate(flat, what) for exchange in direct]
     if nodes is not None:
         estimates += [Hierarchical.estimate_around(exchange, nodes, what) for exchange in able]
     return estimates

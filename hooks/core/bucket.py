@@ -115,9 +115,9 @@ class Bucket:
             exchange,
             ExchangeArgs(self.uncompressed, self.uncompressed, self.uncompressed, NOTHING, (), *draws),
         )
-        stochastic = exchange.codec.stochastic or exchange.codec.second_pass().stochastic
-        #: The draws' step numbers; None where nothing is drawn.
-        self.steps = draws[:, 1] if stochastic else None
+        reads = exchange.codec.stochastic or exchange.codec.second_pass().stochastic or exchange.reads_step
+        #: The draws' step numbers; None where nobody reads them.
+        self.steps = draws[:, 1] if reads else None
         self.kept = None  # owners' slices depend on the exchange
         self.seen = [0, 0]  # the exchange's counts as of the last step
 
@@ -140,6 +140,7 @@ class Bucket:
             step: number for the draws.
         """
         operands = self.operands
+        operands.step = step
         if self.steps is not None:
             self.steps.fill_(step)
         if self.packed is not None:

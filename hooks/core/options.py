@@ -22,7 +22,7 @@ from ..training.names import OUTERMOST, unwrapped
 from ..training.optimizer_checks import known_problem
 
 #: The argument `exchange` of `CompressState`: one of these, or the name of a registered class.
-ExchangeName = Literal["auto", "gather", "two_pass", "union", "split", "factors", "dense", "hierarchical"] | str
+ExchangeName = Literal["auto", "gather", "two_pass", "mask", "union", "split", "factors", "dense", "hierarchical"] | str
 #: A predicate, or names of parameters in which "*" stands for anything.
 Exclude = Callable[[str, nn.Parameter], bool] | Sequence[str]
 

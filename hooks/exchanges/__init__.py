@@ -13,6 +13,7 @@ from .gather import Gather
 from .hierarchical import Hierarchical
 from .low_rank import Factors
 from .reduce_scatter import ReduceScatter
+from .shared_mask import MaskedMean, MaskedReduceScatter
 from .split import Split
 from .two_pass import TwoPass
 from .union import Union
@@ -24,6 +25,8 @@ __all__ = [
     "Exchange",
     "ExchangeArgs",
     "Hierarchical",
+    "MaskedMean",
+    "MaskedReduceScatter",
     "ReduceScatter",
     "TwoPass",
     "all_finite",
@@ -47,7 +50,7 @@ def register(exchange: type[Exchange]) -> type[Exchange]:
     return exchange
 
 
-for _exchange in (Gather, TwoPass, Union, Split, Factors, Dense):
+for _exchange in (Gather, TwoPass, MaskedMean, Union, Split, Factors, Dense):
     register(_exchange)
 
 

@@ -60,6 +60,7 @@ class ExchangeArgs:
         feedback: this rank's state for these elements; it encodes `grad`.
         owned: the state for each of the exchange's `owned_slices`; empty if none is kept.
         draw, owner_draw: random draws for the rank's own code, and for what it encodes for others (`codec.new_draw`).
+        step: the number of this step, alike on all ranks.
     """
 
     grad: Tensor
@@ -69,6 +70,7 @@ class ExchangeArgs:
     owned: Sequence[FeedbackState]
     draw: Tensor
     owner_draw: Tensor
+    step: int = 0
 
 
 class Exchange(ABC):
@@ -88,6 +90,8 @@ class Exchange(ABC):
     device_variant: ClassVar[type[Exchange] | None] = None
     #: It starts collectives, which must not begin before the ranks have compared their steps.
     collective: ClassVar[bool] = False
+    #: It reads the step's number from the draws on the device, whether the codec draws or not.
+    reads_step: ClassVar[bool] = False
     #: Residuals are complete only once the mean is known (`conclude`).
     concludes: ClassVar[bool] = False
 

@@ -26,6 +26,7 @@ class FixedSizeSplit(FixedSizeExchange):
     """
 
     name = "split"
+    reads_step = True
 
     def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
         super().__init__(codec, numel, extra, device, group)

@@ -119,7 +119,7 @@ class Hierarchical(Exchange):
             IDENTITY.decode_mean((self.slices,), self.row, self.workspaces[0])
         if self.inner.numel or self.inner.extra:
             slices = (x.owned[0] if x.owned else NOTHING), x.owned[1:]
-            operands = ExchangeArgs(self.mean, self.mean, self.own_extra, *slices, x.draw, x.owner_draw)
+            operands = ExchangeArgs(self.mean, self.mean, self.own_extra, *slices, x.draw, x.owner_draw, x.step)
             yield from self.inner.reduce(operands)
         yield self.to_all.start()
         self.arrived.put(x.out)

@@ -37,7 +37,7 @@ class ReduceScatter(Exchange):
     def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
         super().__init__(codec, numel, extra, device, group)
         ranks = self.world_size
-        sizes = codec.part_bytes(numel) if numel else ()
+        sizes = self._sizes(codec)
         self.row_bytes = HEAD_BYTES + sum(sizes) + 4 * extra
         sent, arrived = (self.bytes(ranks * self.row_bytes).view(ranks, self.row_bytes) for _ in range(2))
         self.port = self.persistent_swap(arrived, sent)
@@ -58,6 +58,10 @@ class ReduceScatter(Exchange):
     @classmethod
     def carries(cls, codec: Codec) -> bool:
         return True
+
+    def _sizes(self, codec: Codec) -> tuple[int, ...]:
+        """Bytes of each part of a row's wire."""
+        return codec.part_bytes(self.numel) if self.numel else ()
 
     @property
     def bytes_sent(self) -> int:
@@ -80,18 +84,23 @@ class ReduceScatter(Exchange):
 
     def reduce(self, x: ExchangeArgs) -> Stages:
         if self.numel:
-            if self.codec.stochastic:
-                torch.add(self.streams, x.draw, out=self.draws)
-            grads = x.grad.view(self.world_size, self.numel)
-            with x.feedback.open():
-                for kept, grad, wire, draw in zip(self._rows_of(x.feedback), grads, self.rows, self.draws, strict=True):
-                    kept.encode(self.codec, grad, wire, draw, self.workspaces[-1])
+            yield from self._encode(x)
         if self.extras is not None:
             self.extras.copy_(x.extra.view(self.world_size, self.extra))
         yield self.port.start()
         self.decode(x.out)
         if self.extra:
             self._decode_extra(self.tails, x.extra[: self.extra])
+
+    def _encode(self, x: ExchangeArgs) -> Stages:
+        """Write the wires of all rows."""
+        if self.codec.stochastic:
+            torch.add(self.streams, x.draw, out=self.draws)
+        grads = x.grad.view(self.world_size, self.numel)
+        with x.feedback.open():
+            for kept, grad, wire, draw in zip(self._rows_of(x.feedback), grads, self.rows, self.draws, strict=True):
+                kept.encode(self.codec, grad, wire, draw, self.workspaces[-1])
+        yield from ()
 
     def decode(self, out: Tensor) -> None:
         """Write the mean of this rank's row, as it arrived last, to `out`."""

@@ -49,6 +49,7 @@ def compress_fsdp(
     codec: Codec | Callable[[int], Codec],
     *,
     mesh: None = None,
+    exchange: Literal["auto", "mask"] = "auto",
     error_feedback: bool | Literal["auto"] | Feedback = "auto",
     warmup_steps: int = 0,
     exclude: Exclude | None = None,
@@ -86,7 +87,8 @@ def compress_fsdp(
         codec: a codec, or a function of the step (counted from 0) that returns one, equal on all ranks.
         mesh: a one-dimensional mesh of the ranks that have the same shards. None: no ranks have.
         exchange, error_feedback, warmup_steps, fallback, exclude, seed: `CompressState`'s; without `mesh`, leave out
-            `exchange` and `fallback`, and `error_feedback` takes residuals alone.
+            `fallback`, `exchange` takes "mask" alone, for a `TopK` whose elements all ranks share, and `error_feedback`
+            residuals.
 
     Returns:
         The state, for statistics and checkpoints; the model holds it, too. Making it is a collective.

@@ -9,10 +9,10 @@ from ...compress.codec import Codec, check_choice
 from ...compress.feedback.residual import Residual
 from ..auto.planner import Choice
 from ..core.options import Options
-from ..exchanges import EXCHANGES
+from ..exchanges import EXCHANGES, MaskedMean, MaskedReduceScatter, ReduceScatter
 
 #: The argument `exchange` of `compress_fsdp`: one of these, or the name of a registered class.
-FSDPExchange = Literal["auto", "gather", "two_pass", "union", "split", "factors", "dense"] | str
+FSDPExchange = Literal["auto", "gather", "two_pass", "mask", "union", "split", "factors", "dense"] | str
 
 
 @dataclass
@@ -41,10 +41,11 @@ class ScatterOptions(Options):
 
     def check(self, world_size: int | None) -> None:
         super().check(world_size)
-        if self.exchange != "auto" or self.fallback != "auto":
+        if self.exchange not in ("auto", MaskedMean.name) or self.fallback != "auto":
             raise ValueError(
-                f"exchange={self.exchange!r}, fallback={self.fallback}: between shards there is one exchange, and it "
-                'always compresses: leave both out, or pass mesh=mesh["replicate"] to compress between replicas'
+                f"exchange={self.exchange!r}, fallback={self.fallback}: between shards there is a reduce-scatter, and "
+                f"it always compresses: leave both out, take {MaskedMean.name!r} for a TopK whose elements all ranks "
+                'share, or pass mesh=mesh["replicate"] to compress between replicas'
             )
         if self.strategy is not None and not (isinstance(self.strategy, Residual) and self.strategy.only_residual):
             raise ValueError(
@@ -53,4 +54,5 @@ class ScatterOptions(Options):
             )
 
     def _choose(self, codec: Codec, warm: bool) -> Choice:
-        return replace(super()._choose(codec, warm), exchange="dense" if warm else "reduce_scatter")
+        kind = MaskedReduceScatter if self.exchange == MaskedMean.name else ReduceScatter
+        return replace(super()._choose(codec, warm), exchange="dense" if warm else kind.name)

@@ -140,7 +140,7 @@ class ScatterState:
                 raise RuntimeError(f"gradwire: {error} {where}") from error
             statistics.bytes_sent += exchange.bytes_sent
             statistics.bytes_received += exchange.bytes_received
-            statistics.decisions[part.shards.index] = f"reduce_scatter of {choice.codec}"
+            statistics.decisions[part.shards.index] = f"{choice.exchange} of {choice.codec}"
         if outside:
             self._ended()
 

@@ -20,7 +20,7 @@ from ..auto.planner import Choice
 from ..comm.group import Group
 from ..comm.ports import Stages, Work
 from ..comm.tasks import Clock
-from ..exchanges import ExchangeArgs, ReduceScatter
+from ..exchanges import ExchangeArgs, MaskedReduceScatter, ReduceScatter
 from .arithmetic import divide_factor, only_sums, post_divide
 from .torch_internals import Shards
 
@@ -82,9 +82,10 @@ class Unsharded:
         """Reduce by this choice from now on."""
         if self._choice != choice:
             self._earlier, device = self.status, self.shards.group.device
-            name = f"{self.shards.index} {self.numel} {self.uncompressed_numel} {choice.codec}"
+            kind = MaskedReduceScatter if choice.exchange == MaskedReduceScatter.name else ReduceScatter
+            name = f"{self.shards.index} {self.numel} {self.uncompressed_numel} {kind.name} {choice.codec}"
             channel = self.group.channel(name)
-            self._exchange = ReduceScatter(choice.codec, self.numel, self.uncompressed_numel, device, channel)
+            self._exchange = kind(choice.codec, self.numel, self.uncompressed_numel, device, channel)
             stream = 2 * self.rank << 32 | self.shards.index * self.ranks
             draw = new_draw(seed, 0, stream, device)
             self._operands = ExchangeArgs(
@@ -111,6 +112,7 @@ class Unsharded:
         """Stages: write the ranks' mean of this rank's row of the gradients, multiplied, to `output`."""
         assert self._choice is not None
         operands, keeps, whole = self._operands, self._choice.feedback, not self._moves
+        operands.step = step
         if self.exchange.codec.stochastic:
             operands.draw[1] = step
         rows = grads if whole else self._pack(grads)
@@ -128,7 +130,8 @@ class Unsharded:
         operands.grad = operands.out = self._uncompressed_rows  # holds nothing between steps
         if times_mean != 1.0:
             output.mul_(times_mean)
-        self.exchange.port.post_receives()
+        for port in self.exchange.ports:
+            port.post_receives()
 
     def flush(self, grads: Tensor) -> None:
         """Add residuals to gradients that are about to be reduced uncompressed; what rounding cuts off stays."""

@@ -46,7 +46,7 @@ class Aggregate:
 
 
 #: The argument `exchange` of `LocalUpdates`: one of these, the name of a registered class, or an `Aggregate`.
-LocalExchange = Literal["auto", "gather", "two_pass", "union", "split", "factors", "dense"] | str | Aggregate
+LocalExchange = Literal["auto", "gather", "two_pass", "mask", "union", "split", "factors", "dense"] | str | Aggregate
 
 
 @dataclass

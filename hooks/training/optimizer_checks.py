@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ...compress import ChunkedTopK, Codec, OneBit, Outliers, Ternary, TernGrad, TopK
+from ...compress import QSGD, Cast, ChunkedTopK, Codec, OneBit, Outliers, Ternary, TernGrad, TopK
 from ...compress.feedback.base import betas_of
 from ..comm.untraced import untraced
-from .recommend import LESS_MOMENTUM, MOST_MOMENTUM, is_adaptive, ratio_of, recommend, written
+from .recommend import LESS_MOMENTUM, MOST_MOMENTUM, is_adaptive, orthogonalises, ratio_of, recommend, written
 
 
 def known_problem(optimizer: torch.optim.Optimizer, codec: Codec, feedback: bool) -> str | None:
@@ -24,6 +24,12 @@ def known_problem(optimizer: torch.optim.Optimizer, codec: Codec, feedback: bool
     See docs/benchmark-tables.md, "The same model at the end".
     """
     name, inner = type(optimizer).__name__, codec.inner if isinstance(codec, Outliers) else codec
+    if feedback and orthogonalises(optimizer) and not isinstance(codec, Cast | QSGD):
+        instead = recommend(optimizer, ratio=min(max(ratio_of(codec), 3.0), 2000.0)).call
+        return (
+            f"{codec} with {name}: it gives every direction of a gradient the same size, and errors of compression "
+            f"too, so that the model ends worse: take {instead} (gradwire.recommend)"
+        )
     if feedback and isinstance(codec, TopK | ChunkedTopK):
         return _too_much_momentum(optimizer, codec)
     if not feedback or not isinstance(inner, OneBit | Ternary | TernGrad):

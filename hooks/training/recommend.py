@@ -30,6 +30,12 @@ LOCAL = (
     "each chunk, in two bits each. Of all ways this small, models have ended closest to float32 with it, given a β1 of "
     "0.8 and twice float32's learning rate. rounds=Rounds(delay=1, keep_local=True) hides the latency of a distance"
 )
+MUON = (
+    "lets every rank step by itself, and every few steps exchanges the parameters' progress. Muon gives every "
+    "direction of an update the same size, errors of compressed gradients too, which have made a small model's loss a "
+    "tenth larger; here gradients reach it whole. Take about twice float32's learning rate, and a list of optimizers "
+    "where AdamW has some of the parameters"
+)
 #: Ending of the reason for ratios beyond these.
 UNTRIED = ". So few bytes have not been tried"
 SPARSE = (
@@ -45,6 +51,9 @@ CHUNKS = (65536, 32768, 16384, 8192, 4096)
 #: Largest ratios with which models have been trained, for two ranks: by gradients, and by parameters' differences every
 #: fourth step, which takes a twentieth of a step over 25 ms at 100 Mbit/s.
 MOST_TIMES, MOST_TIMES_LOCAL, STEPS_APART = 400.0, 1000.0, 4
+#: The same under Muon; and up to how many steps apart 4 bits an element are exchanged, before ChunkedTopK takes their
+#: place.
+MOST_TIMES_MUON, QSGD_STEPS_APART = 500.0, 3
 #: Number of elements for which ratios are computed.
 MILLION = 1_000_000
 
@@ -60,6 +69,7 @@ class Recommendation:
         why: a sentence or two, with the measured results.
         every: steps from one exchange to the next: 1, of gradients, or more, of parameters.
         momentum: the optimizer's β1; None: unchanged.
+        exchange: of `LocalUpdates`.
     """
 
     codec: Codec
@@ -68,13 +78,15 @@ class Recommendation:
     why: str
     every: int = 1
     momentum: float | None = None
+    exchange: str = "auto"
 
     @property
     def call(self) -> str:
         """The code to write."""
         if self.every == 1:
             return f"CompressState(model, {written(self.codec)}, error_feedback={written(self.feedback)})"
-        how = f"every={self.every}, exchange='gather', error_feedback={written(self.feedback)}"
+        exchange = "" if self.exchange == "auto" else f"exchange={self.exchange!r}, "
+        how = f"every={self.every}, {exchange}error_feedback={written(self.feedback)}"
         return f"LocalUpdates(model, optimizer, {written(self.codec)}, {how})"
 
     def __str__(self) -> str:
@@ -106,18 +118,23 @@ def recommend(
     times = float(asked) if ratio is not None else 32.0 / float(asked)
     if not 2.0 <= times <= 2000.0:
         raise ValueError(f"{name}={asked!r}: expected from 2 to 2000 times fewer bytes than float32, 16 to 0.016 bits")
-    adaptive = is_adaptive(optimizer)
     if times <= 2.0:
         return _recommendation(Cast(torch.float16), True, "halves the bytes, and keeps the rounding errors")
+    if orthogonalises(optimizer):
+        few = times <= QSGD_STEPS_APART * ratio_of(QSGD())
+        local: Codec = QSGD() if few else ChunkedTopK(MOST_ENTRIES)
+        every = max(2, math.ceil(times / ratio_of(local)))
+        why = MUON + (UNTRIED if times > MOST_TIMES_MUON else "")
+        return Recommendation(local, Residual(), every * ratio_of(local), why, every)
     if times <= ratio_of(QSGD()):
         return _recommendation(QSGD(), False, "4 bits an element, unbiased: nothing is kept, and nothing arrives late")
-    if adaptive:
+    if is_adaptive(optimizer):
         if times <= MOST_TIMES:
             return _recommendation(_chunked(times), Residual(), CHUNKED, LESS_MOMENTUM)
         every = math.ceil(STEPS_APART * max(times / MOST_TIMES_LOCAL, 1.0))
         codec = _chunked(times / every)
         why = LOCAL + (UNTRIED if times > MOST_TIMES_LOCAL else "")
-        return Recommendation(codec, Residual(), every * ratio_of(codec), why, every, MOST_MOMENTUM)
+        return Recommendation(codec, Residual(), every * ratio_of(codec), why, every, MOST_MOMENTUM, "gather")
     name = _name_of(optimizer)
     other = "" if name.lower() == "sgd" else f". Nothing has been measured with {name}: this is the advice for SGD"
     if times <= ratio_of(Outliers(OneBit())):
@@ -168,6 +185,15 @@ def is_adaptive(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] |
         TypeError: `optimizer` is neither an optimizer nor the class or name of one.
     """
     return any(part in _name_of(optimizer).lower() for part in ("ada", "rmsprop", "lamb", "rprop"))
+
+
+def orthogonalises(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | str) -> bool:
+    """True if an optimizer gives every direction of a matrix's update the same size, as Muon does; judged by its name.
+
+    Raises:
+        TypeError: as `is_adaptive`.
+    """
+    return "muon" in _name_of(optimizer).lower()
 
 
 def _name_of(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | str) -> str:

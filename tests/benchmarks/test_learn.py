@@ -87,6 +87,8 @@ def really(rank: int, codec: Codec, exchange: str, strategy: Feedback | None) ->
         (TopK(0.05), "gather", Momentum()),
         (TopK(0.05), "union", Momentum(nesterov=True)),
         (TopK(0.05), "split", Momentum()),
+        (TopK(0.05, values=torch.int8), "mask", Residual()),
+        (TopK(0.05), "mask", Momentum()),
         (OneBit(), "two_pass", Momentum()),
         (PowerSGD(2), "factors", Residual()),
         (PowerSGD(1), "factors", Tracking()),

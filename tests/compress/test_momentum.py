@@ -143,7 +143,7 @@ class Published:
         self.k, self.strategy = k, strategy
 
     def step(self, grads: Tensor, exchange: str, handed: Tensor) -> Tensor:
-        """The mean. Of "split" it takes from `handed` which of the sums are kept."""
+        """The mean. Of "split" and "mask" it takes from `handed` which of the sums are kept."""
         beta = self.strategy.beta
         if self.strategy.nesterov:
             self.u = beta * (self.u + grads)
@@ -157,6 +157,8 @@ class Published:
             sent[:] = sent.any(0)
         elif exchange == "split":
             sent &= handed != 0
+        elif exchange == "mask":
+            sent[:] = handed != 0
         mean = torch.where(sent, self.v, 0.0).mean(0)
         self.v[sent] = 0.0
         if self.strategy.masking:
@@ -164,7 +166,7 @@ class Published:
         return mean
 
 
-@pytest.mark.parametrize("exchange", ["gather", "union", "split"])
+@pytest.mark.parametrize("exchange", ["gather", "mask", "union", "split"])
 @pytest.mark.parametrize("strategy", [*KINDS, Momentum(BETA, nesterov=True, masking=False)], ids=str)
 def test_it_is_what_has_been_published(strategy: Momentum, exchange: str) -> None:
     layout, codec, size = layout_of(["a", "b", "c", "d", "e"]), TopK(0.1), 4

@@ -56,6 +56,7 @@ CODECS: tuple[Codec, ...] = (
 #: Each file of kernels and each way of exchanging once: first, in case time runs out.
 FIRST: list[tuple[Codec, str]] = [
     (OneBit(), "two_pass"), (TopK(0.05), "split"), (QSGD(bits=4), "gather"), (TopK(0.05), "union"),
+    (TopK(0.05), "mask"),
     (ChunkedTopK(k=16, chunk=1024), "gather"), (PowerSGD(rank=2), "factors"), (Outliers(OneBit()), "gather"),
     (Ternary(), "two_pass"),
 ]  # fmt: skip

@@ -10,13 +10,17 @@ import numpy as np
 import pytest
 import torch
 import training
+from gradwire.benchmarks.common.in_process import World as InProcessWorld
 from gradwire.compress import TopK, new_draw
 from gradwire.compress.backends.partition import Partition
 from gradwire.compress.feedback.base import RESIDUAL, Feedback, FeedbackState
 from gradwire.compress.feedback.momentum import MOMENTUM, Momentum
 from gradwire.compress.feedback.residual import NOTHING, server_state
+from gradwire.compress.feedback.store import FeedbackStore
+from gradwire.compress.formats.layout import Slot
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.comm.ports import Stages, Work, drive
+from gradwire.hooks.core.bucket import Bucket
 from gradwire.hooks.exchanges import BucketSpec, ExchangeArgs
 from gradwire.hooks.exchanges.fixed_base import FixedSizeExchange
 from gradwire.hooks.exchanges.fixed_split import FixedSizeSplit
@@ -128,8 +132,8 @@ def run(
                 place(x) for x in (grad, torch.full_like(grad, torch.nan), torch.ones(case.extra) * rank)
             )
             with world.machine.never_waiting():
-                draws = (new_draw(0, number, rank, device) for _ in range(2))
-                drive(exchange.reduce(ExchangeArgs(given, out, extra, feedback, (), *draws)))
+                draw = new_draw(0, number, rank, device)
+                drive(exchange.reduce(ExchangeArgs(given, out, extra, feedback, (), draw, draw.clone(), number)))
             mean, after, sums, masked = (read(x) for x in (out, residual, extra, momentum))
             status, received = read(torch.stack(exchange.counts()).sum(0)).tolist(), exchange.bytes_received
             steps.append(Step(grad, before, mean, after, sums, masked, exchange.capacity, status, received))
@@ -290,6 +294,19 @@ def test_so_it_is_of_many_more(case: Case) -> None:
 @given(cases, schedules)
 def test_no_gpu_is_waited_for_in_many_more(case: Case, schedule: Schedule) -> None:
     same_on_gpus(case, schedule)
+
+
+def test_owners_go_round_with_codecs_that_draw_nothing() -> None:
+    """By the step's number, which is written to the device only where it is read."""
+    slots = (Slot("a", 0, (60,), (1,)),)
+    for kind, expected in ((FixedSizeSplit, [5, 6]), (FixedSizeUnion, [0, 0])):
+        bucket = Bucket(0, [], slots, frozenset(), torch.zeros(60))
+        bucket.use(kind(TopK(0.1), 60, 0, CPU, InProcessWorld(1).groups[0]), 0, 0)
+        seen = []
+        for step in (5, 6):
+            drive(bucket.reduce(torch.ones(60), FeedbackStore(None), False, step))
+            seen.append(int(bucket.operands.draw[1]))
+        assert seen == expected
 
 
 def test_what_does_not_fit_is_sent_later() -> None:

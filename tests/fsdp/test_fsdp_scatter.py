@@ -62,13 +62,14 @@ NARROW = Residual(dtype=torch.bfloat16), Residual(dtype=torch.int8)
 
 @st.composite
 def setups(draw: st.DrawFn) -> Sharded:
-    codec = draw(
-        st.sampled_from([OneBit(), TopK(0.1), QSGD(rounding="nearest"), Outliers(Ternary(), 0.05), TernGrad()])
-    )
+    masked = [(TopK(0.1, values=dtype), "mask") for dtype in (torch.float32, torch.bfloat16, torch.int8)]
+    others = [OneBit(), TopK(0.1), QSGD(rounding="nearest"), Outliers(Ternary(), 0.05), TernGrad()]
+    codec, exchange = draw(st.sampled_from([*masked, *((codec, "auto") for codec in others)]))
     unbiased = not codec.default_feedback
     return between_shards(
         draw(st.sampled_from([2, 4])),
         codec,
+        exchange=exchange,
         feedback="auto" if unbiased else draw(st.sampled_from([True, True, Residual(), Residual(0.9), *NARROW])),
         reduce=draw(st.sampled_from([None, None, torch.bfloat16, torch.float16])),
         divide=draw(st.sampled_from(["no", "no", "shards", "forced"])),

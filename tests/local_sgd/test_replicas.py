@@ -42,7 +42,7 @@ from torch import nn
 
 CODECS: dict[str, Callable[[], Codec]] = {
     "gather": lambda: ChunkedTopK(k=64, chunk=512, values=2), "two_pass": OneBit, "split": lambda: TopK(0.1),
-    "union": lambda: TopK(0.1), "dense": Identity,
+    "union": lambda: TopK(0.1), "mask": lambda: TopK(0.1, values=torch.int8), "dense": Identity,
 }  # fmt: skip
 
 

@@ -56,7 +56,7 @@ from replica_ledger import Entry, Name, chain, check
 
 #: Replicas and newcomers at most, and the seconds that a scenario may take.
 MOST, SECONDS = 9, 60.0
-EXCHANGES_DRAWN = ("gather", "two_pass", "split", "union", "dense", "factors")
+EXCHANGES_DRAWN = ("gather", "two_pass", "mask", "split", "union", "dense", "factors")
 #: Events, and how often each is drawn.
 EVENTS = {
     "killed at a message": 5, "killed in a change": 4, "killed after applying": 2, "completed by some": 4,

@@ -26,7 +26,7 @@ LAYERS, WIDTH = 5, 512
 EXCHANGES = {
     "onebit": ("gather", "two_pass", "auto"),
     "qsgd": ("gather", "two_pass"),
-    "topk": ("gather", "union", "split"),
+    "topk": ("gather", "mask", "union", "split"),
 }
 CODECS = {"onebit": OneBit(), "qsgd": QSGD(4), "topk": TopK(0.02)}
 #: How ranks leave a training; in "raised" one of them does within its last backward pass.

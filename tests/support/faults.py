@@ -38,6 +38,7 @@ CONFIGURATIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "gather": (TopK(density=0.1), {"exchange": "gather"}),
     "union": (TopK(density=0.1), {"exchange": "union"}),
     "split": (TopK(density=0.1), {"exchange": "split"}),
+    "mask": (TopK(density=0.1), {"exchange": "mask"}),
     "two_pass": (OneBit(), {"exchange": "two_pass"}),
     "dense": (QSGD(), {"exchange": "dense"}),
     "auto": (TopK(density=0.1), {"exchange": "auto", "fallback": torch.float32}),

@@ -144,9 +144,9 @@ def sharded(setup: Sharded, mesh: DeviceMesh) -> Any:
 
 
 def compressed(setup: Sharded, model: nn.Module) -> Any:
-    how: Any = {"error_feedback": setup.feedback, "warmup_steps": setup.warmup}
+    how: Any = {"exchange": setup.exchange, "error_feedback": setup.feedback, "warmup_steps": setup.warmup}
     if not setup.scatter:
-        how |= {"mesh": mesh_of(setup.mesh)["replicate"], "exchange": setup.exchange}
+        how["mesh"] = mesh_of(setup.mesh)["replicate"]
     with pytest.MonkeyPatch.context() as patch:
         if setup.inline:
             patch.setattr(Group, "blocks", staticmethod(lambda group, device: False))

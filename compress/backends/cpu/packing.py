@@ -46,6 +46,29 @@ def low_of(low: int, entry: Any, width: int) -> Any:
 
 
 @compiled
+def take(residual: int, index: int, count: int, value: int) -> None:
+    """values += residual[indices], and zero there where that is finite."""
+    for i in range(0, 4 * count, 4):
+        place = residual + 4 * int_at(index + i)
+        total = get_f32(value + i) + get_f32(place)
+        store(value + i, total)
+        if np.isfinite(total):
+            store(place, ZERO)
+
+
+@compiled
+def write(out: int, index: int, value: int, used: int, count: int) -> int:
+    """out[indices] = values, where used. Returns how many of these are not finite."""
+    bad = 0
+    for i in range(count):
+        if get_u8(used + i):
+            one = get_f32(value + 4 * i)
+            store(out + 4 * int_at(index + 4 * i), one)
+            bad += not np.isfinite(one)
+    return bad
+
+
+@compiled
 def pack_indices(index: int, count: int, base: int, layout: Layout, wire: int) -> None:
     width, upper_words, low_words = layout
     low = wire + 4 * upper_words

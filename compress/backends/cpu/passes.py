@@ -128,6 +128,27 @@ class Momentum(MomentumKernels):
 
 
 @compiled
+def _accumulate(total: int, x: int, first: int, last: int) -> int:
+    """total += x where that is finite. Returns whether it is not so anywhere."""
+    bad, i = False, 4 * first
+    while i + 256 <= 4 * last:
+        old = load_f32(total + i)
+        new = old + load_f32(x + i)
+        good = (as_i32(new) & MAGNITUDE) < INF_BITS
+        store(total + i, select(good, new, old))
+        bad |= bits_of(good) != -1
+        i += 256
+    while i < 4 * last:
+        one = get_f32(total + i) + get_f32(x + i)
+        if np.isfinite(one):
+            store(total + i, one)
+        else:
+            bad = True
+        i += 4
+    return int(bad)
+
+
+@compiled
 def _difference(agreed: int, own: int, out: int, restart: int, first: int, last: int) -> None:
     i = 4 * first
     while i + 256 <= 4 * last:
@@ -171,6 +192,13 @@ class Vectors(VectorKernels):
         return torch.tensor(
             all(over_tiles(x.numel(), lambda first, last: all_finite(at + 4 * first, last - first))), device="cpu"
         )
+
+    def accumulate(self, x: Tensor, total: Tensor) -> Tensor:
+        if not _lies_flat(x, total):
+            return super().accumulate(x, total)
+        where = address(total, float32), address(x, float32)
+        bad = any(over_tiles(x.numel(), lambda first, last: _accumulate(*where, first, last)))
+        return torch.tensor(not bad, device="cpu")
 
     def difference(self, agreed: Tensor, own: Tensor, out: Tensor, restart: bool) -> None:
         if not _lies_flat(agreed, own, out):
