@@ -16,7 +16,7 @@ from ..compress import Codec, Feedback, OneBit
 from ..compress.codec import BlockCodec, check_choice
 from ..hooks.auto.planner import Choice
 from ..hooks.core.options import Options
-from ..hooks.exchanges import EXCHANGES
+from ..hooks.exchanges import EXCHANGES, ExchangeKind
 from .base import ExchangingOptimizer
 from .flat_state import FlatState
 from .groups import check_range
@@ -65,7 +65,7 @@ class OneBitAdam(ExchangingOptimizer):
         *,
         warmup_steps: int,
         codec: Codec = OneBit(),  # noqa: B008 - frozen
-        exchange: Literal["auto", "gather", "two_pass", "mask", "union", "split", "factors", "dense"] | str = "auto",
+        exchange: Literal["auto"] | ExchangeKind | str = "auto",
         error_feedback: bool | Literal["auto"] | Feedback = True,
         maximize: bool = False,
         bucket_cap_mb: float = 25.0,

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from ... import CompressState, LocalUpdates, Rounds, compress_hook, recommend
-from ...compress import QSGD, Cast, ChunkedTopK, Codec, OneBit, Outliers, PowerSGD, Ternary, TernGrad, TopK
+from ...compress import QSGD, Cast, ChunkedTopK, Codec, Identity, OneBit, Outliers, PowerSGD, Ternary, TernGrad, TopK
 from ...hooks import Statistics
 from ...hooks.auto.planner import HALF_PRECISION
 
@@ -254,6 +254,7 @@ ARMS = {
         Arm("builtin", what="PyTorch's all-reduce hook in C++"),
         Arm("python", what="PyTorch's all-reduce hook in Python"),
         Arm("dense", codec=OneBit(), exchange="dense"),
+        Arm("blocks", "#1F6F54", codec=Identity(), exchange="blocks"),
         Arm("bf16", "#AA7744", codec=Cast(torch.bfloat16)),
         Arm("powersgd", "#56B4E9", "PyTorch's PowerSGD hook", rank=2),
         Arm("qsgd", "#0072B2", codec=QSGD()),

@@ -51,3 +51,41 @@ def language() -> Built:
     model = LanguageModel()
     text = torch.randint(VOCABULARY, (16, 65))
     return model, lambda model: F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+
+
+class Tables(nn.Module):
+    """Ten tables of embeddings, a perceptron on what they look up, as in models that recommend (DLRM): almost all rows
+    have no gradient in a step."""
+
+    def __init__(self, tables: int = 10, rows: int = 100_000, width: int = 64) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(rows, width, mode="sum") for _ in range(tables))
+        self.top = nn.Sequential(nn.Linear(tables * width, 256), nn.ReLU(), nn.Linear(256, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of int64 [batch, tables]."""
+        found = [table(x[:, i : i + 1]) for i, table in enumerate(self.tables)]
+        result: Tensor = self.top(torch.cat(found, 1))
+        return result
+
+
+class Experts(nn.Module):
+    """A mixture of perceptrons of which each sample takes one: those that no sample takes have no gradient."""
+
+    def __init__(self, experts: int = 16, width: int = 256) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, experts)
+        made = (
+            nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width)) for _ in range(experts)
+        )
+        self.experts = nn.ModuleList(made)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of float32 [batch, width]."""
+        chances = self.router(x).softmax(1)
+        chance, chosen = chances.max(1)
+        out = 0.0 * x
+        for number, expert in enumerate(self.experts):
+            at = (chosen == number).nonzero().view(-1)
+            out = out.index_add(0, at, expert(x[at]) * chance[at, None])
+        return out

@@ -124,6 +124,7 @@ LEARNED = {
     "tracking-corrected": LearningArm(strategy=SMOOTH, corrected=True),
     "tracking-ternary": LearningArm(Ternary(), "two_pass", SMOOTH),
     "tracking-ternary-corrected": LearningArm(Ternary(), "two_pass", SMOOTH, corrected=True),
+    "tracking95-ternary": LearningArm(Ternary(), "two_pass", Tracking(0.95, clip=1.0)),
     "tracking-onebit": LearningArm(OneBit(block=256), "two_pass", SMOOTH),
     "tracking-topk8": LearningArm(_top(0.08), "split", SMOOTH),
     "tracking-topk4": LearningArm(_top(0.04), "split", SMOOTH),
@@ -189,12 +190,14 @@ LEARNED = {
         ChunkedTopK(k=430, chunk=16384), "gather", Residual(), rounds=RoundSchedule(8), momentum=0.8
     ),
     "local3-qsgd4": LearningArm(QSGD(), "two_pass", Residual(), rounds=RoundSchedule(3)),
+    "local2-chunked25": LearningArm(ChunkedTopK(k=1024, values=2), "two_pass", Residual(), rounds=RoundSchedule(2)),
     "local5-chunked25": LearningArm(ChunkedTopK(k=1024, values=2), "two_pass", Residual(), rounds=RoundSchedule(5)),
     "local10-chunked25": LearningArm(ChunkedTopK(k=1024, values=2), "two_pass", Residual(), rounds=RoundSchedule(10)),
-    "local24-chunked25": LearningArm(ChunkedTopK(k=1024, values=2), "two_pass", Residual(), rounds=RoundSchedule(24)),
+    "local5-wide3": LearningArm(ChunkedTopK(k=1000, chunk=32768), "gather", Residual(), rounds=RoundSchedule(5)),
     "muloco30": LearningArm(rounds=MULOCO, nesterov=False),
     "muloco30-2bit": LearningArm(StatisticalLevels(), "two_pass", Residual(decay=0.9), rounds=MULOCO, nesterov=False),
     "local5-2bit": LearningArm(StatisticalLevels(), "two_pass", Residual(), rounds=RoundSchedule(5)),
     "local10-ternary": LearningArm(Ternary(), "two_pass", Residual(), rounds=RoundSchedule(10)),
+    "local26-ternary": LearningArm(Ternary(), "two_pass", Residual(), rounds=RoundSchedule(26)),
     "local30-ternary": LearningArm(Ternary(), "two_pass", Residual(), rounds=RoundSchedule(30)),
 }

@@ -32,13 +32,18 @@ import torch.nn.functional as F
 from ..common import report
 from ..common.arguments import add_arms, add_layers, add_output, add_turns
 from ..common.arms import ARMS, TRAINED, Arm, Installed
-from ..common.models import perceptron
+from ..common.models import Experts, Tables, perceptron
 from ..learning import tasks, train
 from ..links import flags
 from ..links.driver import average, document, measured
 from ..links.verification import caption
 
-LINEAR = "linear"
+LINEAR, TABLES, EXPERTS = "linear", "tables", "experts"
+#: Models whose gradients are mostly zero.
+MOSTLY_ZERO = {
+    TABLES: "ten tables of 100,000 embeddings of 64, one of each a sample",
+    EXPERTS: "16 experts of 0.5 M parameters, one a sample",
+}
 #: The reference's second model.
 AGAIN = "again"
 #: Untimed steps of a turn: memory, and the processors' caches, were others' before.
@@ -47,7 +52,9 @@ SECONDS = ("wall", "cpu")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--task", choices=(LINEAR, *tasks.TASKS), default=LINEAR, help="model (default: %(default)s)")
+    parser.add_argument(
+        "--task", choices=(LINEAR, *MOSTLY_ZERO, *tasks.TASKS), default=LINEAR, help="model (default: %(default)s)"
+    )
     flags.add_links(parser, "none")
     add_arms(parser, {name: arm.title for name, arm in ARMS.items()}, ["python", "dense"])
     parser.add_argument(
@@ -121,6 +128,26 @@ def linear(arm: Arm, width: int, layers: int, batch: int, bucket_mb: float | Non
     return Trainee(installed, step)
 
 
+def mostly_zero(arm: Arm, kind: str, batch: int, bucket_mb: float | None) -> Trainee:
+    """Steps of one of `MOSTLY_ZERO` under plain SGD, each with a batch of its own."""
+    torch.manual_seed(0)
+    model: torch.nn.Module = Tables() if kind == TABLES else Experts()
+    installed = arm.install(model, bucket_mb)
+    optimizer = installed.optimizer(torch.optim.SGD(model.parameters(), lr=1e-3))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        if kind == TABLES:
+            x = torch.randint(100_000, (batch, 10), generator=generator)
+        else:
+            x = torch.randn(batch, 256, generator=generator)
+        installed.model(x).square().mean().backward()
+        optimizer.step()
+
+    return Trainee(installed, step)
+
+
 def learner(task: tasks.Task, arm: Arm) -> Trainee:
     """Steps of a task of `gradwire-bench train`, at the learning rate of its middle."""
     installed, optimizer, batches = train.prepared(task, arm, seed=0)
@@ -144,6 +171,8 @@ def measure(
     make: Callable[[Arm], Trainee]
     if task == LINEAR:
         known, make = ARMS, partial(linear, width=width, layers=layers, batch=batch, bucket_mb=bucket_mb)
+    elif task in MOSTLY_ZERO:
+        known, make = ARMS, partial(mostly_zero, kind=task, batch=batch, bucket_mb=bucket_mb)
     else:
         known, make = ARMS | TRAINED, partial(learner, tasks.TASKS[task])
     trainees = {name: [make(known[name]) for _ in range(models)] for name in arms}
@@ -199,7 +228,7 @@ def summarize(ranks: Sequence[Mapping[str, Any]], references: Sequence[str]) -> 
 def title(name: str, task: str) -> str:
     """An arm's, for people."""
     first, _, again = name.partition(" ")
-    known = ARMS if task == LINEAR else ARMS | TRAINED
+    known = ARMS | TRAINED if task in tasks.TASKS else ARMS
     return f"{known[first].title}{', once more' if again else ''}"
 
 
@@ -218,6 +247,9 @@ def tables(result: Mapping[str, Any]) -> list[report.Table]:
         to = title(network["arms"][0]["reference"], arguments["task"])
         if arguments["task"] == LINEAR:
             what = f"linear layers, {network['parameters'] / 1e6:.1f} M parameters, batch {arguments['batch']}"
+        elif arguments["task"] in MOSTLY_ZERO:
+            what = f"{MOSTLY_ZERO[arguments['task']]}, {network['parameters'] / 1e6:.1f} M parameters, "
+            what += f"batch {arguments['batch']} a rank"
         else:
             what = tasks.TASKS[arguments["task"]].title
         notes = [

@@ -18,11 +18,12 @@ from ...compress.feedback.residual import Residual
 from ...compress.formats.wire import WIRE_VERSION
 from ..auto.planner import Choice, Fallback, check_exchange, codecs_of
 from ..comm.topology import node_size
+from ..exchanges import ExchangeKind
 from ..training.names import OUTERMOST, unwrapped
 from ..training.optimizer_checks import known_problem
 
 #: The argument `exchange` of `CompressState`: one of these, or the name of a registered class.
-ExchangeName = Literal["auto", "gather", "two_pass", "mask", "union", "split", "factors", "dense", "hierarchical"] | str
+ExchangeName = Literal["auto", "hierarchical"] | ExchangeKind | str
 #: A predicate, or names of parameters in which "*" stands for anything.
 Exclude = Callable[[str, nn.Parameter], bool] | Sequence[str]
 

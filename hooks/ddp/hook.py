@@ -53,10 +53,10 @@ class CompressState(State):
         model: the `DistributedDataParallel` model, or a wrapper of it by `torch.compile` or Fabric; may be left out.
         codec: a codec, or a function of the step (counted from 0) that returns one, equal on all ranks:
             `gradwire.schedules` has some.
-        exchange: "gather", "two_pass", "mask", "union", "split", "factors", "dense", "hierarchical", or "auto": the
-            fastest one for each bucket by `hooks.network.cost`. The first state measures the group for that, a second
-            or two; over Gloo some steps are then timed with and without compression. Measured times differ between
-            runs, and so may decisions: name an exchange where runs must be repeatable.
+        exchange: "gather", "two_pass", "mask", "union", "split", "factors", "blocks", "dense", "hierarchical", or
+            "auto": the fastest one for each bucket by `hooks.network.cost`. The first state measures the group for
+            that, a second or two; over Gloo some steps are then timed with and without compression. Measured times
+            differ between runs, and so may decisions: name an exchange where runs must be repeatable.
         error_feedback: keep what compression leaves out, and add it to the next gradient. "auto" does so for codecs
             that contract (the deterministic ones); True makes stochastic codecs round to nearest. Or a strategy:
             `Residual(decay=0.95)`, `Residual(dtype=torch.bfloat16)` in half the memory, `Tracking()` for optimizers

@@ -6,12 +6,15 @@ To add one, derive from `Exchange` and call `register`.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from ...compress.codec import Codec
 from .base import BucketSpec, Exchange, ExchangeArgs, all_finite
 from .dense import Dense
 from .gather import Gather
 from .hierarchical import Hierarchical
 from .low_rank import Factors
+from .non_zero_blocks import NonZeroBlocks
 from .reduce_scatter import ReduceScatter
 from .shared_mask import MaskedMean, MaskedReduceScatter
 from .split import Split
@@ -24,6 +27,7 @@ __all__ = [
     "Dense",
     "Exchange",
     "ExchangeArgs",
+    "ExchangeKind",
     "Hierarchical",
     "MaskedMean",
     "MaskedReduceScatter",
@@ -35,6 +39,8 @@ __all__ = [
     "serving",
 ]  # fmt: skip
 
+#: Their names, those of registered classes apart.
+ExchangeKind = Literal["gather", "two_pass", "mask", "union", "split", "factors", "blocks", "dense"]
 #: By name; of equally fast ones "auto" takes the first.
 EXCHANGES: dict[str, type[Exchange]] = {}
 
@@ -50,7 +56,7 @@ def register(exchange: type[Exchange]) -> type[Exchange]:
     return exchange
 
 
-for _exchange in (Gather, TwoPass, MaskedMean, Union, Split, Factors, Dense):
+for _exchange in (Gather, TwoPass, MaskedMean, Union, Split, Factors, NonZeroBlocks, Dense):
     register(_exchange)
 
 

@@ -9,10 +9,10 @@ from ...compress.codec import Codec, check_choice
 from ...compress.feedback.residual import Residual
 from ..auto.planner import Choice
 from ..core.options import Options
-from ..exchanges import EXCHANGES, MaskedMean, MaskedReduceScatter, ReduceScatter
+from ..exchanges import EXCHANGES, ExchangeKind, MaskedMean, MaskedReduceScatter, ReduceScatter
 
 #: The argument `exchange` of `compress_fsdp`: one of these, or the name of a registered class.
-FSDPExchange = Literal["auto", "gather", "two_pass", "mask", "union", "split", "factors", "dense"] | str
+FSDPExchange = Literal["auto"] | ExchangeKind | str
 
 
 @dataclass

@@ -81,8 +81,8 @@ class CodecCompression:
         error_feedback: keep what compression leaves out, and add it to the next tensor of that name. "auto" does so for
             codecs that contract (the deterministic ones); True makes stochastic codecs round to nearest. A strategy,
             such as `gradwire.Residual(decay=…, dtype=…)`, `Momentum()` or `Tracking()`, also says how.
-        exchange: "gather", "two_pass", "mask", "union", "split", "factors", "dense" or "auto": the one that receives
-            the fewest bytes, or is made for the codec.
+        exchange: "gather", "two_pass", "mask", "union", "split", "factors", "blocks", "dense" or "auto": the
+            one that receives the fewest bytes, or is made for the codec.
         seed: of stochastic rounding, equal on all ranks.
     """
 

@@ -12,7 +12,7 @@ from ...compress.aggregation import CLIPS, MEANS, Aggregation
 from ...compress.codec import Codec, check_choice
 from ..auto.planner import Choice, default_exchange
 from ..core.options import Options
-from ..exchanges import EXCHANGES
+from ..exchanges import EXCHANGES, ExchangeKind
 from .meeting.options import Meeting
 
 #: An argument of former versions: the argument that took its place, and the field there.
@@ -46,7 +46,7 @@ class Aggregate:
 
 
 #: The argument `exchange` of `LocalUpdates`: one of these, the name of a registered class, or an `Aggregate`.
-LocalExchange = Literal["auto", "gather", "two_pass", "mask", "union", "split", "factors", "dense"] | str | Aggregate
+LocalExchange = Literal["auto"] | ExchangeKind | str | Aggregate
 
 
 @dataclass

@@ -75,9 +75,9 @@ class LocalUpdates:
         every: H, local steps from one exchange of a parameter to the next.
         rounds: options of a round: fragments, delay, mixing and more.
         outer: the outer optimizer, SGD; `OuterSGD(device="cpu")` keeps θ0 and its momentum there.
-        exchange: "gather", "two_pass", "mask", "union", "split", "factors" or "dense"; "auto" is the one with the
-            fewest bytes to receive, without measuring: "dense" for `Identity`, "factors" for `PowerSGD`, "two_pass" for
-            block codecs on more than two ranks, else "gather". `Aggregate` replaces the ranks' mean.
+        exchange: "gather", "two_pass", "mask", "union", "split", "factors", "blocks" or "dense"; "auto" is the one with
+            the fewest bytes to receive, without measuring: "dense" for `Identity`, "factors" for `PowerSGD`, "two_pass"
+            for block codecs on more than two ranks, else "gather". `Aggregate` replaces the ranks' mean.
         error_feedback: `CompressState`'s: the strategy of e; False: e = Δ, and what the codec leaves out is lost.
         exclude: `CompressState`'s: names of parameters that travel as float32.
         process_group: the ranks; by default all.

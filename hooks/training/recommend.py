@@ -51,9 +51,8 @@ CHUNKS = (65536, 32768, 16384, 8192, 4096)
 #: Largest ratios with which models have been trained, for two ranks: by gradients, and by parameters' differences every
 #: fourth step, which takes a twentieth of a step over 25 ms at 100 Mbit/s.
 MOST_TIMES, MOST_TIMES_LOCAL, STEPS_APART = 400.0, 1000.0, 4
-#: The same under Muon; and up to how many steps apart 4 bits an element are exchanged, before ChunkedTopK takes their
-#: place.
-MOST_TIMES_MUON, QSGD_STEPS_APART = 500.0, 3
+#: The same of parameters' differences under Muon, the steps between two rounds of them with ChunkedTopK, and with QSGD.
+MOST_TIMES_MUON, STEPS_APART_MUON, QSGD_STEPS_APART = 1000.0, 5, 3
 #: Number of elements for which ratios are computed.
 MILLION = 1_000_000
 
@@ -121,20 +120,16 @@ def recommend(
     if times <= 2.0:
         return _recommendation(Cast(torch.float16), True, "halves the bytes, and keeps the rounding errors")
     if orthogonalises(optimizer):
-        few = times <= QSGD_STEPS_APART * ratio_of(QSGD())
-        local: Codec = QSGD() if few else ChunkedTopK(MOST_ENTRIES)
-        every = max(2, math.ceil(times / ratio_of(local)))
-        why = MUON + (UNTRIED if times > MOST_TIMES_MUON else "")
-        return Recommendation(local, Residual(), every * ratio_of(local), why, every)
+        if times <= QSGD_STEPS_APART * ratio_of(QSGD()):
+            every = max(2, math.ceil(times / ratio_of(QSGD())))
+            return Recommendation(QSGD(), Residual(), every * ratio_of(QSGD()), MUON, every)
+        return _rounds(times, STEPS_APART_MUON, MOST_TIMES_MUON, MUON)
     if times <= ratio_of(QSGD()):
         return _recommendation(QSGD(), False, "4 bits an element, unbiased: nothing is kept, and nothing arrives late")
     if is_adaptive(optimizer):
         if times <= MOST_TIMES:
             return _recommendation(_chunked(times), Residual(), CHUNKED, LESS_MOMENTUM)
-        every = math.ceil(STEPS_APART * max(times / MOST_TIMES_LOCAL, 1.0))
-        codec = _chunked(times / every)
-        why = LOCAL + (UNTRIED if times > MOST_TIMES_LOCAL else "")
-        return Recommendation(codec, Residual(), every * ratio_of(codec), why, every, MOST_MOMENTUM, "gather")
+        return _rounds(times, STEPS_APART, MOST_TIMES_LOCAL, LOCAL, MOST_MOMENTUM)
     name = _name_of(optimizer)
     other = "" if name.lower() == "sgd" else f". Nothing has been measured with {name}: this is the advice for SGD"
     if times <= ratio_of(Outliers(OneBit())):
@@ -154,6 +149,14 @@ def written(value: Any) -> str:
 
 def _recommendation(codec: Codec, feedback: Feedback | bool, why: str, momentum: float | None = None) -> Recommendation:
     return Recommendation(codec, feedback, ratio_of(codec), why, momentum=momentum)
+
+
+def _rounds(times: float, apart: int, most: float, why: str, momentum: float | None = None) -> Recommendation:
+    """Rounds `apart` steps apart, or more beyond `most` times fewer bytes."""
+    every = math.ceil(apart * max(times / most, 1.0))
+    codec = _chunked(times / every)
+    why += UNTRIED if times > most else ""
+    return Recommendation(codec, Residual(), every * ratio_of(codec), why, every, momentum, "gather")
 
 
 def ratio_of(codec: Codec) -> float:

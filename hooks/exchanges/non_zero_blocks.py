@@ -1,0 +1,253 @@
+"""An all-reduce of the blocks of a gradient that are not zero."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...compress.backends.kernels import divide
+from ...compress.codec import Codec
+from ...compress.codecs.cast import Identity
+from ..comm.group import Group
+from ..comm.ports import Stages, Work
+from ..network.cost import Calibration, Estimate
+from .base import BucketSpec, Exchange, ExchangeArgs, all_finite
+
+BLOCK = 256
+#: Elements on the wire are the gradient's own, and before them comes their size in bytes, as a rank that sends a
+#: residual along has float32 where others have half precision.
+INTEGERS = {2: torch.int16, 4: torch.int32}
+
+Places = NDArray[np.int64]
+
+
+class NonZeroBlocks(Exchange):
+    """The exact mean, where most of a gradient is zero: embeddings, experts that nobody was routed to, parameters that
+    are frozen (OmniReduce: Fei et al., SIGCOMM 2021). Ranks tell by a bitmap which blocks of 256 elements they have
+    that are not zero, and then send those alone. All know the size of every message beforehand.
+
+    Each rank gets all ranks' blocks, or, where that is less, owners of equal shares of the union sum theirs and share
+    the means: (P-1)·n/2048 + min(Σ own, (own + 2·union)·(P-1)/P) bytes received, about, or no more than a dense
+    all-reduce and the bitmaps. Sums are of float32 in rank order, from zero, and rounded once: a dense mean's bits.
+    """
+
+    name = "blocks"
+    syncs_host = True
+
+    def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
+        super().__init__(codec, numel, extra, device, group)
+        self.blocks = -(-numel // BLOCK)
+        self.bitmap = 4 * -(-self.blocks // 32)
+        self.row = self.bytes(4 + self.bitmap + 4 * extra)
+        self.rows = group.gather_output(self.world_size, len(self.row), device=device)
+        self.to_all = self.persistent_gather(self.rows, self.row)
+        self.parts, self.means = (_Parcels(self, name) for name in ("parts", "means"))
+        self.counted = torch.zeros(2, dtype=torch.int64, device=device)
+        self.union_size = 0
+        self._sent = self._received = 0
+
+    @classmethod
+    def carries(cls, codec: Codec) -> bool:
+        return isinstance(codec, Identity)
+
+    @classmethod
+    def estimate(cls, network: Calibration, what: BucketSpec) -> Estimate:
+        ranks, union = what.world_size, what.union or what.numel
+        half = 4 * union * (ranks - 1) / ranks
+        moves = [
+            (network.all_gather, (ranks - 1) * what.numel / (8 * BLOCK)),
+            (network.all_to_all, half),
+            (network.all_gather, half),
+        ]
+        return network.estimate(cls.name, moves, network.work.dense * what.numel, network.work.dense * what.numel)
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._sent
+
+    @property
+    def bytes_received(self) -> int:
+        return self._received
+
+    def reduce(self, x: ExchangeArgs) -> Stages:
+        self._sent, self._received = ((self.world_size > 1) * len(self.row), (self.world_size - 1) * len(self.row))
+        if self.extra:
+            self.row[4 + self.bitmap :].view(torch.float32).copy_(x.extra)
+        if self.numel:
+            self.row[:4].view(torch.int32).fill_(x.grad.element_size())
+            pack_bits(present_blocks(x.grad), self.row[4 : 4 + self.bitmap])
+        yield self.to_all.start()
+        if self.numel:
+            yield from self._reduce_blocks(x)
+        if self.extra:
+            self._decode_extra(self.rows[:, 4 + self.bitmap :], x.extra)
+
+    def _reduce_blocks(self, x: ExchangeArgs) -> Stages:
+        told = self.rows[:, : 4 + self.bitmap].cpu().numpy()
+        widths = np.ascontiguousarray(told[:, :4]).view(np.int32)[:, 0].tolist()
+        for rank, width in enumerate(widths):
+            if width not in (x.out.element_size(), 4):
+                raise RuntimeError(
+                    f"rank {self.group.ranks[rank]} has elements of {width} bytes, this one of {x.out.element_size()}: "
+                    "all ranks need the same version of gradwire, and gradients of one dtype"
+                )
+        has = np.unpackbits(told[:, 4:], axis=1, count=self.blocks, bitorder="little").astype(np.bool_)
+        union = np.flatnonzero(has.any(0))
+        self.union_size = BLOCK * len(union)
+        if not len(union):
+            x.out.zero_()
+            return
+        place = np.cumsum(has.any(0)) - 1
+        #: Of each rank's blocks, in order, the place in the union.
+        places: list[Places] = [place[np.flatnonzero(row)] for row in has]
+        mine = take_blocks(x.grad, np.flatnonzero(has[self.rank]))
+        dtypes = [x.out.dtype if width == x.out.element_size() else torch.float32 for width in widths]
+        cuts = [rank * len(union) // self.world_size for rank in range(self.world_size + 1)]
+        ends = [np.searchsorted(at, cuts) for at in places]
+        if gather_is_less([len(at) for at in places], ends, cuts):
+            sizes = [len(at) * BLOCK * dtype.itemsize for at, dtype in zip(places, dtypes, strict=True)]
+            yield self.parts.share(mine, sizes)
+            means = self._mean(self.parts.arrived(sizes), dtypes, places, len(union), x.out.dtype)
+        else:
+            rank = self.rank
+            sent = [mine[a:b] for a, b in pairwise(ends[rank].tolist())]
+            counts = [int(end[rank + 1] - end[rank]) for end in ends]
+            sizes = [count * BLOCK * dtype.itemsize for count, dtype in zip(counts, dtypes, strict=True)]
+            yield self.parts.swap(sent, sizes)
+            own = [at[end[rank] : end[rank + 1]] - cuts[rank] for at, end in zip(places, ends, strict=True)]
+            mean = self._mean(self.parts.arrived(sizes), dtypes, own, cuts[rank + 1] - cuts[rank], x.out.dtype)
+            sizes = [(b - a) * BLOCK * x.out.element_size() for a, b in pairwise(cuts)]
+            yield self.means.share(mean, sizes)
+            means = torch.cat([part.view(x.out.dtype) for part in self.means.arrived(sizes)]).view(-1, BLOCK)
+        put_blocks(x.out, union, means)
+        self.counted[1] += ~all_finite(means)
+
+    def _mean(
+        self,
+        parts: Sequence[Tensor],
+        dtypes: Sequence[torch.dtype],
+        places: Sequence[Places],
+        count: int,
+        to: torch.dtype,
+    ) -> Tensor:
+        """The mean of ranks' blocks at places below `count`: [count, BLOCK] of a dtype."""
+        total = torch.zeros(count, BLOCK, dtype=torch.float32, device=self.device)
+        for part, dtype, at in zip(parts, dtypes, places, strict=True):
+            blocks = part.view(dtype).view(-1, BLOCK)
+            if len(at) == count:
+                total += blocks
+            else:  # within a part no place comes twice
+                total[torch.from_numpy(at).to(self.device)] += blocks
+        mean = total if to == torch.float32 else torch.empty(count, BLOCK, dtype=to, device=self.device)
+        divide(total, self.world_size, mean)
+        return mean
+
+    def union_of(self, out: Tensor) -> Tensor | None:
+        return torch.tensor(self.union_size, device="cpu")
+
+    def counts(self) -> list[Tensor]:
+        return [*super().counts(), self.counted]
+
+
+class _Parcels:
+    """One stage of messages of whole blocks, whose sizes all ranks know."""
+
+    def __init__(self, exchange: NonZeroBlocks, name: str) -> None:
+        self.exchange, self.group = exchange, exchange._own_group(name)
+        self.port = None
+        if exchange.device.type == "cpu" and exchange.numel:
+            self.port = self.group.variable_message(4 * BLOCK * exchange.blocks)
+            exchange.ports.append(self.port)
+        self._arrived: Tensor | None = None
+
+    def share(self, blocks: Tensor, sizes: Sequence[int]) -> Work:
+        """Start: this rank's blocks go to all; rank r has `sizes[r]` bytes."""
+        self._count(sizes, sizes[self.group.rank])
+        message = blocks.view(-1).view(torch.uint8)
+        if self.port is not None:
+            return self.port.send([self._sendable(message)] * self.group.size)
+        self._arrived = message.new_empty(sum(sizes))
+        return self.group.all_gather_v(self._arrived, message, sizes)
+
+    def swap(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Work:
+        """Start: part r goes to rank r; `sizes[r]` bytes come from it."""
+        messages = [part.reshape(-1).view(torch.uint8) for part in parts]
+        sent = [message.numel() for message in messages]
+        self._count(sizes, sum(sent) - sent[self.group.rank])
+        if self.port is not None:
+            return self.port.send(list(map(self._sendable, messages)))
+        self._arrived = messages[0].new_empty(sum(sizes))
+        return self.group.all_to_all_v(self._arrived, torch.cat(messages), sizes, sent)
+
+    def arrived(self, sizes: Sequence[int]) -> list[Tensor]:
+        """What has come from each rank, this one included: bytes."""
+        if self.port is not None:
+            received = zip(self.port.received, sizes, strict=True)
+            return [row[:size] if size else self.exchange.row[:0] for row, size in received]
+        assert self._arrived is not None
+        return list(self._arrived.split(list(sizes)))
+
+    def _sendable(self, message: Tensor) -> Tensor:
+        """It, or anything: messages of no bytes are not sent, and would be waited for."""
+        return message if message.numel() else self.exchange.row[:4]
+
+    def _count(self, sizes: Sequence[int], sent: int) -> None:
+        self.exchange._received += sum(sizes) - sizes[self.group.rank]
+        self.exchange._sent += sent if self.group.size > 1 else 0
+
+
+def gather_is_less(counts: Sequence[int], ends: Sequence[Places], cuts: Sequence[int]) -> bool:
+    """True if getting all ranks' blocks takes no more bytes than owners' sums, of the rank that gets most."""
+    ranks = range(len(counts))
+    whole = max(sum(counts) - counts[rank] for rank in ranks)
+    parts = [
+        sum(int(ends[other][rank + 1] - ends[other][rank]) for other in ranks if other != rank)
+        + (cuts[-1] - (cuts[rank + 1] - cuts[rank]))
+        for rank in ranks
+    ]
+    return whole <= max(parts)
+
+
+def present_blocks(x: Tensor) -> Tensor:
+    """Which blocks have a bit that is set: bool [blocks]."""
+    bits, whole = x.view(INTEGERS[x.element_size()]), len(x) // BLOCK
+    rows = bits[: whole * BLOCK].view(whole, BLOCK)
+    # Two passes at memory's speed; `any` takes three times as long.
+    found = (rows.amax(1) != 0) | (rows.amin(1) != 0) if whole else rows.new_zeros(0, dtype=torch.bool)
+    return found if whole * BLOCK == len(x) else torch.cat([found, bits[whole * BLOCK :].any()[None]])
+
+
+def pack_bits(flags: Tensor, out: Tensor) -> None:
+    """Write flags to bytes, the first to the lowest bit."""
+    padded = torch.zeros(8 * len(out), dtype=torch.uint8, device=out.device)
+    padded[: len(flags)] = flags
+    out.copy_((padded.view(-1, 8) << torch.arange(8, dtype=torch.uint8, device=out.device)).sum(1, dtype=torch.uint8))
+
+
+def take_blocks(x: Tensor, at: Places) -> Tensor:
+    """Some blocks of a vector, in ascending order: [len(at), BLOCK], zero behind its end."""
+    whole = len(x) // BLOCK
+    indices = torch.from_numpy(at).to(x.device)
+    rows = x[: whole * BLOCK].view(whole, BLOCK)
+    if not len(at) or at[-1] < whole:
+        return rows[indices]
+    found = x.new_zeros(len(at), BLOCK)
+    found[:-1] = rows[indices[:-1]]
+    found[-1, : len(x) - whole * BLOCK] = x[whole * BLOCK :]
+    return found
+
+
+def put_blocks(x: Tensor, at: Places, blocks: Tensor) -> None:
+    """Let a vector be these blocks, in ascending order, and zero elsewhere."""
+    whole = len(x) // BLOCK
+    x.zero_()
+    tail = bool(len(at)) and int(at[-1]) == whole
+    indices = torch.from_numpy(at[:-1] if tail else at).to(x.device)
+    x[: whole * BLOCK].view(whole, BLOCK)[indices] = blocks[: len(indices)]
+    if tail:
+        x[whole * BLOCK :] = blocks[-1, : len(x) - whole * BLOCK]
