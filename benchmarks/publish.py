@@ -85,6 +85,7 @@ class Publication:
 BEGINNINGS = {
     "large": "train --task large --search --runs benchmarks/results/train.jsonl --readings 10 --timed 8 --warmup 2",
     "learn": "learn benchmarks/results/learn.jsonl",
+    "zeros": "paired --rates 1gbit 10gbit --reference fp32 --arms fp16 blocks --warmup 1 --models 1",
 }
 #: Each one's name, with a star where it has a picture, and its command.
 COMMANDS_OF = """
@@ -104,6 +105,13 @@ paired-digits: paired --task digits --rates 100mbit 300mbit 600mbit 1gbit 10gbit
     auto --rounds 80
 paired-far: paired --task large --rates 100mbit --delay 25ms --reference none --arms local3 local4 local5 carried
     chunked1.5 --rounds 12 --steps 29 --models 1
+paired-mask: paired --rates 1gbit --world 4 --width 1024 --reference topk-split --arms topk-mask topk-gather --rounds 30
+    --models 1
+paired-mask-8: paired --rates 1gbit --world 8 --width 1024 --reference topk-split --arms topk-mask topk-gather
+    --rounds 24 --models 1
+paired-tables-2: {zeros} --task tables --world 2 --batch 256 --rounds 6 --steps 1
+paired-tables-4: {zeros} --task tables --world 4 --batch 256 --rounds 6 --steps 1
+paired-experts-4: {zeros} --task experts --world 4 --batch 16 --rounds 8 --steps 2
 hsdp: hsdp --rate 1gbit
 elastic: elastic --rate 100mbit --delay 25ms --seed 3 4 5
 elastic-inside: elastic --rate 100mbit --delay 25ms --seed 3 4 5 --kill-in exchange --arms gradwire gradwire-undisturbed
