@@ -14,7 +14,7 @@ from .dense import Dense
 from .gather import Gather
 from .hierarchical import Hierarchical
 from .low_rank import Factors
-from .non_zero_blocks import NonZeroBlocks
+from .non_zero_blocks import BlocksReduceScatter, NonZeroBlocks
 from .reduce_scatter import ReduceScatter
 from .shared_mask import MaskedMean, MaskedReduceScatter
 from .split import Split
@@ -23,6 +23,7 @@ from .union import Union
 
 __all__ = [
     "EXCHANGES",
+    "SCATTERS",
     "BucketSpec",
     "Dense",
     "Exchange",
@@ -30,7 +31,6 @@ __all__ = [
     "ExchangeKind",
     "Hierarchical",
     "MaskedMean",
-    "MaskedReduceScatter",
     "ReduceScatter",
     "TwoPass",
     "all_finite",
@@ -58,6 +58,14 @@ def register(exchange: type[Exchange]) -> type[Exchange]:
 
 for _exchange in (Gather, TwoPass, MaskedMean, Union, Split, Factors, NonZeroBlocks, Dense):
     register(_exchange)
+
+
+#: Reduce-scatters, for sharded training, by the name of the exchange that they are half of.
+SCATTERS: dict[str, type[ReduceScatter]] = {
+    "auto": ReduceScatter,
+    MaskedMean.name: MaskedReduceScatter,
+    NonZeroBlocks.name: BlocksReduceScatter,
+}
 
 
 def possible(codec: Codec) -> tuple[str, ...]:

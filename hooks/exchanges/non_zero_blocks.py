@@ -17,6 +17,7 @@ from ..comm.group import Group
 from ..comm.ports import Stages, Work
 from ..network.cost import Calibration, Estimate
 from .base import BucketSpec, Exchange, ExchangeArgs, all_finite
+from .reduce_scatter import ReduceScatter
 
 BLOCK = 256
 #: Elements on the wire are the gradient's own, and before them comes their size in bytes, as a rank that sends a
@@ -46,10 +47,10 @@ class NonZeroBlocks(Exchange):
         self.row = self.bytes(4 + self.bitmap + 4 * extra)
         self.rows = group.gather_output(self.world_size, len(self.row), device=device)
         self.to_all = self.persistent_gather(self.rows, self.row)
-        self.parts, self.means = (_Parcels(self, name) for name in ("parts", "means"))
+        self.parts, self.means = (Parcels(self, name, self.blocks) for name in ("parts", "means"))
         self.counted = torch.zeros(2, dtype=torch.int64, device=device)
         self.union_size = 0
-        self._sent = self._received = 0
+        self._moved = (0, 0)
 
     @classmethod
     def carries(cls, codec: Codec) -> bool:
@@ -68,14 +69,15 @@ class NonZeroBlocks(Exchange):
 
     @property
     def bytes_sent(self) -> int:
-        return self._sent
+        return (self.world_size > 1) * len(self.row) + self.parts.sent + self.means.sent - self._moved[0]
 
     @property
     def bytes_received(self) -> int:
-        return self._received
+        moved = self.parts.received + self.means.received - self._moved[1]
+        return (self.world_size - 1) * len(self.row) + moved
 
     def reduce(self, x: ExchangeArgs) -> Stages:
-        self._sent, self._received = ((self.world_size > 1) * len(self.row), (self.world_size - 1) * len(self.row))
+        self._moved = self.parts.sent + self.means.sent, self.parts.received + self.means.received
         if self.extra:
             self.row[4 + self.bitmap :].view(torch.float32).copy_(x.extra)
         if self.numel:
@@ -88,64 +90,34 @@ class NonZeroBlocks(Exchange):
             self._decode_extra(self.rows[:, 4 + self.bitmap :], x.extra)
 
     def _reduce_blocks(self, x: ExchangeArgs) -> Stages:
-        told = self.rows[:, : 4 + self.bitmap].cpu().numpy()
-        widths = np.ascontiguousarray(told[:, :4]).view(np.int32)[:, 0].tolist()
-        for rank, width in enumerate(widths):
-            if width not in (x.out.element_size(), 4):
-                raise RuntimeError(
-                    f"rank {self.group.ranks[rank]} has elements of {width} bytes, this one of {x.out.element_size()}: "
-                    "all ranks need the same version of gradwire, and gradients of one dtype"
-                )
-        has = np.unpackbits(told[:, 4:], axis=1, count=self.blocks, bitorder="little").astype(np.bool_)
+        dtypes, has = read_bitmaps(self.rows[:, : 4 + self.bitmap], self.blocks, x.out.dtype, self.group)
         union = np.flatnonzero(has.any(0))
         self.union_size = BLOCK * len(union)
         if not len(union):
             x.out.zero_()
             return
         place = np.cumsum(has.any(0)) - 1
-        #: Of each rank's blocks, in order, the place in the union.
+        # Of each rank's blocks, in order, the place in the union.
         places: list[Places] = [place[np.flatnonzero(row)] for row in has]
         mine = take_blocks(x.grad, np.flatnonzero(has[self.rank]))
-        dtypes = [x.out.dtype if width == x.out.element_size() else torch.float32 for width in widths]
         cuts = [rank * len(union) // self.world_size for rank in range(self.world_size + 1)]
         ends = [np.searchsorted(at, cuts) for at in places]
         if gather_is_less([len(at) for at in places], ends, cuts):
             sizes = [len(at) * BLOCK * dtype.itemsize for at, dtype in zip(places, dtypes, strict=True)]
             yield self.parts.share(mine, sizes)
-            means = self._mean(self.parts.arrived(sizes), dtypes, places, len(union), x.out.dtype)
+            means = mean_of_blocks(self.parts.arrived(sizes), dtypes, places, len(union), x.out.dtype)
         else:
             rank = self.rank
-            sent = [mine[a:b] for a, b in pairwise(ends[rank].tolist())]
-            counts = [int(end[rank + 1] - end[rank]) for end in ends]
-            sizes = [count * BLOCK * dtype.itemsize for count, dtype in zip(counts, dtypes, strict=True)]
-            yield self.parts.swap(sent, sizes)
             own = [at[end[rank] : end[rank + 1]] - cuts[rank] for at, end in zip(places, ends, strict=True)]
-            mean = self._mean(self.parts.arrived(sizes), dtypes, own, cuts[rank + 1] - cuts[rank], x.out.dtype)
+            sizes = [len(at) * BLOCK * dtype.itemsize for at, dtype in zip(own, dtypes, strict=True)]
+            yield self.parts.swap([mine[a:b] for a, b in pairwise(ends[rank].tolist())], sizes)
+            count = cuts[rank + 1] - cuts[rank]
+            mean = mean_of_blocks(self.parts.arrived(sizes), dtypes, own, count, x.out.dtype)
             sizes = [(b - a) * BLOCK * x.out.element_size() for a, b in pairwise(cuts)]
             yield self.means.share(mean, sizes)
             means = torch.cat([part.view(x.out.dtype) for part in self.means.arrived(sizes)]).view(-1, BLOCK)
         put_blocks(x.out, union, means)
         self.counted[1] += ~all_finite(means)
-
-    def _mean(
-        self,
-        parts: Sequence[Tensor],
-        dtypes: Sequence[torch.dtype],
-        places: Sequence[Places],
-        count: int,
-        to: torch.dtype,
-    ) -> Tensor:
-        """The mean of ranks' blocks at places below `count`: [count, BLOCK] of a dtype."""
-        total = torch.zeros(count, BLOCK, dtype=torch.float32, device=self.device)
-        for part, dtype, at in zip(parts, dtypes, places, strict=True):
-            blocks = part.view(dtype).view(-1, BLOCK)
-            if len(at) == count:
-                total += blocks
-            else:  # within a part no place comes twice
-                total[torch.from_numpy(at).to(self.device)] += blocks
-        mean = total if to == torch.float32 else torch.empty(count, BLOCK, dtype=to, device=self.device)
-        divide(total, self.world_size, mean)
-        return mean
 
     def union_of(self, out: Tensor) -> Tensor | None:
         return torch.tensor(self.union_size, device="cpu")
@@ -154,16 +126,26 @@ class NonZeroBlocks(Exchange):
         return [*super().counts(), self.counted]
 
 
-class _Parcels:
-    """One stage of messages of whole blocks, whose sizes all ranks know."""
+class Parcels:
+    """One stage of messages of whole blocks, whose sizes all ranks know.
 
-    def __init__(self, exchange: NonZeroBlocks, name: str) -> None:
-        self.exchange, self.group = exchange, exchange._own_group(name)
-        self.port = None
-        if exchange.device.type == "cpu" and exchange.numel:
-            self.port = self.group.variable_message(4 * BLOCK * exchange.blocks)
+    Args:
+        exchange: whose messages they are.
+        name: of their channel.
+        blocks: the most in a message.
+
+    Attributes:
+        sent, received: bytes sent to other ranks and received from them, so far.
+    """
+
+    def __init__(self, exchange: Exchange, name: str, blocks: int) -> None:
+        self.group, self.port = exchange._own_group(name), None
+        if exchange.device.type == "cpu" and blocks:
+            self.port = self.group.variable_message(4 * BLOCK * blocks)
             exchange.ports.append(self.port)
+        self.sent = self.received = 0
         self._arrived: Tensor | None = None
+        self._nothing = torch.zeros(4, dtype=torch.uint8, device=exchange.device)
 
     def share(self, blocks: Tensor, sizes: Sequence[int]) -> Work:
         """Start: this rank's blocks go to all; rank r has `sizes[r]` bytes."""
@@ -188,17 +170,114 @@ class _Parcels:
         """What has come from each rank, this one included: bytes."""
         if self.port is not None:
             received = zip(self.port.received, sizes, strict=True)
-            return [row[:size] if size else self.exchange.row[:0] for row, size in received]
+            return [row[:size] if size else self._nothing[:0] for row, size in received]
         assert self._arrived is not None
         return list(self._arrived.split(list(sizes)))
 
     def _sendable(self, message: Tensor) -> Tensor:
         """It, or anything: messages of no bytes are not sent, and would be waited for."""
-        return message if message.numel() else self.exchange.row[:4]
+        return message if message.numel() else self._nothing
 
     def _count(self, sizes: Sequence[int], sent: int) -> None:
-        self.exchange._received += sum(sizes) - sizes[self.group.rank]
-        self.exchange._sent += sent if self.group.size > 1 else 0
+        self.received += sum(sizes) - sizes[self.group.rank]
+        self.sent += sent if self.group.size > 1 else 0
+
+
+class BlocksReduceScatter(ReduceScatter):
+    """`NonZeroBlocks` for sharded training: rows are the owners', and means stay with them. Bitmaps go in front."""
+
+    name = "blocks reduce_scatter"
+
+    def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
+        super().__init__(codec, numel, extra, device, group)
+        self.blocks = -(-numel // BLOCK)
+        self.parcels = Parcels(self, "blocks", self.blocks)
+        self.counted = torch.zeros(2, dtype=torch.int64, device=device)
+        self._moved = (0, 0)
+        self._present: list[Tensor] = []
+        #: Of what has arrived: bytes, dtypes and places in the row, by rank.
+        self._last: tuple[list[int], list[torch.dtype], list[Places]] | None = None
+
+    @classmethod
+    def carries(cls, codec: Codec) -> bool:
+        return isinstance(codec, Identity)
+
+    def _sizes(self, codec: Codec) -> tuple[int, ...]:
+        return (4 + 4 * -(-self.numel // (32 * BLOCK)),) if self.numel else ()
+
+    @property
+    def bytes_sent(self) -> int:
+        return super().bytes_sent + self.parcels.sent - self._moved[0]
+
+    @property
+    def bytes_received(self) -> int:
+        return super().bytes_received + self.parcels.received - self._moved[1]
+
+    def _encode(self, x: ExchangeArgs) -> Stages:
+        self._moved = self.parcels.sent, self.parcels.received
+        self._present = list(map(present_blocks, x.grad.view(self.world_size, self.numel)))
+        for present, row in zip(self._present, self.rows, strict=True):
+            row[:4].view(torch.int32).fill_(x.grad.element_size())
+            pack_bits(present, row[4:])
+        yield from ()
+
+    def _after(self, x: ExchangeArgs) -> Stages:
+        if not self.numel:
+            return
+        dtypes, has = read_bitmaps(self.wires[0], self.blocks, x.out.dtype, self.group)
+        places: list[Places] = [np.flatnonzero(row) for row in has]
+        sizes = [len(at) * BLOCK * dtype.itemsize for at, dtype in zip(places, dtypes, strict=True)]
+        rows = zip(x.grad.view(self.world_size, self.numel), self._present, strict=True)
+        yield self.parcels.swap(
+            [take_blocks(row, present.nonzero().view(-1).cpu().numpy()) for row, present in rows], sizes
+        )
+        self._last = sizes, dtypes, places
+
+    def decode(self, out: Tensor) -> None:
+        if self.numel and self._last is not None:
+            sizes, dtypes, places = self._last
+            union = np.unique(np.concatenate(places))
+            own = [np.searchsorted(union, at) for at in places]
+            means = mean_of_blocks(self.parcels.arrived(sizes), dtypes, own, len(union), out.dtype)
+            put_blocks(out, union, means)
+            if len(union):
+                self.counted[1] += ~all_finite(means)
+
+    def counts(self) -> list[Tensor]:
+        return [*super().counts(), self.counted]
+
+
+def read_bitmaps(
+    rows: Tensor, blocks: int, dtype: torch.dtype, group: Group
+) -> tuple[list[torch.dtype], NDArray[np.bool_]]:
+    """The dtype of each rank's elements, and which blocks it has, [P, blocks], from the rows that tell. Waits for the
+    device."""
+    told = rows.cpu().numpy()
+    widths = np.ascontiguousarray(told[:, :4]).view(np.int32)[:, 0].tolist()
+    for rank, width in enumerate(widths):
+        if width not in (dtype.itemsize, 4):
+            raise RuntimeError(
+                f"rank {group.ranks[rank]} has elements of {width} bytes, this one of {dtype.itemsize}: all ranks need "
+                "the same version of gradwire, and gradients of one dtype"
+            )
+    has = np.unpackbits(told[:, 4:], axis=1, count=blocks, bitorder="little").astype(np.bool_)
+    return [dtype if width == dtype.itemsize else torch.float32 for width in widths], has
+
+
+def mean_of_blocks(
+    parts: Sequence[Tensor], dtypes: Sequence[torch.dtype], places: Sequence[Places], count: int, to: torch.dtype
+) -> Tensor:
+    """The mean of ranks' blocks, at places below `count`: [count, BLOCK] of a dtype."""
+    total = torch.zeros(count, BLOCK, dtype=torch.float32, device=parts[0].device)
+    for part, dtype, at in zip(parts, dtypes, places, strict=True):
+        blocks = part.view(dtype).view(-1, BLOCK)
+        if len(at) == count:
+            total += blocks
+        else:  # within a part no place comes twice
+            total[torch.from_numpy(at).to(total.device)] += blocks
+    mean = total if to == torch.float32 else torch.empty(count, BLOCK, dtype=to, device=total.device)
+    divide(total, len(parts), mean)
+    return mean
 
 
 def gather_is_less(counts: Sequence[int], ends: Sequence[Places], cuts: Sequence[int]) -> bool:

@@ -88,6 +88,7 @@ class ReduceScatter(Exchange):
         if self.extras is not None:
             self.extras.copy_(x.extra.view(self.world_size, self.extra))
         yield self.port.start()
+        yield from self._after(x)
         self.decode(x.out)
         if self.extra:
             self._decode_extra(self.tails, x.extra[: self.extra])
@@ -100,6 +101,10 @@ class ReduceScatter(Exchange):
         with x.feedback.open():
             for kept, grad, wire, draw in zip(self._rows_of(x.feedback), grads, self.rows, self.draws, strict=True):
                 kept.encode(self.codec, grad, wire, draw, self.workspaces[-1])
+        yield from ()
+
+    def _after(self, x: ExchangeArgs) -> Stages:
+        """Stages once the rows have arrived."""
         yield from ()
 
     def decode(self, out: Tensor) -> None:

@@ -49,7 +49,7 @@ def compress_fsdp(
     codec: Codec | Callable[[int], Codec],
     *,
     mesh: None = None,
-    exchange: Literal["auto", "mask"] = "auto",
+    exchange: Literal["auto", "mask", "blocks"] = "auto",
     error_feedback: bool | Literal["auto"] | Feedback = "auto",
     warmup_steps: int = 0,
     exclude: Exclude | None = None,
@@ -87,8 +87,8 @@ def compress_fsdp(
         codec: a codec, or a function of the step (counted from 0) that returns one, equal on all ranks.
         mesh: a one-dimensional mesh of the ranks that have the same shards. None: no ranks have.
         exchange, error_feedback, warmup_steps, fallback, exclude, seed: `CompressState`'s; without `mesh`, leave out
-            `fallback`, `exchange` takes "mask" alone, for a `TopK` whose elements all ranks share, and `error_feedback`
-            residuals.
+            `fallback`, `exchange` takes "mask", for a `TopK` whose elements all ranks share, or "blocks", for
+            `Identity()` where most of a gradient is zero, and `error_feedback` residuals.
 
     Returns:
         The state, for statistics and checkpoints; the model holds it, too. Making it is a collective.

@@ -9,7 +9,7 @@ from ...compress.codec import Codec, check_choice
 from ...compress.feedback.residual import Residual
 from ..auto.planner import Choice
 from ..core.options import Options
-from ..exchanges import EXCHANGES, ExchangeKind, MaskedMean, MaskedReduceScatter, ReduceScatter
+from ..exchanges import EXCHANGES, SCATTERS, ExchangeKind
 
 #: The argument `exchange` of `compress_fsdp`: one of these, or the name of a registered class.
 FSDPExchange = Literal["auto"] | ExchangeKind | str
@@ -41,11 +41,12 @@ class ScatterOptions(Options):
 
     def check(self, world_size: int | None) -> None:
         super().check(world_size)
-        if self.exchange not in ("auto", MaskedMean.name) or self.fallback != "auto":
+        if self.exchange not in SCATTERS or self.fallback != "auto":
             raise ValueError(
-                f"exchange={self.exchange!r}, fallback={self.fallback}: between shards there is a reduce-scatter, and "
-                f"it always compresses: leave both out, take {MaskedMean.name!r} for a TopK whose elements all ranks "
-                'share, or pass mesh=mesh["replicate"] to compress between replicas'
+                f"exchange={self.exchange!r}, fallback={self.fallback}: between shards there is one exchange, and it "
+                "always compresses: leave both out, take 'mask' for a TopK whose elements all ranks share, or 'blocks' "
+                "for Identity() where gradients are mostly zero, or compress between replicas by "
+                'mesh=mesh["replicate"]'
             )
         if self.strategy is not None and not (isinstance(self.strategy, Residual) and self.strategy.only_residual):
             raise ValueError(
@@ -54,5 +55,4 @@ class ScatterOptions(Options):
             )
 
     def _choose(self, codec: Codec, warm: bool) -> Choice:
-        kind = MaskedReduceScatter if self.exchange == MaskedMean.name else ReduceScatter
-        return replace(super()._choose(codec, warm), exchange="dense" if warm else kind.name)
+        return replace(super()._choose(codec, warm), exchange="dense" if warm else SCATTERS[self.exchange].name)

@@ -20,7 +20,7 @@ from ..auto.planner import Choice
 from ..comm.group import Group
 from ..comm.ports import Stages, Work
 from ..comm.tasks import Clock
-from ..exchanges import ExchangeArgs, MaskedReduceScatter, ReduceScatter
+from ..exchanges import SCATTERS, ExchangeArgs, ReduceScatter
 from .arithmetic import divide_factor, only_sums, post_divide
 from .torch_internals import Shards
 
@@ -82,7 +82,7 @@ class Unsharded:
         """Reduce by this choice from now on."""
         if self._choice != choice:
             self._earlier, device = self.status, self.shards.group.device
-            kind = MaskedReduceScatter if choice.exchange == MaskedReduceScatter.name else ReduceScatter
+            kind = next(kind for kind in SCATTERS.values() if kind.name == choice.exchange)
             name = f"{self.shards.index} {self.numel} {self.uncompressed_numel} {kind.name} {choice.codec}"
             channel = self.group.channel(name)
             self._exchange = kind(choice.codec, self.numel, self.uncompressed_numel, device, channel)

@@ -17,6 +17,7 @@ from fsdp_drawn import Ranks, Sharded, loads_on, mesh_of, one_pass, play_drawn, 
 from gradwire import (
     QSGD,
     Cast,
+    Codec,
     Identity,
     Lead,
     Momentum,
@@ -46,7 +47,9 @@ def between_shards(size: int, codec: Any, **options: Any) -> Sharded:
 @needs_reduce_scatter
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_identity_is_fsdps_own_reduce_scatter(ranks: Ranks, size: int) -> None:
-    assert not verdict(ranks, between_shards(size, Identity()), ("step", "each", "local", "step"))
+    for exchange in ("auto", "blocks"):
+        setup = between_shards(size, Identity(), exchange=exchange)
+        assert not verdict(ranks, setup, ("step", "each", "local", "step"))
 
 
 @needs_reduce_scatter
@@ -62,7 +65,10 @@ NARROW = Residual(dtype=torch.bfloat16), Residual(dtype=torch.int8)
 
 @st.composite
 def setups(draw: st.DrawFn) -> Sharded:
-    masked = [(TopK(0.1, values=dtype), "mask") for dtype in (torch.float32, torch.bfloat16, torch.int8)]
+    masked: list[tuple[Codec, str]] = [
+        (TopK(0.1, values=dtype), "mask") for dtype in (torch.float32, torch.bfloat16, torch.int8)
+    ]
+    masked.append((Identity(), "blocks"))
     others = [OneBit(), TopK(0.1), QSGD(rounding="nearest"), Outliers(Ternary(), 0.05), TernGrad()]
     codec, exchange = draw(st.sampled_from([*masked, *((codec, "auto") for codec in others)]))
     unbiased = not codec.default_feedback
