@@ -20,8 +20,10 @@ from .base import BucketSpec, Exchange, ExchangeArgs, all_finite
 from .reduce_scatter import ReduceScatter
 
 BLOCK = 256
-#: Elements on the wire are the gradient's own, and before them comes their size in bytes, as a rank that sends a
+#: Elements on the wire are the gradient's own, and the number of their dtype comes before them, as a rank that sends a
 #: residual along has float32 where others have half precision.
+DTYPES = {1: torch.float32, 2: torch.float16, 3: torch.bfloat16}
+NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
 INTEGERS = {2: torch.int16, 4: torch.int32}
 
 Places = NDArray[np.int64]
@@ -81,7 +83,7 @@ class NonZeroBlocks(Exchange):
         if self.extra:
             self.row[4 + self.bitmap :].view(torch.float32).copy_(x.extra)
         if self.numel:
-            self.row[:4].view(torch.int32).fill_(x.grad.element_size())
+            self.row[:4].view(torch.int32).fill_(NUMBERS[x.grad.dtype])
             pack_bits(present_blocks(x.grad), self.row[4 : 4 + self.bitmap])
         yield self.to_all.start()
         if self.numel:
@@ -90,7 +92,7 @@ class NonZeroBlocks(Exchange):
             self._decode_extra(self.rows[:, 4 + self.bitmap :], x.extra)
 
     def _reduce_blocks(self, x: ExchangeArgs) -> Stages:
-        dtypes, has = read_bitmaps(self.rows[:, : 4 + self.bitmap], self.blocks, x.out.dtype, self.group)
+        dtypes, has = read_bitmaps(self.rows[:, : 4 + self.bitmap], self.blocks, self.group)
         union = np.flatnonzero(has.any(0))
         self.union_size = BLOCK * len(union)
         if not len(union):
@@ -217,14 +219,14 @@ class BlocksReduceScatter(ReduceScatter):
         self._moved = self.parcels.sent, self.parcels.received
         self._present = list(map(present_blocks, x.grad.view(self.world_size, self.numel)))
         for present, row in zip(self._present, self.rows, strict=True):
-            row[:4].view(torch.int32).fill_(x.grad.element_size())
+            row[:4].view(torch.int32).fill_(NUMBERS[x.grad.dtype])
             pack_bits(present, row[4:])
         yield from ()
 
     def _after(self, x: ExchangeArgs) -> Stages:
         if not self.numel:
             return
-        dtypes, has = read_bitmaps(self.wires[0], self.blocks, x.out.dtype, self.group)
+        dtypes, has = read_bitmaps(self.wires[0], self.blocks, self.group)
         places: list[Places] = [np.flatnonzero(row) for row in has]
         sizes = [len(at) * BLOCK * dtype.itemsize for at, dtype in zip(places, dtypes, strict=True)]
         rows = zip(x.grad.view(self.world_size, self.numel), self._present, strict=True)
@@ -247,21 +249,19 @@ class BlocksReduceScatter(ReduceScatter):
         return [*super().counts(), self.counted]
 
 
-def read_bitmaps(
-    rows: Tensor, blocks: int, dtype: torch.dtype, group: Group
-) -> tuple[list[torch.dtype], NDArray[np.bool_]]:
+def read_bitmaps(rows: Tensor, blocks: int, group: Group) -> tuple[list[torch.dtype], NDArray[np.bool_]]:
     """The dtype of each rank's elements, and which blocks it has, [P, blocks], from the rows that tell. Waits for the
     device."""
     told = rows.cpu().numpy()
-    widths = np.ascontiguousarray(told[:, :4]).view(np.int32)[:, 0].tolist()
-    for rank, width in enumerate(widths):
-        if width not in (dtype.itemsize, 4):
+    numbers = np.ascontiguousarray(told[:, :4]).view(np.int32)[:, 0].tolist()
+    for rank, number in enumerate(numbers):
+        if number not in DTYPES:
             raise RuntimeError(
-                f"rank {group.ranks[rank]} has elements of {width} bytes, this one of {dtype.itemsize}: all ranks need "
-                "the same version of gradwire, and gradients of one dtype"
+                f"rank {group.ranks[rank]} tells of a dtype by the number {number}, which stands for none: all ranks "
+                "need the same version of gradwire"
             )
     has = np.unpackbits(told[:, 4:], axis=1, count=blocks, bitorder="little").astype(np.bool_)
-    return [dtype if width == dtype.itemsize else torch.float32 for width in widths], has
+    return [DTYPES[number] for number in numbers], has
 
 
 def mean_of_blocks(

@@ -149,7 +149,7 @@ def test_what_cannot_be_right_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         return reduce(exchange, x)
 
     monkeypatch.setattr(NonZeroBlocks, "_reduce_blocks", damaged)
-    with pytest.raises(RuntimeError, match="rank 1 has elements of 117901063 bytes, this one of 4"):
+    with pytest.raises(RuntimeError, match="rank 1 tells of a dtype by the number 117901063"):
         ranks.reduce([torch.ones(600), torch.ones(600)])
 
 
