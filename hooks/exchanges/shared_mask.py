@@ -80,7 +80,10 @@ class SharedMask:
         self.row = torch.zeros(index_bytes(span, self.k), dtype=torch.uint8, device=device)
         self.rows = group.gather_output(self.ranks, len(self.row), device=device)
         self.indices = torch.zeros(self.ranks, self.k, dtype=torch.int32, device=device)
+        self.chosen = torch.zeros_like(self.indices[0])
         self.counts = torch.zeros(self.ranks, dtype=torch.int32, device=device)
+        #: This rank's values, and those that have arrived.
+        self.values, self.numbers = torch.zeros(2, self.ranks, self.k, dtype=torch.float32, device=device)
         self.places, self.used = self.spare, self.indices > 0
         #: Entries that cannot be right, and means that are not finite.
         self.status = torch.zeros(2, dtype=torch.int64, device=device)
@@ -109,9 +112,8 @@ class SharedMask:
         slice_.encode(self.select, x.grad[start:end], wire, x.draw, workspace)
         words, k = wire.view(torch.int32), self.select.k(length)
         # At least one, by which a gradient that is not finite elsewhere is seen.
-        indices = torch.zeros_like(self.indices[0])
-        indices[:k] = words[1 : 1 + k]
-        self.kernels.pack_indices(indices, words[:1].clamp(min=1), 0, self.span, self.row)
+        self.chosen[:k] = words[1 : 1 + k]
+        self.kernels.pack_indices(self.chosen, words[:1].clamp(min=1), 0, self.span, self.row)
 
     def read(self, step: int) -> None:
         """Read all ranks' choices from `rows`."""
@@ -130,8 +132,7 @@ class SharedMask:
         """Write this rank's values to rows, one for each slice, and let them leave the residual, but for what rounding
         takes. Where anything of the gradient is not finite, all of them are NaN."""
         sent = self.used & (self.finite.view(torch.int32) == 1)
-        values = torch.where(sent, 0.0, torch.nan).view(-1)
-        places = self.places.view(-1)
+        values, places = self.values.zero_().masked_fill_(~sent, torch.nan).view(-1), self.places.view(-1)
         if x.feedback.keeps:
             x.feedback.take_at(places, values)
         else:
@@ -139,26 +140,29 @@ class SharedMask:
         with x.feedback.open() as residual:
             if self.dtype == torch.float32:
                 residual = None  # nothing is rounded
-            for row, numbers, at in zip(rows, values.view(self.ranks, -1), self.places, strict=True):
+            for row, numbers, at in zip(rows, self.values, self.places, strict=True):
                 self.kernels.pack_values(numbers, self.dtype, row, at, None, residual)
 
     def mean(self, arrived: Tensor) -> Tensor:
-        """The mean of all ranks' rows of values, float32 [k]."""
-        numbers = torch.empty(self.ranks, self.k, dtype=torch.float32, device=arrived.device)
-        self.kernels.unpack_values(arrived, self.dtype, numbers)
-        total = numbers[0]
-        for row in numbers[1:]:
+        """The mean of all ranks' rows of values, float32 [k], valid until the next call."""
+        self.kernels.unpack_values(arrived, self.dtype, self.numbers)
+        total = self.numbers[0]
+        for row in self.numbers[1:]:
             total += row
         divide(total, self.ranks, total)
         return total
 
-    def write(self, out: Tensor, values: Tensor, owner: int | None = None) -> None:
-        """Write means, and zero elsewhere: of all slices, float32 [P, k], or to the slice of one owner, float32 [k]."""
+    def write(self, out: Tensor, means: Tensor) -> None:
+        """Write the means of all slices from their owners' rows, and zero elsewhere."""
+        self.kernels.unpack_values(means, self.dtype, self.numbers)
         out.zero_()
-        places, used = self.places.view(-1), self.used.view(-1)
-        if owner is not None:
-            places, used = self.places[owner] - owner * self.span, self.used[owner]
-        self.status[1] += self.kernels.write(out, places, values.view(-1), used)
+        self.status[1] += self.kernels.write(out, self.places.view(-1), self.numbers.view(-1), self.used.view(-1))
+
+    def write_own(self, out: Tensor, arrived: Tensor) -> None:
+        """Write the mean of this rank's slice from all ranks' rows, and zero elsewhere."""
+        out.zero_()
+        places, used = self.places[self.rank] - self.rank * self.span, self.used[self.rank]
+        self.status[1] += self.kernels.write(out, places, self.mean(arrived), used)
 
 
 class MaskedMean(Exchange):
@@ -238,9 +242,7 @@ class MaskedMean(Exchange):
                 x.feedback.restore(mask.places[self.rank], unsent)
         yield self.to_all.start()
         if self.numel:
-            values = torch.empty_like(mask.indices, dtype=torch.float32)
-            mask.kernels.unpack_values(self.means, mask.dtype, values)
-            mask.write(x.out, values)
+            mask.write(x.out, self.means)
         if self.extra:
             self._decode_extra(self.tails, x.extra)
 
@@ -293,7 +295,7 @@ class MaskedReduceScatter(ReduceScatter):
 
     def decode(self, out: Tensor) -> None:
         if self.numel:
-            self.mask.write(out, self.mask.mean(self.wires[0]), self.rank)
+            self.mask.write_own(out, self.wires[0])
 
     def counts(self) -> list[Tensor]:
         return [*super().counts(), self.mask.status] if self.numel else super().counts()

@@ -188,7 +188,7 @@ def test_auto_takes_what_the_host_reads_nothing_of() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("exchange", ["split", "union"])
+@pytest.mark.parametrize("exchange", ["mask", "split", "union"])
 def test_between_nodes_too(exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner_module, "default_exchange", lambda codec, size: exchange)
     recipe = Recipe(TopK(0.2, values=torch.bfloat16), HIERARCHICAL, nodes=2, steps=2)
