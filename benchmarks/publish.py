@@ -119,6 +119,13 @@ elastic-inside: elastic --rate 100mbit --delay 25ms --seed 3 4 5 --kill-in excha
 learn-late: {learn} --seeds 1 --learning-rates 8e-3 --arms float32-b8 float32-b5 float32-late3 float32-late3-b5
     chunked25 chunked25-b8 chunked25-b5 chunked25-b3
 learn-lead: {learn} --learning-rates 8e-3 1.6e-2 3.2e-2 6.4e-2 --arms chunked25-lead wide1.5-lead
+learn-mask: {learn} --learning-rates 8e-3 --arms topk1-exact-b5 topk1-split-b5 topk1-mask-b5 topk2-mask-b5
+learn-muon: {learn} --optimizer muon --steps 3000 --learning-rates 8e-3 1.6e-2 --arms local3-qsgd4 local5-chunked25
+    local5-wide3
+learn-muon-tried: {learn} --optimizer muon --steps 3000 --seeds 1 --learning-rates 1.6e-2 --arms local3-qsgd4
+    local2-chunked25 local5-chunked25 local10-chunked25 local5-wide3 local5-wide1.5 local26-ternary muloco30-2bit
+learn-muon-gradients: {learn} --optimizer muon --steps 1000 --seeds 1 --learning-rates 8e-3 --arms chunked25-b5
+    powersgd4 wide0.7-b5 tracking95-ternary
 learn-tried: {learn} --seeds 1 --learning-rates 8e-3 --arms chunked25 chunked25-late chunked18 topk7.5-split topk4
     topk1 tracking-ternary
 learn-long: {learn} --steps 4500 --learning-rates 4e-3 --arms float32-b8 chunked25-b5 wide0.7-b5
