@@ -13,7 +13,19 @@ from typing import Any
 
 import pytest
 import torch
-from gradwire.compress import CODECS, Codec, Momentum, OneBit, Outliers, PowerSGD, Residual, SparseCodec, TopK, Tracking
+from gradwire.compress import (
+    CODECS,
+    Codec,
+    Identity,
+    Momentum,
+    OneBit,
+    Outliers,
+    PowerSGD,
+    Residual,
+    SparseCodec,
+    TopK,
+    Tracking,
+)  # fmt: skip
 from gradwire.compress.backends import backend_kernels
 from gradwire.compress.feedback.base import Feedback
 from gradwire.hooks.auto import planner as planner_module
@@ -21,6 +33,7 @@ from gradwire.hooks.comm.pipeline import Pipeline
 from gradwire.hooks.comm.topology import Topology
 from gradwire.hooks.core.reducer import Reducer
 from gradwire.hooks.exchanges import EXCHANGES, possible, serving
+from gradwire.hooks.exchanges.non_zero_blocks import NonZeroBlocks
 from gradwire.hooks.network import cost
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -149,7 +162,8 @@ def test_exchanges_say_whether_the_host_has_to_read() -> None:
     for name in EXCHANGES:
         for inline in (False, True):
             exchange = serving(name, inline)
-            codec = next(c for c in ON_GPU if exchange.carries(c) and isinstance(c, SparseCodec | OneBit | PowerSGD))
+            kinds = Identity if exchange is NonZeroBlocks else SparseCodec | OneBit | PowerSGD
+            codec = next(c for c in (*ON_GPU, Identity()) if exchange.carries(c) and isinstance(c, kinds))
             try:
                 alter = None if inline else let_the_host_read
                 on_gpus(Recipe(codec, name, steps=1), Schedule(), alter=alter)
@@ -157,13 +171,15 @@ def test_exchanges_say_whether_the_host_has_to_read() -> None:
             except RuntimeError as error:
                 cause = error.__cause__
             assert isinstance(cause, HostWaits) if exchange.syncs_host else cause is None, (name, inline)
-            assert not (inline and exchange.syncs_host)
+            # Of blocks only the host can know how many there are.
+            assert not (inline and exchange.syncs_host) or exchange is NonZeroBlocks
 
 
 @pytest.mark.parametrize("exchange", [name for name, exchange in EXCHANGES.items() if exchange.syncs_host])
 def test_where_the_host_reads_no_order_of_streams_changes_anything_either(exchange: str) -> None:
     """In the same memory, since NCCL holds what it sends only until it is waited for, on whatever stream."""
-    recipe = Recipe(TopK(0.1, values=torch.int8), exchange, exclude=frozenset({"a.bias"}), steps=2, reads=True)
+    codec: Codec = Identity() if exchange == "blocks" else TopK(0.1, values=torch.int8)
+    recipe = Recipe(codec, exchange, exclude=frozenset({"a.bias"}), steps=2, reads=True)
     alter = let_hosts_exchange if exchange == "split" else let_the_host_read  # split's entries go from host to host
     reference = outcomes(recipe, World(2), CPU, alter=let_the_host_read)
     for stream in ("0 side 1", "1 nccl"):
