@@ -243,6 +243,7 @@ class VariableMessage(PersistentMessage):
         super().__init__(group, pool, pool, ahead)
         places: list[Any] = [pool if free is pool else torch.empty_like(pool) for free in self._free]
         self._free = places
+        self._any_byte = torch.zeros(1, dtype=torch.uint8, device="cpu")
 
     @property
     def received(self) -> Tensor:
@@ -251,8 +252,9 @@ class VariableMessage(PersistentMessage):
         return received
 
     def send(self, messages: Sequence[Tensor]) -> Work:
-        """Start: message r goes to rank r. Leave them unchanged until after waiting."""
-        self._sent = messages
+        """Start: message r goes to rank r, which may be empty. Leave them unchanged until after waiting."""
+        # One of no bytes would not be sent, and be waited for.
+        self._sent = [message if message.numel() else self._any_byte for message in messages]
         return self.start()
 
     def _own_place(self, place: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -91,7 +91,7 @@ class Exchange(ABC):
     #: It starts collectives, which must not begin before the ranks have compared their steps.
     collective: ClassVar[bool] = False
     #: It reads the step's number from the draws on the device, whether the codec draws or not.
-    reads_step: ClassVar[bool] = False
+    reads_step: bool = False
     #: Residuals are complete only once the mean is known (`conclude`).
     concludes: ClassVar[bool] = False
 

@@ -42,6 +42,7 @@ class Hierarchical(Exchange):
         self.start, own = _range(self.rank, self.slice, numel)
         _, own_extra = _range(self.rank, -(-extra // ranks), extra)
         self.inner = inner(codec, own, own_extra, device, between)
+        self.reads_step = self.inner.reads_step
         # A row for each rank of the node: its slice of the gradient, then its slice of the extra elements.
         width = self.slice + -(-extra // ranks)
         self.sent = torch.zeros(ranks, width, dtype=torch.float32, device=device)

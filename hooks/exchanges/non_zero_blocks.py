@@ -51,7 +51,6 @@ class NonZeroBlocks(Exchange):
         self.to_all = self.persistent_gather(self.rows, self.row)
         self.parts, self.means = (Parcels(self, name, self.blocks) for name in ("parts", "means"))
         self.counted = torch.zeros(2, dtype=torch.int64, device=device)
-        self.union_size = 0
         self._moved = (0, 0)
 
     @classmethod
@@ -94,7 +93,6 @@ class NonZeroBlocks(Exchange):
     def _reduce_blocks(self, x: ExchangeArgs) -> Stages:
         dtypes, has = read_bitmaps(self.rows[:, : 4 + self.bitmap], self.blocks, self.group)
         union = np.flatnonzero(has.any(0))
-        self.union_size = BLOCK * len(union)
         if not len(union):
             x.out.zero_()
             return
@@ -121,9 +119,6 @@ class NonZeroBlocks(Exchange):
         put_blocks(x.out, union, means)
         self.counted[1] += ~all_finite(means)
 
-    def union_of(self, out: Tensor) -> Tensor | None:
-        return torch.tensor(self.union_size, device="cpu")
-
     def counts(self) -> list[Tensor]:
         return [*super().counts(), self.counted]
 
@@ -147,14 +142,13 @@ class Parcels:
             exchange.ports.append(self.port)
         self.sent = self.received = 0
         self._arrived: Tensor | None = None
-        self._nothing = torch.zeros(4, dtype=torch.uint8, device=exchange.device)
 
     def share(self, blocks: Tensor, sizes: Sequence[int]) -> Work:
         """Start: this rank's blocks go to all; rank r has `sizes[r]` bytes."""
         self._count(sizes, sizes[self.group.rank])
         message = blocks.view(-1).view(torch.uint8)
         if self.port is not None:
-            return self.port.send([self._sendable(message)] * self.group.size)
+            return self.port.send([message] * self.group.size)
         self._arrived = message.new_empty(sum(sizes))
         return self.group.all_gather_v(self._arrived, message, sizes)
 
@@ -164,21 +158,17 @@ class Parcels:
         sent = [message.numel() for message in messages]
         self._count(sizes, sum(sent) - sent[self.group.rank])
         if self.port is not None:
-            return self.port.send(list(map(self._sendable, messages)))
+            return self.port.send(messages)
         self._arrived = messages[0].new_empty(sum(sizes))
         return self.group.all_to_all_v(self._arrived, torch.cat(messages), sizes, sent)
 
     def arrived(self, sizes: Sequence[int]) -> list[Tensor]:
-        """What has come from each rank, this one included: bytes."""
+        """The bytes from each rank, this one included."""
         if self.port is not None:
             received = zip(self.port.received, sizes, strict=True)
-            return [row[:size] if size else self._nothing[:0] for row, size in received]
+            return [row[:size] if size else row.new_empty(0) for row, size in received]
         assert self._arrived is not None
         return list(self._arrived.split(list(sizes)))
-
-    def _sendable(self, message: Tensor) -> Tensor:
-        """It, or anything: messages of no bytes are not sent, and would be waited for."""
-        return message if message.numel() else self._nothing
 
     def _count(self, sizes: Sequence[int], sent: int) -> None:
         self.received += sum(sizes) - sizes[self.group.rank]
@@ -229,10 +219,8 @@ class BlocksReduceScatter(ReduceScatter):
         dtypes, has = read_bitmaps(self.wires[0], self.blocks, self.group)
         places: list[Places] = [np.flatnonzero(row) for row in has]
         sizes = [len(at) * BLOCK * dtype.itemsize for at, dtype in zip(places, dtypes, strict=True)]
-        rows = zip(x.grad.view(self.world_size, self.numel), self._present, strict=True)
-        yield self.parcels.swap(
-            [take_blocks(row, present.nonzero().view(-1).cpu().numpy()) for row, present in rows], sizes
-        )
+        rows = zip(x.grad.view(self.world_size, self.numel), torch.stack(self._present).cpu().numpy(), strict=True)
+        yield self.parcels.swap([take_blocks(row, np.flatnonzero(present)) for row, present in rows], sizes)
         self._last = sizes, dtypes, places
 
     def decode(self, out: Tensor) -> None:

@@ -111,12 +111,13 @@ def recommend(
     """
     if (ratio is None) == (bits is None):
         raise TypeError(f"recommend(ratio={ratio!r}, bits={bits!r}): give one of the two")
-    name, asked = ("bits", bits) if ratio is None else ("ratio", ratio)
+    wish, asked = ("bits", bits) if ratio is None else ("ratio", ratio)
     if isinstance(asked, bool) or not isinstance(asked, int | float) or not asked > 0:
-        raise ValueError(f"{name}={asked!r}: expected a number above 0")
+        raise ValueError(f"{wish}={asked!r}: expected a number above 0")
     times = float(asked) if ratio is not None else 32.0 / float(asked)
     if not 2.0 <= times <= 2000.0:
-        raise ValueError(f"{name}={asked!r}: expected from 2 to 2000 times fewer bytes than float32, 16 to 0.016 bits")
+        raise ValueError(f"{wish}={asked!r}: expected from 2 to 2000 times fewer bytes than float32, 16 to 0.016 bits")
+    name = _name_of(optimizer)
     if times <= 2.0:
         return _recommendation(Cast(torch.float16), True, "halves the bytes, and keeps the rounding errors")
     if orthogonalises(optimizer):
@@ -130,7 +131,6 @@ def recommend(
         if times <= MOST_TIMES:
             return _recommendation(_chunked(times), Residual(), CHUNKED, LESS_MOMENTUM)
         return _rounds(times, STEPS_APART, MOST_TIMES_LOCAL, LOCAL, MOST_MOMENTUM)
-    name = _name_of(optimizer)
     other = "" if name.lower() == "sgd" else f". Nothing has been measured with {name}: this is the advice for SGD"
     if times <= ratio_of(Outliers(OneBit())):
         return _recommendation(Outliers(OneBit()), Residual(), OUTLIERS + other)

@@ -94,6 +94,8 @@ def test_a_wish_that_cannot_be_met_is_refused(options: dict[str, Any], error: ty
         recommend("adamw", **options)
     with pytest.raises(TypeError, match="expected a torch optimizer"):
         recommend(3, ratio=20)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="expected a torch optimizer"):
+        recommend(3, ratio=2)  # type: ignore[arg-type]
 
 
 def test_a_recommendation_can_be_read_and_pasted() -> None:

@@ -21,7 +21,7 @@ from gradwire.compress.formats.layout import Slot
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.comm.ports import Stages, Work, drive
 from gradwire.hooks.core.bucket import Bucket
-from gradwire.hooks.exchanges import BucketSpec, ExchangeArgs
+from gradwire.hooks.exchanges import BucketSpec, ExchangeArgs, Hierarchical
 from gradwire.hooks.exchanges.fixed_base import FixedSizeExchange
 from gradwire.hooks.exchanges.fixed_split import FixedSizeSplit
 from gradwire.hooks.exchanges.fixed_union import FixedSizeUnion
@@ -299,9 +299,12 @@ def test_no_gpu_is_waited_for_in_many_more(case: Case, schedule: Schedule) -> No
 def test_owners_go_round_with_codecs_that_draw_nothing() -> None:
     """By the step's number, which is written to the device only where it is read."""
     slots = (Slot("a", 0, (60,), (1,)),)
-    for kind, expected in ((FixedSizeSplit, [5, 6]), (FixedSizeUnion, [0, 0])):
+    group = InProcessWorld(1).groups[0]
+    made = TopK(0.1), 60, 0, CPU, group
+    exchanges = FixedSizeSplit(*made), Hierarchical(FixedSizeSplit, *made, group), FixedSizeUnion(*made)
+    for exchange, expected in zip(exchanges, ([5, 6], [5, 6], [0, 0]), strict=True):
         bucket = Bucket(0, [], slots, frozenset(), torch.zeros(60))
-        bucket.use(kind(TopK(0.1), 60, 0, CPU, InProcessWorld(1).groups[0]), 0, 0)
+        bucket.use(exchange, 0, 0)
         seen = []
         for step in (5, 6):
             drive(bucket.reduce(torch.ones(60), FeedbackStore(None), False, step))

@@ -8,6 +8,9 @@ import pytest
 import torch
 from gradwire.benchmarks.learning.ranks import InProcessRanks
 from gradwire.compress import Lead, Momentum, Residual, TopK, Tracking
+from gradwire.compress.backends import backend_for, entries_for
+from gradwire.compress.backends.kernels import VectorKernels
+from gradwire.compress.backends.sparse import EntryKernels
 from gradwire.compress.feedback.base import Feedback
 from gradwire.compress.formats.layout import Slot
 from gradwire.hooks.exchanges.shared_mask import SharedMask
@@ -135,3 +138,30 @@ def test_a_rank_receives_as_much_whatever_the_number_of_ranks(size: int) -> None
         ranks = ranks_of(size, numel, TopK(0.01, values=values))
         ranks.reduce([grad.clone() for grad in grads])
         assert ranks.bytes_received < most * 8 * numel * (size - 1) / size
+
+
+def test_the_cpus_passes_have_the_bits_of_torchs() -> None:
+    """Of what is taken, written and added up, with subnormal numbers, signs of zeros, and what is not finite."""
+    generator, entries = torch.Generator().manual_seed(0), entries_for(torch.device("cpu"))
+    vectors = backend_for(torch.device("cpu")).vectors
+    for numel in (1, 63, 1000):
+        x, residual = torch.randn(2, numel, generator=generator)
+        for vector in (x, residual):
+            vector[::5], vector[1::7], vector[2::11] = -0.0, 1e-40, 3e38
+        x[3::13] = torch.nan
+        places = torch.randperm(numel, generator=generator)[: numel // 2 + 1].int()
+        used = torch.rand(len(places), generator=generator) < 0.7
+        for count in (None, torch.tensor([len(places) // 2], dtype=torch.int32)):
+            mine, other, values = residual.clone(), residual.clone(), x[: len(places)].clone()
+            theirs = values.clone()
+            entries.take(mine, places, values, count)
+            EntryKernels.take(entries, other, places, theirs, count)
+            assert torch.equal(mine.view(torch.int32), other.view(torch.int32))
+            assert torch.equal(values.nan_to_num(7.0).view(torch.int32), theirs.nan_to_num(7.0).view(torch.int32))
+        mine, other = torch.zeros(2, numel)
+        bad = entries.write(mine, places, x[: len(places)], used)
+        assert bad == EntryKernels.write(entries, other, places, x[: len(places)], used)
+        assert torch.equal(mine.nan_to_num(7.0), other.nan_to_num(7.0))
+        mine, other = residual.clone(), residual.clone()
+        assert vectors.accumulate(x, mine) == VectorKernels.accumulate(vectors, x, other)
+        assert torch.equal(mine.view(torch.int32), other.view(torch.int32))

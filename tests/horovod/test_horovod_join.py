@@ -76,7 +76,7 @@ def ends_early(rank: int, codec: Codec, exchange: str, first: int, zero_batches:
 
 CASES = [
     *itertools.product((OneBit(), QSGD(bits=2, block=256)), ("gather", "two_pass", "dense")),
-    *((TopK(0.02), exchange) for exchange in ("gather", "union", "split")),
+    *((TopK(0.02), exchange) for exchange in ("gather", "mask", "union", "split")),
     (TopK(0.02, values=torch.int8), "split"),
     (PowerSGD(rank=1), "factors"),
 ]
